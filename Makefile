@@ -1,0 +1,63 @@
+# `make demo` and `make test` each do their whole job on a machine that has only python3 (3.11 or newer) and make.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INPUTS := pyproject.toml constraints.txt src/bitplan/_version.py
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types unit bench clean
+
+help:
+	@echo "make demo    install bitplan into $(VENV) and show its main job"
+	@echo "make test    install with the dev extra, then ruff, mypy --strict and every test"
+	@echo "make bench   install the peers and measure every number format against them"
+	@echo "make clean   remove $(VENV), caches and what the demo wrote"
+
+demo: $(VENV)/.stamp-base
+	@$(BIN)/bitplan demo
+
+test: lint types unit
+
+lint: $(VENV)/.stamp-dev
+	@echo "== ruff"
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet . || { echo "run: $(BIN)/ruff format ."; exit 1; }
+
+types: $(VENV)/.stamp-dev
+	@echo "== mypy --strict src"
+	@$(BIN)/mypy --strict src
+
+unit: $(VENV)/.stamp-dev
+	@echo "== pytest"
+	@$(BIN)/pytest $(PYTEST_ARGS)
+
+bench: $(VENV)/.stamp-bench
+	@$(BIN)/bitplan bench formats
+
+clean:
+	@rm -rf $(VENV) build dist src/*.egg-info bitplan-demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is written only after its installation succeeded, and grows old when what it was made from changes.
+$(VENV)/.stamp-venv:
+	@$(PYTHON) -c 'import sys; sys.exit("bitplan needs Python 3.11 or newer: make PYTHON=python3.11 ..." if sys.version_info < (3, 11) else 0)'
+	@echo "== creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.stamp-base: $(VENV)/.stamp-venv $(INPUTS)
+	@echo "== installing bitplan (the first time fetches torch, which takes a while)"
+	@$(PIP_INSTALL) -e .
+	@touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp-base
+	@echo "== installing the dev extra"
+	@$(PIP_INSTALL) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.stamp-bench: $(VENV)/.stamp-base
+	@echo "== installing the peers"
+	@$(PIP_INSTALL) -e '.[bench]'
+	@touch $@

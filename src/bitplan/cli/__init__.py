@@ -1,0 +1,40 @@
+"""The command line's front door.
+
+typer and rich are imported inside :func:`main` only, so that the library works without them and a
+missing one is answered by a sentence.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from bitplan.errors import BitplanError
+
+#: Exit code for whatever the user can mend, typer's own usage errors included.
+USER_ERROR = 2
+
+_COMMAND_LINE_LIBRARIES = ("typer", "rich")
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line on `arguments` (default: the process's own) and exit."""
+    try:
+        from bitplan.cli.app import app
+    except ModuleNotFoundError as missing:
+        library = (missing.name or "").partition(".")[0]
+        if library not in _COMMAND_LINE_LIBRARIES:
+            raise
+        _refuse(f"the command line needs {library}, which is not installed: run 'pip install typer rich'.")
+    try:
+        # A fixed program name: `python -m bitplan` must offer the same shell completion as `bitplan`.
+        app(args=arguments, prog_name="bitplan")
+    except BitplanError as error:
+        _refuse(str(error))
+    sys.exit(0)
+
+
+def _refuse(sentence: str) -> NoReturn:
+    print(f"bitplan: {sentence}", file=sys.stderr)
+    sys.exit(USER_ERROR)

@@ -1,0 +1,282 @@
+"""Packed tensors: the same numbers as :func:`bitplan.quantize`, in as many bits as the format has.
+
+An element's code is its bit pattern in the format: sign on top for floats, two's complement for symmetric
+integers, the step count for affine ones. Codes of any width from 1 to 16 bits follow each other without a
+gap, first code in the lowest bits; ``n`` codes of ``w`` bits take ``ceil(n * w / 8)`` bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bitplan.errors import QuantizeError
+from bitplan.formats import BlockFormat, FloatFormat, Format, IntFormat, Overflow
+from bitplan.live import LiveFormat
+from bitplan.noise import Counter
+from bitplan.quantizer import Encoded, Quantizer, make_quantizer
+from bitplan.reference import Rounding
+from bitplan.scaling import Granularity, Range, Scaling, carrier_of
+
+#: The widest code that can be packed.
+MAX_PACKED_BITS = 16
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A tensor in its low-precision form. Make one with :func:`pack`."""
+
+    payload: Tensor
+    scales: tuple[Tensor, ...]
+    quantizer: Quantizer
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes really held: the payload's and the scales' storages."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in (self.payload, *self.scales))
+
+    @property
+    def device(self) -> torch.device:
+        return self.payload.device
+
+    @property
+    def format(self) -> Format:
+        assert not isinstance(self.quantizer.format, LiveFormat)
+        return self.quantizer.format
+
+    def unpack(self) -> Tensor:
+        """The tensor that ``quantize`` would have returned, bit for bit."""
+        like = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+        if not like.numel():
+            return torch.empty_like(like, device=self.device)
+        element = _element(self.format)
+        grid = _grid_shape(self.quantizer, like)
+        codes = unpack_bits(self.payload, element.bits, math.prod(grid)).view(grid)
+        carrier = self.quantizer._carrier_dtype(like)
+        scales = self.scales
+        if isinstance(self.format, BlockFormat) and self.format.scale == "e4m3":
+            scales = (decode(scales[0], _E4M3, carrier), scales[1])
+        return self.quantizer.decode(Encoded(decode(codes, element, carrier), scales), like)
+
+    def to(self, device: torch.device | str) -> Packed:
+        """The same on another device."""
+        moved = tuple(scale.to(device) for scale in self.scales)
+        return Packed(self.payload.to(device), moved, self.quantizer, self.shape, self.stride, self.dtype)
+
+    def __repr__(self) -> str:
+        return (
+            f"Packed({self.format.name}, shape={tuple(self.shape)}, {self.dtype}, {self.nbytes} bytes, {self.device})"
+        )
+
+
+_E4M3 = FloatFormat(4, 3, specials="fn")
+
+
+def pack(
+    x: Tensor,
+    format: str | Format,
+    rounding: Rounding = "nearest",
+    scale: Granularity | Scaling | None = None,
+    seed: Counter | None = None,
+    *,
+    axis: int | None = None,
+    block: int | None = None,
+    range: Range | None = None,
+    power_of_two: bool = False,
+    overflow: Overflow | None = None,
+    step: Counter = 0,
+    site: Counter = 0,
+) -> Packed:
+    """`x` rounded as :func:`bitplan.quantize` does and kept in the format's own bits; same parameters.
+
+    >>> pack(torch.randn(1000), "e2m3").nbytes
+    750
+    """
+    if isinstance(format, LiveFormat):
+        raise QuantizeError("a live format has no fixed width: pack with the format it stands for at the moment.")
+    quantizer = make_quantizer(
+        format, rounding, scale, axis=axis, block=block, range=range, power_of_two=power_of_two, overflow=overflow
+    )
+    return pack_with(quantizer, x, seed=seed, step=step, site=site)
+
+
+def pack_with(
+    quantizer: Quantizer, x: Tensor, *, seed: Counter | None = None, step: Counter = 0, site: Counter = 0
+) -> Packed:
+    """:func:`pack` with a ready quantizer."""
+    quantizer.check(x)
+    assert not isinstance(quantizer.format, LiveFormat)
+    source = x.detach()
+    element = _element(quantizer.format)
+    _require_codes(quantizer, element, source)
+    stride = torch.empty_like(source, device="meta").stride()
+    if not source.numel():
+        payload, scales = torch.empty(0, dtype=torch.uint8, device=x.device), ()
+        return Packed(payload, scales, quantizer, x.shape, stride, x.dtype)
+    elements, kept = quantizer.encode(source, quantizer.noise(source, seed, step, site))
+    if isinstance(quantizer.format, BlockFormat) and quantizer.format.scale == "e4m3":
+        kept = (encode(kept[0], _E4M3).to(torch.uint8), kept[1])
+    payload = pack_bits(encode(elements, element).flatten(), element.bits)
+    own = tuple(scale.clone() for scale in kept)  # a view would keep the whole tensor behind it alive
+    return Packed(payload, own, quantizer, x.shape, stride, x.dtype)
+
+
+def _element(target: Format) -> FloatFormat | IntFormat:
+    return target.element if isinstance(target, BlockFormat) else target
+
+
+def _require_codes(quantizer: Quantizer, element: FloatFormat | IntFormat, x: Tensor) -> None:
+    if element.bits > MAX_PACKED_BITS:
+        raise QuantizeError(
+            f"{element.name} has {element.bits} bits and pack takes up to {MAX_PACKED_BITS}: keep it as it is."
+        )
+    if not isinstance(element, FloatFormat):
+        return
+    if quantizer.overflow == "special" and element.specials == "none":
+        raise QuantizeError(f"{element.name} has no code for infinity: pack it with overflow='saturate'.")
+    # With a scale, NaN makes the scale NaN and so survives; without one it needs a code of its own. A compiled
+    # graph cannot look: there it becomes zero.
+    has_code = isinstance(quantizer.format, BlockFormat) or quantizer.scaling is not None or element.has_nan_code
+    if not has_code and not torch.compiler.is_compiling() and bool(x.isnan().any()):
+        raise QuantizeError(f"the tensor holds NaN and {element.name} has no code for it: pack it with a scale.")
+
+
+def _grid_shape(quantizer: Quantizer, like: Tensor) -> tuple[int, ...]:
+    blocks = quantizer.blocks(like)
+    return tuple(like.shape) if blocks is None else tuple(blocks.split(like).shape)
+
+
+# --- codes ------------------------------------------------------------------------------------------------
+
+
+def encode(elements: Tensor, target: FloatFormat | IntFormat) -> Tensor:
+    """Numbers on the grid of `target` as int32 codes."""
+    if isinstance(target, IntFormat):
+        mask = (1 << target.bits) - 1
+        codes = torch.nan_to_num(elements).to(torch.int32) & mask
+        return codes if target.affine else torch.where(elements.isnan(), 1 << (target.bits - 1), codes)
+    carrier = carrier_of(elements)
+    source = elements.view(carrier.int_dtype)
+    cut = carrier.mantissa_bits - target.mantissa_bits
+    below_first = (target.min_exponent + carrier.exponent_bias - 1) << target.mantissa_bits
+    codes = ((source & ~carrier.sign_bit) >> cut) - below_first
+    if target.min_exponent > carrier.min_exponent or not target.subnormals:
+        steps = elements.abs() * (1.0 / target.min_subnormal if target.subnormals else 0.0)
+        codes = torch.where(elements.abs() < target.min_normal, torch.nan_to_num(steps, 0, 0).to(codes.dtype), codes)
+    codes = torch.where(elements.isinf(), _infinity_code(target), codes)
+    codes = torch.where(elements.isnan(), _nan_code(target), codes)
+    return (codes | (source < 0).to(codes.dtype) << (target.bits - 1)).to(torch.int32)
+
+
+def decode(codes: Tensor, target: FloatFormat | IntFormat, dtype: torch.dtype) -> Tensor:
+    """The numbers that codes of `target` stand for; eager, by a table of all of them."""
+    if torch.compiler.is_compiling():
+        return _decode(codes.to(torch.int32), target, dtype)
+    table = _decode(torch.arange(1 << target.bits, dtype=torch.int32, device=codes.device), target, dtype)
+    return table[codes.to(torch.int32)]
+
+
+def _decode(codes: Tensor, target: FloatFormat | IntFormat, dtype: torch.dtype) -> Tensor:
+    if isinstance(target, IntFormat):
+        if target.affine:
+            return codes.to(dtype)
+        half = 1 << (target.bits - 1)
+        return torch.where(codes == half, math.nan, ((codes ^ half) - half).to(dtype))
+    magnitude = codes & ((1 << (target.bits - 1)) - 1)
+    field, mantissa = magnitude >> target.mantissa_bits, magnitude & ((1 << target.mantissa_bits) - 1)
+    # float64 holds every value of every format exactly; powers of two are built from their bits.
+    power = ((field.long() - target.exponent_bias + 1023) << 52).view(torch.float64)
+    normal = power * (1.0 + mantissa.double() * target.epsilon)
+    subnormal = mantissa.double() * (target.min_subnormal if target.subnormals else 0.0)
+    values = torch.where(field > 0, normal, subnormal)
+    if target.specials != "none":
+        first_nan = _nan_code(target)
+        if target.specials == "ieee":
+            values = torch.where(magnitude == _infinity_code(target), math.inf, values)
+            first_nan = _infinity_code(target) + 1
+        values = torch.where(magnitude >= first_nan, math.nan, values)
+    return torch.where(codes >> (target.bits - 1) > 0, -values, values).to(dtype)
+
+
+def _infinity_code(target: FloatFormat) -> int:
+    """IEEE: all-ones exponent. Elsewhere no element is infinite and the number is never used."""
+    return ((1 << target.exponent_bits) - 1) << target.mantissa_bits
+
+
+def _nan_code(target: FloatFormat) -> int:
+    """IEEE: the quiet NaN; OCP: all ones; without NaN codes zero, and the scale is NaN."""
+    if target.specials == "ieee":
+        return _infinity_code(target) | (1 << max(target.mantissa_bits - 1, 0))
+    return (1 << (target.bits - 1)) - 1 if target.specials == "fn" else 0
+
+
+# --- bits -------------------------------------------------------------------------------------------------
+
+
+def pack_bits(codes: Tensor, width: int) -> Tensor:
+    """A flat tensor of codes below 2^width as bytes without gaps."""
+    _require_width(width)
+    group, bytes_per_group = _grouping(width)
+    count = codes.numel()
+    wide = codes.to(torch.int32)
+    if missing := -count % group:
+        wide = torch.nn.functional.pad(wide, (0, missing))
+    columns = wide.view(-1, group).unbind(1)
+    packed = [_byte(columns, byte, width) for byte in range(bytes_per_group)]
+    payload = torch.stack(packed, 1).flatten()
+    size = (count * width + 7) // 8
+    return payload if payload.numel() == size else payload[:size].clone()
+
+
+def unpack_bits(payload: Tensor, width: int, count: int) -> Tensor:
+    """The first `count` codes of :func:`pack_bits`, as int32."""
+    _require_width(width)
+    group, bytes_per_group = _grouping(width)
+    if missing := -payload.numel() % bytes_per_group:
+        payload = torch.nn.functional.pad(payload, (0, missing))
+    columns = payload.view(-1, bytes_per_group).to(torch.int32).unbind(1)
+    codes = [_code(columns, index, width) for index in range(group)]
+    return torch.stack(codes, 1).flatten()[:count]
+
+
+def _grouping(width: int) -> tuple[int, int]:
+    """The least number of codes that fill whole bytes, and how many bytes."""
+    common = math.gcd(width, 8)
+    return 8 // common, width // common
+
+
+def _byte(codes: tuple[Tensor, ...], byte: int, width: int) -> Tensor:
+    """Byte `byte` of every group: all codes that reach into it, shifted to their place."""
+    parts = [
+        codes[i] << (i * width - 8 * byte) if i * width >= 8 * byte else codes[i] >> (8 * byte - i * width)
+        for i in range(len(codes))
+        if i * width < 8 * byte + 8 and (i + 1) * width > 8 * byte
+    ]
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = whole | part
+    return (whole & 255).to(torch.uint8)
+
+
+def _code(columns: tuple[Tensor, ...], index: int, width: int) -> Tensor:
+    """Code `index` of every group, gathered from the bytes it lies in."""
+    first = index * width
+    parts = [
+        columns[byte] << (8 * byte - first) if 8 * byte >= first else columns[byte] >> (first - 8 * byte)
+        for byte in range(first // 8, (first + width + 7) // 8)
+    ]
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = whole | part
+    return whole & ((1 << width) - 1)
+
+
+def _require_width(width: int) -> None:
+    if not 1 <= width <= MAX_PACKED_BITS:
+        raise QuantizeError(f"codes of 1 to {MAX_PACKED_BITS} bits can be packed, not of {width}.")

@@ -1,0 +1,317 @@
+"""A quantizer: a format, a rounding and a scaling, applied to tensors.
+
+Two halves that packing shares: :meth:`Quantizer.encode` gives the elements on the format's grid and the
+scales that go with them, :meth:`Quantizer.decode` multiplies them back. ``quantize`` is one after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bitplan.errors import FormatError, QuantizeError, nearest_names
+from bitplan.formats import BlockFormat, FloatFormat, Format, IntFormat, Overflow
+from bitplan.live import LiveFormat
+from bitplan.names import format as format_of
+from bitplan.noise import Counter, random_bits
+from bitplan.reference import ROUNDINGS, Rounding
+from bitplan.rounding import carrier_for, round_float, round_float_by_row, round_int, round_to_whole
+from bitplan.scaling import (
+    Blocks,
+    Granularity,
+    Range,
+    Scaling,
+    amax_scale,
+    block_amax,
+    checked_axis,
+    divide,
+    minmax_scale,
+    multiply_by_power,
+    reduced_dims,
+    shared_exponent,
+    step_scale,
+)
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Encoded(NamedTuple):
+    """Elements on the grid, in the carrier's dtype and possibly split into blocks, with their scales."""
+
+    elements: Tensor
+    #: Nothing, (scale,), (scale, minimum), (E8M0 codes,) or (block scales, tensor scale), by the kind of quantizer.
+    scales: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """What is done to a tensor; validated when made, free of any state.
+
+    `axis` here is the one a block format's blocks lie along; other scales carry their own.
+    """
+
+    format: Format | LiveFormat
+    rounding: Rounding = "nearest"
+    scaling: Scaling | None = None
+    overflow: Overflow | None = None
+    axis: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rounding not in ROUNDINGS:
+            raise QuantizeError(
+                f"there is no rounding {self.rounding!r}; {nearest_names(str(self.rounding), ROUNDINGS)}"
+            )
+        if self.overflow not in (None, "saturate", "special"):
+            raise QuantizeError(f"overflow is 'saturate' or 'special', not {self.overflow!r}.")
+        affine = self._is_affine
+        if isinstance(self.format, BlockFormat):
+            if self.scaling is not None:
+                raise QuantizeError(f"{self.format.name} brings its own block scales: drop scale=.")
+        elif self.scaling is None:
+            if affine:
+                raise QuantizeError(f"{self._name} counts steps above a minimum: give it scale='tensor' or another.")
+        elif affine and self.scaling.range != "minmax":
+            object.__setattr__(self, "scaling", replace(self.scaling, range="minmax"))
+        elif self.scaling.range == "minmax" and not affine:
+            if not isinstance(self.format, IntFormat):
+                raise QuantizeError(f"a min-max range serves integer formats, not {self._name}: use range='amax'.")
+            object.__setattr__(self, "format", IntFormat(self.format.bits, affine=True))
+        if self.overflow == "special" and not isinstance(self.format, (FloatFormat, LiveFormat)):
+            raise QuantizeError(f"{self._name} has no special codes to overflow to: use overflow='saturate'.")
+        if isinstance(self.format, LiveFormat) and self.overflow is not None:
+            raise QuantizeError("a live format carries its own overflow: give it to LiveFormat instead.")
+        if self.axis is not None and not isinstance(self.format, BlockFormat):
+            raise QuantizeError("axis= goes with a scale: give scale='channel', 'vector' or 'block' too.")
+
+    @property
+    def _is_affine(self) -> bool:
+        return isinstance(self.format, (IntFormat, LiveFormat)) and self.format.affine
+
+    @property
+    def _name(self) -> str:
+        return f"a live {self.format.kind}" if isinstance(self.format, LiveFormat) else self.format.name
+
+    def __call__(self, x: Tensor, *, seed: Counter | None = None, step: Counter = 0, site: Counter = 0) -> Tensor:
+        """`x` on the grid, in its own dtype, shape, strides and device; the gradient passes straight through."""
+        self.check(x)
+        source = x.detach()
+        if x.numel() == 0:
+            rounded = source.clone()
+        else:
+            bits = self.noise(source, seed, step, site)
+            rounded = self.decode(self.encode(source, bits), source)
+        if x.requires_grad and torch.is_grad_enabled():
+            straight: Tensor = _StraightThrough.apply(x, rounded)  # type: ignore[no-untyped-call]
+            return straight
+        return rounded
+
+    def check(self, x: Tensor) -> None:
+        """Raise one sentence where this quantizer cannot serve `x`."""
+        if not isinstance(x, Tensor) or x.dtype not in _DTYPES:
+            given = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise QuantizeError(f"only float32, bfloat16, float16 and float64 tensors can be rounded, not {given}.")
+        if isinstance(self.format, LiveFormat):
+            if (x.dtype == torch.float64) != (self.format.carrier.dtype == torch.float64):
+                raise QuantizeError(f"this live format was made for other inputs: make it with dtype={x.dtype}.")
+        elif not isinstance(self.format, BlockFormat):
+            _require_room(self.format, x.dtype, scaled=self.scaling is not None)
+
+    def noise(self, x: Tensor, seed: Counter | None, step: Counter, site: Counter) -> Tensor | None:
+        """The random bits this call needs. Without a seed one is drawn from torch's generator."""
+        if self.rounding != "stochastic":
+            return None
+        if seed is None:
+            seed = torch.randint(0, 1 << 31, (), device=x.device, dtype=torch.int32)
+        return random_bits(x, seed, step, site)
+
+    def encode(self, x: Tensor, bits: Tensor | None = None) -> Encoded:
+        """The first half: elements and scales."""
+        work = x.to(self._carrier_dtype(x))
+        blocks = self.blocks(x)
+        if blocks is not None:
+            work = blocks.split(work)
+            bits = None if bits is None else blocks.split(bits)
+        if isinstance(self.format, BlockFormat):
+            return self._encode_block(work, self.format, bits)
+        if self.scaling is None:
+            return Encoded(self._round(work, bits), ())
+        dims = reduced_dims(work, self.scaling)
+        if self._is_affine:
+            scale, low = minmax_scale(work, self.format.max, dims, self.scaling.power_of_two)
+            return Encoded(self._round(divide(work - low, scale), bits), (scale, low))
+        scale = amax_scale(work, self.format.max, dims, self.scaling.power_of_two)
+        return Encoded(self._round(divide(work, scale), bits), (scale,))
+
+    def decode(self, encoded: Encoded, like: Tensor) -> Tensor:
+        """The second half: values in the dtype, shape and layout of `like` (which may be a meta tensor)."""
+        elements, scales = encoded
+        if isinstance(self.format, BlockFormat):
+            values = self._decode_block(elements, scales, self.format)
+        elif not scales:
+            values = elements
+        elif self._is_affine:
+            scale, low = scales
+            # In float64 the product is exact, so a compiler that fuses it with the addition changes nothing.
+            values = (elements.double() * scale.double() + low.double()).to(elements.dtype)
+        else:
+            values = elements * scales[0]
+        blocks = self.blocks(like)
+        if blocks is not None:
+            values = blocks.join(values, like.shape)
+        values = values.to(like.dtype)
+        if values.stride() != like.stride():
+            values = torch.empty_like(like, device=values.device).copy_(values)
+        return values
+
+    def blocks(self, x: Tensor) -> Blocks | None:
+        """How `x` is cut, where this quantizer cuts at all."""
+        if isinstance(self.format, BlockFormat):
+            axis, size = self.axis, self.format.size
+        elif self.scaling is not None and self.scaling.granularity == "block":
+            axis, size = self.scaling.axis, self.scaling.block or 1
+        else:
+            return None
+        axis = -1 if axis is None else axis
+        return Blocks(checked_axis(axis, x) if x.dim() else 0, size)
+
+    def _carrier_dtype(self, x: Tensor) -> torch.dtype:
+        if isinstance(self.format, LiveFormat):
+            return self.format.carrier.dtype
+        element = self.format.element if isinstance(self.format, BlockFormat) else self.format
+        return carrier_for(x.dtype, element, self.rounding).dtype
+
+    def _round(self, t: Tensor, bits: Tensor | None) -> Tensor:
+        if isinstance(self.format, LiveFormat):
+            if self.format.kind == "float":
+                return round_float_by_row(t, self.format.row, self.rounding, bits)
+            low, high = self.format.row[0], self.format.row[1]
+            return torch.minimum(torch.maximum(round_to_whole(t, self.rounding, bits), low), high) + 0.0
+        assert not isinstance(self.format, BlockFormat)
+        return _round_element(t, self.format, self.rounding, self.overflow, bits)
+
+    def _encode_block(self, blocks: Tensor, target: BlockFormat, bits: Tensor | None) -> Encoded:
+        scales: tuple[Tensor, ...]
+        if target.scale == "e8m0":
+            codes = shared_exponent(blocks, _floor_log2(target.element_max))
+            scales = (codes,)
+            ready = multiply_by_power(blocks, codes, -1) * (1.0 / target.unit)
+        else:
+            amax = block_amax(blocks)
+            whole = step_scale(amax.amax().reshape(1), 448.0 * target.element_max, power_of_two=False)
+            wanted = divide(amax, whole * target.element_max)
+            scales = (round_float(wanted, _E4M3, "nearest", "saturate"), whole)
+            effective = scales[0] * whole
+            # A block so small that its scale vanished becomes zeros.
+            ready = divide(blocks, torch.where(effective == 0, torch.inf, effective))
+        return Encoded(_round_element(ready, target.element, self.rounding, "saturate", bits), scales)
+
+    def _decode_block(self, elements: Tensor, scales: tuple[Tensor, ...], target: BlockFormat) -> Tensor:
+        if target.scale == "e8m0":
+            return multiply_by_power(elements * target.unit, scales[0], 1)
+        return elements * (scales[0] * scales[1])
+
+
+_E4M3 = FloatFormat(4, 3, specials="fn")
+
+
+def _round_element(
+    t: Tensor, target: FloatFormat | IntFormat, rounding: Rounding, overflow: Overflow | None, bits: Tensor | None
+) -> Tensor:
+    if isinstance(target, IntFormat):
+        return round_int(t, target, rounding, bits) + 0.0  # an integer has no negative zero
+    return round_float(t, target, rounding, overflow or target.default_overflow, bits)
+
+
+def _floor_log2(value: float) -> int:
+    exponent = 0
+    while 2.0 ** (exponent + 1) <= value:
+        exponent += 1
+    return exponent
+
+
+def _require_room(target: FloatFormat | IntFormat, dtype: torch.dtype, scaled: bool) -> None:
+    info = torch.finfo(dtype)
+    if isinstance(target, IntFormat):
+        fits = target.max <= 2.0 / info.eps
+    else:
+        smallest = info.smallest_normal * info.eps
+        in_range = scaled or (target.max <= info.max and target.min_subnormal >= smallest)
+        fits = target.epsilon >= info.eps and in_range
+    if not fits:
+        raise FormatError(f"{dtype} cannot hold the values of {target.name}: convert the tensor to a wider type first.")
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The rounded value forward, the gradient unchanged backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rounded: Tensor) -> Tensor:
+        return rounded.view_as(rounded)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def make_quantizer(
+    format: str | Format | LiveFormat,
+    rounding: Rounding = "nearest",
+    scale: Granularity | Scaling | None = None,
+    *,
+    axis: int | None = None,
+    block: int | None = None,
+    range: Range | None = None,
+    power_of_two: bool = False,
+    overflow: Overflow | None = None,
+) -> Quantizer:
+    """A :class:`Quantizer` from the vocabulary of :func:`quantize`."""
+    target = format if isinstance(format, LiveFormat) else format_of(format)
+    if scale is None:
+        if block is not None or range is not None or power_of_two:
+            raise QuantizeError("block=, range= and power_of_two= describe a scale: give scale= too.")
+        return Quantizer(target, rounding, None, overflow, axis)
+    if isinstance(scale, Scaling):
+        if axis is not None or block is not None or range is not None or power_of_two:
+            raise QuantizeError("a Scaling says all about the scale: drop axis=, block=, range= and power_of_two=.")
+        scaling = scale
+    else:
+        scaling = Scaling(scale, axis, block, range or "amax", power_of_two)
+    return Quantizer(target, rounding, scaling, overflow)
+
+
+def quantize(
+    x: Tensor,
+    format: str | Format | LiveFormat,
+    rounding: Rounding = "nearest",
+    scale: Granularity | Scaling | None = None,
+    seed: Counter | None = None,
+    *,
+    axis: int | None = None,
+    block: int | None = None,
+    range: Range | None = None,
+    power_of_two: bool = False,
+    overflow: Overflow | None = None,
+    step: Counter = 0,
+    site: Counter = 0,
+) -> Tensor:
+    """`x` rounded to `format`, in its own dtype, shape, strides and device. The gradient is straight-through.
+
+    :param format: a name (:func:`bitplan.format`), a format, or a :class:`LiveFormat`.
+    :param rounding: ``nearest`` (ties to even), ``nearest-away``, ``toward-zero`` or ``stochastic``.
+    :param scale: None, ``tensor``, ``channel`` (with `axis`), ``vector`` (with `axis`), ``block`` (with `block`).
+    :param range: ``amax`` (the default), or ``minmax`` for integers: 2^n - 1 steps from the least value to the largest.
+    :param power_of_two: round the scale up to a power of two.
+    :param overflow: ``saturate`` or ``special``; None is the format's own default.
+    :param seed: with `step` and `site` decides stochastic rounding, the same on every device, eager and compiled.
+        Without a seed one is drawn from torch's generator at each call.
+
+    >>> quantize(torch.tensor([1.0, 1.06, 500.0]), "e4m3")
+    tensor([  1.,   1., 448.])
+    """
+    quantizer = make_quantizer(
+        format, rounding, scale, axis=axis, block=block, range=range, power_of_two=power_of_two, overflow=overflow
+    )
+    return quantizer(x, seed=seed, step=step, site=site)

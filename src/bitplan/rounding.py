@@ -1,0 +1,376 @@
+"""Rounding tensors onto a grid: plain torch operations that Inductor fuses into one kernel.
+
+:mod:`bitplan.reference` is the readable definition; everything here equals it bit for bit. There are
+three ways through, each exact, chosen by what is known when the code is traced:
+
+* **magic addition**, nearest-even with a constant narrow format. With ``2^e <= |x| < 2^(e+1)`` and
+  ``M = 1.5 * 2^(max(e, emin) + 23 - Y)``, ``x + M`` has exactly the format's spacing as its last bit, so the
+  adder's own rounding *is* the wanted one and ``(x + M) - M`` the result.
+* **prefix addition**, nearest-even with a constant format that has float32's own exponent. A float's
+  magnitude grows with its bits, so adding to the bits below the wanted mantissa and cutting them
+  off rounds it, subnormals included.
+* **bit addition**, everything else: the same for normal numbers; below the smallest normal, where
+  the grid is uniform, ``x / spacing`` is rounded to a whole number instead. Stochastic rounding *lifts*
+  such numbers by the power of two whose binade has that spacing, and then treats all alike.
+
+Parameters that live in a tensor (:class:`FloatRow`) take the last way, one graph for all formats.
+
+On a CPU, eager, ``torch.where`` on mixed data costs 40 arithmetic passes, a comparison 5 and ``trunc`` 20
+(measured); so the code selects by bit masks, and compares in place, where torch vectorises it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bitplan.errors import FormatError
+from bitplan.formats import FloatFormat, IntFormat, Overflow
+from bitplan.noise import unit_interval
+from bitplan.reference import Rounding
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """The IEEE type in which the arithmetic is done."""
+
+    dtype: torch.dtype
+    int_dtype: torch.dtype
+    mantissa_bits: int
+    exponent_bias: int
+
+    @property
+    def exponent_mask(self) -> int:
+        return (2 * self.exponent_bias + 1) << self.mantissa_bits
+
+    @property
+    def bits(self) -> int:
+        return torch.finfo(self.dtype).bits
+
+    @property
+    def sign_bit(self) -> int:
+        """As a signed integer of the carrier's width."""
+        return -(1 << (self.bits - 1))
+
+    @property
+    def min_exponent(self) -> int:
+        return 1 - self.exponent_bias
+
+    @property
+    def max(self) -> float:
+        return float(torch.finfo(self.dtype).max)
+
+    def bits_of_power(self, exponent: int) -> int:
+        """The bit pattern of 2^exponent."""
+        return (exponent + self.exponent_bias) << self.mantissa_bits
+
+
+FLOAT32 = Carrier(torch.float32, torch.int32, 23, 127)
+FLOAT64 = Carrier(torch.float64, torch.int64, 52, 1023)
+
+
+#: Odds of stochastic rounding are resolved at least this finely (in bits).
+_LEAST_ODDS_BITS = 12
+
+
+def carrier_for(dtype: torch.dtype, target: FloatFormat | IntFormat, rounding: Rounding) -> Carrier:
+    """float32 wherever it is exact; float64 for float64 inputs and for formats that outreach float32's normals."""
+    if dtype == torch.float64 or (isinstance(target, FloatFormat) and not _fits_float32(target, rounding)):
+        return FLOAT64
+    return FLOAT32
+
+
+def _fits_float32(target: FloatFormat, rounding: Rounding) -> bool:
+    if target.max > FLOAT32.max or target.min_exponent < FLOAT32.min_exponent:
+        return False
+    if _continues(target, FLOAT32):
+        return True
+    odds_bits = FLOAT32.mantissa_bits - target.mantissa_bits
+    coarse_odds = rounding == "stochastic" and odds_bits < _LEAST_ODDS_BITS
+    return 1.0 / target.min_subnormal <= FLOAT32.max and not coarse_odds
+
+
+def _continues(target: FloatFormat, carrier: Carrier) -> bool:
+    """Whether the carrier's own subnormals continue the target's grid, so that no uniform region is needed."""
+    return target.min_exponent == carrier.min_exponent and target.subnormals
+
+
+def round_to_whole(t: Tensor, rounding: Rounding, bits: Tensor | None = None) -> Tensor:
+    """`t` rounded to whole numbers; the sign of zero and NaN survive. `bits` are the random ones."""
+    nearest = torch.round(t)
+    if rounding == "nearest":
+        return nearest
+    magnitude = t.abs()
+    whole = nearest.abs_()
+    if rounding == "nearest-away":  # a tie that went down to an even number goes up after all
+        whole += (magnitude - whole).ge_(0.5)
+        return whole.copysign_(t)
+    whole -= whole.gt(magnitude).to(t.dtype) if torch.compiler.is_compiling() else whole.clone().gt_(magnitude)
+    if rounding == "stochastic":
+        assert bits is not None
+        whole += (magnitude - whole).gt_(unit_interval(bits, t.dtype))
+    return whole.copysign_(t)
+
+
+def round_int(x: Tensor, target: IntFormat, rounding: Rounding, bits: Tensor | None = None) -> Tensor:
+    """Whole numbers within the format's range; NaN stays NaN."""
+    return round_to_whole(x, rounding, bits).clamp_(target.min, target.max)
+
+
+#: Formats whose conversion torch has on every device, fast and right to the last bit.
+_TORCH_DTYPES = {FloatFormat(8, 7): torch.bfloat16, FloatFormat(5, 10): torch.float16}
+
+
+def round_float(
+    x: Tensor, target: FloatFormat, rounding: Rounding, overflow: Overflow, bits: Tensor | None = None
+) -> Tensor:
+    """`x` (in its carrier's dtype) on the grid of `target`."""
+    carrier = FLOAT64 if x.dtype == torch.float64 else FLOAT32
+    if rounding == "nearest":
+        if (
+            overflow == "special"
+            and target in _TORCH_DTYPES
+            and carrier is FLOAT32
+            and not torch.compiler.is_compiling()
+        ):
+            # Compiled, Inductor may drop a cast there and back as pointless.
+            return x.to(_TORCH_DTYPES[target]).to(x.dtype)
+        if _magic_is_exact(target, carrier):
+            return _magic_addition(x, target, carrier, overflow)
+        if _is_prefix(target, carrier):
+            return _prefix_addition(x, target, carrier, overflow)
+    if rounding == "toward-zero" and overflow == "special":  # finite numbers never reach the special codes
+        stopped = _bit_addition(x, float_row(target, carrier, "saturate"), carrier, rounding, bits)
+        special = torch.full_like(x, target.overflow_value).copysign_(x)
+        return torch.where(x.isinf(), special, stopped)
+    rounded = _bit_addition(x, float_row(target, carrier, overflow), carrier, rounding, bits)
+    return rounded if overflow == "saturate" else _to_special(rounded, target, carrier)
+
+
+# --- nearest-even with a constant format ------------------------------------------------------------------
+
+
+def _magic_is_exact(target: FloatFormat, carrier: Carrier) -> bool:
+    spare = carrier.mantissa_bits - target.mantissa_bits
+    # Two spare bits keep x + M inside M's binade for both signs. Without mantissa bits a tie goes by the
+    # exponent's parity, which the adder does not see; without subnormals the spacing changes below the
+    # smallest normal.
+    return (
+        spare >= 2
+        and target.mantissa_bits > 0
+        and target.subnormals
+        and target.max_exponent + spare < carrier.exponent_bias
+    )
+
+
+def _magic_addition(x: Tensor, target: FloatFormat, carrier: Carrier, overflow: Overflow) -> Tensor:
+    lowest = carrier.bits_of_power(target.min_exponent)
+    highest = carrier.bits_of_power(target.max_exponent)
+    power = (x.view(carrier.int_dtype) & carrier.exponent_mask).clamp_(lowest, highest).view(carrier.dtype)
+    factor = 1.5 * 2.0 ** (carrier.mantissa_bits - target.mantissa_bits)
+    rounded = torch.add(x, power, alpha=factor)
+    rounded.sub_(power, alpha=factor)
+    rounded.copysign_(x)  # x - x is +0: a negative number that vanished gets its sign back
+    if overflow == "saturate":
+        return rounded.clamp_(-target.max, target.max)
+    return _to_special(rounded, target, carrier)
+
+
+def _is_prefix(target: FloatFormat, carrier: Carrier) -> bool:
+    return (
+        _continues(target, carrier)
+        and target.specials == "ieee"
+        and target.max_exponent == carrier.exponent_bias
+        and target.mantissa_bits > 0
+    )
+
+
+def _prefix_addition(x: Tensor, target: FloatFormat, carrier: Carrier, overflow: Overflow) -> Tensor:
+    if overflow == "saturate":
+        x = x.clamp(-target.max, target.max)
+    cut = carrier.mantissa_bits - target.mantissa_bits
+    if cut == 0:
+        return x if overflow == "saturate" else x.clone()
+    source = x.view(carrier.int_dtype)
+    rounded = source >> cut
+    rounded &= 1
+    rounded += source
+    rounded += (1 << (cut - 1)) - 1
+    rounded &= -(1 << cut)
+    return _nan_from(x, rounded.view(carrier.dtype), carrier)
+
+
+# --- every rounding, constant or tensor parameters --------------------------------------------------------
+
+Number = float | Tensor
+Whole = int | Tensor
+
+
+@dataclass(frozen=True)
+class FloatRow:
+    """The numbers bit addition needs, each a constant or a 0-d tensor."""
+
+    cut: Whole  #: mantissa bits of the carrier that go
+    kept_bits: Whole  #: mask of the bits that stay
+    half_below: Whole  #: half a unit less one, 0 where nothing is cut
+    parity: Whole  #: 1 where ties are broken by the last kept bit
+    parity_flip: Whole  #: 1 where no mantissa bit is kept and the exponents' parities of carrier and target differ
+    min_normal_bits: Whole  #: pattern of the smallest normal, 0 where the grid has no uniform region
+    lift_bits: Whole  #: pattern of the power of two whose binade has the uniform region's spacing
+    up: Number  #: 1 / spacing of the uniform region
+    down: Number  #: the spacing
+    max: Number  #: the largest value, for scales
+    limit: Number  #: inputs are clamped to this: the largest value, or infinity
+    overflow_up: Number  #: takes what exceeds the largest value to the carrier's infinity
+    overflow_down: Number  #: and the rest back
+
+
+_WHOLE_FIELDS = 7
+ROW_FIELDS = 13
+
+
+def float_row(target: FloatFormat, carrier: Carrier, overflow: Overflow) -> FloatRow:
+    """The constants of one format. Overflow to NaN cannot be expressed in them; see :func:`_to_special`."""
+    cut = carrier.mantissa_bits - target.mantissa_bits
+    uniform = not _continues(target, carrier)
+    saturates = overflow == "saturate"
+    lifts = not saturates and _lifts_to_infinity(target)
+    overflow_up = 2.0 ** (carrier.exponent_bias - target.max_exponent) if lifts else 1.0
+    lift = target.min_exponent + (0 if target.subnormals else target.mantissa_bits)
+    return FloatRow(
+        cut=cut,
+        kept_bits=-(1 << cut),
+        half_below=(1 << cut - 1) - 1 if cut else 0,
+        parity=1 if cut else 0,
+        parity_flip=(carrier.exponent_bias - target.exponent_bias) % 2 if target.mantissa_bits == 0 else 0,
+        min_normal_bits=carrier.bits_of_power(target.min_exponent) if uniform else 0,
+        lift_bits=carrier.bits_of_power(lift) if uniform else 0,
+        up=1.0 / target.min_subnormal if uniform else 1.0,
+        down=target.min_subnormal if uniform else 1.0,
+        max=target.max,
+        limit=target.max if saturates else math.inf,
+        overflow_up=overflow_up,
+        overflow_down=1.0 / overflow_up,
+    )
+
+
+def row_values(target: FloatFormat, overflow: Overflow | None = None, carrier: Carrier = FLOAT32) -> list[int]:
+    """`target` as one row of a parameter table: whole numbers as they are, floats as their bit patterns."""
+    overflow = overflow or target.default_overflow
+    if overflow == "special" and not _lifts_to_infinity(target):
+        raise FormatError(
+            f"{target.name} overflows to NaN or has no normal numbers, which parameters in a tensor cannot "
+            f"express: use overflow='saturate' with it."
+        )
+    numbers = list(vars(float_row(target, carrier, overflow)).values())
+    patterns = torch.tensor(numbers[_WHOLE_FIELDS:], dtype=carrier.dtype).view(carrier.int_dtype).tolist()
+    return [*numbers[:_WHOLE_FIELDS], *patterns]
+
+
+def row_from_tensor(row: Tensor) -> FloatRow:
+    """The named views of a table row written by :func:`row_values`; reading them copies nothing to the host."""
+    floats = row.view(torch.float64 if row.dtype == torch.int64 else torch.float32)
+    whole = (row[i] for i in range(_WHOLE_FIELDS))
+    return FloatRow(*whole, *(floats[i] for i in range(_WHOLE_FIELDS, ROW_FIELDS)))
+
+
+def round_float_by_row(x: Tensor, row: Tensor, rounding: Rounding, bits: Tensor | None = None) -> Tensor:
+    """:func:`round_float` with the format's parameters in a tensor: changing them recompiles nothing."""
+    named = row_from_tensor(row)
+    rounded = _bit_addition(x, named, FLOAT64 if x.dtype == torch.float64 else FLOAT32, rounding, bits)
+    return rounded.mul_(named.overflow_up).mul_(named.overflow_down)
+
+
+def _bit_addition(x: Tensor, row: FloatRow, carrier: Carrier, rounding: Rounding, bits: Tensor | None) -> Tensor:
+    # In place wherever a buffer is ours: eager, the first touch of fresh memory costs more than the arithmetic.
+    limited = _clamp(x, row.limit)
+    # All ones where the number lies in the uniform region, else all zeros: an arithmetic shift of the sign.
+    in_uniform = limited.view(carrier.int_dtype) & ~carrier.sign_bit
+    in_uniform -= row.min_normal_bits
+    in_uniform >>= carrier.bits - 1
+    if rounding == "stochastic":
+        in_uniform &= row.lift_bits
+        base = in_uniform.view(carrier.dtype)
+        coarse = _noise(row, carrier, bits)
+        coarse += (limited.abs() + base).view(carrier.int_dtype)
+        coarse &= row.kept_bits
+        rounded = coarse.view(carrier.dtype)
+        rounded -= base
+        rounded = rounded.copysign_(limited)
+    else:
+        source = limited.view(carrier.int_dtype)
+        coarse = _increment(source, row, rounding)
+        coarse += source
+        coarse &= row.kept_bits
+        below = round_to_whole(limited * row.up, rounding).mul_(row.down).view(carrier.int_dtype)
+        below ^= coarse
+        below &= in_uniform
+        coarse ^= below
+        rounded = coarse.view(carrier.dtype)
+    return _nan_from(limited, rounded, carrier)
+
+
+def _increment(source: Tensor, row: FloatRow, rounding: Rounding) -> Tensor:
+    """What is added to the bits so that cutting them rounds as asked; always less than one unit."""
+    if rounding == "toward-zero":
+        return torch.zeros_like(source)
+    if rounding == "nearest-away":
+        return torch.zeros_like(source) + (row.half_below + row.parity)
+    last_kept = source >> row.cut
+    if isinstance(row.parity_flip, Tensor) or row.parity_flip:
+        last_kept ^= row.parity_flip
+    last_kept &= row.parity
+    last_kept += row.half_below
+    return last_kept
+
+
+def _noise(row: FloatRow, carrier: Carrier, bits: Tensor | None) -> Tensor:
+    """Uniform below one unit: the upper bits of the hash, so that float32 and float64 carriers decide alike.
+
+    Consumes `bits`.
+    """
+    assert bits is not None
+    if carrier is FLOAT32:
+        shift = 32 - row.cut
+        bits >>= shift.clamp(max=31) if isinstance(shift, Tensor) else min(shift, 31)
+        bits &= ~row.kept_bits
+        return bits
+    shift = row.cut - 32
+    wide = bits.to(torch.int64) & 0xFFFFFFFF
+    if isinstance(shift, Tensor):
+        return (wide << shift.clamp(min=0)) >> (-shift).clamp(min=0)
+    return wide << shift if shift >= 0 else wide >> -shift
+
+
+def _nan_from(x: Tensor, rounded: Tensor, carrier: Carrier) -> Tensor:
+    """`rounded`, but NaN where `x` is: adding x * 0 changes no other number, not even the sign of a zero."""
+    return rounded.add_(x.clamp(-carrier.max, carrier.max), alpha=0.0)
+
+
+def _clamp(x: Tensor, limit: Number) -> Tensor:
+    if not isinstance(limit, Tensor) and math.isinf(limit):
+        return x
+    if isinstance(limit, Tensor):
+        return torch.minimum(torch.maximum(x, -limit), limit)
+    return x.clamp(-limit, limit)
+
+
+def _lifts_to_infinity(target: FloatFormat) -> bool:
+    """Whether what exceeds the largest value is at least 2^(emax+1), so that one multiplication finds it.
+
+    The multiplication back must not be by a subnormal, hence the bound on the exponent.
+    """
+    fills_binade = target.max == (2.0 - target.epsilon) * 2.0**target.max_exponent
+    return fills_binade and target.specials != "fn" and target.max_exponent > 1
+
+
+def _to_special(rounded: Tensor, target: FloatFormat, carrier: Carrier) -> Tensor:
+    """What exceeds the largest value as infinity or NaN."""
+    if _lifts_to_infinity(target):
+        lift = 2.0 ** (carrier.exponent_bias - target.max_exponent)
+        return rounded.mul_(lift).mul_(1.0 / lift)
+    special = torch.full_like(rounded, target.overflow_value).copysign_(rounded)
+    return torch.where(rounded.abs() > target.max, special, rounded)

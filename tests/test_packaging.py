@@ -1,0 +1,54 @@
+"""What the files around the package promise about it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bitplan._version import __version__
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def requirement_names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[<>=!~ \[]", requirement)[0].lower() for requirement in requirements}
+
+
+def pinned_names() -> set[str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in pins)
+    return requirement_names(pins)
+
+
+def test_every_requirement_of_the_base_and_of_dev_is_pinned() -> None:
+    wanted = requirement_names(PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"])
+    assert wanted - pinned_names() == set()
+
+
+def test_the_citation_has_the_version_of_the_package_and_its_three_papers() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == __version__
+    papers = {identifier["value"] for paper in citation["references"] for identifier in paper["identifiers"]}
+    assert papers == {"arXiv:2403.02243", "arXiv:2301.13464", "arXiv:2408.02897"}
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (files("bitplan") / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("target", ["demo", "test", "bench", "clean"])
+def test_make_knows_its_targets_and_pins_what_it_installs(target: str) -> None:
+    planned = subprocess.run(
+        ["make", "--dry-run", "VENV=no-such-venv", target], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    installs = [line for line in planned.splitlines() if "pip install" in line]
+    assert bool(installs) == (target != "clean")
+    assert all("-c constraints.txt" in line for line in installs)
