@@ -22,6 +22,10 @@ class QuantizeError(BitplanError, ValueError):
     """A tensor, rounding or scale that do not fit together."""
 
 
+class PlanError(BitplanError, ValueError):
+    """A plan that cannot be read, contradicts itself or asks for what does not exist."""
+
+
 class BitplanWarning(UserWarning):
     """Base of every warning bitplan issues, so that one filter can silence or raise them all."""
 

@@ -67,6 +67,13 @@ class Carrier:
         """The bit pattern of 2^exponent."""
         return (exponent + self.exponent_bias) << self.mantissa_bits
 
+    def bits_of(self, value: float) -> int:
+        """The bit pattern of a positive number the carrier holds exactly."""
+        mantissa, exponent = math.frexp(value)
+        if exponent - 1 < self.min_exponent:
+            return int(math.ldexp(value, self.mantissa_bits - self.min_exponent))
+        return self.bits_of_power(exponent - 1) + int((2 * mantissa - 1) * (1 << self.mantissa_bits))
+
 
 FLOAT32 = Carrier(torch.float32, torch.int32, 23, 127)
 FLOAT64 = Carrier(torch.float64, torch.int64, 52, 1023)
@@ -173,7 +180,9 @@ def _magic_addition(x: Tensor, target: FloatFormat, carrier: Carrier, overflow: 
     factor = 1.5 * 2.0 ** (carrier.mantissa_bits - target.mantissa_bits)
     rounded = torch.add(x, power, alpha=factor)
     rounded.sub_(power, alpha=factor)
-    rounded.copysign_(x)  # x - x is +0: a negative number that vanished gets its sign back
+    # x - x is +0: a negative number that vanished gets its sign back, by way of a buffer no longer needed.
+    sign = torch.bitwise_and(x.view(carrier.int_dtype), carrier.sign_bit, out=power.view(carrier.int_dtype))
+    rounded.view(carrier.int_dtype).bitwise_or_(sign)
     if overflow == "saturate":
         return rounded.clamp_(-target.max, target.max)
     return _to_special(rounded, target, carrier)
@@ -200,7 +209,9 @@ def _prefix_addition(x: Tensor, target: FloatFormat, carrier: Carrier, overflow:
     rounded += source
     rounded += (1 << (cut - 1)) - 1
     rounded &= -(1 << cut)
-    return _nan_from(x, rounded.view(carrier.dtype), carrier)
+    # Adding x * 0 changes no finite number, not even the sign of a zero, and brings NaN back.
+    finite = x if overflow == "saturate" else x.clamp(-carrier.max, carrier.max)
+    return rounded.view(carrier.dtype).add_(finite, alpha=0.0)
 
 
 # --- every rounding, constant or tensor parameters --------------------------------------------------------
@@ -220,15 +231,15 @@ class FloatRow:
     parity_flip: Whole  #: 1 where no mantissa bit is kept and the exponents' parities of carrier and target differ
     min_normal_bits: Whole  #: pattern of the smallest normal, 0 where the grid has no uniform region
     lift_bits: Whole  #: pattern of the power of two whose binade has the uniform region's spacing
+    limit_bits: Whole  #: pattern of what magnitudes are clamped to: the largest value, or infinity
     up: Number  #: 1 / spacing of the uniform region
     down: Number  #: the spacing
     max: Number  #: the largest value, for scales
-    limit: Number  #: inputs are clamped to this: the largest value, or infinity
     overflow_up: Number  #: takes what exceeds the largest value to the carrier's infinity
     overflow_down: Number  #: and the rest back
 
 
-_WHOLE_FIELDS = 7
+_WHOLE_FIELDS = 8
 ROW_FIELDS = 13
 
 
@@ -248,10 +259,10 @@ def float_row(target: FloatFormat, carrier: Carrier, overflow: Overflow) -> Floa
         parity_flip=(carrier.exponent_bias - target.exponent_bias) % 2 if target.mantissa_bits == 0 else 0,
         min_normal_bits=carrier.bits_of_power(target.min_exponent) if uniform else 0,
         lift_bits=carrier.bits_of_power(lift) if uniform else 0,
+        limit_bits=carrier.bits_of(target.max) if saturates else carrier.exponent_mask,
         up=1.0 / target.min_subnormal if uniform else 1.0,
         down=target.min_subnormal if uniform else 1.0,
         max=target.max,
-        limit=target.max if saturates else math.inf,
         overflow_up=overflow_up,
         overflow_down=1.0 / overflow_up,
     )
@@ -286,40 +297,44 @@ def round_float_by_row(x: Tensor, row: Tensor, rounding: Rounding, bits: Tensor 
 
 def _bit_addition(x: Tensor, row: FloatRow, carrier: Carrier, rounding: Rounding, bits: Tensor | None) -> Tensor:
     # In place wherever a buffer is ours: eager, the first touch of fresh memory costs more than the arithmetic.
-    limited = _clamp(x, row.limit)
-    # All ones where the number lies in the uniform region, else all zeros: an arithmetic shift of the sign.
-    in_uniform = limited.view(carrier.int_dtype) & ~carrier.sign_bit
-    in_uniform -= row.min_normal_bits
-    in_uniform >>= carrier.bits - 1
+    sign_shift = carrier.bits - 1
+    source = x.view(carrier.int_dtype)
+    magnitude = source & ~carrier.sign_bit
+    # A mask is the arithmetic shift of a difference's sign: all ones where it is negative, else all zeros.
+    in_uniform = magnitude - row.min_normal_bits
+    in_uniform >>= sign_shift
+    magnitude.clamp_(max=row.limit_bits)
     if rounding == "stochastic":
         in_uniform &= row.lift_bits
         base = in_uniform.view(carrier.dtype)
+        magnitude.view(carrier.dtype).add_(base)
         coarse = _noise(row, carrier, bits)
-        coarse += (limited.abs() + base).view(carrier.int_dtype)
+        coarse += magnitude
         coarse &= row.kept_bits
-        rounded = coarse.view(carrier.dtype)
-        rounded -= base
-        rounded = rounded.copysign_(limited)
+        coarse.view(carrier.dtype).sub_(base)
     else:
-        source = limited.view(carrier.int_dtype)
-        coarse = _increment(source, row, rounding)
-        coarse += source
+        coarse = _increment(magnitude, row, rounding)
+        coarse += magnitude
         coarse &= row.kept_bits
-        below = round_to_whole(limited * row.up, rounding).mul_(row.down).view(carrier.int_dtype)
-        below ^= coarse
-        below &= in_uniform
-        coarse ^= below
-        rounded = coarse.view(carrier.dtype)
-    return _nan_from(limited, rounded, carrier)
+        below = round_to_whole(magnitude.view(carrier.dtype).mul_(row.up), rounding).mul_(row.down)
+        chosen = below.view(carrier.int_dtype)
+        chosen ^= coarse
+        chosen &= in_uniform
+        coarse ^= chosen
+    coarse |= torch.bitwise_and(source, carrier.sign_bit, out=in_uniform)
+    not_above_infinity = torch.bitwise_and(source, ~carrier.sign_bit, out=magnitude).neg_()
+    not_above_infinity += carrier.exponent_mask
+    coarse |= not_above_infinity.bitwise_right_shift_(sign_shift)  # negative for NaN alone, and all ones are a NaN
+    return coarse.view(carrier.dtype)
 
 
-def _increment(source: Tensor, row: FloatRow, rounding: Rounding) -> Tensor:
+def _increment(magnitude: Tensor, row: FloatRow, rounding: Rounding) -> Tensor:
     """What is added to the bits so that cutting them rounds as asked; always less than one unit."""
     if rounding == "toward-zero":
-        return torch.zeros_like(source)
+        return torch.zeros_like(magnitude)
     if rounding == "nearest-away":
-        return torch.zeros_like(source) + (row.half_below + row.parity)
-    last_kept = source >> row.cut
+        return torch.zeros_like(magnitude) + (row.half_below + row.parity)
+    last_kept = magnitude >> row.cut
     if isinstance(row.parity_flip, Tensor) or row.parity_flip:
         last_kept ^= row.parity_flip
     last_kept &= row.parity
@@ -343,19 +358,6 @@ def _noise(row: FloatRow, carrier: Carrier, bits: Tensor | None) -> Tensor:
     if isinstance(shift, Tensor):
         return (wide << shift.clamp(min=0)) >> (-shift).clamp(min=0)
     return wide << shift if shift >= 0 else wide >> -shift
-
-
-def _nan_from(x: Tensor, rounded: Tensor, carrier: Carrier) -> Tensor:
-    """`rounded`, but NaN where `x` is: adding x * 0 changes no other number, not even the sign of a zero."""
-    return rounded.add_(x.clamp(-carrier.max, carrier.max), alpha=0.0)
-
-
-def _clamp(x: Tensor, limit: Number) -> Tensor:
-    if not isinstance(limit, Tensor) and math.isinf(limit):
-        return x
-    if isinstance(limit, Tensor):
-        return torch.minimum(torch.maximum(x, -limit), limit)
-    return x.clamp(-limit, limit)
 
 
 def _lifts_to_infinity(target: FloatFormat) -> bool:

@@ -1,0 +1,186 @@
+"""``bitplan bench formats``: the time of rounding, ours beside the peers', against a plain copy.
+
+On a CPU one thread rounds 2^20 float32 numbers and its CPU time counts; on a GPU events time tensors far larger
+than the caches, and the bytes read and written (8 an element) are set against a copy's.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bitplan.bench.machine import describe_machine
+from bitplan.bench.peers import COMPILED_PEERS, working_peers
+from bitplan.bench.timing import seconds_per_call
+from bitplan.formats import FloatFormat
+from bitplan.live import LiveFormat
+from bitplan.names import format as format_of
+from bitplan.quantizer import quantize
+from bitplan.reference import Rounding
+
+Mode = Literal["eager", "compiled", "compiled, tensor parameters"]
+
+#: The floats every run measures: the named ones and the three of Lee et al.
+DEFAULT_FORMATS: tuple[str, ...] = (
+    *("fp32", "tf32", "bf16", "fp16", "e5m2", "e4m3", "e3m4", "e3m2", "e2m3", "e2m1"),
+    *("e6m9b0", "e5m2b0", "e4m3b4"),
+)
+CPU_ELEMENTS = 1 << 20
+GPU_ELEMENTS = 1 << 28
+
+#: ns an element on one CPU thread at most; share of copy bandwidth on a GPU at least.
+CPU_TARGETS: dict[tuple[Rounding, Mode], float] = {
+    ("nearest", "eager"): 1.0,
+    ("nearest", "compiled"): 0.35,
+    ("nearest", "compiled, tensor parameters"): 0.5,
+    ("stochastic", "eager"): 5.0,
+    ("stochastic", "compiled"): 1.0,
+}
+GPU_TARGETS: dict[tuple[Rounding, Mode], float] = {("nearest", "compiled"): 0.9, ("stochastic", "compiled"): 0.8}
+#: Where torch has a conversion of its own, ours takes at most this many times as long.
+TORCH_RATIO = 1.1
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement."""
+
+    who: str
+    format: str
+    rounding: Rounding
+    mode: Mode
+    ns_per_element: float
+    #: Time of a plain copy of the same tensor over this time: 1.0 is as fast as memory allows.
+    share_of_copy: float
+    terabytes_per_second: float
+    #: Whether the result differed from the input at all. Inductor drops a conversion to bfloat16 or float16 and
+    #: back, so torch's own compiled cast is no rounding but a copy.
+    rounded: bool
+    #: What bitplan set out to reach here, None for peers.
+    target: float | None
+    reached: bool | None
+
+
+def bench_formats(
+    formats: tuple[str, ...] = DEFAULT_FORMATS,
+    device: str = "cpu",
+    elements: int | None = None,
+    samples: int = 15,
+    peers: bool = True,
+    on_row: Callable[[Row], None] = lambda row: None,
+) -> dict[str, Any]:
+    """Measure everything; a document with machine, versions, the copy's time and one entry a row."""
+    where = torch.device(device)
+    count = elements or (GPU_ELEMENTS if where.type == "cuda" else CPU_ELEMENTS)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        x = _spread_numbers(count, where)
+        copy = seconds_per_call(x.clone, where, samples)
+        rows = []
+        for row in _rows(formats, x, copy, samples, peers):
+            rows.append(row)
+            on_row(row)
+    finally:
+        torch.set_num_threads(threads)
+    return {
+        "benchmark": "formats",
+        "machine": describe_machine(where),
+        "device": str(where),
+        "elements": count,
+        "threads": 1,
+        "copy_ns_per_element": copy / count * 1e9,
+        "rows": [asdict(row) for row in rows],
+        "torch_ratios": _torch_ratios(rows),
+    }
+
+
+def _spread_numbers(count: int, device: torch.device) -> Tensor:
+    """Normal numbers over many binades, so that every region of every format is met."""
+    generator = torch.Generator(device).manual_seed(0)
+    numbers = torch.randn(count, device=device, generator=generator)
+    return numbers * torch.exp2(torch.randint(-8, 8, (count,), device=device, generator=generator))
+
+
+def _rows(formats: tuple[str, ...], x: Tensor, copy: float, samples: int, peers: bool) -> Iterator[Row]:
+    for name in formats:
+        if not isinstance(format_of(name), FloatFormat):
+            log.warning("%s is no float format and is left out.", name)
+            continue
+        for rounding in ("nearest", "stochastic"):
+            torch._dynamo.reset()
+            for mode, call in _ours(name, rounding, x).items():
+                yield _row("bitplan", name, rounding, mode, call, x, copy, samples)
+            for who, peer in working_peers(name, rounding, x[:4096]).items() if peers else ():
+                call = functools.partial(peer, x)
+                yield _row(who, name, rounding, "eager", call, x, copy, samples)
+                if who in COMPILED_PEERS:
+                    fused = functools.partial(torch.compile(peer, fullgraph=True), x)
+                    yield _row(who, name, rounding, "compiled", fused, x, copy, samples)
+
+
+def _ours(name: str, rounding: Rounding, x: Tensor) -> dict[Mode, Callable[[], object]]:
+    target = format_of(name)
+    seed = torch.tensor(7, device=x.device)
+
+    def constant(x: Tensor, seed: Tensor) -> Tensor:
+        return quantize(x, target, rounding, seed=seed)
+
+    calls: dict[Mode, Callable[[], object]] = {
+        "eager": functools.partial(quantize, x, name, rounding, seed=7),
+        "compiled": functools.partial(torch.compile(constant, fullgraph=True), x, seed),
+    }
+    if rounding == "nearest":
+        live = LiveFormat(target, device=x.device)
+
+        def by_row(x: Tensor) -> Tensor:
+            return quantize(x, live, rounding)
+
+        calls["compiled, tensor parameters"] = functools.partial(torch.compile(by_row, fullgraph=True), x)
+    return calls
+
+
+def _row(
+    who: str,
+    name: str,
+    rounding: Rounding,
+    mode: Mode,
+    call: Callable[[], object],
+    x: Tensor,
+    copy: float,
+    samples: int,
+) -> Row:
+    result = call()
+    rounded = not torch.equal(torch.as_tensor(result, device=x.device), x)
+    del result
+    seconds = seconds_per_call(call, x.device, samples)
+    nanoseconds = seconds / x.numel() * 1e9
+    share = copy / seconds
+    target = (GPU_TARGETS if x.is_cuda else CPU_TARGETS).get((rounding, mode)) if who == "bitplan" else None
+    reached = None if target is None else (share >= target if x.is_cuda else nanoseconds <= target)
+    traffic = 2 * x.nbytes / seconds / 1e12
+    return Row(who, name, rounding, mode, nanoseconds, share, traffic, rounded, target, reached)
+
+
+def _torch_ratios(rows: list[Row]) -> list[dict[str, Any]]:
+    """Ours over torch's own conversion, mode by mode, where torch has one that really rounds."""
+    fair = [row for row in rows if row.rounding == "nearest" and row.rounded]
+    times = {(row.who, row.format, row.mode): row.ns_per_element for row in fair}
+    return [
+        {
+            "format": name,
+            "mode": mode,
+            "ratio": times["bitplan", name, mode] / torch_time,
+            "reached": times["bitplan", name, mode] <= TORCH_RATIO * torch_time,
+        }
+        for (who, name, mode), torch_time in times.items()
+        if who == "torch cast"
+    ]

@@ -1,0 +1,86 @@
+"""``bitplan bench``: speed and memory, measured here and now, ours beside the peers'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.table import Table
+
+from bitplan.bench.formats import DEFAULT_FORMATS, Row, bench_formats
+from bitplan.cli.output import JsonOption, Output, command_output, json_text, write_file
+from bitplan.errors import BitplanError
+from bitplan.names import format as format_of
+
+group = typer.Typer(help="Measure bitplan and every installed peer in one run.", no_args_is_help=True)
+
+
+def register(app: typer.Typer) -> None:
+    app.add_typer(group, name="bench")
+
+
+@group.callback()
+def _group() -> None:
+    """Keeps ``bench`` a group while it has one command."""
+
+
+@group.command("formats")
+def formats(
+    names: Annotated[list[str] | None, typer.Option("--format", "-f", help="A float format; repeat for more.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
+    elements: Annotated[
+        int | None, typer.Option(min=1, help="Numbers in the tensor (2^20 on a CPU, 2^28 on a GPU).")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Samples; the best one counts.")] = 15,
+    peers: Annotated[bool, typer.Option(help="Measure the installed peers too.")] = True,
+    as_json: JsonOption = False,
+    output_file: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Also write the JSON document here.")
+    ] = None,
+) -> None:
+    """Time rounding to float formats: nearest and stochastic, eager and compiled, against a plain copy."""
+    with command_output(as_json) as output:
+        chosen = tuple(format_of(name).name for name in names or DEFAULT_FORMATS)
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise BitplanError("this machine has no CUDA device: run with --device cpu.")
+        document = bench_formats(chosen, device, elements, samples, peers, on_row=lambda row: _progress(output, row))
+        output.document(document)
+        if not as_json:
+            _print(output, document)
+        if output_file is not None:
+            write_file(output_file, json_text(document) + "\n")
+            output.note(f"wrote {output_file}")
+
+
+def _progress(output: Output, row: Row) -> None:
+    output.note(f"{row.who}, {row.format}, {row.rounding}, {row.mode}: {row.ns_per_element:.3f} ns")
+
+
+def _verdict(row: dict[str, Any]) -> str:
+    if not row["rounded"] and row["format"] != "fp32":
+        return "did not round"
+    if row["target"] is None:
+        return ""
+    return f"{row['target']:g} {'reached' if row['reached'] else 'MISSED'}"
+
+
+def _print(output: Output, document: dict[str, Any]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("who", "format", "rounding", "mode"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("ns/element", "of copy", "TB/s", "target"):
+        table.add_column(heading, justify="right")
+    for row in document["rows"]:
+        table.add_row(
+            *(row["who"], row["format"], row["rounding"], row["mode"]),
+            *(f"{row['ns_per_element']:.3f}", f"{row['share_of_copy']:.0%}", f"{row['terabytes_per_second']:.2f}"),
+            _verdict(row),
+        )
+    output.console.print(table)
+    ratios = ", ".join(f"{r['format']} {r['mode']} {r['ratio']:.2f}x" for r in document["torch_ratios"])
+    output.console.print(f"A plain copy takes {document['copy_ns_per_element']:.3f} ns an element.")
+    if ratios:
+        output.console.print(f"Ours over torch's own conversion: {ratios}.", soft_wrap=True)
