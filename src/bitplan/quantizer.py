@@ -94,7 +94,7 @@ class Quantizer:
     def _name(self) -> str:
         return f"a live {self.format.kind}" if isinstance(self.format, LiveFormat) else self.format.name
 
-    def __call__(self, x: Tensor, *, seed: Counter | None = None, step: Counter = 0, site: Counter = 0) -> Tensor:
+    def quantize(self, x: Tensor, *, seed: Counter | None = None, step: Counter = 0, site: Counter = 0) -> Tensor:
         """`x` on the grid, in its own dtype, shape, strides and device; the gradient passes straight through."""
         self.check(x)
         source = x.detach()
@@ -314,4 +314,4 @@ def quantize(
     quantizer = make_quantizer(
         format, rounding, scale, axis=axis, block=block, range=range, power_of_two=power_of_two, overflow=overflow
     )
-    return quantizer(x, seed=seed, step=step, site=site)
+    return quantizer.quantize(x, seed=seed, step=step, site=site)
