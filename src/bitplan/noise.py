@@ -23,12 +23,23 @@ Counter = int | Tensor
 
 _FIRST = 0x7FEB352D
 _SECOND = 0x846CA68B - (1 << 32)  # as a signed 32-bit number
+_FOLD = 0x9E3779B1 - (1 << 32)
 _ELEMENTS_PER_KEY = 1 << 31
 
 
 def random_bits(like: Tensor, seed: Counter, step: Counter = 0, site: Counter = 0) -> Tensor:
     """Uniform int32 bits in the shape of `like`, equal on every device and in every mode."""
-    low, high = _key(seed, step, site)
+    return bits_of_key(like, *_key(seed, step, site, like.device))
+
+
+def key_of(seed: int, step: int, site: int = 0) -> tuple[int, int]:
+    """The two int32 numbers that three counters become; for callers that keep keys in a tensor."""
+    low, high = _key(seed, step, site, torch.device("cpu"))
+    return int(low), int(high)
+
+
+def bits_of_key(like: Tensor, low: Counter, high: Counter) -> Tensor:
+    """:func:`random_bits` for a ready key: mixing one inside a graph costs seconds of compilation."""
     count = like.numel()
     if count <= _ELEMENTS_PER_KEY:
         index = torch.arange(count, dtype=torch.int32, device=like.device)
@@ -65,14 +76,16 @@ def _mix_int(value: int) -> int:
     return value - (1 << 32) if value >> 31 else value
 
 
-def _key(seed: Counter, step: Counter, site: Counter) -> tuple[Counter, Counter]:
+def _key(seed: Counter, step: Counter, site: Counter, device: torch.device) -> tuple[Counter, Counter]:
     """Two int32 numbers from the three counters, each wholly mixed before the next is added."""
     low: Counter = 0
     high: Counter = 0x3C6EF372
     for counter in (seed, step, site):
-        for half in _halves(counter):
-            low = _mix(low, half)
-            high = _mix(high, low)
+        low = _mix(low, _word(counter, device))
+        high = _mix(high, low)
+    if isinstance(low, Tensor) and isinstance(high, Tensor) and torch.compiler.is_compiling():
+        # Inductor would mix the key anew for every element; a view of another width makes it write the key down.
+        low, high = torch.stack((low, high)).view(torch.int64).view(torch.int32)
     return low, high
 
 
@@ -81,14 +94,28 @@ def _mix(state: Counter, word: Counter) -> Counter:
     return _mix_tensor(mixed) if isinstance(mixed, Tensor) else _mix_int(mixed)
 
 
-def _halves(counter: Counter) -> tuple[Counter, Counter]:
-    """The low and high 32 bits, as signed numbers."""
+def _word(counter: Counter, device: torch.device) -> Counter:
+    """The counter folded to 32 bits, as a signed number: itself where it fits."""
+    if not isinstance(counter, Tensor) and torch.compiler.is_compiling() and _is_symbol(counter):
+        # As a symbol it would be carried through the whole mixing as one formula; see the view below.
+        low, high = torch.full((1,), counter, dtype=torch.int64, device=device).view(torch.int32)
+        folded: Tensor = low + high * _FOLD
+        return folded
     if isinstance(counter, Tensor):
+        if counter.dtype == torch.int32:
+            # A negative number's upper half is all ones.
+            return counter + (counter >> 31) * _FOLD
         wide = counter.to(torch.int64)
-        return wide.to(torch.int32), (wide >> 32).to(torch.int32)
-    low = counter & 0xFFFFFFFF
-    high = counter >> 32 & 0xFFFFFFFF
-    return (low - (1 << 32) if low >> 31 else low), (high - (1 << 32) if high >> 31 else high)
+        return (wide + (wide >> 32) * _FOLD).to(torch.int32)
+    word = (counter + (counter >> 32) * _FOLD) & 0xFFFFFFFF
+    return word - (1 << 32) if word >> 31 else word
+
+
+def _is_symbol(number: int) -> bool:
+    """Whether torch.compile made a symbol of a number because it changed from one call to the next."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return not has_static_value(number)
 
 
 def _shifted(bits: Tensor, by: int) -> Tensor:

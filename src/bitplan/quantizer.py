@@ -97,16 +97,11 @@ class Quantizer:
     def quantize(self, x: Tensor, *, seed: Counter | None = None, step: Counter = 0, site: Counter = 0) -> Tensor:
         """`x` on the grid, in its own dtype, shape, strides and device; the gradient passes straight through."""
         self.check(x)
-        source = x.detach()
-        if x.numel() == 0:
-            rounded = source.clone()
-        else:
-            bits = self.noise(source, seed, step, site)
-            rounded = self.decode(self.encode(source, bits), source)
-        if x.requires_grad and torch.is_grad_enabled():
-            straight: Tensor = _StraightThrough.apply(x, rounded)  # type: ignore[no-untyped-call]
-            return straight
-        return rounded
+        return straight_through(self, x, self.noise(x, seed, step, site))
+
+    def round_values(self, x: Tensor, bits: Tensor | None) -> Tensor:
+        """:meth:`quantize` with the random bits at hand, without checks and without a gradient."""
+        return self.decode(self.encode(x, bits), x) if x.numel() else x.clone()
 
     def check(self, x: Tensor) -> None:
         """Raise one sentence where this quantizer cannot serve `x`."""
@@ -244,16 +239,24 @@ def _require_room(target: FloatFormat | IntFormat, dtype: torch.dtype, scaled: b
         raise FormatError(f"{dtype} cannot hold the values of {target.name}: convert the tensor to a wider type first.")
 
 
+def straight_through(quantizer: Quantizer, x: Tensor, bits: Tensor | None) -> Tensor:
+    """The rounded `x`, whose gradient is that of `x` itself."""
+    if x.requires_grad and torch.is_grad_enabled():
+        straight: Tensor = _StraightThrough.apply(x, quantizer, bits)  # type: ignore[no-untyped-call]
+        return straight
+    return quantizer.round_values(x.detach(), bits)
+
+
 class _StraightThrough(torch.autograd.Function):
     """The rounded value forward, the gradient unchanged backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rounded: Tensor) -> Tensor:
-        return rounded.view_as(rounded)
+    def forward(ctx: Any, x: Tensor, quantizer: Quantizer, bits: Tensor | None) -> Tensor:
+        return quantizer.round_values(x, bits)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0], None, None
 
 
 def make_quantizer(

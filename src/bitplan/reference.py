@@ -30,7 +30,7 @@ def round_value(
     2. The spacing of the grid is 2^(e - Y), e the value's own exponent, but not less than the
        format's smallest; without subnormals, it is the smallest normal below that one.
     3. The quotient by the spacing is rounded down or up to a whole number, as `rounding` says.
-    4. What then exceeds the largest value overflows.
+    4. What then exceeds the largest value overflows. Integers have no negative zero.
     """
     if math.isnan(value):
         return value
@@ -50,7 +50,10 @@ def round_value(
         # IEEE 754, 7.4: rounding toward zero carries a finite value to the largest one, never past it.
         stays = overflow == "saturate" or (rounding == "toward-zero" and math.isfinite(value))
         rounded = target.max if stays else special
-    return math.copysign(rounded, value)
+    signed = math.copysign(rounded, value)
+    if isinstance(target, IntFormat):  # has a least value of its own, and no negative zero
+        return max(signed, target.min) + 0.0
+    return signed
 
 
 def _spacing(magnitude: float, target: FloatFormat | IntFormat) -> Fraction:

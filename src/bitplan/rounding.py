@@ -183,7 +183,7 @@ def _magic_addition(x: Tensor, target: FloatFormat, carrier: Carrier, overflow: 
     rounded = torch.add(x, power, alpha=factor)
     rounded.sub_(power, alpha=factor)
     # x - x is +0: a negative number that vanished gets its sign back, by way of a buffer no longer needed.
-    sign = torch.bitwise_and(x.view(carrier.int_dtype), carrier.sign_bit, out=power.view(carrier.int_dtype))
+    sign = _masked(x.view(carrier.int_dtype), carrier.sign_bit, spent=power.view(carrier.int_dtype))
     rounded.view(carrier.int_dtype).bitwise_or_(sign)
     if overflow == "saturate":
         return rounded.clamp_(-target.max, target.max)
@@ -294,6 +294,9 @@ def round_float_by_row(x: Tensor, row: Tensor, rounding: Rounding, bits: Tensor 
     """:func:`round_float` with the format's parameters in a tensor: changing them recompiles nothing."""
     named = row_from_tensor(row)
     rounded = _bit_addition(x, named, FLOAT64 if x.dtype == torch.float64 else FLOAT32, rounding, bits)
+    if rounding == "toward-zero":  # a finite number stops at the largest value; infinity passes where the row lets it
+        stopped = rounded.abs().minimum(torch.as_tensor(named.max)).copysign(x)
+        return torch.where(x.isinf(), rounded, stopped)
     return rounded.mul_(named.overflow_up).mul_(named.overflow_down)
 
 
@@ -323,11 +326,16 @@ def _bit_addition(x: Tensor, row: FloatRow, carrier: Carrier, rounding: Rounding
         chosen ^= coarse
         chosen &= in_uniform
         coarse ^= chosen
-    coarse |= torch.bitwise_and(source, carrier.sign_bit, out=in_uniform)
-    not_above_infinity = torch.bitwise_and(source, ~carrier.sign_bit, out=magnitude).neg_()
+    coarse |= _masked(source, carrier.sign_bit, spent=in_uniform)
+    not_above_infinity = _masked(source, ~carrier.sign_bit, spent=magnitude).neg_()
     not_above_infinity += carrier.exponent_mask
     coarse |= not_above_infinity.bitwise_right_shift_(sign_shift)  # negative for NaN alone, and all ones are a NaN
     return coarse.view(carrier.dtype)
+
+
+def _masked(source: Tensor, mask: int, spent: Tensor) -> Tensor:
+    """``source & mask``, eager in a buffer no longer needed; Dynamo takes no `out` that is not contiguous."""
+    return source & mask if torch.compiler.is_compiling() else torch.bitwise_and(source, mask, out=spent)
 
 
 def _increment(magnitude: Tensor, row: FloatRow, rounding: Rounding) -> Tensor:

@@ -112,8 +112,8 @@ def amax_scale(x: Tensor, largest: float | Tensor, dims: tuple[int, ...], power_
 
 def minmax_scale(x: Tensor, steps: float | Tensor, dims: tuple[int, ...], power_of_two: bool) -> tuple[Tensor, Tensor]:
     """The step between two codes and the value of code 0, dimensions kept."""
-    low, high = torch.amin(x, dims, keepdim=True), torch.amax(x, dims, keepdim=True)
-    return step_scale(high - low, steps, power_of_two), low
+    low = _least(x, dims)
+    return step_scale(_largest(x, dims) - low, steps, power_of_two), low
 
 
 def step_scale(span: Tensor, steps: float | Tensor, power_of_two: bool) -> Tensor:
@@ -129,7 +129,15 @@ def step_scale(span: Tensor, steps: float | Tensor, power_of_two: bool) -> Tenso
 
 def _amax(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     # Two reductions of the input read it twice; one of |x| writes it once and reads it twice.
-    return torch.maximum(torch.amax(x, dims, keepdim=True), -torch.amin(x, dims, keepdim=True))
+    return torch.maximum(_largest(x, dims), -_least(x, dims))
+
+
+def _largest(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    return torch.amax(x, dims, keepdim=True) if dims else x  # torch takes no dimensions for all of them
+
+
+def _least(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    return torch.amin(x, dims, keepdim=True) if dims else x
 
 
 def block_amax(blocks: Tensor) -> Tensor:

@@ -45,13 +45,17 @@ class Matching(Protocol):
 class Pattern:
     """One pattern, compiled; a plain value, so that plans can be pickled and copied."""
 
-    expression: re.Pattern[str]
-    with_everything_beneath: bool
+    text: str
+    #: None for a plain path, which is compared as it stands: plans that name every layer have thousands of these.
+    expression: re.Pattern[str] | None = None
+    with_everything_beneath: bool = True
 
     def __call__(self, path: str) -> bool:
+        if self.expression is None:
+            return path == self.text or not self.text or path.startswith(f"{self.text}.")
         if self.expression.fullmatch(path):
             return True
-        return self.with_everything_beneath and any(self.expression.fullmatch(above) for above in ancestors(path))
+        return self.with_everything_beneath and any(map(self.expression.fullmatch, ancestors(path)))
 
 
 @lru_cache(maxsize=4096)
@@ -63,13 +67,13 @@ def compile_pattern(text: str) -> Pattern:
     """
     if not text.startswith(REGEX_PREFIX):
         is_glob = any(sign in text for sign in _GLOB_SIGNS)
-        return Pattern(re.compile(fnmatch.translate(text) if is_glob else re.escape(text)), True)
+        return Pattern(text, re.compile(fnmatch.translate(text)) if is_glob else None)
     source = text.removeprefix(REGEX_PREFIX)
     try:
         with warnings.catch_warnings():
             # Python only warns of what a later version will read differently; a plan should not be ambiguous.
             warnings.simplefilter("error")
-            return Pattern(re.compile(source), False)
+            return Pattern(text, re.compile(source), with_everything_beneath=False)
     except (re.error, Warning, RecursionError, OverflowError) as error:
         raise PlanError(f"{text!r} is not a regular expression: {error}.") from None
 

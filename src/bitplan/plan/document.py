@@ -1,0 +1,220 @@
+"""The plan itself: ordered rules over named quantizers, what they decide for an operation, and its texts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from bitplan.errors import PlanError
+from bitplan.plan.kinds import Anything
+from bitplan.plan.match import Matcher, compile_match
+from bitplan.plan.places import KEYS, OPERANDS, PLACES, GradAt
+from bitplan.plan.presets import is_preset_name
+from bitplan.plan.spec import QuantizerSpec, Rule, Use, check_quantizer_name, follow
+from bitplan.plan.tree import tree_from_data
+from bitplan.plan.write import yaml_text
+
+#: The version of the plan language that this package reads and writes.
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one place gets, and which rule said so."""
+
+    #: None: the place is left alone.
+    quantizer: QuantizerSpec | None = None
+    #: The index in :attr:`Plan.all_rules` of the rule that spoke last; None where no rule spoke.
+    rule: int | None = None
+    #: Slots of one operation with the same share get one tensor, rounded once; None where nothing is shared.
+    share: str | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What every place of one operation gets: ``decision["fprop.x"]``."""
+
+    choices: Mapping[str, Choice]
+    #: Where ``grad_activation`` rounds.
+    grad_at: GradAt = "producer"
+
+    def __getitem__(self, place: str) -> Choice:
+        return self.choices[place]
+
+    @property
+    def changes_nothing(self) -> bool:
+        return all(choice.quantizer is None for choice in self.choices.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which tensors of a training run get which number format.
+
+    >>> rules = [{"match": "*", "weight": "e3m2"}, {"match": "fc", "keep": True}]
+    >>> plan = Plan.from_dict({"version": 1, "rules": rules})
+    >>> [str(plan.decide(path, op)["weight"].quantizer) for path, op in [("conv1", "conv2d"), ("fc", "linear")]]
+    ['e3m2', 'None']
+    """
+
+    #: The plan's own rules; those of what it extends come first, in :attr:`all_rules`.
+    rules: tuple[Rule, ...] = ()
+    quantizers: Mapping[str, Use] = field(default_factory=dict)
+    #: A file or a preset, as written; `base` is the plan that was found there.
+    extends: str | None = None
+    base: Plan | None = None
+    name: str | None = None
+    description: str | None = None
+    #: Who or what made the plan: kept, never interpreted.
+    made_by: str | Mapping[str, Any] | None = None
+    version: int = VERSION
+    #: The file it was loaded from.
+    origin: Path | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.version != VERSION:
+            raise PlanError(f"this bitplan knows plans of version {VERSION}, not {self.version!r}.")
+        if (self.extends is None) != (self.base is None):
+            raise PlanError("extends names the plan that base holds: give both or neither.")
+        object.__setattr__(self, "quantizers", dict(self.quantizers))
+        if self.made_by is not None:
+            # A copy of plain values, so that what can be made can also be written.
+            object.__setattr__(self, "made_by", Anything("").read(tree_from_data(self.made_by, "made_by")))
+        for name, use in self.quantizers.items():
+            check_quantizer_name(name)
+            self._check(use, f"quantizers.{name}")
+        for index, rule in enumerate(self.all_rules):
+            for key, use in rule.quantizers:
+                self._check(use, f"{rule.where or f'rules[{index}]'}.{key}")
+
+    @cached_property
+    def all_rules(self) -> tuple[Rule, ...]:
+        """The rules that count, in order: the base's, then the plan's own."""
+        return (*self.base.all_rules, *self.rules) if self.base else self.rules
+
+    @cached_property
+    def all_quantizers(self) -> dict[str, Use]:
+        """Every name that rules may use. The plan's own replace the base's, in the base's rules too."""
+        return {**(self.base.all_quantizers if self.base else {}), **self.quantizers}
+
+    @cached_property
+    def _matchers(self) -> tuple[Matcher, ...]:
+        return tuple(map(compile_match, self.all_rules))
+
+    def quantizer(self, use: Use) -> QuantizerSpec | None:
+        """The quantizer that stands behind a name; None for ``keep``."""
+        return follow(use, self.all_quantizers)
+
+    def _check(self, use: Use, where: str) -> None:
+        try:
+            follow(use, self.all_quantizers)
+        except PlanError as error:
+            raise PlanError(f"{where}: {error}") from None
+
+    def decide(self, module: str, op: str) -> Decision:
+        """What the rules, later ones over earlier ones and place by place, say of `op` in the module at that path."""
+        choices = dict.fromkeys(PLACES, Choice())
+        grad_at: GradAt = "producer"
+        for index, (rule, matches) in enumerate(zip(self.all_rules, self._matchers, strict=True)):
+            if not matches(module, op):
+                continue
+            if rule.keep:
+                choices = dict.fromkeys(PLACES, Choice(None, index))
+            for key, use in rule.quantizers:
+                spec = self.quantizer(use)
+                share = f"{key} of rules[{index}]" if key in OPERANDS and spec else None
+                choices |= dict.fromkeys(KEYS[key], Choice(spec, index, share))
+                if key == "grad_activation":
+                    grad_at = rule.grad_at or "producer"
+        return Decision(_without_lonely_shares(choices), grad_at)
+
+    def flattened(self) -> Plan:
+        """The same plan with nothing to extend: a text that stands alone."""
+        return replace(self, rules=self.all_rules, quantizers=self.all_quantizers, extends=None, base=None)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """The plan in a file: JSON if its name ends in ``.json``, YAML otherwise."""
+        from bitplan.plan.load import load_file
+
+        return load_file(Path(path))
+
+    @classmethod
+    def preset(cls, name: str) -> Plan:
+        """A plan that comes with bitplan."""
+        from bitplan.plan.load import load_preset
+
+        return load_preset(name)
+
+    @classmethod
+    def from_yaml(cls, text: str, source: str = "plan") -> Plan:
+        """The plan in a YAML text. `source` is what messages call it, and files it extends lie beside that path."""
+        from bitplan.plan.load import load_text
+
+        return load_text(text, source, "yaml", Path(source))
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "plan") -> Plan:
+        """The plan in a JSON text; `source` as in :meth:`from_yaml`."""
+        from bitplan.plan.load import load_text
+
+        return load_text(text, source, "json", Path(source))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], source: str = "plan") -> Plan:
+        """The plan that a mapping says, as YAML or JSON would have given it; `source` as in :meth:`from_yaml`."""
+        from bitplan.plan.load import load_data
+
+        return load_data(data, source, Path(source))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, without what is default; ``Plan.from_dict`` gives the same plan back."""
+        data: dict[str, Any] = {"version": self.version}
+        for key in ("name", "description", "extends", "made_by"):
+            if (value := getattr(self, key)) is not None:
+                data[key] = value
+        if self.quantizers:
+            data["quantizers"] = {
+                name: use if isinstance(use, str) else use.to_data() for name, use in self.quantizers.items()
+            }
+        data["rules"] = [rule.to_data() for rule in self.rules]
+        return data
+
+    def to_yaml(self) -> str:
+        return yaml_text(self.to_dict())
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan where :meth:`load` finds it again, the file that it extends included."""
+        target = Path(path)
+        plan = replace(self, extends=self._extends_from(target))
+        text = plan.to_json() if target.suffix.lower() == ".json" else plan.to_yaml()
+        try:
+            target.write_text(text, encoding="utf-8", newline="\n")
+        except (OSError, ValueError) as error:
+            raise PlanError(f"{target} cannot be written: {getattr(error, 'strerror', None) or error}.") from None
+
+    def _extends_from(self, target: Path) -> str | None:
+        """`extends` as a file in the target's folder has to spell it."""
+        if self.extends is None or is_preset_name(self.extends):
+            return self.extends
+        assert self.base is not None
+        found, folder = self.base.origin, target.absolute().parent
+        if found is None or os.path.normpath(found) == os.path.normpath(folder / self.extends):
+            return self.extends
+        return Path(os.path.relpath(found, folder)).as_posix()
+
+
+def _without_lonely_shares(choices: dict[str, Choice]) -> dict[str, Choice]:
+    """Where a later rule took one slot of a shared operand, nothing is shared any more."""
+    shares = [choice.share for choice in choices.values()]
+    return {
+        place: replace(choice, share=None) if choice.share and shares.count(choice.share) == 1 else choice
+        for place, choice in choices.items()
+    }

@@ -1,0 +1,314 @@
+"""Texts, files and mappings become plans; every mistake is one sentence with its file, line and field.
+
+The tables `QUANTIZER`, `RULE` and `PLAN` are the whole grammar: :mod:`bitplan.plan.schema` publishes the same ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+from bitplan.errors import PlanError
+from bitplan.formats import Overflow
+from bitplan.plan.document import VERSION, Plan
+from bitplan.plan.kinds import (
+    Anything,
+    Choice,
+    Flag,
+    Kind,
+    Listing,
+    Named,
+    OneOrMore,
+    Record,
+    Schema,
+    Text,
+    Whole,
+    entries_of,
+    items_of,
+)
+from bitplan.plan.match import compile_pattern
+from bitplan.plan.places import KEYS, OPERANDS, PASSES, ROLES, GradAt
+from bitplan.plan.presets import is_preset_name, preset_text
+from bitplan.plan.spec import (
+    FAMILIES,
+    QUANTIZER_NAME,
+    RESERVED_NAMES,
+    Evaluation,
+    QuantizerSpec,
+    Rule,
+    Use,
+    any_case,
+    check_quantizer_name,
+    follow,
+    use_from_text,
+)
+from bitplan.plan.tree import MAX_CHARACTERS, Node, tree_from_data, tree_from_json, tree_from_yaml
+from bitplan.reference import ROUNDINGS
+from bitplan.scaling import Granularity, Range
+
+Syntax = Literal["yaml", "json"]
+
+#: Files that extend files that extend files ...: more than this is a mistake.
+_MAX_EXTENDS = 16
+
+_NO_SCHEDULES = "this version of bitplan does not run schedules yet"
+_SWITCH = f"{_NO_SCHEDULES}, so a quantizer cannot change during the run: give one format."
+
+QUANTIZER = Record(
+    "How one tensor is rounded.",
+    {
+        "format": Text("A number format such as e4m3, bf16 or int8; or a family, int or float, with bits."),
+        "bits": Whole(
+            "Bits of a value, sign included; with format: int or float.",
+            *(1, 32),
+            reserved=f"{_NO_SCHEDULES}: give bits a number.",
+        ),
+        "exponent_bits": Whole("How many of a float's bits are the exponent's (8 if not given).", 1, 8),
+        "rounding": Choice("How a value between two neighbours chooses.", ROUNDINGS),
+        "scale": Choice(
+            "What shares a scale: the tensor, a channel, a vector along the summed axis, a block of neighbours.",
+            get_args(Granularity),
+        ),
+        "axis": Whole("The axis of the scale; the role decides where it is not given.", -64, 63),
+        "block": Whole("How many neighbours share a scale; with scale: block.", 1, 2**31 - 1),
+        "range": Choice("What a scale covers: the largest magnitude, or least to largest (integers).", get_args(Range)),
+        "power_of_two": Flag("Round the scale up to a power of two."),
+        "overflow": Choice("What lies beyond the largest value becomes it, or infinity / NaN.", get_args(Overflow)),
+        "eval": Choice(
+            "In evaluation: the same, running ranges, no rounding, or the top precision.", get_args(Evaluation)
+        ),
+    },
+    required=("format",),
+    reserved={
+        "promote": "this version of bitplan does not run promotions yet: drop promote.",
+        **dict.fromkeys(("until", "use", "then"), _SWITCH),
+    },
+)
+_AT = Choice("Where grad_activation rounds: at the producer, after the sum, or at each consumer.", get_args(GradAt))
+GRAD_QUANTIZER = Record(
+    "How the gradient of an activation is rounded, and where.",
+    {**QUANTIZER.fields, "at": _AT},
+    QUANTIZER.required,
+    QUANTIZER.reserved,
+)
+
+
+class _Placed(NamedTuple):
+    """A quantizer, and for grad_activation perhaps where it rounds."""
+
+    use: Use
+    at: GradAt | None = None
+
+
+@dataclass(frozen=True)
+class Quantizing(Kind[_Placed]):
+    """A format name, the name of a quantizer, ``keep``, or a mapping."""
+
+    record: Record
+    #: The record's name under the schema's ``$defs``.
+    reference: str
+
+    def read(self, node: Node) -> _Placed:
+        try:
+            if isinstance(node.value, str):
+                return _Placed(use_from_text(node.value))
+            if not isinstance(node.value, dict):
+                raise PlanError(f"a quantizer is a format name, a name or a mapping, not {node.describe()}.")
+        except PlanError as error:
+            raise node.error(str(error)) from None
+        values = self.record.read(node)
+        at = values.pop("at", None)
+        try:
+            return _Placed(QuantizerSpec(**values), at)
+        except PlanError as error:
+            raise node.error(str(error)) from None
+
+    def shape(self) -> Schema:
+        alone = {"type": "string", "minLength": 1, "not": {"pattern": any_case("|".join(FAMILIES))}}
+        return {"anyOf": [alone, {"$ref": f"#/$defs/{self.reference}"}]}
+
+
+def _about(key: str) -> str:
+    if key in ROLES:
+        return f"The {key.replace('grad_', 'gradient of the ')}."
+    if key in OPERANDS:
+        return f"The operand {key} of products, rounded once and shared by {' and '.join(KEYS[key])}."
+    if key in PASSES:
+        return f"Both operands of {key}, each rounded by itself: {' and '.join(KEYS[key])}."
+    return f"The operand {key.split('.')[1]} of {key.split('.')[0]}."
+
+
+_PATTERN_TEXT = "a path and all beneath it, a glob (* crosses dots), or re: and a regular expression"
+RULE = Record(
+    "What is rounded at which operations in which modules; a later rule overrides an earlier one, place by place.",
+    {
+        "match": OneOrMore(
+            f"Module paths: {_PATTERN_TEXT}, or a list of these.", Text("", may_be_empty=True, check=compile_pattern)
+        ),
+        "op": OneOrMore("Operations such as conv2d or linear; all if not given.", Text("", check=compile_pattern)),
+        **{
+            key: Quantizing(_about(key), GRAD_QUANTIZER, "grad_quantizer")
+            if key == "grad_activation"
+            else Quantizing(_about(key), QUANTIZER, "quantizer")
+            for key in KEYS
+        },
+        "grad_at": _AT,
+        "keep": Flag("Leave these places alone, whatever earlier rules said."),
+        "strict": Flag("false: warn, instead of raising, where the rule matches nothing."),
+    },
+    required=("match",),
+)
+
+
+@dataclass(frozen=True)
+class _Rules(Kind[Rule]):
+    def read(self, node: Node) -> Rule:
+        values = RULE.read(node)
+        placed: dict[str, _Placed] = {key: values[key] for key in KEYS if key in values}
+        nested_at = placed["grad_activation"].at if "grad_activation" in placed else None
+        if nested_at is not None and "grad_at" in values:
+            raise node.error("grad_at and grad_activation.at both say where grad_activation rounds: drop one of them.")
+        try:
+            return Rule(
+                values["match"],
+                values.get("op", ()),
+                tuple((key, each.use) for key, each in placed.items()),
+                values.get("grad_at", nested_at),
+                values.get("keep", False),
+                values.get("strict", True),
+                where=node.where,
+            )
+        except PlanError as error:
+            raise node.error(str(error)) from None
+
+    def shape(self) -> Schema:
+        return {"$ref": "#/$defs/rule"}
+
+
+PLAN = Record(
+    "A bitplan plan: which tensors of a training run get which number format.",
+    {
+        "version": Whole("The version of the plan language.", VERSION, VERSION),
+        "name": Text("A name for people."),
+        "description": Text("What the plan does, for people."),
+        "extends": Text("A plan file, relative to this one, or a preset's name; its rules come first."),
+        "made_by": Anything("Who or what made the plan, and how: kept, never interpreted."),
+        "quantizers": Named(
+            "Quantizers under a name that rules can use.",
+            Quantizing("", QUANTIZER, "quantizer"),
+            check_quantizer_name,
+            {"pattern": f"^{QUANTIZER_NAME.pattern}$", "not": {"pattern": any_case(RESERVED_NAMES)}},
+        ),
+        "rules": Listing("Ordered rules.", _Rules("")),
+    },
+    required=("version",),
+    reserved={"schedules": f"{_NO_SCHEDULES}: drop schedules, and give every bits a number."},
+)
+
+
+def plan_from_tree(tree: Node, origin: Path | None = None, chain: tuple[str, ...] = ()) -> Plan:
+    """The plan of a tree. `origin` is the file it came from, `chain` the files and presets being extended by now."""
+    if tree.value is None:
+        raise tree.error(f"the plan is empty: write at least version: {VERSION}.")
+    values = PLAN.read(tree)
+    base = None
+    if "extends" in values:
+        base = _base(entries_of(tree)["extends"], values["extends"], origin, chain)
+    quantizers = {name: placed.use for name, placed in values.pop("quantizers", {}).items()}
+    rules: tuple[Rule, ...] = values.pop("rules", ())
+    _check_names(tree, quantizers, rules, base)
+    try:
+        return Plan(rules, quantizers, base=base, origin=origin, **values)
+    except PlanError as error:
+        raise tree.error(str(error)) from None
+
+
+def _check_names(tree: Node, quantizers: dict[str, Use], rules: tuple[Rule, ...], base: Plan | None) -> None:
+    """Every name stands for a quantizer. The plan checks this too, but only here are the lines known."""
+    known = {**(base.all_quantizers if base else {}), **quantizers}
+    nodes = entries_of(tree)
+    uses = [(entries_of(nodes["quantizers"])[name], use) for name, use in quantizers.items()]
+    for rule, node in zip(rules, items_of(nodes["rules"]) if rules else [], strict=True):
+        uses += [(entries_of(node)[key], use) for key, use in rule.quantizers]
+    for node, use in uses:
+        try:
+            follow(use, known)
+        except PlanError as error:
+            raise node.error(str(error)) from None
+
+
+def _base(node: Node, name: str, origin: Path | None, chain: tuple[str, ...]) -> Plan:
+    """The plan that `node` extends."""
+    is_preset = is_preset_name(name)
+    path = (origin.parent if origin else Path()) / name
+    try:
+        identity = name if is_preset else str(path.resolve())
+    except (OSError, ValueError, RuntimeError) as error:
+        raise node.error(f"{name!r} cannot be read: {error}.") from None
+    if identity in chain:
+        raise node.error(f"{name!r} extends, in the end, itself: break the circle.")
+    if len(chain) > _MAX_EXTENDS:
+        raise node.error(f"more than {_MAX_EXTENDS} plans extend one another.")
+    try:
+        return load_preset(name, chain) if is_preset else load_file(path, chain)
+    except _Unreadable as error:
+        raise node.error(str(error)) from None
+
+
+class _Unreadable(PlanError):
+    """No text could be had: the place to name is the one that asked for it."""
+
+
+def load_preset(name: str, chain: tuple[str, ...] = ()) -> Plan:
+    """A plan that comes with bitplan."""
+    try:
+        text = preset_text(name)
+    except PlanError as error:
+        raise _Unreadable(str(error)) from None
+    return plan_from_tree(tree_from_yaml(text, f"preset {name}"), None, (*chain, name))
+
+
+def load_file(path: Path, chain: tuple[str, ...] = ()) -> Plan:
+    """The plan in a file: JSON if its name ends in .json, YAML otherwise."""
+    text = _read_text(path)
+    origin = path.absolute()
+    return load_text(text, str(path), syntax_of(path), origin, (*chain, str(path.resolve())))
+
+
+def load_text(
+    text: str, source: str, syntax: Syntax = "yaml", origin: Path | None = None, chain: tuple[str, ...] = ()
+) -> Plan:
+    """The plan in a text; `source` is what messages call it."""
+    tree = tree_from_json(text, source) if syntax == "json" else tree_from_yaml(text, source)
+    return plan_from_tree(tree, origin, chain)
+
+
+def load_data(data: object, source: str, origin: Path | None = None) -> Plan:
+    """The plan that a mapping says."""
+    return plan_from_tree(tree_from_data(data, source), origin)
+
+
+def syntax_of(path: Path) -> Syntax:
+    return "json" if path.suffix.lower() == ".json" else "yaml"
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.exists() and not path.is_file():  # a folder, or a device that never ends
+            raise _Unreadable(f"{path} is not a file.")
+        with path.open("rb") as file:
+            # Four bytes hold any character of UTF-8, so a text that is cut here is too long in any case.
+            raw = file.read(4 * MAX_CHARACTERS + 1)
+    except FileNotFoundError:
+        raise _Unreadable(f"there is no file {path}.") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise _Unreadable(f"{path} cannot be read: {reason}.") from None
+    if len(raw) > 4 * MAX_CHARACTERS:
+        raise _Unreadable(f"{path}: a plan has at most {MAX_CHARACTERS:,} characters.")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise _Unreadable(f"{path}:{line}: this is not UTF-8 text: save the file as UTF-8.") from None

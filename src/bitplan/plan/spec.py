@@ -1,0 +1,301 @@
+"""Quantizers and rules as a plan writes them: frozen values that check themselves when they are made.
+
+A :class:`QuantizerSpec` is words, not a function: it says ``scale: channel`` and leaves open which axis that is,
+because the role decides (a weight's output channels, an activation's features). :meth:`QuantizerSpec.resolve` turns
+it into a :class:`bitplan.quantizer.Quantizer` once the axis is known.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from bitplan.errors import BitplanError, FormatError, PlanError, nearest_names
+from bitplan.formats import BlockFormat, Format, Overflow
+from bitplan.names import NAMED
+from bitplan.names import format as format_of
+from bitplan.plan.match import compile_match
+from bitplan.plan.places import CONFLICTS, KEYS, GradAt
+from bitplan.quantizer import Quantizer, make_quantizer
+from bitplan.reference import Rounding
+from bitplan.scaling import Granularity, Range
+
+#: What evaluation does: the same as training; ranges from a running mean (EMA) of those seen in training; no rounding;
+#: the highest precision the quantizer ever has (which is its only one, until a schedule moves it).
+Evaluation = Literal["same", "ema", "off", "top"]
+
+#: Formats that leave their width to ``bits``, so that a schedule will be able to move it.
+FAMILIES: tuple[str, ...] = ("int", "float")
+#: A float of a family has as many exponent bits as float32, unless it says otherwise: 16 bits are then bf16.
+DEFAULT_EXPONENT_BITS = 8
+
+#: In the place of a quantizer: leave this place alone, whatever earlier rules said.
+KEEP = "keep"
+
+QUANTIZER_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+#: Texts that want to be a format's name, whether or not such a format exists.
+_LIKE_A_FORMAT = "|".join([*NAMED, "e[0-9]+m[0-9]+.*", "u?int[0-9]+", "mx(fp|int)[0-9]+.*"])
+#: What cannot name a quantizer, because it stands, or may one day stand, for something else.
+RESERVED_NAMES = "|".join([KEEP, *FAMILIES, _LIKE_A_FORMAT])
+
+
+@dataclass(frozen=True)
+class QuantizerSpec:
+    """What a plan says about rounding one tensor.
+
+    >>> QuantizerSpec("int8", scale="tensor").to_data()
+    {'format': 'int8', 'scale': 'tensor'}
+    """
+
+    #: A format's name, printed canonically; or a family, ``int`` or ``float``, whose width is in `bits`.
+    format: str
+    #: All bits of a value, sign included; families only.
+    bits: int | None = None
+    #: Of the family ``float``: how many of the bits are the exponent's (8 if not given).
+    exponent_bits: int | None = None
+    scale: Granularity | None = None
+    axis: int | None = None
+    block: int | None = None
+    range: Range | None = None
+    power_of_two: bool = False
+    rounding: Rounding = "nearest"
+    overflow: Overflow | None = None
+    eval: Evaluation = "same"
+
+    def __post_init__(self) -> None:
+        if is_family(self.format):
+            object.__setattr__(self, "format", self.format.strip().lower())
+            self._check_family()
+        else:
+            if self.bits is not None or self.exponent_bits is not None:
+                raise PlanError(f"{self.format!r} fixes its bits: drop bits, or write format: int or format: float.")
+            try:
+                object.__setattr__(self, "format", format_of(self.format).name)
+            except ValueError as error:  # a FormatError, or numbers of thousands of digits
+                raise PlanError(str(error)) from None
+        if self.eval not in get_args(Evaluation):
+            raise PlanError(f"there is no eval {self.eval!r}; {nearest_names(str(self.eval), get_args(Evaluation))}")
+        if self.eval == "ema" and self.scale not in ("tensor", "channel"):
+            raise PlanError("eval: ema averages the range that a scale covers: it needs scale: tensor or channel.")
+        try:
+            self.resolve(axis_default=0)
+        except BitplanError as error:
+            raise PlanError(str(error)) from None
+
+    def _check_family(self) -> None:
+        if self.bits is None:
+            raise PlanError(f"format: {self.format} needs bits, such as bits: {16 if self.format == 'float' else 8}.")
+        if self.format == "int" and self.exponent_bits is not None:
+            raise PlanError("exponent_bits belong to format: float, not to format: int.")
+
+    @property
+    def target(self) -> Format:
+        """The number format itself.
+
+        >>> QuantizerSpec("float", bits=16).target.name, QuantizerSpec("float", bits=8, exponent_bits=4).target.name
+        ('bf16', 'e4m3')
+        """
+        if self.format not in FAMILIES:
+            return format_of(self.format)
+        assert self.bits is not None
+        if self.format == "int":
+            return format_of(f"int{max(self.bits, 0)}")
+        exponent_bits = DEFAULT_EXPONENT_BITS if self.exponent_bits is None else self.exponent_bits
+        mantissa_bits = self.bits - 1 - exponent_bits
+        if exponent_bits < 1 or mantissa_bits < 0:
+            least = 1 + max(exponent_bits, 1)
+            raise FormatError(
+                f"a float with {exponent_bits} exponent bits has {least} to {least + 23} bits, not {self.bits}: "
+                f"change bits or exponent_bits."
+            )
+        return format_of(f"e{exponent_bits}m{mantissa_bits}")
+
+    @property
+    def axis_meaning(self) -> Literal["kept", "summed"] | None:
+        """Which axis :meth:`resolve` wants as its default.
+
+        ``kept``: the one that has a scale per index (``scale: channel``). ``summed``: the one a product sums over,
+        along which vectors and blocks lie. None: there is no axis to choose, or the plan names it.
+        """
+        if self.axis is not None:
+            return None
+        if self.scale == "channel":
+            return "kept"
+        if self.scale is None:
+            return "summed" if isinstance(self.target, BlockFormat) else None
+        return "summed" if self.scale in ("vector", "block") else None
+
+    def resolve(self, *, axis_default: int | None = None) -> Quantizer:
+        """The quantizer; `axis_default` is the axis where the plan names none (see :attr:`axis_meaning`)."""
+        return make_quantizer(
+            self.target,
+            self.rounding,
+            self.scale,
+            axis=axis_default if self.axis_meaning else self.axis,
+            block=self.block,
+            range=self.range,
+            power_of_two=self.power_of_two,
+            overflow=self.overflow,
+        )
+
+    def to_data(self) -> str | dict[str, Any]:
+        """As a plan writes it: a mapping without what is default, or only the format's name."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return self.format if set(given) == {"format"} else given
+
+    def __str__(self) -> str:
+        """One line for tables, such as ``int8 tensor minmax stochastic``."""
+        words: list[str] = [self.target.name]
+        for value in (self.scale, self.block, self.range, None if self.rounding == "nearest" else self.rounding):
+            words += [] if value is None else [str(value)]
+        words += [] if self.axis is None else [f"axis={self.axis}"]
+        words += ["power-of-two"] if self.power_of_two else []
+        words += [self.overflow] if self.overflow else []
+        words += [f"eval={self.eval}"] if self.eval != "same" else []
+        return " ".join(words)
+
+
+def is_family(text: object) -> bool:
+    """Whether a text names formats of any width."""
+    return isinstance(text, str) and text.strip().lower() in FAMILIES
+
+
+#: What stands where a quantizer is expected: the quantizer, the name of one, or :data:`KEEP`.
+Use = QuantizerSpec | str
+
+
+def use_from_text(text: str) -> Use:
+    """A text in the place of a quantizer: a format's name becomes its quantizer, every other text is a name."""
+    if is_family(text):
+        raise PlanError(f"{text!r} alone has no width: write {{format: {text}, bits: 8}}, or a format such as {text}8.")
+    try:
+        return QuantizerSpec(text)
+    except PlanError:
+        if is_format(text):  # it exists, but needs more than its name: uint8 needs a scale
+            raise
+        return text
+
+
+def follow(use: Use, named: Mapping[str, Use]) -> QuantizerSpec | None:
+    """The quantizer that stands, in the end, behind `use`; None for ``keep``."""
+    passed: list[str] = []
+    while isinstance(use, str):
+        if use == KEEP:
+            return None
+        if use in passed:
+            raise PlanError(f"the name {use!r} stands, in the end, for itself: give it a format.")
+        if use not in named:
+            raise PlanError(_unknown_name(use, named))
+        passed.append(use)
+        use = named[use]
+    return use
+
+
+def _unknown_name(text: str, names: Iterable[str]) -> str:
+    if re.fullmatch(_LIKE_A_FORMAT, text.strip(), re.IGNORECASE):
+        try:
+            format_of(text)
+        except ValueError as error:
+            return str(error)
+    known = [*names, KEEP, *NAMED]
+    return f"there is no quantizer or number format {text!r}; {nearest_names(text, known)}"
+
+
+def check_quantizer_name(name: str) -> None:
+    """A name must not be mistaken for a format, now or when formats grow."""
+    if not QUANTIZER_NAME.fullmatch(name):
+        raise PlanError(
+            f"{name!r} cannot name a quantizer: use letters, digits, - and _, and start with a letter or _."
+        )
+    if re.fullmatch(RESERVED_NAMES, name, re.IGNORECASE):
+        kind = "a number format" if re.fullmatch(_LIKE_A_FORMAT, name, re.IGNORECASE) else "something else in plans"
+        raise PlanError(f"{name!r} is the name of {kind} and cannot name a quantizer: choose another name.")
+
+
+def any_case(pattern: str) -> str:
+    """The pattern as JSON Schema wants it: for whole texts, capitals or not, perhaps with spaces around.
+
+    >>> any_case("bf[0-9]+")
+    '^\\\\s*([bB][fF][0-9]+)\\\\s*$'
+    """
+    either = re.sub("[a-z]", lambda letter: f"[{letter[0]}{letter[0].upper()}]", pattern)
+    return rf"^\s*({either})\s*$"
+
+
+def is_format(text: str) -> bool:
+    """Whether a text names a number format."""
+    try:
+        format_of(text)
+    except ValueError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which operations in which modules, and what is rounded there.
+
+    >>> Rule(("layer1",), quantizers=(("x", QuantizerSpec("e4m3")),)).to_data()
+    {'match': 'layer1', 'x': 'e4m3'}
+    """
+
+    match: tuple[str, ...]
+    #: Nothing here means every operation.
+    op: tuple[str, ...] = ()
+    #: As written, shorthands and names unresolved; brought into the order of :data:`bitplan.plan.places.KEYS`.
+    quantizers: tuple[tuple[str, Use], ...] = ()
+    #: Where grad_activation rounds; None where the rule has no grad_activation.
+    grad_at: GradAt | None = None
+    keep: bool = False
+    #: Whether it is an error that the rule matches nothing (a warning otherwise).
+    strict: bool = True
+    #: File, line and field, for messages.
+    where: str = field(default="", compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.match:
+            raise PlanError("match is empty: give a module path or a pattern; '*' is everything.")
+        compile_match(self)  # a broken regular expression is noticed now
+        given = dict(self.quantizers)
+        for key in given:
+            if key not in KEYS:
+                raise PlanError(f"there is no place {key!r} to round; {nearest_names(key, KEYS)}")
+        if len(given) != len(self.quantizers):
+            raise PlanError("a place is given twice.")
+        for one, other in CONFLICTS:
+            if one in given and other in given:
+                place = next(place for place in KEYS[one] if place in KEYS[other])
+                raise PlanError(f"{one!r} and {other!r} both say what {place} gets: drop one of them.")
+        if self.keep and given:
+            raise PlanError(f"keep: true leaves the place alone, so {next(iter(given))!r} cannot be given beside it.")
+        if not self.keep and not given:
+            raise PlanError("the rule says nothing: give a quantizer for a role or slot, or keep: true.")
+        if "grad_activation" not in given:
+            if self.grad_at is not None:
+                raise PlanError("grad_at says where grad_activation rounds: give grad_activation too.")
+        elif self.grad_at is None:
+            object.__setattr__(self, "grad_at", "producer")
+        elif self.grad_at not in get_args(GradAt):
+            raise PlanError(f"grad_at is 'producer' or 'consumer', not {self.grad_at!r}.")
+        object.__setattr__(self, "quantizers", tuple((key, given[key]) for key in KEYS if key in given))
+
+    def to_data(self) -> dict[str, Any]:
+        """As a plan writes it, without what is default."""
+        data: dict[str, Any] = {"match": _one_or_list(self.match)}
+        if self.op:
+            data["op"] = _one_or_list(self.op)
+        for key, use in self.quantizers:
+            data[key] = use if isinstance(use, str) else use.to_data()
+        if self.grad_at == "consumer":
+            data["grad_at"] = self.grad_at
+        if self.keep:
+            data["keep"] = True
+        if not self.strict:
+            data["strict"] = False
+        return data
+
+
+def _one_or_list(texts: tuple[str, ...]) -> str | list[str]:
+    return texts[0] if len(texts) == 1 else list(texts)

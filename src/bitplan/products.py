@@ -1,0 +1,169 @@
+"""Products with six operand slots: y = x w forward, dx = dy w and dw = x dy backward, each operand rounded for itself.
+
+Where the plan rounds an operand once for both of its products, ordinary autograd on the rounded operands does the
+right thing and nothing here is needed. :class:`SlotProduct` is for plans that tell the slots apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitplan.errors import QuantizeError
+
+
+@dataclass(frozen=True)
+class Product:
+    """One kind of product with its settings: forward and the two backward products, all plain torch."""
+
+    op: str
+    settings: tuple[Any, ...] = field(default=())
+
+    def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        if self.op == "linear":
+            return torch.nn.functional.linear(x, w, bias)
+        if self.op.startswith("conv"):
+            return torch.convolution(x, w, bias, *self.settings)
+        if self.op == "einsum":
+            return torch.einsum(self.settings[0], x, w)
+        y = torch.matmul(x, w)
+        return y if bias is None else y + bias
+
+    def grad_x(self, dy: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        if self.op == "linear":
+            return torch.matmul(dy, w)
+        if self.op.startswith("conv"):
+            return self._convolution_backward(dy, x, w, (True, False))[0]
+        if self.op == "einsum":
+            left, right, out = _einsum_terms(self.settings[0])
+            return torch.einsum(f"{out},{right}->{left}", dy, w)
+        if w.dim() == 1:
+            return (dy.unsqueeze(-1) * w).sum_to_size(x.shape)
+        wide = torch.matmul(_row(dy, x), w.transpose(-1, -2))
+        return _fit(wide if x.dim() > 1 else wide.squeeze(-2), x)
+
+    def grad_w(self, dy: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        if self.op == "linear":
+            return torch.matmul(dy.reshape(-1, dy.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
+        if self.op.startswith("conv"):
+            return self._convolution_backward(dy, x, w, (False, True))[1]
+        if self.op == "einsum":
+            left, right, out = _einsum_terms(self.settings[0])
+            return torch.einsum(f"{left},{out}->{right}", x, dy)
+        if w.dim() == 1:
+            return torch.matmul(_row(x, x).transpose(-1, -2), _row(dy, x, 1)).squeeze(-1).sum_to_size(w.shape)
+        rows = x if x.dim() > 1 else x.unsqueeze(0)
+        return _fit(torch.matmul(rows.transpose(-1, -2), _row(dy, x)), w)
+
+    def grad_bias(self, dy: Tensor, bias: Tensor) -> Tensor:
+        if self.op.startswith("conv"):
+            return dy.sum([axis for axis in range(dy.dim()) if axis != 1])
+        return dy.sum_to_size(bias.shape)
+
+    def _convolution_backward(self, dy: Tensor, x: Tensor, w: Tensor, wanted: tuple[bool, bool]) -> list[Tensor]:
+        stride, padding, dilation, transposed, output_padding, groups = self.settings
+        found: list[Tensor] = torch.ops.aten.convolution_backward(
+            dy, x, w, None, stride, padding, dilation, transposed, output_padding, groups, [*wanted, False]
+        )
+        return found
+
+
+def _row(dy: Tensor, x: Tensor, column: int = 0) -> Tensor:
+    """dy with the row axis that a vector x made vanish (or, for a vector w, the column axis)."""
+    if column:
+        return dy.unsqueeze(-1)
+    return dy if x.dim() > 1 else dy.unsqueeze(-2)
+
+
+def _fit(grad: Tensor, like: Tensor) -> Tensor:
+    """Summed over the axes along which `like` was broadcast."""
+    return grad.sum_to_size(like.shape) if grad.shape != like.shape else grad
+
+
+def _einsum_terms(equation: str) -> tuple[str, str, str]:
+    inputs, out = equation.replace(" ", "").split("->")
+    left, right = inputs.split(",")
+    return left, right, out
+
+
+class SlotProduct(torch.autograd.Function):
+    """The three products, each with its own rounding of its two operands."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, product: Product, slots: Any, key: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, w, bias)
+        ctx.product, ctx.slots, ctx.key = product, slots, key
+        return product.forward(slots.round("fprop.x", x, key), slots.round("fprop.w", w, key), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, bias = ctx.saved_tensors
+        product, slots, key, dy = ctx.product, ctx.slots, ctx.key, grads[0]
+        grad_x = grad_w = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            rounded_w = slots.round("dgrad.w", w, key).to(dy.dtype)
+            grad_x = product.grad_x(slots.round("dgrad.dy", dy, key), x.to(dy.dtype), rounded_w).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            rounded_x = slots.round("wgrad.x", x, key).to(dy.dtype)
+            grad_w = product.grad_w(slots.round("wgrad.dy", dy, key), rounded_x, w.to(dy.dtype)).to(w.dtype)
+        if bias is not None and ctx.needs_input_grad[2]:
+            grad_bias = product.grad_bias(dy, bias).to(bias.dtype)
+        return grad_x, grad_w, grad_bias, None, None, None
+
+
+def slot_product(x: Tensor, w: Tensor, bias: Tensor | None, product: Product, slots: Any, key: Tensor | None) -> Tensor:
+    """y = x w with the six slots rounded as `slots` says."""
+    y: Tensor = SlotProduct.apply(x, w, bias, product, slots, key)  # type: ignore[no-untyped-call]
+    return y
+
+
+def product_of(op: str, args: Any, kwargs: dict[str, Any]) -> tuple[Product, Tensor | None]:
+    """The product's kind and settings from the call, and its bias."""
+    if op == "linear":
+        return Product(op), _argument(args, kwargs, 2, "bias", None)
+    if op == "einsum":
+        return Product(op, (args[0],)), None
+    if op in ("addmm", "baddbmm"):
+        if _argument(args, kwargs, 3, "beta", 1) != 1 or _argument(args, kwargs, 4, "alpha", 1) != 1:
+            raise QuantizeError(f"slots of {op} with alpha or beta other than 1 are not supported: use matmul and add.")
+        return Product("matmul"), _argument(args, kwargs, 0, "input", None)
+    if not op.startswith("conv"):
+        return Product("matmul"), None
+    dims = int(op[-2])
+    transposed = op.startswith("conv_transpose")
+    order = ("stride", "padding", "output_padding", "groups", "dilation")
+    if not transposed:
+        order = ("stride", "padding", "dilation", "groups")  # type: ignore[assignment]
+    default = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
+    given = {name: _argument(args, kwargs, 3 + at, name, default[name]) for at, name in enumerate(order)}
+    given = {**default, **given}
+    if isinstance(given["padding"], str):
+        given["padding"] = _padding_in_numbers(given["padding"], args[1], given["dilation"], dims)
+    lists = [[value] * dims if isinstance(value, int) else list(value) for value in (given["stride"], given["padding"])]
+    dilation = [given["dilation"]] * dims if isinstance(given["dilation"], int) else list(given["dilation"])
+    extra = (
+        [given["output_padding"]] * dims if isinstance(given["output_padding"], int) else list(given["output_padding"])
+    )
+    settings = (*lists, dilation, transposed, extra, given["groups"])
+    return Product(op, settings), _argument(args, kwargs, 2, "bias", None)
+
+
+def _padding_in_numbers(padding: str, weight: Tensor, dilation: Any, dims: int) -> list[int]:
+    if padding == "valid":
+        return [0] * dims
+    steps = [dilation] * dims if isinstance(dilation, int) else list(dilation)
+    reach = [step * (size - 1) for step, size in zip(steps, weight.shape[2:], strict=True)]
+    if any(total % 2 for total in reach):
+        raise QuantizeError(
+            "padding='same' with an even kernel has no symmetric form: pad explicitly to use slots here."
+        )
+    return [total // 2 for total in reach]
+
+
+def _argument(args: Any, kwargs: dict[str, Any], position: int, name: str, default: Any) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name, default)

@@ -1,0 +1,317 @@
+"""Sites: every tensor of one training step, by a name that stays the same from run to run.
+
+:func:`sites` runs the model once on fake tensors (shapes and types, no data), so that a model that does not fit into
+memory can be listed, priced and planned. Forward tensors come in the order they are made, then the gradients in the
+order the backward pass makes them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from bitplan.errors import PlanError
+from bitplan.intercept import Interceptor, ModuleState, followed, is_planned, state_of
+from bitplan.ops import FUSED, PRODUCTS
+from bitplan.plan import SLOTS
+
+#: The path of a loss function's tensors.
+LOSS_PATH = "loss"
+
+
+@dataclass(frozen=True)
+class Site:
+    """One tensor of training."""
+
+    #: Such as ``layer1.0.conv1/conv2d.0:activation``.
+    name: str
+    module: str
+    #: The operation with its number among its equals in the module: ``conv2d.0``.
+    op: str
+    #: weight, activation, grad_activation, grad_weight, or an operand slot such as ``fprop.x``.
+    role: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    #: Name of the site whose tensor this one is or comes from; None for inputs and parameters.
+    producer: str | None = None
+    #: Names of the activations that this tensor goes into.
+    consumers: tuple[str, ...] = ()
+    #: The parameter's name, of weights and their gradients.
+    parameter: str | None = None
+
+    @property
+    def elements(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass
+class Operation:
+    """One call of one operation, as it was seen."""
+
+    module: str
+    op: str
+    index: int
+    inputs: list[int]
+    parameters: list[tuple[str, Tensor]]
+    outputs: list[Tensor]
+    needs_grad: bool
+    #: For products: x, w and the settings that matter for counting.
+    operands: tuple[Tensor, Tensor] | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        return f"{self.module}/{self.op}.{self.index}"
+
+
+class Recorder(Interceptor):
+    """An interceptor that changes nothing and remembers every operation."""
+
+    def __init__(self, parameter_names: dict[int, str]) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self.parameter_names = parameter_names
+        #: id of a tensor -> index of the operation that made it; the tensors are kept, so that no id is used again.
+        self.made_by: dict[int, int] = {}
+        self.kept: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        source = next((self.made_by[id(t)] for t in _tensors(args) if id(t) in self.made_by), None)
+        if source is not None:
+            for tensor in _tensors(result):  # views and casts continue their source
+                if id(tensor) not in self.made_by:
+                    self.made_by[id(tensor)] = source
+                    self.kept.append(tensor)
+        return result
+
+    def on_operation(
+        self, module: nn.Module, op: str, index: int, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        given = _tensors((args, list(kwargs.values())))
+        result = func(*args, **kwargs)
+        known = {id(tensor) for tensor in given}
+        outputs = [t for t in _tensors(result) if t.is_floating_point()]
+        fresh = [t for t in outputs if id(t) not in known] or (outputs if _changes_first(func, kwargs) else [])
+        if not fresh:
+            return result
+        parameters = [(self.parameter_names[id(t)], t) for t in given if id(t) in self.parameter_names]
+        sources = [self.made_by[id(t)] for t in given if id(t) in self.made_by]
+        operands = _operands(op, args, kwargs)
+        self.operations.append(
+            Operation(
+                module=state_of(module).path,
+                op=op,
+                index=index,
+                inputs=list(dict.fromkeys(sources)),
+                parameters=parameters,
+                outputs=fresh,
+                needs_grad=any(t.requires_grad for t in fresh),
+                operands=operands,
+                details=_details(op, args, kwargs),
+            )
+        )
+        for tensor in fresh:
+            self.made_by[id(tensor)] = len(self.operations) - 1
+            self.kept.append(tensor)
+        self.kept.extend(given)
+        return result
+
+
+def _changes_first(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return bool(kwargs.get("inplace")) or "out" in kwargs or (name.endswith("_") and not name.startswith("__"))
+
+
+def _operands(op: str, args: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    if op in PRODUCTS:
+        (x_at, x_name), (w_at, w_name) = PRODUCTS[op]
+        x = args[x_at] if len(args) > x_at else kwargs[x_name]
+        w = args[w_at] if len(args) > w_at else kwargs[w_name]
+        return x, w
+    return None
+
+
+def _details(op: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    if op == "scaled_dot_product_attention":
+        return {"tensors": [*args, *kwargs.values()][:3]}
+    if op in FUSED:
+        return {"args": args, "kwargs": kwargs}
+    if op == "einsum":
+        return {"equation": args[0]}
+    return {}
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in _tensors(item)]
+    return []
+
+
+def record(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None = None) -> list[Operation]:
+    """Every operation of one forward pass (and of the loss), run on fake tensors. The model is left untouched."""
+    if any(is_planned(module) for module in model.modules()):
+        raise PlanError("sites are listed before a plan is attached: detach it first.")
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor):
+            return tensor
+        twin = fake_mode.from_tensor(tensor.detach())
+        return twin.requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else twin
+
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    twins: dict[int, Tensor] = {}
+    fakes = {name: twins.setdefault(id(tensor), fake(tensor)) for name, tensor in parameters.items()}
+    buffers = {name: fake(tensor) for name, tensor in model.named_buffers(remove_duplicate=False)}
+    names: dict[int, str] = {}
+    for name, tensor in fakes.items():
+        names.setdefault(id(tensor), name)
+    recorder = Recorder(names)
+    with fake_mode, followed(model, recorder):
+        fake_batch = tree_map(fake, batch)
+        inputs, target = split_batch(fake_batch, loss)
+        output = torch.func.functional_call(model, {**fakes, **buffers}, *call_arguments(inputs))
+        if loss is not None:
+            holder = nn.Module()
+            holder.__dict__["_bitplan"] = ModuleState(recorder, LOSS_PATH)
+            recorder.module, recorder.counts = holder, {}
+            with recorder:
+                call_loss(loss, output, target)
+    return recorder.operations
+
+
+def split_batch(batch: Any, loss: Callable[..., Any] | None) -> tuple[Any, Any]:
+    """(inputs, target): a pair is both where a loss wants a target, anything else is inputs alone."""
+    if loss is not None and isinstance(batch, (tuple, list)) and len(batch) == 2 and wants_target(loss):
+        return batch[0], batch[1]
+    return batch, None
+
+
+def wants_target(loss: Callable[..., Any]) -> bool:
+    try:
+        needed = [
+            parameter
+            for parameter in inspect.signature(loss).parameters.values()
+            if parameter.default is parameter.empty
+            and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ]
+    except (TypeError, ValueError):
+        return True
+    return len(needed) >= 2 or isinstance(loss, nn.Module)
+
+
+def call_arguments(inputs: Any) -> tuple[Any, ...]:
+    """(args, kwargs) of the model's call: a mapping becomes keywords, a tuple positions, anything else one argument."""
+    if isinstance(inputs, dict) or hasattr(inputs, "keys"):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+def call_loss(loss: Callable[..., Any], output: Any, target: Any) -> Any:
+    return loss(output) if target is None else loss(output, target)
+
+
+def sites(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None = None) -> list[Site]:
+    """Every tensor of one training step.
+
+    `batch` is what the model takes, or (inputs, target) where the loss wants both. Views make no site. Parameters
+    are listed with the operation that uses them first.
+    """
+    operations = record(model, batch, loss)
+    return sites_of(operations)
+
+
+def sites_of(operations: list[Operation]) -> list[Site]:
+    consumers: dict[int, list[str]] = {}
+    for operation in operations:
+        for source in operation.inputs:
+            consumers.setdefault(source, []).append(f"{operation.label}:activation")
+    forward: list[Site] = []
+    backward: list[list[Site]] = []
+    used: set[str] = set()
+    for number, operation in enumerate(operations):
+        grads: list[Site] = []
+        producer = f"{operations[operation.inputs[0]].label}:activation" if operation.inputs else None
+        for name, tensor in operation.parameters:
+            if name in used or not tensor.is_floating_point():
+                continue
+            used.add(name)
+            short = name.rsplit(".", 1)[-1]
+            role = "weight" if short == "weight" else f"weight({short})"
+            forward.append(_site(operation, role, "weight", tensor, None, (f"{operation.label}:activation",), name))
+            if tensor.requires_grad:
+                grad_role = role.replace("weight", "grad_weight", 1)
+                grads.append(_site(operation, grad_role, "grad_weight", tensor, None, (), name))
+        if operation.operands is not None:
+            x, w = operation.operands
+            of = {"x": x, "w": w, "dy": operation.outputs[0]}
+            for slot in SLOTS:
+                place = forward if slot.startswith("fprop") else grads
+                if slot.startswith("fprop") or operation.needs_grad:
+                    operand = slot.split(".")[1]
+                    place.append(
+                        _site(operation, slot, slot, of[operand], producer if operand == "x" else None, (), None)
+                    )
+        for position, tensor in enumerate(operation.outputs):
+            number_of = "" if len(operation.outputs) == 1 else f"[{position}]"
+            forward.append(
+                _site(
+                    operation,
+                    f"activation{number_of}",
+                    "activation",
+                    tensor,
+                    producer,
+                    tuple(consumers.get(number, ())),
+                    None,
+                )
+            )
+            if operation.needs_grad:
+                grads.insert(
+                    0, _site(operation, f"grad_activation{number_of}", "grad_activation", tensor, None, (), None)
+                )
+        backward.append(grads)
+    return [*forward, *(site for grads in reversed(backward) for site in grads)]
+
+
+def _site(
+    operation: Operation,
+    shown: str,
+    role: str,
+    tensor: Tensor,
+    producer: str | None,
+    consumers: tuple[str, ...],
+    parameter: str | None,
+) -> Site:
+    return Site(
+        name=f"{operation.label}:{shown}",
+        module=operation.module,
+        op=f"{operation.op}.{operation.index}",
+        role=role,
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        producer=producer,
+        consumers=tuple(dict.fromkeys(consumers)),
+        parameter=parameter,
+    )
