@@ -26,6 +26,10 @@ class PlanError(BitplanError, ValueError):
     """A plan that cannot be read, contradicts itself or asks for what does not exist."""
 
 
+class TargetError(BitplanError, ValueError):
+    """A model, batch and loss that cannot be found, made or used together."""
+
+
 class BitplanWarning(UserWarning):
     """Base of every warning bitplan issues, so that one filter can silence or raise them all."""
 

@@ -1,0 +1,62 @@
+"""The built-in models by name, each with a batch of the shape it is trained on and its loss.
+
+Batches are random: they have the right shapes and types, and nothing to learn. Everything but a graph's
+adjacency is made on the current default device, so ``with torch.device("meta")`` makes shapes without data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bitplan.models.gcn import GCN, normalised_adjacency
+from bitplan.models.gpt import GPT, gpt2_small, next_token_loss
+from bitplan.models.lstm import LSTMModel
+from bitplan.models.mobilenet import MobileNetV2
+from bitplan.models.resnet import cifar_resnet, imagenet_resnet, resnet18
+from bitplan.models.shufflenet import ShuffleNetV2
+from bitplan.models.squeezenet import SqueezeNet
+from bitplan.targets import Target
+
+
+def _images(model: nn.Module, classes: int, size: int = 32, batch: int = 128) -> Target:
+    images, labels = torch.randn(batch, 3, size, size), torch.randint(classes, (batch,))
+    return Target(model, (images, labels), F.cross_entropy)
+
+
+def _tokens(model: nn.Module, tokens: int, shape: tuple[int, int]) -> Target:
+    inputs, following = torch.randint(tokens, shape), torch.randint(tokens, shape)
+    return Target(model, (inputs, following), next_token_loss)
+
+
+def _graph(nodes: int = 2048, edges: int = 8192) -> Target:
+    """The layers used for OGBN-Arxiv (128-512-512-40) on a random graph."""
+    with torch.device("cpu"):  # the adjacency's nonzeros are data that must exist
+        adjacency = normalised_adjacency(torch.randint(nodes, (2, edges)), nodes)
+        batch = ((torch.randn(nodes, 128), adjacency), torch.randint(40, (nodes,)))
+        return Target(GCN((128, 512, 512, 40)), batch, F.cross_entropy)
+
+
+#: Name -> what makes the model, its batch and its loss.
+BUILT_IN: dict[str, Callable[[], Target]] = {
+    "resnet20": lambda: _images(cifar_resnet(20), 10),
+    "resnet38": lambda: _images(cifar_resnet(38), 10),
+    "resnet56": lambda: _images(cifar_resnet(56), 10),
+    "resnet74": lambda: _images(cifar_resnet(74), 10),
+    "resnet110": lambda: _images(cifar_resnet(110), 10),
+    "resnet152": lambda: _images(cifar_resnet(152), 10),
+    "resnet18": lambda: _images(resnet18(100), 100),
+    "mobilenet-v2": lambda: _images(MobileNetV2(100), 100),
+    "squeezenet": lambda: _images(SqueezeNet(100), 100),
+    "shufflenet-v2": lambda: _images(ShuffleNetV2(100), 100),
+    "resnet18-imagenet": lambda: _images(imagenet_resnet(18), 1000, size=224, batch=64),
+    "resnet50": lambda: _images(imagenet_resnet(50), 1000, size=224, batch=64),
+    "gpt2-small": lambda: _tokens(gpt2_small(), 50257, (8, 1024)),
+    "gpt-tiny": lambda: _tokens(GPT(tokens=256, length=64, layers=2, heads=2, features=64), 256, (8, 64)),
+    # One layer of 800 on Penn Treebank's 10,000 words, 35 steps of 20 texts.
+    "lstm": lambda: _tokens(LSTMModel(10_000, 800), 10_000, (35, 20)),
+    "gcn": _graph,
+}
