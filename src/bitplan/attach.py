@@ -10,8 +10,7 @@ import logging
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,8 +18,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from bitplan.actions import Action
+from bitplan import checkpointing
 from bitplan.errors import BitplanWarning, PlanError
-from bitplan.intercept import ModuleState, install, is_planned, state_of, uninstall
+from bitplan.intercept import ModuleState, Scope, install, is_planned, state_of, uninstall
 from bitplan.noise import key_of
 from bitplan.opened import INNER_OPS, OPENED
 from bitplan.ops import PRODUCTS
@@ -60,6 +60,7 @@ class Attachment:
         for path in unseen:
             self._refuse_unseen(path)
         self._modules = install(self.model, self._rounder)
+        checkpointing.exchange()
         for path, module in self._modules:
             self._decide(path, module)
         self._rounder.on_site = self._record
@@ -94,6 +95,7 @@ class Attachment:
             for _, module in self._modules:
                 module._buffers.pop(KEY, None)
                 module._non_persistent_buffers_set.discard(KEY)
+            checkpointing.restore()
         self._rounder.enabled = False  # copies that were made of the model become plain, too
         self._modules = []
         for hook in self._hooks:
@@ -176,7 +178,7 @@ class Attachment:
         rounder = self._rounder
 
         def planned_loss(*args: Any, **kwargs: Any) -> Tensor:
-            with _inside(rounder, holder):
+            with Scope(rounder, holder):
                 return function(*args, **kwargs)
 
         return planned_loss
@@ -225,20 +227,6 @@ def _names_inner(ops: tuple[str, ...]) -> bool:
 def has_patterns(plan: Plan) -> bool:
     """Whether operations are matched by globs or expressions, so that a new name must be looked up when it is met."""
     return any(sign in op for rule in plan.all_rules for op in rule.op for sign in "*?[:")
-
-
-@contextmanager
-def _inside(rounder: Rounder, module: nn.Module) -> Iterator[None]:
-    outer, counts = rounder.module, rounder.counts
-    rounder.module, rounder.counts = module, {}
-    try:
-        if rounder.is_active():
-            yield
-        else:
-            with rounder:
-                yield
-    finally:
-        rounder.module, rounder.counts = outer, counts
 
 
 def attach(

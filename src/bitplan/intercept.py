@@ -1,11 +1,13 @@
 """Seeing every operation of a model, eager and compiled, and knowing which module it happens in.
 
 A ``TorchFunctionMode`` sees all torch functions, ``F.relu`` and ``x + y`` as well as layers. To know *where* one
-happens, and to be there again when a checkpointed region is recomputed in the backward pass (after the mode was
-left), every module enters the mode itself: its class is exchanged for a subclass whose ``forward`` does so. A class,
-not a patched ``forward``: a deep copy then runs on its own weights, and ``torch.compile`` sees one code object.
+happens, and to be there again when a checkpointed region is recomputed in the backward pass (after all modes were
+left), every module enters a mode of its own, a :class:`Scope`: its class is exchanged for a subclass whose ``forward``
+does so. A class, not a patched ``forward``: a deep copy then runs on its own weights, and ``torch.compile`` sees one
+code object for equal blocks. A new scope for each call, not one that is told where it is: inside a checkpointed region
+``torch.compile`` forbids to change anything that lives outside.
 
-:class:`Interceptor` is the base; what is done with an operation is :meth:`Interceptor.on_operation`.
+:class:`Interceptor` is the base of what is done with an operation.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from bitplan.ops import name_of
+from bitplan.ops import REGIONS, name_of
 
 _STATE = "_bitplan"
 
@@ -36,55 +38,102 @@ class ModuleState:
         return self  # a copy of the model follows the same plan, on its own weights
 
 
-class Interceptor(TorchFunctionMode):
-    """A mode that follows a model through its modules."""
+class Interceptor:
+    """What is done with the operations of a model."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.module: nn.Module | None = None
-        self.counts: dict[str, int] = {}
-        self.enabled = True
+    #: Copies of a model outlive its detachment: they are plain from then on.
+    enabled = True
 
     def on_operation(
-        self, module: nn.Module, op: str, index: int, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+        self, scope: Scope, op: str, index: int, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         """Do what `func` does, or something else, and return its result."""
         return func(*args, **kwargs)
+
+    def written_out(self, scope: Scope, op: str) -> Callable[..., Any] | None:
+        """A function that does what a fused operation does in single ones, where that is wanted."""
+        return None
+
+    def on_view(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Functions that make no values of their own."""
+        return func(*args, **kwargs)
+
+
+class Scope(TorchFunctionMode):
+    """One call of one module: counts the operations in it and hands them to the interceptor.
+
+    Scopes lie inside each other as the modules do; the innermost has the word, and the others do not see what it does.
+    """
+
+    def __init__(self, interceptor: Interceptor, module: nn.Module, counts: dict[str, int] | None = None) -> None:
+        super().__init__()
+        self.interceptor = interceptor
+        self.module = module
+        self.counts = {} if counts is None else counts
+        #: Inside an opened operation: the operation whose rules its products follow.
+        self.inside: str | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
-        module = self.module
-        if module is None or not self.enabled:
-            return func(*args, **named)
+        if not self.interceptor.enabled or not _has_float_tensor(args, named):
+            return func(*args, **named)  # factories among them, which other modes may want to see
         op = name_of(func)
-        if op is None or not _has_float_tensor(args, named):
-            return func(*args, **named)
-        index = self.counts.get(op, 0)
-        self.counts[op] = index + 1
-        return self.on_operation(module, op, index, func, args, named)
+        if op in REGIONS:
+            return func(self.carried(args[0]), *args[1:], **named)
+        written_out = None if op is None else self.interceptor.written_out(self, op)
+        if written_out is not None:
+            inner = Scope(self.interceptor, self.module, self.counts)
+            inner.inside = op
+            with inner:
+                return written_out(*args, **named)
+        with torch._C.DisableTorchFunction():
+            if op is None:
+                return self.interceptor.on_view(func, args, named)
+            index = self.counts.get(op, 0)
+            self.counts[op] = index + 1
+            return self.interceptor.on_operation(self, op, index, func, args, named)
 
-    def is_active(self) -> bool:
-        """Whether this mode is on the live stack: it is not when a checkpointed region is recomputed."""
-        depth = torch._C._len_torch_function_stack()
-        return any(torch._C._get_function_stack_at(i) is self for i in range(depth))
+
+    def carried(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` to be called in this scope, now and when it is recomputed after the scope was left."""
+        if isinstance(function, nn.Module) and is_planned(function):
+            return function  # it has a scope of its own
+        interceptor, module, counts, inside = self.interceptor, self.module, dict(self.counts), self.inside
+        first = True
+
+        def in_scope(*args: Any, **kwargs: Any) -> Any:
+            nonlocal first
+            again = Scope(interceptor, module, dict(counts))
+            again.inside = inside
+            with again:
+                result = function(*args, **kwargs)
+            if not torch.compiler.is_compiling() and first:
+                # What follows the region goes on counting where it ended. Compiled, nothing may leave a region,
+                # and operations behind it carry the numbers of those inside.
+                first = False
+                self.counts.update(again.counts)
+            return result
+
+        return in_scope
+
+
+def innermost_scope() -> Scope | None:
+    """The scope of the operation that is running; None outside of models with a plan."""
+    for position in range(torch._C._len_torch_function_stack() - 1, -1, -1):
+        mode = torch._C._get_function_stack_at(position)
+        if isinstance(mode, Scope):
+            return mode
+    return None
 
 
 class _Planned:
     """Mixed into a module's class in front of it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        mode = self.__dict__[_STATE].interceptor
-        outer, outer_counts = mode.module, mode.counts
-        mode.module, mode.counts = self, {}
-        try:
-            if mode.is_active():
-                return super().forward(*args, **kwargs)  # type: ignore[misc]
-            with mode:
-                return super().forward(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            mode.module, mode.counts = outer, outer_counts
+        with Scope(self.__dict__[_STATE].interceptor, self):  # type: ignore[arg-type]
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin = self.__class__.__new__(self.__class__)

@@ -95,6 +95,9 @@ FUSED = frozenset(
     {"scaled_dot_product_attention", "multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu"}
 )
 
+#: Whole regions that torch.compile shows to modes as one call; the first argument is the region's function.
+REGIONS = frozenset({"tag_activation_checkpoint", "wrap_activation_checkpoint"})
+
 
 @constant_when_traced
 def name_of(func: Callable[..., Any]) -> str | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bitplan.actions import Action, Slots, rounded_both_ways, rounded_gradient
 from bitplan.errors import QuantizeError
-from bitplan.intercept import Interceptor, state_of
+from bitplan.intercept import Interceptor, Scope, state_of
 from bitplan.opened import OPENED
 from bitplan.ops import PRODUCTS, out_of_place, works_in_place
 from bitplan.plan import SLOTS, Plan
@@ -33,54 +33,56 @@ class Rounder(Interceptor):
 
     def __init__(self, plan: Plan | None = None) -> None:
         """`plan` only where an operation's name must be matched against patterns when it is met."""
-        super().__init__()
         self.plan = plan
         #: Set when some plan rounds gradients where they leave a consumer.
         self.tags_gradients = False
-        #: Inside an opened operation: the operation whose rules its products follow.
-        self.inside: str | None = None
         self.on_site: Callable[[nn.Module, str, int], None] | None = None
 
     def on_operation(
-        self, module: nn.Module, op: str, index: int, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+        self, scope: Scope, op: str, index: int, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
+        module = scope.module
         if not torch.compiler.is_compiling() and self.on_site is not None:
             self.on_site(module, op, index)
         if self.tags_gradients:
             args = _map(lambda tensor: self._from_consumer(module, tensor, index), args)
-        action = self.action(module, op, index)
+        action = self.action(scope, op, index)
         if action is None:
             return func(*args, **kwargs)
-        if op in OPENED and self._opens(module, action, op):
-            self.inside = op
-            try:
-                with self:
-                    return OPENED[op](*args, **kwargs)
-            finally:
-                self.inside = None
         if op in PRODUCTS and action.has_slots:
-            result = self._product(module, action, index, func, args, kwargs)
-        else:
-            args, kwargs = self._rounded_weights(module, action, index, args, kwargs)
-            result = self._call(module, action, op, index, func, args, kwargs)
+            return self._product(module, action, index, func, args, kwargs)
+        args, kwargs = self._rounded_weights(module, action, index, args, kwargs)
+        return self._call(module, action, op, index, func, args, kwargs)
+
+    def on_view(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        if self.tags_gradients and isinstance(result, Tensor) and args and isinstance(args[0], Tensor):
+            gradient = getattr(args[0], _GRAD_TAG, None)
+            if gradient is not None:
+                setattr(result, _GRAD_TAG, gradient)
         return result
 
-    def action(self, module: nn.Module, op: str, index: int) -> Action | None:
-        actions = state_of(module).actions
-        if self.inside is not None and op in PRODUCTS:
-            inner = actions.get(self.inside)
+    def action(self, scope: Scope, op: str, index: int) -> Action | None:
+        actions = state_of(scope.module).actions
+        if scope.inside is not None and op in PRODUCTS:
+            inner = actions.get(scope.inside)
             if inner is not None and inner.has_slots:
                 return inner  # type: ignore[no-any-return]
         numbered = actions.get(f"{op}.{index}")
         if numbered is not None:
             return numbered  # type: ignore[no-any-return]
         if op not in actions and self.plan is not None:
-            decision = self.plan.decide(state_of(module).path, op)
+            decision = self.plan.decide(state_of(scope.module).path, op)
             actions[op] = None if decision.changes_nothing else Action(decision, op)
         return actions[op if op in actions else ANY]  # type: ignore[no-any-return]
 
-    def _opens(self, module: nn.Module, action: Action, op: str) -> bool:
-        return action.has_slots or bool(state_of(module).actions.get(f"open {op}"))
+    def written_out(self, scope: Scope, op: str) -> Callable[..., Any] | None:
+        if op not in OPENED:
+            return None
+        actions = state_of(scope.module).actions
+        action = actions.get(op)
+        asked = actions[f"open {op}"] or (action is not None and action.has_slots)
+        return OPENED[op] if asked else None
 
     # --- outputs ---
 

@@ -18,9 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from bitplan.errors import PlanError
-from bitplan.intercept import Interceptor, ModuleState, followed, is_planned, state_of
+from bitplan.intercept import Interceptor, ModuleState, Scope, followed, is_planned, state_of
+from bitplan.opened import OPENED
 from bitplan.ops import FUSED, PRODUCTS
 from bitplan.plan import SLOTS
+from bitplan.watch import ProductWatch
 
 #: The path of a loss function's tensors.
 LOSS_PATH = "loss"
@@ -75,6 +77,14 @@ class Operation:
     #: For products: x, w and the settings that matter for counting.
     operands: tuple[Tensor, Tensor] | None = None
     details: dict[str, Any] = field(default_factory=dict)
+    #: The fused operation that this one was written out of.
+    inside: str | None = None
+    #: id of a tensor that it was given -> number of the operation that made it; parameters and data are not here.
+    origins: dict[int, int] = field(default_factory=dict)
+    #: id of a sparse tensor that it was given -> how many values it holds (a fake one has forgotten).
+    nonzeros: dict[int, int] = field(default_factory=dict)
+    #: Matrix products that torch did in it, by their names in aten: see :mod:`bitplan.watch`.
+    aten_products: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -84,16 +94,27 @@ class Operation:
 class Recorder(Interceptor):
     """An interceptor that changes nothing and remembers every operation."""
 
-    def __init__(self, parameter_names: dict[int, str]) -> None:
-        super().__init__()
+    def __init__(
+        self, parameter_names: dict[int, str], opens: Callable[[str, str], bool] | None, nonzeros: dict[int, int]
+    ) -> None:
+        self.opens = opens
+        self.nonzeros = nonzeros
         self.operations: list[Operation] = []
         self.parameter_names = parameter_names
         #: id of a tensor -> index of the operation that made it; the tensors are kept, so that no id is used again.
         self.made_by: dict[int, int] = {}
         self.kept: list[Any] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_function__(func, types, args, kwargs)
+    def written_out(self, scope: Scope, op: str) -> Callable[..., Any] | None:
+        is_asked = self.opens is not None and op in OPENED and self.opens(state_of(scope.module).path, op)
+        return OPENED[op] if is_asked else None
+
+    def on_view(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        count = next((self.nonzeros[id(t)] for t in _tensors(args) if id(t) in self.nonzeros), None)
+        if count is not None and isinstance(result, Tensor) and result.layout != torch.strided:
+            self.nonzeros[id(result)] = count
+            self.kept.append(result)
         source = next((self.made_by[id(t)] for t in _tensors(args) if id(t) in self.made_by), None)
         if source is not None:
             for tensor in _tensors(result):  # views and casts continue their source
@@ -103,10 +124,11 @@ class Recorder(Interceptor):
         return result
 
     def on_operation(
-        self, module: nn.Module, op: str, index: int, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+        self, scope: Scope, op: str, index: int, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         given = _tensors((args, list(kwargs.values())))
-        result = func(*args, **kwargs)
+        with ProductWatch() as watch:
+            result = func(*args, **kwargs)
         known = {id(tensor) for tensor in given}
         outputs = [t for t in _tensors(result) if t.is_floating_point()]
         fresh = [t for t in outputs if id(t) not in known] or (outputs if _changes_first(func, kwargs) else [])
@@ -117,7 +139,7 @@ class Recorder(Interceptor):
         operands = _operands(op, args, kwargs)
         self.operations.append(
             Operation(
-                module=state_of(module).path,
+                module=state_of(scope.module).path,
                 op=op,
                 index=index,
                 inputs=list(dict.fromkeys(sources)),
@@ -126,6 +148,10 @@ class Recorder(Interceptor):
                 needs_grad=any(t.requires_grad for t in fresh),
                 operands=operands,
                 details=_details(op, args, kwargs),
+                inside=scope.inside,
+                origins={id(t): self.made_by[id(t)] for t in given if id(t) in self.made_by},
+                nonzeros={id(t): self.nonzeros[id(t)] for t in given if id(t) in self.nonzeros},
+                aten_products=tuple(watch.seen),
             )
         )
         for tensor in fresh:
@@ -141,6 +167,8 @@ def _changes_first(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
 
 
 def _operands(op: str, args: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    if op == "einsum" and len(args) != 3:
+        return None  # a sum or a transposition of one tensor, or a chain of products
     if op in PRODUCTS:
         (x_at, x_name), (w_at, w_name) = PRODUCTS[op]
         x = args[x_at] if len(args) > x_at else kwargs[x_name]
@@ -169,16 +197,27 @@ def _tensors(value: Any) -> list[Tensor]:
     return []
 
 
-def record(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None = None) -> list[Operation]:
-    """Every operation of one forward pass (and of the loss), run on fake tensors. The model is left untouched."""
+def record(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[..., Tensor] | None = None,
+    opens: Callable[[str, str], bool] | None = None,
+) -> list[Operation]:
+    """Every operation of one forward pass (and of the loss), run on fake tensors. The model is left untouched.
+
+    :param opens: of a module's path and a fused operation, whether it is written out; without, none is.
+    """
     if any(is_planned(module) for module in model.modules()):
         raise PlanError("sites are listed before a plan is attached: detach it first.")
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    nonzeros: dict[int, int] = {}
 
     def fake(tensor: Any) -> Any:
         if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor):
             return tensor
         twin = fake_mode.from_tensor(tensor.detach())
+        if tensor.layout != torch.strided:
+            nonzeros[id(twin)] = tensor._nnz()
         return twin.requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else twin
 
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -188,16 +227,15 @@ def record(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None = No
     names: dict[int, str] = {}
     for name, tensor in fakes.items():
         names.setdefault(id(tensor), name)
-    recorder = Recorder(names)
+    recorder = Recorder(names, opens, nonzeros)
+    fake_batch = tree_map(fake, batch)
     with fake_mode, followed(model, recorder):
-        fake_batch = tree_map(fake, batch)
         inputs, target = split_batch(fake_batch, loss)
         output = torch.func.functional_call(model, {**fakes, **buffers}, *call_arguments(inputs))
         if loss is not None:
             holder = nn.Module()
             holder.__dict__["_bitplan"] = ModuleState(recorder, LOSS_PATH)
-            recorder.module, recorder.counts = holder, {}
-            with recorder:
+            with Scope(recorder, holder):
                 call_loss(loss, output, target)
     return recorder.operations
 
