@@ -105,7 +105,7 @@ def test_one_dimension_is_enough(scale: Granularity, axis: int | None) -> None:
     if scale == "channel":
         torch.testing.assert_close(ours, x, rtol=2.0**-22, atol=0)
     else:
-        assert float((ours - x).abs().max()) > 0.01 * float(x.abs().max())
+        assert not torch.equal(ours, x)
 
 
 def test_minmax_on_a_symmetric_integer_is_the_affine_one() -> None:
@@ -118,14 +118,14 @@ def test_minmax_on_a_symmetric_integer_is_the_affine_one() -> None:
 @pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
 def test_affine_integers_are_the_quantiser_of_cyclic_precision_training(bits: int) -> None:
     """s = (max - min) / (2^b - 1); x_q = round(clamp((x - min) / s, 0, 2^b - 1)) * s + min; per output channel."""
-    x = sample(8, 30)
+    x = torch.randn(8, 300, generator=torch.Generator().manual_seed(0)) + 1
     low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
     s = ((high - low) / (2**bits - 1)).clamp_min(1e-8)
     theirs = torch.round(((x - low) / s).clamp(0, 2**bits - 1)) * s + low
     ours = bitplan.quantize(x, f"uint{bits}", scale="channel", axis=0)
     torch.testing.assert_close(ours, theirs, rtol=2.0**-22, atol=float(x.abs().max()) * 2.0**-23)
     assert max(len(row.unique()) for row in ours) <= 2**bits
-    assert min(len(row.unique()) for row in ours) >= min(2**bits, 30) // 2 - 1
+    assert min(len(row.unique()) for row in ours) >= min(2**bits, 300) // 3
 
 
 def test_gradients_below_the_papers_floor_keep_their_steps() -> None:
@@ -183,7 +183,7 @@ def test_numbers_near_the_smallest_float_cause_no_division_by_zero(name: str, si
     scaled = None if name[:2] in ("mx", "nv") else "tensor"
     ours = bitplan.quantize(x, name, scale=scaled)
     assert bool(ours.isfinite().all())
-    assert bool((ours.abs() <= 2.0 * size).all())
+    assert bool(((ours - x).abs() <= max(size, 0.5 * torch.finfo(x.dtype).tiny)).all())
 
 
 @pytest.mark.parametrize("name", ["int8", "uint8", "e4m3"])

@@ -54,10 +54,12 @@ class Packed:
         """The tensor that ``quantize`` would have returned, bit for bit."""
         like = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
         if not like.numel():
-            return torch.empty_like(like, device=self.device)
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
         element = _element(self.format)
-        grid = _grid_shape(self.quantizer, like)
-        codes = unpack_bits(self.payload, element.bits, math.prod(grid)).view(grid)
+        codes = unpack_bits(self.payload, element.bits, like.numel()).view(self.shape)
+        blocks = self.quantizer.blocks(like)
+        if blocks is not None:
+            codes = blocks.split(codes)
         carrier = self.quantizer._carrier_dtype(like)
         scales = self.scales
         if isinstance(self.format, BlockFormat) and self.format.scale == "e4m3":
@@ -122,6 +124,9 @@ def pack_with(
     elements, kept = quantizer.encode(source, quantizer.noise(source, seed, step, site))
     if isinstance(quantizer.format, BlockFormat) and quantizer.format.scale == "e4m3":
         kept = (encode(kept[0], _E4M3).to(torch.uint8), kept[1])
+    blocks = quantizer.blocks(source)
+    if blocks is not None:  # what a ragged last block is padded with is not kept
+        elements = blocks.join(elements, source.shape)
     payload = pack_bits(encode(elements, element).flatten(), element.bits)
     own = tuple(scale.clone() for scale in kept)  # a view would keep the whole tensor behind it alive
     return Packed(payload, own, quantizer, x.shape, stride, x.dtype)
@@ -145,11 +150,6 @@ def _require_codes(quantizer: Quantizer, element: FloatFormat | IntFormat, x: Te
     has_code = isinstance(quantizer.format, BlockFormat) or quantizer.scaling is not None or element.has_nan_code
     if not has_code and not torch.compiler.is_compiling() and bool(x.isnan().any()):
         raise QuantizeError(f"the tensor holds NaN and {element.name} has no code for it: pack it with a scale.")
-
-
-def _grid_shape(quantizer: Quantizer, like: Tensor) -> tuple[int, ...]:
-    blocks = quantizer.blocks(like)
-    return tuple(like.shape) if blocks is None else tuple(blocks.split(like).shape)
 
 
 # --- codes ------------------------------------------------------------------------------------------------

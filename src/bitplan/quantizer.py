@@ -77,7 +77,8 @@ class Quantizer:
             object.__setattr__(self, "scaling", replace(self.scaling, range="minmax"))
         elif self.scaling.range == "minmax" and not affine:
             if not isinstance(self.format, IntFormat):
-                raise QuantizeError(f"a min-max range serves integer formats, not {self._name}: use range='amax'.")
+                instead = "make a uint live instead" if self.format.kind == "int" else "use range='amax'"
+                raise QuantizeError(f"a min-max range serves integer formats, not {self._name}: {instead}.")
             object.__setattr__(self, "format", IntFormat(self.format.bits, affine=True))
         if self.overflow == "special" and not isinstance(self.format, (FloatFormat, LiveFormat)):
             raise QuantizeError(f"{self._name} has no special codes to overflow to: use overflow='saturate'.")
@@ -127,7 +128,7 @@ class Quantizer:
         work = x.to(self._carrier_dtype(x))
         blocks = self.blocks(x)
         if blocks is not None:
-            work = blocks.split(work)
+            work = blocks.split(work, repeat_last=self._is_affine)
             bits = None if bits is None else blocks.split(bits)
         if isinstance(self.format, BlockFormat):
             return self._encode_block(work, self.format, bits)
@@ -158,7 +159,9 @@ class Quantizer:
             values = blocks.join(values, like.shape)
         values = values.to(like.dtype)
         if values.stride() != like.stride():
-            values = torch.empty_like(like, device=values.device).copy_(values)
+            # empty_like of a meta tensor would not keep the strides of axes of length one.
+            own = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=values.device)
+            values = (own if like.is_meta else torch.empty_like(like)).copy_(values)
         return values
 
     def blocks(self, x: Tensor) -> Blocks | None:

@@ -71,17 +71,26 @@ class Blocks:
     axis: int
     size: int
 
-    def split(self, x: Tensor) -> Tensor:
-        """(..., count, size); a 0-d tensor counts as one element."""
+    def split(self, x: Tensor, repeat_last: bool = False) -> Tensor:
+        """(..., count, size); a 0-d tensor counts as one element.
+
+        Zeros would widen a min-max range, so there the last element is repeated instead.
+        """
         last = x.movedim(self.axis, -1) if x.dim() else x.reshape(1)
         missing = -last.shape[-1] % self.size
-        if missing:
+        if missing and repeat_last:
+            last = torch.cat((last, last[..., -1:].expand(*last.shape[:-1], missing)), -1)
+        elif missing:
             last = torch.nn.functional.pad(last, (0, missing))
         return last.reshape(*last.shape[:-1], last.shape[-1] // self.size, self.size)
 
     def join(self, blocks: Tensor, shape: torch.Size) -> Tensor:
         """The inverse of :meth:`split` for a tensor of that shape."""
         flat = blocks.reshape(*blocks.shape[:-2], blocks.shape[-2] * self.size)
+        if torch.compiler.is_compiling() and not blocks.is_cuda:
+            # Inductor's C++ loops skip the ragged rest where they read blocks flattened and cut off in one go (torch
+            # 2.11 and 2.13, CppScheduling.try_loop_split); for as_strided it writes the blocks down first.
+            flat = flat.as_strided(flat.shape, flat.stride())
         if not shape:
             return flat[0]
         return flat[..., : shape[self.axis]].movedim(-1, self.axis)
