@@ -1,14 +1,25 @@
 """bitplan decides how many bits every tensor of a PyTorch training run gets, where and when.
 
 Number formats (:func:`format`), rounding onto them (:func:`quantize`) and keeping tensors in them (:func:`pack`); plans
-(:class:`Plan`), the tensors of a model (:func:`sites`), and a plan at work on a model (:func:`attach`).
+(:class:`Plan`), the tensors of a model (:func:`sites`), what a plan does to them (:func:`explain`) and costs
+(:func:`cost`), and a plan at work on a model (:func:`attach`).
 """
 
 import logging
 
 from bitplan._version import __version__
 from bitplan.attach import Attachment, attach
-from bitplan.errors import BitplanError, BitplanWarning, FormatError, PlanError, QuantizeError
+from bitplan.cost import Cost, cost
+from bitplan.errors import (
+    BitplanError,
+    BitplanWarning,
+    CostError,
+    FormatError,
+    PlanError,
+    QuantizeError,
+    TargetError,
+)
+from bitplan.explain import Explanation, explain
 from bitplan.formats import BlockFormat, FloatFormat, Format, IntFormat
 from bitplan.live import LiveFormat
 from bitplan.names import format
@@ -17,6 +28,7 @@ from bitplan.plan import Plan
 from bitplan.quantizer import Quantizer, quantize
 from bitplan.scaling import Scaling
 from bitplan.sites import Site, sites
+from bitplan.targets import Target, load_target
 
 logging.getLogger("bitplan").addHandler(logging.NullHandler())
 
@@ -25,6 +37,9 @@ __all__ = [
     "BitplanError",
     "BitplanWarning",
     "BlockFormat",
+    "Cost",
+    "CostError",
+    "Explanation",
     "FloatFormat",
     "Format",
     "FormatError",
@@ -37,9 +52,14 @@ __all__ = [
     "Quantizer",
     "Scaling",
     "Site",
+    "Target",
+    "TargetError",
     "__version__",
     "attach",
+    "cost",
+    "explain",
     "format",
+    "load_target",
     "pack",
     "quantize",
     "sites",

@@ -30,6 +30,10 @@ class TargetError(BitplanError, ValueError):
     """A model, batch and loss that cannot be found, made or used together."""
 
 
+class CostError(BitplanError, ValueError):
+    """A product whose operations cannot be counted."""
+
+
 class BitplanWarning(UserWarning):
     """Base of every warning bitplan issues, so that one filter can silence or raise them all."""
 

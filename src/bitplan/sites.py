@@ -147,7 +147,7 @@ class Recorder(Interceptor):
                 outputs=fresh,
                 needs_grad=any(t.requires_grad for t in fresh),
                 operands=operands,
-                details=_details(op, args, kwargs),
+                details=_details(op, args, kwargs, bool(watch.seen)),
                 inside=scope.inside,
                 origins={id(t): self.made_by[id(t)] for t in given if id(t) in self.made_by},
                 nonzeros={id(t): self.nonzeros[id(t)] for t in given if id(t) in self.nonzeros},
@@ -177,14 +177,9 @@ def _operands(op: str, args: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tenso
     return None
 
 
-def _details(op: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    if op == "scaled_dot_product_attention":
-        return {"tensors": [*args, *kwargs.values()][:3]}
-    if op in FUSED:
-        return {"args": args, "kwargs": kwargs}
-    if op == "einsum":
-        return {"equation": args[0]}
-    return {}
+def _details(op: str, args: Any, kwargs: dict[str, Any], multiplies: bool) -> dict[str, Any]:
+    """How a product was called: what counting it needs."""
+    return {"args": args, "kwargs": kwargs} if multiplies or op in FUSED or op in PRODUCTS else {}
 
 
 def _tensors(value: Any) -> list[Tensor]:

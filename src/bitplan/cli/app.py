@@ -14,10 +14,17 @@ from typing import Annotated
 import typer
 
 from bitplan._version import __version__
-from bitplan.cli import bench, demo, formats
+from bitplan.cli import bench, cost, demo, formats, plan, sites
 
 #: What adds each command, in the order ``bitplan --help`` shows them.
-COMMANDS: tuple[Callable[[typer.Typer], None], ...] = (formats.register, demo.register, bench.register)
+COMMANDS: tuple[Callable[[typer.Typer], None], ...] = (
+    formats.register,
+    sites.register,
+    plan.register,
+    cost.register,
+    demo.register,
+    bench.register,
+)
 
 _LOG_HANDLER = "bitplan command line"
 

@@ -107,7 +107,10 @@ class Matcher:
         return any(pattern(path) for pattern in self.modules)
 
     def matches_operation(self, op: str) -> bool:
-        return not self.operations or any(pattern(op) for pattern in self.operations)
+        if not self.operations:
+            return True
+        bare = op.partition(".")[0]  # a regular expression for conv2d is one for conv2d.0, too
+        return any(pattern(op) or pattern(bare) for pattern in self.operations)
 
 
 def compile_match(rule: Matching) -> Matcher:

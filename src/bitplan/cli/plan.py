@@ -1,0 +1,144 @@
+"""``bitplan plan``: list, show, check and explain plans."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+
+from bitplan.cli.arguments import OptionalTargetArgument, PlanArgument, TargetArgument
+from bitplan.cli.output import JsonOption, Output, command_output
+from bitplan.cli.sites import shape_text, site_record
+from bitplan.errors import BitplanWarning
+from bitplan.explain import Explanation
+from bitplan.explain import explain as explained
+from bitplan.plan import ROLES, Plan, plan_schema, preset_names, preset_text
+from bitplan.plan.find import find_plan
+from bitplan.targets import load_target
+
+group = typer.Typer(help="List, show, check and explain plans.", no_args_is_help=True)
+
+
+def register(app: typer.Typer) -> None:
+    app.add_typer(group, name="plan")
+
+
+@group.command("list")
+def list_(as_json: JsonOption = False) -> None:
+    """List the plans that come with bitplan."""
+    with command_output(as_json) as output:
+        presets = {name: Plan.preset(name) for name in preset_names()}
+        output.document([{"name": name, "description": plan.description} for name, plan in presets.items()])
+        if not as_json:
+            table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+            table.add_column("name", style="bold", no_wrap=True)
+            table.add_column("description")
+            for name, plan in presets.items():
+                table.add_row(name, plan.description)
+            output.console.print(table)
+
+
+@group.command("show")
+def show(
+    plan: PlanArgument,
+    flat: Annotated[bool, typer.Option("--flat", help="With what the plan extends written into it.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print a plan as YAML; with --json as JSON."""
+    with command_output(as_json) as output:
+        found = find_plan(plan)
+        shown = found.flattened() if flat else found
+        output.document(shown.to_dict())
+        if not as_json:
+            # A preset's own text has its reasons in comments.
+            text = preset_text(plan) if plan in preset_names() and not flat else shown.to_yaml()
+            typer.echo(text, nl=False)
+
+
+@group.command("schema")
+def schema() -> None:
+    """Print the JSON Schema of plan files, for editors."""
+    typer.echo(json.dumps(plan_schema(), indent=2))
+
+
+@group.command("check")
+def check(plan: PlanArgument, target: OptionalTargetArgument = None, as_json: JsonOption = False) -> None:
+    """Check a plan by itself and, with a TARGET, that every rule finds something there to round.
+
+    Exit code 2, and one sentence, if something is wrong.
+    """
+    with command_output(as_json) as output:
+        found = find_plan(plan)
+        record: dict[str, Any] = {"plan": plan, "ok": True, "rules": len(found.all_rules)}
+        sentence = f"{plan} is fine: {len(found.all_rules)} rules"
+        if target is not None:
+            with _warnings_as_notes(output):
+                sites = _explained(found, target)
+            rounded = sum(site.quantizer is not None for site in sites)
+            record |= {"target": target, "sites": len(sites), "rounded": rounded}
+            sentence += f" that round {rounded} of the {len(sites)} tensors and operands of {target}"
+        output.document(record)
+        if not as_json:
+            output.console.print(f"{sentence}.", soft_wrap=True)
+
+
+@group.command("explain")
+def explain(plan: PlanArgument, target: TargetArgument, as_json: JsonOption = False) -> None:
+    """Show what every tensor of TARGET gets under PLAN, and which rule said so.
+
+    With --json: a list of objects, operand slots included.
+    """
+    with command_output(as_json) as output:
+        with _warnings_as_notes(output):
+            sites = _explained(find_plan(plan), target)
+        output.document([explanation_record(site) for site in sites])
+        if not as_json:
+            # A slot that no rule speaks of takes the tensor as it comes: nothing to tell.
+            _print([site for site in sites if site.site.role in ROLES or site.rule is not None], output)
+
+
+def explanation_record(explanation: Explanation) -> dict[str, Any]:
+    """What JSON says about a site under a plan."""
+    return {
+        **site_record(explanation.site),
+        "quantizer": None if explanation.quantizer is None else str(explanation.quantizer),
+        "rule": explanation.rule,
+        "where": explanation.where or None,
+    }
+
+
+def _explained(plan: Plan, target: str) -> list[Explanation]:
+    chosen = load_target(target, shapes_only=True)
+    return explained(chosen.model, plan, chosen.batch, chosen.loss)
+
+
+@contextmanager
+def _warnings_as_notes(output: Output) -> Iterator[None]:
+    """What a rule with ``strict: false`` warns of, as sentences on stderr."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        if issubclass(warning.category, BitplanWarning):
+            output.note(str(warning.message))
+
+
+def _print(shown: list[Explanation], output: Output) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("name", style="bold", no_wrap=True)
+    table.add_column("shape", no_wrap=True)
+    table.add_column("quantizer", no_wrap=True)
+    table.add_column("rule", no_wrap=True)
+    for each in shown:
+        quantizer = "-" if each.quantizer is None else str(each.quantizer)
+        rule = "-" if each.rule is None else each.where or f"rules[{each.rule}]"
+        table.add_row(each.site.name, shape_text(each.site), quantizer, rule)
+    output.console.print(table)
+    rounded = sum(each.quantizer is not None for each in shown)
+    output.console.print(f"{rounded} of {len(shown)} are rounded.")

@@ -1,0 +1,97 @@
+"""``bitplan sites``: every tensor of one training step, by the name that plans match."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+
+from bitplan.cli.arguments import TargetArgument
+from bitplan.cli.output import JsonOption, Output, command_output
+from bitplan.plan import ROLES
+from bitplan.sites import Site
+from bitplan.sites import sites as sites_of_model
+from bitplan.targets import load_target
+
+
+def register(app: typer.Typer) -> None:
+    app.command("sites")(sites)
+
+
+def sites(
+    target: TargetArgument,
+    slots: Annotated[
+        bool, typer.Option("--slots", help="Also show the operand slots of products (--json always has them).")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """List every tensor of one training step, in the order it is made.
+
+    The model runs on fake tensors: shapes and types, no data. With --json: a list of objects.
+    """
+    with command_output(as_json) as output:
+        chosen = load_target(target, shapes_only=True)
+        found = sites_of_model(chosen.model, chosen.batch, chosen.loss)
+        output.document([site_record(site) for site in found])
+        if not as_json:
+            _print([site for site in found if slots or site.role in ROLES], output)
+            output.console.print(_summary(found), soft_wrap=True)
+
+
+def site_record(site: Site) -> dict[str, Any]:
+    """What JSON says about a site."""
+    return {
+        "name": site.name,
+        "module": site.module,
+        "op": site.op,
+        "role": site.role,
+        "shape": list(site.shape),
+        "dtype": dtype_name(site),
+        "bytes": site.bytes,
+        "producer": site.producer,
+        "consumers": list(site.consumers),
+        "parameter": site.parameter,
+    }
+
+
+def dtype_name(site: Site) -> str:
+    return str(site.dtype).removeprefix("torch.")
+
+
+def shape_text(site: Site) -> str:
+    return "x".join(map(str, site.shape)) or "scalar"
+
+
+def byte_text(count: float) -> str:
+    """A size for people.
+
+    >>> byte_text(999), byte_text(1536), byte_text(3 * 2**30)
+    ('999 B', '1.5 KiB', '3.0 GiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def _print(shown: Iterable[Site], output: Output) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("name", style="bold", no_wrap=True)
+    table.add_column("shape", no_wrap=True)
+    table.add_column("dtype")
+    table.add_column("size", justify="right", no_wrap=True)
+    for site in shown:
+        table.add_row(site.name, shape_text(site), dtype_name(site), byte_text(site.bytes))
+    output.console.print(table)
+
+
+def _summary(found: list[Site]) -> str:
+    parts = []
+    for role in ROLES:
+        own = [site for site in found if site.role == role]
+        parts.append(f"{len(own)} {role} ({byte_text(sum(site.bytes for site in own))})")
+    return f"{', '.join(parts)}."

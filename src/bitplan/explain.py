@@ -1,0 +1,111 @@
+"""What every tensor of a model gets under a plan, and which rule said so.
+
+A rule that does nothing is a mistake that would otherwise go unnoticed, so :func:`explain` also looks for these: rules
+that match no operation, and rules that name a role or slot that nothing under them has.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from bitplan.errors import BitplanWarning, PlanError
+from bitplan.openings import decision_for, is_opened
+from bitplan.ops import PRODUCTS
+from bitplan.plan import KEYS, PLACES, Choice, Plan, Rule, compile_match, unmatched_message
+from bitplan.plan.find import find_plan
+from bitplan.plan.spec import QuantizerSpec
+from bitplan.sites import Operation, Site, record, sites_of
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One site, and what the plan does with it."""
+
+    site: Site
+    #: None: the tensor is left alone.
+    quantizer: QuantizerSpec | None
+    #: The index in ``plan.all_rules`` of the rule that spoke last, also where it said to keep; None where none spoke.
+    rule: int | None
+    #: File, line and field of that rule.
+    where: str = ""
+
+    def __str__(self) -> str:
+        by = "no rule" if self.rule is None else self.where or f"rules[{self.rule}]"
+        return f"{self.site.name}: {self.quantizer or 'left alone'} ({by})"
+
+
+def explain(
+    model: nn.Module, plan: Plan | str, batch: Any, loss: Callable[..., Tensor] | None = None
+) -> list[Explanation]:
+    """What each site of one training step gets; `batch` and `loss` as :func:`bitplan.sites` takes them.
+
+    Fused operations that the plan wants opened are listed by what is inside them.
+    """
+    found = find_plan(plan)
+    operations = record(model, batch, loss, opens=partial(is_opened, found))
+    require_effect(found, operations)
+    return explained(found, operations)
+
+
+def explained(plan: Plan, operations: Sequence[Operation]) -> list[Explanation]:
+    """:func:`explain` for operations that were recorded already."""
+    inside = {operation.label: operation.inside for operation in operations}
+    return [_explained(plan, site, inside[f"{site.module}/{site.op}"]) for site in sites_of(list(operations))]
+
+
+def _explained(plan: Plan, site: Site, inside: str | None) -> Explanation:
+    choice: Choice = decision_for(plan.decide, site.module, site.op, inside)[site.role]
+    where = "" if choice.rule is None else plan.all_rules[choice.rule].where
+    return Explanation(site, choice.quantizer, choice.rule, where)
+
+
+def require_effect(
+    plan: Plan, operations: Sequence[Operation], waiting: Callable[[Rule], bool] = lambda rule: False
+) -> None:
+    """Raise (or, for rules with ``strict: false``, warn) where a rule says something about nothing.
+
+    :param waiting: rules that may yet find their place.
+    """
+    sites = sites_of(list(operations))
+    inside = {operation.label: operation.inside for operation in operations}
+    for index, rule in enumerate(plan.all_rules):
+        message = _useless(rule, index, operations, sites, inside)
+        if message is None or waiting(rule):
+            continue
+        if rule.strict:
+            raise PlanError(message)
+        warnings.warn(message, BitplanWarning, stacklevel=3)
+
+
+def _useless(
+    rule: Rule, index: int, operations: Sequence[Operation], sites: Sequence[Site], inside: dict[str, str | None]
+) -> str | None:
+    """What is wrong with a rule that has no effect; None where it has one."""
+    matches = compile_match(rule)
+    # A fused operation that was opened is still there to be named.
+    seen = {(operation.module, f"{operation.op}.{operation.index}") for operation in operations}
+    seen |= {(operation.module, operation.inside) for operation in operations if operation.inside is not None}
+    if not any(matches(module, op) for module, op in seen):
+        ops = {op.split(".")[0] for _, op in seen}
+        return unmatched_message(rule, sorted({module for module, _ in seen}), sorted(ops))
+
+    def is_meant(site: Site) -> bool:
+        around = inside[f"{site.module}/{site.op}"]
+        passed_on = around is not None and site.op.split(".")[0] in PRODUCTS and matches(site.module, around)
+        return passed_on or matches(site.module, site.op)
+
+    meant = [site for site in sites if is_meant(site)]
+    roles = {site.role for site in meant}
+    for key, _ in rule.quantizers:
+        if not roles.intersection(KEYS[key]):
+            names = ", ".join(dict.fromkeys(site.op.split(".")[0] for site in meant))
+            have = ", ".join(place for place in PLACES if place in roles)
+            place = rule.where or f"rules[{index}]"
+            return f"{place}: nothing under the rule has {key!r}; its operations ({names}) have {have}."
+    return None
