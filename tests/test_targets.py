@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bitplan.errors import TargetError
-from bitplan.targets import Target, load_target
+from bitplan.targets import Target, load_target, running
 
 GOOD = """
 import torch
@@ -106,6 +106,23 @@ def test_lines_are_found_in_a_file_named_from_its_own_folder(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     with pytest.raises(TargetError, match=r"own\.py cannot be run: KeyError: 'gone' \(line 2\)\."):
         load_target("own.py:make")
+
+
+def test_a_file_whose_model_fails_is_told_of_in_one_sentence(tmp_path: Path) -> None:
+    text = "import torch\ndef make():\n    return torch.nn.Linear(3, 2), torch.ones(4, 5), None"
+    name = f"{written(tmp_path, text)}:make"
+    target = load_target(name)
+    sentence = r"own\.py:make does not run on its batch: RuntimeError: .*shapes"
+    with pytest.raises(TargetError, match=sentence) as raised, running(name):
+        target.model(target.batch)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("name", "error"), [("resnet20", KeyError("bug")), ("own.py:make", TargetError("told"))])
+def test_bugs_of_built_in_models_and_sentences_pass_untouched(name: str, error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, running(name):
+        raise error
+    assert raised.value is error
 
 
 def test_the_import_path_is_as_before(good: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,9 @@ def load_target(text: str, *, shapes_only: bool = False) -> Target:
     :param shapes_only: make built-in models on the ``meta`` device: large ones then cost nothing, and everything but
         running them works. A file decides for itself.
     """
-    path, _, function = text.partition(".py:") if ".py:" in text else (text.removesuffix(".py"), "", DEFAULT_FUNCTION)
-    if path != text:
-        return _from_file(Path(f"{path}.py"), function)
+    path = _path_of(text)
+    if path is not None:
+        return _from_file(path, text.partition(".py:")[2] if ".py:" in text else DEFAULT_FUNCTION)
     from bitplan.models.built_in import BUILT_IN
 
     if text not in BUILT_IN:
@@ -58,6 +58,28 @@ def load_target(text: str, *, shapes_only: bool = False) -> Target:
         )
     with torch.device("meta") if shapes_only else nullcontext():
         return BUILT_IN[text]()
+
+
+@contextmanager
+def running(text: str) -> Iterator[None]:
+    """While the target that `text` names is at work: what goes wrong in a file's model is said in one sentence.
+
+    A built-in model that fails is a bug, which is not for the user to mend, and keeps its traceback.
+    """
+    try:
+        yield
+    except BitplanError:
+        raise
+    except Exception as error:
+        path = _path_of(text)
+        if path is None:
+            raise
+        raise TargetError(f"{text} does not run on its batch: {_words(error, path)}") from error
+
+
+def _path_of(text: str) -> Path | None:
+    path, ending, _ = text.partition(".py:")
+    return Path(f"{path}.py") if ending else Path(text) if text.endswith(".py") else None
 
 
 def _from_file(path: Path, function: str) -> Target:

@@ -12,7 +12,7 @@ from bitplan.cli.arguments import PlanArgument, TargetArgument
 from bitplan.cli.output import JsonOption, Output, command_output
 from bitplan.cost import Cost
 from bitplan.cost import cost as cost_of
-from bitplan.targets import load_target
+from bitplan.targets import load_target, running
 
 
 def register(app: typer.Typer) -> None:
@@ -31,7 +31,8 @@ def cost(
     """
     with command_output(as_json) as output:
         chosen = load_target(target, shapes_only=True)
-        whole = cost_of(chosen.model, plan, chosen.batch, chosen.loss).times(steps)
+        with running(target):
+            whole = cost_of(chosen.model, plan, chosen.batch, chosen.loss).times(steps)
         output.document({"plan": plan, "target": target, **whole.to_dict()})
         if not as_json:
             _print(whole, plan, output)

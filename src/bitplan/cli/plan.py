@@ -20,7 +20,7 @@ from bitplan.explain import Explanation
 from bitplan.explain import explain as explained
 from bitplan.plan import ROLES, Plan, plan_schema, preset_names, preset_text
 from bitplan.plan.find import find_plan
-from bitplan.targets import load_target
+from bitplan.targets import load_target, running
 
 group = typer.Typer(help="List, show, check and explain plans.", no_args_is_help=True)
 
@@ -115,7 +115,8 @@ def explanation_record(explanation: Explanation) -> dict[str, Any]:
 
 def _explained(plan: Plan, target: str) -> list[Explanation]:
     chosen = load_target(target, shapes_only=True)
-    return explained(chosen.model, plan, chosen.batch, chosen.loss)
+    with running(target):
+        return explained(chosen.model, plan, chosen.batch, chosen.loss)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from bitplan.cli.output import JsonOption, Output, command_output
 from bitplan.plan import ROLES
 from bitplan.sites import Site
 from bitplan.sites import sites as sites_of_model
-from bitplan.targets import load_target
+from bitplan.targets import load_target, running
 
 
 def register(app: typer.Typer) -> None:
@@ -34,7 +34,8 @@ def sites(
     """
     with command_output(as_json) as output:
         chosen = load_target(target, shapes_only=True)
-        found = sites_of_model(chosen.model, chosen.batch, chosen.loss)
+        with running(target):
+            found = sites_of_model(chosen.model, chosen.batch, chosen.loss)
         output.document([site_record(site) for site in found])
         if not as_json:
             _print([site for site in found if slots or site.role in ROLES], output)

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from bitplan.plan import Plan, plan_schema, preset_names, preset_text
+
+Bitplan = Callable[..., Any]
+
+OWN = """
+version: 1
+extends: bf16-all
+rules:
+- {match: head, keep: true}
+- {match: blocks.0, op: linear, x: e4m3}
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("own.yaml").write_text(OWN)
+    return "own.yaml"
+
+
+def test_list_names_every_preset_and_says_what_it_does(bitplan: Bitplan) -> None:
+    listed = bitplan("plan", "list", "--json").json
+    assert [each["name"] for each in listed] == preset_names()
+    assert all(each["description"] for each in listed)
+    out = bitplan("plan", "list").out
+    assert all(name in out for name in preset_names())
+
+
+def test_show_prints_a_preset_with_its_reasons(bitplan: Bitplan) -> None:
+    assert bitplan("plan", "show", "fp8-linear").out == preset_text("fp8-linear")
+
+
+def test_show_prints_a_file_as_a_plan_that_can_be_read_again(bitplan: Bitplan, own: str) -> None:
+    assert Plan.from_yaml(bitplan("plan", "show", own).out) == Plan.load(own)
+    flat = bitplan("plan", "show", own, "--flat").out
+    assert "extends" not in flat
+    assert Plan.from_yaml(flat).all_rules == Plan.load(own).all_rules
+
+
+def test_show_as_json_is_what_the_plan_says(bitplan: Bitplan, own: str) -> None:
+    assert bitplan("plan", "show", own, "--json").json == yaml.safe_load(OWN)
+
+
+def test_schema_is_the_published_one_and_fits_the_example(bitplan: Bitplan) -> None:
+    schema = json.loads(bitplan("plan", "schema").out)
+    assert schema == json.loads(json.dumps(plan_schema()))
+    jsonschema.validate(yaml.safe_load(OWN), schema)
+
+
+def test_check_without_a_target_reads_the_plan_only(bitplan: Bitplan, own: str) -> None:
+    assert bitplan("plan", "check", own).out == "own.yaml is fine: 3 rules.\n"
+
+
+def test_check_with_a_target_also_looks_for_rules_about_nothing(bitplan: Bitplan, own: str) -> None:
+    ran = bitplan("plan", "check", own, "gpt-tiny", "--json")
+    assert ran.code == 0
+    assert (ran.json["ok"], ran.json["rules"], ran.json["target"]) == (True, 3, "gpt-tiny")
+    assert 0 < ran.json["rounded"] < ran.json["sites"]
+    failed = bitplan("plan", "check", own, "resnet20")
+    assert failed.code == 2
+    assert failed.err.startswith("bitplan: own.yaml:5: rules[0]: the rule matches nothing: no module fits 'head'")
+
+
+def test_explain_as_json_lists_every_site_with_quantizer_and_rule(bitplan: Bitplan, own: str) -> None:
+    sites = {site["name"]: site for site in bitplan("plan", "explain", own, "gpt-tiny", "--json").json}
+    keys = {"name", "module", "op", "role", "shape", "dtype", "bytes", "producer", "consumers", "quantizer", "rule"}
+    assert all(keys <= site.keys() for site in sites.values())
+    said = {name: (site["quantizer"], site["rule"], site["where"]) for name, site in sites.items()}
+    assert said["blocks.1.up/linear.0:weight"] == ("bf16", 0, "preset bf16-all:5: rules[0]")
+    assert said["blocks.0.up/linear.0:fprop.x"] == ("e4m3", 2, "own.yaml:6: rules[1]")
+    assert said["head/linear.0:activation"] == (None, 1, "own.yaml:5: rules[0]")
+    assert said["blocks.1.up/linear.0:fprop.x"] == (None, None, None)
+
+
+def test_explain_for_people_leaves_out_slots_that_no_rule_speaks_of(bitplan: Bitplan, own: str) -> None:
+    out = bitplan("plan", "explain", own, "gpt-tiny").out
+    (row,) = [line for line in out.splitlines() if "blocks.0.up/linear.0:fprop.x" in line]
+    assert row.split() == ["blocks.0.up/linear.0:fprop.x", "8x64x64", "e4m3", "own.yaml:6:", "rules[1]"]
+    assert "blocks.1.up/linear.0:fprop.x" not in out
+    (kept,) = [line for line in out.splitlines() if "head/linear.0:activation" in line]
+    assert kept.split()[2] == "-"
+
+
+def test_a_rule_that_is_not_strict_is_a_remark_on_stderr(bitplan: Bitplan, own: str) -> None:
+    Path(own).write_text(OWN + "- {match: hed, weight: e3m2, strict: false}\n")
+    ran = bitplan("plan", "explain", own, "gpt-tiny", "--json")
+    assert ran.code == 0
+    assert ran.json
+    assert ran.err == (
+        "bitplan: own.yaml:7: rules[2]: the rule matches nothing: no module fits 'hed'; the closest are head.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["explain", "fp8-liner", "gpt-tiny"], "there is no preset and no file 'fp8-liner'; did you mean fp8-linear"),
+        (["explain", "bf16-all", "gpt-huge"], "there is no built-in model 'gpt-huge'; did you mean"),
+        (["explain", "int8-minmax", "absent.py:make"], "there is no file absent.py"),
+        (["check", "bad.yaml"], "bad.yaml:2: rules[0]: there is no key 'wieght' here; did you mean weight"),
+        (["show", "absent.yaml"], "there is no file absent.yaml."),
+    ],
+)
+def test_a_mistake_is_one_sentence_on_stderr(bitplan: Bitplan, own: str, arguments: list[str], sentence: str) -> None:
+    Path("bad.yaml").write_text("version: 1\nrules: [{match: fc, wieght: e3m2}]\n")
+    ran = bitplan("plan", *arguments, "--json")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith(f"bitplan: {sentence}")
+    assert ran.err.count("\n") == 1
