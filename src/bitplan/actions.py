@@ -7,39 +7,93 @@ an operation, ready to be applied.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bitplan.axes import resolve
+from bitplan.errors import QuantizeError
+from bitplan.live import LiveFormat
 from bitplan.noise import bits_of_key, key_of
+from bitplan.observe import mean_range, observe_range, observe_rounding
 from bitplan.ops import constant_when_traced
 from bitplan.plan import OPERANDS, SLOTS, Decision
 from bitplan.plan.spec import QuantizerSpec
 from bitplan.quantizer import Quantizer, straight_through
+from bitplan.tables import RECORD, TABLE
+
+
+class Here:
+    """Where and when something is rounded: one operation in one call of a module."""
+
+    def __init__(self, site: str, module: nn.Module) -> None:
+        #: The operation and its number in the module: ``conv2d.0``.
+        self.site = site
+        self.training = module.training
+        self.table = module._buffers.get(TABLE)
+        self.record = module._buffers.get(RECORD)
+        # Evaluation, and forwards that nothing will learn from, leave no trace in what was observed.
+        self.observing = module.training and torch.is_grad_enabled()
 
 
 class PlaceAction:
     """One quantizer in one place of one operation."""
 
-    def __init__(self, spec: QuantizerSpec, place: str, op: str) -> None:
+    def __init__(self, spec: QuantizerSpec, place: str, op: str, live: LiveFormat | None = None) -> None:
         self.spec = spec
         self.place = place
         self.op = op
         self.is_stochastic = spec.rounding == "stochastic"
-        self._resolved: dict[int, Quantizer] = {dims: resolve(spec, place, op, dims) for dims in range(7)}
+        self.live = live
+        self.live_kind = None if live is None else live.kind
+        #: The row of the module's table that holds the format, where it may change.
+        self.row = 0
+        #: Site -> row of the module's record, for what is observed.
+        self.records: dict[str, int] = {}
+        self.watched = False
+        self._resolved: dict[int, Quantizer] = {dims: resolve(spec, place, op, dims, live) for dims in range(7)}
 
-    def round(self, x: Tensor, key: Tensor | None, index: int = 0) -> Tensor:
-        """`x` rounded; the gradient passes straight through."""
+    @property
+    def uses_mean_range(self) -> bool:
+        return self.spec.eval == "ema"
+
+    def round(self, x: Tensor, here: Here, weight_key: Tensor | None = None) -> Tensor:
+        """`x` rounded; the gradient passes straight through.
+
+        A weight brings the key of its parameter, so that every use of it sees the same bits.
+        """
         quantizer = self._resolved[x.dim()]
         quantizer.check(x)
         bits = None
         if self.is_stochastic:
-            assert key is not None
-            first, second = _salt(f"{self.op}.{index}:{self.place}")
+            assert here.table is not None
+            first, second = _salt(f"{here.site if weight_key is None else ''}:{self.place}")
+            key = here.table[0] if weight_key is None else weight_key
             bits = bits_of_key(x, key[0] ^ first, key[1] ^ second)
-        return straight_through(quantizer, x, bits)
+        row = span = None
+        if self.live_kind is not None:
+            assert here.table is not None
+            row = here.table[self.row]
+            if self.live_kind == "int":
+                row = row.view(torch.float32)
+        seen = self.records.get(here.site) if here.record is not None else None
+        if seen is None and here.observing and (self.watched or self.uses_mean_range):
+            raise QuantizeError(
+                f"compiled code cannot make room for what is observed at {here.site}: give attach() an example= batch."
+            )
+        if seen is not None and self.uses_mean_range and not here.training:
+            assert here.record is not None
+            span = mean_range(here.record[seen], x)
+        rounded = straight_through(quantizer, x, bits, row, span)
+        if seen is not None and here.observing:
+            assert here.record is not None
+            if self.uses_mean_range:
+                observe_range(here.record[seen], x)
+            if self.watched:
+                observe_rounding(here.record[seen], x, rounded, quantizer.reach(row))
+        return rounded
 
 
 @constant_when_traced
@@ -51,10 +105,11 @@ def _salt(site: str) -> tuple[int, int]:
 class Action:
     """What happens around one operation."""
 
-    def __init__(self, decision: Decision, op: str) -> None:
+    def __init__(self, decision: Decision, op: str, lives: Callable[[str], LiveFormat | None] = lambda _: None) -> None:
+        """`lives` gives, for a place, the format that may change there."""
         self.op = op
         self.places = {
-            place: PlaceAction(choice.quantizer, place, op)
+            place: PlaceAction(choice.quantizer, place, op, lives(place))
             for place, choice in decision.choices.items()
             if choice.quantizer is not None
         }
@@ -69,6 +124,9 @@ class Action:
         self.has_slots = any(place in self.places for place in SLOTS)
         shared_slots = [slot for operand in self.shared for slot in OPERANDS[operand]]
         self.slots_apart = any(slot in self.places and slot not in shared_slots for slot in SLOTS)
+        self.observes = any(action.uses_mean_range for action in self.places.values())
+        #: Sites that were met, eagerly.
+        self.met: set[str] = set()
         self.needs_key = any(action.is_stochastic for action in self.places.values())
 
     def applies(self, place: str, training: bool) -> bool:
@@ -79,28 +137,29 @@ class Action:
 class Slots:
     """The rounding of the six slots of one product, as :class:`SlotProduct` asks for it."""
 
-    def __init__(self, action: Action, training: bool, index: int) -> None:
+    def __init__(self, action: Action, here: Here, weight_key: Tensor | None) -> None:
         self.action = action
-        self.training = training
-        self.index = index
+        self.here = here
+        self.weight_key = weight_key
 
-    def round(self, slot: str, tensor: Tensor, key: Tensor | None) -> Tensor:
-        if not self.action.applies(slot, self.training):
+    def round(self, slot: str, tensor: Tensor) -> Tensor:
+        if not self.action.applies(slot, self.here.training):
             return tensor
-        return self.action.places[slot].round(tensor.detach(), key, self.index)
+        key = self.weight_key if slot.endswith(".w") else None
+        return self.action.places[slot].round(tensor.detach(), self.here, key)
 
 
 class RoundedGradient(torch.autograd.Function):
     """The tensor itself forward; backward its gradient, rounded."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, action: PlaceAction, key: Tensor | None, index: int) -> Tensor:
-        ctx.action, ctx.key, ctx.index = action, key, index
+    def forward(ctx: Any, x: Tensor, action: PlaceAction, here: Here) -> Tensor:
+        ctx.action, ctx.here = action, here
         return x.clone()  # not a view: the caller may go on to change it in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.action.round(grads[0], ctx.key, ctx.index), None, None, None
+        return ctx.action.round(grads[0], ctx.here), None, None
 
 
 class RoundedBothWays(torch.autograd.Function):
@@ -108,29 +167,29 @@ class RoundedBothWays(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, forward: PlaceAction, backward: PlaceAction, key: Tensor | None, index: int
+        ctx: Any, x: Tensor, forward: PlaceAction, backward: PlaceAction, here: Here, weight_key: Tensor | None
     ) -> Tensor:
-        ctx.action, ctx.key, ctx.index = backward, key, index
-        return forward.round(x.detach(), key, index)
+        ctx.action, ctx.here = backward, here
+        return forward.round(x.detach(), here, weight_key)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.action.round(grads[0], ctx.key, ctx.index), None, None, None, None
+        return ctx.action.round(grads[0], ctx.here), None, None, None, None
 
 
-def rounded_gradient(x: Tensor, action: PlaceAction, key: Tensor | None, index: int) -> Tensor:
+def rounded_gradient(x: Tensor, action: PlaceAction, here: Here) -> Tensor:
     """`x`, whose gradient is rounded on its way back."""
-    passed: Tensor = RoundedGradient.apply(x, action, key, index)  # type: ignore[no-untyped-call]
+    passed: Tensor = RoundedGradient.apply(x, action, here)  # type: ignore[no-untyped-call]
     return passed
 
 
 def rounded_both_ways(
-    x: Tensor, forward: PlaceAction | None, backward: PlaceAction | None, key: Tensor | None, index: int
+    x: Tensor, forward: PlaceAction | None, backward: PlaceAction | None, here: Here, weight_key: Tensor | None = None
 ) -> Tensor:
     """`x` rounded, its gradient rounded, or both."""
     if backward is None:
-        return x if forward is None else forward.round(x, key, index)
+        return x if forward is None else forward.round(x, here, weight_key)
     if forward is None:
-        return rounded_gradient(x, backward, key, index)
-    passed: Tensor = RoundedBothWays.apply(x, forward, backward, key, index)  # type: ignore[no-untyped-call]
+        return rounded_gradient(x, backward, here)
+    passed: Tensor = RoundedBothWays.apply(x, forward, backward, here, weight_key)  # type: ignore[no-untyped-call]
     return passed

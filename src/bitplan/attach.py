@@ -11,93 +11,121 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from bitplan.actions import Action
 from bitplan import checkpointing
+from bitplan.actions import Action, Here
+from bitplan.cost import Cost, step_cost
+from bitplan.decisions import Decider
 from bitplan.errors import BitplanWarning, PlanError
+from bitplan.explain import Explanation, explained, require_effect
 from bitplan.intercept import ModuleState, Scope, install, is_planned, state_of, uninstall
+from bitplan.names import format as format_of
 from bitplan.noise import key_of
-from bitplan.opened import INNER_OPS, OPENED
-from bitplan.ops import PRODUCTS
-from bitplan.plan import Plan, compile_match, unmatched_message
-from bitplan.rounder import ANY, KEY, Rounder
+from bitplan.observe import Statistics, fold, statistics
+from bitplan.openings import is_opened
+from bitplan.plan import Decision, Plan, compile_match, unmatched_message
+from bitplan.plan.find import find_plan
+from bitplan.rounder import Rounder
+from bitplan.sites import LOSS_PATH, FakeInputs, Operation, record
+from bitplan.tables import RECORD, TABLE, ModuleTables, write
 
 log = logging.getLogger("bitplan")
-
-#: The path of the tensors of a loss that was brought in.
-LOSS_PATH = "loss"
 
 
 class Attachment:
     """A plan at work. Made by :func:`attach`; also a context manager that detaches at its end."""
 
-    def __init__(self, model: nn.Module, plan: Plan, steps: int | None, seed: int) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, steps: int | None, seed: int, live: bool, stats: bool) -> None:
         self.plan = plan
-        self.model = model
+        self.model = unwrapped(model)
         self.steps = steps
         self.seed = seed
         self._step = 0
-        self._rounder = Rounder(plan if has_patterns(plan) else None)
-        self._seen: set[tuple[str, str]] = set()
-        self._checked = False
-        self._optimizer_steps = 0
-        self._warned = False
+        self._watched = stats
+        self._rounder = Rounder()
+        self._decider = Decider(plan, live, stats)
         self._modules: list[tuple[str, nn.Module]] = []
-        self._keyed: list[tuple[str, nn.Module]] = []
+        self._tables: list[ModuleTables] = []
         self._hooks: list[Any] = []
+        self._seen: set[tuple[str, str]] = set()
+        self._checked = not plan.all_rules
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._warned = False
+        self._inputs: FakeInputs | None = None
+        self._operations: list[Operation] | None = None
+        self._spent: list[tuple[int, Cost]] = []
+        self._steps_since_change = 0
         if plan.all_rules:
             self._install()
 
     # --- life ---
 
     def _install(self) -> None:
-        unseen = [path for path, module in self.model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
-        for path in unseen:
-            self._refuse_unseen(path)
+        for path, module in self.model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                self._refuse_unseen(path)
+        canonical = {id(tensor): name for name, tensor in self.model.named_parameters()}
+        self._parameter_names = canonical
         self._modules = install(self.model, self._rounder)
         checkpointing.exchange()
         for path, module in self._modules:
-            self._decide(path, module)
-        self._rounder.on_site = self._record
+            self._prepare(path, module)
+        self._rounder.on_site = self._note_site
+        self._rounder.on_first_call = self._note_call
+        self._let_recurrent_layers_compile()
         watcher = weakref.WeakMethod(self._before_optimizer_step)
-        self._hooks.append(register_optimizer_step_pre_hook(lambda *given: (watcher() or _nothing)(*given)))
+        self._hooks.append(register_optimizer_step_pre_hook(lambda optimizer, *_: (watcher() or _nothing)(optimizer)))
 
-    def _decide(self, path: str, module: nn.Module) -> None:
+    def _prepare(self, path: str, module: nn.Module) -> None:
         """Fill in what the plan says of every operation that may happen in this module."""
+        tables = ModuleTables(path, module)
         state = state_of(module)
-        state.actions.update(actions_of(self.plan, path))
+        state.actions.update(self._decider.actions(tables))
         actions = [action for action in state.actions.values() if isinstance(action, Action)]
         self._rounder.tags_gradients |= any(a.at_consumer and "grad_activation" in a.places for a in actions)
-        if any(action.needs_key for action in actions):
-            anchor = next(self.model.parameters(), torch.empty(0))
-            key = torch.tensor(self._key(path), dtype=torch.int32, device=anchor.device)
-            module.register_buffer(KEY, key, persistent=False)
-            self._keyed.append((path, module))
+        self._rounder.tags_weights |= any("weight" in a.places or "grad_weight" in a.places for a in actions)
+        if self._watched or any(action.observes for action in actions):
+            self._rounder.on_new_site = self._make_room
+        self._tables.append(tables)
+        tables.install(self._rows(tables), self._device())
+
+    def _device(self) -> torch.device:
+        return next(self.model.parameters(), torch.empty(0)).device
 
     def _refuse_unseen(self, path: str) -> None:
-        for rule in self.plan.all_rules:
-            if compile_match(rule).matches_module(path) and not rule.keep and "*" not in rule.match:
-                raise PlanError(
-                    f"{path} is a scripted module, whose operations cannot be seen: attach before scripting, or "
-                    f"leave it out of the rule that matches {', '.join(rule.match)}."
-                )
-        log.warning("%s is a scripted module: nothing in it is rounded.", path)
+        speaking = [rule for rule in self.plan.all_rules if compile_match(rule).matches_module(path)]
+        if speaking and not speaking[-1].keep:
+            raise PlanError(
+                f"{path} is a scripted module, whose operations cannot be seen, and the rule that matches "
+                f"{', '.join(speaking[-1].match)} covers it: attach before scripting, or add "
+                f"{{match: {path}, keep: true}} as the last rule."
+            )
+
+    def _let_recurrent_layers_compile(self) -> None:
+        """torch.compile refuses nn.LSTM and its like unless told otherwise; written out they are plain operations."""
+        config = torch._dynamo.config
+        recurrent = [m for _, m in self._modules if isinstance(m, nn.RNNBase)]
+        if any(state_of(m).actions[f"open {m.mode.lower()}"] for m in recurrent) and not config.allow_rnn:
+            config.allow_rnn = True
+            self._hooks.append(_Undo(lambda: setattr(config, "allow_rnn", False)))
 
     def detach(self) -> None:
         """Leave the model exactly as it was."""
         if self._modules:
+            for tables in self._tables:
+                tables.remove()
             uninstall(self._modules)
-            for _, module in self._modules:
-                module._buffers.pop(KEY, None)
-                module._non_persistent_buffers_set.discard(KEY)
             checkpointing.restore()
         self._rounder.enabled = False  # copies that were made of the model become plain, too
-        self._modules = []
+        self._modules, self._tables = [], []
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -111,62 +139,154 @@ class Attachment:
     # --- the loop ---
 
     def step(self) -> None:
-        """Tell that an optimizer step is done: the schedule moves, the noise changes."""
-        self.check()
+        """Tell that an optimizer step is done: schedules move, random bits change, costs and statistics add up.
+
+        A step that a ``GradScaler`` skipped counts as well: fused optimizers skip on the device, where nobody looks,
+        and a schedule has to end when the loop does.
+        """
+        self._check_seen()
         self._step += 1
-        self._optimizer_steps = 0
-        self._write_keys()
+        self._steps_since_change += 1
+        self._stepped.clear()
+        self._fold_records()
+        self._write_tables()
 
-    def _key(self, path: str) -> tuple[int, int]:
-        return key_of(self.seed, self._step, zlib.crc32(path.encode()))
+    def set_format(self, quantizer: str, format: str) -> None:
+        """Give the plan's named quantizer another number format from now on, without a recompilation.
 
-    def _write_keys(self) -> None:
-        """New random bits for the new step: one small copy to the device, which nothing waits for."""
-        buffers = [buffer for _, module in self._keyed if (buffer := module._buffers[KEY]) is not None]
-        if buffers:
-            keys = torch.tensor([self._key(path) for path, _ in self._keyed], dtype=torch.int32)
-            torch._foreach_copy_(buffers, list(keys.to(buffers[0].device, non_blocking=True).unbind()))
+        The format must be live (its plan leaves ``bits`` open, or ``attach(..., live=True)``) and stay of its kind:
+        floats among themselves, integers among themselves.
+        """
+        rows = [row for tables in self._tables for row in tables.formats if row.name == quantizer]
+        if not rows:
+            known = sorted({row.name for tables in self._tables for row in tables.formats if row.name})
+            raise PlanError(
+                f"{quantizer!r} names no format that can change in this run; "
+                f"{'these can: ' + ', '.join(known) if known else 'attach with live=True, and name the quantizer'}."
+            )
+        target = format_of(format)
+        self._settle_cost()
+        for row in rows:
+            row.change(target)
+        self._write_tables()
 
-    def _before_optimizer_step(self, *given: object) -> None:
-        self.check()
+    def _key(self, name: str) -> tuple[int, int]:
+        return key_of(self.seed, self._step, zlib.crc32(name.encode()))
+
+    def _rows(self, tables: ModuleTables) -> list[list[int]]:
+        own = tables.module._parameters
+        names = [self._parameter_names.get(id(own[name]), name) for name in tables.parameters]
+        return tables.rows([self._key(tables.path), *(self._key(f"parameter {name}") for name in names)])
+
+    def _write_tables(self) -> None:
+        """The tables of the model, and of every copy that was made of it."""
+        buffers: list[Tensor] = []
+        rows: list[list[list[int]]] = []
+        for tables in self._tables:
+            if not tables.has_table:
+                continue
+            new = self._rows(tables)
+            for module in (tables.module, *state_of(tables.module).twins):
+                buffer = module._buffers.get(TABLE)
+                if buffer is not None:
+                    buffers.append(buffer)
+                    rows.append(new)
+        for device in {buffer.device for buffer in buffers}:
+            here = [number for number, buffer in enumerate(buffers) if buffer.device == device]
+            write([buffers[number] for number in here], [rows[number] for number in here])
+
+    def _records(self) -> list[tuple[ModuleTables, Tensor]]:
+        found = ((tables, tables.module._buffers.get(RECORD)) for tables in self._tables)
+        return [(tables, record) for tables, record in found if record is not None]
+
+    def _fold_records(self) -> None:
+        records = [record for _, record in self._records()]
+        if records:
+            folded = torch.split(fold(torch.cat(records)), [len(record) for record in records])
+            torch._foreach_copy_(records, list(folded))
+
+    def _before_optimizer_step(self, optimizer: Optimizer) -> None:
+        mine = {id(parameter) for parameter in self.model.parameters()}
+        if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            return
+        self._check_seen()
         if not self._checked:
             raise PlanError(
                 "compiled code cannot be watched for rules that match nothing: give attach() an example= batch."
             )
-        self._optimizer_steps += 1
-        if self._optimizer_steps > 2 and not self._warned:
+        if optimizer in self._stepped and not self._warned:
             self._warned = True
             warnings.warn(
-                "several optimizer steps passed without run.step(): call it after optimizer.step(), or the plan's "
+                "two optimizer steps passed without run.step(): call it after optimizer.step(), or the plan's "
                 "schedules and random bits stand still.",
                 BitplanWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
+        self._stepped.add(optimizer)
 
-    # --- what happened ---
+    # --- what happens ---
 
-    def _record(self, module: nn.Module, op: str, index: int) -> None:
-        if not self._checked:
-            self._seen.add((state_of(module).path, f"{op}.{index}"))
+    def _note_site(self, module: nn.Module, op: str, index: int) -> None:
+        self._seen.add((state_of(module).path, f"{op}.{index}"))
 
-    def check(self) -> None:
-        """Raise where a rule matched nothing in what has run so far; does nothing before the first forward."""
+    def _note_call(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Remember the shapes of the first batch: tables and costs are asked for later."""
+        if module is self.model:
+            self._rounder.on_first_call = None
+            if self._inputs is None:
+                self._inputs = FakeInputs(args, kwargs)
+
+    def _make_room(self, module: nn.Module, action: Action, here: Here) -> None:
+        """A row of the record for each place of an operation that is observed."""
+        tables = next((tables for tables in self._tables if tables.path == state_of(module).path), None)
+        action.met.add(here.site)
+        if tables is None or tables.module is not module:
+            return  # a copy of the model leaves no traces
+        for place, place_action in action.places.items():
+            if place_action.watched or place_action.uses_mean_range:
+                row = tables.record_row(f"{here.site}:{place}", self._device())
+                place_action.records[here.site] = row
+        here.record = module._buffers.get(RECORD)
+
+    def check(self, operations: list[Operation]) -> None:
+        """Raise where a rule has no effect on these operations; rules for the loss wait for :meth:`loss`."""
+        require_effect(self.plan, operations, waiting=lambda rule: compile_match(rule).matches_module(LOSS_PATH))
+        self._operations = operations
+        self._seen = {(operation.module, f"{operation.op}.{operation.index}") for operation in operations}
+        self._seen |= {(operation.module, operation.inside) for operation in operations if operation.inside}
+        by_path = dict(self._modules)
+        for operation in operations:
+            module = by_path.get(operation.module)
+            if module is None or self._rounder.on_new_site is None:
+                continue
+            action = self._rounder.action_of(module, operation.op, operation.index, operation.inside)
+            if action is not None:
+                self._make_room(module, action, Here(f"{operation.op}.{operation.index}", module))
+        waits = any(compile_match(rule).matches_module(LOSS_PATH) and rule.strict for rule in self.plan.all_rules)
+        self._checked = not waits or self._rules_have_matches(raising=False)
         if self._checked:
-            return
-        if self._seen:
-            self._checked = True
-            self._rounder.on_site = None
-            self.require_matches(self._seen)
+            self._rounder.on_site = self._rounder.on_first_call = None
 
-    def require_matches(self, seen: set[tuple[str, str]]) -> None:
+    def _check_seen(self) -> None:
+        """Raise where a rule matched nothing in what has run so far; does nothing before the first forward."""
+        if not self._checked and self._seen:
+            self._checked = self._rules_have_matches(raising=True)
+            self._rounder.on_site = None
+
+    def _rules_have_matches(self, raising: bool) -> bool:
         for rule in self.plan.all_rules:
             matches = compile_match(rule)
-            if any(matches(path, op) for path, op in seen):
+            if any(matches(path, op) for path, op in self._seen):
                 continue
-            message = unmatched_message(rule, {path for path, _ in seen}, {op.split(".")[0] for _, op in seen})
+            if not raising:
+                return False
+            message = unmatched_message(
+                rule, sorted({path for path, _ in self._seen}), sorted({op.split(".")[0] for _, op in self._seen})
+            )
             if rule.strict:
                 raise PlanError(message)
-            warnings.warn(message, BitplanWarning, stacklevel=2)
+            warnings.warn(message, BitplanWarning, stacklevel=4)
+        return True
 
     def loss(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`function` with its tensors brought in as sites of the module path ``loss``."""
@@ -174,7 +294,7 @@ class Attachment:
             return function
         holder = nn.Module()
         holder.__dict__["_bitplan"] = ModuleState(self._rounder, LOSS_PATH)
-        self._decide(LOSS_PATH, holder)
+        self._prepare(LOSS_PATH, holder)
         rounder = self._rounder
 
         def planned_loss(*args: Any, **kwargs: Any) -> Tensor:
@@ -183,50 +303,116 @@ class Attachment:
 
         return planned_loss
 
+    # --- what is to be told ---
+
+    def operations(self) -> list[Operation]:
+        """The operations of one forward pass, recorded on fake tensors."""
+        if self._operations is None:
+            if self._inputs is None:
+                raise PlanError(
+                    "bitplan has not seen a batch yet: give attach() an example=, or run the model once uncompiled."
+                )
+            self._operations = record(
+                self.model, self._inputs, opens=partial(is_opened, self.plan) if self.plan.all_rules else None
+            )
+        return self._operations
+
+    def table(self) -> list[Explanation]:
+        """What every tensor gets, and which rule said so; print the rows for a table."""
+        return explained(self.plan, self.operations())
+
+    def cost(self) -> Cost:
+        """What the steps so far have cost (see :mod:`bitplan.cost`); of one step where none was made yet."""
+        self._settle_cost()
+        if not self._spent:
+            return step_cost(self.operations(), self._decide_now)
+        return sum((cost.times(steps) for steps, cost in self._spent), Cost())
+
+    def _settle_cost(self) -> None:
+        if self._steps_since_change:
+            self._spent.append((self._steps_since_change, step_cost(self.operations(), self._decide_now)))
+            self._steps_since_change = 0
+
+    def _decide_now(self, path: str, op: str) -> Decision:
+        """The plan's decision with the formats that hold at the moment."""
+        decision = self.plan.decide(path, op)
+        tables = next((tables for tables in self._tables if tables.path == path), None)
+        choices = dict(decision.choices)
+        for place, choice in choices.items():
+            now = None if tables is None else tables.format_now(choice.rule, place)
+            if now is not None and choice.quantizer is not None:
+                choices[place] = replace(choice, quantizer=choice.quantizer.with_target(now))
+        return replace(decision, choices=choices)
+
+    def stats(self) -> dict[str, Statistics]:
+        """Per site and place, what rounding did to its values. Reading waits for the device."""
+        if not self._watched:
+            raise PlanError("statistics are off: attach with stats=True.")
+        found = {}
+        for tables, kept in self._records():
+            rows = kept.tolist()
+            for name, row in tables.records.items():
+                seen = statistics(rows[row])
+                if seen.steps:  # an operation without a weight has no weight's statistics
+                    found[f"{tables.path}/{name}"] = seen
+        return found
+
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs: plain numbers only."""
-        return {"step": self._step, "seed": self.seed, "plan": self.plan.flattened().to_dict()}
+        """What a resumed run needs: plain numbers and tensors only."""
+        records = {tables.path: (dict(tables.records), kept.cpu().clone()) for tables, kept in self._records()}
+        formats = {tables.path: [row.format.name for row in tables.formats] for tables in self._tables}
+        return {
+            "step": self._step,
+            "seed": self.seed,
+            "plan": self.plan.flattened().to_dict(),
+            "formats": {path: names for path, names in formats.items() if names},
+            "records": records,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["plan"] != self.plan.flattened().to_dict():
             raise PlanError("this state belongs to another plan: attach the plan it was saved with.")
         self._step, self.seed = int(state["step"]), int(state["seed"])
-        self._write_keys()
+        for tables in self._tables:
+            for row, name in zip(tables.formats, state["formats"].get(tables.path, ()), strict=False):
+                row.change(format_of(name))
+            if tables.path in state["records"]:
+                names, kept = state["records"][tables.path]
+                tables.records = dict(names)
+                tables.module.register_buffer(RECORD, kept.to(self._device()), persistent=False)
+                self._restore_rows(tables)
+        self._write_tables()
+
+    def _restore_rows(self, tables: ModuleTables) -> None:
+        for site_and_place, row in tables.records.items():
+            site, _, place = site_and_place.partition(":")
+            for action in state_of(tables.module).actions.values():
+                if isinstance(action, Action) and place in action.places:
+                    action.places[place].records[site] = row
+
+
+class _Undo:
+    """Something to take back at the end, in the shape of a hook."""
+
+    def __init__(self, remove: Callable[[], None]) -> None:
+        self.remove = remove
 
 
 def _nothing(*given: object) -> None:
     return None
 
 
-def actions_of(plan: Plan, path: str) -> dict[str, Any]:
-    """Operation -> action in the module at `path`; under ``ANY`` what every operation gets that is not named."""
-    named = [op for rule in plan.all_rules for op in rule.op]
-    fused_asked = any(
-        rule.op and not rule.keep and compile_match(rule).matches_module(path) and _names_inner(rule.op)
-        for rule in plan.all_rules
-    )
-    found: dict[str, Any] = {}
-    for op in dict.fromkeys([*PRODUCTS, *OPENED, *named]):
-        decision = plan.decide(path, op)
-        found[op] = None if decision.changes_nothing else Action(decision, op.split(".")[0])
-    for op in OPENED:
-        if fused_asked and found[op] is None:
-            found[op] = Action(plan.decide(path, op), op)
-        found[f"open {op}"] = fused_asked
-    any_other = plan.decide(path, "")
-    found[ANY] = None if any_other.changes_nothing else Action(any_other, "")
-    return found
-
-
-def _names_inner(ops: tuple[str, ...]) -> bool:
-    return any(op.split(".")[0] in INNER_OPS for op in ops)
-
-
-def has_patterns(plan: Plan) -> bool:
-    """Whether operations are matched by globs or expressions, so that a new name must be looked up when it is met."""
-    return any(sign in op for rule in plan.all_rules for op in rule.op for sign in "*?[:")
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own model inside torch.compile's and DistributedDataParallel's wrappers, whose paths a plan means."""
+    while True:
+        inner = model._modules.get("_orig_mod")
+        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
 
 
 def attach(
@@ -236,23 +422,34 @@ def attach(
     example: Any = None,
     *,
     seed: int = 0,
+    live: bool = False,
+    stats: bool = False,
     execution: str = "emulate",
 ) -> Attachment:
     """Put `plan` (a plan, a preset's name or a file) to work on `model`.
 
     :param steps: optimizer steps of the whole run, for schedules.
-    :param example: a batch; with one, everything is checked at once on fake tensors. Without, the first forward lists
-        the operations, and a rule that matched none raises before the first optimizer step.
+    :param example: a batch, as the model takes it; with one, everything is checked at once on fake tensors. Without,
+        the first forward lists the operations, and a rule that matched none raises before the first optimizer step.
+        A model that is compiled from the start needs one.
     :param seed: of stochastic rounding.
+    :param live: every float and integer format may be changed during the run, see :meth:`Attachment.set_format`.
+    :param stats: gather what rounding does at every site, see :meth:`Attachment.stats`.
     """
     if execution != "emulate":
         raise PlanError(f"there is no execution {execution!r} in this version: use 'emulate'.")
-    if isinstance(plan, str):
-        from bitplan.plan import preset_names
-
-        plan = Plan.preset(plan) if plan in preset_names() else Plan.load(plan)
+    found = find_plan(plan)
     if any(is_planned(module) for module in model.modules()):
         raise PlanError("a plan is attached to this model already: detach it first.")
-    run = Attachment(model, plan, steps, seed)
+    operations = None
+    if example is not None and found.all_rules:
+        operations = record(unwrapped(model), example, opens=partial(is_opened, found))
+    run = Attachment(model, found, steps, seed, live, stats)
+    if operations is not None:
+        try:
+            run.check(operations)
+        except BaseException:
+            run.detach()
+            raise
     log.info("plan attached, execution emulate: values are rounded, but no memory or time is saved.")
     return run

@@ -17,7 +17,9 @@ matmul       row of x | column of w     row of dy | row of w                 col
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
+from bitplan.live import LiveFormat
 from bitplan.plan.spec import QuantizerSpec
 from bitplan.quantizer import Quantizer
 
@@ -25,20 +27,21 @@ from bitplan.quantizer import Quantizer
 _WEIGHT_PLACES = ("weight", "grad_weight", "fprop.w", "dgrad.w")
 
 
-def resolve(spec: QuantizerSpec, place: str, op: str, dims: int) -> Quantizer:
+@lru_cache(maxsize=4096)  # the same few for thousands of layers
+def resolve(spec: QuantizerSpec, place: str, op: str, dims: int, live: LiveFormat | None = None) -> Quantizer:
     """The quantizer for a tensor of `dims` dimensions in that place of that operation."""
     if dims == 0:
-        return replace(spec, scale="tensor" if spec.scale else None, axis=None, block=None).resolve()
+        return replace(spec, scale="tensor" if spec.scale else None, axis=None, block=None).resolve(live=live)
     meaning = spec.axis_meaning
     if meaning is None:
-        return spec.resolve()
+        return spec.resolve(live=live)
     if meaning == "kept":
-        return spec.resolve(axis_default=_feature_axis(place, op, dims) % dims)
+        return spec.resolve(axis_default=_feature_axis(place, op, dims) % dims, live=live)
     summed = _summed_axes(place, op, dims)
     kept = [axis for axis in range(dims) if axis not in summed]
     if spec.scale == "vector" and len(summed) > 1 and len(kept) == 1:
-        return replace(spec, scale="channel", axis=kept[0]).resolve()
-    return spec.resolve(axis_default=summed[-1])
+        return replace(spec, scale="channel", axis=kept[0]).resolve(live=live)
+    return spec.resolve(axis_default=summed[-1], live=live)
 
 
 def _feature_axis(place: str, op: str, dims: int) -> int:

@@ -5,8 +5,8 @@ would be recomputed unrounded, in the backward pass, and nothing would say so. S
 checkpointed function is handed on together with the scope that it was called in.
 
 ``torch.utils.checkpoint.checkpoint`` itself stays what it is: torch.compile knows it by its identity, and a compiled
-region arrives in :meth:`bitplan.intercept.Scope.__torch_function__` anyway. Eagerly it calls one of two inner functions,
-and these are exchanged, wherever the outer one was imported to.
+region arrives in :meth:`bitplan.intercept.Scope.__torch_function__` anyway. Eagerly it calls one of two inner
+functions, and these are exchanged, wherever the outer one was imported to.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ class _PlannedReentrant(_Reentrant):
     @classmethod
     def apply(cls, function: Callable[..., Any], *args: Any) -> Any:
         scope = innermost_scope()
-        return _Reentrant.apply(function if scope is None else scope.carried(function), *args)
+        return _Reentrant.apply(  # type: ignore[no-untyped-call]
+            function if scope is None else scope.carried(function), *args
+        )
 
 
 def exchange() -> None:
     """From now on checkpointed functions carry their scope along."""
     global _users
     _users += 1
-    home._checkpoint_without_reentrant_generator = _planned_keep_hooks
+    home._checkpoint_without_reentrant_generator = _planned_keep_hooks  # type: ignore[assignment]
     home.CheckpointFunction = _PlannedReentrant  # type: ignore[misc]
 
 

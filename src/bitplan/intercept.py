@@ -13,6 +13,7 @@ code object for equal blocks. A new scope for each call, not one that is told wh
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from bitplan.ops import REGIONS, name_of
+from bitplan.opened import TRANSPARENT
+from bitplan.ops import REGIONS, constant_when_traced, name_of, traceable
 
 _STATE = "_bitplan"
 
@@ -33,6 +35,8 @@ class ModuleState:
         self.interceptor = interceptor
         self.path = path
         self.actions: dict[str, Any] = {}
+        #: Copies that were made of the module; they follow the plan, and its changes reach them.
+        self.twins: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
         return self  # a copy of the model follows the same plan, on its own weights
@@ -54,6 +58,9 @@ class Interceptor:
         """A function that does what a fused operation does in single ones, where that is wanted."""
         return None
 
+    def on_call(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """A module is about to be called."""
+
     def on_view(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Functions that make no values of their own."""
         return func(*args, **kwargs)
@@ -65,11 +72,15 @@ class Scope(TorchFunctionMode):
     Scopes lie inside each other as the modules do; the innermost has the word, and the others do not see what it does.
     """
 
-    def __init__(self, interceptor: Interceptor, module: nn.Module, counts: dict[str, int] | None = None) -> None:
+    def __init__(self, interceptor: Interceptor, module: nn.Module, counts: dict[str, int] | int | None = None) -> None:
         super().__init__()
         self.interceptor = interceptor
         self.module = module
-        self.counts = {} if counts is None else counts
+        if counts is None:
+            counts = _new_counts() if torch.compiler.is_compiling() else {}
+        #: How often each operation ran here. Under torch.compile the number of such a count that tracing keeps for
+        #: itself: inside a checkpointed region, what lies outside must not be changed.
+        self.counts = counts
         #: Inside an opened operation: the operation whose rules its products follow.
         self.inside: str | None = None
 
@@ -80,43 +91,66 @@ class Scope(TorchFunctionMode):
         if not self.interceptor.enabled or not _has_float_tensor(args, named):
             return func(*args, **named)  # factories among them, which other modes may want to see
         op = name_of(func)
+        func = traceable(func)
         if op in REGIONS:
             return func(self.carried(args[0]), *args[1:], **named)
-        written_out = None if op is None else self.interceptor.written_out(self, op)
+        written_out = None if op is None else TRANSPARENT.get(op) or self.interceptor.written_out(self, op)
         if written_out is not None:
             inner = Scope(self.interceptor, self.module, self.counts)
-            inner.inside = op
+            inner.inside = self.inside if op in TRANSPARENT else op
             with inner:
                 return written_out(*args, **named)
         with torch._C.DisableTorchFunction():
             if op is None:
                 return self.interceptor.on_view(func, args, named)
-            index = self.counts.get(op, 0)
-            self.counts[op] = index + 1
+            index = self._number(op)
             return self.interceptor.on_operation(self, op, index, func, args, named)
 
+    def _number(self, op: str) -> int:
+        """The operation's number among its equals."""
+        counts = self.counts
+        if isinstance(counts, int):
+            return _count_when_traced(counts, op)
+        counts[op] = counts.get(op, -1) + 1
+        return counts[op]
 
     def carried(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` to be called in this scope, now and when it is recomputed after the scope was left."""
         if isinstance(function, nn.Module) and is_planned(function):
             return function  # it has a scope of its own
-        interceptor, module, counts, inside = self.interceptor, self.module, dict(self.counts), self.inside
+        interceptor, module, counts, inside = self.interceptor, self.module, self.counts, self.inside
+        before = dict(counts) if isinstance(counts, dict) else counts
         first = True
 
         def in_scope(*args: Any, **kwargs: Any) -> Any:
             nonlocal first
-            again = Scope(interceptor, module, dict(counts))
+            again = Scope(interceptor, module, dict(before) if isinstance(before, dict) else before)
             again.inside = inside
             with again:
                 result = function(*args, **kwargs)
-            if not torch.compiler.is_compiling() and first:
-                # What follows the region goes on counting where it ended. Compiled, nothing may leave a region,
-                # and operations behind it carry the numbers of those inside.
+            if isinstance(counts, dict) and isinstance(again.counts, dict) and first:
                 first = False
-                self.counts.update(again.counts)
+                counts.update(again.counts)  # what follows the region goes on counting where it ended
             return result
 
         return in_scope
+
+
+_traced_counts: list[dict[str, int]] = []
+
+
+@constant_when_traced
+def _new_counts() -> int:
+    _traced_counts.append({})
+    return len(_traced_counts) - 1
+
+
+@constant_when_traced
+def _count_when_traced(counts: int, op: str) -> int:
+    """Counting while torch.compile traces: it sees a constant, and no side effect."""
+    known = _traced_counts[counts]
+    known[op] = known.get(op, -1) + 1
+    return known[op]
 
 
 def innermost_scope() -> Scope | None:
@@ -132,19 +166,27 @@ class _Planned:
     """Mixed into a module's class in front of it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with Scope(self.__dict__[_STATE].interceptor, self):  # type: ignore[arg-type]
+        interceptor = self.__dict__[_STATE].interceptor
+        interceptor.on_call(self, args, kwargs)
+        with Scope(interceptor, self):  # type: ignore[arg-type]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        self.__dict__[_STATE].twins.add(twin)
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A pickle holds the plain model: its class can be found again, an exchanged one cannot."""
         plain = original_class(type(self))
         own = {key: value for key, value in self.__dict__.items() if key != _STATE}
+        for kind, copied in (("_buffers", dict), ("_non_persistent_buffers_set", set)):
+            kept = copied(own[kind])
+            for name in [name for name in kept if name.startswith(_STATE)]:
+                kept.pop(name) if isinstance(kept, dict) else kept.remove(name)
+            own[kind] = kept
         return _rebuild, (plain,), own
 
 
@@ -196,13 +238,19 @@ def state_of(module: nn.Module) -> ModuleState:
 
 
 @contextmanager
-def followed(model: nn.Module, interceptor: Interceptor) -> Iterator[list[tuple[str, nn.Module]]]:
-    """`model` under `interceptor` for a while; what was attached before is back afterwards."""
-    installed = install(model, interceptor)
+def followed(model: nn.Module, interceptor: Interceptor) -> Iterator[None]:
+    """`model` under `interceptor` for a while; a plan that is attached to it rests meanwhile."""
+    resting = [state_of(module) for module in model.modules() if is_planned(module)]
+    planned = [state.interceptor for state in resting]
+    for state in resting:
+        state.interceptor = interceptor
+    installed = [] if resting else install(model, interceptor)
     try:
-        yield installed
+        yield
     finally:
         uninstall(installed)
+        for state, own in zip(resting, planned, strict=True):
+            state.interceptor = own
 
 
 def _has_float_tensor(args: Any, kwargs: dict[str, Any]) -> bool:

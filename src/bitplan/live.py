@@ -44,7 +44,7 @@ class LiveFormat:
         self.affine = isinstance(first, IntFormat) and first.affine
         self.carrier = FLOAT64 if dtype == torch.float64 else FLOAT32
         self._overflow = overflow
-        values = self._row_values(first)
+        values = self.row_of(first)
         row_dtype = self.carrier.int_dtype if self.kind == "float" else self.carrier.dtype
         self.row = torch.empty(len(values), dtype=row_dtype, device=device) if row is None else row
         self.set_(first)
@@ -52,19 +52,28 @@ class LiveFormat:
     def set_(self, format: str | Format) -> None:
         """Write another format of the same kind into the row."""
         target = format_of(format)
+        self.require_same_kind(target)
+        values = self.row_of(target)
+        self.row.copy_(torch.tensor(values, dtype=self.row.dtype), non_blocking=True)
+
+    def require_same_kind(self, target: Format) -> None:
+        """Raise where one graph could not serve both."""
         same = target.kind == self.kind and (isinstance(target, IntFormat) and target.affine) == self.affine
         if not same:
             kind = "unsigned integer" if self.affine else {"int": "symmetric integer", "float": "float"}[self.kind]
             raise FormatError(f"{target.name} cannot replace a live {kind} format: one graph serves one kind.")
-        values = self._row_values(target)
-        self.row.copy_(torch.tensor(values, dtype=self.row.dtype), non_blocking=True)
 
     @property
     def max(self) -> Tensor:
         """The largest value, 0-d, on the device."""
-        return torch.as_tensor(row_from_tensor(self.row).max) if self.kind == "float" else self.row[1]
+        return self.max_in(self.row)
 
-    def _row_values(self, target: Format) -> list[int] | list[float]:
+    def max_in(self, row: Tensor) -> Tensor:
+        """The largest value of the format in a row like this one's."""
+        return torch.as_tensor(row_from_tensor(row).max) if self.kind == "float" else row[1]
+
+    def row_of(self, target: Format) -> list[int] | list[float]:
+        """What is written into a row for `target`."""
         if isinstance(target, IntFormat):
             return [target.min, target.max]
         assert isinstance(target, FloatFormat)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -173,6 +174,17 @@ def _one_direction(
         steps[step] = hidden[0]
     return torch.stack(steps), hidden
 
+
+#: torch's own function, whose body is Python; the copy does not ask a mode first and so runs inside it.
+multi_head_attention: Callable[..., Any] = FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {**F.multi_head_attention_forward.__globals__, "has_torch_function": lambda _: False},
+    "multi_head_attention",
+    F.multi_head_attention_forward.__defaults__,
+)
+
+#: Fused functions that only call others, and are looked into always.
+TRANSPARENT: dict[str, Callable[..., Any]] = {"multi_head_attention_forward": multi_head_attention}
 
 #: Canonical operation name -> its open form.
 OPENED: dict[str, Callable[..., Any]] = {

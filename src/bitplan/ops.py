@@ -99,6 +99,11 @@ FUSED = frozenset(
 REGIONS = frozenset({"tag_activation_checkpoint", "wrap_activation_checkpoint"})
 
 
+def traceable(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function in a form that torch.compile can follow when it is called by hand."""
+    return torch.unflatten if func is torch.Tensor.unflatten else func  # the method's body says super()
+
+
 @constant_when_traced
 def name_of(func: Callable[..., Any]) -> str | None:
     """The canonical name, or None where `func` makes no tensor of its own.

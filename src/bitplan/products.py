@@ -93,32 +93,30 @@ class SlotProduct(torch.autograd.Function):
     """The three products, each with its own rounding of its two operands."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, product: Product, slots: Any, key: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, product: Product, slots: Any) -> Tensor:
         ctx.save_for_backward(x, w, bias)
-        ctx.product, ctx.slots, ctx.key = product, slots, key
-        return product.forward(slots.round("fprop.x", x, key), slots.round("fprop.w", w, key), bias)
+        ctx.product, ctx.slots = product, slots
+        return product.forward(slots.round("fprop.x", x), slots.round("fprop.w", w), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, w, bias = ctx.saved_tensors
-        product, slots, key, dy = ctx.product, ctx.slots, ctx.key, grads[0]
+        product, slots, dy = ctx.product, ctx.slots, grads[0]
         grad_x = grad_w = grad_bias = None
         if ctx.needs_input_grad[0]:
-            rounded_w = slots.round("dgrad.w", w, key).to(dy.dtype)
-            grad_x = product.grad_x(slots.round("dgrad.dy", dy, key), x.to(dy.dtype), rounded_w).to(x.dtype)
+            rounded_w = slots.round("dgrad.w", w).to(dy.dtype)
+            grad_x = product.grad_x(slots.round("dgrad.dy", dy), x.to(dy.dtype), rounded_w).to(x.dtype)
         if ctx.needs_input_grad[1]:
-            rounded_x = slots.round("wgrad.x", x, key).to(dy.dtype)
-            grad_w = product.grad_w(slots.round("wgrad.dy", dy, key), rounded_x, w.to(dy.dtype)).to(w.dtype)
+            rounded_x = slots.round("wgrad.x", x).to(dy.dtype)
+            grad_w = product.grad_w(slots.round("wgrad.dy", dy), rounded_x, w.to(dy.dtype)).to(w.dtype)
         if bias is not None and ctx.needs_input_grad[2]:
             grad_bias = product.grad_bias(dy, bias).to(bias.dtype)
-        return grad_x, grad_w, grad_bias, None, None, None
+        return grad_x, grad_w, grad_bias, None, None
 
 
-def slot_product(x: Tensor, w: Tensor, bias: Tensor | None, product: Product, slots: Any, key: Tensor | None) -> Tensor:
+def slot_product(x: Tensor, w: Tensor, bias: Tensor | None, product: Product, slots: Any) -> Tensor:
     """y = x w with the six slots rounded as `slots` says."""
-    y: Tensor = SlotProduct.apply(x, w, bias, product, slots, key)  # type: ignore[no-untyped-call]
+    y: Tensor = SlotProduct.apply(x, w, bias, product, slots)  # type: ignore[no-untyped-call]
     return y
 
 

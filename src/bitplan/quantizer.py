@@ -100,9 +100,11 @@ class Quantizer:
         self.check(x)
         return straight_through(self, x, self.noise(x, seed, step, site))
 
-    def round_values(self, x: Tensor, bits: Tensor | None) -> Tensor:
+    def round_values(
+        self, x: Tensor, bits: Tensor | None, row: Tensor | None = None, span: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
         """:meth:`quantize` with the random bits at hand, without checks and without a gradient."""
-        return self.decode(self.encode(x, bits), x) if x.numel() else x.clone()
+        return self.decode(self.encode(x, bits, row, span), x) if x.numel() else x.clone()
 
     def check(self, x: Tensor) -> None:
         """Raise one sentence where this quantizer cannot serve `x`."""
@@ -115,6 +117,12 @@ class Quantizer:
         elif not isinstance(self.format, BlockFormat):
             _require_room(self.format, x.dtype, scaled=self.scaling is not None)
 
+    def reach(self, row: Tensor | None = None) -> float | Tensor:
+        """The largest magnitude that unscaled values may have; infinite where a scale makes room for all."""
+        if self.scaling is not None or isinstance(self.format, BlockFormat):
+            return float("inf")
+        return self.format.max if row is None or not isinstance(self.format, LiveFormat) else self.format.max_in(row)
+
     def noise(self, x: Tensor, seed: Counter | None, step: Counter, site: Counter) -> Tensor | None:
         """The random bits this call needs. Without a seed one is drawn from torch's generator."""
         if self.rounding != "stochastic":
@@ -123,8 +131,18 @@ class Quantizer:
             seed = torch.randint(0, 1 << 31, (), device=x.device, dtype=torch.int32)
         return random_bits(x, seed, step, site)
 
-    def encode(self, x: Tensor, bits: Tensor | None = None) -> Encoded:
-        """The first half: elements and scales."""
+    def encode(
+        self,
+        x: Tensor,
+        bits: Tensor | None = None,
+        row: Tensor | None = None,
+        span: tuple[Tensor, Tensor] | None = None,
+    ) -> Encoded:
+        """The first half: elements and scales.
+
+        :param row: stands in for a live format's own row.
+        :param span: (least, largest) value of a ``tensor`` scale, where they are not to be taken from `x`.
+        """
         work = x.to(self._carrier_dtype(x))
         blocks = self.blocks(x)
         if blocks is not None:
@@ -133,13 +151,24 @@ class Quantizer:
         if isinstance(self.format, BlockFormat):
             return self._encode_block(work, self.format, bits)
         if self.scaling is None:
-            return Encoded(self._round(work, bits), ())
-        dims = reduced_dims(work, self.scaling)
+            return Encoded(self._round(work, bits, row), ())
+        largest = self.format.max if row is None or not isinstance(self.format, LiveFormat) else self.format.max_in(row)
+        if span is not None:
+            shape = (1,) * work.dim()
+            work = torch.minimum(torch.maximum(work, span[0]), span[1])
+            ranged = torch.stack(span).to(work.dtype).view(2, *shape)
+            dims: tuple[int, ...] = (0,)
+        else:
+            ranged, dims = work, reduced_dims(work, self.scaling)
         if self._is_affine:
-            scale, low = minmax_scale(work, self.format.max, dims, self.scaling.power_of_two)
-            return Encoded(self._round(divide(work - low, scale), bits), (scale, low))
-        scale = amax_scale(work, self.format.max, dims, self.scaling.power_of_two)
-        return Encoded(self._round(divide(work, scale), bits), (scale,))
+            scale, low = minmax_scale(ranged, largest, dims, self.scaling.power_of_two)
+        else:
+            scale = amax_scale(ranged, largest, dims, self.scaling.power_of_two)
+            low = None
+        if span is not None:
+            scale, low = scale.view(shape), None if low is None else low.view(shape)
+        shifted = work if low is None else work - low
+        return Encoded(self._round(divide(shifted, scale), bits, row), (scale,) if low is None else (scale, low))
 
     def decode(self, encoded: Encoded, like: Tensor) -> Tensor:
         """The second half: values in the dtype, shape and layout of `like` (which may be a meta tensor)."""
@@ -181,11 +210,12 @@ class Quantizer:
         element = self.format.element if isinstance(self.format, BlockFormat) else self.format
         return carrier_for(x.dtype, element, self.rounding).dtype
 
-    def _round(self, t: Tensor, bits: Tensor | None) -> Tensor:
+    def _round(self, t: Tensor, bits: Tensor | None, row: Tensor | None = None) -> Tensor:
         if isinstance(self.format, LiveFormat):
+            row = self.format.row if row is None else row
             if self.format.kind == "float":
-                return round_float_by_row(t, self.format.row, self.rounding, bits)
-            low, high = self.format.row[0], self.format.row[1]
+                return round_float_by_row(t, row, self.rounding, bits)
+            low, high = row[0], row[1]
             return torch.minimum(torch.maximum(round_to_whole(t, self.rounding, bits), low), high) + 0.0
         assert not isinstance(self.format, BlockFormat)
         return _round_element(t, self.format, self.rounding, self.overflow, bits)
@@ -242,24 +272,37 @@ def _require_room(target: FloatFormat | IntFormat, dtype: torch.dtype, scaled: b
         raise FormatError(f"{dtype} cannot hold the values of {target.name}: convert the tensor to a wider type first.")
 
 
-def straight_through(quantizer: Quantizer, x: Tensor, bits: Tensor | None) -> Tensor:
+def straight_through(
+    quantizer: Quantizer,
+    x: Tensor,
+    bits: Tensor | None,
+    row: Tensor | None = None,
+    span: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """The rounded `x`, whose gradient is that of `x` itself."""
     if x.requires_grad and torch.is_grad_enabled():
-        straight: Tensor = _StraightThrough.apply(x, quantizer, bits)  # type: ignore[no-untyped-call]
+        straight: Tensor = _StraightThrough.apply(x, quantizer, bits, row, span)  # type: ignore[no-untyped-call]
         return straight
-    return quantizer.round_values(x.detach(), bits)
+    return quantizer.round_values(x.detach(), bits, row, span)
 
 
 class _StraightThrough(torch.autograd.Function):
     """The rounded value forward, the gradient unchanged backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, quantizer: Quantizer, bits: Tensor | None) -> Tensor:
-        return quantizer.round_values(x, bits)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        quantizer: Quantizer,
+        bits: Tensor | None,
+        row: Tensor | None,
+        span: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        return quantizer.round_values(x, bits, row, span)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0], None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return grads[0], None, None, None, None
 
 
 def make_quantizer(

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from bitplan.errors import PlanError
-from bitplan.intercept import Interceptor, ModuleState, Scope, followed, is_planned, state_of
+from bitplan.intercept import Interceptor, ModuleState, Scope, followed, state_of
 from bitplan.opened import OPENED
 from bitplan.ops import FUSED, PRODUCTS
 from bitplan.plan import SLOTS
@@ -85,6 +84,8 @@ class Operation:
     nonzeros: dict[int, int] = field(default_factory=dict)
     #: Matrix products that torch did in it, by their names in aten: see :mod:`bitplan.watch`.
     aten_products: tuple[str, ...] = ()
+    #: Name of a parameter -> the parameter, of which `parameters` may have a view.
+    wholes: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -100,7 +101,9 @@ class Recorder(Interceptor):
         self.opens = opens
         self.nonzeros = nonzeros
         self.operations: list[Operation] = []
-        self.parameter_names = parameter_names
+        #: id of a parameter or of a view of one -> its name.
+        self.parameter_names = dict(parameter_names)
+        self.whole_parameters: dict[str, Tensor] = {}
         #: id of a tensor -> index of the operation that made it; the tensors are kept, so that no id is used again.
         self.made_by: dict[int, int] = {}
         self.kept: list[Any] = []
@@ -115,6 +118,11 @@ class Recorder(Interceptor):
         if count is not None and isinstance(result, Tensor) and result.layout != torch.strided:
             self.nonzeros[id(result)] = count
             self.kept.append(result)
+        name = next((self.parameter_names[id(t)] for t in _tensors(args[:1]) if id(t) in self.parameter_names), None)
+        if name is not None:
+            for tensor in _tensors(result):
+                self.parameter_names.setdefault(id(tensor), name)
+                self.kept.append(tensor)
         source = next((self.made_by[id(t)] for t in _tensors(args) if id(t) in self.made_by), None)
         if source is not None:
             for tensor in _tensors(result):  # views and casts continue their source
@@ -152,6 +160,7 @@ class Recorder(Interceptor):
                 origins={id(t): self.made_by[id(t)] for t in given if id(t) in self.made_by},
                 nonzeros={id(t): self.nonzeros[id(t)] for t in given if id(t) in self.nonzeros},
                 aten_products=tuple(watch.seen),
+                wholes={name: self.whole_parameters[name] for name, _ in parameters if name in self.whole_parameters},
             )
         )
         for tensor in fresh:
@@ -192,6 +201,32 @@ def _tensors(value: Any) -> list[Tensor]:
     return []
 
 
+class Faker:
+    """Turns tensors into fake ones: shape, type and device without data."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        #: id of a fake sparse tensor -> how many values the real one held.
+        self.nonzeros: dict[int, int] = {}
+
+    def fake(self, tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor):
+            return tensor
+        twin = self.mode.from_tensor(tensor.detach())
+        if tensor.layout != torch.strided:
+            self.nonzeros[id(twin)] = tensor._nnz()
+        return twin.requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else twin
+
+
+class FakeInputs:
+    """What a model was called with, to be recorded later; no data is kept alive."""
+
+    def __init__(self, args: Any, kwargs: dict[str, Any]) -> None:
+        self.faker = Faker()
+        self.args = tree_map(self.faker.fake, args)
+        self.kwargs = tree_map(self.faker.fake, kwargs)
+
+
 def record(
     model: nn.Module,
     batch: Any,
@@ -202,19 +237,8 @@ def record(
 
     :param opens: of a module's path and a fused operation, whether it is written out; without, none is.
     """
-    if any(is_planned(module) for module in model.modules()):
-        raise PlanError("sites are listed before a plan is attached: detach it first.")
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    nonzeros: dict[int, int] = {}
-
-    def fake(tensor: Any) -> Any:
-        if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor):
-            return tensor
-        twin = fake_mode.from_tensor(tensor.detach())
-        if tensor.layout != torch.strided:
-            nonzeros[id(twin)] = tensor._nnz()
-        return twin.requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else twin
-
+    faker = batch.faker if isinstance(batch, FakeInputs) else Faker()
+    fake = faker.fake
     parameters = dict(model.named_parameters(remove_duplicate=False))
     twins: dict[int, Tensor] = {}
     fakes = {name: twins.setdefault(id(tensor), fake(tensor)) for name, tensor in parameters.items()}
@@ -222,11 +246,15 @@ def record(
     names: dict[int, str] = {}
     for name, tensor in fakes.items():
         names.setdefault(id(tensor), name)
-    recorder = Recorder(names, opens, nonzeros)
-    fake_batch = tree_map(fake, batch)
-    with fake_mode, followed(model, recorder):
-        inputs, target = split_batch(fake_batch, loss)
-        output = torch.func.functional_call(model, {**fakes, **buffers}, *call_arguments(inputs))
+    recorder = Recorder(names, opens, faker.nonzeros)
+    recorder.whole_parameters = {name: tensor for tensor, name in ((t, names[id(t)]) for t in twins.values())}
+    if isinstance(batch, FakeInputs):
+        arguments, target = (batch.args, batch.kwargs), None
+    else:
+        inputs, target = split_batch(tree_map(fake, batch), loss)
+        arguments = call_arguments(inputs)
+    with faker.mode, followed(model, recorder):
+        output = torch.func.functional_call(model, {**fakes, **buffers}, *arguments)
         if loss is not None:
             holder = nn.Module()
             holder.__dict__["_bitplan"] = ModuleState(recorder, LOSS_PATH)
@@ -291,6 +319,7 @@ def sites_of(operations: list[Operation]) -> list[Site]:
             if name in used or not tensor.is_floating_point():
                 continue
             used.add(name)
+            tensor = operation.wholes.get(name, tensor)
             short = name.rsplit(".", 1)[-1]
             role = "weight" if short == "weight" else f"weight({short})"
             forward.append(_site(operation, role, "weight", tensor, None, (f"{operation.label}:activation",), name))

@@ -31,6 +31,8 @@ class Choice:
     quantizer: QuantizerSpec | None = None
     #: The index in :attr:`Plan.all_rules` of the rule that spoke last; None where no rule spoke.
     rule: int | None = None
+    #: The name it has in the plan's `quantizers`; None where the rule spells it out.
+    name: str | None = None
     #: Slots of one operation with the same share get one tensor, rounded once; None where nothing is shared.
     share: str | None = None
 
@@ -127,7 +129,8 @@ class Plan:
             for key, use in rule.quantizers:
                 spec = self.quantizer(use)
                 share = f"{key} of rules[{index}]" if key in OPERANDS and spec else None
-                choices |= dict.fromkeys(KEYS[key], Choice(spec, index, share))
+                name = use if isinstance(use, str) and use in self.all_quantizers else None
+                choices |= dict.fromkeys(KEYS[key], Choice(spec, index, name, share))
                 if key == "grad_activation":
                     grad_at = rule.grad_at or "producer"
         return Decision(_without_lonely_shares(choices), grad_at)

@@ -58,6 +58,11 @@ class Pattern:
         return self.with_everything_beneath and any(map(self.expression.fullmatch, ancestors(path)))
 
 
+def is_pattern(text: str) -> bool:
+    """Whether the text is more than a name: a glob or a regular expression."""
+    return text.startswith(REGEX_PREFIX) or any(sign in text for sign in _GLOB_SIGNS)
+
+
 @lru_cache(maxsize=4096)
 def compile_pattern(text: str) -> Pattern:
     """The pattern a text stands for.
@@ -66,8 +71,7 @@ def compile_pattern(text: str) -> Pattern:
     (True, False)
     """
     if not text.startswith(REGEX_PREFIX):
-        is_glob = any(sign in text for sign in _GLOB_SIGNS)
-        return Pattern(text, re.compile(fnmatch.translate(text)) if is_glob else None)
+        return Pattern(text, re.compile(fnmatch.translate(text)) if is_pattern(text) else None)
     source = text.removeprefix(REGEX_PREFIX)
     try:
         with warnings.catch_warnings():

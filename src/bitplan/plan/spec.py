@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from bitplan.errors import BitplanError, FormatError, PlanError, nearest_names
-from bitplan.formats import BlockFormat, Format, Overflow
+from bitplan.formats import BlockFormat, Format, IntFormat, Overflow
+from bitplan.live import LiveFormat
 from bitplan.names import NAMED
 from bitplan.names import format as format_of
 from bitplan.plan.match import compile_match
@@ -127,17 +128,34 @@ class QuantizerSpec:
             return "summed" if isinstance(self.target, BlockFormat) else None
         return "summed" if self.scale in ("vector", "block") else None
 
-    def resolve(self, *, axis_default: int | None = None) -> Quantizer:
-        """The quantizer; `axis_default` is the axis where the plan names none (see :attr:`axis_meaning`)."""
+    def stored(self, target: Format) -> Format:
+        """What `target` is under this quantizer's range: min-max counts the integers from zero."""
+        if isinstance(target, IntFormat) and self.range == "minmax":
+            return IntFormat(target.bits, affine=True)
+        return target
+
+    def with_target(self, target: Format) -> QuantizerSpec:
+        """The same quantizer with another number format."""
+        return replace(self, format=target.name, bits=None, exponent_bits=None)
+
+    def live(self) -> LiveFormat:
+        """The format as parameters that may change while a run goes on."""
+        return LiveFormat(self.stored(self.target), overflow=self.overflow)
+
+    def resolve(self, *, axis_default: int | None = None, live: LiveFormat | None = None) -> Quantizer:
+        """The quantizer; `axis_default` is the axis where the plan names none (see :attr:`axis_meaning`).
+
+        :param live: the format as parameters in a tensor, in place of constants.
+        """
         return make_quantizer(
-            self.target,
+            self.target if live is None else live,
             self.rounding,
             self.scale,
             axis=axis_default if self.axis_meaning else self.axis,
             block=self.block,
             range=self.range,
             power_of_two=self.power_of_two,
-            overflow=self.overflow,
+            overflow=self.overflow if live is None else None,
         )
 
     def to_data(self) -> str | dict[str, Any]:

@@ -1,0 +1,111 @@
+"""From a plan to the actions of one module: every operation that may happen in it, looked up once and for all.
+
+Compiled code must not search rules while it is traced, so the names that patterns stand for are spelled out here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch.overrides
+
+from bitplan.actions import Action
+from bitplan.formats import BlockFormat
+from bitplan.live import LiveFormat
+from bitplan.opened import OPENED
+from bitplan.openings import decision_for, has_slots, is_opened
+from bitplan.ops import PRODUCTS, name_of
+from bitplan.plan import Decision, Plan, compile_match
+from bitplan.plan.match import is_pattern
+from bitplan.plan.spec import QuantizerSpec
+from bitplan.tables import ModuleTables
+
+#: Stands for every operation that no rule names.
+ANY = "any other"
+#: A pattern over numbered operations, such as ``relu.[02]``, is spelled out up to this number.
+_HIGHEST_NUMBER = 64
+
+
+def inner_key(fused: str, op: str) -> str:
+    """Under what name a product inside an opened operation finds its action."""
+    return f"{op} in {fused}"
+
+
+@lru_cache(maxsize=1)
+def known_operations() -> tuple[str, ...]:
+    """The names of all operations that torch lets a mode see."""
+    named = {name_of(func) for funcs in torch.overrides.get_overridable_functions().values() for func in funcs}
+    return tuple(sorted(name for name in named if name))
+
+
+def named_operations(plan: Plan) -> tuple[str, ...]:
+    """Every operation that the rules name, by name or by pattern, with its number where they give one."""
+    found: dict[str, None] = {}
+    for rule in plan.all_rules:
+        if not rule.op:
+            continue
+        matches = compile_match(rule).matches_operation
+        for text in rule.op:
+            if not is_pattern(text):
+                found[text] = None
+        if any(map(is_pattern, rule.op)):
+            found |= dict.fromkeys(op for op in known_operations() if matches(op))
+            if any("." in text for text in rule.op):
+                numbered = (f"{op}.{number}" for op in known_operations() for number in range(_HIGHEST_NUMBER))
+                found |= dict.fromkeys(op for op in numbered if matches(op) and not matches(op.split(".")[0]))
+    return tuple(found)
+
+
+class Decider:
+    """Makes the actions of modules, and the rows of their tables on the way."""
+
+    def __init__(self, plan: Plan, live: bool, watched: bool) -> None:
+        """`live`: every float and integer format may change; else only those whose ``bits`` the plan leaves open.
+        `watched`: statistics are wanted."""
+        self.plan = plan
+        self.live = live
+        self.watched = watched
+        self._named = named_operations(plan)
+        self._live_formats: dict[QuantizerSpec, LiveFormat] = {}
+
+    def actions(self, tables: ModuleTables) -> dict[str, Any]:
+        """Operation -> action; under :data:`ANY` what every operation gets that is not named."""
+        path = tables.path
+        found: dict[str, Any] = {}
+        for op in dict.fromkeys([*PRODUCTS, *OPENED, *self._named]):
+            found[op] = self._action(self.plan.decide(path, op), op.split(".")[0], tables)
+        for fused in OPENED:
+            found[f"open {fused}"] = is_opened(self.plan, path, fused)
+            if found[f"open {fused}"] and has_slots(self.plan.decide(path, fused)):
+                for op in PRODUCTS:
+                    decision = decision_for(self.plan.decide, path, op, inside=fused)
+                    found[inner_key(fused, op)] = self._action(decision, op, tables)
+        found[ANY] = self._action(self.plan.decide(path, ""), "", tables)
+        return found
+
+    def _action(self, decision: Decision, op: str, tables: ModuleTables) -> Action | None:
+        if decision.changes_nothing:
+            return None
+        action = Action(decision, op, self._live_format(decision))
+        tables.needs_keys |= action.needs_key
+        for place, place_action in action.places.items():
+            choice = decision[place]
+            place_action.watched = self.watched
+            if place_action.live is not None:
+                place_action.row = tables.format_row(
+                    choice.rule, place, place_action.live, place_action.spec, choice.name
+                )
+        return action
+
+    def _live_format(self, decision: Decision) -> Callable[[str], LiveFormat | None]:
+        def live_format(place: str) -> LiveFormat | None:
+            spec = decision[place].quantizer
+            assert spec is not None
+            if isinstance(spec.target, BlockFormat) or not (self.live or spec.bits is not None):
+                return None
+            # Modules share what is the same in all of them, so that compiled code can be shared, too.
+            return self._live_formats.setdefault(spec, spec.live())
+
+        return live_format

@@ -1,0 +1,111 @@
+"""What is seen at a site while it is rounded: the range of its values, and what rounding did to them.
+
+An observation is one row of float32 numbers in a buffer of the module, written on the device in forward and backward
+passes, eager or compiled. Writing is idempotent: recomputing a checkpointed region writes the same numbers again and
+counts nothing twice. :func:`fold`, once a step, adds them up.
+
+With several micro-batches in a step, shares are those of the last one, and ranges those of all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: Columns of a record: fresh, then five measures of this step; steps and their sums; the range of this step;
+#: whether an average range exists, and that.
+FRESH, OVERFLOW, UNDERFLOW, AMAX, ERROR, POWER = range(6)
+_MEASURES = slice(0, 6)
+_SUMS = slice(6, 12)
+_LOW, _HIGH = 12, 13
+_KNOWN, _MEAN_LOW, _MEAN_SPAN = 14, 15, 16
+COLUMNS = 17
+
+#: Weight of the past in a running mean of ranges, as in Fu et al. 2021 and Wolfe & Kyrillidis 2024.
+MOMENTUM = 0.9
+
+
+def blank_record(rows: int, device: torch.device) -> Tensor:
+    record = torch.zeros(rows, COLUMNS, dtype=torch.float32, device=device)
+    record[:, _LOW], record[:, _HIGH] = torch.inf, -torch.inf
+    return record
+
+
+def observe_range(row: Tensor, x: Tensor) -> None:
+    """Widen this step's range by the values of `x`."""
+    if x.numel():
+        row[_LOW].copy_(torch.minimum(row[_LOW], x.detach().amin().float()))
+        row[_HIGH].copy_(torch.maximum(row[_HIGH], x.detach().amax().float()))
+
+
+def observe_rounding(row: Tensor, x: Tensor, rounded: Tensor, largest: float | Tensor) -> None:
+    """What rounding did to `x`; `largest` is the largest magnitude that had a place in the format."""
+    if not x.numel():
+        return
+    before, after = x.detach().float(), rounded.detach().float()
+    magnitude = before.abs()
+    measures = torch.stack(
+        (
+            torch.ones((), device=x.device),
+            (magnitude > largest).float().mean(),
+            ((after == 0) & (before != 0)).float().mean(),
+            magnitude.amax(),
+            (after - before).square().mean(),
+            before.square().mean(),
+        )
+    )
+    row[_MEASURES].copy_(measures)
+
+
+def mean_range(row: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(least, largest) value by the running mean, or of `x` itself where nothing was observed yet."""
+    known = row[_KNOWN] > 0
+    low = torch.where(known, row[_MEAN_LOW], x.detach().amin().float())
+    high = torch.where(known, row[_MEAN_LOW] + row[_MEAN_SPAN], x.detach().amax().float())
+    return low, high
+
+
+def fold(record: Tensor) -> Tensor:
+    """The record after a step: sums and running means hold it, and the next one starts fresh."""
+    fresh = record[:, FRESH : FRESH + 1]
+    sums = record[:, _SUMS] + record[:, _MEASURES] * fresh
+    peak = torch.maximum(record[:, 6 + AMAX], record[:, AMAX] * fresh[:, 0])
+    low, span = record[:, _LOW], record[:, _HIGH] - record[:, _LOW]
+    seen = record[:, _HIGH] >= record[:, _LOW]
+    known = record[:, _KNOWN] > 0
+    blended = [
+        torch.where(known, MOMENTUM * mean + (1 - MOMENTUM) * now, now)
+        for mean, now in ((record[:, _MEAN_LOW], low), (record[:, _MEAN_SPAN], span))
+    ]
+    after = record.clone()
+    after[:, _SUMS], after[:, 6 + AMAX], after[:, FRESH] = sums, peak, 0.0
+    after[:, _KNOWN] = torch.where(seen, 1.0, record[:, _KNOWN])
+    after[:, _MEAN_LOW] = torch.where(seen, blended[0], record[:, _MEAN_LOW])
+    after[:, _MEAN_SPAN] = torch.where(seen, blended[1], record[:, _MEAN_SPAN])
+    after[:, _LOW], after[:, _HIGH] = torch.inf, -torch.inf
+    return after
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What rounding did at one site, averaged over the steps it was watched."""
+
+    steps: int
+    #: Share of values beyond the format's largest.
+    overflow: float
+    #: Share of nonzero values that became zero.
+    underflow: float
+    #: The largest magnitude ever met.
+    amax: float
+    #: Root of (mean squared error / mean square): 0.01 is an error of one per cent.
+    error: float
+
+
+def statistics(row: list[float]) -> Statistics:
+    """The sums of a record's row as means."""
+    steps, overflow, underflow, amax, error, power = row[_SUMS]
+    count = max(steps, 1.0)
+    relative = (error / power) ** 0.5 if power > 0 else 0.0
+    return Statistics(int(steps), overflow / count, underflow / count, amax, relative)

@@ -1,0 +1,122 @@
+"""What lies beside a module's weights while a plan is at work: keys of random bits, rows of formats, records.
+
+Two buffers a module, both non-persistent, so that the model's ``state_dict`` is untouched, and both *buffers*, so that
+equal blocks share one compiled graph and CUDA graphs see static inputs:
+
+* ``TABLE`` (int32): row 0 the module's key, one row for the key of each of its parameters, then a row for each
+  format that may change while the run goes on. The graph only reads it; :meth:`Attachment.step` writes it.
+* ``RECORD`` (float32): what was observed at each site, see :mod:`bitplan.observe`.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.formats import Format
+from bitplan.live import LiveFormat
+from bitplan.observe import blank_record
+from bitplan.plan.spec import QuantizerSpec
+from bitplan.rounding import ROW_FIELDS
+
+TABLE = "_bitplan_table"
+RECORD = "_bitplan_record"
+
+
+class LiveRow:
+    """A format that may change during the run, in one place of one module."""
+
+    def __init__(self, live: LiveFormat, spec: QuantizerSpec, name: str | None) -> None:
+        self.live = live
+        self.spec = spec
+        #: The quantizer's name in the plan; None where the rule spells it out.
+        self.name = name
+        #: What the row holds now.
+        self.format = spec.target
+
+    def change(self, target: Format) -> None:
+        """Another format of the same kind."""
+        self.live.require_same_kind(self.spec.stored(target))
+        self.format = target
+
+    @property
+    def values(self) -> list[int]:
+        """The row, all whole numbers: floats as their bit patterns."""
+        row = self.live.row_of(self.spec.stored(self.format))
+        whole = [_pattern(value) for value in row] if self.live.kind == "int" else [int(value) for value in row]
+        return whole + [0] * (ROW_FIELDS - len(whole))
+
+
+def _pattern(value: float) -> int:
+    """The bits of a float32 as a signed number."""
+    pattern: int = struct.unpack("<i", struct.pack("<f", value))[0]
+    return pattern
+
+
+class ModuleTables:
+    """The rows of one module, on the host; :meth:`install` makes its buffers."""
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self.path = path
+        self.module = module
+        self.parameters = tuple(name for name, tensor in module._parameters.items() if tensor is not None)
+        self.formats: list[LiveRow] = []
+        #: Index of a rule and a place -> the row that holds what it says there.
+        self.spoken: dict[tuple[int | None, str], int] = {}
+        self.needs_keys = False
+        #: Site and place -> its row of the record.
+        self.records: dict[str, int] = {}
+
+    def format_row(self, rule: int | None, place: str, live: LiveFormat, spec: QuantizerSpec, name: str | None) -> int:
+        """The number of the row: one for all operations that a rule speaks of in one breath."""
+        if (rule, place) not in self.spoken:
+            self.formats.append(LiveRow(live, spec, name))
+            self.spoken[rule, place] = len(self.parameters) + len(self.formats)
+        return self.spoken[rule, place]
+
+    def format_now(self, rule: int | None, place: str) -> Format | None:
+        """What a live row holds at the moment; None where the format is a constant."""
+        row = self.spoken.get((rule, place))
+        return None if row is None else self.formats[row - len(self.parameters) - 1].format
+
+    def rows(self, keys: list[tuple[int, int]]) -> list[list[int]]:
+        """The whole table; `keys` are the module's own and those of its parameters."""
+        pad = [0] * (ROW_FIELDS - 2)
+        return [[*key, *pad] for key in keys] + [row.values for row in self.formats]
+
+    @property
+    def has_table(self) -> bool:
+        return self.needs_keys or bool(self.formats)
+
+    def install(self, rows: list[list[int]], device: torch.device) -> None:
+        if self.has_table:
+            table = torch.tensor(rows, dtype=torch.int32, device=device)
+            self.module.register_buffer(TABLE, table, persistent=False)
+        if self.records:
+            self.module.register_buffer(RECORD, blank_record(len(self.records), device), persistent=False)
+
+    def record_row(self, site: str, device: torch.device) -> int:
+        """The row of a site, a new one if it was not met before."""
+        if site not in self.records:
+            self.records[site] = len(self.records)
+            known = self.module._buffers.get(RECORD)
+            fresh = blank_record(1, device)
+            grown = fresh if known is None else torch.cat((known, fresh))
+            self.module.register_buffer(RECORD, grown, persistent=False)
+        return self.records[site]
+
+    def remove(self) -> None:
+        for name in (TABLE, RECORD):
+            self.module._buffers.pop(name, None)
+            self.module._non_persistent_buffers_set.discard(name)
+
+
+def write(buffers: list[Tensor], rows: list[list[list[int]]]) -> None:
+    """New rows into the buffers: one small copy to the device, which nothing waits for."""
+    if not buffers:
+        return
+    flat = torch.tensor([row for table in rows for row in table], dtype=torch.int32)
+    parts = torch.split(flat.to(buffers[0].device, non_blocking=True), [len(table) for table in rows])
+    torch._foreach_copy_(buffers, list(parts))
