@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from bitplan.errors import TargetError
+from bitplan.sites import sites
 from bitplan.targets import Target, load_target, running
 
 GOOD = """
@@ -136,3 +137,14 @@ def test_the_import_path_is_as_before(good: str) -> None:
 def test_a_target_is_checked_when_it_is_made() -> None:
     with pytest.raises(TargetError, match=r"not str\."):
         Target("resnet20", torch.ones(2))  # type: ignore[arg-type]
+
+
+def test_a_model_that_looks_at_values_is_told_in_a_sentence_why_it_cannot_be_listed() -> None:
+    class Looks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[x > 0]
+
+    with pytest.raises(
+        TargetError, match=r"the model looks into its tensors \(aten\.\S+\), and listing runs it on shapes"
+    ):
+        sites(Looks(), torch.randn(4))

@@ -8,15 +8,22 @@ order the backward pass makes them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._pytree import tree_map
 
+from bitplan.errors import TargetError
 from bitplan.intercept import Interceptor, ModuleState, Scope, followed, state_of
 from bitplan.opened import OPENED
 from bitplan.ops import FUSED, PRODUCTS
@@ -253,7 +260,7 @@ def record(
     else:
         inputs, target = split_batch(tree_map(fake, batch), loss)
         arguments = call_arguments(inputs)
-    with faker.mode, followed(model, recorder):
+    with _told_of_missing_values(), faker.mode, followed(model, recorder):
         output = torch.func.functional_call(model, {**fakes, **buffers}, *arguments)
         if loss is not None:
             holder = nn.Module()
@@ -261,6 +268,17 @@ def record(
             with Scope(recorder, holder):
                 call_loss(loss, output, target)
     return recorder.operations
+
+
+@contextmanager
+def _told_of_missing_values() -> Iterator[None]:
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise TargetError(
+            f"the model looks into its tensors ({error.func}), and listing runs it on shapes without values: do that "
+            f"part before the model is called."
+        ) from error
 
 
 def split_batch(batch: Any, loss: Callable[..., Any] | None) -> tuple[Any, Any]:
