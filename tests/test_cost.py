@@ -98,6 +98,20 @@ def test_weights_and_gradients_bring_their_bits_to_the_products() -> None:
     assert cost(linear()[0], plan, linear()[1]).bit_operations == MACS * (32 * 4 + 8 * 4 + 8 * 32)
 
 
+def test_a_view_of_a_weight_has_the_weights_bits() -> None:
+    class Transposes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.t()
+
+    whole = cost(Transposes(), plan_of({"match": "*", "weight": "int4"}), linear()[1])
+    assert whole.bit_operations == MACS * (32 * 4 + 32 * 4 + 32 * 32)
+    assert whole.tensors["weight"] == TensorCost(1, 18, 18 * 4)
+
+
 def test_a_slots_quantizer_comes_last_and_a_kept_slot_takes_what_arrives() -> None:
     rules = [{"match": "*", "weight": "int4", "w": "int6"}]
     assert cost(linear()[0], plan_of(*rules), linear()[1]).bit_operations == MACS * (32 * 6 + 32 * 6 + 32 * 32)

@@ -18,7 +18,6 @@ one.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from bitplan.errors import CostError
 from bitplan.ops import PRODUCTS
@@ -153,26 +151,6 @@ def _three(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     return [args[place] if len(args) > place else kwargs[name] for place, name in enumerate(names)]
 
 
-def _multi_head_attention(operation: Operation) -> Iterator[Multiplication]:
-    """Projections of query, key and value, Q K^T, P V, and the projection of the result."""
-    call = inspect.signature(F.multi_head_attention_forward).bind(
-        *operation.details["args"], **operation.details["kwargs"]
-    )
-    call.apply_defaults()
-    given = call.arguments
-    query, key = given["query"], given["key"]
-    features = query.shape[-1]
-    rows = query.numel() // features
-    for name in ("query", "key", "value"):
-        x = given[name]
-        w = given[f"{name[0]}_proj_weight"] if given["use_separate_proj_weight"] else given["in_proj_weight"]
-        yield Multiplication(x.numel() * features, x, w, is_result=False)
-    keys = key.shape[0] + (given["bias_k"] is not None) + bool(given["add_zero_attn"])
-    for _ in ("Q K^T", "P V"):
-        yield Multiplication(rows * keys * features, None, None, is_result=False)
-    yield Multiplication(rows * features * features, None, given["out_proj_weight"])
-
-
 def _recurrent(operation: Operation) -> Iterator[Multiplication]:
     """Every weight matrix meets every step of every sequence once."""
     args = operation.details["args"]
@@ -204,7 +182,6 @@ _COUNTERS: dict[str, Callable[[Operation], Iterator[Multiplication]]] = {
     "tensordot": _contraction,
     "inner": _contraction,
     "scaled_dot_product_attention": _attention,
-    "multi_head_attention_forward": _multi_head_attention,
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
     **dict.fromkeys(("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), _cell),
 }

@@ -19,7 +19,7 @@ def normalised_adjacency(edges: Tensor, nodes: int) -> Tensor:
     ones = torch.ones(places.shape[1], device=edges.device)
     weight = torch.zeros(nodes, device=edges.device).index_add(0, places[0], ones).rsqrt()
     values = weight[places[0]] * weight[places[1]]
-    return torch.sparse_coo_tensor(places, values, (nodes, nodes), is_coalesced=True, check_invariants=False)
+    return torch.sparse_coo_tensor(places, values, (nodes, nodes), is_coalesced=True, check_invariants=True)
 
 
 class GCN(nn.Module):
