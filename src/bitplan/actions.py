@@ -31,11 +31,25 @@ class Here:
     def __init__(self, site: str, module: nn.Module) -> None:
         #: The operation and its number in the module: ``conv2d.0``.
         self.site = site
+        #: What tells its random bits from those of others in the module.
+        self.salt = site
+        self.module = module
         self.training = module.training
         self.table = module._buffers.get(TABLE)
-        self.record = module._buffers.get(RECORD)
+        self._record = module._buffers.get(RECORD)
         # Evaluation, and forwards that nothing will learn from, leave no trace in what was observed.
         self.observing = module.training and torch.is_grad_enabled()
+
+    @property
+    def record(self) -> Tensor | None:
+        """Looked up late: eagerly it may have grown between the forward pass and the backward pass."""
+        return self._record if torch.compiler.is_compiling() else self.module._buffers.get(RECORD)
+
+    def towards(self, consumer: Here) -> Here:
+        """This place for what comes back from one of its consumers, with random bits of its own."""
+        back = Here(self.site, self.module)
+        back.salt = f"{self.site}>{consumer.site}"
+        return back
 
 
 class PlaceAction:
@@ -69,7 +83,7 @@ class PlaceAction:
         bits = None
         if self.is_stochastic:
             assert here.table is not None
-            first, second = _salt(f"{here.site if weight_key is None else ''}:{self.place}")
+            first, second = _salt(f"{here.salt if weight_key is None else ''}:{self.place}")
             key = here.table[0] if weight_key is None else weight_key
             bits = bits_of_key(x, key[0] ^ first, key[1] ^ second)
         row = span = None
@@ -78,21 +92,22 @@ class PlaceAction:
             row = here.table[self.row]
             if self.live_kind == "int":
                 row = row.view(torch.float32)
-        seen = self.records.get(here.site) if here.record is not None else None
-        if seen is None and here.observing and (self.watched or self.uses_mean_range):
+        record = here.record
+        seen = self.records.get(here.site) if record is not None else None
+        if seen is None and here.observing and (self.watched or self.uses_mean_range) and torch.compiler.is_compiling():
             raise QuantizeError(
                 f"compiled code cannot make room for what is observed at {here.site}: give attach() an example= batch."
             )
-        if seen is not None and self.uses_mean_range and not here.training:
-            assert here.record is not None
-            span = mean_range(here.record[seen], x)
+        if record is None or (seen is not None and seen >= len(record)):
+            seen = None  # a copy of the model that was made before the site was met
+        if seen is not None and record is not None and self.uses_mean_range and not here.training:
+            span = mean_range(record[seen], x)
         rounded = straight_through(quantizer, x, bits, row, span)
-        if seen is not None and here.observing:
-            assert here.record is not None
+        if seen is not None and record is not None and here.observing:
             if self.uses_mean_range:
-                observe_range(here.record[seen], x)
+                observe_range(record[seen], x)
             if self.watched:
-                observe_rounding(here.record[seen], x, rounded, quantizer.reach(row))
+                observe_rounding(record[seen], x, rounded, quantizer.reach(row))
         return rounded
 
 
@@ -132,6 +147,9 @@ class Action:
     def applies(self, place: str, training: bool) -> bool:
         action = self.places.get(place)
         return action is not None and (training or action.spec.eval != "off")
+
+    def rounds_output(self, training: bool) -> bool:
+        return self.applies("activation", training) or "grad_activation" in self.places
 
 
 class Slots:

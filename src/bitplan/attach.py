@@ -25,16 +25,17 @@ from bitplan.actions import Action, Here
 from bitplan.cost import Cost, step_cost
 from bitplan.decisions import Decider
 from bitplan.errors import BitplanWarning, PlanError
-from bitplan.explain import Explanation, explained, require_effect
+from bitplan.explain import Explanation, explained, lacking_message, require_effect
 from bitplan.intercept import ModuleState, Scope, install, is_planned, state_of, uninstall
 from bitplan.names import format as format_of
 from bitplan.noise import key_of
 from bitplan.observe import Statistics, fold, statistics
 from bitplan.openings import is_opened
-from bitplan.plan import Decision, Plan, compile_match, unmatched_message
+from bitplan.ops import PRODUCTS
+from bitplan.plan import KEYS, SLOTS, Decision, Plan, Rule, compile_match, unmatched_message
 from bitplan.plan.find import find_plan
-from bitplan.rounder import Rounder
-from bitplan.sites import LOSS_PATH, FakeInputs, Operation, record
+from bitplan.rounder import Rounder, contains_weight
+from bitplan.sites import LOSS_PATH, FakeInputs, Operation, record, sites_of
 from bitplan.tables import RECORD, TABLE, ModuleTables, write
 
 log = logging.getLogger("bitplan")
@@ -55,7 +56,8 @@ class Attachment:
         self._modules: list[tuple[str, nn.Module]] = []
         self._tables: list[ModuleTables] = []
         self._hooks: list[Any] = []
-        self._seen: set[tuple[str, str]] = set()
+        #: Path and operation -> the roles that it has, of everything that ran or was listed.
+        self._seen: dict[tuple[str, str], set[str]] = {}
         self._checked = not plan.all_rules
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._warned = False
@@ -226,8 +228,19 @@ class Attachment:
 
     # --- what happens ---
 
-    def _note_site(self, module: nn.Module, op: str, index: int) -> None:
-        self._seen.add((state_of(module).path, f"{op}.{index}"))
+    def _note_site(self, scope: Scope, op: str, index: int, given: Any) -> None:
+        """Which roles the operation has, as :func:`bitplan.sites` would list them."""
+        path = state_of(scope.module).path
+        roles = {"activation"}
+        if contains_weight(given):
+            roles |= {"weight", "grad_weight"}
+        if op in PRODUCTS and (op != "einsum" or len(given[0]) == 3):
+            roles |= set(SLOTS)
+        if torch.is_grad_enabled():
+            roles.add("grad_activation")
+        for name in [f"{op}.{index}", scope.inside]:
+            if name is not None:
+                self._seen.setdefault((path, name), set()).update(roles)
 
     def _note_call(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Remember the shapes of the first batch: tables and costs are asked for later."""
@@ -239,21 +252,32 @@ class Attachment:
     def _make_room(self, module: nn.Module, action: Action, here: Here) -> None:
         """A row of the record for each place of an operation that is observed."""
         tables = next((tables for tables in self._tables if tables.path == state_of(module).path), None)
-        action.met.add(here.site)
         if tables is None or tables.module is not module:
             return  # a copy of the model leaves no traces
+        action.met.add(here.site)
         for place, place_action in action.places.items():
             if place_action.watched or place_action.uses_mean_range:
                 row = tables.record_row(f"{here.site}:{place}", self._device())
                 place_action.records[here.site] = row
-        here.record = module._buffers.get(RECORD)
 
     def check(self, operations: list[Operation]) -> None:
         """Raise where a rule has no effect on these operations; rules for the loss wait for :meth:`loss`."""
-        require_effect(self.plan, operations, waiting=lambda rule: compile_match(rule).matches_module(LOSS_PATH))
+        seen = {(operation.module, f"{operation.op}.{operation.index}") for operation in operations}
+        waiting: list[Rule] = []
+
+        def waits(rule: Rule) -> bool:
+            matches = compile_match(rule)
+            is_for_loss = matches.matches_module(LOSS_PATH) and not any(matches(*name) for name in seen)
+            waiting.extend([rule] if is_for_loss else [])
+            return is_for_loss
+
+        require_effect(self.plan, operations, waits)
         self._operations = operations
-        self._seen = {(operation.module, f"{operation.op}.{operation.index}") for operation in operations}
-        self._seen |= {(operation.module, operation.inside) for operation in operations if operation.inside}
+        inside = {operation.label: operation.inside for operation in operations}
+        for site in sites_of(operations):
+            for name in [site.op, inside[f"{site.module}/{site.op}"]]:
+                if name is not None:
+                    self._seen.setdefault((site.module, name), set()).add(site.role)
         by_path = dict(self._modules)
         for operation in operations:
             module = by_path.get(operation.module)
@@ -262,31 +286,34 @@ class Attachment:
             action = self._rounder.action_of(module, operation.op, operation.index, operation.inside)
             if action is not None:
                 self._make_room(module, action, Here(f"{operation.op}.{operation.index}", module))
-        waits = any(compile_match(rule).matches_module(LOSS_PATH) and rule.strict for rule in self.plan.all_rules)
-        self._checked = not waits or self._rules_have_matches(raising=False)
+        self._checked = not waiting
         if self._checked:
             self._rounder.on_site = self._rounder.on_first_call = None
 
     def _check_seen(self) -> None:
         """Raise where a rule matched nothing in what has run so far; does nothing before the first forward."""
         if not self._checked and self._seen:
-            self._checked = self._rules_have_matches(raising=True)
+            for index, rule in enumerate(self.plan.all_rules):
+                message = self._useless(rule, index)
+                if message is not None and rule.strict:
+                    raise PlanError(message)
+                if message is not None:
+                    warnings.warn(message, BitplanWarning, stacklevel=4)
+            self._checked = True
             self._rounder.on_site = None
 
-    def _rules_have_matches(self, raising: bool) -> bool:
-        for rule in self.plan.all_rules:
-            matches = compile_match(rule)
-            if any(matches(path, op) for path, op in self._seen):
-                continue
-            if not raising:
-                return False
-            message = unmatched_message(
-                rule, sorted({path for path, _ in self._seen}), sorted({op.split(".")[0] for _, op in self._seen})
-            )
-            if rule.strict:
-                raise PlanError(message)
-            warnings.warn(message, BitplanWarning, stacklevel=4)
-        return True
+    def _useless(self, rule: Rule, index: int) -> str | None:
+        """What is wrong with a rule that had no effect on anything that ran; None where it had one."""
+        matches = compile_match(rule)
+        meant = {name: roles for name, roles in self._seen.items() if matches(*name)}
+        if not meant:
+            operations = {op.split(".")[0] for _, op in self._seen}
+            return unmatched_message(rule, sorted({path for path, _ in self._seen}), sorted(operations))
+        roles = set().union(*meant.values())
+        for key, _ in rule.quantizers:
+            if not roles.intersection(KEYS[key]):
+                return lacking_message(rule, index, key, [op for _, op in meant], roles)
+        return None
 
     def loss(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`function` with its tensors brought in as sites of the module path ``loss``."""

@@ -104,8 +104,13 @@ def _useless(
     roles = {site.role for site in meant}
     for key, _ in rule.quantizers:
         if not roles.intersection(KEYS[key]):
-            names = ", ".join(dict.fromkeys(site.op.split(".")[0] for site in meant))
-            have = ", ".join(place for place in PLACES if place in roles)
-            place = rule.where or f"rules[{index}]"
-            return f"{place}: nothing under the rule has {key!r}; its operations ({names}) have {have}."
+            return lacking_message(rule, index, key, [site.op for site in meant], roles)
     return None
+
+
+def lacking_message(rule: Rule, index: int, key: str, operations: Sequence[str], roles: set[str]) -> str:
+    """Why a rule's quantizer has no effect: nothing that it matches has such a tensor."""
+    names = ", ".join(dict.fromkeys(op.split(".")[0] for op in operations))
+    have = ", ".join(place for place in PLACES if place in roles)
+    place = rule.where or f"rules[{index}]"
+    return f"{place}: nothing under the rule has {key!r}; its operations ({names}) have {have}."

@@ -94,6 +94,8 @@ class Scope(TorchFunctionMode):
         func = traceable(func)
         if op in REGIONS:
             return func(self.carried(args[0]), *args[1:], **named)
+        if op == "einsum" and len(args) == 2 and isinstance(args[1], (list, tuple)):
+            args = (args[0], *args[1])  # the operands as one list
         written_out = None if op is None else TRANSPARENT.get(op) or self.interceptor.written_out(self, op)
         if written_out is not None:
             inner = Scope(self.interceptor, self.module, self.counts)
@@ -181,7 +183,10 @@ class _Planned:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A pickle holds the plain model: its class can be found again, an exchanged one cannot."""
         plain = original_class(type(self))
-        own = {key: value for key, value in self.__dict__.items() if key != _STATE}
+        state: Any = plain.__getstate__(self)  # type: ignore[arg-type, no-untyped-call]
+        if not isinstance(state, dict):
+            return _rebuild, (plain,), state
+        own = {key: value for key, value in state.items() if key != _STATE}
         for kind, copied in (("_buffers", dict), ("_non_persistent_buffers_set", set)):
             kept = copied(own[kind])
             for name in [name for name in kept if name.startswith(_STATE)]:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from bitplan.errors import QuantizeError
+
 
 def attention(
     query: Tensor,
@@ -139,12 +141,14 @@ def _recurrent(
     batch_first: bool,
     cell: Cell,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    if not isinstance(num_layers, int) or isinstance(num_layers, bool):
+        raise QuantizeError("packed sequences cannot be opened up: pad them, or plan only what lies outside the layer.")
     if batch_first:
         x = x.transpose(0, 1)
     directions = 2 if bidirectional else 1
     per_direction = 4 if has_biases else 2
     if len(weights) != num_layers * directions * per_direction:
-        raise ValueError("recurrent layers with projections cannot be opened up")
+        raise QuantizeError("recurrent layers with projections cannot be opened up: plan only what lies outside them.")
     last: list[tuple[Tensor, ...]] = []
     for layer in range(num_layers):
         outputs = []

@@ -28,7 +28,8 @@ class Product:
         if self.op.startswith("conv"):
             return torch.convolution(x, w, bias, *self.settings)
         if self.op == "einsum":
-            return torch.einsum(self.settings[0], x, w)
+            left, right, out = self.settings
+            return torch.einsum(f"{left},{right}->{out}", x, w)
         y = torch.matmul(x, w)
         return y if bias is None else y + bias
 
@@ -38,8 +39,8 @@ class Product:
         if self.op.startswith("conv"):
             return self._convolution_backward(dy, x, w, (True, False))[0]
         if self.op == "einsum":
-            left, right, out = _einsum_terms(self.settings[0])
-            return torch.einsum(f"{out},{right}->{left}", dy, w)
+            left, right, out = self.settings
+            return _einsum_gradient(f"{out},{right}", left, dy, w, x)
         if w.dim() == 1:
             return (dy.unsqueeze(-1) * w).sum_to_size(x.shape)
         wide = torch.matmul(_row(dy, x), w.transpose(-1, -2))
@@ -51,8 +52,8 @@ class Product:
         if self.op.startswith("conv"):
             return self._convolution_backward(dy, x, w, (False, True))[1]
         if self.op == "einsum":
-            left, right, out = _einsum_terms(self.settings[0])
-            return torch.einsum(f"{left},{out}->{right}", x, dy)
+            left, right, out = self.settings
+            return _einsum_gradient(f"{left},{out}", right, x, dy, w)
         if w.dim() == 1:
             return torch.matmul(_row(x, x).transpose(-1, -2), _row(dy, x, 1)).squeeze(-1).sum_to_size(w.shape)
         rows = x if x.dim() > 1 else x.unsqueeze(0)
@@ -83,10 +84,34 @@ def _fit(grad: Tensor, like: Tensor) -> Tensor:
     return grad.sum_to_size(like.shape) if grad.shape != like.shape else grad
 
 
-def _einsum_terms(equation: str) -> tuple[str, str, str]:
-    inputs, out = equation.replace(" ", "").split("->")
+def _einsum_terms(equation: Any) -> tuple[str, str, str]:
+    if not isinstance(equation, str):
+        raise QuantizeError("slots of an einsum need its equation as a text: write it as 'ij,jk->ik'.")
+    inputs, arrow, out = equation.replace(" ", "").partition("->")
     left, right = inputs.split(",")
+    letters = (left + right).replace("...", "")
+    if not arrow:  # what torch takes it to mean: the letters that occur once, in their order
+        out = "..." * ("..." in inputs) + "".join(letter for letter in sorted(letters) if letters.count(letter) == 1)
+    for term in (left, right):
+        repeated = [letter for letter in term.replace("...", "") if term.count(letter) > 1]
+        if repeated:
+            raise QuantizeError(f"slots of an einsum that takes a diagonal ({term}) are not supported: take it first.")
     return left, right, out
+
+
+def _einsum_gradient(given: str, wanted: str, first: Tensor, second: Tensor, like: Tensor) -> Tensor:
+    """The gradient in the shape of `like`, constant along the letters that only its own term has."""
+    lonely = [axis for axis, letter in enumerate(wanted) if letter != "." and letter not in given]
+    grad = torch.einsum(
+        f"{given}->{''.join(letter for letter in wanted if letter == '.' or letter in given)}", first, second
+    )
+    if not lonely:
+        return _fit(grad, like)
+    if "..." in wanted:
+        raise QuantizeError("slots of an einsum that sums one operand beside an ellipsis are not supported.")
+    for axis in lonely:
+        grad = grad.unsqueeze(axis)
+    return grad.expand(like.shape)
 
 
 class SlotProduct(torch.autograd.Function):
@@ -116,8 +141,9 @@ class SlotProduct(torch.autograd.Function):
 
 def slot_product(x: Tensor, w: Tensor, bias: Tensor | None, product: Product, slots: Any) -> Tensor:
     """y = x w with the six slots rounded as `slots` says."""
-    y: Tensor = SlotProduct.apply(x, w, bias, product, slots)  # type: ignore[no-untyped-call]
-    return y
+    alone = product.op.startswith("conv") and x.dim() == w.dim() - 1  # an image without its batch
+    y: Tensor = SlotProduct.apply(x.unsqueeze(0) if alone else x, w, bias, product, slots)  # type: ignore[no-untyped-call]
+    return y.squeeze(0) if alone else y
 
 
 def product_of(op: str, args: Any, kwargs: dict[str, Any]) -> tuple[Product, Tensor | None]:
@@ -125,7 +151,7 @@ def product_of(op: str, args: Any, kwargs: dict[str, Any]) -> tuple[Product, Ten
     if op == "linear":
         return Product(op), _argument(args, kwargs, 2, "bias", None)
     if op == "einsum":
-        return Product(op, (args[0],)), None
+        return Product(op, _einsum_terms(args[0])), None
     if op in ("addmm", "baddbmm"):
         if _argument(args, kwargs, 3, "beta", 1) != 1 or _argument(args, kwargs, 4, "alpha", 1) != 1:
             raise QuantizeError(f"slots of {op} with alpha or beta other than 1 are not supported: use matmul and add.")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from bitplan.actions import Action, Here, Slots, rounded_both_ways, rounded_gradient
 from bitplan.decisions import ANY, inner_key
 from bitplan.errors import QuantizeError
+from bitplan.formats import FloatFormat, IntFormat
 from bitplan.intercept import Interceptor, Scope, state_of
 from bitplan.opened import OPENED
 from bitplan.ops import PRODUCTS, out_of_place, works_in_place
@@ -38,8 +39,8 @@ class Rounder(Interceptor):
         self.tags_weights = False
         #: Called eagerly when a module is entered, as long as it is wanted.
         self.on_first_call: Callable[[nn.Module, Any, dict[str, Any]], None] | None = None
-        #: Called eagerly for every operation, as long as it is wanted.
-        self.on_site: Callable[[nn.Module, str, int], None] | None = None
+        #: Called eagerly for every operation (and the tensors it is given), as long as it is wanted.
+        self.on_site: Callable[[Scope, str, int, Any], None] | None = None
         #: Called eagerly when an operation with an action is met in a place where it was not met before.
         self.on_new_site: Callable[[nn.Module, Action, Here], None] | None = None
 
@@ -48,23 +49,32 @@ class Rounder(Interceptor):
     ) -> Any:
         module = scope.module
         if self.on_site is not None and not torch.compiler.is_compiling():
-            self.on_site(module, op, index)
+            self.on_site(scope, op, index, (args, tuple(kwargs.values())))
         action = self.action_of(module, op, index, scope.inside)
         if action is None and not self.tags_gradients:
             return func(*args, **kwargs)
         here = Here(f"{op}.{index}", module)
+        is_product = op in PRODUCTS and (op != "einsum" or len(args) == 3)
+        has_slots = is_product and action is not None and action.has_slots
+        target = None
+        if has_slots or self.tags_gradients or (action is not None and action.rounds_output(here.training)):
+            target, func, kwargs = _returning(func, args, kwargs)
         if self.tags_gradients:
             args = _map(lambda tensor: self._from_consumer(tensor, here), args)
+            kwargs = {key: _map(lambda t: self._from_consumer(t, here), value) for key, value in kwargs.items()}
         if action is None:
-            return func(*args, **kwargs)
+            return _written(target, func(*args, **kwargs))
         if not torch.compiler.is_compiling() and self.on_new_site is not None and here.site not in action.met:
             self.on_new_site(module, action, here)
-        if op in PRODUCTS and action.has_slots:
-            return self._product(module, action, here, func, args, kwargs)
-        if op in PRODUCTS and args and isinstance(args[0], Tensor):
-            _require_room_under_autocast(action, args[0])
+        if is_product:
+            _require_room_under_autocast(action, args)
+        if has_slots:
+            return _written(target, self._product(module, action, here, func, args, kwargs))
         args, kwargs = self._rounded_weights(module, action, here, args, kwargs)
-        return self._call(action, here, func, args, kwargs)
+        result = func(*args, **kwargs)
+        if action.rounds_output(here.training):
+            result = _map(lambda tensor: self._rounded_output(action, here, tensor, args), result)
+        return _written(target, result)
 
     def on_call(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if self.on_first_call is not None and not torch.compiler.is_compiling():
@@ -74,11 +84,13 @@ class Rounder(Interceptor):
         result = func(*args, **kwargs)
         if not args or not isinstance(args[0], Tensor):
             return result
-        if self.tags_gradients and isinstance(result, Tensor):
+        if self.tags_gradients:
             gradient = getattr(args[0], _GRAD_TAG, None)
             if gradient is not None:
-                setattr(result, _GRAD_TAG, gradient)
-        if self.tags_weights and (isinstance(args[0], nn.Parameter) or hasattr(args[0], _WEIGHT_TAG)):
+                for view in result if isinstance(result, (tuple, list)) else [result]:
+                    if isinstance(view, Tensor):
+                        setattr(view, _GRAD_TAG, gradient)
+        if self.tags_weights and contains_weight(args[0]):
             _tag_views(result, func, args, kwargs)
         return result
 
@@ -100,22 +112,6 @@ class Rounder(Interceptor):
 
     # --- outputs ---
 
-    def _call(self, action: Action, here: Here, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run `func` and round what it returns; an in-place function ends with the rounded values in its tensor."""
-        if not (action.applies("activation", here.training) or "grad_activation" in action.places):
-            return func(*args, **kwargs)
-        target: Tensor | None = kwargs.get("out")
-        if target is not None:
-            kwargs = {key: value for key, value in kwargs.items() if key != "out"}
-        elif works_in_place(func):
-            target, func = args[0], out_of_place(func)
-        elif kwargs.get("inplace"):
-            target, kwargs = args[0], {**kwargs, "inplace": False}
-        result = func(*args, **kwargs)
-        if target is None:
-            return _map(lambda tensor: self._rounded_output(action, here, tensor, args), result)
-        return target.copy_(self._rounded_output(action, here, result, ()))
-
     def _rounded_output(self, action: Action, here: Here, tensor: Tensor, inputs: Any) -> Tensor:
         if not tensor.is_floating_point() or any(tensor is given for given in inputs):
             return tensor  # dropout in evaluation, say, returns what it was given
@@ -123,15 +119,16 @@ class Rounder(Interceptor):
         gradient = action.places.get("grad_activation") if torch.is_grad_enabled() and tensor.requires_grad else None
         if action.at_consumer and gradient is not None:
             tensor = rounded_both_ways(tensor, value, None, here)
-            setattr(tensor, _GRAD_TAG, gradient)
+            setattr(tensor, _GRAD_TAG, (gradient, here))
             return tensor
         return rounded_both_ways(tensor, value, gradient, here)
 
     def _from_consumer(self, tensor: Tensor, here: Here) -> Tensor:
-        gradient = getattr(tensor, _GRAD_TAG, None)
-        if gradient is None or not torch.is_grad_enabled():
+        tag = getattr(tensor, _GRAD_TAG, None)
+        if tag is None or not (torch.is_grad_enabled() and tensor.requires_grad):
             return tensor
-        return rounded_gradient(tensor, gradient, here)
+        gradient, producer = tag  # whose tables hold what rounding needs
+        return rounded_gradient(tensor, gradient, producer.towards(here))
 
     # --- weights ---
 
@@ -171,7 +168,6 @@ class Rounder(Interceptor):
         args, kwargs = self._rounded_weights(module, action, here, args, kwargs)
         x = args[x_at] if len(args) > x_at else kwargs[x_name]
         w = args[w_at] if len(args) > w_at else kwargs[w_name]
-        _require_room_under_autocast(action, x)
         if action.slots_apart:
             product, bias = product_of(op, args, kwargs)
             result = slot_product(x, w, bias, product, Slots(action, here, key))
@@ -213,6 +209,13 @@ def _tag_views(result: Any, func: Callable[..., Any], args: Any, kwargs: dict[st
                 setattr(tensor, _WEIGHT_TAG, WeightView(args[0], func, args[1:], kwargs, position))
 
 
+def contains_weight(value: Any) -> bool:
+    """Whether a parameter, or a view of one, is among the values."""
+    if isinstance(value, (list, tuple)):
+        return any(map(contains_weight, value))
+    return isinstance(value, nn.Parameter) or getattr(value, _WEIGHT_TAG, None) is not None
+
+
 def weight_key(module: nn.Module, weight: Tensor) -> Tensor | None:
     """The key that all uses of a parameter share; None for one that belongs to no module beneath this one."""
     for owner in (module, *module.modules()):
@@ -222,6 +225,40 @@ def weight_key(module: nn.Module, weight: Tensor) -> Tensor | None:
                 table = owner._buffers.get(TABLE)
                 return None if table is None else table[1 + position]
     return None
+
+
+#: In-place functions that fill a tensor with random numbers, and have no twin that returns a new one.
+_FILLERS = ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
+
+
+def _returning(
+    func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, Callable[..., Any], dict[str, Any]]:
+    """What `func` would write into (None where nothing), and a call that returns the same values instead."""
+    if kwargs.get("out") is not None:
+        return kwargs["out"], func, {key: value for key, value in kwargs.items() if key != "out"}
+    if kwargs.get("inplace"):
+        return args[0], func, {**kwargs, "inplace": False}
+    if not works_in_place(func):
+        return None, func, kwargs
+    if getattr(func, "__name__", "") in _FILLERS:
+        return args[0], lambda tensor, *rest, **named: func(tensor.clone(), *rest, **named), kwargs
+    return args[0], out_of_place(func), kwargs
+
+
+def _written(target: Any, result: Any) -> Any:
+    """`result` itself, or where it was to be written into a tensor, that tensor."""
+    if target is None:
+        return result
+    if isinstance(target, (tuple, list)):
+        return type(result)([_written(*pair) for pair in zip(target, result, strict=True)])
+    if target.shape != result.shape:
+        target.resize_(result.shape)
+    target.copy_(result)
+    tag = getattr(result, _GRAD_TAG, None)
+    if tag is not None or hasattr(target, _GRAD_TAG):
+        setattr(target, _GRAD_TAG, tag)
+    return target
 
 
 def _map(change: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -245,16 +282,20 @@ def _replaced(args: Any, kwargs: dict[str, Any], *places: tuple[int, str, Tensor
     return positional, named
 
 
-def _require_room_under_autocast(action: Action, x: Tensor) -> None:
+def _require_room_under_autocast(action: Action, args: Any) -> None:
     """Autocast would round a finer operand again, to its own type: that is an error, not a surprise."""
-    kind = x.device.type
+    kind = next((value.device.type for value in args if isinstance(value, Tensor)), "cpu")
     if not torch.is_autocast_enabled(kind):
         return
     dtype = torch.get_autocast_dtype(kind)
     for place in ("weight", *SLOTS):
         if place in action.places:
             target = action.places[place].spec.target
-            if target.kind == "float" and target.epsilon < torch.finfo(dtype).eps:
+            if isinstance(target, IntFormat):
+                is_finer = target.max > 2.0 / torch.finfo(dtype).eps
+            else:
+                is_finer = isinstance(target, FloatFormat) and target.epsilon < torch.finfo(dtype).eps
+            if is_finer:
                 raise QuantizeError(
                     f"autocast computes {action.op} in {dtype}, which is coarser than {target.name} in {place}: "
                     f"choose a coarser format, or leave autocast."
