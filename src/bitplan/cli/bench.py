@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 from rich import box
 from rich.table import Table
 
+from bitplan.bench.attach import OWN_PLANS, Mode, bench_attach
 from bitplan.bench.formats import DEFAULT_FORMATS, Row, bench_formats
 from bitplan.cli.output import JsonOption, Output, command_output, json_text, write_file
 from bitplan.errors import BitplanError
@@ -20,11 +22,6 @@ group = typer.Typer(help="Measure bitplan and every installed peer in one run.",
 
 def register(app: typer.Typer) -> None:
     app.add_typer(group, name="bench")
-
-
-@group.callback()
-def _group() -> None:
-    """Keeps ``bench`` a group while it has one command."""
 
 
 @group.command("formats")
@@ -44,15 +41,75 @@ def formats(
     """Time rounding to float formats: nearest and stochastic, eager and compiled, against a plain copy."""
     with command_output(as_json) as output:
         chosen = tuple(format_of(name).name for name in names or DEFAULT_FORMATS)
-        if device.startswith("cuda") and not torch.cuda.is_available():
-            raise BitplanError("this machine has no CUDA device: run with --device cpu.")
+        _require_device(device)
         document = bench_formats(chosen, device, elements, samples, peers, on_row=lambda row: _progress(output, row))
-        output.document(document)
-        if not as_json:
-            _print(output, document)
-        if output_file is not None:
-            write_file(output_file, json_text(document) + "\n")
-            output.note(f"wrote {output_file}")
+        _finish(output, document, output_file, as_json, _print_formats)
+
+
+@group.command("attach")
+def attach(
+    model: Annotated[str, typer.Option(help="A built-in model, or file.py:make (which is run).")] = "resnet20",
+    plans: Annotated[
+        list[str] | None, typer.Option("--plan", "-p", help="unscaled, tensor-scaled, a preset or a file; repeatable.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
+    modes: Annotated[list[str] | None, typer.Option("--mode", help="eager or compiled; repeat for both.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples a step, if not the model's own number.")] = None,
+    autocast: Annotated[bool | None, typer.Option(help="BF16 autocast (by default on a GPU only).")] = None,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each variant; the best one counts.")] = 8,
+    as_json: JsonOption = False,
+    output_file: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Also write the JSON document here.")
+    ] = None,
+) -> None:
+    """Time training steps with every tensor rounded against the same model without a plan."""
+    with command_output(as_json) as output:
+        _require_device(device)
+        chosen: list[Mode] = []
+        for mode in modes or ("eager", "compiled"):
+            if mode not in ("eager", "compiled"):
+                raise BitplanError(f"a model runs eager or compiled, not {mode!r}: give one of these as --mode.")
+            chosen.append("eager" if mode == "eager" else "compiled")
+        document = bench_attach(
+            *(model, plans or OWN_PLANS, device, chosen, batch, autocast, turns),
+            on_row=lambda row: output.note(f"{row.mode}, {row.variant}: {row.milliseconds:.2f} ms, {row.ratio:.3f}x"),
+        )
+        _finish(output, document, output_file, as_json, _print_attach)
+
+
+def _print_attach(output: Output, document: dict[str, Any]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("mode", "plan"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("ms a step", "times no plan", "first step, s", "target"):
+        table.add_column(heading, justify="right")
+    for row in document["rows"]:
+        verdict = "" if row["target"] is None else f"{row['target']:g} {'reached' if row['reached'] else 'MISSED'}"
+        table.add_row(
+            *(row["mode"], row["variant"]),
+            *(f"{row['milliseconds']:.2f}", f"{row['ratio']:.3f}", f"{row['first_seconds']:.1f}", verdict),
+        )
+    output.console.print(table)
+
+
+def _require_device(device: str) -> None:
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise BitplanError("this machine has no CUDA device: run with --device cpu.")
+
+
+def _finish(
+    output: Output,
+    document: dict[str, Any],
+    output_file: Path | None,
+    as_json: bool,
+    show: Callable[[Output, dict[str, Any]], None],
+) -> None:
+    output.document(document)
+    if not as_json:
+        show(output, document)
+    if output_file is not None:
+        write_file(output_file, json_text(document) + "\n")
+        output.note(f"wrote {output_file}")
 
 
 def _progress(output: Output, row: Row) -> None:
@@ -67,7 +124,7 @@ def _verdict(row: dict[str, Any]) -> str:
     return f"{row['target']:g} {'reached' if row['reached'] else 'MISSED'}"
 
 
-def _print(output: Output, document: dict[str, Any]) -> None:
+def _print_formats(output: Output, document: dict[str, Any]) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("who", "format", "rounding", "mode"):
         table.add_column(heading, no_wrap=True)

@@ -1,0 +1,200 @@
+"""``bitplan bench attach``: what a plan at work costs in time, against the same model without one.
+
+All variants of a mode are made first and then take turns, a few steps each, so that a machine that grows hot or busy
+does so for all of them; of each the best turn counts. A step is forward, loss, backward and SGD with momentum.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bitplan.attach import attach
+from bitplan.bench.machine import describe_machine
+from bitplan.plan import Plan
+from bitplan.plan.find import find_plan
+from bitplan.sites import call_arguments, call_loss, split_batch
+from bitplan.targets import Target, load_target
+
+Mode = Literal["eager", "compiled"]
+
+PLAIN, EMPTY = "no plan", "empty plan"
+#: The plans that come with the benchmark.
+OWN_PLANS = ("unscaled", "tensor-scaled")
+
+#: (device, mode, variant) -> at most so many times the step without a plan. The GPU's are set for ResNet-50 under
+#: BF16 autocast, the CPU's for ResNet-20 at batch 128.
+TARGETS: dict[tuple[str, Mode, str], float] = {
+    ("cuda", "compiled", "unscaled"): 1.05,
+    ("cuda", "eager", "unscaled"): 2.0,
+    ("cpu", "compiled", "unscaled"): 1.5,
+    ("cpu", "compiled", "tensor-scaled"): 1.9,
+    ("cuda", "compiled", EMPTY): 1.02,
+    ("cuda", "eager", EMPTY): 1.02,
+    ("cpu", "compiled", EMPTY): 1.02,
+    ("cpu", "eager", EMPTY): 1.02,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant in one mode."""
+
+    mode: Mode
+    variant: str
+    milliseconds: float
+    #: Of the step without a plan.
+    ratio: float
+    #: Seconds of the first step, compilation included.
+    first_seconds: float
+    target: float | None
+    reached: bool | None
+
+
+def own_plan(name: str) -> Plan:
+    """One of :data:`OWN_PLANS`, or whatever plan the name stands for."""
+    if name not in OWN_PLANS:
+        return find_plan(name)
+    text = files("bitplan.bench").joinpath("plans", f"{name}.yaml").read_text(encoding="utf-8")
+    return Plan.from_yaml(text, f"{name}.yaml")
+
+
+class Contender:
+    """A copy of the model with its optimizer, trained on one batch under one plan."""
+
+    def __init__(self, target: Target, plan: Plan | None, mode: Mode, autocast: bool, whole_graph: bool) -> None:
+        self.model = copy.deepcopy(target.model)
+        inputs, self.expected = split_batch(target.batch, target.loss)
+        self.arguments = call_arguments(inputs)
+        self.loss = target.loss
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
+        self.run = None if plan is None else attach(self.model, plan, example=inputs)
+        self.forward = torch.compile(self.model, fullgraph=whole_graph) if mode == "compiled" else self.model
+        self.device = next(self.model.parameters()).device
+        self.autocast = autocast
+
+    def step(self) -> None:
+        with torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext():
+            output = self.forward(*self.arguments[0], **self.arguments[1])
+            error: Tensor = output.float().square().mean() if self.loss is None else self._loss(output)
+        error.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.run is not None:
+            self.run.step()
+
+    def _loss(self, output: Any) -> Tensor:
+        assert self.loss is not None
+        found: Tensor = call_loss(self.loss, output, self.expected)
+        return found
+
+    def seconds_per_step(self, steps: int) -> float:
+        """Wall time of so many steps, divided by their number."""
+        self._wait()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        self._wait()
+        return (time.perf_counter() - begin) / steps
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def bench_attach(
+    model: str = "resnet20",
+    plans: Sequence[str] = OWN_PLANS,
+    device: str = "cpu",
+    modes: Sequence[Mode] = ("eager", "compiled"),
+    batch: int | None = None,
+    autocast: bool | None = None,
+    turns: int = 8,
+    seed: int = 0,
+    on_row: Callable[[Row], None] = lambda row: None,
+) -> dict[str, Any]:
+    """Measure everything; a document with machine, versions, settings and one entry a row.
+
+    :param model: a target, see :func:`bitplan.targets.load_target`.
+    :param autocast: BF16 autocast; on a GPU if not said otherwise.
+    """
+    torch.manual_seed(seed)
+    where = torch.device(device)
+    target = _on_device(load_target(model), where, batch)
+    uses_autocast = where.type == "cuda" if autocast is None else autocast
+    variants: dict[str, Plan | None] = {PLAIN: None, EMPTY: Plan(), **{name: own_plan(name) for name in plans}}
+    rows: list[Row] = []
+    for mode in modes:
+        torch.compiler.reset()
+        contenders: dict[str, Contender] = {}
+        first: dict[str, float] = {}
+        for name, plan in variants.items():
+            contenders[name] = Contender(target, plan, mode, uses_autocast, whole_graph=True)
+            first[name] = contenders[name].seconds_per_step(1)
+        best = _best_turns(contenders, turns)
+        for name in variants:
+            limit = TARGETS.get((where.type, mode, name))
+            ratio = best[name] / best[PLAIN]
+            reached = None if limit is None else ratio <= limit
+            rows.append(Row(mode, name, best[name] * 1e3, ratio, first[name], limit, reached))
+            on_row(rows[-1])
+    return {
+        "benchmark": "attach",
+        "machine": describe_machine(where),
+        "threads": torch.get_num_threads(),
+        "device": device,
+        "model": model,
+        "batch": batch_size(target.batch),
+        "autocast": "bfloat16" if uses_autocast else None,
+        "seed": seed,
+        "plans": {name: plan.to_dict() for name, plan in variants.items() if plan is not None and plan.rules},
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def _best_turns(contenders: dict[str, Contender], turns: int) -> dict[str, float]:
+    for contender in contenders.values():
+        contender.seconds_per_step(2)
+    steps = max(1, min(20, int(0.5 / max(contenders[PLAIN].seconds_per_step(1), 1e-4))))
+    best = dict.fromkeys(contenders, float("inf"))
+    for _ in range(turns):
+        for name, contender in contenders.items():
+            best[name] = min(best[name], contender.seconds_per_step(steps))
+    return best
+
+
+def _on_device(target: Target, device: torch.device, batch: int | None) -> Target:
+    layout = torch.channels_last if device.type == "cuda" else torch.preserve_format
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            fitted = value if batch is None else _of_size(value, batch)
+            return fitted.to(device, memory_format=layout if value.dim() == 4 else torch.preserve_format)
+        if isinstance(value, (tuple, list)):
+            return type(value)(moved(item) for item in value)
+        return value
+
+    model = target.model.to(device)
+    if any(parameter.dim() == 4 for parameter in model.parameters()):
+        model = model.to(memory_format=layout)  # type: ignore[call-overload]
+    return Target(model, moved(target.batch), target.loss)
+
+
+def _of_size(value: Tensor, batch: int) -> Tensor:
+    """The first `batch` samples, repeated where there are fewer."""
+    repeats = -(-batch // value.shape[0])
+    return value.repeat(repeats, *[1] * (value.dim() - 1))[:batch]
+
+
+def batch_size(batch: Any) -> int:
+    while isinstance(batch, (tuple, list)):
+        batch = batch[0]
+    return int(batch.shape[0])
