@@ -201,6 +201,13 @@ def test_what_cannot_be_counted_is_not_priced() -> None:
         cost(nn.Bilinear(3, 4, 5), NOTHING, (torch.randn(2, 3), torch.randn(2, 4)))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_products_that_cannot_be_seen_are_not_priced() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), torch.jit.trace(linear()[0], linear()[1]))
+    with pytest.raises(CostError, match="1 is scripted, so that its products cannot be seen"):
+        cost(model, NOTHING, linear()[1])
+
+
 # --- bytes ---
 
 

@@ -123,6 +123,19 @@ def test_frozen_weights_have_no_gradient_to_round() -> None:
         explained({"match": "head", "grad_weight": "bf16"}, model=model)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_rule_that_covers_a_scripted_module_raises_unless_it_keeps_it() -> None:
+    scripted = torch.jit.trace(nn.Linear(6, 6), IMAGES)
+    model = nn.Sequential(nn.ReLU(), scripted)
+    rule = {"match": "*", "activation": "bf16"}
+    with pytest.raises(
+        PlanError, match=r"^1 is scripted, so that its operations cannot be seen, and the rule .* covers"
+    ):
+        explained(rule, model=model)
+    found = explained(rule, {"match": "1", "keep": True}, model=model)
+    assert [name for name, each in found.items() if each.quantizer] == ["0/relu.0:activation"]
+
+
 def test_a_plan_that_is_right_warns_of_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", BitplanWarning)

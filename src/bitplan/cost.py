@@ -41,6 +41,7 @@ from bitplan.plan import ROLES, Decision, Plan
 from bitplan.plan.find import find_plan
 from bitplan.plan.spec import QuantizerSpec
 from bitplan.sites import Operation, Site, record, sites_of
+from bitplan.unseen import unseen_modules
 
 #: What a plan is compared with: name -> bits of every value.
 BASELINES = {"fp32": 32, "bf16": 16}
@@ -202,6 +203,10 @@ def cost(model: nn.Module, plan: Plan | str, batch: Any, loss: Callable[..., Ten
     (5000, True)
     """
     found = find_plan(plan)
+    for path in unseen_modules(model):
+        raise CostError(
+            f"{path or 'the model'} is scripted, so that its products cannot be seen: price it before that."
+        )
     return step_cost(record(model, batch, loss, opens=partial(is_opened, found)), found.decide)
 
 

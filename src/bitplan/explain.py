@@ -21,6 +21,7 @@ from bitplan.plan import KEYS, PLACES, Choice, Plan, Rule, compile_match, unmatc
 from bitplan.plan.find import find_plan
 from bitplan.plan.spec import QuantizerSpec
 from bitplan.sites import Operation, Site, record, sites_of
+from bitplan.unseen import unseen_modules
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,10 @@ def explain(
     Fused operations that the plan wants opened are listed by what is inside them.
     """
     found = find_plan(plan)
+    require_seen(found, model)
     operations = record(model, batch, loss, opens=partial(is_opened, found))
-    require_effect(found, operations)
+    unseen = unseen_modules(model)
+    require_effect(found, operations, waiting=lambda rule: any(map(compile_match(rule).matches_module, unseen)))
     return explained(found, operations)
 
 
@@ -63,6 +66,18 @@ def _explained(plan: Plan, site: Site, inside: str | None) -> Explanation:
     choice: Choice = decision_for(plan.decide, site.module, site.op, inside)[site.role]
     where = "" if choice.rule is None else plan.all_rules[choice.rule].where
     return Explanation(site, choice.quantizer, choice.rule, where)
+
+
+def require_seen(plan: Plan, model: nn.Module) -> None:
+    """Raise where a rule covers a scripted module, inside which nothing can be rounded."""
+    for path in unseen_modules(model):
+        speaking = [rule for rule in plan.all_rules if compile_match(rule).matches_module(path)]
+        if speaking and not speaking[-1].keep:
+            raise PlanError(
+                f"{path or 'the model'} is scripted, so that its operations cannot be seen, and the rule that matches "
+                f"{', '.join(speaking[-1].match)} covers it: use the plan before scripting, or add "
+                f"{{match: {path!r}, keep: true}} as the last rule."
+            )
 
 
 def require_effect(

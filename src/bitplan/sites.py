@@ -28,6 +28,7 @@ from bitplan.intercept import Interceptor, ModuleState, Scope, followed, state_o
 from bitplan.opened import OPENED
 from bitplan.ops import FUSED, PRODUCTS
 from bitplan.plan import SLOTS
+from bitplan.unseen import looking_away
 from bitplan.watch import ProductWatch
 
 #: The path of a loss function's tensors.
@@ -260,7 +261,7 @@ def record(
     else:
         inputs, target = split_batch(tree_map(fake, batch), loss)
         arguments = call_arguments(inputs)
-    with _told_of_missing_values(), faker.mode, followed(model, recorder):
+    with _told_of_missing_values(), looking_away(model), faker.mode, followed(model, recorder):
         output = torch.func.functional_call(model, {**fakes, **buffers}, *arguments)
         if loss is not None:
             holder = nn.Module()

@@ -16,6 +16,9 @@ print("said by the file")
 def make():
     return nn.Sequential(nn.Linear(6, 3), nn.ReLU()), torch.randn(4, 6), lambda y: y.sum()
 
+def scripted():
+    return nn.Sequential(nn.ReLU(), torch.jit.trace(nn.Linear(6, 3), torch.randn(4, 6))), torch.randn(4, 6), None
+
 def broken():
     return nn.Linear(6, 3), torch.randn(4, 5), None
 """
@@ -64,6 +67,14 @@ def test_the_table_leaves_slots_out_unless_they_are_asked_for(bitplan: Bitplan, 
 def test_a_large_built_in_model_is_listed_without_being_made(bitplan: Bitplan) -> None:
     listed = bitplan("sites", "gpt2-small", "--json").json
     assert sum(site["bytes"] for site in listed if site["role"] == "weight") == 124_439_808 * 4
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripted_modules_are_named_as_unseen(bitplan: Bitplan, own: str) -> None:
+    ran = bitplan("sites", own.replace(":make", ":scripted"), "--json")
+    assert ran.code == 0
+    assert "bitplan: 1 is scripted: nothing inside it is seen.\n" in ran.err
+    assert {site["module"] for site in ran.json} == {"0"}
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from bitplan.plan import ROLES
 from bitplan.sites import Site
 from bitplan.sites import sites as sites_of_model
 from bitplan.targets import load_target, running
+from bitplan.unseen import unseen_modules
 
 
 def register(app: typer.Typer) -> None:
@@ -36,6 +37,8 @@ def sites(
         chosen = load_target(target, shapes_only=True)
         with running(target):
             found = sites_of_model(chosen.model, chosen.batch, chosen.loss)
+        for path in unseen_modules(chosen.model):
+            output.note(f"{path or 'the model'} is scripted: nothing inside it is seen.")
         output.document([site_record(site) for site in found])
         if not as_json:
             _print([site for site in found if slots or site.role in ROLES], output)

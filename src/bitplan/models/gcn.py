@@ -19,7 +19,9 @@ def normalised_adjacency(edges: Tensor, nodes: int) -> Tensor:
     ones = torch.ones(places.shape[1], device=edges.device)
     weight = torch.zeros(nodes, device=edges.device).index_add(0, places[0], ones).rsqrt()
     values = weight[places[0]] * weight[places[1]]
-    return torch.sparse_coo_tensor(places, values, (nodes, nodes), is_coalesced=True, check_invariants=True)
+    # Asked for, because torch warns where nothing is said about it.
+    with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
+        return torch.sparse_coo_tensor(places, values, (nodes, nodes), is_coalesced=True)
 
 
 class GCN(nn.Module):
