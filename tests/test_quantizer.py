@@ -1,4 +1,4 @@
-"""What :func:`bitplan.quantize` promises about any tensor: its type, layout and gradient, and one sentence otherwise."""
+"""What :func:`bitplan.quantize` promises about any tensor: type, layout and gradient, and one sentence otherwise."""
 
 from __future__ import annotations
 

@@ -41,6 +41,8 @@ def key_of(seed: int, step: int, site: int = 0) -> tuple[int, int]:
 def bits_of_key(like: Tensor, low: Counter, high: Counter) -> Tensor:
     """:func:`random_bits` for a ready key: mixing one inside a graph costs seconds of compilation."""
     count = like.numel()
+    if isinstance(low, int) and isinstance(high, int) and like.device.type == "cpu" and torch.compiler.is_compiling():
+        low, high = _from_memory(low, high, like.device)
     if count <= _ELEMENTS_PER_KEY:
         index = torch.arange(count, dtype=torch.int32, device=like.device)
     else:  # beyond int32 the wrapped index meets another key
@@ -49,6 +51,17 @@ def bits_of_key(like: Tensor, low: Counter, high: Counter) -> Tensor:
         high = high ^ _mix_tensor((whole >> 31).to(torch.int32))
     index = _in_layout_of(index.view(like.shape), like)
     return _hash(index, low, high)
+
+
+def _from_memory(low: int, high: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A fixed key as two numbers the C++ compiler cannot see.
+
+    Inductor's scalar loops multiply signed integers, whose overflow C++ leaves undefined: knowing the key, GCC infers
+    that the product always overflows and drops the result. A view of another width makes Inductor write the key down.
+    """
+    both = [torch.full((), number, dtype=torch.int32, device=device) for number in (low, high)]
+    first, second = torch.stack(both).view(torch.int64).view(torch.int32)
+    return first, second
 
 
 def _hash(index: Tensor, low: Counter, high: Counter | Tensor) -> Tensor:

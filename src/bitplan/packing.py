@@ -201,7 +201,8 @@ def _decode(codes: Tensor, target: FloatFormat | IntFormat, dtype: torch.dtype) 
             values = torch.where(magnitude == _infinity_code(target), math.inf, values)
             first_nan = _infinity_code(target) + 1
         values = torch.where(magnitude >= first_nan, math.nan, values)
-    return torch.where(codes >> (target.bits - 1) > 0, -values, values).to(dtype)
+    # Triton's unary minus is 0 - x and makes no negative zero.
+    return torch.where(codes >> (target.bits - 1) > 0, values * -1.0, values).to(dtype)
 
 
 def _infinity_code(target: FloatFormat) -> int:
