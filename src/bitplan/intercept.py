@@ -13,6 +13,7 @@ code object for equal blocks. A new scope for each call, not one that is told wh
 from __future__ import annotations
 
 import copy
+import copyreg
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -185,18 +186,14 @@ class _Planned:
         plain = original_class(type(self))
         state: Any = plain.__getstate__(self)  # type: ignore[arg-type, no-untyped-call]
         if not isinstance(state, dict):
-            return _rebuild, (plain,), state
+            return copyreg._reconstructor, (plain, object, None), state  # type: ignore[attr-defined]
         own = {key: value for key, value in state.items() if key != _STATE}
         for kind, copied in (("_buffers", dict), ("_non_persistent_buffers_set", set)):
             kept = copied(own[kind])
             for name in [name for name in kept if name.startswith(_STATE)]:
                 kept.pop(name) if isinstance(kept, dict) else kept.remove(name)
             own[kind] = kept
-        return _rebuild, (plain,), own
-
-
-def _rebuild(plain: type[nn.Module]) -> nn.Module:
-    return plain.__new__(plain)
+        return copyreg._reconstructor, (plain, object, None), own  # type: ignore[attr-defined]
 
 
 _EXCHANGED: dict[type[nn.Module], type[nn.Module]] = {}
