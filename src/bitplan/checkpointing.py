@@ -35,7 +35,7 @@ class _PlannedReentrant(_Reentrant):
     def apply(cls, function: Callable[..., Any], *args: Any) -> Any:
         scope = innermost_scope()
         return _Reentrant.apply(  # type: ignore[no-untyped-call]
-            function if scope is None else scope.carried(function), *args
+            function if scope is None else scope.carried(function, args[1:]), *args
         )
 
 

@@ -17,6 +17,7 @@ import copyreg
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -61,6 +62,14 @@ class Interceptor:
 
     def on_call(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """A module is about to be called."""
+
+    def known_of(self, given: Any) -> dict[int, Any]:
+        """What is known of some arguments, by their position, beyond their values."""
+        return {}
+
+    def recognised(self, args: Any, known: dict[int, Any]) -> Any:
+        """`args`, which are detached copies of others, with what was known of those."""
+        return args
 
     def on_view(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Functions that make no values of their own."""
@@ -117,9 +126,13 @@ class Scope(TorchFunctionMode):
         counts[op] = counts.get(op, -1) + 1
         return counts[op]
 
-    def carried(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` to be called in this scope, now and when it is recomputed after the scope was left."""
-        if isinstance(function, nn.Module) and is_planned(function):
+    def carried(self, function: Callable[..., Any], given: Any = ()) -> Callable[..., Any]:
+        """`function` to be called in this scope, now and when it is recomputed after the scope was left.
+
+        :param given: its arguments, where it will be recomputed on detached copies of them.
+        """
+        known = self.interceptor.known_of(given)
+        if isinstance(function, nn.Module) and is_planned(function) and not known:
             return function  # it has a scope of its own
         interceptor, module, counts, inside = self.interceptor, self.module, self.counts, self.inside
         before = dict(counts) if isinstance(counts, dict) else counts
@@ -129,6 +142,8 @@ class Scope(TorchFunctionMode):
             nonlocal first
             again = Scope(interceptor, module, dict(before) if isinstance(before, dict) else before)
             again.inside = inside
+            if known:
+                args = interceptor.recognised(args, known)
             with again:
                 result = function(*args, **kwargs)
             if isinstance(counts, dict) and isinstance(again.counts, dict) and first:
@@ -202,7 +217,12 @@ _EXCHANGED: dict[type[nn.Module], type[nn.Module]] = {}
 def planned_class(plain: type[nn.Module]) -> type[nn.Module]:
     """The subclass that enters the mode; one for each class, so that equal blocks share compiled code."""
     if plain not in _EXCHANGED:
-        _EXCHANGED[plain] = type(plain.__name__, (_Planned, plain), {"__module__": plain.__module__})
+        # Code of its own, though the same: torch.compile counts recompilations by the code object.
+        forward = FunctionType(
+            _Planned.forward.__code__.replace(), globals(), "forward", None, _Planned.forward.__closure__
+        )
+        own = {"__module__": plain.__module__, "forward": forward}
+        _EXCHANGED[plain] = type(plain.__name__, (_Planned, plain), own)
     return _EXCHANGED[plain]
 
 

@@ -94,6 +94,24 @@ class Rounder(Interceptor):
             _tag_views(result, func, args, kwargs)
         return result
 
+    def known_of(self, given: Any) -> dict[int, Any]:
+        known: dict[int, Any] = {}
+        for position, tensor in enumerate(given):
+            tags = {tag: getattr(tensor, tag) for tag in (_GRAD_TAG, _WEIGHT_TAG) if hasattr(tensor, tag)}
+            if isinstance(tensor, nn.Parameter) or tags:
+                known[position] = tensor if isinstance(tensor, nn.Parameter) else tags
+        return known
+
+    def recognised(self, args: Any, known: dict[int, Any]) -> Any:
+        recognised = list(args)
+        for position, what in known.items():
+            if isinstance(what, nn.Parameter):
+                recognised[position] = what  # its gradient goes straight to it
+                continue
+            for tag, value in what.items():
+                setattr(recognised[position], tag, value)
+        return recognised
+
     @staticmethod
     def action_of(module: nn.Module, op: str, index: int, inside: str | None = None) -> Action | None:
         """What happens to the operation of that number, which may lie inside an opened one."""
@@ -117,9 +135,10 @@ class Rounder(Interceptor):
             return tensor  # dropout in evaluation, say, returns what it was given
         value = action.places["activation"] if action.applies("activation", here.training) else None
         gradient = action.places.get("grad_activation") if torch.is_grad_enabled() and tensor.requires_grad else None
-        if action.at_consumer and gradient is not None:
+        if action.at_consumer and "grad_activation" in action.places:
             tensor = rounded_both_ways(tensor, value, None, here)
-            setattr(tensor, _GRAD_TAG, (gradient, here))
+            # Also without a gradient: a checkpointed region runs so at first, and its result has one later.
+            setattr(tensor, _GRAD_TAG, (action.places["grad_activation"], here))
             return tensor
         return rounded_both_ways(tensor, value, gradient, here)
 
