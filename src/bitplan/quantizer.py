@@ -104,7 +104,12 @@ class Quantizer:
         self, x: Tensor, bits: Tensor | None, row: Tensor | None = None, span: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
         """:meth:`quantize` with the random bits at hand, without checks and without a gradient."""
-        return self.decode(self.encode(x, bits, row, span), x) if x.numel() else x.clone()
+        if not x.numel():
+            return x.clone()
+        rounded = self.decode(self.encode(x, bits, row, span), x)
+        # torch 2.11 compiles a function of autograd whose result was changed in place to one without a gradient;
+        # a copy, which Inductor makes no copy of, has not been changed.
+        return rounded.clone() if torch.compiler.is_compiling() else rounded
 
     def check(self, x: Tensor) -> None:
         """Raise one sentence where this quantizer cannot serve `x`."""
@@ -178,9 +183,7 @@ class Quantizer:
         elif not scales:
             values = elements
         elif self._is_affine:
-            scale, low = scales
-            # In float64 the product is exact, so a compiler that fuses it with the addition changes nothing.
-            values = (elements.double() * scale.double() + low.double()).to(elements.dtype)
+            values = _steps_above(elements, *scales)
         else:
             values = elements * scales[0]
         blocks = self.blocks(like)
@@ -251,6 +254,18 @@ def _round_element(
     if isinstance(target, IntFormat):
         return round_int(t, target, rounding, bits) + 0.0  # an integer has no negative zero
     return round_float(t, target, rounding, overflow or target.default_overflow, bits)
+
+
+def _steps_above(steps: Tensor, scale: Tensor, low: Tensor) -> Tensor:
+    """steps * scale + low, rounded after each operation.
+
+    Triton fuses the product with the addition, which changes nothing where the product is exact: in float64 for float32
+    numbers; for float64 ones in two halves, each few enough bits for a count of up to 16.
+    """
+    if steps.dtype == torch.float32:
+        return (steps.double() * scale.double() + low.double()).float()
+    upper = (scale.view(torch.int64) & -(1 << 27)).view(torch.float64)
+    return (steps * upper + steps * (scale - upper)) + low
 
 
 def _floor_log2(value: float) -> int:
