@@ -159,6 +159,9 @@ def divide(a: Tensor, b: float | Tensor) -> Tensor:
 
     Dividing in float64 and rounding to float32 rounds twice, which is harmless: 53 >= 2 * 24 + 2 bits (Figueroa 1995).
     """
+    if a.dtype == torch.float64 and a.is_cuda and torch.compiler.is_compiling() and not isinstance(b, Tensor):
+        # Inductor multiplies with the reciprocal of a divisor it knows; in float32 the detour below forgives that.
+        b = (a.view(torch.int64) & 0 | FLOAT64.bits_of(b)).view(torch.float64)
     divisor = b if isinstance(b, Tensor) else torch.full_like(a, b)
     if a.dtype == torch.float32 and a.is_cuda and torch.compiler.is_compiling():
         return (a.double() / divisor.double()).float()
