@@ -26,7 +26,7 @@ from bitplan.cost import Cost, step_cost
 from bitplan.decisions import Decider
 from bitplan.errors import BitplanWarning, PlanError
 from bitplan.explain import Explanation, explained, lacking_message, require_effect
-from bitplan.intercept import ModuleState, Scope, install, is_planned, state_of, uninstall
+from bitplan.intercept import ModuleState, Scope, install, is_planned, state_of, uninstall, without_wrappers
 from bitplan.names import format as format_of
 from bitplan.noise import key_of
 from bitplan.observe import Statistics, fold, statistics
@@ -74,7 +74,7 @@ class Attachment:
         for path, module in self.model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 self._refuse_unseen(path)
-        canonical = {id(tensor): name for name, tensor in self.model.named_parameters()}
+        canonical = {id(tensor): without_wrappers(name) for name, tensor in self.model.named_parameters()}
         self._parameter_names = canonical
         self._modules = install(self.model, self._rounder)
         checkpointing.exchange()

@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from bitplan.opened import TRANSPARENT
@@ -100,6 +103,8 @@ class Scope(TorchFunctionMode):
         named = kwargs or {}
         if not self.interceptor.enabled or not _has_float_tensor(args, named):
             return func(*args, **named)  # factories among them, which other modes may want to see
+        if not torch.compiler.is_compiling() and _is_called_by_compiled_code():
+            return func(*args, **named)  # which was planned when it was traced
         op = name_of(func)
         func = traceable(func)
         if op in REGIONS:
@@ -152,6 +157,25 @@ class Scope(TorchFunctionMode):
             return result
 
         return in_scope
+
+
+#: Python between an operation's caller and the mode.
+_IN_BETWEEN = frozenset(
+    f"torch.{name}" for name in ("_ops", "overrides", "nn.functional", "functional", "_tensor", "fx.interpreter")
+)
+
+
+def _is_called_by_compiled_code() -> bool:
+    """Whether a graph is running: a single compiled block inside a model whose own scope is open.
+
+    Inductor calls matrix products as torch functions, and other backends all operations.
+    """
+    frame = sys._getframe(2)
+    while frame.f_globals.get("__name__") in _IN_BETWEEN and frame.f_back is not None:
+        frame = frame.f_back
+    if "extern_kernels" in frame.f_globals or frame.f_globals.get("__name__", "").startswith("torch._functorch"):
+        return True
+    return frame.f_code.co_filename.startswith("<eval_with_key>") and not is_planned(frame.f_locals.get("self"))
 
 
 _traced_counts: list[dict[str, int]] = []
@@ -231,16 +255,45 @@ def original_class(planned: type) -> type[nn.Module]:
     return plain
 
 
+@cache
+def _let_compiled_code_show_all() -> None:
+    """torch.compile shows modes only what torch lists as overridable, and that list has gaps: hardswish is one.
+
+    A function that is added here is shown to modes, and is no different where there is none.
+    """
+    from torch._dynamo.variables.torch import get_overridable_functions
+
+    listed = get_overridable_functions()
+    homes: dict[Any, tuple[str, ...]] = {
+        F: ("hardsigmoid", "hardswish", "sigmoid", "tanh", "upsample", "upsample_bilinear", "upsample_nearest"),
+        torch.sparse: ("addmm", "log_softmax", "mm", "sampled_addmm", "softmax", "sum"),
+        torch: (),
+    }
+    for home, names in homes.items():
+        in_place = [name for name in dir(home) if name.endswith("_") and not name.startswith("_")]
+        listed.update(getattr(home, name) for name in (*names, *in_place) if callable(getattr(home, name, None)))
+
+
 def install(model: nn.Module, interceptor: Interceptor) -> list[tuple[str, nn.Module]]:
     """Exchange the classes of all modules that can be followed; those (path and module) are returned."""
+    _let_compiled_code_show_all()
     followed: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            continue
-        module.__dict__[_STATE] = ModuleState(interceptor, path)
+        if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules:
+            continue  # cannot be seen, or is torch.compile's wrapper around one that follows
+        module.__dict__[_STATE] = ModuleState(interceptor, without_wrappers(path))
         module.__class__ = planned_class(type(module))
-        followed.append((path, module))
+        followed.append((without_wrappers(path), module))
     return followed
+
+
+def without_wrappers(path: str) -> str:
+    """The path as it would be if torch.compile had wrapped none of the modules.
+
+    >>> without_wrappers("blocks.0._orig_mod.fc")
+    'blocks.0.fc'
+    """
+    return ".".join(part for part in path.split(".") if part != "_orig_mod")
 
 
 def uninstall(followed: Iterable[tuple[str, nn.Module]]) -> None:
@@ -250,7 +303,7 @@ def uninstall(followed: Iterable[tuple[str, nn.Module]]) -> None:
         del module.__dict__[_STATE]
 
 
-def is_planned(module: nn.Module) -> bool:
+def is_planned(module: object) -> bool:
     return isinstance(module, _Planned)
 
 
@@ -261,14 +314,15 @@ def state_of(module: nn.Module) -> ModuleState:
 
 @contextmanager
 def followed(model: nn.Module, interceptor: Interceptor) -> Iterator[None]:
-    """`model` under `interceptor` for a while; a plan that is attached to it rests meanwhile."""
+    """`model` under `interceptor` for a while, uncompiled; a plan that is attached to it rests meanwhile."""
     resting = [state_of(module) for module in model.modules() if is_planned(module)]
     planned = [state.interceptor for state in resting]
     for state in resting:
         state.interceptor = interceptor
     installed = [] if resting else install(model, interceptor)
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         uninstall(installed)
         for state, own in zip(resting, planned, strict=True):

@@ -1,0 +1,48 @@
+"""One of two processes that train a model with a plan together; a module of its own, because spawn imports it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import bitplan
+
+NOISY = {"format": "e3m2", "rounding": "stochastic"}
+RULE: dict[str, Any] = {"match": "*", "weight": NOISY, "activation": "e4m3", "grad_activation": NOISY}
+STEPS = 2
+
+
+def make() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), torch.randn(2, STEPS, 5, 6)
+
+
+def train(model: nn.Module, run: bitplan.Attachment, batches: Tensor) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    for batch in batches:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        run.step()
+
+
+def work(rank: int, store: str, before: bool, results: Any) -> None:
+    """:param before: whether the plan is attached before the model is wrapped."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    plan = bitplan.Plan.from_dict({"version": 1, "rules": [RULE]})
+    model, batches = make()
+    try:
+        if before:
+            run = bitplan.attach(model, plan)
+            wrapped = DistributedDataParallel(model)
+        else:
+            wrapped = DistributedDataParallel(model)
+            run = bitplan.attach(wrapped, plan)
+        train(wrapped, run, batches[rank])
+        results.put((rank, [parameter.detach().numpy() for parameter in model.parameters()]))
+    finally:
+        dist.destroy_process_group()
