@@ -18,7 +18,14 @@ from bitplan.live import LiveFormat
 from bitplan.names import format as format_of
 from bitplan.noise import Counter, random_bits
 from bitplan.reference import ROUNDINGS, Rounding
-from bitplan.rounding import carrier_for, round_float, round_float_by_row, round_int, round_to_whole
+from bitplan.rounding import (
+    carrier_for,
+    round_by_torch,
+    round_float,
+    round_float_by_row,
+    round_int,
+    round_to_whole,
+)
 from bitplan.scaling import (
     Blocks,
     Granularity,
@@ -106,6 +113,10 @@ class Quantizer:
         """:meth:`quantize` with the random bits at hand, without checks and without a gradient."""
         if not x.numel():
             return x.clone()
+        if self.scaling is None and isinstance(self.format, FloatFormat):
+            by_torch = round_by_torch(x, self.format, self.rounding, self.overflow or self.format.default_overflow)
+            if by_torch is not None:
+                return _in_layout_of(x, by_torch)
         rounded = self.decode(self.encode(x, bits, row, span), x)
         # torch 2.11 compiles a function of autograd whose result was changed in place to one without a gradient;
         # a copy, which Inductor makes no copy of, has not been changed.
@@ -189,12 +200,7 @@ class Quantizer:
         blocks = self.blocks(like)
         if blocks is not None:
             values = blocks.join(values, like.shape)
-        values = values.to(like.dtype)
-        if values.stride() != like.stride():
-            # empty_like of a meta tensor would not keep the strides of axes of length one.
-            own = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=values.device)
-            values = (own if like.is_meta else torch.empty_like(like)).copy_(values)
-        return values
+        return _in_layout_of(like, values.to(like.dtype))
 
     def blocks(self, x: Tensor) -> Blocks | None:
         """How `x` is cut, where this quantizer cuts at all."""
@@ -254,6 +260,14 @@ def _round_element(
     if isinstance(target, IntFormat):
         return round_int(t, target, rounding, bits) + 0.0  # an integer has no negative zero
     return round_float(t, target, rounding, overflow or target.default_overflow, bits)
+
+
+def _in_layout_of(like: Tensor, values: Tensor) -> Tensor:
+    if values.stride() == like.stride():
+        return values
+    # empty_like of a meta tensor would not keep the strides of axes of length one.
+    own = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=values.device)
+    return (own if like.is_meta else torch.empty_like(like)).copy_(values)
 
 
 def _steps_above(steps: Tensor, scale: Tensor, low: Tensor) -> Tensor:
