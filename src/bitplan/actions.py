@@ -18,22 +18,26 @@ from bitplan.errors import QuantizeError
 from bitplan.live import LiveFormat
 from bitplan.noise import bits_of_key, key_of
 from bitplan.observe import mean_range, observe_range, observe_rounding
-from bitplan.ops import constant_when_traced
 from bitplan.plan import OPERANDS, SLOTS, Decision
 from bitplan.plan.spec import QuantizerSpec
+from bitplan.products import Product, slot_product
 from bitplan.quantizer import Quantizer, straight_through
 from bitplan.tables import RECORD, TABLE
+from bitplan.tracing import is_traced, taken_whole
 
 
 class Here:
     """Where and when something is rounded: one operation in one call of a module."""
+
+    #: The row of the record, where tracing has looked it up already.
+    seen: int | None = None
 
     def __init__(self, site: str, module: nn.Module) -> None:
         #: The operation and its number in the module: ``conv2d.0``.
         self.site = site
         #: What tells its random bits from those of others in the module.
         self.salt = site
-        self.module = module
+        self.module: nn.Module | None = module
         self.training = module.training
         self.table = module._buffers.get(TABLE)
         self._record = module._buffers.get(RECORD)
@@ -43,10 +47,11 @@ class Here:
     @property
     def record(self) -> Tensor | None:
         """Looked up late: eagerly it may have grown between the forward pass and the backward pass."""
-        return self._record if torch.compiler.is_compiling() else self.module._buffers.get(RECORD)
+        return self._record if self.module is None or is_traced() else self.module._buffers.get(RECORD)
 
     def towards(self, consumer: Here) -> Here:
         """This place for what comes back from one of its consumers, with random bits of its own."""
+        assert self.module is not None
         back = Here(self.site, self.module)
         back.salt = f"{self.site}>{consumer.site}"
         return back
@@ -67,7 +72,17 @@ class PlaceAction:
         #: Site -> row of the module's record, for what is observed.
         self.records: dict[str, int] = {}
         self.watched = False
+        #: Among all that were ever made; equal ones in equal blocks share one, and with it compiled code.
+        self.number = -1
         self._resolved: dict[int, Quantizer] = {dims: resolve(spec, place, op, dims, live) for dims in range(7)}
+
+    def settle(self) -> None:
+        """Nothing will change any more but the records: take a number."""
+        key = (self.spec, self.place, self.op, self.live is not None, self.row, self.watched)
+        if key not in _numbers:
+            _numbers[key] = len(_settled)
+            _settled.append(self)
+        self.number = _numbers[key]
 
     @property
     def uses_mean_range(self) -> bool:
@@ -93,11 +108,7 @@ class PlaceAction:
             if self.live_kind == "int":
                 row = row.view(torch.float32)
         record = here.record
-        seen = self.records.get(here.site) if record is not None else None
-        if seen is None and here.observing and (self.watched or self.uses_mean_range) and torch.compiler.is_compiling():
-            raise QuantizeError(
-                f"compiled code cannot make room for what is observed at {here.site}: give attach() an example= batch."
-            )
+        seen = here.seen if here.module is None else self.seen_at(here)
         if record is None or (seen is not None and seen >= len(record)):
             seen = None  # a copy of the model that was made before the site was met
         if seen is not None and record is not None and self.uses_mean_range and not here.training:
@@ -110,8 +121,20 @@ class PlaceAction:
                 observe_rounding(record[seen], x, rounded, quantizer.reach(row))
         return rounded
 
+    def seen_at(self, here: Here) -> int | None:
+        """The row of the record for what is observed there."""
+        seen = self.records.get(here.site) if here.record is not None else None
+        if seen is None and here.observing and (self.watched or self.uses_mean_range) and torch.compiler.is_compiling():
+            raise QuantizeError(
+                f"compiled code cannot make room for what is observed at {here.site}: give attach() an example= batch."
+            )
+        return seen
 
-@constant_when_traced
+
+_numbers: dict[Any, int] = {}
+_settled: list[PlaceAction] = []
+
+
 def _salt(site: str) -> tuple[int, int]:
     """What tells one site of a module from another, mixed into the module's key."""
     return key_of(zlib.crc32(site.encode()), 0)
@@ -155,16 +178,15 @@ class Action:
 class Slots:
     """The rounding of the six slots of one product, as :class:`SlotProduct` asks for it."""
 
-    def __init__(self, action: Action, here: Here, weight_key: Tensor | None) -> None:
-        self.action = action
-        self.here = here
+    def __init__(self, chosen: dict[str, tuple[PlaceAction, Here]], weight_key: Tensor | None) -> None:
+        self.chosen = chosen
         self.weight_key = weight_key
 
     def round(self, slot: str, tensor: Tensor) -> Tensor:
-        if not self.action.applies(slot, self.here.training):
+        if slot not in self.chosen:
             return tensor
-        key = self.weight_key if slot.endswith(".w") else None
-        return self.action.places[slot].round(tensor.detach(), self.here, key)
+        action, here = self.chosen[slot]
+        return action.round(tensor.detach(), here, self.weight_key if slot.endswith(".w") else None)
 
 
 class RoundedGradient(torch.autograd.Function):
@@ -185,29 +207,148 @@ class RoundedBothWays(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, forward: PlaceAction, backward: PlaceAction, here: Here, weight_key: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        forward: PlaceAction,
+        backward: PlaceAction,
+        here: Here,
+        back: Here,
+        weight_key: Tensor | None,
     ) -> Tensor:
-        ctx.action, ctx.here = backward, here
+        ctx.action, ctx.here = backward, back
         return forward.round(x.detach(), here, weight_key)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.action.round(grads[0], ctx.here), None, None, None, None
+        return ctx.action.round(grads[0], ctx.here), None, None, None, None, None
+
+
+# --- compiled -----------------------------------------------------------------------------------------------
+#
+# torch.compile would follow every Python step of rounding, for every tensor of a model: minutes for a ResNet-50. So it
+# is given single functions of tensors and plain constants, which run as they are when the graph below is made.
+
+Ticket = tuple[int, int]
+_NOTHING: Ticket = (-1, -1)
+
+
+def _ticket(action: PlaceAction | None, here: Here) -> Ticket:
+    """What stands for an action in a graph: its number, and the row of its record (-1 where there is none)."""
+    if action is None:
+        return _NOTHING
+    seen = action.seen_at(here)
+    return action.number, -1 if seen is None else seen
+
+
+def _action(ticket: Ticket) -> PlaceAction | None:
+    return None if ticket[0] < 0 else _settled[ticket[0]]
+
+
+def _there(here: Circumstances, ticket: Ticket, table: Tensor | None, record: Tensor | None) -> Here:
+    there = Here.__new__(Here)
+    there.module = None
+    there.site, there.salt, there.training, there.observing = here
+    there.table, there._record = table, record
+    there.seen = None if ticket[1] < 0 else ticket[1]
+    return there
+
+
+Circumstances = tuple[str, str, bool, bool]
+
+
+def _circumstances(here: Here) -> Circumstances:
+    return here.site, here.salt, here.training, here.observing
+
+
+@taken_whole
+def _both_ways_in_graph(
+    x: Tensor,
+    forward: Ticket,
+    backward: Ticket,
+    here: Circumstances,
+    table: Tensor | None,
+    record: Tensor | None,
+    weight_key: Tensor | None,
+) -> Tensor:
+    there, back = (_there(here, ticket, table, record) for ticket in (forward, backward))
+    return _both_ways(x, _action(forward), _action(backward), there, back, weight_key)
+
+
+@taken_whole
+def _slot_product_in_graph(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    op: str,
+    settings: tuple[Any, ...],
+    tickets: tuple[Ticket, ...],
+    here: Circumstances,
+    table: Tensor | None,
+    record: Tensor | None,
+    weight_key: Tensor | None,
+) -> Tensor:
+    chosen: dict[str, tuple[PlaceAction, Here]] = {}
+    for slot, ticket in zip(SLOTS, tickets, strict=True):
+        action = _action(ticket)
+        if action is not None:
+            chosen[slot] = action, _there(here, ticket, table, record)
+    return slot_product(x, w, bias, Product(op, settings), Slots(chosen, weight_key))
+
+
+# --- what the rounder asks for --------------------------------------------------------------------------------
+
+
+def rounded(x: Tensor, action: PlaceAction, here: Here, weight_key: Tensor | None = None) -> Tensor:
+    """`x` rounded; the gradient passes straight through."""
+    return rounded_both_ways(x, action, None, here, weight_key)
 
 
 def rounded_gradient(x: Tensor, action: PlaceAction, here: Here) -> Tensor:
     """`x`, whose gradient is rounded on its way back."""
-    passed: Tensor = RoundedGradient.apply(x, action, here)  # type: ignore[no-untyped-call]
-    return passed
+    return rounded_both_ways(x, None, action, here)
 
 
 def rounded_both_ways(
     x: Tensor, forward: PlaceAction | None, backward: PlaceAction | None, here: Here, weight_key: Tensor | None = None
 ) -> Tensor:
     """`x` rounded, its gradient rounded, or both."""
+    if forward is None and backward is None:
+        return x
+    if not torch.compiler.is_compiling():
+        return _both_ways(x, forward, backward, here, here, weight_key)
+    return _both_ways_in_graph(
+        *(x, _ticket(forward, here), _ticket(backward, here), _circumstances(here)),
+        *(here.table, here.record, weight_key),
+    )
+
+
+def rounded_product(
+    x: Tensor, w: Tensor, bias: Tensor | None, product: Product, action: Action, here: Here, weight_key: Tensor | None
+) -> Tensor:
+    """y = x w with the six slots rounded as the action says."""
+    applied = {slot: action.places[slot] for slot in SLOTS if action.applies(slot, here.training)}
+    if not torch.compiler.is_compiling():
+        slots = Slots({slot: (place, here) for slot, place in applied.items()}, weight_key)
+        return slot_product(x, w, bias, product, slots)
+    tickets = tuple(_ticket(applied.get(slot), here) for slot in SLOTS)
+    return _slot_product_in_graph(
+        *(x, w, bias, product.op, product.settings, tickets, _circumstances(here)),
+        *(here.table, here.record, weight_key),
+    )
+
+
+def _both_ways(
+    x: Tensor,
+    forward: PlaceAction | None,
+    backward: PlaceAction | None,
+    here: Here,
+    back: Here,
+    weight_key: Tensor | None,
+) -> Tensor:
     if backward is None:
         return x if forward is None else forward.round(x, here, weight_key)
     if forward is None:
-        return rounded_gradient(x, backward, here)
-    passed: Tensor = RoundedBothWays.apply(x, forward, backward, here, weight_key)  # type: ignore[no-untyped-call]
+        passed: Tensor = RoundedGradient.apply(x, backward, back)  # type: ignore[no-untyped-call]
+    else:
+        passed = RoundedBothWays.apply(x, forward, backward, here, back, weight_key)  # type: ignore[no-untyped-call]
     return passed

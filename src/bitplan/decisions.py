@@ -97,6 +97,7 @@ class Decider:
                 place_action.row = tables.format_row(
                     choice.rule, place, place_action.live, place_action.spec, choice.name
                 )
+            place_action.settle()
         return action
 
     def _live_format(self, decision: Decision) -> Callable[[str], LiveFormat | None]:

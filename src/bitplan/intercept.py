@@ -28,7 +28,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from bitplan.opened import TRANSPARENT
-from bitplan.ops import REGIONS, constant_when_traced, name_of, traceable
+from bitplan.ops import REGIONS, name_of, traceable
+from bitplan.tracing import constant_when_traced
 
 _STATE = "_bitplan"
 

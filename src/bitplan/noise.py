@@ -18,6 +18,8 @@ import math
 import torch
 from torch import Tensor
 
+from bitplan.tracing import is_traced
+
 #: A number that is fixed, or a 0-d integer tensor that may change without a recompilation.
 Counter = int | Tensor
 
@@ -41,7 +43,7 @@ def key_of(seed: int, step: int, site: int = 0) -> tuple[int, int]:
 def bits_of_key(like: Tensor, low: Counter, high: Counter) -> Tensor:
     """:func:`random_bits` for a ready key: mixing one inside a graph costs seconds of compilation."""
     count = like.numel()
-    if isinstance(low, int) and isinstance(high, int) and like.device.type == "cpu" and torch.compiler.is_compiling():
+    if isinstance(low, int) and isinstance(high, int) and like.device.type == "cpu" and is_traced():
         low, high = _from_memory(low, high, like.device)
     if count <= _ELEMENTS_PER_KEY:
         index = torch.arange(count, dtype=torch.int32, device=like.device)
@@ -96,7 +98,7 @@ def _key(seed: Counter, step: Counter, site: Counter, device: torch.device) -> t
     for counter in (seed, step, site):
         low = _mix(low, _word(counter, device))
         high = _mix(high, low)
-    if isinstance(low, Tensor) and isinstance(high, Tensor) and torch.compiler.is_compiling():
+    if isinstance(low, Tensor) and isinstance(high, Tensor) and is_traced():
         # Inductor would mix the key anew for every element; a view of another width makes it write the key down.
         low, high = torch.stack((low, high)).view(torch.int64).view(torch.int32)
     return low, high
@@ -109,7 +111,7 @@ def _mix(state: Counter, word: Counter) -> Counter:
 
 def _word(counter: Counter, device: torch.device) -> Counter:
     """The counter folded to 32 bits, as a signed number: itself where it fits."""
-    if not isinstance(counter, Tensor) and torch.compiler.is_compiling() and _is_symbol(counter):
+    if not isinstance(counter, Tensor) and is_traced() and _is_symbol(counter):
         # As a symbol it would be carried through the whole mixing as one formula; see the view below.
         low, high = torch.full((1,), counter, dtype=torch.int64, device=device).view(torch.int32)
         folded: Tensor = low + high * _FOLD
@@ -139,7 +141,7 @@ def _shifted(bits: Tensor, by: int) -> Tensor:
 
 
 def _in_layout_of(index: Tensor, like: Tensor) -> Tensor:
-    if like.is_contiguous() or torch.compiler.is_compiling():
+    if like.is_contiguous() or is_traced():
         return index
     return torch.empty_like(like, dtype=torch.int32).copy_(index)
 

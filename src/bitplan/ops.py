@@ -8,18 +8,11 @@ or None for what makes no tensor of its own: views, casts, copies, queries, and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def constant_when_traced(function: F) -> F:
-    """Under torch.compile call `function` while tracing and keep its result as a constant."""
-    constant: F = torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
-    return constant
-
+from bitplan.tracing import constant_when_traced
 
 #: Views, and copies that change no value.
 _NO_NEW_VALUES = frozenset(

@@ -20,6 +20,7 @@ from bitplan.noise import Counter
 from bitplan.quantizer import Encoded, Quantizer, make_quantizer
 from bitplan.reference import Rounding
 from bitplan.scaling import Granularity, Range, Scaling, carrier_of
+from bitplan.tracing import is_traced
 
 #: The widest code that can be packed.
 MAX_PACKED_BITS = 16
@@ -148,7 +149,7 @@ def _require_codes(quantizer: Quantizer, element: FloatFormat | IntFormat, x: Te
     # With a scale, NaN makes the scale NaN and so survives; without one it needs a code of its own. A compiled
     # graph cannot look: there it becomes zero.
     has_code = isinstance(quantizer.format, BlockFormat) or quantizer.scaling is not None or element.has_nan_code
-    if not has_code and not torch.compiler.is_compiling() and bool(x.isnan().any()):
+    if not has_code and not is_traced() and bool(x.isnan().any()):
         raise QuantizeError(f"the tensor holds NaN and {element.name} has no code for it: pack it with a scale.")
 
 
@@ -176,7 +177,7 @@ def encode(elements: Tensor, target: FloatFormat | IntFormat) -> Tensor:
 
 def decode(codes: Tensor, target: FloatFormat | IntFormat, dtype: torch.dtype) -> Tensor:
     """The numbers that codes of `target` stand for; eager, by a table of all of them."""
-    if torch.compiler.is_compiling():
+    if is_traced():
         return _decode(codes.to(torch.int32), target, dtype)
     table = _decode(torch.arange(1 << target.bits, dtype=torch.int32, device=codes.device), target, dtype)
     return table[codes.to(torch.int32)]

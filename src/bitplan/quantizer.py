@@ -41,6 +41,7 @@ from bitplan.scaling import (
     shared_exponent,
     step_scale,
 )
+from bitplan.tracing import is_traced
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -120,7 +121,7 @@ class Quantizer:
         rounded = self.decode(self.encode(x, bits, row, span), x)
         # torch 2.11 compiles a function of autograd whose result was changed in place to one without a gradient;
         # a copy, which Inductor makes no copy of, has not been changed.
-        return rounded.clone() if torch.compiler.is_compiling() else rounded
+        return rounded.clone() if is_traced() else rounded
 
     def check(self, x: Tensor) -> None:
         """Raise one sentence where this quantizer cannot serve `x`."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.actions import Action, Here, Slots, rounded_both_ways, rounded_gradient
+from bitplan.actions import Action, Here, rounded, rounded_both_ways, rounded_gradient, rounded_product
 from bitplan.decisions import ANY, inner_key
 from bitplan.errors import QuantizeError
 from bitplan.formats import FloatFormat, IntFormat
@@ -20,7 +20,7 @@ from bitplan.intercept import Interceptor, Scope, state_of
 from bitplan.opened import OPENED
 from bitplan.ops import PRODUCTS, out_of_place, works_in_place
 from bitplan.plan import SLOTS
-from bitplan.products import product_of, slot_product
+from bitplan.products import product_of
 from bitplan.tables import TABLE
 
 #: The attribute by which a tensor tells its consumers how to round the gradients they send back.
@@ -189,12 +189,12 @@ class Rounder(Interceptor):
         w = args[w_at] if len(args) > w_at else kwargs[w_name]
         if action.slots_apart:
             product, bias = product_of(op, args, kwargs)
-            result = slot_product(x, w, bias, product, Slots(action, here, key))
+            result = rounded_product(x, w, bias, product, action, here, key)
         else:
             if "x" in action.shared and action.applies("fprop.x", here.training):
-                x = action.places["fprop.x"].round(x, here)
+                x = rounded(x, action.places["fprop.x"], here)
             if "w" in action.shared and action.applies("fprop.w", here.training):
-                w = action.places["fprop.w"].round(w, here, key)
+                w = rounded(w, action.places["fprop.w"], here, key)
             args, kwargs = _replaced(args, kwargs, (x_at, x_name, x), (w_at, w_name, w))
             result = func(*args, **kwargs)
             if "dy" in action.shared and torch.is_grad_enabled() and result.requires_grad:

@@ -31,6 +31,7 @@ from bitplan.errors import FormatError
 from bitplan.formats import FloatFormat, IntFormat, Overflow
 from bitplan.noise import unit_interval
 from bitplan.reference import Rounding
+from bitplan.tracing import is_traced
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def round_to_whole(t: Tensor, rounding: Rounding, bits: Tensor | None = None) ->
     if rounding == "nearest-away":  # a tie that went down to an even number goes up after all
         whole += (magnitude - whole).ge_(0.5)
         return whole.copysign_(t)
-    whole -= whole.gt(magnitude).to(t.dtype) if torch.compiler.is_compiling() else whole.clone().gt_(magnitude)
+    whole -= whole.gt(magnitude).to(t.dtype) if is_traced() else whole.clone().gt_(magnitude)
     if rounding == "stochastic":
         assert bits is not None
         whole += (magnitude - whole).gt_(unit_interval(bits, t.dtype))
@@ -158,7 +159,7 @@ def round_by_torch(x: Tensor, target: FloatFormat, rounding: Rounding, overflow:
 
     Eager only: compiled, Inductor drops a cast to a 16-bit type and back (seen with torch 2.11 and 2.13).
     """
-    if rounding != "nearest" or x.dtype == torch.float64 or torch.compiler.is_compiling():
+    if rounding != "nearest" or x.dtype == torch.float64 or is_traced():
         return None
     if overflow == "special" and target in _TORCH_DTYPES:
         return x.to(_TORCH_DTYPES[target], copy=True).to(x.dtype)
@@ -343,7 +344,7 @@ def _bit_addition(x: Tensor, row: FloatRow, carrier: Carrier, rounding: Rounding
 
 def _masked(source: Tensor, mask: int, spent: Tensor) -> Tensor:
     """``source & mask``, eager in a buffer no longer needed; Dynamo takes no `out` that is not contiguous."""
-    return source & mask if torch.compiler.is_compiling() else torch.bitwise_and(source, mask, out=spent)
+    return source & mask if is_traced() else torch.bitwise_and(source, mask, out=spent)
 
 
 def _increment(magnitude: Tensor, row: FloatRow, rounding: Rounding) -> Tensor:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from bitplan.errors import QuantizeError, nearest_names
 from bitplan.rounding import FLOAT32, FLOAT64, Carrier
+from bitplan.tracing import is_traced
 
 Granularity = Literal["tensor", "channel", "vector", "block"]
 Range = Literal["amax", "minmax"]
@@ -87,7 +88,7 @@ class Blocks:
     def join(self, blocks: Tensor, shape: torch.Size) -> Tensor:
         """The inverse of :meth:`split` for a tensor of that shape."""
         flat = blocks.reshape(*blocks.shape[:-2], blocks.shape[-2] * self.size)
-        if torch.compiler.is_compiling() and not blocks.is_cuda:
+        if is_traced() and not blocks.is_cuda:
             # Inductor's C++ loops skip the ragged rest where they read blocks flattened and cut off in one go (torch
             # 2.11 and 2.13, CppScheduling.try_loop_split); for as_strided it writes the blocks down first.
             flat = flat.as_strided(flat.shape, flat.stride())
@@ -159,11 +160,11 @@ def divide(a: Tensor, b: float | Tensor) -> Tensor:
 
     Dividing in float64 and rounding to float32 rounds twice, which is harmless: 53 >= 2 * 24 + 2 bits (Figueroa 1995).
     """
-    if a.dtype == torch.float64 and a.is_cuda and torch.compiler.is_compiling() and not isinstance(b, Tensor):
+    if a.dtype == torch.float64 and a.is_cuda and is_traced() and not isinstance(b, Tensor):
         # Inductor multiplies with the reciprocal of a divisor it knows; in float32 the detour below forgives that.
         b = (a.view(torch.int64) & 0 | FLOAT64.bits_of(b)).view(torch.float64)
     divisor = b if isinstance(b, Tensor) else torch.full_like(a, b)
-    if a.dtype == torch.float32 and a.is_cuda and torch.compiler.is_compiling():
+    if a.dtype == torch.float32 and a.is_cuda and is_traced():
         return (a.double() / divisor.double()).float()
     return a / divisor
 
