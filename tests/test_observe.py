@@ -142,6 +142,36 @@ def test_statistics_are_off_unless_asked_for() -> None:
             run.stats()
 
 
+def test_of_several_weights_or_results_the_largest_is_observed() -> None:
+    model, recurrent = nn.Linear(6, 8), nn.LSTM(6, 4)
+    nn.init.constant_(model.bias, 1e-9)
+    rule = {"match": "*", "weight": "e2m1", "grad_weight": "e2m1"}
+    with attached(model, rule, stats=True) as run:
+        (model(X) * X[0, 0]).sum().backward()
+        run.step()
+        seen = run.stats()
+    assert_close(seen["/linear.0:weight"], summed([measured(model.weight, "e2m1")]))
+    assert_close(seen["/linear.0:grad_weight"], summed([measured(X[0, 0] * X.sum(0).expand(8, 6), "e2m1")]))
+    out, (last, cell) = recurrent(X[:, None])
+    with attached(recurrent, {"match": "*", "activation": "e2m1"}, stats=True) as run:
+        seen_out, (_, seen_cell) = recurrent(X[:, None])
+        run.step()
+        assert_close(run.stats()["/lstm.0:activation"], summed([measured(out, "e2m1")]))
+    assert torch.equal(seen_out, bitplan.quantize(out, "e2m1"))
+    assert torch.equal(seen_cell, bitplan.quantize(cell, "e2m1"))
+    assert last.numel() == cell.numel() < out.numel()
+
+
+def test_evaluation_gives_each_of_several_weights_a_range_that_is_not_anothers() -> None:
+    model = nn.Linear(6, 8)
+    nn.init.constant_(model.bias, 100.0)
+    rule = {"match": "*", "weight": {"format": "int8", "scale": "tensor", "eval": "ema"}}
+    with attached(model, rule) as run:
+        trained = model(X)
+        run.step()
+        torch.testing.assert_close(model.eval()(X), trained)
+
+
 def test_a_scaled_format_does_not_overflow() -> None:
     model = nn.Tanh()
     rule = {"match": "*", "activation": {"format": "int4", "scale": "tensor"}}

@@ -31,6 +31,7 @@ class Here:
 
     #: The row of the record, where tracing has looked it up already.
     seen: int | None = None
+    is_recorded = True
 
     def __init__(self, site: str, module: nn.Module) -> None:
         #: The operation and its number in the module: ``conv2d.0``.
@@ -47,7 +48,16 @@ class Here:
     @property
     def record(self) -> Tensor | None:
         """Looked up late: eagerly it may have grown between the forward pass and the backward pass."""
+        if not self.is_recorded:
+            return None
         return self._record if self.module is None or is_traced() else self.module._buffers.get(RECORD)
+
+    def unrecorded(self) -> Here:
+        """This place for one more tensor in it, beside the one whose record is kept."""
+        assert self.module is not None
+        other = Here(self.site, self.module)
+        other.is_recorded = other.observing = False
+        return other
 
     def towards(self, consumer: Here) -> Here:
         """This place for what comes back from one of its consumers, with random bits of its own."""

@@ -4,7 +4,8 @@ An observation is one row of float32 numbers in a buffer of the module, written 
 passes, eager or compiled. Writing is idempotent: recomputing a checkpointed region writes the same numbers again and
 counts nothing twice. :func:`fold`, once a step, adds them up.
 
-With several micro-batches in a step, shares are those of the last one, and ranges those of all.
+With several micro-batches in a step, shares are those of the last one, and ranges those of all. Where an operation
+has several weights or several results, the record is that of the largest.
 """
 
 from __future__ import annotations

@@ -73,7 +73,10 @@ class Rounder(Interceptor):
         args, kwargs = self._rounded_weights(module, action, here, args, kwargs)
         result = func(*args, **kwargs)
         if action.rounds_output(here.training):
-            result = _map(lambda tensor: self._rounded_output(action, here, tensor, args), result)
+            main = _largest(result, Tensor)
+            result = _map(
+                lambda t: self._rounded_output(action, here if t is main else here.unrecorded(), t, args), result
+            )
         return _written(target, result)
 
     def on_call(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -156,13 +159,13 @@ class Rounder(Interceptor):
     ) -> tuple[Any, dict[str, Any]]:
         if "weight" not in action.places and "grad_weight" not in action.places:
             return args, kwargs
-        return (
-            _map(lambda tensor: self._rounded_weight(module, action, here, tensor), args),
-            {
-                key: _map(lambda t: self._rounded_weight(module, action, here, t), value)
-                for key, value in kwargs.items()
-            },
-        )
+        main = _largest((args, tuple(kwargs.values())), nn.Parameter)
+
+        def rounded(tensor: Tensor) -> Tensor:
+            recorded = main is None or tensor is main or not isinstance(tensor, nn.Parameter)
+            return self._rounded_weight(module, action, here if recorded else here.unrecorded(), tensor)
+
+        return _map(rounded, args), {key: _map(rounded, value) for key, value in kwargs.items()}
 
     def _rounded_weight(self, module: nn.Module, action: Action, here: Here, tensor: Tensor) -> Tensor:
         view: WeightView | None = getattr(tensor, _WEIGHT_TAG, None)
@@ -289,6 +292,19 @@ def _map(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)([_map(change, item) for item in value])
     return value
+
+
+def _largest(value: Any, kind: type) -> Any:
+    """Of the tensors of a kind in `value` the (first) one with most elements; None where there is none."""
+    if isinstance(value, kind):
+        return value
+    best = None
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            found = _largest(item, kind)
+            if found is not None and (best is None or found.numel() > best.numel()):
+                best = found
+    return best
 
 
 def _replaced(args: Any, kwargs: dict[str, Any], *places: tuple[int, str, Tensor]) -> tuple[list[Any], dict[str, Any]]:
