@@ -25,6 +25,8 @@ from bitplan.quantizer import Quantizer
 
 #: Places whose tensor is a weight in its own layout.
 _WEIGHT_PLACES = ("weight", "grad_weight", "fprop.w", "dgrad.w")
+#: Operations whose results have their features last, whatever their dimensions.
+_FEATURES_LAST = ("linear", "matmul", "scaled_dot_product_attention", "layer_norm", "rms_norm", "softmax")
 
 
 @lru_cache(maxsize=4096)  # the same few for thousands of layers
@@ -46,10 +48,10 @@ def resolve(spec: QuantizerSpec, place: str, op: str, dims: int, live: LiveForma
 
 def _feature_axis(place: str, op: str, dims: int) -> int:
     if place in _WEIGHT_PLACES:
-        if op == "matmul" or op == "bmm":
+        if op in ("matmul", "bmm", "addmm", "baddbmm"):
             return -1
         return 1 if op.startswith("conv_transpose") and dims > 1 else 0
-    is_image = op.startswith("conv") or (dims >= 4 and op not in ("linear", "matmul"))
+    is_image = op.startswith("conv") or (dims >= 4 and op not in _FEATURES_LAST)
     return 1 if is_image else -1
 
 
