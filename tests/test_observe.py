@@ -172,6 +172,21 @@ def test_evaluation_gives_each_of_several_weights_a_range_that_is_not_anothers()
         torch.testing.assert_close(model.eval()(X), trained)
 
 
+def test_a_step_that_is_not_finite_spoils_no_statistic() -> None:
+    model = nn.Linear(6, 8, bias=False)
+    rule = {"match": "*", "activation": {"format": "int8", "scale": "tensor", "eval": "ema"}, "grad_activation": "e3m2"}
+    seen = []
+    for factors in ((1.0, 1.0), (1.0, float("inf"), 1.0)):
+        with attached(model, rule, stats=True) as run:
+            for factor in factors:
+                (model(X * factor).sum() * factor).backward()
+                run.step()
+            seen.append((run.stats(), model.eval()(X).tolist()))
+            model.train()
+    assert seen[0] == seen[1]
+    assert seen[0][0]["/linear.0:grad_activation"].steps == 2
+
+
 def test_a_scaled_format_does_not_overflow() -> None:
     model = nn.Tanh()
     rule = {"match": "*", "activation": {"format": "int4", "scale": "tensor"}}

@@ -56,6 +56,24 @@ def test_a_weight_is_rounded_where_it_is_used_and_its_gradient_passes() -> None:
     assert torch.equal(model.weight.grad, (2 * expected).T @ x)
 
 
+def test_a_weight_that_a_functional_call_brings_is_rounded_too() -> None:
+    model, x = nn.Sequential(nn.Linear(6, 5)), torch.randn(4, 6)
+    brought = {name: parameter.detach() * 2 for name, parameter in model.named_parameters()}
+    with attached(model, {"match": "*", "weight": "e3m2"}):
+        y = torch.func.functional_call(model, brought, x)
+    assert torch.equal(y, F.linear(x, q(brought["0.weight"], "e3m2"), q(brought["0.bias"], "e3m2")))
+
+
+def test_a_tensor_of_many_dimensions_is_rounded() -> None:
+    x = torch.randn(2, 1, 2, 1, 2, 1, 2, 1, 2)
+    for scale in (None, "channel"):
+        with attached(
+            nn.Tanh(), {"match": "*", "activation": {"format": "e4m3", **({"scale": scale} if scale else {})}}
+        ) as run:
+            y = run.model(x)
+        assert torch.equal(y, q(torch.tanh(x), "e4m3", **({"scale": scale, "axis": 1} if scale else {})))
+
+
 def test_every_activation_is_rounded_as_it_is_made() -> None:
     model, x = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(4, 6)
     with attached(model, {"match": "*", "activation": "e4m3"}):

@@ -103,7 +103,9 @@ class PlaceAction:
 
         A weight brings the key of its parameter, so that every use of it sees the same bits.
         """
-        quantizer = self._resolved[x.dim()]
+        dims = x.dim()
+        known = self._resolved
+        quantizer = known[dims] if dims in known else resolve(self.spec, self.place, self.op, dims, self.live)
         quantizer.check(x)
         bits = None
         if self.is_stochastic:

@@ -69,12 +69,17 @@ def mean_range(row: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fold(record: Tensor) -> Tensor:
-    """The record after a step: sums and running means hold it, and the next one starts fresh."""
-    fresh = record[:, FRESH : FRESH + 1]
-    sums = record[:, _SUMS] + record[:, _MEASURES] * fresh
-    peak = torch.maximum(record[:, 6 + AMAX], record[:, AMAX] * fresh[:, 0])
+    """The record after a step: sums and running means hold it, and the next one starts fresh.
+
+    What was not finite is left out: a ``GradScaler`` skips such a step, and one would spoil all others.
+    """
+    measures = record[:, _MEASURES]
+    counts = (record[:, FRESH] > 0) & measures.isfinite().all(1)
+    measures = torch.where(counts[:, None], measures, 0.0)
+    sums = record[:, _SUMS] + measures
+    peak = torch.maximum(record[:, 6 + AMAX], measures[:, AMAX])
     low, span = record[:, _LOW], record[:, _HIGH] - record[:, _LOW]
-    seen = record[:, _HIGH] >= record[:, _LOW]
+    seen = low.isfinite() & span.isfinite() & (span >= 0)
     known = record[:, _KNOWN] > 0
     blended = [
         torch.where(known, MOMENTUM * mean + (1 - MOMENTUM) * now, now)

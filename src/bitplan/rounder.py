@@ -171,7 +171,7 @@ class Rounder(Interceptor):
         view: WeightView | None = getattr(tensor, _WEIGHT_TAG, None)
         if view is not None:
             return view.of(self._rounded_weight(module, action, here, view.parent))
-        if not isinstance(tensor, nn.Parameter):
+        if not isinstance(tensor, nn.Parameter) and not _stands_for_one(module, tensor):
             return tensor
         gradient = action.places.get("grad_weight") if torch.is_grad_enabled() and tensor.requires_grad else None
         value = action.places["weight"] if action.applies("weight", here.training) else None
@@ -229,6 +229,14 @@ def _tag_views(result: Any, func: Callable[..., Any], args: Any, kwargs: dict[st
         for position, tensor in enumerate(result):
             if isinstance(tensor, Tensor):
                 setattr(tensor, _WEIGHT_TAG, WeightView(args[0], func, args[1:], kwargs, position))
+
+
+def _stands_for_one(module: nn.Module, tensor: Tensor) -> bool:
+    """Whether `torch.func.functional_call` put the tensor in a parameter's place."""
+    for own in module._parameters.values():  # noqa: SIM110 - tensors are compared by identity, under tracing too
+        if own is tensor:
+            return True
+    return False
 
 
 def contains_weight(value: Any) -> bool:
