@@ -187,8 +187,14 @@ def _magic_is_exact(target: FloatFormat, carrier: Carrier) -> bool:
 def _magic_addition(x: Tensor, target: FloatFormat, carrier: Carrier, overflow: Overflow) -> Tensor:
     lowest = carrier.bits_of_power(target.min_exponent)
     highest = carrier.bits_of_power(target.max_exponent)
-    power = (x.view(carrier.int_dtype) & carrier.exponent_mask).clamp_(lowest, highest).view(carrier.dtype)
     factor = 1.5 * 2.0 ** (carrier.mantissa_bits - target.mantissa_bits)
+    if is_traced():  # few operations and none in place: a large model has thousands of these to compile
+        exponent = x.view(carrier.int_dtype) & carrier.exponent_mask
+        magic = exponent.clamp(lowest, highest).view(carrier.dtype) * factor
+        sign = x.view(carrier.int_dtype) & carrier.sign_bit
+        signed = (((x + magic) - magic).view(carrier.int_dtype) | sign).view(carrier.dtype)
+        return signed.clamp(-target.max, target.max) if overflow == "saturate" else _to_special(signed, target, carrier)
+    power = (x.view(carrier.int_dtype) & carrier.exponent_mask).clamp_(lowest, highest).view(carrier.dtype)
     rounded = torch.add(x, power, alpha=factor)
     rounded.sub_(power, alpha=factor)
     # x - x is +0: a negative number that vanished gets its sign back, by way of a buffer no longer needed.
