@@ -11,7 +11,6 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,20 +21,30 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from bitplan import checkpointing
 from bitplan.actions import Action, Here
-from bitplan.cost import Cost, step_cost
+from bitplan.cost import Cost
 from bitplan.decisions import Decider
 from bitplan.errors import BitplanWarning, PlanError
-from bitplan.explain import Explanation, explained, lacking_message, require_effect
-from bitplan.intercept import ModuleState, Scope, install, is_planned, state_of, uninstall, without_wrappers
+from bitplan.explain import Explanation, require_effect
+from bitplan.intercept import (
+    ModuleState,
+    Scope,
+    install,
+    is_planned,
+    state_of,
+    uninstall,
+    unwrapped,
+    without_wrappers,
+)
+from bitplan.ledger import Ledger
 from bitplan.names import format as format_of
 from bitplan.noise import key_of
 from bitplan.observe import Statistics, fold, statistics
 from bitplan.openings import is_opened
-from bitplan.ops import PRODUCTS
-from bitplan.plan import KEYS, SLOTS, Decision, Plan, Rule, compile_match, unmatched_message
+from bitplan.plan import Plan, compile_match
 from bitplan.plan.find import find_plan
-from bitplan.rounder import Rounder, contains_weight
-from bitplan.sites import LOSS_PATH, FakeInputs, Operation, record, sites_of
+from bitplan.roll_call import RollCall
+from bitplan.rounder import Rounder
+from bitplan.sites import LOSS_PATH, FakeInputs, Operation, call_arguments, record
 from bitplan.tables import RECORD, TABLE, ModuleTables, write
 
 log = logging.getLogger("bitplan")
@@ -56,15 +65,11 @@ class Attachment:
         self._modules: list[tuple[str, nn.Module]] = []
         self._tables: list[ModuleTables] = []
         self._hooks: list[Any] = []
-        #: Path and operation -> the roles that it has, of everything that ran or was listed.
-        self._seen: dict[tuple[str, str], set[str]] = {}
+        self._roll_call = RollCall(plan)
         self._checked = not plan.all_rules
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._warned = False
-        self._inputs: FakeInputs | None = None
-        self._operations: list[Operation] | None = None
-        self._spent: list[tuple[int, Cost]] = []
-        self._steps_since_change = 0
+        self._ledger = Ledger(self.model, plan, self._tables)
         if plan.all_rules:
             self._install()
 
@@ -80,7 +85,7 @@ class Attachment:
         checkpointing.exchange()
         for path, module in self._modules:
             self._prepare(path, module)
-        self._rounder.on_site = self._note_site
+        self._rounder.on_site = self._roll_call.note
         self._rounder.on_first_call = self._note_call
         self._let_recurrent_layers_compile()
         watcher = weakref.WeakMethod(self._before_optimizer_step)
@@ -127,7 +132,7 @@ class Attachment:
             uninstall(self._modules)
             checkpointing.restore()
         self._rounder.enabled = False  # copies that were made of the model become plain, too
-        self._modules, self._tables = [], []
+        self._modules = []
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -148,7 +153,7 @@ class Attachment:
         """
         self._check_seen()
         self._step += 1
-        self._steps_since_change += 1
+        self._ledger.count_step()
         self._stepped.clear()
         self._fold_records()
         self._write_tables()
@@ -167,9 +172,9 @@ class Attachment:
                 f"{'these can: ' + ', '.join(known) if known else 'attach with live=True, and name the quantizer'}."
             )
         target = format_of(format)
-        self._settle_cost()
         for row in rows:
             row.change(target)
+        self._ledger.formats_changed()
         self._write_tables()
 
     def _key(self, name: str) -> tuple[int, int]:
@@ -185,7 +190,7 @@ class Attachment:
         buffers: list[Tensor] = []
         rows: list[list[list[int]]] = []
         for tables in self._tables:
-            if not tables.has_table:
+            if not tables.has_table or not self._modules:
                 continue
             new = self._rows(tables)
             for module in (tables.module, *state_of(tables.module).twins):
@@ -228,26 +233,11 @@ class Attachment:
 
     # --- what happens ---
 
-    def _note_site(self, scope: Scope, op: str, index: int, given: Any) -> None:
-        """Which roles the operation has, as :func:`bitplan.sites` would list them."""
-        path = state_of(scope.module).path
-        roles = {"activation"}
-        if contains_weight(given):
-            roles |= {"weight", "grad_weight"}
-        if op in PRODUCTS and (op != "einsum" or len(given[0]) == 3):
-            roles |= set(SLOTS)
-        if torch.is_grad_enabled():
-            roles.add("grad_activation")
-        for name in [f"{op}.{index}", scope.inside]:
-            if name is not None:
-                self._seen.setdefault((path, name), set()).update(roles)
-
     def _note_call(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Remember the shapes of the first batch: tables and costs are asked for later."""
         if module is self.model:
             self._rounder.on_first_call = None
-            if self._inputs is None:
-                self._inputs = FakeInputs(args, kwargs)
+            self._ledger.inputs = FakeInputs(args, kwargs)
 
     def _make_room(self, module: nn.Module, action: Action, here: Here) -> None:
         """A row of the record for each place of an operation that is observed."""
@@ -260,24 +250,16 @@ class Attachment:
                 row = tables.record_row(f"{here.site}:{place}", self._device())
                 place_action.records[here.site] = row
 
+    def expect(self, batch: Any) -> None:
+        """Remember the shapes of a batch for tables and costs."""
+        self._ledger.inputs = FakeInputs(*call_arguments(batch))
+
     def check(self, operations: list[Operation]) -> None:
         """Raise where a rule has no effect on these operations; rules for the loss wait for :meth:`loss`."""
-        seen = {(operation.module, f"{operation.op}.{operation.index}") for operation in operations}
-        waiting: list[Rule] = []
-
-        def waits(rule: Rule) -> bool:
-            matches = compile_match(rule)
-            is_for_loss = matches.matches_module(LOSS_PATH) and not any(matches(*name) for name in seen)
-            waiting.extend([rule] if is_for_loss else [])
-            return is_for_loss
-
-        require_effect(self.plan, operations, waits)
-        self._operations = operations
-        inside = {operation.label: operation.inside for operation in operations}
-        for site in sites_of(operations):
-            for name in [site.op, inside[f"{site.module}/{site.op}"]]:
-                if name is not None:
-                    self._seen.setdefault((site.module, name), set()).add(site.role)
+        self._roll_call.note_all(operations)
+        waiting = [rule for rule in self.plan.all_rules if self._roll_call.waits_for_loss(rule)]
+        require_effect(self.plan, operations, lambda rule: rule in waiting)
+        self._ledger.use(operations)
         by_path = dict(self._modules)
         for operation in operations:
             module = by_path.get(operation.module)
@@ -292,28 +274,10 @@ class Attachment:
 
     def _check_seen(self) -> None:
         """Raise where a rule matched nothing in what has run so far; does nothing before the first forward."""
-        if not self._checked and self._seen:
-            for index, rule in enumerate(self.plan.all_rules):
-                message = self._useless(rule, index)
-                if message is not None and rule.strict:
-                    raise PlanError(message)
-                if message is not None:
-                    warnings.warn(message, BitplanWarning, stacklevel=4)
+        if not self._checked and self._roll_call.roles:
+            self._roll_call.require_answers()
             self._checked = True
             self._rounder.on_site = None
-
-    def _useless(self, rule: Rule, index: int) -> str | None:
-        """What is wrong with a rule that had no effect on anything that ran; None where it had one."""
-        matches = compile_match(rule)
-        meant = {name: roles for name, roles in self._seen.items() if matches(*name)}
-        if not meant:
-            operations = {op.split(".")[0] for _, op in self._seen}
-            return unmatched_message(rule, sorted({path for path, _ in self._seen}), sorted(operations))
-        roles = set().union(*meant.values())
-        for key, _ in rule.quantizers:
-            if not roles.intersection(KEYS[key]):
-                return lacking_message(rule, index, key, [op for _, op in meant], roles)
-        return None
 
     def loss(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`function` with its tensors brought in as sites of the module path ``loss``."""
@@ -332,44 +296,13 @@ class Attachment:
 
     # --- what is to be told ---
 
-    def operations(self) -> list[Operation]:
-        """The operations of one forward pass, recorded on fake tensors."""
-        if self._operations is None:
-            if self._inputs is None:
-                raise PlanError(
-                    "bitplan has not seen a batch yet: give attach() an example=, or run the model once uncompiled."
-                )
-            self._operations = record(
-                self.model, self._inputs, opens=partial(is_opened, self.plan) if self.plan.all_rules else None
-            )
-        return self._operations
-
     def table(self) -> list[Explanation]:
         """What every tensor gets, and which rule said so; print the rows for a table."""
-        return explained(self.plan, self.operations())
+        return self._ledger.table()
 
     def cost(self) -> Cost:
         """What the steps so far have cost (see :mod:`bitplan.cost`); of one step where none was made yet."""
-        self._settle_cost()
-        if not self._spent:
-            return step_cost(self.operations(), self._decide_now)
-        return sum((cost.times(steps) for steps, cost in self._spent), Cost())
-
-    def _settle_cost(self) -> None:
-        if self._steps_since_change:
-            self._spent.append((self._steps_since_change, step_cost(self.operations(), self._decide_now)))
-            self._steps_since_change = 0
-
-    def _decide_now(self, path: str, op: str) -> Decision:
-        """The plan's decision with the formats that hold at the moment."""
-        decision = self.plan.decide(path, op)
-        tables = next((tables for tables in self._tables if tables.path == path), None)
-        choices = dict(decision.choices)
-        for place, choice in choices.items():
-            now = None if tables is None else tables.format_now(choice.rule, place)
-            if now is not None and choice.quantizer is not None:
-                choices[place] = replace(choice, quantizer=choice.quantizer.with_target(now))
-        return replace(decision, choices=choices)
+        return self._ledger.cost()
 
     def stats(self) -> dict[str, Statistics]:
         """Per site and place, what rounding did to its values. Reading waits for the device."""
@@ -396,6 +329,7 @@ class Attachment:
             "plan": self.plan.flattened().to_dict(),
             "formats": {path: names for path, names in formats.items() if names},
             "records": records,
+            "steps": self._ledger.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -410,6 +344,7 @@ class Attachment:
                 tables.records = dict(names)
                 tables.module.register_buffer(RECORD, kept.to(self._device()), persistent=False)
                 self._restore_rows(tables)
+        self._ledger.load(state["steps"])
         self._write_tables()
 
     def _restore_rows(self, tables: ModuleTables) -> None:
@@ -429,17 +364,6 @@ class _Undo:
 
 def _nothing(*given: object) -> None:
     return None
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own model inside torch.compile's and DistributedDataParallel's wrappers, whose paths a plan means."""
-    while True:
-        inner = model._modules.get("_orig_mod")
-        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
-            inner = model.module
-        if inner is None:
-            return model
-        model = inner
 
 
 def attach(
@@ -472,6 +396,8 @@ def attach(
     if example is not None and found.all_rules:
         operations = record(unwrapped(model), example, opens=partial(is_opened, found))
     run = Attachment(model, found, steps, seed, live, stats)
+    if example is not None and operations is None:
+        run.expect(example)
     if operations is not None:
         try:
             run.check(operations)

@@ -102,7 +102,9 @@ class Scope(TorchFunctionMode):
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
-        if not self.interceptor.enabled or not _has_float_tensor(args, named):
+        with torch._C.DisableTorchFunction():  # or every question about a tensor goes through all scopes around
+            concerns_us = self.interceptor.enabled and _has_float_tensor(args, named)
+        if not concerns_us:
             return func(*args, **named)  # factories among them, which other modes may want to see
         if not torch.compiler.is_compiling() and _is_called_by_compiled_code():
             return func(*args, **named)  # which was planned when it was traced
@@ -286,6 +288,17 @@ def install(model: nn.Module, interceptor: Interceptor) -> list[tuple[str, nn.Mo
         module.__class__ = planned_class(type(module))
         followed.append((without_wrappers(path), module))
     return followed
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own model inside torch.compile's and DistributedDataParallel's wrappers, whose paths a plan means."""
+    while True:
+        inner = model._modules.get("_orig_mod")
+        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
 
 
 def without_wrappers(path: str) -> str:

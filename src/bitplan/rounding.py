@@ -194,15 +194,28 @@ def _magic_addition(x: Tensor, target: FloatFormat, carrier: Carrier, overflow: 
         sign = x.view(carrier.int_dtype) & carrier.sign_bit
         signed = (((x + magic) - magic).view(carrier.int_dtype) | sign).view(carrier.dtype)
         return signed.clamp(-target.max, target.max) if overflow == "saturate" else _to_special(signed, target, carrier)
-    power = (x.view(carrier.int_dtype) & carrier.exponent_mask).clamp_(lowest, highest).view(carrier.dtype)
-    rounded = torch.add(x, power, alpha=factor)
-    rounded.sub_(power, alpha=factor)
-    # x - x is +0: a negative number that vanished gets its sign back, by way of a buffer no longer needed.
-    sign = _masked(x.view(carrier.int_dtype), carrier.sign_bit, spent=power.view(carrier.int_dtype))
-    rounded.view(carrier.int_dtype).bitwise_or_(sign)
-    if overflow == "saturate":
-        return rounded.clamp_(-target.max, target.max)
-    return _to_special(rounded, target, carrier)
+    result = torch.empty_like(x)
+    for part, rounded in zip(_parts(x), _parts(result), strict=True):
+        power = (part.view(carrier.int_dtype) & carrier.exponent_mask).clamp_(lowest, highest).view(carrier.dtype)
+        torch.add(part, power, alpha=factor, out=rounded)
+        rounded.sub_(power, alpha=factor)
+        # x - x is +0: a negative number that vanished gets its sign back, by way of a buffer no longer needed.
+        sign = _masked(part.view(carrier.int_dtype), carrier.sign_bit, spent=power.view(carrier.int_dtype))
+        rounded.view(carrier.int_dtype).bitwise_or_(sign)
+        if overflow == "saturate":
+            rounded.clamp_(-target.max, target.max)
+    return result if overflow == "saturate" else _to_special(result, target, carrier)
+
+
+#: A part of a large tensor that a CPU core's cache holds together with what is made of it on the way.
+_PART = 1 << 18
+
+
+def _parts(x: Tensor) -> tuple[Tensor, ...]:
+    """`x` in parts for a CPU, where the memory of intermediate results costs more than the arithmetic."""
+    if x.is_cuda or x.numel() <= _PART or not x.is_contiguous():
+        return (x,)
+    return torch.split(x.view(-1), _PART)
 
 
 def _is_prefix(target: FloatFormat, carrier: Carrier) -> bool:

@@ -138,7 +138,9 @@ def step_scale(span: Tensor, steps: float | Tensor, power_of_two: bool) -> Tenso
 
 
 def _amax(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    # Two reductions of the input read it twice; one of |x| writes it once and reads it twice.
+    if is_traced():
+        return torch.amax(x.abs(), dims, keepdim=True) if dims else x.abs()
+    # Eagerly two reductions read the input twice; one of |x| would write it once and read it twice.
     return torch.maximum(_largest(x, dims), -_least(x, dims))
 
 

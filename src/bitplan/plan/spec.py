@@ -78,8 +78,8 @@ class QuantizerSpec:
                 raise PlanError(str(error)) from None
         if self.eval not in get_args(Evaluation):
             raise PlanError(f"there is no eval {self.eval!r}; {nearest_names(str(self.eval), get_args(Evaluation))}")
-        if self.eval == "ema" and self.scale not in ("tensor", "channel"):
-            raise PlanError("eval: ema averages the range that a scale covers: it needs scale: tensor or channel.")
+        if self.eval == "ema" and self.scale != "tensor":
+            raise PlanError("eval: ema averages the range of a whole tensor: it needs scale: tensor.")
         try:
             self.resolve(axis_default=0)
         except BitplanError as error:

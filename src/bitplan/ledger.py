@@ -1,0 +1,91 @@
+"""The books of a run: which formats held for how many steps, and what that cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from bitplan.cost import Cost, step_cost
+from bitplan.errors import PlanError
+from bitplan.explain import Explanation, explained
+from bitplan.names import format as format_of
+from bitplan.openings import is_opened
+from bitplan.plan import Decision, Plan
+from bitplan.sites import FakeInputs, Operation, record
+from bitplan.tables import ModuleTables
+
+#: The names of all formats that may change, in the order of modules and rows.
+Formats = tuple[str, ...]
+
+
+class Ledger:
+    """Counts steps, and prices them when asked: what a step costs follows from the formats it was made with."""
+
+    def __init__(self, model: nn.Module, plan: Plan, tables: Sequence[ModuleTables]) -> None:
+        self.model = model
+        self.plan = plan
+        self.tables = tables
+        #: What the model was first called with: shapes only.
+        self.inputs: FakeInputs | None = None
+        self._operations: list[Operation] | None = None
+        self._steps: dict[Formats, int] = {}
+        self._now: Formats | None = None
+
+    def count_step(self) -> None:
+        if self._now is None:
+            self._now = tuple(row.format.name for tables in self.tables for row in tables.formats)
+        self._steps[self._now] = self._steps.get(self._now, 0) + 1
+
+    def formats_changed(self) -> None:
+        self._now = None
+
+    def use(self, operations: list[Operation]) -> None:
+        """Operations that were recorded already."""
+        self._operations = operations
+
+    def operations(self) -> list[Operation]:
+        """The operations of one forward pass, recorded on fake tensors."""
+        if self._operations is None:
+            if self.inputs is None:
+                raise PlanError(
+                    "bitplan has not seen a batch yet: give attach() an example=, or run the model once uncompiled."
+                )
+            opens = partial(is_opened, self.plan) if self.plan.all_rules else None
+            self._operations = record(self.model, self.inputs, opens=opens)
+        return self._operations
+
+    def table(self) -> list[Explanation]:
+        return explained(self.plan, self.operations())
+
+    def cost(self) -> Cost:
+        """Of all steps so far; of one step where none was made yet."""
+        periods = self._steps or {tuple(row.format.name for tables in self.tables for row in tables.formats): 1}
+        costs = (self._step_cost(formats).times(steps) for formats, steps in periods.items())
+        return sum(costs, Cost())
+
+    def _step_cost(self, formats: Formats) -> Cost:
+        names = iter(formats)
+        held = {tables.path: {key: next(names) for key in tables.spoken} for tables in self.tables}
+
+        def decide(path: str, op: str) -> Decision:
+            decision = self.plan.decide(path, op)
+            choices = dict(decision.choices)
+            for place, choice in choices.items():
+                name = held.get(path, {}).get((choice.rule, place))
+                if name is not None and choice.quantizer is not None:
+                    choices[place] = replace(choice, quantizer=choice.quantizer.with_target(format_of(name)))
+            return replace(decision, choices=choices)
+
+        return step_cost(self.operations(), decide)
+
+    def state(self) -> list[list[Any]]:
+        """Plain values: a list of formats and the steps that were made with them."""
+        return [[list(formats), steps] for formats, steps in self._steps.items()]
+
+    def load(self, state: list[list[Any]]) -> None:
+        self._steps = {tuple(formats): int(steps) for formats, steps in state}
+        self._now = None
