@@ -7,6 +7,7 @@ scales that go with them, :meth:`Quantizer.decode` multiplies them back. ``quant
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -132,7 +133,8 @@ class Quantizer:
             if (x.dtype == torch.float64) != (self.format.carrier.dtype == torch.float64):
                 raise QuantizeError(f"this live format was made for other inputs: make it with dtype={x.dtype}.")
         elif not isinstance(self.format, BlockFormat):
-            _require_room(self.format, x.dtype, scaled=self.scaling is not None)
+            require_room = _require_room if is_traced() else _require_room_once
+            require_room(self.format, x.dtype, self.scaling is not None)
 
     def reach(self, row: Tensor | None = None) -> float | Tensor:
         """The largest magnitude that unscaled values may have; infinite where a scale makes room for all."""
@@ -302,6 +304,10 @@ def _require_room(target: FloatFormat | IntFormat, dtype: torch.dtype, scaled: b
         raise FormatError(f"{dtype} cannot hold the values of {target.name}: convert the tensor to a wider type first.")
 
 
+#: Eager calls on small tensors feel every microsecond; torch.compile would only warn of a cache that it must ignore.
+_require_room_once = lru_cache(maxsize=1024)(_require_room)
+
+
 def straight_through(
     quantizer: Quantizer,
     x: Tensor,
@@ -361,6 +367,9 @@ def make_quantizer(
     return Quantizer(target, rounding, scaling, overflow)
 
 
+_make_quantizer_once = lru_cache(maxsize=1024)(make_quantizer)
+
+
 def quantize(
     x: Tensor,
     format: str | Format | LiveFormat,
@@ -390,7 +399,8 @@ def quantize(
     >>> quantize(torch.tensor([1.0, 1.06, 500.0]), "e4m3")
     tensor([  1.,   1., 448.])
     """
-    quantizer = make_quantizer(
+    make = make_quantizer if is_traced() or not isinstance(format, str) else _make_quantizer_once
+    quantizer = make(
         format, rounding, scale, axis=axis, block=block, range=range, power_of_two=power_of_two, overflow=overflow
     )
     return quantizer.quantize(x, seed=seed, step=step, site=site)

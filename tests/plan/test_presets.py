@@ -68,3 +68,8 @@ def test_an_unknown_preset_is_answered_with_the_nearest() -> None:
         Plan.preset("fp8linear")
     with pytest.raises(PlanError, match="there is no preset"):
         Plan.preset("../presets/bf16-all")
+
+
+@pytest.mark.parametrize("name", [name for name in EXPECTED if name.endswith("-linear")])
+def test_the_linear_presets_mean_the_linear_layers_of_gpt2_too(name: str) -> None:
+    assert formats_of(name, "addmm") == formats_of(name, "linear") != {}

@@ -60,7 +60,7 @@ def _quantizer(shape: Schema) -> Schema:
         _if(_is("scale", "tensor"), _without("axis")),
         _if({"not": {"anyOf": [{"required": ["scale"]}, _fits("format", blocks)]}}, _without("axis")),
         _if(_is("power_of_two", True), {"required": ["scale"]}),
-        _if(_is("eval", "ema"), _among("scale", ["tensor", "channel"])),
+        _if(_is("eval", "ema"), _is("scale", "tensor")),
     ]
     return shape
 
@@ -118,10 +118,6 @@ def _if(condition: Schema, then: Schema, otherwise: Schema | None = None) -> Sch
 
 def _is(key: str, value: Any) -> Schema:
     return {"required": [key], "properties": {key: {"const": value}}}
-
-
-def _among(key: str, values: list[str]) -> Schema:
-    return {"required": [key], "properties": {key: {"enum": values}}}
 
 
 def _fits(key: str, pattern: str) -> Schema:
