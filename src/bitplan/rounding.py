@@ -174,13 +174,10 @@ def round_by_torch(x: Tensor, target: FloatFormat, rounding: Rounding, overflow:
 def _magic_is_exact(target: FloatFormat, carrier: Carrier) -> bool:
     spare = carrier.mantissa_bits - target.mantissa_bits
     # Two spare bits keep x + M inside M's binade for both signs. Without mantissa bits a tie goes by the
-    # exponent's parity, which the adder does not see; without subnormals the spacing changes below the
-    # smallest normal.
+    # exponent's parity, which the adder does not see.
+    coarsest = target.max_exponent if target.subnormals else target.min_exponent + target.mantissa_bits
     return (
-        spare >= 2
-        and target.mantissa_bits > 0
-        and target.subnormals
-        and target.max_exponent + spare < carrier.exponent_bias
+        spare >= 2 and target.mantissa_bits > 0 and max(coarsest, target.max_exponent) + spare < carrier.exponent_bias
     )
 
 
@@ -188,15 +185,23 @@ def _magic_addition(x: Tensor, target: FloatFormat, carrier: Carrier, overflow: 
     lowest = carrier.bits_of_power(target.min_exponent)
     highest = carrier.bits_of_power(target.max_exponent)
     factor = 1.5 * 2.0 ** (carrier.mantissa_bits - target.mantissa_bits)
+    # Without subnormals there is nothing between zero and the smallest normal: the spacing there is that itself.
+    lift = 0 if target.subnormals else target.mantissa_bits << carrier.mantissa_bits
     if is_traced():  # few operations and none in place: a large model has thousands of these to compile
         exponent = x.view(carrier.int_dtype) & carrier.exponent_mask
-        magic = exponent.clamp(lowest, highest).view(carrier.dtype) * factor
+        power = exponent.clamp(lowest, highest)
+        if lift:
+            power = power + (((exponent - lowest) >> (carrier.bits - 1)) & lift)
+        magic = power.view(carrier.dtype) * factor
         sign = x.view(carrier.int_dtype) & carrier.sign_bit
         signed = (((x + magic) - magic).view(carrier.int_dtype) | sign).view(carrier.dtype)
         return signed.clamp(-target.max, target.max) if overflow == "saturate" else _to_special(signed, target, carrier)
     result = torch.empty_like(x)
     for part, rounded in zip(_parts(x), _parts(result), strict=True):
-        power = (part.view(carrier.int_dtype) & carrier.exponent_mask).clamp_(lowest, highest).view(carrier.dtype)
+        exponent = part.view(carrier.int_dtype) & carrier.exponent_mask
+        lifted = ((exponent - lowest).bitwise_right_shift_(carrier.bits - 1)).bitwise_and_(lift) if lift else None
+        exponent.clamp_(lowest, highest)
+        power = (exponent if lifted is None else exponent.add_(lifted)).view(carrier.dtype)
         torch.add(part, power, alpha=factor, out=rounded)
         rounded.sub_(power, alpha=factor)
         # x - x is +0: a negative number that vanished gets its sign back, by way of a buffer no longer needed.
