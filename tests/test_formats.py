@@ -6,8 +6,6 @@ import dataclasses
 import math
 from typing import Any
 
-import gfloat
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -16,6 +14,9 @@ from bitplan.errors import FormatError
 from bitplan.formats import BlockFormat, FloatFormat, IntFormat
 from bitplan.names import NAMED
 from bitplan.names import format as format_named
+
+gfloat = pytest.importorskip("gfloat", reason="needs gfloat, which the dev extra installs")
+ml_dtypes = pytest.importorskip("ml_dtypes", reason="needs ml_dtypes, which the dev extra installs")
 
 
 def float_named(name: str) -> FloatFormat:
