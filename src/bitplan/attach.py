@@ -24,7 +24,7 @@ from bitplan.actions import Action, Here
 from bitplan.cost import Cost
 from bitplan.decisions import Decider
 from bitplan.errors import BitplanWarning, PlanError
-from bitplan.explain import Explanation, require_effect
+from bitplan.explain import Explanation, require_effect, require_seen
 from bitplan.intercept import (
     ModuleState,
     Scope,
@@ -40,12 +40,13 @@ from bitplan.names import format as format_of
 from bitplan.noise import key_of
 from bitplan.observe import Statistics, fold, statistics
 from bitplan.openings import is_opened
-from bitplan.plan import Plan, compile_match
+from bitplan.plan import Plan
 from bitplan.plan.find import find_plan
 from bitplan.roll_call import RollCall
 from bitplan.rounder import Rounder
 from bitplan.sites import LOSS_PATH, FakeInputs, Operation, call_arguments, record
 from bitplan.tables import RECORD, TABLE, ModuleTables, write
+from bitplan.unseen import unseen_modules
 
 log = logging.getLogger("bitplan")
 
@@ -65,7 +66,7 @@ class Attachment:
         self._modules: list[tuple[str, nn.Module]] = []
         self._tables: list[ModuleTables] = []
         self._hooks: list[Any] = []
-        self._roll_call = RollCall(plan)
+        self._roll_call = RollCall(plan, unseen_modules(self.model))
         self._checked = not plan.all_rules
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._warned = False
@@ -76,9 +77,7 @@ class Attachment:
     # --- life ---
 
     def _install(self) -> None:
-        for path, module in self.model.named_modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                self._refuse_unseen(path)
+        require_seen(self.plan, self.model)
         canonical = {id(tensor): without_wrappers(name) for name, tensor in self.model.named_parameters()}
         self._parameter_names = canonical
         self._modules = install(self.model, self._rounder)
@@ -106,15 +105,6 @@ class Attachment:
 
     def _device(self) -> torch.device:
         return next(self.model.parameters(), torch.empty(0)).device
-
-    def _refuse_unseen(self, path: str) -> None:
-        speaking = [rule for rule in self.plan.all_rules if compile_match(rule).matches_module(path)]
-        if speaking and not speaking[-1].keep:
-            raise PlanError(
-                f"{path} is a scripted module, whose operations cannot be seen, and the rule that matches "
-                f"{', '.join(speaking[-1].match)} covers it: attach before scripting, or add "
-                f"{{match: {path}, keep: true}} as the last rule."
-            )
 
     def _let_recurrent_layers_compile(self) -> None:
         """torch.compile refuses nn.LSTM and its like unless told otherwise; written out they are plain operations."""
@@ -258,7 +248,9 @@ class Attachment:
         """Raise where a rule has no effect on these operations; rules for the loss wait for :meth:`loss`."""
         self._roll_call.note_all(operations)
         waiting = [rule for rule in self.plan.all_rules if self._roll_call.waits_for_loss(rule)]
-        require_effect(self.plan, operations, lambda rule: rule in waiting)
+        require_effect(
+            self.plan, operations, lambda rule: rule in waiting or self._roll_call.is_for_unseen_modules(rule)
+        )
         self._ledger.use(operations)
         by_path = dict(self._modules)
         for operation in operations:
@@ -333,11 +325,18 @@ class Attachment:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken; nothing is changed where the state does not fit."""
+        if not isinstance(state, dict) or not {"plan", "step", "seed", "formats", "records", "steps"} <= set(state):
+            raise PlanError("this is not the state of an attached plan: give what run.state_dict() returned.")
         if state["plan"] != self.plan.flattened().to_dict():
             raise PlanError("this state belongs to another plan: attach the plan it was saved with.")
+        if {tables.path: len(tables.formats) for tables in self._tables if tables.formats} != {
+            path: len(names) for path, names in state["formats"].items()
+        }:
+            raise PlanError("this state was saved with other formats that may change: attach with live= as then.")
         self._step, self.seed = int(state["step"]), int(state["seed"])
         for tables in self._tables:
-            for row, name in zip(tables.formats, state["formats"].get(tables.path, ()), strict=False):
+            for row, name in zip(tables.formats, state["formats"].get(tables.path, ()), strict=True):
                 row.change(format_of(name))
             if tables.path in state["records"]:
                 names, kept = state["records"][tables.path]
@@ -389,12 +388,20 @@ def attach(
     """
     if execution != "emulate":
         raise PlanError(f"there is no execution {execution!r} in this version: use 'emulate'.")
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"a plan is attached to a torch.nn.Module, not to {type(model).__name__}.")
     found = find_plan(plan)
     if any(is_planned(module) for module in model.modules()):
         raise PlanError("a plan is attached to this model already: detach it first.")
     operations = None
     if example is not None and found.all_rules:
-        operations = record(unwrapped(model), example, opens=partial(is_opened, found))
+        try:
+            operations = record(unwrapped(model), example, opens=partial(is_opened, found))
+        except RuntimeError as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise PlanError(
+                f"the model does not run on the example ({reason}): give a batch as the model takes it."
+            ) from error
     run = Attachment(model, found, steps, seed, live, stats)
     if example is not None and operations is None:
         run.expect(example)

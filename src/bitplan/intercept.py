@@ -35,7 +35,7 @@ _STATE = "_bitplan"
 
 
 class ModuleState:
-    """What an interceptor knows of one module: its path, and whatever :meth:`Interceptor.prepare` put there."""
+    """What is known of one module: its path, and what a plan does with its operations."""
 
     def __init__(self, interceptor: Interceptor, path: str) -> None:
         self.interceptor = interceptor
@@ -215,6 +215,17 @@ class _Planned:
         interceptor.on_call(self, args, kwargs)
         with Scope(interceptor, self):  # type: ignore[arg-type]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """``model.bfloat16()`` converts buffers too, but what was observed keeps its precision."""
+        own: dict[str, Tensor | None] = self._buffers  # type: ignore[attr-defined]
+        before = {name: buffer for name, buffer in own.items() if name.startswith(_STATE) and buffer is not None}
+        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        for name, buffer in before.items():
+            moved = own[name]
+            if moved is not None and moved.dtype != buffer.dtype:
+                own[name] = buffer.to(moved.device)
+        return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin = self.__class__.__new__(self.__class__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from bitplan.sites import LOSS_PATH, Operation, sites_of
 class RollCall:
     """Collects operations, and says which rules had no effect on any of them."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, unseen: Iterable[str] = ()) -> None:
+        """`unseen` are the paths of modules whose operations nobody can notice."""
         self.plan = plan
+        self.unseen = tuple(unseen)
         #: Path and operation -> the roles that it has.
         self.roles: dict[tuple[str, str], set[str]] = {}
 
@@ -51,6 +54,10 @@ class RollCall:
         matches = compile_match(rule)
         return matches.matches_module(LOSS_PATH) and not any(matches(*name) for name in self.roles)
 
+    def is_for_unseen_modules(self, rule: Rule) -> bool:
+        """Whether a rule speaks of modules that cannot answer."""
+        return any(map(compile_match(rule).matches_module, self.unseen))
+
     def require_answers(self) -> None:
         """Raise (or, for rules with ``strict: false``, warn) where a rule had no effect."""
         for index, rule in enumerate(self.plan.all_rules):
@@ -64,6 +71,8 @@ class RollCall:
         """What is wrong with a rule that had no effect on anything that ran; None where it had one."""
         matches = compile_match(rule)
         meant = {name: roles for name, roles in self.roles.items() if matches(*name)}
+        if not meant and self.is_for_unseen_modules(rule):
+            return None
         if not meant:
             operations = {op.split(".")[0] for _, op in self.roles}
             return unmatched_message(rule, sorted({path for path, _ in self.roles}), sorted(operations))

@@ -197,6 +197,8 @@ def test_rounding_waits_for_nothing() -> None:
     live = LiveFormat("e4m3", device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            x.sum().item()  # the mode does notice
         for name, rounding, more in (*UNSCALED, *SCALED):
             bitplan.quantize(x, name, rounding, seed=1, **more)
         bitplan.quantize(x, live, "stochastic", seed=1)

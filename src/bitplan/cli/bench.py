@@ -17,6 +17,8 @@ from bitplan.cli.output import JsonOption, Output, command_output, json_text, wr
 from bitplan.errors import BitplanError
 from bitplan.names import format as format_of
 
+OutputFile = Annotated[Path | None, typer.Option("--output", "-o", help="Also write the JSON document here.")]
+
 group = typer.Typer(help="Measure bitplan and every installed peer in one run.", no_args_is_help=True)
 
 
@@ -34,9 +36,7 @@ def formats(
     samples: Annotated[int, typer.Option(min=1, help="Samples; the best one counts.")] = 15,
     peers: Annotated[bool, typer.Option(help="Measure the installed peers too.")] = True,
     as_json: JsonOption = False,
-    output_file: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Also write the JSON document here.")
-    ] = None,
+    output_file: OutputFile = None,
 ) -> None:
     """Time rounding to float formats: nearest and stochastic, eager and compiled, against a plain copy."""
     with command_output(as_json) as output:
@@ -58,9 +58,7 @@ def attach(
     autocast: Annotated[bool | None, typer.Option(help="BF16 autocast (by default on a GPU only).")] = None,
     turns: Annotated[int, typer.Option(min=1, help="Turns of each variant; the best one counts.")] = 8,
     as_json: JsonOption = False,
-    output_file: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Also write the JSON document here.")
-    ] = None,
+    output_file: OutputFile = None,
 ) -> None:
     """Time training steps with every tensor rounded against the same model without a plan."""
     with command_output(as_json) as output:

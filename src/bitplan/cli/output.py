@@ -24,6 +24,7 @@ import typer
 from rich.console import Console
 
 from bitplan.errors import BitplanError
+from bitplan.files import write_whole
 
 #: The ``--json`` option, the same in every command.
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, all else on stderr.")]
@@ -75,7 +76,7 @@ def json_text(content: Any) -> str:
 def write_file(path: Path, text: str) -> None:
     """Write `text`, or say in a sentence why it cannot be written."""
     try:
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text)
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise BitplanError(f"cannot write {path} ({reason}): name a file in a folder you may write to.") from error

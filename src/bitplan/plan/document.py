@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bitplan.errors import PlanError
+from bitplan.files import write_whole
 from bitplan.plan.kinds import Anything
 from bitplan.plan.match import Matcher, compile_match
 from bitplan.plan.places import KEYS, OPERANDS, PLACES, GradAt
@@ -199,7 +200,7 @@ class Plan:
         plan = replace(self, extends=self._extends_from(target))
         text = plan.to_json() if target.suffix.lower() == ".json" else plan.to_yaml()
         try:
-            target.write_text(text, encoding="utf-8", newline="\n")
+            write_whole(target, text)
         except (OSError, ValueError) as error:
             raise PlanError(f"{target} cannot be written: {getattr(error, 'strerror', None) or error}.") from None
 

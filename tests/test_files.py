@@ -1,0 +1,41 @@
+"""Files are written whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bitplan.files import write_whole
+
+
+def test_a_file_is_written_and_overwritten_and_nothing_else_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    for text in ("one\n", "two ä\n"):
+        write_whole(path, text)
+        assert path.read_text(encoding="utf-8") == text
+    assert [each.name for each in tmp_path.iterdir()] == ["plan.yaml"]
+
+
+def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text("precious")
+
+    def half(self: Path, text: str, **options: object) -> int:
+        self.write_bytes(text[:1].encode())
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="the disk is full"):
+        write_whole(path, "new")
+    assert path.read_bytes() == b"precious"
+    assert [each.name for each in tmp_path.iterdir()] == ["plan.yaml"]
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    real, link = tmp_path / "real", tmp_path / "link"
+    real.write_text("old")
+    link.symlink_to(real)
+    write_whole(link, "new")
+    assert link.is_symlink()
+    assert real.read_text() == "new"
