@@ -30,6 +30,14 @@ class TargetError(BitplanError, ValueError):
     """A model, batch and loss that cannot be found, made or used together."""
 
 
+class TaskError(BitplanError, ValueError):
+    """A task, its settings or its data that cannot be found, read or used."""
+
+
+class RunError(BitplanError):
+    """A run that cannot be started, gone on with or read."""
+
+
 class CostError(BitplanError, ValueError):
     """A product whose operations cannot be counted."""
 

@@ -1,0 +1,5 @@
+"""Ready experiments: tasks by name, and what a task of your own derives from."""
+
+from bitplan.tasks.task import Metric, Settings, Task
+
+__all__ = ["Metric", "Settings", "Task"]

@@ -1,0 +1,107 @@
+"""What a task is: a model, data, a recipe and a metric behind one small interface.
+
+A task is a class; an object of it is one experiment with its settings and its seed. To add one, derive from
+:class:`Task`, give it a :class:`Settings` class of its own, and name it as ``my_task.py:MyTask``.
+
+Everything random is a pure function of the seed and the step, and nothing is remembered between two calls of
+:meth:`Task.batch`: a run that was killed goes on with exactly the data that it would have seen.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from bitplan.errors import TaskError
+from bitplan.targets import Target
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The figure that a task is judged by."""
+
+    name: str
+    better: Literal["higher", "lower"]
+    #: What the trivial predictor gets (the commonest class, say), so that a number can be read.
+    trivial: float
+
+    def is_better(self, a: float, b: float) -> bool:
+        """Whether `a` is strictly better than `b`."""
+        return a > b if self.better == "higher" else a < b
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The recipe: what ``--set key=value`` may change. A task's own settings derive from this and add fields."""
+
+    #: Optimizer steps of the whole run.
+    steps: int = 400
+    #: Samples in a batch.
+    batch: int = 128
+    #: Evaluate after so many steps (and always after the last).
+    evaluate_every: int = 100
+    #: The peak learning rate.
+    lr: float = 0.1
+    #: Clip the gradients' norm to this; 0 does not clip.
+    clip: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "evaluate_every"):
+            if getattr(self, name) < 1:
+                raise TaskError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if not self.lr > 0:
+            raise TaskError(f"lr is {self.lr}; it must be above 0.")
+        if self.clip < 0:
+            raise TaskError(f"clip is {self.clip}; it must be at least 0 (which does not clip).")
+
+
+class Task(ABC):
+    """One experiment; see the module's words."""
+
+    #: How the command line calls it.
+    name: ClassVar[str]
+    #: One line of ``bitplan tasks``.
+    summary: ClassVar[str]
+    #: The class of its settings, whose defaults are the recipe.
+    settings_class: ClassVar[type[Settings]] = Settings
+
+    def __init__(self, settings: Settings | None = None, seed: int = 0) -> None:
+        self.settings: Any = self.settings_class() if settings is None else settings
+        self.seed = seed
+
+    @property
+    @abstractmethod
+    def metric(self) -> Metric:
+        """What it is judged by."""
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """A fresh model; torch's generator has been seeded with the run's seed."""
+
+    @abstractmethod
+    def batch(self, step: int) -> tuple[Any, Any]:
+        """The inputs and the target of training step `step`, on the CPU: a pure function of seed and step."""
+
+    @abstractmethod
+    def loss(self, output: Any, target: Any) -> Tensor:
+        """The training loss of the model's output."""
+
+    @abstractmethod
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """The optimizer at the peak learning rate."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Figures on held-out data, the metric's among them. The model is in evaluation mode, without gradients."""
+
+    def learning_rate(self, step: int) -> float:
+        """The factor of the peak learning rate at training step `step`."""
+        return 1.0
+
+    def target(self) -> Target:
+        """The first training step, as sites, plans and costs take it."""
+        return Target(self.model(), self.batch(0), self.loss)
