@@ -4,7 +4,8 @@ A task is a class; an object of it is one experiment with its settings and its s
 :class:`Task`, give it a :class:`Settings` class of its own, and name it as ``my_task.py:MyTask``.
 
 Everything random is a pure function of the seed and the step, and nothing is remembered between two calls of
-:meth:`Task.batch`: a run that was killed goes on with exactly the data that it would have seen.
+:meth:`Task.batch`: a run that was killed goes on with exactly the data that it would have seen. What must be remembered
+is in three places that checkpoints hold: the model with its buffers, the optimizer, and :attr:`Task.memory`.
 """
 
 from __future__ import annotations
@@ -72,6 +73,9 @@ class Task(ABC):
     def __init__(self, settings: Settings | None = None, seed: int = 0) -> None:
         self.settings: Any = self.settings_class() if settings is None else settings
         self.seed = seed
+        #: What the task remembers of a run beside the model and the optimizer, such as the best figure so far of a rule
+        #: that waits for a plateau. Training saves it in every checkpoint, as JSON, and puts it back on resuming.
+        self.memory: dict[str, float] = {}
 
     @property
     @abstractmethod
@@ -99,8 +103,12 @@ class Task(ABC):
         """Figures on held-out data, the metric's among them. The model is in evaluation mode, without gradients."""
 
     def learning_rate(self, step: int) -> float:
-        """The factor of the peak learning rate at training step `step`."""
+        """The factor of the peak learning rate at training step `step`: a function of the step and of the memory."""
         return 1.0
+
+    def after_evaluation(self, figures: dict[str, float]) -> None:
+        """Told the figures of each evaluation during training, right after it: the place to change the memory."""
+        return None
 
     def target(self) -> Target:
         """The first training step, as sites, plans and costs take it."""
