@@ -67,7 +67,7 @@ def test_a_function_may_return_a_target(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_ones() -> None:
-    with pytest.raises(TargetError, match=r"there is no built-in model 'resnet21'; did you mean .*resnet20"):
+    with pytest.raises(TargetError, match=r"there is no built-in model or task 'resnet21'; did you mean .*resnet20"):
         load_target("resnet21")
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from bitplan.errors import BitplanError, TargetError, nearest_names
+from bitplan.user_code import in_words, named_file, public_name, run_file
+
+if TYPE_CHECKING:
+    from bitplan.tasks.task import Task
 
 #: The function that a file is asked for where the target names none.
 DEFAULT_FUNCTION = "make"
@@ -38,22 +40,27 @@ class Target:
 
 
 def load_target(text: str, *, shapes_only: bool = False) -> Target:
-    """The target that `text` names: a built-in model, or ``file.py:make``.
+    """The target that `text` names: a built-in model, a task's first training step, or ``file.py:make``.
 
     The file is Python code and is **run**; then its function ``make`` (or whatever is named behind the colon) is
-    called and returns a model, a batch and a loss. So name only files that you trust.
+    called and returns a model, a batch and a loss; a task's class may be named as well. So name only files that you
+    trust.
 
-    :param shapes_only: make built-in models on the ``meta`` device: large ones then cost nothing, and everything but
-        running them works. A file decides for itself.
+    :param shapes_only: make models on the ``meta`` device: large ones then cost nothing, and everything but running
+        them works. A file's function decides for itself.
     """
-    path = _path_of(text)
-    if path is not None:
-        return _from_file(path, text.partition(".py:")[2] if ".py:" in text else DEFAULT_FUNCTION)
+    # Tasks are a later room of the house; a target that is one is made there.
     from bitplan.models.built_in import BUILT_IN
+    from bitplan.tasks.registry import find_task, task_names
 
+    named = named_file(text)
+    if named is not None:
+        return _from_file(*named, shapes_only)
+    if text in task_names():
+        return _of_task(find_task(text), shapes_only)
     if text not in BUILT_IN:
         raise TargetError(
-            f"there is no built-in model {text!r}; {nearest_names(text, BUILT_IN)} "
+            f"there is no built-in model or task {text!r}; {nearest_names(text, (*BUILT_IN, *task_names()))} "
             f"(A model of your own is named as file.py:make.)"
         )
     with torch.device("meta") if shapes_only else nullcontext():
@@ -71,32 +78,37 @@ def running(text: str) -> Iterator[None]:
     except BitplanError:
         raise
     except Exception as error:
-        path = _path_of(text)
-        if path is None:
+        named = named_file(text)
+        if named is None:
             raise
-        raise TargetError(f"{text} does not run on its batch: {_words(error, path)}") from error
+        raise TargetError(f"{text} does not run on its batch: {in_words(error, named[0])}") from error
 
 
-def _path_of(text: str) -> Path | None:
-    path, ending, _ = text.partition(".py:")
-    return Path(f"{path}.py") if ending else Path(text) if text.endswith(".py") else None
+def _of_task(task: Task, shapes_only: bool) -> Target:
+    with torch.device("meta") if shapes_only else nullcontext():
+        model = task.model()
+    batch = task.example() if shapes_only else task.batch(0)
+    if shapes_only:
+        batch = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), batch)
+    return Target(model, batch, task.loss)
 
 
-def _from_file(path: Path, function: str) -> Target:
+def _from_file(path: Path, name: str, shapes_only: bool) -> Target:
+    from bitplan.tasks.registry import own_task
+    from bitplan.tasks.task import Task
+
     if not path.is_file():
         raise TargetError(f"there is no file {path}: a target is a built-in model's name or file.py:make.")
-    module = _run(path)
-    make = getattr(module, function, None) if function else None
-    if not callable(make):
-        known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        hint = f"; {nearest_names(function, known)}" if known else " nor any other."
-        raise TargetError(f"{path} has no function {function!r}{hint}")
+    function = name or DEFAULT_FUNCTION
+    make = public_name(run_file(path, TargetError), path, function, "function", TargetError)
     try:
+        if isinstance(make, type) and issubclass(make, Task):
+            return _of_task(own_task(make, path), shapes_only)
         made = make()
     except BitplanError:
         raise
     except Exception as error:
-        raise TargetError(f"{path}:{function} failed: {_words(error, path)}") from error
+        raise TargetError(f"{path}:{function} failed: {in_words(error, path)}") from error
     if isinstance(made, Target):
         return made
     if not isinstance(made, (tuple, list)) or len(made) != 3:
@@ -105,36 +117,3 @@ def _from_file(path: Path, function: str) -> Target:
             f"{path}:{function} must return three things, model, batch and loss, not {type(made).__name__}{count}."
         )
     return Target(*made)
-
-
-def _run(path: Path) -> Any:
-    """The file as a module, with its own folder on the import path as if it had been started."""
-    name = f"bitplan_target_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up there
-    folder = str(path.resolve().parent)
-    sys.path.insert(0, folder)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise TargetError(f"{path} cannot be run: {_words(error, path)}") from error
-    finally:
-        if folder in sys.path:
-            sys.path.remove(folder)
-    return module
-
-
-def _words(error: Exception, path: Path) -> str:
-    """The error on one line, with the last line of the file that led to it."""
-    lines = [
-        frame.lineno
-        for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename).resolve() == path.resolve()
-    ]
-    at = f" (line {lines[-1]})" if lines else ""
-    first = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}{': ' if first else ''}{first.removesuffix('.')}{at}."

@@ -106,7 +106,7 @@ def test_a_rule_that_is_not_strict_is_a_remark_on_stderr(bitplan: Bitplan, own: 
     ("arguments", "sentence"),
     [
         (["explain", "fp8-liner", "gpt-tiny"], "there is no preset and no file 'fp8-liner'; did you mean fp8-linear"),
-        (["explain", "bf16-all", "gpt-huge"], "there is no built-in model 'gpt-huge'; did you mean"),
+        (["explain", "bf16-all", "gpt-huge"], "there is no built-in model or task 'gpt-huge'; did you mean"),
         (["explain", "int8-minmax", "absent.py:make"], "there is no file absent.py"),
         (["check", "bad.yaml"], "bad.yaml:2: rules[0]: there is no key 'wieght' here; did you mean weight"),
         (["show", "absent.yaml"], "there is no file absent.yaml."),

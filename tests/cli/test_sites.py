@@ -80,7 +80,7 @@ def test_scripted_modules_are_named_as_unseen(bitplan: Bitplan, own: str) -> Non
 @pytest.mark.parametrize(
     ("target", "sentence"),
     [
-        ("resnet2", "there is no built-in model 'resnet2'; did you mean"),
+        ("resnet2", "there is no built-in model or task 'resnet2'; did you mean"),
         ("absent.py:make", "there is no file absent.py: a target is"),
         ("own.py:mak", "own.py has no function 'mak'; did you mean make?"),
         ("own.py:broken", "own.py:broken does not run on its batch: "),

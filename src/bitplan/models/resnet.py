@@ -124,7 +124,7 @@ class ResNet(nn.Module):
         return logits
 
 
-def cifar_resnet(depth: int, classes: int = 10, shortcut: Shortcut = "conv") -> ResNet:
+def cifar_resnet(depth: int, classes: int = 10, shortcut: Shortcut = "conv", width: float = 1.0) -> ResNet:
     """He et al.'s network for CIFAR, section 4.2: depth 6n+2, such as 20, 38, 56, 74, 110 or 152.
 
     He et al. used ``pad`` shortcuts, the papers on cyclic precision (arXiv 2101.09868, 2403.02243) ``conv``.
@@ -132,7 +132,7 @@ def cifar_resnet(depth: int, classes: int = 10, shortcut: Shortcut = "conv") -> 
     blocks, rest = divmod(depth - 2, 6)
     if rest or blocks < 1:
         raise ValueError(f"a CIFAR ResNet has depth 6n+2, such as 20 or 56, not {depth}.")
-    return ResNet(BasicBlock, [blocks] * 3, [16, 32, 64], classes, shortcut)
+    return ResNet(BasicBlock, [blocks] * 3, [scaled(size, width) for size in (16, 32, 64)], classes, shortcut)
 
 
 def resnet18(classes: int = 100, width: float = 1.0) -> ResNet:

@@ -108,7 +108,13 @@ class Task(ABC):
 
     def after_evaluation(self, figures: dict[str, float]) -> None:
         """Told the figures of each evaluation during training, right after it: the place to change the memory."""
-        return None
+
+    def example(self) -> tuple[Any, Any]:
+        """A batch of the right shapes and types, for those who ask before anything runs.
+
+        The first one, unless a task knows its shapes without its data.
+        """
+        return self.batch(0)
 
     def target(self) -> Target:
         """The first training step, as sites, plans and costs take it."""
