@@ -4,18 +4,14 @@ Without ``--json`` a command prints for people, on stdout. With it, stdout carri
 document, written last and only when the command succeeded; everything else goes to stderr, even
 what a library or a child process prints on its own.
 
-The JSON is strict (RFC 8259), which has no NaN and no infinities: they are written as the strings
-``"NaN"``, ``"Infinity"`` and ``"-Infinity"``. Strings rather than null, so that nothing is lost: Python's
-``float`` and JavaScript's ``Number`` both read them back.
+The JSON is strict, see :mod:`bitplan.strict_json`.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +21,9 @@ from rich.console import Console
 
 from bitplan.errors import BitplanError
 from bitplan.files import write_whole
+from bitplan.strict_json import json_text
+
+__all__ = ["JsonOption", "Output", "command_output", "json_text", "make_folder", "write_file"]
 
 #: The ``--json`` option, the same in every command.
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, all else on stderr.")]
@@ -68,11 +67,6 @@ def command_output(as_json: bool) -> Iterator[Output]:
     typer.echo(text)
 
 
-def json_text(content: Any) -> str:
-    """`content` as one strict JSON document."""
-    return json.dumps(_strict(content), indent=2, allow_nan=False)
-
-
 def write_file(path: Path, text: str) -> None:
     """Write `text`, or say in a sentence why it cannot be written."""
     try:
@@ -96,16 +90,6 @@ def _console(stderr: bool) -> Console:
     if not console.is_terminal:
         console.width = _PIPED_WIDTH
     return console
-
-
-def _strict(content: Any) -> Any:
-    if isinstance(content, float) and not math.isfinite(content):
-        return "NaN" if math.isnan(content) else "Infinity" if content > 0 else "-Infinity"
-    if isinstance(content, Mapping):
-        return {str(key): _strict(value) for key, value in content.items()}
-    if isinstance(content, (list, tuple)):
-        return [_strict(value) for value in content]
-    return str(content) if isinstance(content, Path) else content
 
 
 @contextmanager
