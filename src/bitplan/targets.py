@@ -47,7 +47,7 @@ def load_target(text: str, *, shapes_only: bool = False) -> Target:
     trust.
 
     :param shapes_only: make models on the ``meta`` device: large ones then cost nothing, and everything but running
-        them works. A file's function decides for itself.
+        them works. A file decides for itself.
     """
     # Tasks are a later room of the house; a target that is one is made there.
     from bitplan.models.built_in import BUILT_IN
@@ -55,7 +55,7 @@ def load_target(text: str, *, shapes_only: bool = False) -> Target:
 
     named = named_file(text)
     if named is not None:
-        return _from_file(*named, shapes_only)
+        return _from_file(*named)
     if text in task_names():
         return _of_task(find_task(text), shapes_only)
     if text not in BUILT_IN:
@@ -93,7 +93,7 @@ def _of_task(task: Task, shapes_only: bool) -> Target:
     return Target(model, batch, task.loss)
 
 
-def _from_file(path: Path, name: str, shapes_only: bool) -> Target:
+def _from_file(path: Path, name: str) -> Target:
     from bitplan.tasks.registry import own_task
     from bitplan.tasks.task import Task
 
@@ -103,7 +103,7 @@ def _from_file(path: Path, name: str, shapes_only: bool) -> Target:
     make = public_name(run_file(path, TargetError), path, function, "function", TargetError)
     try:
         if isinstance(make, type) and issubclass(make, Task):
-            return _of_task(own_task(make, path), shapes_only)
+            return _of_task(own_task(make, path), shapes_only=False)
         made = make()
     except BitplanError:
         raise

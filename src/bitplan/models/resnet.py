@@ -140,7 +140,7 @@ def resnet18(classes: int = 100, width: float = 1.0) -> ResNet:
     return ResNet(BasicBlock, [2, 2, 2, 2], [scaled(size, width) for size in (64, 128, 256, 512)], classes)
 
 
-def imagenet_resnet(depth: int, classes: int = 1000) -> ResNet:
+def imagenet_resnet(depth: int, classes: int = 1000, width: float = 1.0) -> ResNet:
     """He et al.'s network for ImageNet, table 1, at depth 18, 34 or 50."""
     shapes: dict[int, tuple[type[BasicBlock] | type[Bottleneck], list[int]]] = {
         18: (BasicBlock, [2, 2, 2, 2]),
@@ -150,4 +150,5 @@ def imagenet_resnet(depth: int, classes: int = 1000) -> ResNet:
     if depth not in shapes:
         raise ValueError(f"an ImageNet ResNet has depth 18, 34 or 50 here, not {depth}.")
     block, blocks = shapes[depth]
-    return ResNet(block, blocks, [64, 128, 256, 512], classes, big_images=True)
+    channels = [scaled(size, width) for size in (64, 128, 256, 512)]
+    return ResNet(block, blocks, channels, classes, big_images=True)

@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 
 from bitplan.errors import TaskError, nearest_names
 from bitplan.models.mobilenet import MobileNetV2
-from bitplan.models.resnet import cifar_resnet, resnet18
+from bitplan.models.resnet import cifar_resnet, imagenet_resnet, resnet18
 from bitplan.models.shufflenet import ShuffleNetV2
 from bitplan.models.squeezenet import SqueezeNet
 from bitplan.tasks.decay import DECAYS, decayed
@@ -23,13 +23,15 @@ from bitplan.tasks.draws import shuffled
 from bitplan.tasks.pictures import Normalisation, PictureData, digits, moved_and_mirrored
 from bitplan.tasks.task import Metric, Settings, Task
 
-#: Name -> what makes the network; each takes classes= and width=.
+#: Name -> what makes the network; each takes classes= and width=. Names are those of ``bitplan sites``.
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
     **{f"resnet{depth}": partial(cifar_resnet, depth) for depth in (8, 14, 20, 38, 56, 74, 110, 152)},
     "resnet18": resnet18,
     "mobilenet-v2": MobileNetV2,
     "squeezenet": SqueezeNet,
     "shufflenet-v2": ShuffleNetV2,
+    "resnet18-imagenet": partial(imagenet_resnet, 18),
+    "resnet50": partial(imagenet_resnet, 50),
 }
 
 

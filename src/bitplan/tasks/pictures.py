@@ -55,8 +55,6 @@ class PictureData:
     training: Pictures
     held_out: Pictures
     classes: Sequence[str]
-    #: The value of a white pixel: 255, but the digits' is 16.
-    white: int = 255
 
     def __post_init__(self) -> None:
         for part in (self.training, self.held_out):
@@ -80,7 +78,6 @@ def digits() -> PictureData:
         StoredPictures(pictures[:-DIGITS_HELD_OUT], names[:-DIGITS_HELD_OUT]),
         StoredPictures(pictures[-DIGITS_HELD_OUT:], names[-DIGITS_HELD_OUT:]),
         [str(digit) for digit in range(10)],
-        white=16,
     )
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from bitplan.errors import BitplanError, TaskError, nearest_names
 from bitplan.tasks.choices import read_settings
 from bitplan.tasks.images import Digits
+from bitplan.tasks.public_images import Cifar10, Cifar100, FashionMnist, ImageFolder
 from bitplan.tasks.task import Task
 from bitplan.user_code import in_words, named_file, public_name, run_file
 
 #: The built-in tasks, in the order ``bitplan tasks`` shows them.
-TASKS: tuple[type[Task], ...] = (Digits,)
+TASKS: tuple[type[Task], ...] = (Digits, Cifar10, Cifar100, FashionMnist, ImageFolder)
 
 
 def task_names() -> list[str]:

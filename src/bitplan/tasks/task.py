@@ -106,7 +106,7 @@ class Task(ABC):
         """The factor of the peak learning rate at training step `step`: a function of the step and of the memory."""
         return 1.0
 
-    def after_evaluation(self, figures: dict[str, float]) -> None:
+    def after_evaluation(self, figures: dict[str, float]) -> None:  # noqa: B027 - most tasks remember nothing
         """Told the figures of each evaluation during training, right after it: the place to change the memory."""
 
     def example(self) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 
 
 def main() -> None:
-    from sklearn.datasets import load_digits  # type: ignore[import-not-found]
+    from sklearn.datasets import load_digits
 
     digits = load_digits()
     np.savez_compressed(

@@ -1,0 +1,131 @@
+"""The plain data inside a pickle, read without unpickling it.
+
+``pickle.load`` runs whatever a file asks for. Here the file's operations are only listed (by the standard library's
+:mod:`pickletools`) and followed as far as they build plain values; a call is kept as its name and its arguments and is
+never made. NumPy arrays of bytes are put together from what such a call says.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class NotPlainData(ValueError):
+    """The pickle holds something else than plain values and arrays of bytes."""
+
+
+@dataclass
+class Call:
+    """A call that the pickle asks for and that nobody makes."""
+
+    name: str
+    arguments: Any
+    state: Any = None
+
+
+_MARK = object()
+_CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_LITERALS = {
+    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+    *("STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+    *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+}
+_EMPTY = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+
+
+def plain_data(content: bytes) -> Any:
+    """What the pickle `content` holds, calls unmade.
+
+    >>> import pickle
+    >>> plain_data(pickle.dumps({"labels": [3, 1, 2], "name": "batch 1"}, protocol=2))
+    {'labels': [3, 1, 2], 'name': 'batch 1'}
+    """
+    stack: list[Any] = []
+    memo: dict[int, Any] = {}
+    try:
+        for operation, argument, _ in pickletools.genops(content):
+            _follow(operation.name, argument, stack, memo)
+        (result,) = stack
+    except NotPlainData:
+        raise
+    except Exception as error:  # a damaged file fails in many ways, none of which is worth telling apart
+        raise NotPlainData(f"not a readable pickle ({type(error).__name__})") from error
+    return result
+
+
+def _follow(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> None:
+    if name in ("PROTO", "FRAME", "STOP"):
+        return
+    if name == "MARK":
+        stack.append(_MARK)
+    elif name in _CONSTANTS:
+        stack.append(_CONSTANTS[name])
+    elif name in _LITERALS:
+        stack.append(argument)
+    elif name in _EMPTY:
+        stack.append(_EMPTY[name]())
+    elif name in _TUPLES:
+        stack[-_TUPLES[name] :] = [tuple(stack[-_TUPLES[name] :])]
+    elif name in ("TUPLE", "LIST"):
+        items = _down_to_mark(stack)
+        stack.append(tuple(items) if name == "TUPLE" else items)
+    elif name in ("APPEND", "APPENDS"):
+        items = [stack.pop()] if name == "APPEND" else _down_to_mark(stack)
+        stack[-1].extend(items)
+    elif name in ("SETITEM", "SETITEMS"):
+        items = [*reversed([stack.pop(), stack.pop()])] if name == "SETITEM" else _down_to_mark(stack)
+        stack[-1].update(zip(items[::2], items[1::2], strict=True))
+    elif name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+        memo[len(memo) if name == "MEMOIZE" else argument] = stack[-1]
+    elif name in ("GET", "BINGET", "LONG_BINGET"):
+        stack.append(memo[argument])
+    elif name in ("GLOBAL", "STACK_GLOBAL"):
+        text = argument if name == "GLOBAL" else " ".join(reversed([stack.pop(), stack.pop()]))
+        stack.append(Call(text.replace(" ", "."), None))
+    elif name == "REDUCE":
+        arguments, function = stack.pop(), stack.pop()
+        stack.append(Call(function.name, arguments))
+    elif name == "BUILD":
+        state = stack.pop()
+        stack[-1].state = state
+    else:
+        raise NotPlainData(f"more than plain data ({name})")
+
+
+def _down_to_mark(stack: list[Any]) -> list[Any]:
+    place = len(stack) - 1 - next(number for number, item in enumerate(reversed(stack)) if item is _MARK)
+    items = stack[place + 1 :]
+    del stack[place:]
+    return items
+
+
+def bytes_array(call: Any) -> NDArray[np.uint8]:
+    """The NumPy array of unsigned bytes that `call` would make."""
+    match call:
+        case Call(
+            name=name, state=(_, tuple(shape), Call(name="numpy.dtype", arguments=("u1" | "uint8", *_)), fortran, data)
+        ):
+            if not name.endswith("multiarray._reconstruct"):
+                raise NotPlainData(f"a call of {name}")
+            array = np.frombuffer(_bytes(data), np.uint8)
+            if array.size != np.prod(shape):
+                raise NotPlainData("an array whose data and shape differ")
+            return array.reshape(shape, order="F" if fortran else "C")
+    raise NotPlainData("no array of bytes")
+
+
+def _bytes(data: Any) -> bytes:
+    match data:
+        case bytes():
+            return data
+        case str():  # Python 2's strings are bytes, which pickletools shows as Latin-1
+            return data.encode("latin-1")
+        case Call(name="_codecs.encode", arguments=(str(text), "latin1")):
+            return text.encode("latin-1")
+    raise NotPlainData("an array without its bytes")
