@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,3 +18,77 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+WriteRun = Callable[..., Path]
+
+
+@pytest.fixture
+def write_run() -> WriteRun:
+    """Writes a run folder as training would: reports and comparisons only ever read files."""
+
+    def write(
+        folder: Path,
+        *,
+        plan: str | None = None,
+        seed: int = 0,
+        value: float | None = 0.9,
+        status: str = "finished",
+        cost: float = 1.0,
+        bits: float = 32.0,
+        memory: float = 4000.0,
+        losses: Sequence[float] = (2.3, 0.5, 0.1),
+        sites: Sequence[dict[str, Any]] = (),
+        summary: dict[str, Any] | None = None,
+        **facts: Any,
+    ) -> Path:
+        folder.mkdir(parents=True)
+        metric = {"name": "accuracy", "better": "higher", "trivial": 0.1}
+        own = {
+            "bitplan_run": 1,
+            "task": "digits",
+            "settings": {"steps": 10 * len(losses), "lr": 0.1},
+            "plan": plan,
+            "plan_source": plan,
+            "execution": "emulate",
+            "device": "cpu",
+            "compile": False,
+            "seed": seed,
+            "metric": metric,
+            "command": f"bitplan train digits{f' --plan {plan}' if plan else ''} --seed {seed}",
+            "versions": {"bitplan": "0.1", "torch": "2.13.0"},
+            "machine": {"cpu": "a CPU"},
+        } | facts
+        (folder / "run.json").write_text(json.dumps(own))
+        if plan is not None:
+            (folder / "plan.yaml").write_text(f"version: 1\nname: {json.dumps(plan)}\nrules: []\n")
+        lines: list[dict[str, Any]] = [
+            {"step": 10 * number, "loss": loss, "lr": 0.1, "bits": bits, "cost": cost * number}
+            for number, loss in enumerate(losses, 1)
+        ]
+        step = lines[-1]["step"]
+        if value is not None:
+            lines.append({"step": step, own["metric"]["name"]: value, "evaluation": True})
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / "sites.json").write_text(json.dumps(list(sites)))
+        if status != "unfinished":
+            told = {
+                "status": status,
+                "step": step,
+                "metrics": {} if value is None else {own["metric"]["name"]: value},
+                "best": value,
+                "loss": losses[-1],
+                "cost": {
+                    "bitops": 1e9 * cost,
+                    "relative_to_fp32": cost,
+                    "relative_to_bf16": 4 * cost,
+                    "mean_bits": bits,
+                },
+                "memory": {"weight": memory / 4, "activation": memory / 2, "grad_activation": memory / 4},
+                "seconds": 3.5,
+                "why": "" if status == "finished" else f"it {status} at step {step}.",
+            } | (summary or {})
+            (folder / "summary.json").write_text(json.dumps(told))
+        return folder
+
+    return write
