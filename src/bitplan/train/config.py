@@ -1,0 +1,133 @@
+"""What a run is: everything that decides its numbers, and what else its ``run.json`` tells."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bitplan.errors import RunError
+from bitplan.plan import Plan
+from bitplan.tasks.task import Task
+
+#: The version of run folders that this package reads and writes.
+VERSION = 1
+#: Steps between two lines of metrics.jsonl.
+LOG_EVERY = 10
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The contents of ``run.json``."""
+
+    task: str
+    #: What names the task on the command line: its name, or ``my_task.py:MyTask``.
+    task_source: str
+    settings: Mapping[str, Any]
+    #: How tables and charts call the plan; None: no plan.
+    plan: str | None
+    #: What the user typed.
+    plan_source: str | None
+    seed: int
+    metric: Mapping[str, Any]
+    execution: str = "emulate"
+    device: str = "cpu"
+    compile: bool = False
+    log_every: int = LOG_EVERY
+    #: What makes such a run again, in a folder of its own.
+    command: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    machine: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.log_every < 1:
+            raise RunError(f"log_every is {self.log_every}; it must be at least 1.")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"bitplan_run": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> RunConfig:
+        known = {each.name for each in fields(cls)}
+        return cls(**{key: value for key, value in content.items() if key in known})
+
+    def difference(self, other: RunConfig) -> str | None:
+        """The first thing in which two runs differ that decides their numbers, in words; None where they are one."""
+        for key in ("task", "seed", "execution", "device", "compile", "log_every"):
+            mine, theirs = getattr(self, key), getattr(other, key)
+            if mine != theirs:
+                return f"{key} {mine}, not {theirs}"
+        for key in {**self.settings, **other.settings}:
+            mine, theirs = self.settings.get(key), other.settings.get(key)
+            if mine != theirs:
+                return f"{key}={mine}, not {theirs}"
+        return None
+
+
+def config_of(
+    task: Task,
+    plan: Plan | None,
+    plan_source: str | None,
+    task_source: str | None,
+    *,
+    execution: str,
+    device: torch.device,
+    compile: bool,
+    log_every: int,
+) -> RunConfig:
+    """The config of a run that is about to start on this machine."""
+    from bitplan.train.environment import machine, versions
+
+    source = task_source or task.name
+    return RunConfig(
+        task=task.name,
+        task_source=source,
+        settings=asdict(task.settings),
+        plan=None if plan is None else plan_name(plan, plan_source),
+        plan_source=plan_source,
+        seed=task.seed,
+        metric=asdict(task.metric),
+        execution=execution,
+        device=str(device),
+        compile=compile,
+        log_every=log_every,
+        command=command_of(task, source, plan_source, execution=execution, device=device, compile=compile),
+        versions=versions(),
+        machine=machine(device),
+    )
+
+
+def plan_name(plan: Plan, source: str | None) -> str:
+    """How a plan is called: by its own name, its preset's, or its file's.
+
+    >>> plan_name(Plan(), "plans/cautious.yaml"), plan_name(Plan(name="bold"), "plans/x.yaml")
+    ('cautious', 'bold')
+    """
+    if plan.name:
+        return plan.name
+    return "plan" if source is None else Path(source).stem
+
+
+def command_of(
+    task: Task, source: str, plan_source: str | None, *, execution: str, device: torch.device, compile: bool
+) -> str:
+    """The command line that makes such a run; what it leaves out is the default."""
+    words = ["bitplan", "train", source]
+    if plan_source is not None:
+        words += ["--plan", plan_source]
+    if execution != "emulate":
+        words += ["--execution", execution]
+    if device.type != "cpu":
+        words += ["--device", str(device)]
+    if compile:
+        words.append("--compile")
+    words += ["--seed", str(task.seed)]
+    recipe = asdict(task.settings_class())
+    for key, value in asdict(task.settings).items():
+        if value != recipe.get(key):
+            words += ["--set", f"{key}={value}"]
+    return shlex.join(words)

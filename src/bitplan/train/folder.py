@@ -1,0 +1,249 @@
+"""Run folders: where a run keeps everything, and what is refused there.
+
+====================  ====================================================================================
+``run.json``          what the run is: :class:`~bitplan.train.config.RunConfig`
+``plan.yaml``         the plan with all that it extends; absent without a plan
+``metrics.jsonl``     loss, learning rate, bits, cost and figures by step: the same for the same run, always
+``times.jsonl``       seconds by step, which differ from one time to the next
+``sites.json``        what every tensor got and, at the end, what rounding did to it
+``summary.json``      what came of it; absent while the run is under way
+``checkpoints/``      see :mod:`bitplan.train.checkpoint`
+``model.safetensors`` the trained weights under their own names
+``tensorboard/``      events, where tensorboard is installed
+``lock``              held by the process that is at work here; the system frees it when that process dies
+====================  ====================================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from bitplan.errors import BitplanError, RunError
+from bitplan.plan import Plan
+from bitplan.strict_json import json_text
+from bitplan.train.config import VERSION, RunConfig
+from bitplan.train.durable import make_folder, write_durably, writing
+from bitplan.train.journal import read_lines
+from bitplan.train.summary import Status, Summary
+
+log = logging.getLogger("bitplan")
+
+#: Where runs are kept, unless told otherwise.
+DEFAULT_PARENT = Path("runs")
+#: How deep runs may lie beneath a folder that is asked about: runs/comparison/run.
+_DEPTH = 3
+#: What a process that died before its run began may have left.
+_REMAINS = re.compile(r"lock|plan\.yaml|\..*\.tmp")
+
+
+class RunFolder:
+    """One run's folder, which may not exist yet."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.run_file = self.path / "run.json"
+        self.plan_file = self.path / "plan.yaml"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.times_file = self.path / "times.jsonl"
+        self.sites_file = self.path / "sites.json"
+        self.summary_file = self.path / "summary.json"
+        self.model_file = self.path / "model.safetensors"
+        self.checkpoints = self.path / "checkpoints"
+        self.events = self.path / "tensorboard"
+        self.lock_file = self.path / "lock"
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    # --- reading ---
+
+    @property
+    def is_run(self) -> bool:
+        return self.run_file.is_file()
+
+    def config(self) -> RunConfig:
+        """What the run is; a sentence where the folder holds none, or one of another version."""
+        if not self.is_run:
+            raise RunError(f"{self.path} is not a run folder (it has no run.json): name one that bitplan train made.")
+        content = _read(self.run_file)
+        if content.get("bitplan_run") != VERSION:
+            raise RunError(
+                f"{self.path} is a run folder of version {content.get('bitplan_run')!r}, and this bitplan knows "
+                f"version {VERSION}: use the bitplan that made it, or name another folder."
+            )
+        try:
+            return RunConfig.from_dict(content)
+        except (TypeError, ValueError) as error:
+            raise _damaged(self.run_file) from error
+
+    def plan(self) -> Plan | None:
+        """The plan that the run follows."""
+        return Plan.load(self.plan_file) if self.plan_file.exists() else None
+
+    def summary(self) -> Summary | None:
+        """What came of the run; None while it is under way, and where it was killed."""
+        if not self.summary_file.exists():
+            return None
+        try:
+            return Summary.from_dict(self.path, _read(self.summary_file))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _damaged(self.summary_file) from error
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of ``metrics.jsonl`` so far."""
+        return read_lines(self.metrics_file)
+
+    def status(self) -> Status | Literal["running", "unfinished"]:
+        """*running*: a process is at work; *unfinished*: none is, and it can be resumed."""
+        if self.is_locked():
+            return "running"
+        summary = self.summary()
+        return "unfinished" if summary is None else summary.status
+
+    # --- the lock ---
+
+    def is_locked(self) -> bool:
+        """Whether a process is at work here."""
+        try:
+            with self.lock_file.open("rb") as file:
+                return not _locked(file)
+        except OSError:
+            return False
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Make the folder, and keep other processes out of it; leave nothing behind where no run was begun."""
+        existed = self.path.is_dir()
+        make_folder(self.path)
+        with writing(self.lock_file):
+            file = self.lock_file.open("a+", encoding="utf-8")
+        with file:
+            if not _locked(file):
+                file.seek(0)
+                raise RunError(
+                    f"process {file.read().strip() or '(unknown)'} is at work in {self.path}: wait until it has ended, "
+                    f"or name another folder."
+                )
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            try:
+                yield
+            finally:
+                if not self.is_run:
+                    self._clear(existed)
+
+    def _clear(self, existed: bool) -> None:
+        self.lock_file.unlink(missing_ok=True)
+        self.plan_file.unlink(missing_ok=True)
+        if not existed and not any(self.path.iterdir()):
+            self.path.rmdir()
+
+    # --- writing ---
+
+    def require_room_for(self, config: RunConfig, plan: Plan | None) -> bool:
+        """Whether such a run lies here already; raises where something else does."""
+        if not self.is_run:
+            others = sorted(each.name for each in self.path.iterdir() if not _REMAINS.fullmatch(each.name))
+            if others:
+                raise RunError(
+                    f"{self.path} holds {others[0]} and no run: name a folder that is empty or does not exist yet."
+                )
+            return False
+        known = self.config()
+        difference = known.difference(config)
+        text = self.plan_file.read_text(encoding="utf-8") if self.plan_file.exists() else None
+        if difference is None and text != _plan_text(plan):
+            difference = f"the plan {known.plan or 'none'}, which says something else than {config.plan or 'none'}"
+        if difference is not None:
+            raise RunError(
+                f"{self.path} holds a run with {difference}: name another folder, or ask for the same to go on with it."
+            )
+        return True
+
+    def begin(self, config: RunConfig, plan: Plan | None) -> None:
+        """Write what the run is; from now on the folder is a run's."""
+        text = _plan_text(plan)
+        if text is not None:
+            write_durably(self.plan_file, text)
+        make_folder(self.checkpoints)
+        write_durably(self.run_file, json_text(config.to_dict()) + "\n")
+
+    def write_sites(self, sites: list[dict[str, Any]]) -> None:
+        write_durably(self.sites_file, json_text(sites) + "\n")
+
+    def write_summary(self, summary: Summary) -> None:
+        write_durably(self.summary_file, json_text(summary.to_dict()) + "\n")
+
+    def forget_summary(self) -> None:
+        """A run that goes on is no longer what its summary says."""
+        with writing(self.summary_file):
+            self.summary_file.unlink(missing_ok=True)
+
+
+def fresh_folder(task: str, plan: str | None, seed: int, parent: Path = DEFAULT_PARENT) -> Path:
+    """The first folder for such a run that does not exist: ``runs/digits-fp32-s0``, then ``runs/digits-fp32-s0-2``."""
+    stem = re.sub(r"[^\w.+-]+", "_", f"{task}-{plan or 'fp32'}-s{seed}")
+    path, number = parent / stem, 1
+    while path.exists():
+        number += 1
+        path = parent / f"{stem}-{number}"
+    return path
+
+
+def find_runs(path: Path) -> list[RunFolder]:
+    """The run folder `path`, or all in it and in the comparisons that it holds, by name."""
+    if not path.is_dir():
+        raise RunError(f"there is no folder {path}: name a run folder, or one that holds runs.")
+    return list(_runs_beneath(path, _DEPTH))
+
+
+def _runs_beneath(path: Path, depth: int) -> Iterator[RunFolder]:
+    folder = RunFolder(path)
+    if folder.is_run:
+        yield folder
+    elif depth:
+        for child in sorted(each for each in path.iterdir() if each.is_dir()):
+            yield from _runs_beneath(child, depth - 1)
+
+
+def _plan_text(plan: Plan | None) -> str | None:
+    return None if plan is None else plan.flattened().to_yaml()
+
+
+def _locked(file: IO[Any]) -> bool:
+    """Try to lock an open file; freed when it is closed, or its process dies."""
+    try:
+        import fcntl
+    except ImportError:  # Windows, where nothing guards a folder against a second process
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # a file system without locks
+        log.warning("%s cannot be locked (%s): take care that no second process trains there.", file.name, error)
+    return True
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RunError(f"cannot read {path} ({error.strerror}): mend that, or name another folder.") from error
+    except ValueError as error:
+        raise _damaged(path) from error
+    if not isinstance(content, dict):
+        raise _damaged(path)
+    return content
+
+
+def _damaged(path: Path) -> BitplanError:
+    return RunError(f"{path} is damaged: restore it, or train anew in another folder.")

@@ -1,0 +1,355 @@
+"""Training: a task, a plan and a folder become a run.
+
+Everything that a run writes into ``metrics.jsonl`` and its checkpoints is a pure function of the task, its settings,
+the plan and the seed. So a run that was killed and resumed ends with the very bytes that it would have ended with.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shlex
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bitplan.cost import Cost
+from bitplan.errors import RunError
+from bitplan.plan import Plan
+from bitplan.plan.find import find_plan
+from bitplan.tasks.task import Task
+from bitplan.train.checkpoint import Checkpoint, newest_whole, remove_older, save_tensors
+from bitplan.train.config import LOG_EVERY, RunConfig, config_of
+from bitplan.train.durable import DiskError
+from bitplan.train.events import Events, open_events
+from bitplan.train.fault import find_fault
+from bitplan.train.folder import RunFolder
+from bitplan.train.journal import Journal, read_lines
+from bitplan.train.session import Session, repeatable
+from bitplan.train.site_table import measured_sites, planned_sites
+from bitplan.train.summary import Phase, Progress, Status, Summary
+
+log = logging.getLogger("bitplan")
+
+#: What the loop itself remembers from step to step.
+_OWN_STATE = ("loss", "metrics", "best", "told", "bits", "cost")
+
+OnProgress = Callable[[Progress], None]
+
+
+def train(
+    task: Task,
+    plan: Plan | str | None = None,
+    *,
+    folder: str | os.PathLike[str],
+    execution: str = "emulate",
+    device: str | torch.device = "cpu",
+    compile: bool = False,
+    seed: int | None = None,
+    checkpoint_every: int | None = None,
+    log_every: int = LOG_EVERY,
+    task_source: str | None = None,
+    plan_source: str | None = None,
+    on_progress: OnProgress | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> Summary:
+    """Train `task` under `plan` in `folder`, or go on with that run where it lies there unfinished.
+
+    A run that has finished, or diverged, is not made again: its summary is returned.
+
+    :param plan: a plan, a preset's name or a file; None: no plan, which is the task in its own precision.
+    :param folder: of this run; made if it does not exist.
+    :param execution: as :func:`bitplan.attach` takes it.
+    :param compile: run the model's training steps through ``torch.compile``; evaluations stay uncompiled.
+    :param seed: for asserting the task's own, which decides the run's initial weights, data and random bits.
+    :param checkpoint_every: steps between checkpoints, by default those between evaluations; 0: only at the end.
+    :param log_every: steps between lines of ``metrics.jsonl``.
+    :param task_source: what names the task on the command line, if not its name (``my_task.py:MyTask``).
+    :param plan_source: the same for the plan; by default what is given as `plan`, or the file that it came from.
+    :param on_progress: called after every step.
+    :param stop: asked after every step; once it is true, a checkpoint is written and the run is *stopped*.
+    """
+    if seed is not None and seed != task.seed:
+        raise RunError(f"the task was made with seed {task.seed}: make it with seed {seed}.")
+    if checkpoint_every is not None and checkpoint_every < 0:
+        raise RunError(f"checkpoint_every is {checkpoint_every}; it must be at least 0 (only at the end).")
+    place = RunFolder(folder)
+    found = None if plan is None else find_plan(plan)
+    if plan_source is None:
+        plan_source = plan if isinstance(plan, str) else str(found.origin) if found and found.origin else None
+    chosen = chosen_device(device)
+    config = config_of(
+        *(task, found, plan_source, task_source),
+        execution=execution,
+        device=chosen,
+        compile=compile,
+        log_every=log_every,
+    )
+    with place.locked():
+        is_known = place.require_room_for(config, found)
+        summary = place.summary() if is_known else None
+        if summary is not None and summary.status != "stopped":
+            return summary
+        with repeatable(chosen):
+            session = Session(task, found or Plan(), execution=execution, device=chosen, compile=compile)
+            try:
+                if not is_known:
+                    place.begin(config, found)
+                every = task.settings.evaluate_every if checkpoint_every is None else checkpoint_every
+                return _Loop(place, place.config(), session, every, on_progress, stop).go()
+            finally:
+                session.run.detach()
+
+
+def chosen_device(device: str | torch.device) -> torch.device:
+    """The device of that name, or a sentence where this machine has none such."""
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise RunError(f"there is no device {device!r}: use cpu or cuda.") from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise RunError("this machine has no CUDA device: use the device cpu.")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise RunError(
+            f"this machine has {torch.cuda.device_count()} CUDA devices, and no {chosen}: use a lower number."
+        )
+    if chosen.type not in ("cpu", "cuda"):
+        raise RunError(f"runs are trained on cpu or cuda, not on {chosen.type}: use one of these.")
+    return chosen
+
+
+def resume_command(folder: Path) -> str:
+    """What goes on with a run."""
+    return f"bitplan train --resume {shlex.quote(str(folder))}"
+
+
+class _Diverged(Exception):
+    """The loss, or a weight, is not finite any more."""
+
+
+class _Loop:
+    """One process's part of a run, from its last checkpoint to its end."""
+
+    def __init__(
+        self,
+        place: RunFolder,
+        config: RunConfig,
+        session: Session,
+        checkpoint_every: int,
+        on_progress: OnProgress | None,
+        stop: Callable[[], bool] | None,
+    ) -> None:
+        self.place = place
+        self.config = config
+        self.session = session
+        self.steps: int = session.task.settings.steps
+        self.checkpoint_every = checkpoint_every
+        self.on_progress = on_progress
+        self.stop = stop or (lambda: False)
+        self.loss: float | None = None
+        self.metrics: dict[str, float] = {}
+        self.best: float | None = None
+        #: What steps had cost up to the last line of metrics.jsonl: see :func:`_sums`.
+        self.told: tuple[float, ...] = (0, 0, 0, 0)
+        self.bits = self.cost = 0.0
+        #: The step of the newest checkpoint; -1 before the first.
+        self.saved = -1
+        self.began = time.perf_counter()
+
+    # --- the whole ---
+
+    def go(self) -> Summary:
+        self._resume()
+        self.place.forget_summary()
+        self.place.write_sites(planned_sites(self.session.run))
+        step = self.session.step
+        self.journal = Journal(self.place.metrics_file, step)
+        self.times = Journal(self.place.times_file, step)
+        earlier = read_lines(self.place.times_file)
+        self.began = time.perf_counter() - (float(earlier[-1]["seconds"]) if earlier else 0.0)
+        self.events: Events = open_events(self.place.events, step)
+        with self.journal, self.times, self.events:
+            try:
+                return self._run()
+            except DiskError as error:
+                raise DiskError(f"{error} {self._way_back()}") from error
+            except torch.OutOfMemoryError as error:
+                raise RunError(
+                    f"{self.session.device} has not enough memory for step {self.session.step + 1}: make the batch "
+                    f"smaller with --set batch={max(1, self.session.task.settings.batch // 2)}."
+                ) from error
+
+    def _run(self) -> Summary:
+        try:
+            while self.session.step < self.steps:
+                self._step()
+                if self.stop() and self.session.step < self.steps:
+                    return self._stopped()
+            return self._finished()
+        except _Diverged:
+            return self._diverged()
+
+    def _step(self) -> None:
+        session = self.session
+        self.loss = session.forward_backward()
+        if not math.isfinite(self.loss):
+            raise _Diverged
+        rate = session.apply()
+        step = session.step
+        if step == 1 or step % self.config.log_every == 0 or step == self.steps:
+            self._log(rate)
+        if step % session.task.settings.evaluate_every == 0 or step == self.steps:
+            self._evaluate()
+        if step == self.steps or (self.checkpoint_every and step % self.checkpoint_every == 0):
+            self._save()
+        self._tell("training")
+
+    def _log(self, rate: float) -> None:
+        cost = self.session.run.cost()
+        macs, bit_operations, elements, bits = (now - then for now, then in zip(_sums(cost), self.told, strict=True))
+        self.told = _sums(cost)
+        self.bits = math.sqrt(bit_operations / macs) if macs else 0.0
+        self.cost = _share_of_run(cost, self.steps)
+        step = self.session.step
+        line = {
+            "step": step,
+            "loss": self.loss,
+            "lr": rate,
+            "bits": self.bits,
+            "mean_bits": bits / elements if elements else 0.0,
+            "cost": self.cost,
+        }
+        self.journal.add(line)
+        self.times.add({"step": step, "seconds": self._seconds(), "peak": self.session.peak()})
+        self.events.add(line)
+
+    def _evaluate(self) -> None:
+        self._tell("evaluating")
+        session = self.session
+        self.metrics = session.evaluate()
+        value, metric = self.metrics[session.task.metric.name], session.task.metric
+        if self.best is None or metric.is_better(value, self.best) or math.isnan(self.best):
+            self.best = value
+        line = {"step": session.step, "evaluation": True, **self.metrics}
+        self.journal.add(line)
+        self.events.add(line)
+
+    # --- checkpoints ---
+
+    def _resume(self) -> None:
+        known = newest_whole(self.place.checkpoints)
+        if known is None:
+            return
+        step, state = known
+        threads = self.config.machine.get("threads")
+        if threads != torch.get_num_threads():
+            log.warning(
+                "this run was begun with %s threads and goes on with %s: its last bits may come out otherwise.",
+                *(threads, torch.get_num_threads()),
+            )
+        self.session.load(step, state)
+        for name in _OWN_STATE:
+            setattr(self, name, state["loop"][name])
+        self.saved = step
+
+    def _save(self) -> None:
+        """A checkpoint of the steps made, if they are worth one: each that lies on the disk is good to go on from."""
+        step = self.session.step
+        if step == self.saved:
+            return
+        if self.session.broken_weight() is not None:
+            raise _Diverged
+        self.journal.sync()
+        own = {name: getattr(self, name) for name in _OWN_STATE}
+        Checkpoint(self.place.checkpoints, step).save({**self.session.state(), "loop": own})
+        self.saved = step
+        remove_older(self.place.checkpoints, step)
+
+    def _way_back(self) -> str:
+        if self.saved < 0:
+            return "No checkpoint was written yet."
+        return f"The checkpoint of step {self.saved} is whole; go on from it with: {resume_command(self.place.path)}"
+
+    # --- ends ---
+
+    def _finished(self) -> Summary:
+        self._save()
+        save_tensors(self.place.model_file, self.session.model.state_dict())
+        summary = self._summary("finished", self.session.run.cost())
+        self.place.write_sites(measured_sites(self.session))
+        self.place.write_summary(summary)
+        return summary
+
+    def _stopped(self) -> Summary:
+        self._save()
+        save_tensors(self.place.model_file, self.session.model.state_dict())
+        why = f"stopped on request; go on with: {resume_command(self.place.path)}"
+        summary = self._summary("stopped", self.session.run.cost(), why=why)
+        self.place.write_summary(summary)
+        return summary
+
+    def _diverged(self) -> Summary:
+        """The last good checkpoint stays the last one."""
+        cost, step, loss = self.session.run.cost(), self.session.step, self.loss
+        self.journal.add({"step": step + 1, "loss": loss, "diverged": True})
+        fault = find_fault(self.session, self.place.checkpoints, lambda: self._tell("searching"))
+        good = f" The checkpoint of step {self.saved} is good." if self.saved >= 0 else ""
+        summary = self._summary("diverged", cost, step=step, why=f"{fault}{good}", site=fault.site)
+        self.place.write_summary(summary)
+        return summary
+
+    # --- telling ---
+
+    def _summary(self, status: Status, cost: Cost, **more: Any) -> Summary:
+        bf16 = cost.baseline_bit_operations("bf16")
+        facts: dict[str, Any] = {
+            "step": self.session.step,
+            "metrics": self.metrics,
+            "best": self.best,
+            "loss": self.loss,
+            "cost": {
+                "bitops": cost.bit_operations,
+                "relative_to_fp32": cost.relative,
+                "relative_to_bf16": cost.bit_operations / bf16 if bf16 else 0.0,
+                "mean_bits": cost.mean_bits,
+            },
+            "memory": {role: part.bytes / max(cost.steps, 1) for role, part in cost.tensors.items()},
+            "peak": self.session.peak(),
+            "seconds": self._seconds(),
+        }
+        return Summary(self.place.path, status, **{**facts, **more})
+
+    def _seconds(self) -> float:
+        return round(time.perf_counter() - self.began, 3)
+
+    def _tell(self, phase: Phase) -> None:
+        if self.on_progress is None:
+            return
+        self.on_progress(
+            Progress(
+                step=self.session.step,
+                steps=self.steps,
+                phase=phase,
+                loss=self.loss,
+                metric=self.metrics.get(self.session.task.metric.name),
+                bits=self.bits,
+                cost=self.cost,
+                peak=self.session.peak(),
+                seconds=self._seconds(),
+            )
+        )
+
+
+def _sums(cost: Cost) -> tuple[float, ...]:
+    """MACs and bit operations of all products, elements and bits of all tensors."""
+    return cost.training_macs, cost.bit_operations, cost.total.elements, cost.total.bits
+
+
+def _share_of_run(cost: Cost, steps: int) -> float:
+    """Bit operations as a share of what the whole run needs in FP32."""
+    whole = cost.baseline_bit_operations("fp32") / max(cost.steps, 1) * steps
+    return cost.bit_operations / whole if whole else 0.0

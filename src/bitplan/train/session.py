@@ -1,0 +1,237 @@
+"""A model in training: its optimizer, its attached plan, and single steps.
+
+Torch's generator is seeded anew for every step, with a number that follows from the run's seed and the step. So what a
+step draws (dropout, say) does not depend on what ran before it, and neither evaluations nor a resumption change it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from bitplan.attach import Attachment, attach
+from bitplan.errors import TaskError
+from bitplan.noise import key_of
+from bitplan.plan import Plan
+from bitplan.sites import call_arguments
+from bitplan.tasks.task import Task
+
+#: What torch's generator is seeded for.
+_TRAINING, _EVALUATION = 1, 2
+
+
+class Session:
+    """One run's objects, at some step."""
+
+    def __init__(self, task: Task, plan: Plan, *, execution: str, device: torch.device, compile: bool) -> None:
+        self.task = task
+        self.device = device
+        self._execution = execution
+        self._first_memory = dict(task.memory)
+        #: Steps made.
+        self.step = 0
+        torch.manual_seed(task.seed)
+        self.model: nn.Module = task.model().to(device).train()
+        self.optimizer = task.optimizer(self.model)
+        self._peaks = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.run: Attachment = attach(
+            *(self.model, plan, task.settings.steps, self._moved(task.batch(0)[0])),
+            seed=task.seed,
+            execution=execution,
+        )
+        self.loss = self.run.loss(task.loss)
+        # A mask may hold infinities from the start, and rightly so.
+        self._finite = {name for name, tensor in self._floats() if first_not_finite([(name, tensor)]) is None}
+        self._called: nn.Module = torch.compile(self.model, fullgraph=True) if compile else self.model  # type: ignore[assignment]
+
+    # --- a step ---
+
+    def forward_backward(self) -> float:
+        """The gradients of the next step; its loss is returned, and waited for while the device goes on."""
+        _seed(self.task.seed, self.step, _TRAINING, self.device)
+        inputs, target = self._moved(self.task.batch(self.step))
+        self.optimizer.zero_grad(set_to_none=True)
+        args, kwargs = call_arguments(inputs)
+        loss: Tensor = self.loss(self._called(*args, **kwargs), target)
+        reading = _Reading(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return reading.value()
+
+    def apply(self) -> float:
+        """Let the optimizer use the gradients: the step is made. The learning rate is returned."""
+        factor = self.task.learning_rate(self.step)
+        groups = self.optimizer.param_groups
+        for group, peak in zip(groups, self._peaks, strict=True):
+            group["lr"] = peak * factor
+        if self.task.settings.clip > 0:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.task.settings.clip)
+        self.optimizer.step()
+        self.run.step()
+        self.step += 1
+        rate: float = groups[0]["lr"]
+        return rate
+
+    def evaluate(self) -> dict[str, float]:
+        """The task's figures after the steps made; the task is told, and remembers what it wants."""
+        _seed(self.task.seed, self.step, _EVALUATION, self.device)
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                figures = {name: float(value) for name, value in self.task.evaluate(self.model).items()}
+        finally:
+            for module, training in modes:
+                module.training = training
+        wanted = self.task.metric.name
+        if wanted not in figures:
+            raise TaskError(
+                f"the task {self.task.name} is judged by {wanted}, but its evaluate() returned "
+                f"{', '.join(figures) or 'nothing'}: let it return {wanted}, too."
+            )
+        self.task.after_evaluation(dict(figures))
+        return figures
+
+    def _moved(self, batch: Any) -> Any:
+        if self.device.type == "cpu":
+            return batch
+        return tree_map_only(Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), batch)
+
+    # --- state ---
+
+    def state(self) -> dict[str, Any]:
+        """All that a resumed run needs, in tensors and plain values."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "attachment": self.run.state_dict(),
+            "memory": dict(self.task.memory),
+        }
+
+    def load(self, step: int, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state` was taken, after `step` steps."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.run.load_state_dict(state["attachment"])
+        self.task.memory = dict(state["memory"])
+        self.step = step
+
+    def restart(self) -> None:
+        """Stand before the first step again."""
+        torch.manual_seed(self.task.seed)
+        self.model.load_state_dict(self.task.model().state_dict())
+        self.optimizer = self.task.optimizer(self.model)
+        self.task.memory = dict(self._first_memory)
+        self.run.load_state_dict({**self.run.state_dict(), "step": 0})
+        self.step = 0
+
+    def observe(self) -> None:
+        """From now on run uncompiled, and gather what rounding does at every site."""
+        state = self.run.state_dict()
+        self.run.detach()
+        # No example: its rows would be made before the state's, and hide them.
+        self.run = attach(
+            self.model,
+            self.run.plan,
+            self.task.settings.steps,
+            seed=self.task.seed,
+            stats=True,
+            execution=self._execution,
+        )
+        self.run.expect(self._moved(self.task.batch(0)[0]))
+        self.loss = self.run.loss(self.task.loss)
+        self.run.load_state_dict(state)
+        self._called = self.model
+
+    def broken_weight(self) -> str | None:
+        """The first parameter or buffer that is no longer finite; None where all are."""
+        return first_not_finite([(name, tensor) for name, tensor in self._floats() if name in self._finite])
+
+    def _floats(self) -> list[tuple[str, Tensor]]:
+        state = self.model.state_dict().items()
+        return [(name, value) for name, value in state if isinstance(value, Tensor) and value.is_floating_point()]
+
+    def broken_gradient(self) -> str | None:
+        """The first parameter whose gradient is not finite."""
+        named = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
+        return first_not_finite(named)
+
+    def peak(self) -> int:
+        """The most bytes held so far: on a GPU by torch's allocator, else by the whole process."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        try:
+            import resource
+        except ImportError:  # Windows
+            return 0
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if os.uname().sysname == "Darwin" else most * 1024
+
+
+def first_not_finite(named: list[tuple[str, Tensor]]) -> str | None:
+    """The name of the first tensor that holds a NaN or an infinity. One wait for the device, however many there are."""
+    if not named:
+        return None
+    finite = torch.stack([tensor.detach().isfinite().all() for _, tensor in named]).cpu()
+    if bool(finite.all()):
+        return None
+    return named[int(finite.logical_not().nonzero()[0])][0]
+
+
+class _Reading:
+    """A loss on its way to the host: on a GPU the backward pass is launched meanwhile."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self._loss = loss.detach()
+        if loss.is_cuda:
+            self._host = torch.empty((), dtype=loss.dtype, pin_memory=True)
+            self._host.copy_(self._loss.reshape(()), non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record(torch.cuda.current_stream(loss.device))
+
+    def value(self) -> float:
+        if not self._loss.is_cuda:
+            return float(self._loss)
+        self._arrived.synchronize()
+        return float(self._host)
+
+
+def _seed(seed: int, step: int, purpose: int, device: torch.device) -> None:
+    low, high = key_of(seed, step, purpose)
+    number = (high % 2**32) << 32 | low % 2**32
+    torch.default_generator.manual_seed(number)  # torch.manual_seed also asks around for other devices: 0.1 ms
+    if device.type == "cuda":
+        torch.cuda.default_generators[_index(device)].manual_seed(number)
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+@contextmanager
+def repeatable(device: torch.device) -> Iterator[None]:
+    """Inside, equal steps give equal bits; the caller's generators and settings are given back at the end."""
+    devices = [_index(device)] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        if device.type != "cuda":
+            yield
+            return
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        memory: Any = torch.utils.deterministic
+        fills = memory.fill_uninitialized_memory
+        cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        memory.fill_uninitialized_memory = False  # we read none
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            memory.fill_uninitialized_memory = fills
+            torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn

@@ -1,0 +1,108 @@
+"""What a run tells: how far it is while it goes on, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from bitplan.errors import RunError
+
+#: *finished*: all steps made. *stopped*: on request, and can be resumed. *diverged*: the loss or the weights are no
+#: longer finite, and trying again would give the same.
+Status = Literal["finished", "stopped", "diverged"]
+Phase = Literal["training", "evaluating", "searching"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is; handed to ``on_progress`` after every step."""
+
+    #: Steps made, and steps of the whole run.
+    step: int
+    steps: int
+    #: *searching*: the loss was not finite, and steps are made again to find out where that began.
+    phase: Phase
+    #: Of the last step; None before the first.
+    loss: float | None
+    #: The task's metric at the last evaluation; None before the first.
+    metric: float | None
+    #: Of the products' operands: with so many bits in each, products would cost what they did of late.
+    bits: float
+    #: Bit operations so far, as a share of what the whole run would need in FP32.
+    cost: float
+    #: The most bytes held so far, measured.
+    peak: int
+    #: Since the run was first started, without the time it lay still.
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What came of a run: the contents of its ``summary.json``."""
+
+    folder: Path
+    status: Status
+    #: Steps made.
+    step: int
+    #: The figures of the last evaluation.
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    #: The best value of the task's metric at any evaluation.
+    best: float | None = None
+    #: Of the last step.
+    loss: float | None = None
+    #: bitops, relative_to_fp32, relative_to_bf16 and mean_bits of the steps made.
+    cost: Mapping[str, float] = field(default_factory=dict)
+    #: Bytes of each class of a step's tensors in the plan's formats: counted by :mod:`bitplan.cost`, not measured.
+    memory: Mapping[str, float] = field(default_factory=dict)
+    #: The most bytes held, measured: on a GPU by torch's allocator, else by the whole process.
+    peak: int = 0
+    seconds: float = 0.0
+    #: Why it is not finished, in a sentence.
+    why: str | None = None
+    #: Of a run that diverged: the tensor that was the first not to be finite.
+    site: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.status not in get_args(Status):
+            raise RunError(f"a run is {', '.join(get_args(Status))}, not {self.status!r}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as ``summary.json`` holds them."""
+        return {
+            "status": self.status,
+            "step": self.step,
+            "metrics": dict(self.metrics),
+            "best": self.best,
+            "loss": self.loss,
+            "cost": dict(self.cost),
+            "memory": dict(self.memory),
+            "peak": self.peak,
+            "seconds": self.seconds,
+            **({} if self.why is None else {"why": self.why}),
+            **({} if self.site is None else {"site": self.site}),
+        }
+
+    @classmethod
+    def from_dict(cls, folder: Path, content: Mapping[str, Any]) -> Summary:
+        """What :meth:`to_dict` gave, after it was JSON."""
+        return cls(
+            folder=folder,
+            status=content["status"],
+            step=int(content["step"]),
+            metrics={name: float(value) for name, value in content["metrics"].items()},
+            best=_number(content["best"]),
+            loss=_number(content["loss"]),
+            cost={name: float(value) for name, value in content["cost"].items()},
+            memory={name: float(value) for name, value in content["memory"].items()},
+            peak=int(content["peak"]),
+            seconds=float(content["seconds"]),
+            why=content.get("why"),
+            site=content.get("site"),
+        )
+
+
+def _number(value: Any) -> float | None:
+    """JSON writes what is not finite as a string, which ``float`` reads back."""
+    return None if value is None else float(value)
