@@ -8,12 +8,20 @@ from pathlib import Path
 from bitplan.errors import BitplanError, TaskError, nearest_names
 from bitplan.tasks.choices import read_settings
 from bitplan.tasks.images import Digits
+from bitplan.tasks.lm import DecoderLanguageModelling
+from bitplan.tasks.lstm_lm import LSTMLanguageModelling, PennTreebank, WikiText
+from bitplan.tasks.mlm import BertMini, MaskedLanguageModelling
 from bitplan.tasks.public_images import Cifar10, Cifar100, FashionMnist, ImageFolder
 from bitplan.tasks.task import Task
 from bitplan.user_code import in_words, named_file, public_name, run_file
 
 #: The built-in tasks, in the order ``bitplan tasks`` shows them.
-TASKS: tuple[type[Task], ...] = (Digits, Cifar10, Cifar100, FashionMnist, ImageFolder)
+TASKS: tuple[type[Task], ...] = (
+    *(Digits, Cifar10, Cifar100, FashionMnist, ImageFolder),
+    *(LSTMLanguageModelling, PennTreebank, WikiText),
+    DecoderLanguageModelling,
+    *(MaskedLanguageModelling, BertMini),
+)
 
 
 def task_names() -> list[str]:

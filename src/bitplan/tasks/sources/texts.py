@@ -1,0 +1,116 @@
+"""Texts to learn from: the Python standard library's own, a file, or a folder with its parts."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from bitplan.errors import TaskError
+from bitplan.tasks.sources.places import read_text
+
+#: Modules whose sources are read, in this order. They are chosen for their words: programs with long explanations. Each
+#: is a file in the library of every Python that bitplan supports.
+TRAINING_MODULES = (
+    *("argparse", "ast", "base64", "bdb", "cmd", "configparser", "contextlib", "dataclasses", "difflib", "doctest"),
+    *("enum", "ftplib", "functools", "gettext", "gzip", "imaplib", "inspect", "ipaddress", "mailbox", "optparse"),
+    *("pickletools", "plistlib", "pprint", "random", "selectors", "shutil", "smtplib", "socket", "statistics"),
+    *("subprocess", "threading"),
+)
+HELD_OUT_MODULES = ("calendar", "csv", "fractions", "heapq", "shlex", "string", "textwrap", "timeit")
+
+#: So many characters of each part, whatever more this Python has.
+MOST_CHARACTERS = 1_500_000
+
+#: The end of a text in one piece is held out: this share of it.
+HELD_OUT = 0.1
+
+_TRAINING = ("train",)
+_HELD_OUT = ("valid", "val", "dev")
+_ENDINGS = (".txt", ".txt.gz", ".tokens", ".tokens.gz")
+
+
+@dataclass(frozen=True)
+class Text:
+    """What is learnt from, and what is held out."""
+
+    training: str
+    held_out: str
+
+    def __post_init__(self) -> None:
+        for part, words in ((self.training, "to learn from"), (self.held_out, "to hold out")):
+            if not part.strip():
+                raise TaskError(f"the text leaves nothing {words}: name a longer one.")
+
+
+def split(whole: str) -> Text:
+    """A text in one piece: its end is held out."""
+    first_held_out = round(len(whole) * (1 - HELD_OUT))
+    return Text(whole[:first_held_out], whole[first_held_out:])
+
+
+@cache
+def library_text() -> Text:
+    """The sources of the running Python's standard library. They differ a little from version to version."""
+    return Text(*(_sources(modules) for modules in (TRAINING_MODULES, HELD_OUT_MODULES)))
+
+
+def _sources(modules: Sequence[str]) -> str:
+    folder = Path(sysconfig.get_path("stdlib"))
+    found = [path for path in (folder / f"{module}.py" for module in modules) if path.is_file()]
+    if not found:
+        raise TaskError(
+            f"this Python has no sources of its standard library in {folder}: set data= to a text file of yours."
+        )
+    return "\n".join(path.read_text(encoding="utf-8") for path in found)[:MOST_CHARACTERS]
+
+
+def read_texts(data: str) -> Text:
+    """From a file, or from a folder with a training file and a held-out one, such as PTB's or WikiText's.
+
+    :param data: ``text.txt``, or a folder with names like ``ptb.train.txt`` and ``ptb.valid.txt``; ``.gz`` is unpacked.
+    """
+    path = Path(data).expanduser()
+    if path.is_file():
+        return split(read_text(path))
+    if not path.is_dir():
+        raise TaskError(f"there is no file or folder {data}: set data= to a text file, or to a folder of its parts.")
+    files = sorted(each for each in path.iterdir() if each.name.endswith(_ENDINGS) and each.is_file())
+    return Text(*(read_text(_part(path, files, names)) for names in (_TRAINING, _HELD_OUT)))
+
+
+def _part(folder: Path, files: Sequence[Path], names: Sequence[str]) -> Path:
+    for name in names:
+        fitting = [path for path in files if name in path.name.lower().split(".")]
+        if len(fitting) == 1:
+            return fitting[0]
+        if fitting:
+            several = ", ".join(path.name for path in fitting)
+            raise TaskError(f"{folder} has more than one {name} file ({several}): leave one of them.")
+    raise TaskError(
+        f"{folder} has no text file for {names[0]}: it should have files such as ptb.train.txt and ptb.valid.txt."
+    )
+
+
+def fetched_wikitext() -> Text:
+    """WikiText-2 by Hugging Face's downloader."""
+    try:
+        from datasets import load_dataset
+    except ModuleNotFoundError as error:
+        raise TaskError(
+            "download=true needs the package datasets, which is not installed: run 'pip install datasets', "
+            "or set data= to a folder with wiki.train.tokens and wiki.valid.tokens."
+        ) from error
+    try:
+        parts: Any = load_dataset("Salesforce/wikitext", "wikitext-2-v1")
+        texts = ["".join(parts[name]["text"]) for name in ("train", "validation")]
+    except Exception as error:  # no network, no room, a changed address: the reason is in the words
+        first = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise TaskError(
+            f"WikiText-2 could not be fetched ({first.removesuffix('.')}): "
+            f"set data= to a folder with wiki.train.tokens and wiki.valid.tokens."
+        ) from error
+    return Text(*texts)
