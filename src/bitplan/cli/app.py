@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from bitplan._version import __version__
-from bitplan.cli import bench, cost, demo, formats, plan, sites
+from bitplan.cli import bench, cost, demo, env, formats, plan, runs, sites, train
 
 #: What adds each command, in the order ``bitplan --help`` shows them.
 COMMANDS: tuple[Callable[[typer.Typer], None], ...] = (
@@ -22,8 +22,11 @@ COMMANDS: tuple[Callable[[typer.Typer], None], ...] = (
     sites.register,
     plan.register,
     cost.register,
+    train.register,
+    runs.register,
     demo.register,
     bench.register,
+    env.register,
 )
 
 _LOG_HANDLER = "bitplan command line"

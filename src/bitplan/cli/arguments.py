@@ -14,7 +14,7 @@ def _complete_target(incomplete: str) -> list[str]:
     return [name for name in BUILT_IN if name.startswith(incomplete)]
 
 
-def _complete_plan(incomplete: str) -> list[str]:
+def complete_plan(incomplete: str) -> list[str]:
     return [name for name in preset_names() if name.startswith(incomplete)]
 
 
@@ -35,7 +35,7 @@ PlanArgument = Annotated[
     typer.Argument(
         metavar="PLAN",
         help="A plan's file, or the name of a preset.",
-        autocompletion=_complete_plan,
+        autocompletion=complete_plan,
         show_default=False,
     ),
 ]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitplan.errors import RunError
+from bitplan.errors import BitplanWarning, RunError
 from bitplan.train.durable import as_os_error, fresh_file, write_durably, writing
-
-log = logging.getLogger("bitplan")
 
 VERSION = 1
 #: Whole checkpoints that are kept, the newest ones.
@@ -91,7 +89,8 @@ def newest_whole(folder: Path) -> tuple[int, dict[str, Any]] | None:
         try:
             return checkpoint.step, checkpoint.load()
         except RunError as error:
-            log.warning("%s It is passed over, and the checkpoint before it is used.", error)
+            words = f"{error} It is passed over, and the checkpoint before it is used."
+            warnings.warn(words, BitplanWarning, stacklevel=2)
     return None
 
 

@@ -6,11 +6,11 @@ the plan and the seed. So a run that was killed and resumed ends with the very b
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import shlex
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from bitplan.cost import Cost
-from bitplan.errors import RunError
+from bitplan.errors import BitplanWarning, RunError
 from bitplan.plan import Plan
 from bitplan.plan.find import find_plan
 from bitplan.tasks.task import Task
@@ -32,8 +32,6 @@ from bitplan.train.journal import Journal, read_lines
 from bitplan.train.session import Session, repeatable
 from bitplan.train.site_table import measured_sites, planned_sites
 from bitplan.train.summary import Phase, Progress, Status, Summary
-
-log = logging.getLogger("bitplan")
 
 #: What the loop itself remembers from step to step.
 _OWN_STATE = ("loss", "metrics", "best", "told", "bits", "cost")
@@ -156,6 +154,8 @@ class _Loop:
         #: What steps had cost up to the last line of metrics.jsonl: see :func:`_sums`.
         self.told: tuple[float, ...] = (0, 0, 0, 0)
         self.bits = self.cost = 0.0
+        #: The step of the last line, and what one step adds to the cost since then.
+        self._told_at, self._step_cost = 0, 0.0
         #: The step of the newest checkpoint; -1 before the first.
         self.saved = -1
         self.began = time.perf_counter()
@@ -213,8 +213,10 @@ class _Loop:
         macs, bit_operations, elements, bits = (now - then for now, then in zip(_sums(cost), self.told, strict=True))
         self.told = _sums(cost)
         self.bits = math.sqrt(bit_operations / macs) if macs else 0.0
+        step, before = self.session.step, self.cost
         self.cost = _share_of_run(cost, self.steps)
-        step = self.session.step
+        self._step_cost = (self.cost - before) / max(step - self._told_at, 1)
+        self._told_at = step
         line = {
             "step": step,
             "loss": self.loss,
@@ -247,13 +249,16 @@ class _Loop:
         step, state = known
         threads = self.config.machine.get("threads")
         if threads != torch.get_num_threads():
-            log.warning(
-                "this run was begun with %s threads and goes on with %s: its last bits may come out otherwise.",
-                *(threads, torch.get_num_threads()),
+            warnings.warn(
+                f"this run was begun with {threads} threads and goes on with {torch.get_num_threads()}: its last bits "
+                f"may come out otherwise.",
+                BitplanWarning,
+                stacklevel=2,
             )
         self.session.load(step, state)
         for name in _OWN_STATE:
             setattr(self, name, state["loop"][name])
+        self._told_at = step
         self.saved = step
 
     def _save(self) -> None:
@@ -337,7 +342,7 @@ class _Loop:
                 loss=self.loss,
                 metric=self.metrics.get(self.session.task.metric.name),
                 bits=self.bits,
-                cost=self.cost,
+                cost=self.cost + self._step_cost * (self.session.step - self._told_at),
                 peak=self.session.peak(),
                 seconds=self._seconds(),
             )

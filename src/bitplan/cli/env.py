@@ -1,0 +1,43 @@
+"""``bitplan env``: what a bug report needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from bitplan.cli.output import JsonOption, Output, command_output
+from bitplan.cli.sites import byte_text
+from bitplan.train.environment import environment
+
+
+def register(app: typer.Typer) -> None:
+    app.command("env")(env)
+
+
+def env(as_json: JsonOption = False) -> None:
+    """Print versions, processor, GPUs and installed packages, for a bug report."""
+    with command_output(as_json) as output:
+        found = environment()
+        output.document(found)
+        if not as_json:
+            _print(found, output)
+
+
+def _print(found: dict[str, Any], output: Output) -> None:
+    cpu = found["cpu"]
+    gpus = [f"{gpu['name']} ({byte_text(gpu['memory'])}, capability {gpu['capability']})" for gpu in found["gpus"]]
+    packages = found["packages"]
+    lines = {
+        "bitplan": found["bitplan"],
+        "python": f"{found['python']} on {found['system']}",
+        "cpu": f"{cpu['name']}, {cpu['cores']} cores, {cpu['threads']} threads, torch uses {cpu['capability']}",
+        "cpu flags": " ".join(cpu["flags"]) or "unknown",
+        "gpu": ", ".join(gpus) or "none",
+        "cuda": found["cuda"] or "none (torch without CUDA)",
+        "variables": " ".join(f"{name}={value}" for name, value in found["variables"].items()) or "none set",
+        "packages": ", ".join(f"{name} {version}" for name, version in packages.items() if version),
+        "not installed": ", ".join(name for name, version in packages.items() if not version) or "-",
+    }
+    for name, text in lines.items():
+        output.console.print(f"{name + ':':<15}{text}", soft_wrap=True)

@@ -1,0 +1,297 @@
+"""``bitplan train``: one run of a task, in a folder of its own."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+
+from bitplan.cli.arguments import complete_plan
+from bitplan.cli.output import JsonOption, Output, command_output
+from bitplan.cli.run_progress import RunProgress
+from bitplan.cli.sites import byte_text
+from bitplan.cost import cost as cost_of
+from bitplan.errors import BitplanError, BitplanWarning, RunError, TaskError
+from bitplan.explain import explain
+from bitplan.plan import ROLES, Plan
+from bitplan.plan.find import find_plan
+from bitplan.tasks.registry import find_task, task_names
+from bitplan.tasks.task import Task
+from bitplan.train import RunFolder, Summary, fresh_folder, train
+from bitplan.train.checkpoint import checkpoints_in
+from bitplan.train.config import command_of, plan_name
+from bitplan.train.loop import chosen_device
+from bitplan.train.signals import stop_on_signals
+from bitplan.user_code import in_words, named_file
+
+log = logging.getLogger("bitplan")
+
+#: Exit codes: of a run that diverged, and what the number of a signal is added to, as shells do.
+DIVERGED = 1
+STOPPED = 128
+
+
+def register(app: typer.Typer) -> None:
+    app.command("train")(train_command)
+
+
+def _complete_task(incomplete: str) -> list[str]:
+    return [name for name in task_names() if name.startswith(incomplete)]
+
+
+def train_command(
+    task: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[TASK]",
+            help="A task such as digits, or my_task.py:MyTask, a file that is run: name only those that you trust.",
+            autocompletion=_complete_task,
+            show_default=False,
+        ),
+    ] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(
+            "--plan", "-p", help="A plan's file or a preset; without one, FP32.", autocompletion=complete_plan
+        ),
+    ] = None,
+    execution: Annotated[str, typer.Option(help="How the plan is carried out.")] = "emulate",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")] = "cpu",
+    compile: Annotated[bool, typer.Option("--compile", help="Run training steps through torch.compile.")] = False,
+    seed: Annotated[int, typer.Option(help="Of weights, data and random rounding.")] = 0,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the task's recipe; repeatable.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="DIR", help="The run's folder (default: a new one in runs/).")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="DIR", help="Go on with the run in this folder.")
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(min=0, help="Steps between checkpoints (default: as evaluations; 0: at the end).")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and do not.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train TASK, under a plan if one is given, and keep everything in a run folder.
+
+    The same command with the same --out goes on with a run that was stopped or killed, bit for bit. Ctrl-C stops after
+    the current step. Exit code 1: the run diverged. With --json: one object, what came of it.
+    """
+    with command_output(as_json) as output, _warnings_as_notes(output):
+        if resume is not None:
+            _require_nothing_else(task, plan, settings, out)
+            asked = _Asked.from_folder(resume, checkpoint_every)
+        elif task is None:
+            raise TaskError(f"name a task to train, such as {', '.join(task_names())}, or a run with --resume.")
+        else:
+            found = None if plan is None else find_plan(plan)
+            made = find_task(task, settings or (), seed)
+            name = None if found is None else plan_name(found, plan)
+            folder = out or fresh_folder(made.name, name, seed)
+            asked = _Asked(made, task, found, plan, folder, execution, device, compile, checkpoint_every)
+        if dry_run:
+            _describe(asked, output)
+            return
+        code = _train(asked, output)
+    if code:
+        raise typer.Exit(code)
+
+
+class _Asked:
+    """A run as it was asked for."""
+
+    def __init__(
+        self,
+        task: Task,
+        task_source: str,
+        plan: Plan | None,
+        plan_source: str | None,
+        folder: Path,
+        execution: str,
+        device: str,
+        compile: bool,
+        checkpoint_every: int | None,
+    ) -> None:
+        self.task = task
+        self.task_source = task_source
+        self.plan = plan
+        self.plan_source = plan_source
+        self.folder = RunFolder(folder)
+        self.execution = execution
+        self.device = device
+        self.compile = compile
+        self.checkpoint_every = checkpoint_every
+
+    @classmethod
+    def from_folder(cls, folder: Path, checkpoint_every: int | None) -> _Asked:
+        place = RunFolder(folder)
+        known = place.config()
+        task = find_task(known.task_source, [f"{key}={value}" for key, value in known.settings.items()], known.seed)
+        return cls(
+            *(task, known.task_source, place.plan(), known.plan_source, folder),
+            *(known.execution, known.device, known.compile, checkpoint_every),
+        )
+
+    @property
+    def plan_words(self) -> str:
+        return "no plan" if self.plan is None else plan_name(self.plan, self.plan_source)
+
+
+def _require_nothing_else(*given: object) -> None:
+    if any(given):
+        raise RunError("--resume takes everything from the run's folder: leave out TASK, --plan, --set and --out.")
+
+
+# --- training ---
+
+
+def _train(asked: _Asked, output: Output) -> int:
+    before = asked.folder.summary() if asked.folder.is_run else None
+    is_over = before is not None and before.status != "stopped"
+    metric = asked.task.metric.name
+    with stop_on_signals() as request, RunProgress(output.console, metric) as progress, _own_code(asked):
+        summary = train(
+            asked.task,
+            asked.plan,
+            folder=asked.folder.path,
+            execution=asked.execution,
+            device=asked.device,
+            compile=asked.compile,
+            checkpoint_every=asked.checkpoint_every,
+            task_source=asked.task_source,
+            plan_source=asked.plan_source,
+            on_progress=progress,
+            stop=request,
+        )
+    output.document(_record(asked, summary))
+    if is_over:
+        output.note(f"{asked.folder} holds this run already, {summary.status}: nothing was trained.")
+    if not output.as_json:
+        output.console.print(summary_words(asked, summary), soft_wrap=True)
+    if summary.status == "finished":
+        return 0
+    output.note(f"{summary.status}: {summary.why}")
+    return DIVERGED if summary.status == "diverged" else STOPPED + (request.signal or 0)
+
+
+def _record(asked: _Asked, summary: Summary) -> dict[str, Any]:
+    run = asked.folder.config()
+    facts = {"task": run.task, "plan": run.plan, "seed": run.seed, "command": run.command}
+    return {"folder": asked.folder.path, **facts, **summary.to_dict()}
+
+
+def summary_words(asked: _Asked, summary: Summary) -> str:
+    """What came of a run, in a sentence."""
+    metric = asked.task.metric
+    value = summary.metrics.get(metric.name)
+    reached = "" if value is None else f"{metric.name} {value:.4f} (the trivial predictor: {metric.trivial:.4g}) "
+    return (
+        f"{asked.task.name}, {asked.plan_words}, seed {asked.task.seed}: {reached}after {summary.step} steps in "
+        f"{summary.seconds:.1f} s, {summary.cost['relative_to_fp32']:.1%} of FP32's bit operations, peak "
+        f"{byte_text(summary.peak)}; all of it in {summary.folder}"
+    )
+
+
+@contextmanager
+def _own_code(asked: _Asked) -> Iterator[None]:
+    """What goes wrong in a user's own task is told in a sentence; -vv shows the rest."""
+    try:
+        yield
+    except BitplanError:
+        raise
+    except Exception as error:
+        named = named_file(asked.task_source)
+        if named is None:
+            raise
+        log.debug("the task failed", exc_info=error)
+        raise TaskError(f"{asked.task_source} failed in training: {in_words(error, named[0])}") from error
+
+
+@contextmanager
+def _warnings_as_notes(output: Output) -> Iterator[None]:
+    """bitplan's warnings as remarks, when they come."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", BitplanWarning)
+        shown = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
+            if issubclass(category, BitplanWarning):
+                output.note(str(message))
+            else:
+                shown(message, category, *rest, **more)
+
+        warnings.showwarning = show
+        yield
+
+
+# --- what would run ---
+
+
+def _describe(asked: _Asked, output: Output) -> None:
+    settings = asdict(asked.task.settings)
+    with _own_code(asked):
+        target = asked.task.target()
+        sites = explain(target.model, asked.plan or Plan(), target.batch, target.loss)
+        whole = cost_of(target.model, asked.plan or Plan(), target.batch, target.loss).times(settings["steps"])
+    formats = Counter(
+        (each.site.role, "as it is" if each.quantizer is None else str(each.quantizer))
+        for each in sites
+        if each.site.role in ROLES or each.quantizer is not None
+    )
+    state = _state_of(asked.folder)
+    command = command_of(
+        *(asked.task, asked.task_source, asked.plan_source),
+        execution=asked.execution,
+        device=chosen_device(asked.device),
+        compile=asked.compile,
+    )
+    output.document(
+        {
+            "dry_run": True,
+            "task": asked.task.name,
+            "plan": None if asked.plan is None else asked.plan_words,
+            "seed": asked.task.seed,
+            "settings": settings,
+            "formats": [{"role": role, "format": name, "tensors": n} for (role, name), n in formats.items()],
+            "cost": whole.to_dict(),
+            "folder": asked.folder.path,
+            "state": state,
+            "command": command,
+        }
+    )
+    if output.as_json:
+        return
+    console = output.console
+    console.print(f"{asked.task.name}, {asked.plan_words}, seed {asked.task.seed}, {asked.execution} on {asked.device}")
+    console.print("settings: " + ", ".join(f"{key}={value}" for key, value in settings.items()), soft_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("role", "format"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("tensors", justify="right")
+    for (role, name), number in formats.items():
+        table.add_row(role, name, str(number))
+    console.print(table)
+    console.print(f"cost: {whole.gbitops:,.1f} GBitOPs, {whole.relative:.1%} of FP32's")
+    console.print(f"folder: {asked.folder} ({state})", soft_wrap=True)
+    console.print(f"command: {command}", soft_wrap=True)
+
+
+def _state_of(folder: RunFolder) -> str:
+    if not folder.is_run:
+        return "new"
+    status = folder.status()
+    known = checkpoints_in(folder.checkpoints)
+    if status in ("stopped", "unfinished"):
+        return f"{status}, would go on from step {known[0].step if known else 0}"
+    return str(status)
