@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from bitplan.axes import resolve
 from bitplan.errors import QuantizeError
+from bitplan.formats import BlockFormat
+from bitplan.grids import lies_on, mark
 from bitplan.live import LiveFormat
 from bitplan.noise import bits_of_key, key_of
 from bitplan.observe import mean_range, observe_range, observe_rounding
@@ -84,6 +86,9 @@ class PlaceAction:
         self.watched = False
         #: Among all that were ever made; equal ones in equal blocks share one, and with it compiled code.
         self.number = -1
+        scaled = spec.scale is not None or isinstance(spec.target, BlockFormat)
+        #: The values that may come out, where these are always the same ones.
+        self.grid = None if scaled or live is not None else spec.target.name
         self._resolved: dict[int, Quantizer] = {dims: resolve(spec, place, op, dims, live) for dims in range(7)}
 
     def settle(self) -> None:
@@ -103,6 +108,8 @@ class PlaceAction:
 
         A weight brings the key of its parameter, so that every use of it sees the same bits.
         """
+        if self.changes_nothing_in(x):
+            return x
         dims = x.dim()
         known = self._resolved
         quantizer = known[dims] if dims in known else resolve(self.spec, self.place, self.op, dims, self.live)
@@ -131,7 +138,11 @@ class PlaceAction:
                 observe_range(record[seen], x)
             if self.watched:
                 observe_rounding(record[seen], x, rounded, quantizer.reach(row))
-        return rounded
+        return mark(rounded, self.grid)
+
+    def changes_nothing_in(self, x: Tensor) -> bool:
+        """Whether `x` is known to be rounded already. What is watched is rounded all the same, to be counted."""
+        return not self.watched and lies_on(x, self.grid)
 
     def seen_at(self, here: Here) -> int | None:
         """The row of the record for what is observed there."""
@@ -235,6 +246,23 @@ class RoundedBothWays(torch.autograd.Function):
         return ctx.action.round(grads[0], ctx.here), None, None, None, None, None
 
 
+class GridRelu(torch.autograd.Function):
+    """ReLU of a tensor that lies on the grid already: so does its positive part, and so does a rounded gradient's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, backward: PlaceAction, back: Here) -> Tensor:
+        ctx.action, ctx.here = backward, back
+        y = torch.relu(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (y,) = ctx.saved_tensors
+        rounded = ctx.action.round(grads[0], ctx.here)
+        return mark(torch.ops.aten.threshold_backward(rounded, y, 0), ctx.action.grid), None, None
+
+
 # --- compiled -----------------------------------------------------------------------------------------------
 #
 # torch.compile would follow every Python step of rounding, for every tensor of a model: minutes for a ResNet-50. So it
@@ -287,6 +315,14 @@ def _both_ways_in_graph(
 
 
 @taken_whole
+def _relu_in_graph(
+    x: Tensor, forward: Ticket, backward: Ticket, here: Circumstances, table: Tensor | None, record: Tensor | None
+) -> Tensor:
+    there, back = (_there(here, ticket, table, record) for ticket in (forward, backward))
+    return _relu(x, _action(forward), _action(backward), there, back)
+
+
+@taken_whole
 def _slot_product_in_graph(
     x: Tensor,
     w: Tensor,
@@ -334,6 +370,15 @@ def rounded_both_ways(
     )
 
 
+def rounded_relu(x: Tensor, forward: PlaceAction | None, backward: PlaceAction | None, here: Here) -> Tensor:
+    """The positive part of `x`, rounded both ways; nothing is rounded that lies on the grid already."""
+    if not torch.compiler.is_compiling():
+        return _relu(x, forward, backward, here, here)
+    return _relu_in_graph(
+        x, _ticket(forward, here), _ticket(backward, here), _circumstances(here), here.table, here.record
+    )
+
+
 def rounded_product(
     x: Tensor, w: Tensor, bias: Tensor | None, product: Product, action: Action, here: Here, weight_key: Tensor | None
 ) -> Tensor:
@@ -359,8 +404,17 @@ def _both_ways(
 ) -> Tensor:
     if backward is None:
         return x if forward is None else forward.round(x, here, weight_key)
-    if forward is None:
+    if forward is None or forward.changes_nothing_in(x):
         passed: Tensor = RoundedGradient.apply(x, backward, back)  # type: ignore[no-untyped-call]
     else:
         passed = RoundedBothWays.apply(x, forward, backward, here, back, weight_key)  # type: ignore[no-untyped-call]
-    return passed
+    return passed if forward is None else mark(passed, forward.grid)
+
+
+def _relu(x: Tensor, forward: PlaceAction | None, backward: PlaceAction | None, here: Here, back: Here) -> Tensor:
+    if forward is None or not forward.changes_nothing_in(x):
+        return _both_ways(torch.relu(x), forward, backward, here, back, None)
+    if backward is None:
+        return mark(torch.relu(x), forward.grid)
+    passed: Tensor = GridRelu.apply(x, backward, back)  # type: ignore[no-untyped-call]
+    return mark(passed, forward.grid)

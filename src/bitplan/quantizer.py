@@ -21,7 +21,6 @@ from bitplan.noise import Counter, random_bits
 from bitplan.reference import ROUNDINGS, Rounding
 from bitplan.rounding import (
     carrier_for,
-    round_by_torch,
     round_float,
     round_float_by_row,
     round_int,
@@ -42,6 +41,7 @@ from bitplan.scaling import (
     shared_exponent,
     step_scale,
 )
+from bitplan.torch_casts import round_by_torch
 from bitplan.tracing import is_traced
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

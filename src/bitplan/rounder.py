@@ -12,10 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.actions import Action, Here, rounded, rounded_both_ways, rounded_gradient, rounded_product
+from bitplan.actions import (
+    Action,
+    Here,
+    PlaceAction,
+    rounded,
+    rounded_both_ways,
+    rounded_gradient,
+    rounded_product,
+    rounded_relu,
+)
 from bitplan.decisions import ANY, inner_key
 from bitplan.errors import QuantizeError
 from bitplan.formats import FloatFormat, IntFormat
+from bitplan.grids import mark_copy
 from bitplan.intercept import Interceptor, Scope, state_of
 from bitplan.opened import OPENED
 from bitplan.ops import PRODUCTS, out_of_place, works_in_place
@@ -70,6 +80,9 @@ class Rounder(Interceptor):
             _require_room_under_autocast(action, args)
         if has_slots:
             return _written(target, self._product(module, action, here, func, args, kwargs))
+        if op == "relu" and action.rounds_output(here.training) and not action.at_consumer:
+            x = args[0] if args else kwargs["input"]
+            return _written(target, rounded_relu(x, *self._ways(action, here, x), here))
         args, kwargs = self._rounded_weights(module, action, here, args, kwargs)
         result = func(*args, **kwargs)
         if action.rounds_output(here.training):
@@ -136,14 +149,20 @@ class Rounder(Interceptor):
     def _rounded_output(self, action: Action, here: Here, tensor: Tensor, inputs: Any) -> Tensor:
         if not tensor.is_floating_point() or any(tensor is given for given in inputs):
             return tensor  # dropout in evaluation, say, returns what it was given
-        value = action.places["activation"] if action.applies("activation", here.training) else None
-        gradient = action.places.get("grad_activation") if torch.is_grad_enabled() and tensor.requires_grad else None
+        value, gradient = self._ways(action, here, tensor)
         if action.at_consumer and "grad_activation" in action.places:
             tensor = rounded_both_ways(tensor, value, None, here)
             # Also without a gradient: a checkpointed region runs so at first, and its result has one later.
             setattr(tensor, _GRAD_TAG, (action.places["grad_activation"], here))
             return tensor
         return rounded_both_ways(tensor, value, gradient, here)
+
+    @staticmethod
+    def _ways(action: Action, here: Here, tensor: Tensor) -> tuple[PlaceAction | None, PlaceAction | None]:
+        """What rounds an output, and its gradient."""
+        value = action.places["activation"] if action.applies("activation", here.training) else None
+        gradient = action.places.get("grad_activation") if torch.is_grad_enabled() and tensor.requires_grad else None
+        return value, gradient
 
     def _from_consumer(self, tensor: Tensor, here: Here) -> Tensor:
         tag = getattr(tensor, _GRAD_TAG, None)
@@ -285,6 +304,8 @@ def _written(target: Any, result: Any) -> Any:
     if target.shape != result.shape:
         target.resize_(result.shape)
     target.copy_(result)
+    if not torch.compiler.is_compiling():
+        mark_copy(target, result)
     tag = getattr(result, _GRAD_TAG, None)
     if tag is not None or hasattr(target, _GRAD_TAG):
         setattr(target, _GRAD_TAG, tag)

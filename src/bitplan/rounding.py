@@ -31,6 +31,7 @@ from bitplan.errors import FormatError
 from bitplan.formats import FloatFormat, IntFormat, Overflow
 from bitplan.noise import unit_interval
 from bitplan.reference import Rounding
+from bitplan.torch_casts import round_by_torch
 from bitplan.tracing import is_traced
 
 
@@ -128,11 +129,6 @@ def round_int(x: Tensor, target: IntFormat, rounding: Rounding, bits: Tensor | N
     return round_to_whole(x, rounding, bits).clamp_(target.min, target.max)
 
 
-#: Formats whose conversion torch has, fast and right to the last bit: on every device, and on CUDA inside the range.
-_TORCH_DTYPES = {FloatFormat(8, 7): torch.bfloat16, FloatFormat(5, 10): torch.float16}
-_TORCH_FLOAT8 = {FloatFormat(4, 3, specials="fn"): torch.float8_e4m3fn, FloatFormat(5, 2): torch.float8_e5m2}
-
-
 def round_float(
     x: Tensor, target: FloatFormat, rounding: Rounding, overflow: Overflow, bits: Tensor | None = None
 ) -> Tensor:
@@ -152,20 +148,6 @@ def round_float(
         return torch.where(x.isinf(), special, stopped)
     rounded = _bit_addition(x, float_row(target, carrier, overflow), carrier, rounding, bits)
     return rounded if overflow == "saturate" else _to_special(rounded, target, carrier)
-
-
-def round_by_torch(x: Tensor, target: FloatFormat, rounding: Rounding, overflow: Overflow) -> Tensor | None:
-    """`x`, of any dtype, rounded by torch's own conversion there and back; None where that is not this rounding.
-
-    Eager only: compiled, Inductor drops a cast to a 16-bit type and back (seen with torch 2.11 and 2.13).
-    """
-    if rounding != "nearest" or x.dtype == torch.float64 or is_traced():
-        return None
-    if overflow == "special" and target in _TORCH_DTYPES:
-        return x.to(_TORCH_DTYPES[target], copy=True).to(x.dtype)
-    if overflow == "saturate" and x.is_cuda and target in _TORCH_FLOAT8:
-        return x.clamp(-target.max, target.max).to(_TORCH_FLOAT8[target]).to(x.dtype)
-    return None
 
 
 # --- nearest-even with a constant format ------------------------------------------------------------------
