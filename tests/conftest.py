@@ -47,6 +47,7 @@ def write_run() -> WriteRun:
         own = {
             "bitplan_run": 1,
             "task": "digits",
+            "task_source": "digits",
             "settings": {"steps": 10 * len(losses), "lr": 0.1},
             "plan": plan,
             "plan_source": plan,
@@ -85,6 +86,7 @@ def write_run() -> WriteRun:
                     "mean_bits": bits,
                 },
                 "memory": {"weight": memory / 4, "activation": memory / 2, "grad_activation": memory / 4},
+                "peak": 10**8,
                 "seconds": 3.5,
                 "why": "" if status == "finished" else f"it {status} at step {step}.",
             } | (summary or {})

@@ -1,1 +1,1 @@
-"""Pictures and pages that bitplan writes: self-contained files, no network, no foreign code."""
+"""Pictures and pages that bitplan writes: self-contained files, no network, and only what their data says."""

@@ -1,0 +1,135 @@
+"""What changed over time: the loss, and the bits."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from bitplan.report.charts.common import bare_layout, log_ticks, plotly, safe, styles_of
+from bitplan.report.palette import Style
+from bitplan.report.runs import Run
+from bitplan.report.summaries import Experiment, PlanSummary
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+#: A line has at most so many points: more cannot be seen, and a hundred runs must stay a page that opens.
+MOST_POINTS = 400
+
+
+def loss_chart(experiment: Experiment) -> Figure | None:
+    """The training loss of every run, and for each plan their mean."""
+    go = plotly()
+    figure = go.Figure()
+    known: list[float] = []
+    for number, (plan, style) in enumerate(zip(experiment.plans, styles_of(experiment), strict=True)):
+        for run in plan.runs:
+            steps, losses = run.curve("loss")
+            if not steps:
+                continue
+            known += [loss for loss in losses if math.isfinite(loss)]
+            alone = len(plan.runs) == 1
+            figure.add_trace(_line(go, number, plan, style, f"seed {run.seed}", steps, losses, alone))
+            if run.status == "diverged":
+                figure.add_trace(_end_of_diverged(go, number, plan, style, run, steps, losses))
+        if len(plan.runs) > 1 and (mean := _mean_curve(plan)) is not None:
+            figure.add_trace(_line(go, number, plan, style, "mean", *mean, strong=True))
+    if not figure.data:
+        return None
+    scale: dict[str, Any] = {}
+    if known and min(known) > 0:
+        ticks = log_ticks(known)
+        scale = {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
+    figure.update_layout(
+        xaxis={"title": "step", "rangemode": "tozero"},
+        yaxis={"title": "training loss", **scale},
+        **bare_layout(360),
+    )
+    return figure
+
+
+def bits_chart(experiment: Experiment) -> Figure | None:
+    """The mean bits of a step's tensors over time."""
+    go = plotly()
+    figure = go.Figure()
+    highest = 0.0
+    for number, (plan, style) in enumerate(zip(experiment.plans, styles_of(experiment), strict=True)):
+        # Seeds share their plan, so that one run tells; the longest tells most.
+        steps, bits = max((run.curve("bits") for run in plan.runs), key=lambda curve: len(curve[0]))
+        if not steps:
+            continue
+        highest = max([highest, *(each for each in bits if math.isfinite(each))])
+        line = _line(go, number, plan, style, "mean bits", steps, bits, strong=True)
+        line.update(line={"shape": "hv"})
+        figure.add_trace(line)
+    if not figure.data:
+        return None
+    ticks = [2**power for power in range(1, 7)]
+    figure.update_layout(
+        xaxis={"title": "step", "rangemode": "tozero"},
+        yaxis={"title": "mean bits of a value", "type": "log", "tickvals": ticks, "ticktext": list(map(str, ticks))},
+        **bare_layout(360),
+    )
+    figure.update_yaxes(range=[math.log10(1.5), math.log10(max(highest, 8) * 1.4)])
+    return figure
+
+
+def _line(
+    go: Any,
+    number: int,
+    plan: PlanSummary,
+    style: Style,
+    what: str,
+    steps: list[int],
+    values: list[float],
+    strong: bool,
+) -> Any:
+    steps, values = _thinned(steps), _thinned(values)
+    return go.Scatter(
+        x=steps,
+        y=values,
+        mode="lines" if len(steps) > 1 else "markers",
+        line={"color": style.colour, "width": 2.2 if strong else 1, "dash": style.line},
+        opacity=1.0 if strong else 0.35,
+        hovertemplate=f"step %{{x}}: %{{y:.4g}}<extra>{_template_safe(plan.label)}, {what}</extra>",
+        showlegend=False,
+        meta={"plan": number},
+    )
+
+
+def _template_safe(text: str) -> str:
+    """A user's text within a hover template, where %{...} would be read."""
+    return safe(text).replace("%{", "% {")
+
+
+def _end_of_diverged(
+    go: Any, number: int, plan: PlanSummary, style: Style, run: Run, steps: list[int], losses: list[float]
+) -> Any:
+    """A cross where the loss was last a number."""
+    known = [(step, loss) for step, loss in zip(steps, losses, strict=True) if math.isfinite(loss)] or [(0, 1.0)]
+    return go.Scatter(
+        x=[known[-1][0]],
+        y=[known[-1][1]],
+        mode="markers",
+        marker={"symbol": "x", "size": 10, "color": style.colour},
+        hovertext=[f"<b>{safe(plan.label)}</b>, seed {run.seed}<br>diverged at step {run.step}"],
+        hoverinfo="text",
+        showlegend=False,
+        meta={"plan": number},
+    )
+
+
+def _mean_curve(plan: PlanSummary) -> tuple[list[int], list[float]] | None:
+    """The mean loss of a plan's runs, at the steps that all of them logged."""
+    curves = [dict(zip(*run.curve("loss"), strict=True)) for run in plan.judged]
+    shared = [step for step in curves[0] if all(step in curve for curve in curves)]
+    if not shared:
+        return None
+    return shared, [sum(curve[step] for curve in curves) / len(curves) for step in shared]
+
+
+def _thinned(values: list[Any]) -> list[Any]:
+    """Every so many-th value, and the last."""
+    stride = -(-len(values) // MOST_POINTS) or 1
+    kept = values[::stride]
+    return kept if not values or (len(values) - 1) % stride == 0 else [*kept, values[-1]]

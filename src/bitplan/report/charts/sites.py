@@ -1,0 +1,149 @@
+"""A heat map of one plan: every tensor by its format, or by the error that rounding made there."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Literal
+
+from bitplan.errors import BitplanError
+from bitplan.names import format as format_named
+from bitplan.plan import PLACES
+from bitplan.report.charts.common import bare_layout, plotly, safe, shortened
+from bitplan.report.runs import SiteRecord
+from bitplan.report.summaries import PlanSummary
+from bitplan.report.words import percent_words
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+Measure = Literal["format", "error"]
+
+#: Cividis, which colour-blind readers see as it is, from few bits or a small error (dark) to many or large (light).
+_COLOURS = "cividis"
+_ROW = 17
+
+
+def measures_of(plan: PlanSummary) -> list[Measure]:
+    """What is known of a plan's tensors."""
+    measures: list[Measure] = []
+    if any(site.format for site in plan.sites):
+        measures.append("format")
+    if any(_has_error(site) for site in plan.sites):
+        measures.append("error")
+    return measures
+
+
+def sites_chart(plan: PlanSummary, measure: Measure) -> Figure | None:
+    """Operations down, roles across; what the plan leaves alone stays empty."""
+    go = plotly()
+    chosen = [site for site in plan.sites if (site.format if measure == "format" else _has_error(site))]
+    if not chosen:
+        return None
+    operations = list(dict.fromkeys(site.site for site in chosen))
+    roles = _in_order({site.role for site in chosen})
+    cells = {(site.site, site.role): site for site in chosen}
+
+    def grid(of: Any, empty: Any = "") -> list[list[Any]]:
+        return [[of(cells[key]) if (key := (each, role)) in cells else empty for role in roles] for each in operations]
+
+    figure = go.Figure(
+        go.Heatmap(
+            z=grid(lambda site: _heat(site, measure), None),
+            x=[safe(role).replace("_", "<br>").replace(".", "<br>.") for role in roles],
+            y=list(range(len(operations))),
+            text=grid(lambda site: _cell_words(site, measure)),
+            texttemplate="%{text}",
+            textfont={"size": 10},
+            hovertext=grid(_hover),
+            hoverinfo="text",
+            hoverongaps=False,
+            xgap=2,
+            ygap=1,
+            colorscale=_COLOURS,
+            colorbar=_colour_bar(chosen, measure),
+            **_range(chosen, measure),
+        )
+    )
+    height = 110 + _ROW * len(operations)
+    figure.update_layout(
+        xaxis={"side": "top", "type": "category", "tickangle": 0, "showgrid": False},
+        yaxis={
+            "tickvals": list(range(len(operations))),
+            "ticktext": [safe(_tail(operation)) for operation in operations],
+            "tickfont": {"size": 11},
+            "range": [len(operations) - 0.5, -0.5],
+            "showgrid": False,
+            "zeroline": False,
+        },
+        **bare_layout(max(height, 200)),
+    )
+    return figure
+
+
+def format_bits(quantizer: str) -> int | None:
+    """The bits of a quantizer as plans write it; its first word is the format.
+
+    >>> format_bits("int8 channel minmax"), format_bits("e4m3"), format_bits("what")
+    (8, 8, None)
+    """
+    try:
+        return format_named(quantizer.split()[0]).bits
+    except (BitplanError, IndexError):
+        return None
+
+
+def _has_error(site: SiteRecord) -> bool:
+    return site.error is not None and math.isfinite(site.error)
+
+
+def _in_order(roles: set[str]) -> list[str]:
+    known = [place for place in PLACES if place in roles]
+    return known + sorted(roles.difference(known))
+
+
+def _heat(site: SiteRecord, measure: Measure) -> float | None:
+    """The height of a cell: the logarithm of bits or of the error."""
+    if measure == "format":
+        bits = format_bits(site.format or "")
+        return None if bits is None else math.log2(bits)
+    assert site.error is not None
+    return round(math.log10(max(site.error, 1e-8)), 4)
+
+
+def _cell_words(site: SiteRecord, measure: Measure) -> str:
+    if measure == "format":
+        return safe(shortened((site.format or "").split()[0], 8))
+    return percent_words(site.error or 0.0).replace(" ", "")
+
+
+def _hover(site: SiteRecord) -> str:
+    lines = [f"<b>{safe(site.site)}</b>, {safe(site.role)}", safe(site.format or "left alone")]
+    if site.rule:
+        lines.append(f"by {safe(site.rule)}")
+    for name, value in (("error", site.error), ("overflow", site.overflow), ("underflow", site.underflow)):
+        if value is not None:
+            lines.append(f"{name} {percent_words(value)}")
+    return "<br>".join(lines)
+
+
+def _range(chosen: list[SiteRecord], measure: Measure) -> dict[str, float]:
+    """The same colours for the same bits, whatever the plan; errors over their own range."""
+    if measure == "format":
+        return {"zmin": 0.0, "zmax": 5.0}
+    heats = [heat for site in chosen if (heat := _heat(site, measure)) is not None]
+    low, high = min(heats), max(heats)
+    return {"zmin": low, "zmax": max(high, low + 0.5)}
+
+
+def _colour_bar(chosen: list[SiteRecord], measure: Measure) -> dict[str, Any]:
+    bar: dict[str, Any] = {"thickness": 10, "outlinewidth": 0, "len": 1.0, "xpad": 4, "ypad": 0}
+    if measure == "format":
+        return bar | {"tickvals": [0, 1, 2, 3, 4, 5], "ticktext": ["1", "2", "4", "8", "16", "32 bits"]}
+    bounds = _range(chosen, measure)
+    ticks = list(range(math.floor(bounds["zmin"]), math.ceil(bounds["zmax"]) + 1))
+    return bar | {"tickvals": ticks, "ticktext": [f"{100 * 10.0**tick:g} %" for tick in ticks]}
+
+
+def _tail(name: str, most: int = 24) -> str:
+    """The end of a long name, which tells more than its beginning."""
+    return name if len(name) <= most else f"…{name[1 - most :]}"
