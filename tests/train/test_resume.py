@@ -1,0 +1,234 @@
+"""A run that was stopped or killed, and resumed, ends with the very bytes of an undisturbed one."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bitplan
+from bitplan.errors import BitplanWarning
+from bitplan.plan import Plan
+from bitplan.train import RunFolder, train
+
+SRC = Path(bitplan.__file__).parents[1]
+
+
+def stop_after(step: int) -> dict[str, Any]:
+    """Options of train() that stop it there."""
+    seen: list[int] = []
+    return {"on_progress": lambda now: seen.append(now.step), "stop": lambda: bool(seen) and seen[-1] >= step}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_stopped_run_goes_on_bit_for_bit(
+    tmp_path: Path, tiny: Any, noisy: Plan, fingerprint: Any, optimizer: str
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    chosen = f"optimizer={optimizer}"
+    train(tiny(chosen), noisy, folder=whole)
+    for step in (1, 7, 12, 13, 23):  # before, between, at and just after checkpoints and evaluations
+        summary = train(tiny(chosen), noisy, folder=parts, **stop_after(step))
+        assert (summary.status, summary.step) == ("stopped", step)
+    assert train(tiny(chosen), noisy, folder=parts).status == "finished"
+    assert fingerprint(parts) == fingerprint(whole)
+
+
+def test_the_fingerprint_notices_what_a_resumed_run_may_lose(
+    tmp_path: Path, tiny: Any, noisy: Plan, fingerprint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part of the state is needed: without it, the resumed run ends otherwise."""
+    from bitplan.train.session import Session
+
+    whole = tmp_path / "whole"
+    train(tiny("optimizer=adamw"), noisy, folder=whole)
+    load = Session.load
+    for lost in ("optimizer", "attachment", "memory"):
+
+        def load_less(self: Session, step: int, state: dict[str, Any], lost: str = lost) -> None:
+            load(self, step, {**state, lost: self.state()[lost]})
+
+        parts = tmp_path / lost
+        train(tiny("optimizer=adamw"), noisy, folder=parts, **stop_after(13))
+        monkeypatch.setattr(Session, "load", load_less)
+        train(tiny("optimizer=adamw"), noisy, folder=parts)
+        monkeypatch.setattr(Session, "load", load)
+        assert fingerprint(parts)[0] != fingerprint(whole)[0], lost
+
+
+def test_the_seed_and_nothing_else_in_the_process_decides(
+    tmp_path: Path, tiny: Any, noisy: Plan, fingerprint: Any
+) -> None:
+    prints = []
+    for number, seed in enumerate((0, 0, 1)):
+        torch.manual_seed(number)
+        before = torch.get_rng_state()
+        train(tiny(seed=seed), noisy, folder=tmp_path / str(number))
+        assert torch.equal(torch.get_rng_state(), before)  # and the caller's generator is left alone
+        prints.append(fingerprint(tmp_path / str(number)))
+    assert prints[0] == prints[1]
+    assert not set(prints[0]) & set(prints[2])
+
+
+def test_how_often_checkpoints_are_written_changes_nothing(
+    tmp_path: Path, tiny: Any, noisy: Plan, fingerprint: Any
+) -> None:
+    folders = [tmp_path / str(every) for every in (0, 1, 5)]
+    for folder in folders:
+        train(tiny(), noisy, folder=folder, checkpoint_every=int(folder.name))
+    assert len({fingerprint(folder) for folder in folders}) == 1
+
+
+# --- killed ---
+
+
+def command(tiny_file: Path, plan: Path, folder: Path, *more: str) -> list[str]:
+    task = [sys.executable, "-m", "bitplan", "train", f"{tiny_file}:Tiny", "--plan", str(plan), "--out", str(folder)]
+    return [*task, "--checkpoint-every", "4", *more]
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": str(torch.get_num_threads()), **more}
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path, noisy: Plan) -> Path:
+    path = tmp_path / "noisy.yaml"
+    noisy.save(path)
+    return path
+
+
+def test_killed_at_three_random_steps_it_ends_like_an_undisturbed_run(
+    tmp_path: Path, tiny: Callable[..., Any], tiny_file: Path, plan_file: Path, fingerprint: Any
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(tiny(), str(plan_file), folder=whole, checkpoint_every=4)
+    drawn = random.SystemRandom().randrange(2**32)
+    steps = sorted(random.Random(drawn).sample(range(1, 24), 3))
+    words = f"killed in steps {steps}, drawn with seed {drawn}"
+    for step in steps:
+        killed = subprocess.run(
+            command(tiny_file, plan_file, parts),
+            env=environment(TINY_DIES_AT=str(step)),
+            capture_output=True,
+            check=False,
+        )
+        assert killed.returncode == -signal.SIGKILL, (words, killed.stderr)
+        assert RunFolder(parts).status() == "unfinished", words
+    subprocess.run(command(tiny_file, plan_file, parts), env=environment(), capture_output=True, check=True)
+    assert fingerprint(parts) == fingerprint(whole), words
+
+
+def test_killed_between_the_two_files_of_a_checkpoint(
+    tmp_path: Path, tiny: Any, noisy: Plan, fingerprint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process ends there in reality; here an error does the same to the files."""
+
+    class Killed(BaseException):
+        pass
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(tiny(), noisy, folder=whole)
+
+    def die(path: Path, text: str) -> None:
+        if path.name == "step-00000012.json":
+            raise Killed
+        write(path, text)
+
+    from bitplan.train import checkpoint
+
+    write = checkpoint.write_durably
+    monkeypatch.setattr(checkpoint, "write_durably", die)
+    with pytest.raises(Killed):
+        train(tiny(), noisy, folder=parts)
+    monkeypatch.setattr(checkpoint, "write_durably", write)
+    assert (parts / "checkpoints" / "step-00000012.safetensors").exists()
+    assert max(line["step"] for line in RunFolder(parts).metrics()) == 12
+    train(tiny(), noisy, folder=parts)
+    assert fingerprint(parts) == fingerprint(whole)
+
+
+@pytest.mark.parametrize("damage", ["tensors", "json", "gone", "swapped"])
+def test_a_damaged_checkpoint_is_passed_over(
+    tmp_path: Path, tiny: Any, noisy: Plan, fingerprint: Any, damage: str
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(tiny(), noisy, folder=whole)
+    train(tiny(), noisy, folder=parts, **stop_after(13))
+    kept = parts / "checkpoints"
+    assert sorted(path.name for path in kept.iterdir()) == [
+        f"step-{step:08d}.{ending}" for step in (12, 13) for ending in ("json", "safetensors")
+    ]
+    newest = kept / "step-00000013.safetensors"
+    if damage == "tensors":
+        data = bytearray(newest.read_bytes())
+        data[-1] ^= 1
+        newest.write_bytes(data)
+    elif damage == "json":
+        text = newest.with_suffix(".json").read_text()
+        newest.with_suffix(".json").write_text(text[: len(text) // 2])
+    elif damage == "gone":
+        newest.unlink()
+    else:
+        newest.write_bytes((kept / "step-00000012.safetensors").read_bytes())
+    with pytest.warns(BitplanWarning, match="step-00000013.* It is passed over, and the checkpoint before it is used"):
+        train(tiny(), noisy, folder=parts)
+    assert fingerprint(parts) == fingerprint(whole)
+
+
+def test_without_any_whole_checkpoint_it_starts_anew(tmp_path: Path, tiny: Any, noisy: Plan, fingerprint: Any) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(tiny(), noisy, folder=whole)
+    train(tiny(), noisy, folder=parts, **stop_after(5))
+    (parts / "checkpoints" / "step-00000005.json").write_text("{}")
+    with pytest.warns(BitplanWarning, match="passed over"):
+        train(tiny(), noisy, folder=parts)
+    assert fingerprint(parts) == fingerprint(whole)
+
+
+def test_a_signal_stops_after_the_step_and_says_how_to_go_on(
+    tmp_path: Path, tiny: Any, tiny_file: Path, plan_file: Path, fingerprint: Any
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    long = ("--set", "steps=100000", "--set", "evaluate_every=50")
+    process = subprocess.Popen(
+        command(tiny_file, plan_file, parts, *long), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        while len(RunFolder(parts).metrics()) < 4 and process.poll() is None:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGINT, told
+    summary = RunFolder(parts).summary()
+    assert summary is not None
+    assert summary.status == "stopped"
+    assert f"stopped on request; go on with: bitplan train --resume {parts}" in told.decode()
+    # The same many steps without a signal give the same state.
+    undisturbed = train(
+        tiny("steps=100000", "evaluate_every=50"),
+        str(plan_file),
+        folder=whole,
+        checkpoint_every=4,
+        **stop_after(summary.step),
+    )
+    assert undisturbed.step == summary.step
+    assert fingerprint(parts) == fingerprint(whole)
+
+
+def test_other_threads_are_remarked_upon(tmp_path: Path, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tiny(), folder=tmp_path / "run", **stop_after(3))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    with pytest.warns(BitplanWarning, match="goes on with 77: its last bits may come out otherwise"):
+        train(tiny(), folder=tmp_path / "run")
