@@ -91,11 +91,11 @@ class Summary:
             folder=folder,
             status=content["status"],
             step=int(content["step"]),
-            metrics={name: float(value) for name, value in content["metrics"].items()},
+            metrics=_numbers(content["metrics"]),
             best=_number(content["best"]),
             loss=_number(content["loss"]),
-            cost={name: float(value) for name, value in content["cost"].items()},
-            memory={name: float(value) for name, value in content["memory"].items()},
+            cost=_numbers(content["cost"]),
+            memory=_numbers(content["memory"]),
             peak=int(content["peak"]),
             seconds=float(content["seconds"]),
             why=content.get("why"),
@@ -103,6 +103,10 @@ class Summary:
         )
 
 
-def _number(value: Any) -> float | None:
+def _number(value: Any) -> Any:
     """JSON writes what is not finite as a string, which ``float`` reads back."""
-    return None if value is None else float(value)
+    return float(value) if isinstance(value, str) else value
+
+
+def _numbers(content: Mapping[str, Any]) -> dict[str, float]:
+    return {name: _number(value) for name, value in content.items()}
