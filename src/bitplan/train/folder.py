@@ -39,8 +39,10 @@ log = logging.getLogger("bitplan")
 DEFAULT_PARENT = Path("runs")
 #: How deep runs may lie beneath a folder that is asked about: runs/comparison/run.
 _DEPTH = 3
+#: Files under the names that we, and safetensors, write under at first.
+_HALF_WRITTEN = re.compile(r"\..*\.tmp|\.tmp\w+")
 #: What a process that died before its run began may have left.
-_REMAINS = re.compile(r"lock|plan\.yaml|\..*\.tmp")
+_REMAINS = re.compile(rf"lock|plan\.yaml|checkpoints|{_HALF_WRITTEN.pattern}")
 
 
 class RunFolder:
@@ -181,6 +183,14 @@ class RunFolder:
 
     def write_summary(self, summary: Summary) -> None:
         write_durably(self.summary_file, json_text(summary.to_dict()) + "\n")
+
+    def sweep(self) -> None:
+        """Remove what a killed process had half written."""
+        for folder in (self.path, self.checkpoints):
+            for left in folder.glob(".*"):
+                if _HALF_WRITTEN.fullmatch(left.name):
+                    with writing(left):
+                        left.unlink(missing_ok=True)
 
     def forget_summary(self) -> None:
         """A run that goes on is no longer what its summary says."""

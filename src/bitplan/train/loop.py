@@ -164,6 +164,7 @@ class _Loop:
 
     def go(self) -> Summary:
         self._resume()
+        self.place.sweep()
         self.place.forget_summary()
         self.place.write_sites(planned_sites(self.session.run))
         step = self.session.step

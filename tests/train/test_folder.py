@@ -1,0 +1,179 @@
+"""What a run folder refuses, and how it guards what lies in it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bitplan
+from bitplan.errors import RunError
+from bitplan.plan import Plan
+from bitplan.train import RunFolder, find_runs, fresh_folder, train
+
+SRC = Path(bitplan.__file__).parents[1]
+
+HOLD = """
+import sys
+from bitplan.train import RunFolder
+with RunFolder(sys.argv[1]).locked():
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def finished(tmp_path: Path, tiny: Any, noisy: Plan) -> Path:
+    train(tiny("steps=3"), noisy, folder=tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_a_second_process_is_kept_out_until_the_first_has_died(tmp_path: Path, tiny: Any) -> None:
+    folder = tmp_path / "run"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)],
+        env={"PYTHONPATH": str(SRC)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        assert RunFolder(folder).is_locked()
+        with pytest.raises(RunError, match=f"process {holder.pid} is at work in .*: wait until it has ended, or name"):
+            train(tiny("steps=3"), folder=folder)
+    finally:
+        holder.kill()
+        holder.wait()
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        holder.stdin.close()
+        holder.stdout.close()
+    assert not RunFolder(folder).is_locked()
+    assert train(tiny("steps=3"), folder=folder).status == "finished"
+
+
+def test_a_second_run_in_one_process_is_kept_out_too(tmp_path: Path, tiny: Any) -> None:
+    with RunFolder(tmp_path / "run").locked(), pytest.raises(RunError, match="is at work in"):
+        train(tiny(), folder=tmp_path / "run")
+
+
+def test_what_never_became_a_run_leaves_nothing(tmp_path: Path, tiny: Any) -> None:
+    wrong = Plan.from_dict({"version": 1, "rules": [{"match": "nothing", "weight": "e4m3"}]})
+    with pytest.raises(bitplan.PlanError, match="no module fits"):
+        train(tiny(), wrong, folder=tmp_path / "deep" / "run")
+    assert not (tmp_path / "deep" / "run").exists()
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    with pytest.raises(bitplan.PlanError):
+        train(tiny(), wrong, folder=mine)
+    assert list(mine.iterdir()) == []
+
+
+def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path, tiny: Any) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(RunError, match=r"holds thesis\.tex and no run: name a folder that is empty"):
+        train(tiny(), folder=tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_file_in_the_way_is_a_sentence(tmp_path: Path, tiny: Any) -> None:
+    (tmp_path / "file").write_text("precious")
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(RunError, match="cannot make the folder"):
+            train(tiny(), folder=folder)
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_a_folder_of_another_version_is_refused(finished: Path, tiny: Any, noisy: Plan) -> None:
+    content = json.loads((finished / "run.json").read_text())
+    (finished / "run.json").write_text(json.dumps({**content, "bitplan_run": 2}))
+    with pytest.raises(
+        RunError, match="run folder of version 2, and this bitplan knows version 1: use the bitplan that"
+    ):
+        train(tiny("steps=3"), noisy, folder=finished)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"bitplan_run": 1}'])
+def test_a_damaged_run_file_is_a_sentence(finished: Path, tiny: Any, noisy: Plan, text: str) -> None:
+    (finished / "run.json").write_text(text)
+    with pytest.raises(RunError, match=r"run\.json is damaged: restore it, or train anew"):
+        train(tiny("steps=3"), noisy, folder=finished)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"status": "finished"}', '{"status": "odd", "step": 1}'])
+def test_a_damaged_summary_is_a_sentence(finished: Path, text: str) -> None:
+    (finished / "summary.json").write_text(text)
+    with pytest.raises(RunError, match=r"summary\.json is damaged"):
+        RunFolder(finished).summary()
+
+
+@pytest.mark.parametrize(
+    ("settings", "seed", "given", "options", "words"),
+    [
+        (["steps=3"], 1, "noisy", {}, "seed 0, not 1"),
+        (["steps=4"], 0, "noisy", {}, "steps=3, not 4"),
+        (["steps=3"], 0, "none", {}, "the plan noisy, which says something else than none"),
+        (["steps=3"], 0, "bf16-all", {}, "the plan noisy, which says something else than bf16-all"),
+        (["steps=3"], 0, "noisy", {"compile": True}, "compile False, not True"),
+        (["steps=3"], 0, "noisy", {"log_every": 5}, "log_every 10, not 5"),
+    ],
+)
+def test_another_run_in_the_same_folder_is_refused(
+    finished: Path, tiny: Any, noisy: Plan, settings: list[str], seed: int, given: str, options: Any, words: str
+) -> None:
+    plan = {"noisy": noisy, "none": None}.get(given, given)
+    before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file() and path.name != "lock"}
+    with pytest.raises(RunError, match=f"holds a run with {words}: name another folder, or ask for the same to go on"):
+        train(tiny(*settings, seed=seed), plan, folder=finished, **options)
+    assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file() and path.name != "lock"} == before
+
+
+def test_what_a_killed_process_had_half_written_is_swept(tmp_path: Path, tiny: Any) -> None:
+    folder = tmp_path / "run"
+    train(tiny("steps=6"), folder=folder, stop=lambda: True)
+    left = [
+        folder / ".summary.json.77.tmp",
+        folder / "checkpoints" / ".tmpAbC12",
+        folder / "checkpoints" / ".step-1.9.tmp",
+    ]
+    mine = [folder / ".gitignore", folder / "checkpoints" / "notes.tmp"]
+    for path in (*left, *mine):
+        path.write_text("half")
+    assert train(tiny("steps=6"), folder=folder).status == "finished"
+    assert [path.exists() for path in (*left, *mine)] == [False, False, False, True, True]
+
+
+def test_the_status_tells_who_is_at_work(tmp_path: Path, tiny: Any) -> None:
+    folder = RunFolder(tmp_path / "run")
+    seen: list[str] = []
+    train(tiny("steps=6"), folder=folder.path, on_progress=lambda now: seen.append(folder.status()), stop=lambda: True)
+    assert seen == ["running"]
+    assert folder.status() == "stopped"
+    folder.summary_file.unlink()
+    assert folder.status() == "unfinished"
+    assert train(tiny("steps=6"), folder=folder.path).status == folder.status() == "finished"
+
+
+def test_runs_are_found_in_folders_of_folders(tmp_path: Path, write_run: Any) -> None:
+    paths = [tmp_path / name for name in ("one", "comparison/a-s0", "comparison/b-s0", "x/y/z/too-deep")]
+    for path in paths:
+        write_run(path)
+    (tmp_path / "one" / "inner").mkdir()
+    assert {run.path for run in find_runs(tmp_path)} == set(paths[:3])
+    assert [run.path for run in find_runs(paths[0])] == [paths[0]]
+    with pytest.raises(RunError, match="there is no folder"):
+        find_runs(tmp_path / "nowhere")
+
+
+def test_new_folders_have_names_that_are_free(tmp_path: Path) -> None:
+    first = fresh_folder("digits", None, 3, tmp_path)
+    assert first == tmp_path / "digits-fp32-s3"
+    first.mkdir()
+    assert fresh_folder("digits", None, 3, tmp_path) == tmp_path / "digits-fp32-s3-2"
+    assert fresh_folder("a/b", "../c d", 0, tmp_path).parent == tmp_path
