@@ -37,7 +37,7 @@ class Session:
         #: Steps made.
         self.step = 0
         torch.manual_seed(task.seed)
-        self.model: nn.Module = task.model().to(device).train()
+        self.model: nn.Module = task.model().to(device)
         self.optimizer = task.optimizer(self.model)
         self._peaks = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.run: Attachment = attach(
