@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from bitplan.errors import PlanError, RunError, TaskError
 from bitplan.plan import Plan
-from bitplan.tasks.task import Task
 from bitplan.train import Progress, RunFolder, train
 from bitplan.train.checkpoint import checkpoints_in
 

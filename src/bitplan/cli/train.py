@@ -181,8 +181,11 @@ def _train(asked: _Asked, output: Output) -> int:
         output.console.print(summary_words(asked, summary), soft_wrap=True)
     if summary.status == "finished":
         return 0
-    output.note(f"{summary.status}: {summary.why}")
-    return DIVERGED if summary.status == "diverged" else STOPPED + (request.signal or 0)
+    if summary.status == "diverged":
+        output.note(f"the run diverged: {summary.why}")
+        return DIVERGED
+    output.note(str(summary.why))
+    return STOPPED + (request.signal or 0)
 
 
 def _record(asked: _Asked, summary: Summary) -> dict[str, Any]:
