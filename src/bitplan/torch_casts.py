@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bitplan.formats import FloatFormat, Overflow
 from bitplan.reference import Rounding
-from bitplan.tracing import is_traced
+from bitplan.tracing import constant_when_traced, is_traced
 
 #: Formats whose conversion torch has, fast and right to the last bit: on every device, and on CUDA inside the range.
 _TORCH_DTYPES = {FloatFormat(8, 7): torch.bfloat16, FloatFormat(5, 10): torch.float16}
@@ -39,9 +39,14 @@ def round_by_torch(x: Tensor, target: FloatFormat, rounding: Rounding, overflow:
     return None
 
 
-@cache
+@constant_when_traced
 def _converts_float8(device: torch.device) -> bool:
     """Whether the GPU has instructions for float8 (NVIDIA's from Ada and Hopper on), and Triton to use them."""
+    return _has_float8_units(device)
+
+
+@cache
+def _has_float8_units(device: torch.device) -> bool:
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 9):
         return False
     return importlib.util.find_spec("triton") is not None
