@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import bitplan
-from bitplan.errors import BitplanWarning
+from bitplan.errors import BitplanWarning, RunError
 from bitplan.plan import Plan
 from bitplan.train import RunFolder, train
 
@@ -225,6 +225,17 @@ def test_a_signal_stops_after_the_step_and_says_how_to_go_on(
     )
     assert undisturbed.step == summary.step
     assert fingerprint(parts) == fingerprint(whole)
+
+
+def test_a_task_that_has_changed_since_is_a_sentence(tmp_path: Path, tiny: Any) -> None:
+    train(tiny(), folder=tmp_path / "run", **stop_after(3))
+    wider = tiny()
+    wider.model = lambda: torch.nn.Sequential(torch.nn.Linear(12, 20), torch.nn.Linear(20, 3))
+    with pytest.raises(
+        RunError, match=r"checkpoint of step 3 does not fit .*: the task has changed since, so train it anew"
+    ):
+        train(wider, folder=tmp_path / "run")
+    assert train(tiny(), folder=tmp_path / "run").status == "finished"  # and nothing was lost
 
 
 def test_other_threads_are_remarked_upon(tmp_path: Path, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:

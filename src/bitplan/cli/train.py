@@ -137,7 +137,9 @@ class _Asked:
     def from_folder(cls, folder: Path, checkpoint_every: int | None) -> _Asked:
         place = RunFolder(folder)
         known = place.config()
-        task = find_task(known.task_source, [f"{key}={value}" for key, value in known.settings.items()], known.seed)
+        # What words cannot give is what the task's own file says.
+        settings = [f"{key}={value}" for key, value in known.settings.items() if isinstance(value, (str, int, float))]
+        task = find_task(known.task_source, settings, known.seed)
         return cls(
             *(task, known.task_source, place.plan(), known.plan_source, folder),
             *(known.execution, known.device, known.compile, checkpoint_every),

@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,8 @@ log = logging.getLogger("bitplan")
 DEFAULT_PARENT = Path("runs")
 #: How deep runs may lie beneath a folder that is asked about: runs/comparison/run.
 _DEPTH = 3
+#: How often a lock is tried for before it counts as held.
+_TRIES = 5
 #: Files under the names that we, and safetensors, write under at first.
 _HALF_WRITTEN = re.compile(r"\..*\.tmp|\.tmp\w+")
 #: What a process that died before its run began may have left.
@@ -127,7 +130,7 @@ class RunFolder:
         with writing(self.lock_file):
             file = self.lock_file.open("a+", encoding="utf-8")
         with file:
-            if not _locked(file):
+            if not _locked_soon(file):
                 file.seek(0)
                 raise RunError(
                     f"process {file.read().strip() or '(unknown)'} is at work in {self.path}: wait until it has ended, "
@@ -226,6 +229,15 @@ def _runs_beneath(path: Path, depth: int) -> Iterator[RunFolder]:
 
 def _plan_text(plan: Plan | None) -> str | None:
     return None if plan is None else plan.flattened().to_yaml()
+
+
+def _locked_soon(file: IO[Any]) -> bool:
+    """Who only asks whether a folder is locked holds the lock for a moment, too."""
+    for _ in range(_TRIES):
+        if _locked(file):
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def _locked(file: IO[Any]) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from bitplan.attach import Attachment, attach
-from bitplan.errors import TaskError
+from bitplan.errors import RunError, TaskError
 from bitplan.noise import key_of
 from bitplan.plan import Plan
 from bitplan.sites import call_arguments
@@ -36,6 +36,8 @@ class Session:
         self._first_memory = dict(task.memory)
         #: Steps made.
         self.step = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         torch.manual_seed(task.seed)
         self.model: nn.Module = task.model().to(device)
         self.optimizer = task.optimizer(self.model)
@@ -115,8 +117,15 @@ class Session:
 
     def load(self, step: int, state: dict[str, Any]) -> None:
         """Go on where :meth:`state` was taken, after `step` steps."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            reason = (str(error).strip().splitlines() or [""])[-1].strip().removesuffix(".")
+            raise RunError(
+                f"the checkpoint of step {step} does not fit the task's model and optimizer ({reason}): the task has "
+                f"changed since, so train it anew in another folder."
+            ) from error
         self.run.load_state_dict(state["attachment"])
         self.task.memory = dict(state["memory"])
         self.step = step
