@@ -85,12 +85,11 @@ def running(text: str) -> Iterator[None]:
 
 
 def _of_task(task: Task, shapes_only: bool) -> Target:
-    with torch.device("meta") if shapes_only else nullcontext():
-        model = task.model()
-    batch = task.example() if shapes_only else task.batch(0)
-    if shapes_only:
-        batch = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), batch)
-    return Target(model, batch, task.loss)
+    if not shapes_only:
+        return task.target()
+    batch = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), task.example())
+    with torch.device("meta"):
+        return Target(task.model(), batch, task.loss)
 
 
 def _from_file(path: Path, name: str) -> Target:

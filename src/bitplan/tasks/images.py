@@ -83,7 +83,8 @@ class ImageClassification(Task):
 
     @cached_property
     def data(self) -> PictureData:
-        return self.load()
+        with torch.device("cpu"):  # where only shapes are asked for, models are made on another device
+            return self.load()
 
     @property
     def classes(self) -> int:

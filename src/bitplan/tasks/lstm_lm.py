@@ -48,6 +48,7 @@ class LSTMSettings(LanguageSettings):
 
     batch: int = 20
     length: int = 35
+    evaluation: int = 30
     lr: float = 20.0
     clip: float = 0.25
     layers: int = 1
@@ -149,6 +150,7 @@ class PennTreebankSettings(LSTMSettings):
     evaluate_every: int = 1327
     level: str = "lines"
     vocabulary: int = 10_000
+    evaluation: int = 0
     features: int = 800
     dropout: float = 0.5
 

@@ -30,11 +30,12 @@ NOT_ASKED = -100
 class MaskedSettings(TransformerSettings):
     """A small BERT on pieces of words."""
 
-    batch: int = 16
-    lr: float = 2e-3
+    batch: int = 32
+    lr: float = 1e-3
     weight_decay: float = 0.01
     level: str = "pieces"
-    vocabulary: int = 2000
+    vocabulary: int = 1000
+    length: int = 32
     evaluation: int = 24
     #: tiny, mini, small, medium or base.
     size: str = "tiny"
@@ -160,8 +161,8 @@ class BertMiniSettings(MaskedSettings):
 
     steps: int = 2000
     evaluate_every: int = 200
-    batch: int = 32
-    lr: float = 1e-3
+    vocabulary: int = 4000
+    length: int = 64
     warmup: int = 100
     size: str = "mini"
 

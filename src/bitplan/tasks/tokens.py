@@ -118,5 +118,6 @@ LEVELS: dict[str, Callable[[str, int], Vocabulary]] = {
 @lru_cache(maxsize=4)
 def tokenised(text: Text, level: str, most: int) -> tuple[int, Tensor, Tensor]:
     """The size of the vocabulary, the training tokens and the held-out ones. The vocabulary is the training text's."""
-    vocabulary = LEVELS[level](text.training, most)
-    return vocabulary.size, vocabulary.encode(text.training), vocabulary.encode(text.held_out)
+    with torch.device("cpu"):  # where only shapes are asked for, models are made on another device
+        vocabulary = LEVELS[level](text.training, most)
+        return vocabulary.size, vocabulary.encode(text.training), vocabulary.encode(text.held_out)

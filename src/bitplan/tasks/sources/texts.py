@@ -28,7 +28,7 @@ MOST_CHARACTERS = 1_500_000
 #: The end of a text in one piece is held out: this share of it.
 HELD_OUT = 0.1
 
-_TRAINING = ("train",)
+#: How held-out files are called; training files are called "train".
 _HELD_OUT = ("valid", "val", "dev")
 _ENDINGS = (".txt", ".txt.gz", ".tokens", ".tokens.gz")
 
@@ -78,21 +78,27 @@ def read_texts(data: str) -> Text:
         return split(read_text(path))
     if not path.is_dir():
         raise TaskError(f"there is no file or folder {data}: set data= to a text file, or to a folder of its parts.")
-    files = sorted(each for each in path.iterdir() if each.name.endswith(_ENDINGS) and each.is_file())
-    return Text(*(read_text(_part(path, files, names)) for names in (_TRAINING, _HELD_OUT)))
+    return Text(*(read_text(part) for part in _parts(path)))
 
 
-def _part(folder: Path, files: Sequence[Path], names: Sequence[str]) -> Path:
-    for name in names:
-        fitting = [path for path in files if name in path.name.lower().split(".")]
-        if len(fitting) == 1:
-            return fitting[0]
-        if fitting:
-            several = ", ".join(path.name for path in fitting)
-            raise TaskError(f"{folder} has more than one {name} file ({several}): leave one of them.")
-    raise TaskError(
-        f"{folder} has no text file for {names[0]}: it should have files such as ptb.train.txt and ptb.valid.txt."
-    )
+def _parts(folder: Path) -> tuple[Path, Path]:
+    """The training file and the held-out one beside it, which differ in one word of their names."""
+    pairs = []
+    for path in sorted(folder.iterdir()):
+        words = path.name.split(".")
+        if "train" not in words or not path.name.endswith(_ENDINGS):
+            continue
+        place = words.index("train")
+        siblings = [folder / ".".join([*words[:place], name, *words[place + 1 :]]) for name in _HELD_OUT]
+        pairs += [(path, sibling) for sibling in siblings if sibling.is_file()][:1]
+    if len(pairs) != 1:
+        names = " or ".join(path.name for path, _ in pairs)
+        have = f"has more than one ({names})" if pairs else "has none"
+        raise TaskError(
+            f"a folder of text has one pair of files such as ptb.train.txt and ptb.valid.txt, and {folder} {have}: "
+            f"name such a folder, or a single file."
+        )
+    return pairs[0]
 
 
 def fetched_wikitext() -> Text:
