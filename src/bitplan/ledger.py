@@ -34,6 +34,8 @@ class Ledger:
         self._operations: list[Operation] | None = None
         self._steps: dict[Formats, int] = {}
         self._now: Formats | None = None
+        #: What a step with such formats costs: pricing one takes as long as a small model's training step.
+        self._prices: dict[Formats, Cost] = {}
 
     def count_step(self) -> None:
         if self._now is None:
@@ -46,6 +48,7 @@ class Ledger:
     def use(self, operations: list[Operation]) -> None:
         """Operations that were recorded already."""
         self._operations = operations
+        self._prices.clear()
 
     def operations(self) -> list[Operation]:
         """The operations of one forward pass, recorded on fake tensors."""
@@ -68,6 +71,11 @@ class Ledger:
         return sum(costs, Cost())
 
     def _step_cost(self, formats: Formats) -> Cost:
+        if formats not in self._prices:
+            self._prices[formats] = self._priced(formats)
+        return self._prices[formats]
+
+    def _priced(self, formats: Formats) -> Cost:
         names = iter(formats)
         held = {tables.path: {key: next(names) for key in tables.spoken} for tables in self.tables}
 
