@@ -8,10 +8,15 @@ import typer
 
 from bitplan.models.built_in import BUILT_IN
 from bitplan.plan import preset_names
+from bitplan.tasks.registry import task_names
 
 
 def _complete_target(incomplete: str) -> list[str]:
-    return [name for name in BUILT_IN if name.startswith(incomplete)]
+    return [name for name in (*BUILT_IN, *task_names()) if name.startswith(incomplete)]
+
+
+def complete_task(incomplete: str) -> list[str]:
+    return [name for name in task_names() if name.startswith(incomplete)]
 
 
 def complete_plan(incomplete: str) -> list[str]:
@@ -19,7 +24,8 @@ def complete_plan(incomplete: str) -> list[str]:
 
 
 _TARGET_HELP = (
-    "A built-in model such as resnet20, or file.py:make where make() returns model, batch and loss. "
+    "A built-in model such as resnet20, a task such as digits, or file.py:make where make() returns model, batch "
+    "and loss. "
     "The file is run, so name only files that you trust."
 )
 

@@ -1,0 +1,75 @@
+"""What there is to know about each built-in task before it is tried, and what it must reach.
+
+A floor is a promise that a test keeps: with these settings, on the data that come with bitplan, FP32 is at least so
+many times better than the trivial predictor. It is a ratio because the text of the standard library, and so its
+trivial predictor, differs a little between versions of Python.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bitplan.tasks.task import Metric
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What FP32 reaches in a short run."""
+
+    #: The metric over the trivial predictor's, or the other way round where lower is better.
+    times_trivial: float
+    #: What the short run sets, as ``--set`` takes it.
+    settings: tuple[str, ...]
+
+
+def times_trivial(metric: Metric, value: float) -> float:
+    """How many times better than the trivial predictor `value` is.
+
+    >>> times_trivial(Metric("accuracy", "higher", 0.1), 0.9), times_trivial(Metric("perplexity", "lower", 300.0), 100.0)
+    (9.0, 3.0)
+    """
+    return value / metric.trivial if metric.better == "higher" else metric.trivial / value
+
+
+@dataclass(frozen=True)
+class Card:
+    """A task in words."""
+
+    model: str
+    #: What it learns from without a download; "" where it needs files.
+    embedded: str
+    #: What it reads from a folder, or has fetched.
+    public: str
+    metric: str
+    better: Literal["higher", "lower"]
+    floor: Floor | None = None
+
+
+_NETWORKS = "resnet8 to resnet152, resnet18, mobilenet-v2, squeezenet, shufflenet-v2; with widths"
+_LIBRARY = "the text of the Python standard library"
+_ANY_TEXT = "any text file; a folder with a train and a valid file"
+
+#: Every built-in task's card, by its name.
+CARDS: dict[str, Card] = {
+    "digits": Card(_NETWORKS, "1,797 digits", "", "accuracy", "higher", Floor(8.5, ("steps=60",))),
+    "cifar10": Card(_NETWORKS, "", "CIFAR-10 (binary or Python files, torchvision)", "accuracy", "higher"),
+    "cifar100": Card(_NETWORKS, "", "CIFAR-100 (binary or Python files, torchvision)", "accuracy", "higher"),
+    "fashion-mnist": Card(_NETWORKS, "", "Fashion-MNIST (IDX files, Debian, torchvision)", "accuracy", "higher"),
+    "images": Card(_NETWORKS, "", "a folder of images for each class", "accuracy", "higher"),
+    "lstm-lm": Card(
+        *("LSTM, 1 layer of 128", _LIBRARY, f"{_ANY_TEXT}; PTB, WikiText", "perplexity", "lower"),
+        Floor(1.25, ("steps=100",)),
+    ),
+    "ptb": Card("LSTM, 1 layer of 800", "", "Penn Treebank's text files", "perplexity", "lower"),
+    "wikitext2": Card("LSTM, 2 layers of 650", "", "WikiText-2's text files, datasets", "perplexity", "lower"),
+    "lm": Card(
+        *("GPT-like decoder, 2 layers of 128", _LIBRARY, _ANY_TEXT, "perplexity", "lower"),
+        Floor(1.4, ("steps=100",)),
+    ),
+    "mlm": Card(
+        *("BERT, tiny to base (transformers)", _LIBRARY, _ANY_TEXT, "perplexity", "lower"),
+        Floor(1.08, ("steps=200",)),
+    ),
+    "bert-mini": Card("BERT-mini, 4 layers of 256 (transformers)", _LIBRARY, _ANY_TEXT, "perplexity", "lower"),
+}
