@@ -69,9 +69,7 @@ def _name(task: type[Task]) -> str:
 
 
 def _floor_text(card: Card) -> str:
-    if card.floor is None:
-        return "-"
-    return f"{card.floor.times_trivial:g}x trivial, {' '.join(card.floor.settings)}"
+    return "-" if card.floor is None else f"{card.floor.times_trivial:g}x trivial"
 
 
 def _print_all(found: list[type[Task]], output: Output) -> None:
@@ -81,10 +79,9 @@ def _print_all(found: list[type[Task]], output: Output) -> None:
         table.add_column(heading)
     for task in found:
         card = CARDS[task.name]
-        arrow = "↑" if card.better == "higher" else "↓"
         table.add_row(
             *(task.name, task.summary, card.model, card.embedded or "-", card.public or "-"),
-            *(f"{card.metric} {arrow}", _floor_text(card)),
+            *(f"{card.metric}, {card.better}", _floor_text(card)),
         )
     output.console.print(table)
     output.console.print("bitplan tasks NAME shows its settings; bitplan train NAME trains it.", soft_wrap=True)
@@ -97,9 +94,10 @@ def _print_one(task: type[Task], output: Output) -> None:
         for what, words in (("model", card.model), ("data here", card.embedded), ("data you bring", card.public)):
             if words:
                 console.print(f"{what}: {words}", soft_wrap=True)
-        console.print(
-            f"metric: {card.metric}, {card.better} is better; FP32 reaches {_floor_text(card)}", soft_wrap=True
-        )
+        console.print(f"metric: {card.metric}, {card.better} is better", soft_wrap=True)
+        if card.floor is not None:
+            short = " ".join(card.floor.settings)
+            console.print(f"FP32 is at least {card.floor.times_trivial:g} times better than trivial with {short}")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("setting", style="bold", no_wrap=True)
     table.add_column("default", no_wrap=True)

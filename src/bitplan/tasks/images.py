@@ -155,7 +155,7 @@ class Digits(ImageClassification):
     """Handwritten digits, 8x8 pixels: the quick task that every machine has."""
 
     name = "digits"
-    summary = "handwritten digits, 8x8 pixels, 10 classes"
+    summary = "handwritten digits, 8x8 pixels"
     settings_class = DigitsSettings
 
     def load(self) -> PictureData:

@@ -42,7 +42,7 @@ class DecoderLanguageModelling(LanguageTask):
     """Tell the next token: random windows of the text, by a causal transformer."""
 
     name = "lm"
-    summary = "the next byte (or word), by a GPT-like decoder"
+    summary = "the next byte of a text"
     settings_class: ClassVar[type[DecoderSettings]] = DecoderSettings
     settings: DecoderSettings
 

@@ -76,7 +76,7 @@ class LSTMLanguageModelling(LanguageTask):
     """
 
     name = "lstm-lm"
-    summary = "the next word, by an LSTM"
+    summary = "the next word of a text"
     settings_class: ClassVar[type[LSTMSettings]] = LSTMSettings
     settings: LSTMSettings
 
@@ -159,7 +159,7 @@ class PennTreebank(LSTMLanguageModelling):
     """Penn Treebank's words, whose files you bring: they are not free to redistribute."""
 
     name = "ptb"
-    summary = "the next word of Penn Treebank, by an LSTM of 800"
+    summary = "the next word of Penn Treebank"
     settings_class = PennTreebankSettings
     advice: ClassVar[str] = "set data= to a folder with ptb.train.txt and ptb.valid.txt (.gz is fine)"
 
@@ -195,7 +195,7 @@ class WikiText(PennTreebank):
     """WikiText-2 (Merity et al. 2016, arXiv 1609.07843)."""
 
     name = "wikitext2"
-    summary = "the next word of WikiText-2, by two LSTM layers of 650"
+    summary = "the next word of WikiText-2"
     settings_class = WikiTextSettings
     settings: WikiTextSettings
     advice = "set data= to a folder with wiki.train.tokens and wiki.valid.tokens, or set download=true"

@@ -81,7 +81,7 @@ class MaskedLanguageModelling(LanguageTask):
     """Tell the tokens that were masked, from both sides."""
 
     name = "mlm"
-    summary = "masked pieces of words, by BERT"
+    summary = "masked pieces of words"
     settings_class: ClassVar[type[MaskedSettings]] = MaskedSettings
     settings: MaskedSettings
 
@@ -171,5 +171,5 @@ class BertMini(MaskedLanguageModelling):
     """BERT-mini: the size that precision is often studied on."""
 
     name = "bert-mini"
-    summary = "masked pieces of words, by BERT-mini"
+    summary = "the same, four layers of 256"
     settings_class = BertMiniSettings

@@ -55,7 +55,7 @@ class Cifar10(PublicImages):
     """CIFAR-10: 50,000 and 10,000 photographs of 32x32 pixels."""
 
     name = "cifar10"
-    summary = "CIFAR-10 photographs, 32x32 pixels, 10 classes"
+    summary = "CIFAR-10 photographs"
     files: ClassVar[CifarFiles] = CIFAR10
     known_classes = 10
     known_size = 32
@@ -69,7 +69,7 @@ class Cifar100(Cifar10):
     """CIFAR-100: the same sizes, a hundred classes."""
 
     name = "cifar100"
-    summary = "CIFAR-100 photographs, 32x32 pixels, 100 classes"
+    summary = "CIFAR-100 photographs"
     files = CIFAR100
     known_classes = 100
 
@@ -89,7 +89,7 @@ class FashionMnist(PublicImages):
     """Fashion-MNIST: 60,000 and 10,000 grey pictures of clothes."""
 
     name = "fashion-mnist"
-    summary = "Fashion-MNIST clothes, 28x28 pixels, 10 classes"
+    summary = "Fashion-MNIST clothes"
     settings_class = FashionSettings
     known_classes = len(FASHION)
     known_size = 28
@@ -118,7 +118,7 @@ class ImageFolder(ImageClassification):
     """Your own images, in a folder for each class."""
 
     name = "images"
-    summary = "your own images, a folder for each class"
+    summary = "images of your own"
     settings_class = FolderSettings
     settings: FolderSettings
 
