@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from bitplan._version import __version__
-from bitplan.cli import bench, cost, demo, env, formats, plan, runs, sites, train
+from bitplan.cli import bench, compare, cost, demo, env, formats, plan, report, runs, sites, tasks, train
 
 #: What adds each command, in the order ``bitplan --help`` shows them.
 COMMANDS: tuple[Callable[[typer.Typer], None], ...] = (
@@ -22,7 +22,10 @@ COMMANDS: tuple[Callable[[typer.Typer], None], ...] = (
     sites.register,
     plan.register,
     cost.register,
+    tasks.register,
     train.register,
+    compare.register,
+    report.register,
     runs.register,
     demo.register,
     bench.register,

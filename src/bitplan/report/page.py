@@ -111,7 +111,11 @@ def _distinct(words: Iterable[str]) -> str:
 
 
 def _device_words(run: Run) -> str:
-    about = [str(value) for value in run.machine.values() if isinstance(value, (str, int)) and value != ""]
+    about = [
+        value if isinstance(value, str) else f"{value} {key}"
+        for key, value in run.machine.items()
+        if isinstance(value, (str, int)) and value != ""
+    ]
     return ", ".join([run.device, *about])
 
 

@@ -198,10 +198,12 @@ def _sites(file: Path) -> list[SiteRecord]:
 
 
 def _site(record: Mapping[str, Any]) -> SiteRecord:
-    role = str(record["role"])
+    # A second weight of one operation is a role of its own here: conv1/conv2d.0:weight(bias) is weight(bias).
+    site, _, role = str(record["site"]).rpartition(":") if ":" in str(record["site"]) else ("", "", "")
+    role = role if role.startswith(str(record["role"])) else str(record["role"])
     texts = {key: None if (text := record.get(key)) is None else str(text) for key in ("format", "rule")}
     return SiteRecord(
-        site=str(record["site"]).removesuffix(f":{role}"),
+        site=site or str(record["site"]),
         role=role,
         format=texts["format"],
         rule=texts["rule"],

@@ -33,14 +33,18 @@
       ...layout, font, dragmode: canPoint ? "zoom" : false, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { ...font, size: 13 }, align: "left" },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: css("--quiet"), activecolor: css("--ink") },
-      xaxis: axis(layout.xaxis), yaxis: axis(layout.yaxis),
+      xaxis: axis(layout.xaxis), yaxis: axis(layout.yaxis), ...(layout.yaxis2 ? { yaxis2: layout.yaxis2 } : {}),
     };
   };
 
   const tracesInTheme = (given, hidden) => given.map((trace) => {
     const themed = inTheme(trace);
     if (themed.marker && themed.mode) themed.marker.line = { ...themed.marker.line, color: css("--card") };
-    if (themed.mode?.includes("text")) themed.textfont = { size: 12, color: css("--ink") };
+    if (themed.mode?.includes("text")) {
+      const ground = css("--card"); // a halo, as names may stand on lines
+      const shadow = ["1px 1px", "-1px -1px", "1px -1px", "-1px 1px"].map((at) => `${at} 2px ${ground}`).join(",");
+      themed.textfont = { size: 12, color: css("--ink"), shadow };
+    }
     if (themed.colorbar) themed.colorbar.tickfont = { size: 11, color: css("--quiet") };
     if (themed.error_y) themed.error_y.color = themed.marker.color;
     if (trace.meta && hidden.has(trace.meta.plan)) themed.visible = false;

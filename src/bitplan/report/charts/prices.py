@@ -30,7 +30,12 @@ def price_chart(experiment: Experiment, price: Price) -> Figure | None:
         for number, (plan, style) in enumerate(zip(experiment.plans, styles_of(experiment), strict=True))
         if plan.value is not None and plan.value.is_finite and of_plan(plan) is not None
     ]
-    if not drawn:
+    lost = [
+        (number, plan, style)
+        for number, (plan, style) in enumerate(zip(experiment.plans, styles_of(experiment), strict=True))
+        if (plan.value is None or not plan.value.is_finite) and of_plan(plan) is not None
+    ]
+    if not drawn and not lost:
         return None
     scale = 100 if experiment.metric_is_share else 1
     figure = go.Figure()
@@ -38,7 +43,8 @@ def price_chart(experiment: Experiment, price: Price) -> Figure | None:
     for number, plan, style in drawn:
         _add_seeds(figure, go, experiment, plan, number, style, of_run, scale)
     points = [(of_plan(plan) or 0.0, plan.value.mean) for _, plan, _ in drawn if plan.value]
-    places = _name_places(points, experiment.metric.trivial)
+    prices = [of_plan(plan) or 0.0 for _, plan, _ in (*drawn, *lost)]
+    places = _name_places(points, experiment.metric.trivial, min(prices))
     for (number, plan, style), place in zip(drawn, places, strict=True):
         assert plan.value is not None
         named = len(drawn) <= MOST_NAMES
@@ -65,6 +71,17 @@ def price_chart(experiment: Experiment, price: Price) -> Figure | None:
             )
         )
     figure.update_layout(xaxis=axis, yaxis=_metric_axis(experiment), **bare_layout(380))
+    for number, plan, style in lost:
+        figure.add_trace(_lost(go, experiment, plan, number, style, of_plan(plan)))
+    if lost:
+        # A strip below all values, where these stand.
+        heights = [
+            scale * value for value in (*(y for _, y in points), experiment.metric.trivial) if math.isfinite(value)
+        ]
+        low, high = (min(heights), max(heights)) if heights else (0.0, 1.0)
+        span = (high - low) or 1.0
+        figure.update_yaxes(range=[low - 0.2 * span, high + 0.08 * span])
+        figure.update_layout(yaxis2={"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True})
     _add_trivial(figure, experiment, scale)
     return figure
 
@@ -168,6 +185,24 @@ def _add_seeds(
     )
 
 
+def _lost(go: Any, experiment: Experiment, plan: PlanSummary, number: int, style: Style, price: float | None) -> Any:
+    """A plan that has no value, at the foot of the chart, where no value is meant."""
+    return go.Scatter(
+        x=[price],
+        y=[0.05],
+        yaxis="y2",
+        mode="markers+text",
+        text=[f"{safe(plan.label)} ({plan.runs[0].status}, no {safe(experiment.metric.name)})"],
+        textposition="middle right",
+        cliponaxis=False,
+        marker={"size": 11, "symbol": _sign(plan, style), "color": style.colour, "line": {"width": 1.5}},
+        hovertext=[_hover(experiment, plan)],
+        hoverinfo="text",
+        showlegend=False,
+        meta={"plan": number},
+    )
+
+
 def _add_trivial(figure: Any, experiment: Experiment, scale: float) -> None:
     """The line that a predictor gets which has learned nothing."""
     trivial = experiment.metric.trivial
@@ -208,19 +243,19 @@ def _hover(experiment: Experiment, plan: PlanSummary) -> str:
     return "<br>".join(lines)
 
 
-def _name_places(points: list[tuple[float, float]], trivial: float) -> list[str]:
+def _name_places(points: list[tuple[float, float]], trivial: float, cheapest: float) -> list[str]:
     """Where each name stands: off those of near points, and off the trivial predictor's line."""
     if not points:
         return []
     xs = [math.log10(x) if x > 0 else 0.0 for x, _ in points]
     ys = [y for _, y in points]
-    width, height = (max(xs) - min(xs)) or 1.0, (max(ys) - min(ys)) or 1.0
-    leftmost = xs.index(min(xs))
+    seen = [*ys, trivial] if math.isfinite(trivial) else ys
+    width, height = (max(xs) - min(xs)) or 1.0, (max(seen) - min(seen)) or 1.0
     places: dict[int, str] = {}
     for i in sorted(range(len(points)), key=lambda i: xs[i]):
         near = [places[j] for j in places if abs(xs[i] - xs[j]) < 0.2 * width and abs(ys[i] - ys[j]) < 0.15 * height]
         choices = ["bottom center", "top center", "middle right", "middle left"]
-        if i == leftmost and len(points) > 1:  # its name would run into the axis
+        if points[i][0] == cheapest and len(points) > 1:  # its name would run into the axis
             choices = ["middle right", "bottom right", "top right"]
         elif abs(ys[i] - trivial) < 0.1 * height:
             choices = ["top center", "middle right"]

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 Measure = Literal["format", "error"]
 
-#: Cividis, which colour-blind readers see as it is, from few bits or a small error (dark) to many or large (light).
-_COLOURS = "cividis"
+#: Viridis, which colour-blind readers see as it is, from few bits or a small error (dark) to many or large (light).
+_COLOURS = "viridis"
 _ROW = 17
 
 
@@ -49,7 +49,7 @@ def sites_chart(plan: PlanSummary, measure: Measure) -> Figure | None:
     figure = go.Figure(
         go.Heatmap(
             z=grid(lambda site: _heat(site, measure), None),
-            x=[safe(role).replace("_", "<br>").replace(".", "<br>.") for role in roles],
+            x=[safe(role).replace("_", "<br>").replace(".", "<br>.").replace("(", "<br>(") for role in roles],
             y=list(range(len(operations))),
             text=grid(lambda site: _cell_words(site, measure)),
             texttemplate="%{text}",
@@ -97,8 +97,9 @@ def _has_error(site: SiteRecord) -> bool:
 
 
 def _in_order(roles: set[str]) -> list[str]:
-    known = [place for place in PLACES if place in roles]
-    return known + sorted(roles.difference(known))
+    """As plans list them; a second weight stands behind the first."""
+    places = {place: number for number, place in enumerate(PLACES)}
+    return sorted(roles, key=lambda role: (places.get(role.partition("(")[0], len(places)), role))
 
 
 def _heat(site: SiteRecord, measure: Measure) -> float | None:

@@ -1,0 +1,75 @@
+"""``bitplan report``: a page about runs, and their figures as a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bitplan.cli.output import JsonOption, command_output, make_folder, write_file
+from bitplan.report.records import csv_text, report_record
+from bitplan.report.summaries import Experiment, Report
+from bitplan.report.tables import COLUMNS_NOTE, plan_columns
+
+
+def register(app: typer.Typer) -> None:
+    app.command("report")(report_command)
+
+
+def report_command(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUNS...", help="Run folders, comparison folders, or folders that hold some.", show_default=False
+        ),
+    ],
+    page: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The page to write.")] = Path(
+        "report.html"
+    ),
+    csv: Annotated[
+        Path | None,
+        typer.Option("--csv", metavar="FILE", help="Also write every run as a line of a table.", show_default=False),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write one HTML page about runs: what was run, the answer in a sentence, charts and tables.
+
+    The page needs no network. With --json: one object with plans, runs and the answer.
+    """
+    with command_output(as_json) as output:
+        report = Report.of(runs)
+        write_page(report, page)
+        if csv is not None:
+            write_file(csv, csv_text(report))
+            output.note(f"wrote {csv}")
+        output.document({"page": page, **report_record(report)})
+        if not as_json:
+            for experiment in report.experiments:
+                print_experiment(experiment, output.console)
+            output.console.print(f"The page: {page}", soft_wrap=True)
+
+
+def write_page(report: Report, page: Path) -> None:
+    """Write the page of a report."""
+    from bitplan.report.page import page_html
+
+    text = page_html(report)
+    make_folder(page.parent)
+    write_file(page, text)
+
+
+def print_experiment(experiment: Experiment, console: Console) -> None:
+    """The table of plans, and the answer."""
+    columns = plan_columns(experiment)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=experiment.task, title_justify="left")
+    for column in columns:
+        table.add_column(column.title, justify="right" if column.is_number else "left", no_wrap=True)
+    for plan in experiment.plans:
+        table.add_row(*(column.cell(plan).text for column in columns))
+    console.print(table)
+    console.print(COLUMNS_NOTE)
+    console.print(experiment.answer, soft_wrap=True, style="bold")

@@ -1,0 +1,100 @@
+"""One run of a comparison, as a process that makes it is told of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bitplan.errors import BitplanError, TaskError
+from bitplan.plan import Plan
+from bitplan.tasks.registry import find_task
+from bitplan.tasks.task import Task
+from bitplan.train import Progress, Summary, train
+from bitplan.user_code import in_words, named_file
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to make, or to go on with."""
+
+    #: Of its plan.
+    label: str
+    plan: Plan | None
+    #: What names the plan on the command line.
+    plan_source: str | None
+    seed: int
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all runs of a comparison share."""
+
+    #: As the command line names it.
+    task: str
+    settings: tuple[str, ...] = ()
+    execution: str = "emulate"
+    device: str = "cpu"
+    compile: bool = False
+
+
+@dataclass(frozen=True)
+class Update:
+    """What became of a job since the last update."""
+
+    job: Job
+    progress: Progress | None = None
+    #: At its end.
+    summary: Summary | None = None
+
+
+class Trainer:
+    """Makes runs one after the other in this process, and keeps for the next what the next can use.
+
+    Tasks are kept by seed, with the data they have read. A compiled graph serves all seeds of a plan; another plan
+    makes other graphs, and those of the last one are dropped before torch counts too many.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self._tasks: dict[int, tuple[Task, dict[str, float]]] = {}
+        self._last: str | None = None
+
+    def run(self, job: Job, on_progress: Callable[[Progress], None], stop: Callable[[], bool]) -> Summary:
+        """What came of the job; a run that is over already is only read."""
+        if self.setting.compile and self._last not in (None, job.label):
+            torch.compiler.reset()
+        self._last = job.label
+        try:
+            return train(
+                self._task(job.seed),
+                job.plan,
+                folder=job.folder,
+                execution=self.setting.execution,
+                device=self.setting.device,
+                compile=self.setting.compile,
+                task_source=self.setting.task,
+                plan_source=job.plan_source,
+                on_progress=on_progress,
+                stop=stop,
+            )
+        except BitplanError:
+            raise
+        except Exception as error:
+            named = named_file(self.setting.task)
+            if named is None:
+                raise
+            words = in_words(error, named[0])
+            raise TaskError(f"{self.setting.task} failed under {job.label}, seed {job.seed}: {words}") from error
+
+    def _task(self, seed: int) -> Task:
+        if seed not in self._tasks:
+            task = find_task(self.setting.task, self.setting.settings, seed)
+            self._tasks[seed] = task, copy.deepcopy(task.memory)
+        task, memory = self._tasks[seed]
+        task.memory = copy.deepcopy(memory)
+        return task

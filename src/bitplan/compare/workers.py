@@ -1,0 +1,172 @@
+"""Several processes that make runs side by side and share the cores between them.
+
+Each has a pipe to this process: jobs go one way, updates the other. A worker whose pipe is broken (this process was
+killed) ends at its next update, and its run can be gone on with.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from bitplan.compare.jobs import Job, Setting, Trainer, Update
+from bitplan.errors import BitplanError, RunError
+from bitplan.train import Progress, Summary
+
+#: Seconds between two updates of one job, and between two looks at the request to stop.
+_PAUSE = 0.1
+#: Seconds that workers get to end after their last job.
+_PATIENCE = 5.0
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_of(workers: int) -> int:
+    """Of each worker, so that together they use every core once."""
+    return max(1, cores() // workers)
+
+
+def run_in_workers(
+    setting: Setting,
+    jobs: Sequence[Job],
+    workers: int,
+    on_update: Callable[[Update], None],
+    stop: Callable[[], bool],
+) -> list[Summary]:
+    """Make all runs; once `stop` is true, those at work are stopped and the others are not begun."""
+    pending, summaries = list(jobs), []
+    with _started(setting, min(workers, len(jobs))) as (connections, stopped):
+        busy: dict[Connection, Job] = {}
+        last: dict[Connection, str] = {}
+        idle = list(connections)
+        while busy or (pending and not stopped.is_set()):
+            if stop():
+                stopped.set()
+            while idle and pending and not stopped.is_set():
+                connection = idle.pop()
+                job = _next_job(pending, last.get(connection) if setting.compile else None)
+                pending.remove(job)
+                busy[connection], last[connection] = job, job.label
+                connection.send(job)
+            for ready in wait(list(busy), _PAUSE):
+                connection = next(each for each in busy if each is ready)
+                update = _received(connection, busy[connection])
+                on_update(update)
+                if update.summary is not None:
+                    summaries.append(update.summary)
+                    del busy[connection]
+                    idle.append(connection)
+    return summaries
+
+
+def _next_job(pending: Sequence[Job], label: str | None) -> Job:
+    """The next; or the next of a plan whose compiled graphs the worker has."""
+    return next((job for job in pending if job.label == label), pending[0])
+
+
+def _received(connection: Connection, job: Job) -> Update:
+    try:
+        message = connection.recv()
+    except EOFError:
+        raise RunError(
+            f"the process that trained {job.label}, seed {job.seed} was killed (out of memory, perhaps): "
+            f"the same command goes on, with fewer --jobs if memory is short."
+        ) from None
+    if isinstance(message, BitplanError):
+        raise message
+    if isinstance(message, str):
+        raise RuntimeError(f"{job.label}, seed {job.seed} failed:\n{message}")
+    return Update(job, *message)
+
+
+@contextmanager
+def _started(setting: Setting, count: int) -> Iterator[tuple[list[Connection], Any]]:
+    """Workers that wait for jobs, and the event that stops them; none is left at the end."""
+    context = multiprocessing.get_context("spawn")
+    stopped = context.Event()
+    connections: list[Connection] = []
+    processes = []
+    threads = threads_of(count)
+    try:
+        with _threads_in_environment(threads):
+            for _ in range(count):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_work, args=(theirs, stopped, setting, threads), daemon=True)
+                process.start()
+                theirs.close()
+                connections.append(ours)
+                processes.append(process)
+        yield connections, stopped
+        for connection in connections:
+            connection.send(None)
+        for process in processes:
+            process.join(_PATIENCE)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.terminate()
+            process.join()
+        for connection in connections:
+            connection.close()
+
+
+@contextmanager
+def _threads_in_environment(threads: int) -> Iterator[None]:
+    """What a process reads when it starts; a number that the user chose stays."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+
+
+def _work(connection: Connection, stopped: Any, setting: Setting, threads: int) -> None:
+    """A worker's life: jobs come, updates go, None ends it."""
+    # Ctrl-C reaches the whole group of processes: the one that was asked decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    import torch
+
+    torch.set_num_threads(min(threads, torch.get_num_threads()))
+    trainer = Trainer(setting)
+    try:
+        while (job := connection.recv()) is not None:
+            connection.send(_done(trainer, job, _Pacer(connection), stopped.is_set))
+    except (EOFError, BrokenPipeError):
+        pass  # nobody is there any more
+
+
+def _done(trainer: Trainer, job: Job, pacer: _Pacer, stop: Callable[[], bool]) -> Any:
+    try:
+        return None, trainer.run(job, pacer, stop)
+    except BrokenPipeError:
+        raise
+    except BitplanError as error:
+        return error
+    except Exception:
+        return traceback.format_exc()
+
+
+class _Pacer:
+    """Sends progress, but not every step of it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sent = 0.0
+
+    def __call__(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if now - self._sent >= _PAUSE:
+            self._sent = now
+            self._connection.send((progress, None))
