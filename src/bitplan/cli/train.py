@@ -161,6 +161,8 @@ def _require_nothing_else(*given: object) -> None:
 def _train(asked: _Asked, output: Output) -> int:
     before = asked.folder.summary() if asked.folder.is_run else None
     is_over = before is not None and before.status != "stopped"
+    if asked.compile and not is_over:
+        output.note("the first step compiles the model, which may take minutes.")
     metric = asked.task.metric.name
     with stop_on_signals() as request, RunProgress(output.console, metric) as progress, _own_code(asked):
         summary = train(
