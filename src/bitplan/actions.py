@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 
 from bitplan.axes import resolve
 from bitplan.errors import QuantizeError
-from bitplan.formats import BlockFormat
+from bitplan.formats import BlockFormat, Format
 from bitplan.grids import lies_on, mark
+from bitplan.keeping import note_copy, note_rounded
 from bitplan.live import LiveFormat
 from bitplan.noise import bits_of_key, key_of
 from bitplan.observe import mean_range, observe_range, observe_rounding
@@ -24,6 +26,7 @@ from bitplan.plan import OPERANDS, SLOTS, Decision
 from bitplan.plan.spec import QuantizerSpec
 from bitplan.products import Product, slot_product
 from bitplan.quantizer import Quantizer, straight_through
+from bitplan.sparing import Bits, sparing_relu
 from bitplan.tables import RECORD, TABLE
 from bitplan.tracing import is_traced, taken_whole
 
@@ -84,6 +87,10 @@ class PlaceAction:
         #: Site -> row of the module's record, for what is observed.
         self.records: dict[str, int] = {}
         self.watched = False
+        #: Set in packed execution: what was rounded here is stored in its format's own bits.
+        self.is_packed = False
+        #: The format that `live` stands for at the moment.
+        self.format_now: Callable[[], Format] | None = None
         #: Among all that were ever made; equal ones in equal blocks share one, and with it compiled code.
         self.number = -1
         scaled = spec.scale is not None or isinstance(spec.target, BlockFormat)
@@ -93,7 +100,7 @@ class PlaceAction:
 
     def settle(self) -> None:
         """Nothing will change any more but the records: take a number."""
-        key = (self.spec, self.place, self.op, self.live is not None, self.row, self.watched)
+        key = (self.spec, self.place, self.op, self.live is not None, self.row, self.watched, self.is_packed)
         if key not in _numbers:
             _numbers[key] = len(_settled)
             _settled.append(self)
@@ -132,7 +139,11 @@ class PlaceAction:
             seen = None  # a copy of the model that was made before the site was met
         if seen is not None and record is not None and self.uses_mean_range and not here.training:
             span = mean_range(record[seen], x)
-        rounded = straight_through(quantizer, x, bits, row, span)
+        scales: list[Tensor] | None = [] if _keeps_little(self) else None
+        rounded = straight_through(quantizer, x, bits, row, span, scales)
+        if scales is not None:
+            fixed = quantizer if self.format_now is None else replace(quantizer, format=self.format_now())
+            note_rounded(rounded, fixed, scales)
         if seen is not None and record is not None and here.observing:
             if self.uses_mean_range:
                 observe_range(record[seen], x)
@@ -204,6 +215,8 @@ class Slots:
     def __init__(self, chosen: dict[str, tuple[PlaceAction, Here]], weight_key: Tensor | None) -> None:
         self.chosen = chosen
         self.weight_key = weight_key
+        #: Whether x is kept as the weight's gradient wants it, rounded and packed, rather than as it came.
+        self.keeps_rounded_x = "wgrad.x" in chosen and _keeps_little(chosen["wgrad.x"][0])
 
     def round(self, slot: str, tensor: Tensor) -> Tensor:
         if slot not in self.chosen:
@@ -218,7 +231,10 @@ class RoundedGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, action: PlaceAction, here: Here) -> Tensor:
         ctx.action, ctx.here = action, here
-        return x.clone()  # not a view: the caller may go on to change it in place
+        y = x.clone()  # not a view: the caller may go on to change it in place
+        if _keeps_little(action):
+            note_copy(y, x)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -253,14 +269,26 @@ class GridRelu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, backward: PlaceAction, back: Here) -> Tensor:
         ctx.action, ctx.here = backward, back
         y = torch.relu(x)
-        ctx.save_for_backward(y)
+        if _keeps_little(backward):
+            ctx.passes = Bits(~(y <= 0))
+            note_copy(y, x)
+        else:
+            ctx.save_for_backward(y)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (y,) = ctx.saved_tensors
         rounded = ctx.action.round(grads[0], ctx.here)
-        return mark(torch.ops.aten.threshold_backward(rounded, y, 0), ctx.action.grid), None, None
+        if ctx.saved_tensors:
+            passed = torch.ops.aten.threshold_backward(rounded, ctx.saved_tensors[0], 0)
+        else:
+            passed = ctx.passes.where_set(rounded)
+        return mark(passed, ctx.action.grid), None, None
+
+
+def _keeps_little(*actions: PlaceAction | None) -> bool:
+    """Whether execution is packed, and eager: compiled, the partitioner of the graph decides what is kept."""
+    return not is_traced() and any(action is not None and action.is_packed for action in actions)
 
 
 # --- compiled -----------------------------------------------------------------------------------------------
@@ -412,9 +440,13 @@ def _both_ways(
 
 
 def _relu(x: Tensor, forward: PlaceAction | None, backward: PlaceAction | None, here: Here, back: Here) -> Tensor:
+    relu = sparing_relu if _keeps_little(forward, backward) else torch.relu
     if forward is None or not forward.changes_nothing_in(x):
-        return _both_ways(torch.relu(x), forward, backward, here, back, None)
+        return _both_ways(relu(x), forward, backward, here, back, None)
     if backward is None:
-        return mark(torch.relu(x), forward.grid)
+        y = relu(x)
+        if _keeps_little(forward):
+            note_copy(y, x)
+        return mark(y, forward.grid)
     passed: Tensor = GridRelu.apply(x, backward, back)  # type: ignore[no-untyped-call]
     return mark(passed, forward.grid)

@@ -23,11 +23,12 @@ from bitplan import checkpointing
 from bitplan.actions import Action, Here
 from bitplan.cost import Cost
 from bitplan.decisions import Decider
-from bitplan.errors import BitplanWarning, PlanError
+from bitplan.errors import BitplanWarning, PlanError, nearest_names
 from bitplan.explain import Explanation, require_effect, require_seen
 from bitplan.intercept import (
     ModuleState,
     Scope,
+    innermost_scope,
     install,
     is_planned,
     state_of,
@@ -35,6 +36,7 @@ from bitplan.intercept import (
     unwrapped,
     without_wrappers,
 )
+from bitplan.keeping import Keeper
 from bitplan.ledger import Ledger
 from bitplan.names import format as format_of
 from bitplan.noise import key_of
@@ -51,18 +53,36 @@ from bitplan.unseen import unseen_modules
 log = logging.getLogger("bitplan")
 
 
+#: What each execution does, as the first line of the log says it.
+EXECUTIONS = {
+    "emulate": "values are rounded, but no memory or time is saved.",
+    "packed": "values are rounded, and what is kept for the backward pass lies in memory in its low-precision form.",
+}
+
+
 class Attachment:
     """A plan at work. Made by :func:`attach`; also a context manager that detaches at its end."""
 
-    def __init__(self, model: nn.Module, plan: Plan, steps: int | None, seed: int, live: bool, stats: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        steps: int | None = None,
+        seed: int = 0,
+        live: bool = False,
+        stats: bool = False,
+        execution: str = "emulate",
+    ) -> None:
         self.plan = plan
+        self.execution = execution
         self.model = unwrapped(model)
         self.steps = steps
         self.seed = seed
         self._step = 0
         self._watched = stats
         self._rounder = Rounder()
-        self._decider = Decider(plan, live, stats)
+        self._rounder.keeper = Keeper() if execution == "packed" else None
+        self._decider = Decider(plan, live, stats, execution == "packed")
         self._modules: list[tuple[str, nn.Module]] = []
         self._tables: list[ModuleTables] = []
         self._hooks: list[Any] = []
@@ -281,6 +301,9 @@ class Attachment:
         rounder = self._rounder
 
         def planned_loss(*args: Any, **kwargs: Any) -> Tensor:
+            if rounder.keeper is not None and not torch.compiler.is_compiling() and innermost_scope() is None:
+                with rounder.keeper.hooks(), Scope(rounder, holder):
+                    return function(*args, **kwargs)
             with Scope(rounder, holder):
                 return function(*args, **kwargs)
 
@@ -386,8 +409,8 @@ def attach(
     :param live: every float and integer format may be changed during the run, see :meth:`Attachment.set_format`.
     :param stats: gather what rounding does at every site, see :meth:`Attachment.stats`.
     """
-    if execution != "emulate":
-        raise PlanError(f"there is no execution {execution!r} in this version: use 'emulate'.")
+    if execution not in EXECUTIONS:
+        raise PlanError(f"there is no execution {execution!r}; {nearest_names(execution, EXECUTIONS)}")
     if not isinstance(model, nn.Module):
         raise PlanError(f"a plan is attached to a torch.nn.Module, not to {type(model).__name__}.")
     found = find_plan(plan)
@@ -402,7 +425,7 @@ def attach(
             raise PlanError(
                 f"the model does not run on the example ({reason}): give a batch as the model takes it."
             ) from error
-    run = Attachment(model, found, steps, seed, live, stats)
+    run = Attachment(model, found, steps, seed, live, stats, execution)
     if example is not None and operations is None:
         run.expect(example)
     if operations is not None:
@@ -411,5 +434,5 @@ def attach(
         except BaseException:
             run.detach()
             raise
-    log.info("plan attached, execution emulate: values are rounded, but no memory or time is saved.")
+    log.info("plan attached, execution %s: %s", execution, EXECUTIONS[execution])
     return run

@@ -61,12 +61,13 @@ def named_operations(plan: Plan) -> tuple[str, ...]:
 class Decider:
     """Makes the actions of modules, and the rows of their tables on the way."""
 
-    def __init__(self, plan: Plan, live: bool, watched: bool) -> None:
+    def __init__(self, plan: Plan, live: bool, watched: bool, packed: bool = False) -> None:
         """`live`: every float and integer format may change; else only those whose ``bits`` the plan leaves open.
-        `watched`: statistics are wanted."""
+        `watched`: statistics are wanted. `packed`: what is rounded is kept in its format's own bits."""
         self.plan = plan
         self.live = live
         self.watched = watched
+        self.packed = packed
         self._named = named_operations(plan)
         self._live_formats: dict[QuantizerSpec, LiveFormat] = {}
 
@@ -93,10 +94,12 @@ class Decider:
         for place, place_action in action.places.items():
             choice = decision[place]
             place_action.watched = self.watched
+            place_action.is_packed = self.packed
             if place_action.live is not None:
                 place_action.row = tables.format_row(
                     choice.rule, place, place_action.live, place_action.spec, choice.name
                 )
+                place_action.format_now = tables.live_row(place_action.row).stored
             place_action.settle()
         return action
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from bitplan.keeping import Keeper
 from bitplan.opened import TRANSPARENT
 from bitplan.ops import REGIONS, name_of, traceable
 from bitplan.tracing import constant_when_traced
@@ -53,6 +54,8 @@ class Interceptor:
 
     #: Copies of a model outlive its detachment: they are plain from then on.
     enabled = True
+    #: What keeps tensors for the backward pass in fewer bits, where that is wanted.
+    keeper: Keeper | None = None
 
     def on_operation(
         self, scope: Scope, op: str, index: int, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
@@ -213,6 +216,9 @@ class _Planned:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         interceptor = self.__dict__[_STATE].interceptor
         interceptor.on_call(self, args, kwargs)
+        if interceptor.keeper is not None and not torch.compiler.is_compiling() and innermost_scope() is None:
+            with interceptor.keeper.hooks(), Scope(interceptor, self):  # type: ignore[arg-type]
+                return super().forward(*args, **kwargs)  # type: ignore[misc]
         with Scope(interceptor, self):  # type: ignore[arg-type]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 

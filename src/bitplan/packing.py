@@ -8,6 +8,7 @@ gap, first code in the lowest bits; ``n`` codes of ``w`` bits take ``ceil(n * w 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,8 @@ from bitplan.live import LiveFormat
 from bitplan.noise import Counter
 from bitplan.quantizer import Encoded, Quantizer, make_quantizer
 from bitplan.reference import Rounding
-from bitplan.scaling import Granularity, Range, Scaling, carrier_of
+from bitplan.rounding import round_float, round_int
+from bitplan.scaling import Granularity, Range, Scaling, carrier_of, divide, multiply_by_power
 from bitplan.tracing import is_traced
 
 #: The widest code that can be packed.
@@ -118,11 +120,31 @@ def pack_with(
     source = x.detach()
     element = _element(quantizer.format)
     _require_codes(quantizer, element, source)
-    stride = torch.empty_like(source, device="meta").stride()
     if not source.numel():
-        payload, scales = torch.empty(0, dtype=torch.uint8, device=x.device), ()
-        return Packed(payload, scales, quantizer, x.shape, stride, x.dtype)
-    elements, kept = quantizer.encode(source, quantizer.noise(source, seed, step, site))
+        payload, stride = (
+            torch.empty(0, dtype=torch.uint8, device=x.device),
+            torch.empty_like(source, device="meta").stride(),
+        )
+        return Packed(payload, (), quantizer, x.shape, stride, x.dtype)
+    return _packed(quantizer, source, quantizer.encode(source, quantizer.noise(source, seed, step, site)))
+
+
+def pack_rounded(quantizer: Quantizer, y: Tensor, scales: Sequence[Tensor]) -> Packed:
+    """`y`, which `quantizer` has rounded with these scales, as it is: ``unpack`` gives back every bit of it.
+
+    A rounded number divided by its scale is a number of the grid, give or take the last bit of the carrier, and the
+    nearest one on the grid is that number again, whatever rounding led to it.
+    """
+    assert not isinstance(quantizer.format, LiveFormat)
+    source = y.detach()
+    _require_codes(quantizer, _element(quantizer.format), source)
+    return _packed(quantizer, source, Encoded(_elements_of(quantizer, source, scales), tuple(scales)))
+
+
+def _packed(quantizer: Quantizer, source: Tensor, encoded: Encoded) -> Packed:
+    assert not isinstance(quantizer.format, LiveFormat)
+    element = _element(quantizer.format)
+    elements, kept = encoded
     if isinstance(quantizer.format, BlockFormat) and quantizer.format.scale == "e4m3":
         kept = (encode(kept[0], _E4M3).to(torch.uint8), kept[1])
     blocks = quantizer.blocks(source)
@@ -130,7 +152,29 @@ def pack_with(
         elements = blocks.join(elements, source.shape)
     payload = pack_bits(encode(elements, element).flatten(), element.bits)
     own = tuple(scale.clone() for scale in kept)  # a view would keep the whole tensor behind it alive
-    return Packed(payload, own, quantizer, x.shape, stride, x.dtype)
+    stride = torch.empty_like(source, device="meta").stride()
+    return Packed(payload, own, quantizer, source.shape, stride, source.dtype)
+
+
+def _elements_of(quantizer: Quantizer, y: Tensor, scales: Sequence[Tensor]) -> Tensor:
+    work = y.to(quantizer._carrier_dtype(y))
+    blocks = quantizer.blocks(y)
+    if blocks is not None:
+        work = blocks.split(work)
+    target = quantizer.format
+    if isinstance(target, BlockFormat):
+        if target.scale == "e8m0":
+            return multiply_by_power(work, scales[0], -1) * (1.0 / target.unit)
+        effective = scales[0] * scales[1]
+        ready = divide(work, torch.where(effective == 0, torch.inf, effective))
+        return round_float(ready, target.element, "nearest", "saturate")  # type: ignore[arg-type]
+    assert not isinstance(target, LiveFormat)
+    if not scales:
+        return work
+    ready = divide(work if len(scales) == 1 else work - scales[1], scales[0])
+    if isinstance(target, IntFormat):
+        return round_int(ready, target, "nearest") + 0.0
+    return round_float(ready, target, "nearest", "saturate")
 
 
 def _element(target: Format) -> FloatFormat | IntFormat:

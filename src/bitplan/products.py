@@ -119,7 +119,7 @@ class SlotProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, product: Product, slots: Any) -> Tensor:
-        ctx.save_for_backward(x, w, bias)
+        ctx.save_for_backward(slots.round("wgrad.x", x) if slots.keeps_rounded_x else x, w, bias)
         ctx.product, ctx.slots = product, slots
         return product.forward(slots.round("fprop.x", x), slots.round("fprop.w", w), bias)
 
@@ -132,7 +132,7 @@ class SlotProduct(torch.autograd.Function):
             rounded_w = slots.round("dgrad.w", w).to(dy.dtype)
             grad_x = product.grad_x(slots.round("dgrad.dy", dy), x.to(dy.dtype), rounded_w).to(x.dtype)
         if ctx.needs_input_grad[1]:
-            rounded_x = slots.round("wgrad.x", x).to(dy.dtype)
+            rounded_x = (x if slots.keeps_rounded_x else slots.round("wgrad.x", x)).to(dy.dtype)
             grad_w = product.grad_w(slots.round("wgrad.dy", dy), rounded_x, w.to(dy.dtype)).to(w.dtype)
         if bias is not None and ctx.needs_input_grad[2]:
             grad_bias = product.grad_bias(dy, bias).to(bias.dtype)

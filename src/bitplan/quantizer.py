@@ -110,16 +110,27 @@ class Quantizer:
         return straight_through(self, x, self.noise(x, seed, step, site))
 
     def round_values(
-        self, x: Tensor, bits: Tensor | None, row: Tensor | None = None, span: tuple[Tensor, Tensor] | None = None
+        self,
+        x: Tensor,
+        bits: Tensor | None,
+        row: Tensor | None = None,
+        span: tuple[Tensor, Tensor] | None = None,
+        scales: list[Tensor] | None = None,
     ) -> Tensor:
-        """:meth:`quantize` with the random bits at hand, without checks and without a gradient."""
+        """:meth:`quantize` with the random bits at hand, without checks and without a gradient.
+
+        :param scales: a list that receives the scales, for who wants to pack the result.
+        """
         if not x.numel():
             return x.clone()
         if self.scaling is None and isinstance(self.format, FloatFormat):
             by_torch = round_by_torch(x, self.format, self.rounding, self.overflow or self.format.default_overflow)
             if by_torch is not None:
                 return _in_layout_of(x, by_torch)
-        rounded = self.decode(self.encode(x, bits, row, span), x)
+        encoded = self.encode(x, bits, row, span)
+        if scales is not None:
+            scales.extend(encoded.scales)
+        rounded = self.decode(encoded, x)
         # torch 2.11 compiles a function of autograd whose result was changed in place to one without a gradient;
         # a copy, which Inductor makes no copy of, has not been changed.
         return rounded.clone() if is_traced() else rounded
@@ -314,12 +325,13 @@ def straight_through(
     bits: Tensor | None,
     row: Tensor | None = None,
     span: tuple[Tensor, Tensor] | None = None,
+    scales: list[Tensor] | None = None,
 ) -> Tensor:
     """The rounded `x`, whose gradient is that of `x` itself."""
     if x.requires_grad and torch.is_grad_enabled():
-        straight: Tensor = _StraightThrough.apply(x, quantizer, bits, row, span)  # type: ignore[no-untyped-call]
+        straight: Tensor = _StraightThrough.apply(x, quantizer, bits, row, span, scales)  # type: ignore[no-untyped-call]
         return straight
-    return quantizer.round_values(x.detach(), bits, row, span)
+    return quantizer.round_values(x.detach(), bits, row, span, scales)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -333,12 +345,13 @@ class _StraightThrough(torch.autograd.Function):
         bits: Tensor | None,
         row: Tensor | None,
         span: tuple[Tensor, Tensor] | None,
+        scales: list[Tensor] | None,
     ) -> Tensor:
-        return quantizer.round_values(x, bits, row, span)
+        return quantizer.round_values(x, bits, row, span, scales)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return grads[0], None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        return grads[0], None, None, None, None, None
 
 
 def make_quantizer(

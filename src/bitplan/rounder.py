@@ -27,10 +27,12 @@ from bitplan.errors import QuantizeError
 from bitplan.formats import FloatFormat, IntFormat
 from bitplan.grids import mark_copy
 from bitplan.intercept import Interceptor, Scope, state_of
+from bitplan.keeping import note_copy, note_of
 from bitplan.opened import OPENED
 from bitplan.ops import PRODUCTS, out_of_place, works_in_place
 from bitplan.plan import SLOTS
 from bitplan.products import product_of
+from bitplan.sparing import spared
 from bitplan.tables import TABLE
 
 #: The attribute by which a tensor tells its consumers how to round the gradients they send back.
@@ -76,8 +78,13 @@ class Rounder(Interceptor):
             return _written(target, func(*args, **kwargs))
         if not torch.compiler.is_compiling() and self.on_new_site is not None and here.site not in action.met:
             self.on_new_site(module, action, here)
+        is_kept_packed = self.keeper is not None and not torch.compiler.is_compiling()
+        if is_kept_packed:
+            func = spared(op, func)
         if is_product:
             _require_room_under_autocast(action, args)
+            if is_kept_packed:
+                args, kwargs = _map(_cast_by_autocast, args), {k: _map(_cast_by_autocast, v) for k, v in kwargs.items()}
         if has_slots:
             return _written(target, self._product(module, action, here, func, args, kwargs))
         if op == "relu" and action.rounds_output(here.training) and not action.at_consumer:
@@ -306,6 +313,7 @@ def _written(target: Any, result: Any) -> Any:
     target.copy_(result)
     if not torch.compiler.is_compiling():
         mark_copy(target, result)
+        note_copy(target, result)
     tag = getattr(result, _GRAD_TAG, None)
     if tag is not None or hasattr(target, _GRAD_TAG):
         setattr(target, _GRAD_TAG, tag)
@@ -344,6 +352,16 @@ def _replaced(args: Any, kwargs: dict[str, Any], *places: tuple[int, str, Tensor
         else:
             named[name] = tensor
     return positional, named
+
+
+def _cast_by_autocast(tensor: Tensor) -> Tensor:
+    """What autocast would make of a rounded operand, made here, where it can be noted that it lies on a grid."""
+    kind = tensor.device.type
+    if tensor.dtype != torch.float32 or not torch.is_autocast_enabled(kind) or note_of(tensor) is None:
+        return tensor
+    cast = tensor.to(torch.get_autocast_dtype(kind))
+    note_copy(cast, tensor)
+    return cast
 
 
 def _require_room_under_autocast(action: Action, args: Any) -> None:

@@ -41,10 +41,14 @@ class LiveRow:
         self.live.require_same_kind(self.spec.stored(target))
         self.format = target
 
+    def stored(self) -> Format:
+        """The format as tensors are stored in it."""
+        return self.spec.stored(self.format)
+
     @property
     def values(self) -> list[int]:
         """The row, all whole numbers: floats as their bit patterns."""
-        row = self.live.row_of(self.spec.stored(self.format))
+        row = self.live.row_of(self.stored())
         whole = [_pattern(value) for value in row] if self.live.kind == "int" else [int(value) for value in row]
         return whole + [0] * (ROW_FIELDS - len(whole))
 
@@ -79,7 +83,10 @@ class ModuleTables:
     def format_now(self, rule: int | None, place: str) -> Format | None:
         """What a live row holds at the moment; None where the format is a constant."""
         row = self.spoken.get((rule, place))
-        return None if row is None else self.formats[row - len(self.parameters) - 1].format
+        return None if row is None else self.live_row(row).format
+
+    def live_row(self, row: int) -> LiveRow:
+        return self.formats[row - len(self.parameters) - 1]
 
     def rows(self, keys: list[tuple[int, int]]) -> list[list[int]]:
         """The whole table; `keys` are the module's own and those of its parameters."""
