@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import bitplan
 from bitplan.errors import BitplanWarning, RunError
 from bitplan.plan import Plan
+from bitplan.tasks.task import Settings
 from bitplan.train import RunFolder, train
 
 SRC = Path(bitplan.__file__).parents[1]
@@ -236,6 +238,23 @@ def test_a_task_that_has_changed_since_is_a_sentence(tmp_path: Path, tiny: Any) 
     ):
         train(wider, folder=tmp_path / "run")
     assert train(tiny(), folder=tmp_path / "run").status == "finished"  # and nothing was lost
+
+
+@dataclass(frozen=True)
+class OddSettings(Settings):
+    widths: tuple[int, ...] = (3, 4)
+    limit: float = float("inf")
+    data: Path = Path("x")
+    optimizer: str = "sgd"
+
+
+def test_settings_that_json_writes_otherwise_are_known_again(tmp_path: Path, tiny: Any) -> None:
+    odd = OddSettings(steps=6, batch=8, evaluate_every=6)
+    for stops in (True, False):
+        task = tiny()
+        task.settings = odd
+        train(task, folder=tmp_path / "run", stop=lambda stops=stops: stops)
+    assert RunFolder(tmp_path / "run").status() == "finished"
 
 
 def test_other_threads_are_remarked_upon(tmp_path: Path, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:

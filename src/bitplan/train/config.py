@@ -12,6 +12,7 @@ import torch
 
 from bitplan.errors import RunError
 from bitplan.plan import Plan
+from bitplan.strict_json import strict
 from bitplan.tasks.task import Task
 
 #: The version of run folders that this package reads and writes.
@@ -86,11 +87,11 @@ def config_of(
     return RunConfig(
         task=task.name,
         task_source=source,
-        settings=asdict(task.settings),
+        settings=strict(asdict(task.settings)),  # as they will be read back
         plan=None if plan is None else plan_name(plan, plan_source),
         plan_source=plan_source,
         seed=task.seed,
-        metric=asdict(task.metric),
+        metric=strict(asdict(task.metric)),
         execution=execution,
         device=str(device),
         compile=compile,
