@@ -42,6 +42,10 @@ class CostError(BitplanError, ValueError):
     """A product whose operations cannot be counted."""
 
 
+class AccountError(BitplanError, ValueError):
+    """Memory that cannot be predicted, measured or added up."""
+
+
 class BitplanWarning(UserWarning):
     """Base of every warning bitplan issues, so that one filter can silence or raise them all."""
 

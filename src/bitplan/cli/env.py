@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from bitplan.cli.output import JsonOption, Output, command_output
-from bitplan.cli.sites import byte_text
+from bitplan.sizes import byte_text
 from bitplan.train.environment import environment
 
 

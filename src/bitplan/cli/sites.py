@@ -14,6 +14,7 @@ from bitplan.cli.output import JsonOption, Output, command_output
 from bitplan.plan import ROLES
 from bitplan.sites import Site
 from bitplan.sites import sites as sites_of_model
+from bitplan.sizes import byte_text
 from bitplan.targets import load_target, running
 from bitplan.unseen import unseen_modules
 
@@ -67,19 +68,6 @@ def dtype_name(site: Site) -> str:
 
 def shape_text(site: Site) -> str:
     return "x".join(map(str, site.shape)) or "scalar"
-
-
-def byte_text(count: float) -> str:
-    """A size for people.
-
-    >>> byte_text(999), byte_text(1536), byte_text(3 * 2**30)
-    ('999 B', '1.5 KiB', '3.0 GiB')
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def _print(shown: Iterable[Site], output: Output) -> None:

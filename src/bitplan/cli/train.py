@@ -18,12 +18,12 @@ from rich.table import Table
 from bitplan.cli.arguments import complete_plan
 from bitplan.cli.output import JsonOption, Output, command_output
 from bitplan.cli.run_progress import RunProgress
-from bitplan.cli.sites import byte_text
 from bitplan.cost import cost as cost_of
 from bitplan.errors import BitplanError, BitplanWarning, RunError, TaskError
 from bitplan.explain import explain
 from bitplan.plan import ROLES, Plan
 from bitplan.plan.find import find_plan
+from bitplan.sizes import byte_text
 from bitplan.tasks.registry import find_task, task_names
 from bitplan.tasks.task import Task
 from bitplan.train import RunFolder, Summary, fresh_folder, train
