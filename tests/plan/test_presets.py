@@ -7,7 +7,10 @@ import pytest
 from bitplan.errors import PlanError
 from bitplan.plan import PLACES, Plan, preset_names, preset_text
 
-EXPECTED = ["bf16-all", "fp8-all", "fp8-linear", "int8-linear", "int8-minmax", "mxfp8-linear", "paper-low"]
+EXPECTED = [
+    *("bf16-all", "fp8-all", "fp8-linear", "int2-all", "int4-all", "int6-all", "int8-all", "int8-linear"),
+    *("int8-minmax", "mxfp8-linear", "paper-low"),
+]
 
 
 def formats_of(name: str, op: str) -> dict[str, str]:
@@ -73,3 +76,13 @@ def test_an_unknown_preset_is_answered_with_the_nearest() -> None:
 @pytest.mark.parametrize("name", [name for name in EXPECTED if name.endswith("-linear")])
 def test_the_linear_presets_mean_the_linear_layers_of_gpt2_too(name: str) -> None:
     assert formats_of(name, "addmm") == formats_of(name, "linear") != {}
+
+
+@pytest.mark.parametrize("bits", [2, 4, 6, 8])
+def test_the_presets_of_all_tensors_in_integers_differ_in_their_bits_only(bits: int) -> None:
+    assert formats_of(f"int{bits}-all", "conv2d") == {
+        "weight": f"int{bits} channel minmax",
+        "activation": f"int{bits} tensor minmax eval=ema",
+        "grad_activation": f"int{bits} tensor minmax stochastic",
+        "grad_weight": "bf16",
+    }

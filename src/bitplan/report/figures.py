@@ -29,6 +29,8 @@ class Drawing:
     table: str
     #: A legend or controls above the chart.
     above: str = ""
+    #: As wide as the page.
+    is_wide: bool = False
 
 
 def chart_figure(place: str, drawing: Drawing, drawings: dict[str, Any], choices: dict[str, Any] | None = None) -> str:
@@ -36,9 +38,10 @@ def chart_figure(place: str, drawing: Drawing, drawings: dict[str, Any], choices
     title, words = html.escape(drawing.title), html.escape(drawing.words)
     if drawing.figure is None and choices is None:
         return f'<figure class="empty"><h4>{title}</h4><p class="quiet">The runs tell nothing of this.</p></figure>'
+    kind = "wide" if drawing.is_wide else "half"
     drawings[place] = {"choices": choices} if choices is not None else json.loads(drawing.figure.to_json())
     return (
-        f'<figure><h4>{title}</h4>{drawing.above}<div class="scroll">'
+        f'<figure class="{kind}"><h4>{title}</h4>{drawing.above}<div class="scroll">'
         f'<div class="chart" id="{place}" role="img" aria-label="Chart: {title}. {words} The data follow as a table.">'
         f"</div></div><figcaption>{words}</figcaption>"
         f"<details><summary>Data as a table</summary>{drawing.table}</details></figure>"

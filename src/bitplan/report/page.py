@@ -112,7 +112,7 @@ def _distinct(words: Iterable[str]) -> str:
 
 def _device_words(run: Run) -> str:
     about = [
-        value if isinstance(value, str) else f"{value} {key}"
+        value if isinstance(value, str) else f"{key} {value}"
         for key, value in run.machine.items()
         if isinstance(value, (str, int)) and value != ""
     ]

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from bitplan.report.answer import best_plan
-from bitplan.report.charts.curves import bits_chart, loss_chart
+from bitplan.report.charts.curves import bits_chart, loss_chart, metric_chart
 from bitplan.report.charts.memory import class_words, memory_chart, memory_classes
 from bitplan.report.charts.prices import price_chart
 from bitplan.report.charts.sites import measures_of, sites_chart
@@ -38,6 +38,12 @@ def charts_html(experiment: Experiment, key: str, drawings: dict[str, Any]) -> s
             "Training loss; thin: single seeds, thick: their mean; a cross: where a run diverged.",
             loss_chart(experiment),
             time_table(experiment, "loss", number_words),
+        ),
+        Drawing(
+            f"{metric} over time",
+            "On held-out data; thin: single seeds, thick: their mean.",
+            metric_chart(experiment),
+            time_table(experiment, metric, experiment.metric_words),
         ),
         Drawing(
             "bits over time",
@@ -88,7 +94,7 @@ def _sites_html(experiment: Experiment, key: str, drawings: dict[str, Any]) -> s
         "Every tensor that the plan rounds: operations down in the order they run, roles across. The error is the root "
         "of mean squared error over mean square; what is empty is left alone."
     )
-    drawing = Drawing("tensors by format and by error", words, None, sites_table(experiment), controls)
+    drawing = Drawing("tensors by format and by error", words, None, sites_table(experiment), controls, is_wide=True)
     return chart_figure(place, drawing, drawings, choices)
 
 

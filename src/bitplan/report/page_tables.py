@@ -60,8 +60,6 @@ def _status(run: Run) -> str:
 
 
 def _commands(commands: list[str]) -> str:
-    if len(commands) == 1:
-        return _command(commands[0])
     return (
         f"<details><summary>{counted(len(commands), 'command')}</summary>{''.join(map(_command, commands))}</details>"
     )

@@ -78,10 +78,12 @@
   const narrowed = (figure) => {
     if (!isNarrow() || figure.data[0]?.type !== "heatmap") return figure;
     const { xaxis, yaxis } = figure.layout;
+    const isCrowded = figure.data[0].x.length > 5;
     return {
-      data: figure.data.map((trace) => ({ ...trace, showscale: false, textfont: { size: 9 } })),
+      data: figure.data.map((trace) => ({ ...trace, showscale: false, textfont: { size: 9 },
+        x: isCrowded ? trace.x.map((name) => name.replaceAll("<br>.", ".").replaceAll("<br>", " ")) : trace.x })),
       layout: { ...figure.layout,
-        xaxis: { ...xaxis, tickfont: { size: 10 }, tickangle: figure.data[0].x.length > 5 ? -60 : 0 },
+        xaxis: { ...xaxis, tickfont: { size: 10 }, tickangle: isCrowded ? -60 : 0 },
         yaxis: { ...yaxis, tickfont: { size: 10 }, ticktext: yaxis.ticktext.map(tail) } },
     };
   };

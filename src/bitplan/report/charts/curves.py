@@ -19,33 +19,48 @@ MOST_POINTS = 400
 
 def loss_chart(experiment: Experiment) -> Figure | None:
     """The training loss of every run, and for each plan their mean."""
+    return _runs_chart(experiment, "loss", "training loss", scale=1, logarithmic=True)
+
+
+def metric_chart(experiment: Experiment) -> Figure | None:
+    """The metric at every evaluation of every run, and for each plan their mean."""
+    metric = experiment.metric
+    percent = experiment.metric_is_share
+    title = f"{safe(metric.name)}{', %' if percent else ''} ({metric.better} is better)"
+    return _runs_chart(experiment, metric.name, title, scale=100 if percent else 1, logarithmic=False)
+
+
+def _runs_chart(experiment: Experiment, name: str, title: str, scale: int, logarithmic: bool) -> Figure | None:
     go = plotly()
     figure = go.Figure()
     known: list[float] = []
     for number, (plan, style) in enumerate(zip(experiment.plans, styles_of(experiment), strict=True)):
-        for run in plan.runs:
-            steps, losses = run.curve("loss")
+        curves = [_scaled(run.curve(name), scale) for run in plan.runs]
+        for run, (steps, values) in zip(plan.runs, curves, strict=True):
             if not steps:
                 continue
-            known += [loss for loss in losses if math.isfinite(loss)]
+            known += [value for value in values if math.isfinite(value)]
             alone = len(plan.runs) == 1
-            figure.add_trace(_line(go, number, plan, style, f"seed {run.seed}", steps, losses, alone))
+            figure.add_trace(_line(go, number, plan, style, f"seed {run.seed}", steps, values, alone))
             if run.status == "diverged":
-                figure.add_trace(_end_of_diverged(go, number, plan, style, run, steps, losses))
-        if len(plan.runs) > 1 and (mean := _mean_curve(plan)) is not None:
+                figure.add_trace(_end_of_diverged(go, number, plan, style, run, steps, values))
+        judged = [curve for run, curve in zip(plan.runs, curves, strict=True) if run in plan.judged]
+        if len(plan.runs) > 1 and (mean := _mean_curve(judged)) is not None:
             figure.add_trace(_line(go, number, plan, style, "mean", *mean, strong=True))
     if not figure.data:
         return None
-    scale: dict[str, Any] = {}
-    if known and min(known) > 0:
+    axis: dict[str, Any] = {}
+    if logarithmic and known and min(known) > 0:
         ticks = log_ticks(known)
-        scale = {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
+        axis = {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
     figure.update_layout(
-        xaxis={"title": "step", "rangemode": "tozero"},
-        yaxis={"title": "training loss", **scale},
-        **bare_layout(360),
+        xaxis={"title": "step", "rangemode": "tozero"}, yaxis={"title": title, **axis}, **bare_layout(360)
     )
     return figure
+
+
+def _scaled(curve: tuple[list[int], list[float]], scale: int) -> tuple[list[int], list[float]]:
+    return curve[0], [scale * value for value in curve[1]]
 
 
 def bits_chart(experiment: Experiment) -> Figure | None:
@@ -119,13 +134,13 @@ def _end_of_diverged(
     )
 
 
-def _mean_curve(plan: PlanSummary) -> tuple[list[int], list[float]] | None:
-    """The mean loss of a plan's runs, at the steps that all of them logged."""
-    curves = [dict(zip(*run.curve("loss"), strict=True)) for run in plan.judged]
-    shared = [step for step in curves[0] if all(step in curve for curve in curves)]
+def _mean_curve(curves: list[tuple[list[int], list[float]]]) -> tuple[list[int], list[float]] | None:
+    """The mean of several curves, at the steps that all of them have."""
+    known = [dict(zip(*curve, strict=True)) for curve in curves]
+    shared = [step for step in known[0] if all(step in curve for curve in known)]
     if not shared:
         return None
-    return shared, [sum(curve[step] for curve in curves) / len(curves) for step in shared]
+    return shared, [sum(curve[step] for curve in known) / len(known) for step in shared]
 
 
 def _thinned(values: list[Any]) -> list[Any]:

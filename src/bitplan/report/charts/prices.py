@@ -120,7 +120,7 @@ def _room(prices: list[float]) -> dict[str, Any]:
     if not prices:
         return {}
     low, high = math.log10(min(prices)), math.log10(max(prices))
-    margin = max(0.12 * (high - low), 0.15)
+    margin = max(0.12 * (high - low), (1 - (high - low)) / 2)
     return {"range": [low - margin, high + margin]}
 
 

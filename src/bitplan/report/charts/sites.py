@@ -145,6 +145,6 @@ def _colour_bar(chosen: list[SiteRecord], measure: Measure) -> dict[str, Any]:
     return bar | {"tickvals": ticks, "ticktext": [f"{100 * 10.0**tick:g} %" for tick in ticks]}
 
 
-def _tail(name: str, most: int = 24) -> str:
+def _tail(name: str, most: int = 34) -> str:
     """The end of a long name, which tells more than its beginning."""
     return name if len(name) <= most else f"…{name[1 - most :]}"

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from bitplan.report.spread import spread
+
+
+def test_mean_and_sample_deviation() -> None:
+    found = spread([1.0, 2.0, 6.0])
+    assert found is not None
+    assert (found.mean, found.low, found.high, found.count) == (3.0, 1.0, 6.0, 3)
+    assert found.deviation == pytest.approx(7.0**0.5)
+
+
+def test_one_value_has_no_deviation_and_none_has_no_spread() -> None:
+    one = spread([0.5, None])
+    assert one is not None
+    assert (one.mean, one.deviation, one.count) == (0.5, 0.0, 1)
+    assert spread([]) is spread([None]) is None
+
+
+def test_a_value_that_is_not_finite_spoils_the_mean_and_says_so() -> None:
+    found = spread([1.0, math.inf])
+    assert found is not None
+    assert not found.is_finite
+    assert found.count == 2
