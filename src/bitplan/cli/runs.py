@@ -19,9 +19,7 @@ def register(app: typer.Typer) -> None:
 
 
 def runs(
-    folder: Annotated[
-        Path, typer.Argument(metavar="[DIR]", help="A run, or a folder that holds runs.")
-    ] = DEFAULT_PARENT,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run, or a folder that holds runs.")] = DEFAULT_PARENT,
     as_json: JsonOption = False,
 ) -> None:
     """List the runs in a folder: task, plan, seed, status, metric, cost.

@@ -52,7 +52,7 @@ def train_command(
     task: Annotated[
         str | None,
         typer.Argument(
-            metavar="[TASK]",
+            metavar="TASK",
             help="A task such as digits, or my_task.py:MyTask, a file that is run: name only those that you trust.",
             autocompletion=_complete_task,
             show_default=False,
