@@ -94,7 +94,7 @@ class ImageClassification(Task):
     def normalisation(self) -> Normalisation:
         return Normalisation.of(self.data.training)
 
-    @property
+    @cached_property
     def metric(self) -> Metric:
         """Accuracy on held-out images; the trivial predictor always says the class commonest in training."""
         commonest = torch.bincount(self.data.training.labels).argmax()

@@ -87,7 +87,7 @@ class LanguageTask(Task):
         """How many tokens a part must have at least."""
         return self.settings.length + 1
 
-    @property
+    @cached_property
     def metric(self) -> Metric:
         """Perplexity; the trivial predictor knows how often each token comes, and nothing of its neighbours."""
         return Metric("perplexity", "lower", unigram_perplexity(self.tokens, self.training, self.held_out))
