@@ -64,7 +64,7 @@ def write_run() -> WriteRun:
         if plan is not None:
             (folder / "plan.yaml").write_text(f"version: 1\nname: {json.dumps(plan)}\nrules: []\n")
         lines: list[dict[str, Any]] = [
-            {"step": 10 * number, "loss": loss, "lr": 0.1, "bits": bits, "cost": cost * number}
+            {"step": 10 * number, "loss": loss, "lr": 0.1, "bits": bits, "mean_bits": bits, "cost": cost * number}
             for number, loss in enumerate(losses, 1)
         ]
         step = lines[-1]["step"]

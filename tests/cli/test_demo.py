@@ -6,38 +6,44 @@ from typing import Any
 
 import pytest
 
-from bitplan.names import NAMED
-
 Bitplan = Callable[..., Any]
+QUICK = ("--seeds", 1, "--set", "steps=8", "--set", "model=resnet8", "--set", "width=0.25", "--set", "batch=16")
 
 
-def test_demo_shows_the_table_and_ends_with_the_path_of_the_picture(bitplan: Bitplan, tmp_path: Path) -> None:
+def test_the_demo_trains_all_plans_and_ends_with_the_answer_and_the_page(bitplan: Bitplan, tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
-    ran = bitplan("demo", "-o", folder)
-    assert (ran.code, ran.err) == (0, "")
-    assert all(name in ran.out for name in NAMED)
-    written = Path(ran.out.split()[-1])
-    assert written == folder / "formats.svg"
-    assert written.read_text().startswith("<svg")
+    ran = bitplan("demo", "-o", folder, *QUICK)
+    assert ran.code == 0
+    *_, answer, place = ran.out.splitlines()
+    assert answer.startswith("On digits (1 seed, 8 steps), ")
+    page = folder / "report.html"
+    assert place == f"Open this page to see it: {page}"
+    text = page.read_text()
+    for label in ("FP32", "BF16", "8 bits", "6 bits", "4 bits", "2 bits"):
+        assert f"[{label}" not in text
+        assert label in text
+        assert f"{label}, seed 0: " in ran.out
+    again = bitplan("demo", "-o", folder, *QUICK, "--json")
+    assert again.json["page"] == str(page)
+    assert len(again.json["experiments"][0]["runs"]) == 6
 
 
-def test_demo_writes_beside_the_user_by_default(
-    bitplan: Bitplan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert bitplan("demo").code == 0
-    assert (tmp_path / "bitplan-demo" / "formats.svg").exists()
-
-
-def test_demo_as_json(bitplan: Bitplan, tmp_path: Path) -> None:
-    ran = bitplan("demo", "-o", tmp_path, "--json")
-    assert [record["name"] for record in ran.json["formats"]] == list(NAMED)
-    assert Path(ran.json["picture"]).exists()
-    assert ran.err == ""
-
-
-def test_demo_into_a_place_that_cannot_be_a_folder(bitplan: Bitplan, tmp_path: Path) -> None:
+def test_a_demo_into_a_place_that_cannot_be_a_folder(bitplan: Bitplan, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     ran = bitplan("demo", "-o", tmp_path / "taken")
     assert (ran.code, ran.out) == (2, "")
     assert ran.err.startswith("bitplan: cannot make the folder")
+
+
+def test_without_plotly_nothing_is_trained_in_vain(
+    bitplan: Bitplan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bitplan.errors import RunError
+
+    def missing() -> None:
+        raise RunError("no plotly here.")
+
+    monkeypatch.setattr("bitplan.cli.demo.plotly", missing)
+    ran = bitplan("demo", "-o", tmp_path / "demo")
+    assert (ran.code, ran.err) == (2, "bitplan: no plotly here.\n")
+    assert not (tmp_path / "demo").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,11 @@ def register(app: typer.Typer) -> None:
     app.command("demo")(demo)
 
 
+def _by_key(settings: Iterable[str]) -> dict[str, str]:
+    """Later ones take the place of earlier ones."""
+    return {setting.partition("=")[0]: setting for setting in settings}
+
+
 def demo(
     folder: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the runs and the page.")
@@ -43,7 +49,7 @@ def demo(
     """
     plotly()  # before minutes of training, not after
     with command_output(as_json) as output:
-        asked = Asked(TASK, (*SETTINGS, *(settings or ())))
+        asked = Asked(TASK, tuple({**_by_key(SETTINGS), **_by_key(settings or ())}.values()))
         report, code = run_comparison(asked, SUITE, (), seeds, folder, min(cores(), MOST_JOBS), output)
         output.document({} if report is None else {"page": folder / PAGE, **report_record(report)})
         if code == 0:

@@ -117,7 +117,7 @@ def _source_of(plan: Plan | None, label: str, folder: Path) -> str | None:
     """A file for a plan that is known to this process only."""
     if plan is None:
         return None
-    if plan.origin is not None:
+    if plan.origin is not None and plan.origin.is_file():
         return str(plan.origin)
     make_folder(folder / PLANS_FOLDER)
     file = folder / PLANS_FOLDER / f"{slug(label)}.yaml"

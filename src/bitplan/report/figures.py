@@ -11,7 +11,8 @@ from typing import Any
 from bitplan.report.charts.memory import class_words, memory_classes
 from bitplan.report.summaries import Experiment
 from bitplan.report.tables import Cell, table_html
-from bitplan.report.words import byte_words, percent_words
+from bitplan.report.words import percent_words
+from bitplan.sizes import byte_text
 
 #: A curve's table has at most so many lines.
 _MOST_STEPS = 12
@@ -72,7 +73,7 @@ def memory_table(experiment: Experiment) -> str:
     for plan in experiment.plans:
         sizes = [plan.memory_classes.get(name) for name in classes]
         rows.append(
-            [Cell(plan.label), *(Cell("-" if size is None else byte_words(size)) for size in (*sizes, plan.memory))]
+            [Cell(plan.label), *(Cell("-" if size is None else byte_text(size)) for size in (*sizes, plan.memory))]
         )
     return table_html(head, rows, "bytes by class of tensors", False)
 

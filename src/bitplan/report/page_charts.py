@@ -47,7 +47,7 @@ def charts_html(experiment: Experiment, key: str, drawings: dict[str, Any]) -> s
         ),
         Drawing(
             "bits over time",
-            "Mean bits of a value over all tensors of a step.",
+            "The width of both operands at which products would have cost what they did.",
             bits_chart(experiment),
             time_table(experiment, "bits", lambda bits: f"{bits:.1f}"),
         ),

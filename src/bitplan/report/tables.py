@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from bitplan.report.summaries import Experiment, PlanSummary
-from bitplan.report.words import byte_words, duration_words, percent_words
+from bitplan.report.words import duration_words, percent_words
+from bitplan.sizes import byte_text
 
 #: What stands before the price of a plan that is on the Pareto front.
 FRONT_MARK = "◆"
@@ -48,7 +49,7 @@ def plan_columns(experiment: Experiment) -> list[Column]:
         Column("plan", lambda plan: Cell(plan.label, plan.label), is_number=False),
         Column(metric, lambda plan: Cell(experiment.spread_words(plan), plan.value.mean if plan.value else None)),
         Column("bit operations", lambda plan: _marked(plan.cost, percent_words, plan.on_cost_front)),
-        Column("tensor bytes", lambda plan: _marked(plan.memory, byte_words, plan.on_memory_front)),
+        Column("tensor bytes", lambda plan: _marked(plan.memory, byte_text, plan.on_memory_front)),
         Column("mean bits", lambda plan: _cell(plan.mean_bits, lambda bits: f"{bits:.1f}")),
         Column("time", lambda plan: _cell(plan.seconds, duration_words)),
         Column("runs", lambda plan: Cell(_runs_words(plan), len(plan.runs))),

@@ -6,19 +6,6 @@ import math
 from collections.abc import Sequence
 
 
-def byte_words(count: float) -> str:
-    """A size.
-
-    >>> byte_words(999), byte_words(1536), byte_words(3 * 2**30)
-    ('999 B', '1.5 KiB', '3.0 GiB')
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
 def percent_words(share: float) -> str:
     """A share with two or three digits that matter.
 

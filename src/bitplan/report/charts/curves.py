@@ -64,7 +64,7 @@ def _scaled(curve: tuple[list[int], list[float]], scale: int) -> tuple[list[int]
 
 
 def bits_chart(experiment: Experiment) -> Figure | None:
-    """The mean bits of a step's tensors over time."""
+    """The bits of products' operands over time."""
     go = plotly()
     figure = go.Figure()
     highest = 0.0
@@ -74,7 +74,7 @@ def bits_chart(experiment: Experiment) -> Figure | None:
         if not steps:
             continue
         highest = max([highest, *(each for each in bits if math.isfinite(each))])
-        line = _line(go, number, plan, style, "mean bits", steps, bits, strong=True)
+        line = _line(go, number, plan, style, "bits", steps, bits, strong=True)
         line.update(line={"shape": "hv"})
         figure.add_trace(line)
     if not figure.data:
@@ -82,7 +82,7 @@ def bits_chart(experiment: Experiment) -> Figure | None:
     ticks = [2**power for power in range(1, 7)]
     figure.update_layout(
         xaxis={"title": "step", "rangemode": "tozero"},
-        yaxis={"title": "mean bits of a value", "type": "log", "tickvals": ticks, "ticktext": list(map(str, ticks))},
+        yaxis={"title": "bits of products", "type": "log", "tickvals": ticks, "ticktext": list(map(str, ticks))},
         **bare_layout(360),
     )
     figure.update_yaxes(range=[math.log10(1.5), math.log10(max(highest, 8) * 1.4)])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from bitplan.report.charts.common import bare_layout, byte_unit, plotly, safe, shortened
 from bitplan.report.palette import class_colour
 from bitplan.report.summaries import Experiment
-from bitplan.report.words import byte_words
+from bitplan.sizes import byte_text
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -39,7 +39,7 @@ def memory_chart(experiment: Experiment) -> Figure | None:
                 name=class_words(name),
                 marker={"color": class_colour(number), "line": {"width": 0}},
                 hovertext=[
-                    f"<b>{safe(plan.label)}</b><br>{safe(class_words(name))}: {byte_words(size)}"
+                    f"<b>{safe(plan.label)}</b><br>{safe(class_words(name))}: {byte_text(size)}"
                     for plan, size in zip(plans, sizes, strict=True)
                 ],
                 hoverinfo="text",

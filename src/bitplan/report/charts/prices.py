@@ -10,7 +10,8 @@ from bitplan.report.charts.common import bare_layout, byte_unit, log_ticks, plot
 from bitplan.report.palette import NEUTRAL, Style
 from bitplan.report.runs import Run
 from bitplan.report.summaries import Experiment, PlanSummary
-from bitplan.report.words import byte_words, percent_words
+from bitplan.report.words import percent_words
+from bitplan.sizes import byte_text
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -236,7 +237,7 @@ def _hover(experiment: Experiment, plan: PlanSummary) -> str:
     if plan.cost is not None:
         lines.append(f"{percent_words(plan.cost)} of FP32's bit operations")
     if plan.memory is not None:
-        lines.append(f"{byte_words(plan.memory)} of tensors")
+        lines.append(f"{byte_text(plan.memory)} of tensors")
     lines.append(safe(f"{plan.verdict}: {plan.why}" if plan.why else plan.verdict))
     if plan.status_words:
         lines.append(plan.status_words)

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Bitplan = Callable[..., Any]
+WriteRun = Callable[..., Path]
+
+
+@pytest.fixture
+def runs(write_run: WriteRun, tmp_path: Path) -> Path:
+    folder = tmp_path / "runs"
+    for seed in range(2):
+        write_run(folder / f"fp32-{seed}", seed=seed, value=0.9)
+        write_run(folder / f"a-{seed}", plan="a", seed=seed, value=0.9, cost=0.1)
+    write_run(folder / "lost", plan="lost", value=None, status="diverged", losses=(2.0, float("nan")))
+    return folder
+
+
+def test_report_writes_a_page_and_prints_the_table_and_the_answer(bitplan: Bitplan, runs: Path, tmp_path: Path) -> None:
+    page = tmp_path / "new" / "page.html"
+    ran = bitplan("report", runs, "-o", page)
+    assert (ran.code, ran.err) == (0, "")
+    assert page.read_text().startswith("<!doctype html>")
+    assert "a keeps the accuracy of fp32 (90.0 % against 90.0 %)" in ran.out
+    assert "lost fails (diverged in 1 of 1 run)" in ran.out
+    assert ran.out.endswith(f"The page: {page}\n")
+
+
+def test_the_page_lies_beside_the_user_by_default(
+    bitplan: Bitplan, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert bitplan("report", runs / "a-0", runs / "fp32-1").code == 0
+    assert (tmp_path / "report.html").exists()
+
+
+def test_report_as_json(bitplan: Bitplan, runs: Path, tmp_path: Path) -> None:
+    ran = bitplan("report", runs, "-o", tmp_path / "page.html", "--json")
+    (experiment,) = ran.json["experiments"]
+    assert ran.json["answer"] == experiment["answer"]
+    assert [(plan["plan"], plan["runs"], plan["verdict"]) for plan in experiment["plans"]] == [
+        ("a", 2, "keeps"),
+        ("fp32", 2, "reference"),
+        ("lost", 1, "fails"),
+    ]
+    assert experiment["runs"][-1]["loss"] == "NaN"
+    assert ran.json["page"] == str(tmp_path / "page.html")
+    assert ran.err == ""
+
+
+def test_report_as_csv(bitplan: Bitplan, runs: Path, tmp_path: Path) -> None:
+    ran = bitplan("report", runs, "-o", tmp_path / "page.html", "--csv", tmp_path / "runs.csv")
+    assert ran.err == f"bitplan: wrote {tmp_path / 'runs.csv'}\n"
+    with (tmp_path / "runs.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [(line["plan"], line["seed"], line["status"]) for line in lines] == [
+        *(("a", "0", "finished"), ("a", "1", "finished")),
+        *(("fp32", "0", "finished"), ("fp32", "1", "finished")),
+        ("lost", "0", "diverged"),
+    ]
+    assert lines[0]["command"] == "bitplan train digits --plan a --seed 0"
+
+
+@pytest.mark.parametrize(
+    ("prepare", "words"),
+    [
+        (lambda runs: None, "bitplan: there is no folder"),
+        (lambda runs: (runs / "a-0" / "run.json").write_text("{"), "run.json is damaged"),
+        (lambda runs: (runs / "a-0" / "run.json").write_text('{"bitplan_run": 2}'), "version 2"),
+    ],
+)
+def test_what_cannot_be_reported_is_one_sentence(
+    bitplan: Bitplan, runs: Path, tmp_path: Path, prepare: Callable[[Path], Any], words: str
+) -> None:
+    asked = runs if prepare(runs) else tmp_path / "missing"
+    ran = bitplan("report", asked, "-o", tmp_path / "page.html")
+    assert (ran.code, ran.out) == (2, "")
+    assert words in ran.err
+    assert ran.err.count("\n") == 1
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_page_that_cannot_be_written(bitplan: Bitplan, runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    ran = bitplan("report", runs, "-o", tmp_path / "taken" / "page.html")
+    assert ran.code == 2
+    assert ran.err.startswith("bitplan: cannot make the folder")
+
+
+def test_an_old_page_stays_where_the_runs_cannot_be_read(bitplan: Bitplan, runs: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("old")
+    (runs / "a-0" / "summary.json").write_text(json.dumps({"status": "odd"}))
+    assert bitplan("report", runs, "-o", page).code == 2
+    assert page.read_text() == "old"
