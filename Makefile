@@ -10,12 +10,12 @@ INPUTS := pyproject.toml constraints.txt src/bitplan/_version.py
 .PHONY: help demo test lint types unit bench clean
 
 help:
-	@echo "make demo    install bitplan into $(VENV) and show its main job"
+	@echo "make demo    install bitplan into $(VENV), train digits under six plans, and write a page about it"
 	@echo "make test    install with the dev extra, then ruff, mypy --strict and every test"
 	@echo "make bench   install the peers and measure every number format against them"
 	@echo "make clean   remove $(VENV), caches and what the demo wrote"
 
-demo: $(VENV)/.stamp-base
+demo: $(VENV)/.stamp-report
 	@$(BIN)/bitplan demo
 
 test: lint types unit
@@ -55,6 +55,10 @@ $(VENV)/.stamp-base: $(VENV)/.stamp-venv $(INPUTS)
 $(VENV)/.stamp-dev: $(VENV)/.stamp-base
 	@echo "== installing the dev extra"
 	@$(PIP_INSTALL) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.stamp-report: $(VENV)/.stamp-base
+	@$(PIP_INSTALL) -e '.[report]'
 	@touch $@
 
 $(VENV)/.stamp-bench: $(VENV)/.stamp-base
