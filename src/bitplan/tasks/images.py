@@ -67,7 +67,7 @@ class ImageSettings(Settings):
         if not 0 <= self.momentum < 1:
             raise TaskError(f"momentum is {self.momentum}; it must be at least 0 and below 1.")
         for name in ("weight_decay", "pad", "warmup"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise TaskError(f"{name} is {getattr(self, name)}; it must be at least 0.")
 
 

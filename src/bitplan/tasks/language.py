@@ -123,7 +123,7 @@ class TransformerSettings(LanguageSettings):
         if self.decay not in DECAYS:
             raise TaskError(f"there is no decay {self.decay!r}; {nearest_names(self.decay, DECAYS)}")
         for name in ("weight_decay", "warmup"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise TaskError(f"{name} is {getattr(self, name)}; it must be at least 0.")
 
 

@@ -64,7 +64,7 @@ class LSTMSettings(LanguageSettings):
                 raise TaskError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if not 0 <= self.dropout < 1:
             raise TaskError(f"dropout is {self.dropout}; it must be at least 0 and below 1.")
-        if self.divide < 1:
+        if not self.divide >= 1:
             raise TaskError(f"divide is {self.divide}; it must be at least 1 (which never changes the rate).")
 
 

@@ -56,7 +56,7 @@ class Settings:
                 raise TaskError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if not self.lr > 0:
             raise TaskError(f"lr is {self.lr}; it must be above 0.")
-        if self.clip < 0:
+        if not self.clip >= 0:
             raise TaskError(f"clip is {self.clip}; it must be at least 0 (which does not clip).")
 
 

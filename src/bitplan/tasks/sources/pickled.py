@@ -90,7 +90,7 @@ def _follow(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) ->
         stack.append(Call(text.replace(" ", "."), None))
     elif name == "REDUCE":
         arguments, function = stack.pop(), stack.pop()
-        stack.append(Call(function.name, arguments))
+        stack.append(_encoded(arguments) if function.name == "_codecs.encode" else Call(function.name, arguments))
     elif name == "BUILD":
         state = stack.pop()
         stack[-1].state = state
@@ -103,6 +103,14 @@ def _down_to_mark(stack: list[Any]) -> list[Any]:
     items = stack[place + 1 :]
     del stack[place:]
     return items
+
+
+def _encoded(arguments: Any) -> bytes:
+    """How Python 3 writes bytes in Python 2's protocol."""
+    match arguments:
+        case (str(text), "latin1"):
+            return text.encode("latin-1")
+    raise NotPlainData("a text in another encoding")
 
 
 def bytes_array(call: Any) -> NDArray[np.uint8]:
@@ -126,6 +134,4 @@ def _bytes(data: Any) -> bytes:
             return data
         case str():  # Python 2's strings are bytes, which pickletools shows as Latin-1
             return data.encode("latin-1")
-        case Call(name="_codecs.encode", arguments=(str(text), "latin1")):
-            return text.encode("latin-1")
     raise NotPlainData("an array without its bytes")
