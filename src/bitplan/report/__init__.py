@@ -1,1 +1,5 @@
 """Pictures and pages that bitplan writes: self-contained files, no network, and only what their data says."""
+
+from bitplan.report.summaries import Experiment, PlanSummary, Report
+
+__all__ = ["Experiment", "PlanSummary", "Report"]

@@ -114,7 +114,7 @@ def _device_words(run: Run) -> str:
     about = [
         value if isinstance(value, str) else f"{key} {value}"
         for key, value in run.machine.items()
-        if isinstance(value, (str, int)) and value != ""
+        if isinstance(value, (str, int)) and value != "" and key != "system"
     ]
     return ", ".join([run.device, *about])
 
