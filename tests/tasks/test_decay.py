@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from bitplan.tasks.decay import DECAYS, decayed
@@ -10,7 +12,7 @@ def test_a_rise_then_the_peak_then_never_a_rise_again(decay: str) -> None:
     factors = [decayed(decay, step, 100, warmup=10) for step in range(100)]
     assert factors[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert factors[10] == 1.0
-    assert all(later <= earlier for earlier, later in zip(factors[10:], factors[11:], strict=False))
+    assert all(later <= earlier for earlier, later in pairwise(factors[10:]))
     assert (factors[-1] < 0.05) == (decay != "constant")
 
 

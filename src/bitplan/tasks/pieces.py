@@ -35,7 +35,7 @@ def letters(word: str) -> list[str]:
 
 
 def learn_merges(counts: Mapping[str, int], most: int) -> dict[Pair, int]:
-    """The merges of the words in `counts`, each with its rank, until there are `most` pieces."""
+    """The first `most` merges of the words in `counts`, each with its rank."""
     spelt = {word: letters(word) for word in counts}
     pairs: Counter[Pair] = Counter()
     where: defaultdict[Pair, set[str]] = defaultdict(set)
@@ -46,8 +46,7 @@ def learn_merges(counts: Mapping[str, int], most: int) -> dict[Pair, int]:
     queue = [(-count, pair) for pair, count in pairs.items()]
     heapq.heapify(queue)
     merges: dict[Pair, int] = {}
-    room = most - len({piece for pieces in spelt.values() for piece in pieces})
-    while queue and len(merges) < room:
+    while queue and len(merges) < most:
         count, best = heapq.heappop(queue)
         if -count != pairs[best]:
             continue  # an old entry: the pair's count has changed since

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bitplan.tasks.pieces import learn_merges, pieces_of
+from bitplan.tasks.pieces import joined, learn_merges, letters, pieces_of
 from bitplan.tasks.sources.texts import Text
 
 #: Stands for every word that the vocabulary lacks.
@@ -65,19 +65,16 @@ class Pieces(Vocabulary):
 
     def __init__(self, text: str, most: int) -> None:
         counts = Counter(words(text))
-        self.merges = learn_merges(counts, most - 1)
-        split: dict[str, list[str]] = {word: pieces_of(word, self.merges) for word in counts}
-        known: set[str] = {piece for word in split for piece in split[word]}
-        # Letters that are met only inside larger pieces are kept as well, for words that are new.
-        known |= {mark + letter for word in counts for letter in word for mark in ("", "##")}
-        pieces = Counter[str]()
+        spelt = Counter[str]()
         for word, count in counts.items():
-            for piece in split[word]:
-                pieces[piece] += count
-        common = sorted(known, key=lambda piece: (-pieces[piece], piece))[: most - 1]
-        self.numbers = {piece: number for number, piece in enumerate([UNKNOWN, *common])}
+            for letter in letters(word):
+                spelt[letter] += count
+        alphabet = sorted(spelt, key=lambda letter: (-spelt[letter], letter))[: most - 1]
+        self.merges = learn_merges(counts, most - 1 - len(alphabet))
+        pieces = [UNKNOWN, *alphabet, *(joined(pair) for pair in self.merges)]
+        self.numbers = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
         self.size = len(self.numbers)
-        self._split = split
+        self._split: dict[str, list[str]] = {}
 
     def encode(self, text: str) -> Tensor:
         numbers: list[int] = []

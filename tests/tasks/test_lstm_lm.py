@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bitplan.errors import TaskError
+from bitplan.sites import sites
+from bitplan.tasks.lstm_lm import CarriedLSTM, LSTMLanguageModelling, LSTMSettings
+from bitplan.tasks.registry import find_task
+
+SMALL = LSTMSettings(batch=3, length=5, features=8, dropout=0.0, evaluation=4)
+
+
+def small(**changes: object) -> LSTMLanguageModelling:
+    return LSTMLanguageModelling(LSTMSettings(**{**vars(SMALL), **changes}))  # type: ignore[arg-type]
+
+
+def test_the_text_is_read_in_columns_without_a_gap() -> None:
+    task = small()
+    first, second = task.batch(0), task.batch(1)
+    assert first[0].shape == (5, 3)
+    assert torch.equal(first[0][1:], first[1][:-1])
+    assert torch.equal(first[1][-1], second[0][0])
+    column = torch.cat([task.batch(step)[0][:, 1] for step in range(4)])
+    length = len(task.training) // 3
+    assert torch.equal(column, task.training[length : length + 20])
+
+
+def test_the_text_starts_again_after_its_end() -> None:
+    task = small()
+    chunks = (len(task.training) // 3 - 1) // 5
+    assert torch.equal(task.batch(chunks)[0], task.batch(0)[0])
+    assert not torch.equal(task.batch(chunks - 1)[0], task.batch(0)[0])
+
+
+def test_two_chunks_are_read_like_one_of_twice_the_length() -> None:
+    torch.manual_seed(0)
+    model = CarriedLSTM(20, 8, 2, 0.0, 3)
+    words = torch.randint(20, (10, 3))
+    whole = CarriedLSTM(20, 8, 2, 0.0, 3)
+    whole.load_state_dict(model.state_dict())
+    parts = torch.cat([model(words[:5]), model(words[5:])])
+    assert torch.allclose(parts, whole(words), atol=1e-6)
+    # and not because the state does not matter
+    model.hidden.zero_()
+    model.cell.zero_()
+    assert not torch.allclose(model(words[5:]), parts[5:], atol=1e-3)
+
+
+def test_gradients_stop_between_chunks() -> None:
+    model = CarriedLSTM(20, 8, 1, 0.0, 3)
+    words = torch.randint(20, (5, 3))
+    for _ in range(2):
+        model(words).sum().backward()
+    assert not model.hidden.requires_grad
+
+
+def test_a_state_dict_holds_what_was_read() -> None:
+    model = CarriedLSTM(20, 8, 1, 0.0, 3)
+    model(torch.randint(20, (5, 3)))
+    state = model.state_dict()
+    assert state["hidden"].abs().sum() > 0
+    other = CarriedLSTM(20, 8, 1, 0.0, 3)
+    other.load_state_dict(state)
+    words = torch.randint(20, (5, 3))
+    assert torch.equal(model(words), other(words))
+
+
+def test_evaluation_starts_empty_and_leaves_training_s_state() -> None:
+    task = small()
+    model = task.model()
+    assert isinstance(model, CarriedLSTM)
+    with torch.no_grad():
+        fresh = task.evaluate(model.eval())
+        model.train()(task.batch(0)[0])
+        before = model.hidden.clone(), model.cell.clone()
+        assert before[0].abs().sum() > 0
+        assert task.evaluate(model.eval()) == fresh
+    assert torch.equal(model.hidden, before[0])
+    assert torch.equal(model.cell, before[1])
+
+
+def test_evaluation_carries_its_own_state() -> None:
+    task = small(evaluation=2)
+    torch.manual_seed(0)
+    model = task.model().eval()
+    nn.init.normal_(model.decoder.weight)  # type: ignore[arg-type]
+    with torch.no_grad():
+        together = task.evaluate(model)["validation_loss"]
+        apart = []
+        for number in range(2):
+            model.hidden.zero_()  # type: ignore[operator]
+            model.cell.zero_()  # type: ignore[operator]
+            words, following = task._rows(task.held_out, number)
+            apart.append(float(task.loss(model(words), following)))
+    assert abs(together - sum(apart) / 2) > 1e-4
+
+
+def test_a_model_that_fails_in_evaluation_keeps_its_state() -> None:
+    class Fails(CarriedLSTM):
+        def forward(self, words: Tensor) -> Tensor:
+            raise RuntimeError("boom")
+
+    model = Fails(4000, 8, 1, 0.0, 3)
+    model.hidden.fill_(3.0)
+    with pytest.raises(RuntimeError, match="boom"):
+        small().evaluate(model)
+    assert bool((model.hidden == 3.0).all())
+
+
+def test_listing_sites_leaves_the_state_alone() -> None:
+    target = small().target()
+    sites(target.model, target.batch, target.loss)
+    assert target.model.hidden.abs().sum() == 0  # type: ignore[union-attr, operator]
+
+
+def test_the_rate_is_divided_where_nothing_improved_and_a_resumed_task_knows() -> None:
+    task = small()
+    rates = []
+    for perplexity in (100.0, 90.0, 95.0, 89.0, 89.0, float("nan")):
+        task.after_evaluation({"perplexity": perplexity})
+        rates.append(task.learning_rate(0))
+    assert rates == [1, 1, 1 / 4, 1 / 4, 1 / 16, 1 / 64]
+    resumed = small()
+    resumed.memory = dict(task.memory)
+    resumed.after_evaluation({"perplexity": 90.0})
+    assert resumed.learning_rate(0) == 1 / 256
+    assert all(isinstance(value, float) and value == value for value in task.memory.values())
+
+
+def test_penn_treebank_s_recipe_and_shapes_need_no_files() -> None:
+    task = find_task("ptb")
+    assert (task.settings.lr, task.settings.clip, task.settings.batch, task.settings.length) == (20, 0.25, 20, 35)
+    model = task.model()
+    assert isinstance(model, CarriedLSTM)
+    assert model.decoder.weight.shape == (10_000, 800)
+    with pytest.raises(TaskError, match=r"the task ptb has no text of its own: set data= to a folder with ptb\.train"):
+        task.batch(0)
+    assert find_task("wikitext2").model().lstm.num_layers == 2  # type: ignore[union-attr]
+    with pytest.raises(TaskError, match="or set download=true"):
+        find_task("wikitext2").batch(0)
+
+
+def test_penn_treebank_s_files_are_read(tmp_path: Path) -> None:
+    for name, count in (("train", 60), ("valid", 30)):
+        text = " no it was n't <unk> monday \n" * count
+        (tmp_path / f"ptb.{name}.txt.gz").write_bytes(gzip.compress(text.encode()))
+    task = find_task("ptb", [f"data={tmp_path}", "batch=2", "length=4", "features=8", "vocabulary=10"])
+    words, following = task.batch(0)
+    assert words.shape == task.example()[0].shape == (4, 2)
+    assert len(task.training) == 60 * 7  # type: ignore[attr-defined]
+    with torch.no_grad():
+        assert task.evaluate(task.model().eval())["perplexity"] > 1
+    assert task.metric.trivial < 10
+    assert following.max() < 10
