@@ -31,7 +31,8 @@ def test_plans_are_compared_in_a_folder_that_the_same_command_finds_again(
     assert ran.out.endswith(f"All of it is in {folder}; draw it with: bitplan report {folder}\n")
     before = {file: file.stat().st_mtime_ns for file in folder.glob("*/summary.json")}
     again = bitplan(*asked)
-    assert again.out == ran.out  # and nothing was made again
+    assert again.out.splitlines()[6:] == ran.out.splitlines()[6:]
+    # Nothing was made again.
     assert {file: file.stat().st_mtime_ns for file in folder.glob("*/summary.json")} == before
 
 
@@ -67,9 +68,12 @@ def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(bitplan: Bitplan, tmp
     """Ctrl-C reaches all processes of a terminal's group at once."""
     folder = tmp_path / "all"
     asked = ["compare", TINY, "--plans", "fp32", "int8-all", "--set", "steps=800", "--set", "evaluate_every=400"]
-    asked += ["--jobs", "2", "--out", str(folder)]
+    asked += ["--out", str(folder)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "bitplan", *asked], start_new_session=True, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "bitplan", *asked, "--jobs", "2"],
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     journals = [folder / name / "metrics.jsonl" for name in ("fp32-s0", "int8-all-s0")]
     while not all(journal.exists() and journal.stat().st_size > 0 for journal in journals):

@@ -52,7 +52,8 @@ def compare_command(
     ],
     # An option takes one value: the words behind it arrive as arguments, and belong to it.
     more_plans: Annotated[
-        list[str] | None, typer.Argument(metavar="", show_default=False, hidden=True, autocompletion=complete_plan)
+        list[str] | None,
+        typer.Argument(metavar="PLAN", show_default=False, hidden=True, autocompletion=complete_plan),
     ] = None,
     plans: Annotated[
         list[str] | None,

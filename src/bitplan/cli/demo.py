@@ -9,11 +9,13 @@ from typing import Annotated
 import typer
 
 from bitplan.cli.compare import Asked, run_comparison
-from bitplan.cli.output import JsonOption, command_output
+from bitplan.cli.output import JsonOption, command_output, make_folder
 from bitplan.cli.report import write_page
+from bitplan.compare import find_suite
 from bitplan.compare.workers import cores
 from bitplan.report.charts.common import plotly
 from bitplan.report.records import report_record
+from bitplan.report.words import counted, listed
 
 TASK = "digits"
 SUITE = "static"
@@ -50,7 +52,15 @@ def demo(
     plotly()  # before minutes of training, not after
     with command_output(as_json) as output:
         asked = Asked(TASK, tuple({**_by_key(SETTINGS), **_by_key(settings or ())}.values()))
-        report, code = run_comparison(asked, SUITE, (), seeds, folder, min(cores(), MOST_JOBS), output)
+        jobs = min(cores(), MOST_JOBS)
+        make_folder(folder)
+        names = [choice.label for choice in find_suite(SUITE).choices]
+        output.console.print(
+            f"Training {TASK} in {listed(names, len(names))}, {counted(seeds, 'seed')} each, {jobs} at a time: "
+            "this takes a few minutes.",
+            soft_wrap=True,
+        )
+        report, code = run_comparison(asked, SUITE, (), seeds, folder, jobs, output)
         output.document({} if report is None else {"page": folder / PAGE, **report_record(report)})
         if code == 0:
             assert report is not None

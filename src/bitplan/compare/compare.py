@@ -17,7 +17,7 @@ from bitplan.explain import explain
 from bitplan.plan import Plan
 from bitplan.plan.find import find_plan
 from bitplan.strict_json import json_text
-from bitplan.tasks.registry import find_task, task_class
+from bitplan.tasks.registry import task_class
 from bitplan.train import RunFolder, Summary
 from bitplan.train.durable import make_folder, write_durably
 
@@ -57,12 +57,17 @@ def compare(
     place = Path(folder)
     setting = Setting(task, tuple(settings), execution, device, compile)
     found = planned_jobs(task, choices, tuple(seeds), place, plan_major=compile)
-    _require_effect(setting, found)
+    trainer = Trainer(setting)
+    _require_effect(trainer, found)
     _write_record(place, task, found, tuple(settings), command)
     on_update, stop = on_update or (lambda update: None), stop or (lambda: False)
-    if jobs > 1 and len(found) > 1:
-        return run_in_workers(setting, found, jobs, on_update, stop)
-    return _run_here(setting, found, on_update, stop)
+    # What is over is only read: no process need start for it.
+    over = [job for job in found if _is_over(job)]
+    left = [job for job in found if job not in over]
+    summaries = _run_here(trainer, over, on_update, stop)
+    if jobs > 1 and len(left) > 1:
+        return summaries + run_in_workers(setting, left, jobs, on_update, stop)
+    return summaries + _run_here(trainer, left, on_update, stop)
 
 
 def planned_jobs(
@@ -141,24 +146,28 @@ def _write_record(folder: Path, task: str, jobs: Sequence[Job], settings: tuple[
     write_durably(folder / COMPARE_FILE, json_text(comparison.to_dict()) + "\n")
 
 
-def _require_effect(setting: Setting, jobs: Sequence[Job]) -> None:
+def _require_effect(trainer: Trainer, jobs: Sequence[Job]) -> None:
     """Raise before anything is trained where a plan does not fit the task; runs that exist have shown that it does."""
     fresh = {job.label: job for job in jobs if job.plan is not None and not RunFolder(job.folder).is_run}
     if not fresh:
         return
-    target = find_task(setting.task, setting.settings, jobs[0].seed).target()
+    target = trainer.task(jobs[0].seed).target()
     for job in fresh.values():
         assert job.plan is not None
         try:
             explain(target.model, job.plan, target.batch, target.loss)
         except PlanError as error:
-            raise PlanError(f"{job.label} does not fit {setting.task}: {error}") from error
+            raise PlanError(f"{job.label} does not fit {trainer.setting.task}: {error}") from error
+
+
+def _is_over(job: Job) -> bool:
+    place = RunFolder(job.folder)
+    return place.is_run and place.status() in ("finished", "diverged")
 
 
 def _run_here(
-    setting: Setting, jobs: Sequence[Job], on_update: Callable[[Update], None], stop: Callable[[], bool]
+    trainer: Trainer, jobs: Sequence[Job], on_update: Callable[[Update], None], stop: Callable[[], bool]
 ) -> list[Summary]:
-    trainer = Trainer(setting)
     summaries = []
     for job in jobs:
         if stop():

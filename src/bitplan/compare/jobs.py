@@ -71,7 +71,7 @@ class Trainer:
         self._last = job.label
         try:
             return train(
-                self._task(job.seed),
+                self.task(job.seed),
                 job.plan,
                 folder=job.folder,
                 execution=self.setting.execution,
@@ -91,7 +91,8 @@ class Trainer:
             words = in_words(error, named[0])
             raise TaskError(f"{self.setting.task} failed under {job.label}, seed {job.seed}: {words}") from error
 
-    def _task(self, seed: int) -> Task:
+    def task(self, seed: int) -> Task:
+        """The task with that seed, as if it were fresh."""
         if seed not in self._tasks:
             task = find_task(self.setting.task, self.setting.settings, seed)
             self._tasks[seed] = task, copy.deepcopy(task.memory)
