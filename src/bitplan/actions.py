@@ -18,16 +18,18 @@ from bitplan.axes import resolve
 from bitplan.errors import QuantizeError
 from bitplan.formats import BlockFormat, Format
 from bitplan.grids import lies_on, mark
-from bitplan.keeping import note_copy, note_rounded
+from bitplan.keeping import is_smaller, note_copy, note_rounded
 from bitplan.live import LiveFormat
 from bitplan.noise import bits_of_key, key_of
 from bitplan.observe import mean_range, observe_range, observe_rounding
+from bitplan.packing import stored
 from bitplan.plan import OPERANDS, SLOTS, Decision
 from bitplan.plan.spec import QuantizerSpec
 from bitplan.products import Product, slot_product
-from bitplan.quantizer import Quantizer, straight_through
+from bitplan.quantizer import Encoded, Quantizer, straight_through
 from bitplan.sparing import Bits, sparing_relu
 from bitplan.tables import RECORD, TABLE
+from bitplan.torch_casts import is_cast_small
 from bitplan.tracing import is_traced, taken_whole
 
 
@@ -139,17 +141,41 @@ class PlaceAction:
             seen = None  # a copy of the model that was made before the site was met
         if seen is not None and record is not None and self.uses_mean_range and not here.training:
             span = mean_range(record[seen], x)
-        scales: list[Tensor] | None = [] if _keeps_little(self) else None
-        rounded = straight_through(quantizer, x, bits, row, span, scales)
-        if scales is not None:
-            fixed = quantizer if self.format_now is None else replace(quantizer, format=self.format_now())
-            note_rounded(rounded, fixed, scales)
+        if not self.is_packed:
+            rounded = straight_through(quantizer, x, bits, row, span)
+        else:
+            rounded = self._packed(quantizer, x, bits, row, span)
         if seen is not None and record is not None and here.observing:
             if self.uses_mean_range:
                 observe_range(record[seen], x)
             if self.watched:
                 observe_rounding(record[seen], x, rounded, quantizer.reach(row))
         return mark(rounded, self.grid)
+
+    def _packed(
+        self,
+        quantizer: Quantizer,
+        x: Tensor,
+        bits: Tensor | None,
+        row: Tensor | None,
+        span: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """`x` rounded, in a form that can be kept small."""
+        target = quantizer.format if self.format_now is None else self.format_now()
+        assert not isinstance(target, LiveFormat)
+        if is_traced():
+            is_small = is_smaller(target, x.dtype) and not is_cast_small(target, x.device)
+            between = (lambda encoded: stored(encoded, target)) if is_small else None
+            return straight_through(quantizer, x, bits, row, span, between)
+        scales: list[Tensor] = []
+
+        def look(encoded: Encoded) -> Encoded:
+            scales.extend(encoded.scales)
+            return encoded
+
+        rounded = straight_through(quantizer, x, bits, row, span, look)
+        note_rounded(rounded, replace(quantizer, format=target), scales)
+        return rounded
 
     def changes_nothing_in(self, x: Tensor) -> bool:
         """Whether `x` is known to be rounded already. What is watched is rounded all the same, to be counted."""

@@ -42,6 +42,7 @@ from bitplan.names import format as format_of
 from bitplan.noise import key_of
 from bitplan.observe import Statistics, fold, statistics
 from bitplan.openings import is_opened
+from bitplan.packed_backend import BACKEND, register_backend
 from bitplan.plan import Plan
 from bitplan.plan.find import find_plan
 from bitplan.roll_call import RollCall
@@ -81,7 +82,9 @@ class Attachment:
         self._step = 0
         self._watched = stats
         self._rounder = Rounder()
-        self._rounder.keeper = Keeper() if execution == "packed" else None
+        if execution == "packed":
+            self._rounder.keeper = Keeper()
+            register_backend()
         self._decider = Decider(plan, live, stats, execution == "packed")
         self._modules: list[tuple[str, nn.Module]] = []
         self._tables: list[ModuleTables] = []
@@ -152,6 +155,12 @@ class Attachment:
 
     def __exit__(self, *exception: object) -> None:
         self.detach()
+
+    def compile(self, *, fullgraph: bool = True, mode: str | None = None, dynamic: bool | None = None) -> Any:
+        """The model compiled as its execution wants it; packed, what the graph keeps is chosen by the plan's codes."""
+        if self.execution == "packed":
+            return torch.compile(self.model, fullgraph=fullgraph, mode=mode, dynamic=dynamic, backend=BACKEND)
+        return torch.compile(self.model, fullgraph=fullgraph, mode=mode, dynamic=dynamic)
 
     # --- the loop ---
 

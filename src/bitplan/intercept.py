@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from bitplan.keeping import Keeper
 from bitplan.opened import TRANSPARENT
 from bitplan.ops import REGIONS, name_of, traceable
+from bitplan.packed_backend import refuse_other_backends
 from bitplan.tracing import constant_when_traced
 
 _STATE = "_bitplan"
@@ -216,10 +217,17 @@ class _Planned:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         interceptor = self.__dict__[_STATE].interceptor
         interceptor.on_call(self, args, kwargs)
-        if interceptor.keeper is not None and not torch.compiler.is_compiling() and innermost_scope() is None:
-            with interceptor.keeper.hooks(), Scope(interceptor, self):  # type: ignore[arg-type]
-                return super().forward(*args, **kwargs)  # type: ignore[misc]
+        if interceptor.keeper is not None:
+            if torch.compiler.is_compiling():
+                refuse_other_backends()
+            elif innermost_scope() is None:
+                return self._kept_packed(interceptor, args, kwargs)
         with Scope(interceptor, self):  # type: ignore[arg-type]
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    def _kept_packed(self, interceptor: Interceptor, args: Any, kwargs: dict[str, Any]) -> Any:
+        assert interceptor.keeper is not None
+        with interceptor.keeper.hooks(), Scope(interceptor, self):  # type: ignore[arg-type]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:

@@ -20,7 +20,7 @@ from bitplan.live import LiveFormat
 from bitplan.noise import Counter
 from bitplan.quantizer import Encoded, Quantizer, make_quantizer
 from bitplan.reference import Rounding
-from bitplan.rounding import round_float, round_int
+from bitplan.rounding import FLOAT32, round_float, round_int
 from bitplan.scaling import Granularity, Range, Scaling, carrier_of, divide, multiply_by_power
 from bitplan.tracing import is_traced
 
@@ -227,12 +227,31 @@ def decode(codes: Tensor, target: FloatFormat | IntFormat, dtype: torch.dtype) -
     return table[codes.to(torch.int32)]
 
 
+def stored(encoded: Encoded, target: Format) -> Encoded:
+    """The same elements by way of their codes, for a compiled graph: its partitioner then keeps the codes."""
+    element = _element(target)
+    codes = encode(encoded.elements, element)
+    if element.bits == 8:
+        small = codes.to(torch.uint8)
+    elif element.bits == 16:
+        small = (codes - (codes >> 15 << 16)).to(torch.int16)
+    else:
+        small = pack_bits(codes.flatten(), element.bits)
+    if element.bits in (8, 16):
+        wide = small.to(torch.int32) & ((1 << element.bits) - 1)
+    else:
+        wide = unpack_bits(small, element.bits, codes.numel()).view(codes.shape)
+    return Encoded(_decode(wide, element, encoded.elements.dtype), encoded.scales)
+
+
 def _decode(codes: Tensor, target: FloatFormat | IntFormat, dtype: torch.dtype) -> Tensor:
     if isinstance(target, IntFormat):
         if target.affine:
             return codes.to(dtype)
         half = 1 << (target.bits - 1)
         return torch.where(codes == half, math.nan, ((codes ^ half) - half).to(dtype))
+    if dtype == torch.float32 and target.min_exponent >= FLOAT32.min_exponent and target.max <= FLOAT32.max:
+        return _decode_by_bits(codes, target)
     magnitude = codes & ((1 << (target.bits - 1)) - 1)
     field, mantissa = magnitude >> target.mantissa_bits, magnitude & ((1 << target.mantissa_bits) - 1)
     # float64 holds every value of every format exactly; powers of two are built from their bits.
@@ -248,6 +267,23 @@ def _decode(codes: Tensor, target: FloatFormat | IntFormat, dtype: torch.dtype) 
         values = torch.where(magnitude >= first_nan, math.nan, values)
     # Triton's unary minus is 0 - x and makes no negative zero.
     return torch.where(codes >> (target.bits - 1) > 0, values * -1.0, values).to(dtype)
+
+
+def _decode_by_bits(codes: Tensor, target: FloatFormat) -> Tensor:
+    """A code's exponent and mantissa moved to their places in a float32; cheap, where float64 is slow or missing."""
+    magnitude = codes & ((1 << (target.bits - 1)) - 1)
+    shifted = magnitude << (FLOAT32.mantissa_bits - target.mantissa_bits)
+    normal = (shifted + ((FLOAT32.exponent_bias - target.exponent_bias) << FLOAT32.mantissa_bits)).view(torch.float32)
+    subnormal = magnitude.to(torch.float32) * (target.min_subnormal if target.subnormals else 0.0)
+    values = torch.where(magnitude >> target.mantissa_bits > 0, normal, subnormal)
+    if target.specials != "none":
+        first_nan = _nan_code(target)
+        if target.specials == "ieee":
+            values = torch.where(magnitude == _infinity_code(target), math.inf, values)
+            first_nan = _infinity_code(target) + 1
+        values = torch.where(magnitude >= first_nan, math.nan, values)
+    sign = (codes >> (target.bits - 1)) << (FLOAT32.bits - 1)
+    return (values.view(torch.int32) | sign).view(torch.float32)
 
 
 def _infinity_code(target: FloatFormat) -> int:

@@ -6,6 +6,7 @@ scales that go with them, :meth:`Quantizer.decode` multiplies them back. ``quant
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -53,6 +54,9 @@ class Encoded(NamedTuple):
     elements: Tensor
     #: Nothing, (scale,), (scale, minimum), (E8M0 codes,) or (block scales, tensor scale), by the kind of quantizer.
     scales: tuple[Tensor, ...]
+
+
+Between = Callable[[Encoded], Encoded]
 
 
 @dataclass(frozen=True)
@@ -115,11 +119,11 @@ class Quantizer:
         bits: Tensor | None,
         row: Tensor | None = None,
         span: tuple[Tensor, Tensor] | None = None,
-        scales: list[Tensor] | None = None,
+        between: Between | None = None,
     ) -> Tensor:
         """:meth:`quantize` with the random bits at hand, without checks and without a gradient.
 
-        :param scales: a list that receives the scales, for who wants to pack the result.
+        :param between: what looks at the elements and scales between the two halves, or stores them.
         """
         if not x.numel():
             return x.clone()
@@ -128,9 +132,7 @@ class Quantizer:
             if by_torch is not None:
                 return _in_layout_of(x, by_torch)
         encoded = self.encode(x, bits, row, span)
-        if scales is not None:
-            scales.extend(encoded.scales)
-        rounded = self.decode(encoded, x)
+        rounded = self.decode(encoded if between is None else between(encoded), x)
         # torch 2.11 compiles a function of autograd whose result was changed in place to one without a gradient;
         # a copy, which Inductor makes no copy of, has not been changed.
         return rounded.clone() if is_traced() else rounded
@@ -325,13 +327,13 @@ def straight_through(
     bits: Tensor | None,
     row: Tensor | None = None,
     span: tuple[Tensor, Tensor] | None = None,
-    scales: list[Tensor] | None = None,
+    between: Between | None = None,
 ) -> Tensor:
     """The rounded `x`, whose gradient is that of `x` itself."""
     if x.requires_grad and torch.is_grad_enabled():
-        straight: Tensor = _StraightThrough.apply(x, quantizer, bits, row, span, scales)  # type: ignore[no-untyped-call]
+        straight: Tensor = _StraightThrough.apply(x, quantizer, bits, row, span, between)  # type: ignore[no-untyped-call]
         return straight
-    return quantizer.round_values(x.detach(), bits, row, span, scales)
+    return quantizer.round_values(x.detach(), bits, row, span, between)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -345,9 +347,9 @@ class _StraightThrough(torch.autograd.Function):
         bits: Tensor | None,
         row: Tensor | None,
         span: tuple[Tensor, Tensor] | None,
-        scales: list[Tensor] | None,
+        between: Between | None,
     ) -> Tensor:
-        return quantizer.round_values(x, bits, row, span, scales)
+        return quantizer.round_values(x, bits, row, span, between)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:

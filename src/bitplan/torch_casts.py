@@ -39,6 +39,11 @@ def round_by_torch(x: Tensor, target: FloatFormat, rounding: Rounding, overflow:
     return None
 
 
+def is_cast_small(target: object, device: torch.device) -> bool:
+    """Whether rounding to `target` in a graph goes through a tensor of a small type anyway."""
+    return target in _TORCH_FLOAT8 and device.type == "cuda" and _converts_float8(device)
+
+
 @constant_when_traced
 def _converts_float8(device: torch.device) -> bool:
     """Whether the GPU has instructions for float8 (NVIDIA's from Ada and Hopper on), and Triton to use them."""
