@@ -38,11 +38,11 @@ def chart_figure(place: str, drawing: Drawing, drawings: dict[str, Any], choices
     """The chart's HTML; its data goes into `drawings` under its place, where the page's script finds it."""
     title, words = html.escape(drawing.title), html.escape(drawing.words)
     if drawing.figure is None and choices is None:
-        return f'<figure class="empty"><h4>{title}</h4><p class="quiet">The runs tell nothing of this.</p></figure>'
+        return f'<figure class="empty"><h3>{title}</h3><p class="quiet">The runs tell nothing of this.</p></figure>'
     kind = "wide" if drawing.is_wide else "half"
     drawings[place] = {"choices": choices} if choices is not None else json.loads(drawing.figure.to_json())
     return (
-        f'<figure class="{kind}"><h4>{title}</h4>{drawing.above}<div class="scroll">'
+        f'<figure class="{kind}"><h3>{title}</h3>{drawing.above}<div class="scroll">'
         f'<div class="chart" id="{place}" role="img" aria-label="Chart: {title}. {words} The data follow as a table.">'
         f"</div></div><figcaption>{words}</figcaption>"
         f"<details><summary>Data as a table</summary>{drawing.table}</details></figure>"

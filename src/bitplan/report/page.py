@@ -71,7 +71,8 @@ def _experiment_html(experiment: Experiment, key: str, drawings: dict[str, Any])
         f'<p class="answer">{_unbroken(experiment.answer)}</p>'
         f"{_emulation_note(experiment)}{_facts_html(experiment)}{_legend_html(experiment, key)}"
         f'<div class="charts">{charts_html(experiment, key, drawings)}</div>'
-        f"<h3>Plans</h3>{plans_html(experiment)}<h3>Runs</h3>{runs_html(experiment)}</section>"
+        f'<h3 class="part">Plans</h3>{plans_html(experiment)}'
+        f'<h3 class="part">Runs</h3>{runs_html(experiment)}</section>'
     )
 
 
