@@ -6,6 +6,7 @@ import base64
 import itertools
 import json
 import os
+import select
 import shutil
 import subprocess
 import time
@@ -111,6 +112,8 @@ class Browser:
 
     def _next(self) -> Any:
         while b"\0" not in self._buffer:
+            ready, _, _ = select.select([self._from_browser], [], [], PATIENCE)
+            assert ready, f"the browser has not answered for {PATIENCE} seconds"
             received = os.read(self._from_browser, 1 << 20)
             assert received, "the browser has ended"
             self._buffer += received
