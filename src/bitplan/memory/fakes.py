@@ -1,0 +1,114 @@
+"""A model and its batch without their data: copies on fake tensors, which have a shape, a type and a device only.
+
+A model that is larger than the memory of this machine can be copied so, and one that was made on the ``meta`` device
+becomes one on a real device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+from torch.utils._pytree import tree_map_only
+
+from bitplan.errors import AccountError
+from bitplan.intercept import is_planned, uninstall, unwrapped
+from bitplan.sites import FakeInputs
+from bitplan.tables import RECORD, TABLE
+
+
+class Fakes:
+    """One world of fake tensors, on one device."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """
+        :param device: where all tensors are to be; by default where they are, and the CPU for those on ``meta``.
+        """
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.device = device
+        #: id of a tensor -> the tensor, which keeps its id taken, and its twin: a tensor that is given twice is one.
+        self._twins: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def tensor(self, real: Tensor) -> Tensor:
+        """A twin without data."""
+        if id(real) not in self._twins:
+            self._twins[id(real)] = real, self._twin_of(real)
+        return self._twins[id(real)][1]
+
+    def _twin_of(self, real: Tensor) -> Tensor:
+        device = self.device or (torch.device("cpu") if real.is_meta else real.device)
+        if real.layout != torch.strided:
+            return self._sparse_twin_of(real)
+        with self.mode:
+            twin = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
+        if isinstance(real, nn.Parameter):
+            return nn.Parameter(twin, real.requires_grad)
+        return twin.requires_grad_(real.requires_grad)
+
+    def _sparse_twin_of(self, real: Tensor) -> Tensor:
+        if not isinstance(real, FakeTensor):
+            return self.mode.from_tensor(real.detach())
+        with self.mode:  # one of another world, which has forgotten how many values it holds
+            places = torch.empty((real.dim(), 0), dtype=torch.int64, device=real.device)
+            values = torch.empty(0, dtype=real.dtype, device=real.device)
+            return torch.sparse_coo_tensor(places, values, real.shape)
+
+    def all(self, real: Any) -> Any:
+        """Twins of the tensors in whatever structure they lie."""
+        return tree_map_only(Tensor, self.tensor, real)
+
+    def inputs(self, args: Any, kwargs: dict[str, Any]) -> FakeInputs:
+        """The arguments of a model's call, in this world."""
+        inputs = FakeInputs(self.all(args), self.all(kwargs))
+        inputs.faker.mode = self.mode
+        return inputs
+
+    def model(self, real: nn.Module) -> nn.Module:
+        """A plain copy on fake tensors."""
+        twins = {id(tensor): self.tensor(tensor) for tensor in (*real.parameters(), *real.buffers())}
+        return plain_copy(real, twins)  # what deepcopy is told of it does not copy
+
+
+def plain_copy(model: nn.Module, known: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy without gradients, and without the plan that may be at work on the model."""
+    try:
+        twin = copy.deepcopy(unwrapped(model), known)
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise AccountError(
+            f"the model cannot be copied ({reason}), and its memory is predicted and measured on a copy: let its "
+            f"attributes be such that copy.deepcopy(model) works."
+        ) from error
+    for module in twin.modules():
+        if is_planned(module):
+            uninstall([("", module)])
+            for name in (TABLE, RECORD):
+                module._buffers.pop(name, None)
+                module._non_persistent_buffers_set.discard(name)
+    for parameter in twin.parameters():
+        parameter.grad = None
+    return twin
+
+
+@contextmanager
+def told_of_missing_values() -> Iterator[None]:
+    """What cannot be done without data, in a sentence."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
+        what = getattr(error, "func", None) or error
+        raise AccountError(
+            f"the step looks into its tensors ({what}), and prediction runs it on shapes without values: do that part "
+            f"before the model is called, or measure instead."
+        ) from error

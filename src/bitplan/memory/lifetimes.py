@@ -1,0 +1,140 @@
+"""How much memory a compiled graph needs beyond what lives when it starts: an estimate.
+
+Inductor fuses elementwise operations and reductions into kernels, and what stays inside a kernel takes no memory. So
+only these are counted: what a kernel of a library (a product, a convolution, attention) takes and makes, the results of
+reductions, and what the graph returns. An elementwise kernel whose result is as large as an operand that nobody needs
+any more writes in its place, as Inductor's do.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+_REDUCTIONS = frozenset(
+    "sum mean amax amin max min prod var std var_mean std_mean argmax argmin any all logsumexp cumsum".split()  # noqa: SIM905
+)
+#: Elementwise for Inductor, though torch does not mark them so.
+_ELEMENTWISE = frozenset(
+    """
+    convert_element_type _to_copy to clone copy copy_ full full_like empty zeros ones zeros_like ones_like arange iota
+    where constant_pad_nd gather embedding index select_scatter slice_scatter cat bernoulli rand randn inductor_random
+    inductor_seeds inductor_lookup_seed scalar_tensor lift_fresh_copy view_as_complex bitwise_and
+    """.split()  # noqa: SIM905 - a paragraph of names reads better than a page of quotes
+)
+
+
+def extra_bytes(module: GraphModule, releases_inputs: bool) -> int:
+    """The most that lives at any moment, beyond what does at the start.
+
+    :param releases_inputs: of a backward pass, which lets go of what was kept for it as it goes along.
+    """
+    return _Lifetimes(module.graph, releases_inputs).extra()
+
+
+class _Lifetimes:
+    def __init__(self, graph: Graph, releases_inputs: bool) -> None:
+        self.nodes = list(graph.nodes)
+        self.releases_inputs = releases_inputs
+        #: Node -> the node whose memory it is or looks at.
+        self.owner: dict[Node, Node] = {}
+        for node in self.nodes:
+            source = _source_of_view(node)
+            self.owner[node] = node if source is None else self.owner[source]
+        self.real = {node for node in self.nodes if self._takes_memory(node)}
+
+    def _takes_memory(self, node: Node) -> bool:
+        if node.op == "placeholder":
+            return True
+        if node.op != "call_function" or self.owner[node] is not node:
+            return False
+        if not _is_elementwise(node):
+            return True
+        return any(user.op == "output" or not _is_fused(user) for user in self._users(node))
+
+    def _users(self, node: Node) -> Iterator[Node]:
+        """Those of a node, and of views of it."""
+        for user in node.users:
+            if self.owner[user] is user or user.op == "output":
+                yield user
+            else:
+                yield from self._users(user)
+
+    def _operands(self, node: Node) -> set[Node]:
+        """The memory that a kernel reads: through views, and through all that is fused into it."""
+        found: set[Node] = set()
+        waiting = [self.owner[operand] for operand in node.all_input_nodes]
+        seen: set[Node] = set()
+        while waiting:
+            operand = waiting.pop()
+            if operand in seen:
+                continue
+            seen.add(operand)
+            if operand in self.real:
+                found.add(operand)
+            else:
+                waiting.extend(self.owner[further] for further in operand.all_input_nodes)
+        return found
+
+    def extra(self) -> int:
+        kernels = [node for node in self.nodes if node.op == "call_function" and node in self.real]
+        operands = {kernel: self._operands(kernel) for kernel in kernels}
+        last_use: dict[Node, Node] = {}
+        for kernel in kernels:
+            last_use.update(dict.fromkeys(operands[kernel], kernel))
+        output = self.nodes[-1]
+        returned = self._operands(output)
+        live = most = 0
+        for kernel in kernels:
+            size = _bytes_of(kernel)
+            released = [
+                _bytes_of(operand)
+                for operand in operands[kernel]
+                if last_use[operand] is kernel and operand not in returned and self._may_go(operand)
+            ]
+            if not (_is_elementwise(kernel) and size in released):
+                most = max(most, live + size)
+            live += size - sum(released)
+            most = max(most, live)
+            if kernel not in last_use and kernel not in returned:
+                live -= size
+        return most
+
+    def _may_go(self, node: Node) -> bool:
+        if node.op != "placeholder":
+            return True
+        # A parameter or an input of the model that backward reads again lives on, and goes by its own name.
+        return self.releases_inputs and not node.name.startswith("primals")
+
+
+def _name(node: Node) -> str:
+    target: Any = node.target
+    packet = getattr(target, "overloadpacket", target)
+    return str(getattr(packet, "__name__", packet))
+
+
+def _source_of_view(node: Node) -> Node | None:
+    if node.op != "call_function":
+        return None
+    is_view = node.target is operator.getitem or getattr(node.target, "is_view", False) or _name(node) == "_unsafe_view"
+    return node.all_input_nodes[0] if is_view and node.all_input_nodes else None
+
+
+def _is_elementwise(node: Node) -> bool:
+    tags: Iterable[Any] = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags or _name(node) in _ELEMENTWISE
+
+
+def _is_fused(node: Node) -> bool:
+    return _is_elementwise(node) or _name(node) in _REDUCTIONS
+
+
+def _bytes_of(node: Node) -> int:
+    values = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+    return sum(value.numel() * value.element_size() for value in values)

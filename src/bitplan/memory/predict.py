@@ -1,0 +1,86 @@
+"""What a training step will hold in memory, found on fake tensors: nothing is computed, nothing is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from bitplan.attach import Attachment, attach
+from bitplan.memory.account import Memory
+from bitplan.memory.fakes import Fakes, told_of_missing_values
+from bitplan.memory.partitioned import compiled_on_fakes
+from bitplan.memory.step import Loss, OptimizerChoice, TrainingStep, call_of
+from bitplan.memory.storages import storage_bytes
+from bitplan.memory.walk import Walk
+from bitplan.plan import Plan
+
+#: The first step makes the optimizer's state, the second has it from its start.
+_STEPS = 2
+
+
+def predict_memory(
+    model: nn.Module,
+    batch: Any,
+    loss: Loss | None = None,
+    optimizer: OptimizerChoice = "sgd",
+    plan: Plan | str | None = None,
+    execution: str = "emulate",
+    compile: bool = False,
+    *,
+    autocast: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Memory:
+    """The bytes of a training step of `model` on `batch`, without running it.
+
+    A copy of the model makes two steps on fake tensors, with the plan attached as it would be; each piece of memory is
+    followed from the operation that makes it until nothing holds it any more. So a model that does not fit can be
+    asked, also one made on the ``meta`` device. Compiled, what is kept for the backward pass is read from the
+    partitioned graph, and the peak is an estimate.
+
+    :param batch: what the model takes, or (inputs, target) where the loss wants both.
+    :param optimizer: ``"sgd"`` (with momentum), ``"adamw"``, ``"none"``, or a function that makes one for the model.
+    :param autocast: the type that autocast computes in; None is without autocast.
+    :param device: where the step is to run; by default where the model is.
+    """
+    fakes = Fakes(None if device is None else torch.device(device))
+    twin = fakes.model(model)
+    args, kwargs, expected = fakes.all(call_of(batch, loss))
+    sparse = storage_bytes(leaf for leaf in tree_leaves(batch) if _is_sparse(leaf))
+    walk = Walk()
+    run: Attachment | None = None
+    with told_of_missing_values(), fakes.mode:
+        if plan is not None:
+            run = attach(twin, plan, example=fakes.inputs(args, kwargs), execution=execution)
+        forward: Callable[..., Any] | None = compiled_on_fakes(twin, run, walk) if compile else None
+        step = TrainingStep(twin, (args, kwargs, expected), loss, optimizer, run, forward, autocast)
+        if compile:
+            step(lambda phase: None)  # compiles, which is not to be watched
+        with walk.watching():
+            walk.see([*step.weights(), *step.batch(), *step.optimizer_state()])
+            walk.hold(sparse)
+            gradients = 0
+
+            def note(phase: Any) -> None:
+                nonlocal gradients
+                walk.note(phase)
+                if phase == "backward":
+                    gradients = storage_bytes(step.gradients())
+
+            for _ in range(_STEPS):
+                step(note)
+        return Memory.of(
+            weights=storage_bytes(step.weights()),
+            gradients=gradients,
+            activations=walk.notes["forward"] - walk.notes["start"],
+            optimizer=storage_bytes(step.optimizer_state()),
+            peak=walk.peak,
+        )
+
+
+def _is_sparse(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout != torch.strided and not isinstance(value, FakeTensor)

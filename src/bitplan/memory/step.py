@@ -1,0 +1,139 @@
+"""One training step, walked phase by phase: the same one for what is measured and for what is predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from bitplan.attach import Attachment
+from bitplan.errors import AccountError, nearest_names
+from bitplan.sites import FakeInputs, call_arguments, call_loss, split_batch
+
+#: What has just ended when a note is taken: nothing yet, the forward pass with the loss, the backward pass, all.
+Phase = Literal["start", "forward", "backward", "end"]
+Note = Callable[[Phase], None]
+Loss = Callable[..., Tensor]
+
+#: An optimizer by name, a function that makes one for a model, or None: forward and backward only.
+OptimizerChoice = str | Callable[[nn.Module], Optimizer] | None
+
+#: Learning rates do not matter for memory.
+_OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(_trained(model), lr=1e-3, momentum=0.9),
+    "adamw": lambda model: torch.optim.AdamW(_trained(model), lr=1e-4),
+}
+OPTIMIZER_NAMES = (*_OPTIMIZERS, "none")
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def make_optimizer(choice: OptimizerChoice, model: nn.Module) -> Optimizer | None:
+    """The optimizer that `choice` stands for; None for none."""
+    if choice is None or choice == "none":
+        return None
+    if isinstance(choice, str):
+        if choice not in _OPTIMIZERS:
+            raise AccountError(f"there is no optimizer {choice!r} here; {nearest_names(choice, OPTIMIZER_NAMES)}")
+        return _OPTIMIZERS[choice](model)
+    return choice(model)
+
+
+def call_of(batch: Any, loss: Loss | None) -> tuple[Any, dict[str, Any], Any]:
+    """(args, kwargs) of the model's call, and what the loss expects of it."""
+    if isinstance(batch, FakeInputs):
+        return batch.args, batch.kwargs, None
+    inputs, expected = split_batch(batch, loss)
+    args, kwargs = call_arguments(inputs)
+    return args, kwargs, expected
+
+
+class TrainingStep:
+    """A model with its batch, loss and optimizer; calling it makes one step.
+
+    Only the loss is held when the forward pass has ended, so what lives then is what autograd keeps.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: tuple[Any, dict[str, Any], Any],
+        loss: Loss | None,
+        optimizer: OptimizerChoice,
+        run: Attachment | None = None,
+        forward: Callable[..., Any] | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        """
+        :param call: what the model is called with and what the loss expects, see :func:`call_of`.
+        :param run: the plan at work on the model, which is told of every step.
+        :param forward: what is called instead of the model, such as the model compiled.
+        """
+        self.model = model
+        self.args, self.kwargs, self.expected = call
+        self.loss = loss if loss is None or run is None else run.loss(loss)
+        self.optimizer = make_optimizer(optimizer, model)
+        self.run = run
+        self.forward: Callable[..., Any] = model if forward is None else forward
+        self.autocast = autocast
+
+    def __call__(self, note: Note) -> None:
+        note("start")
+        loss = self._forward()
+        note("forward")
+        loss.backward()  # type: ignore[no-untyped-call]
+        del loss
+        note("backward")
+        if self.optimizer is not None:
+            self.optimizer.step()
+        if self.run is not None:
+            self.run.step()
+        self.forget_gradients()
+        note("end")
+
+    def _forward(self) -> Tensor:
+        with self._precision():
+            output = self.forward(*self.args, **self.kwargs)
+            return _size_of(output) if self.loss is None else call_loss(self.loss, output, self.expected)
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters(), torch.empty(0)).device
+
+    def forget_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    # --- what is counted tensor by tensor ---
+
+    def weights(self) -> list[Tensor]:
+        return [*self.model.parameters(), *self.model.buffers()]
+
+    def gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+
+    def optimizer_state(self) -> list[Tensor]:
+        states = {} if self.optimizer is None else dict(self.optimizer.state)
+        return [tensor for state in states.values() for tensor in tree_leaves(state) if isinstance(tensor, Tensor)]
+
+    def batch(self) -> list[Tensor]:
+        given = tree_leaves((self.args, self.kwargs, self.expected))
+        return [tensor for tensor in given if isinstance(tensor, Tensor)]
+
+
+def _size_of(output: Any) -> Tensor:
+    """A number that depends on every output, for a model that comes without a loss."""
+    floats = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not floats:
+        raise AccountError("nothing that the model returns depends on its parameters: give a loss.")
+    return torch.stack([tensor.float().square().mean() for tensor in floats]).sum()
