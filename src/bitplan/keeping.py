@@ -120,6 +120,8 @@ def note_copy(copy: Tensor, original: Tensor) -> None:
 
 def note_of(tensor: Tensor) -> Note | None:
     """What is known of the storage that `tensor` looks at; None where nothing is, or no longer."""
+    if tensor.layout != torch.strided:
+        return None  # a sparse tensor has no storage of its own
     note: Note | None = getattr(tensor.untyped_storage(), _NOTE, None)
     return note if note is not None and note.version == tensor._version and note.dtype == tensor.dtype else None
 
