@@ -2,7 +2,8 @@
 
 Number formats (:func:`format`), rounding onto them (:func:`quantize`) and keeping tensors in them (:func:`pack`); plans
 (:class:`Plan`), the tensors of a model (:func:`sites`), what a plan does to them (:func:`explain`) and costs
-(:func:`cost`), and a plan at work on a model (:func:`attach`).
+(:func:`cost`), a plan at work on a model (:func:`attach`), and the memory of a training step, before it runs
+(:func:`predict_memory`) and while it does (:func:`measure_memory`).
 """
 
 import logging
@@ -11,6 +12,7 @@ from bitplan._version import __version__
 from bitplan.attach import Attachment, attach
 from bitplan.cost import Cost, cost
 from bitplan.errors import (
+    AccountError,
     BitplanError,
     BitplanWarning,
     CostError,
@@ -22,6 +24,7 @@ from bitplan.errors import (
 from bitplan.explain import Explanation, explain
 from bitplan.formats import BlockFormat, FloatFormat, Format, IntFormat
 from bitplan.live import LiveFormat
+from bitplan.memory import Memory, measure_memory, predict_memory
 from bitplan.names import format
 from bitplan.packing import Packed, pack
 from bitplan.plan import Plan
@@ -33,6 +36,7 @@ from bitplan.targets import Target, load_target
 logging.getLogger("bitplan").addHandler(logging.NullHandler())
 
 __all__ = [
+    "AccountError",
     "Attachment",
     "BitplanError",
     "BitplanWarning",
@@ -45,6 +49,7 @@ __all__ = [
     "FormatError",
     "IntFormat",
     "LiveFormat",
+    "Memory",
     "Packed",
     "Plan",
     "PlanError",
@@ -60,7 +65,9 @@ __all__ = [
     "explain",
     "format",
     "load_target",
+    "measure_memory",
     "pack",
+    "predict_memory",
     "quantize",
     "sites",
 ]
