@@ -21,6 +21,8 @@ Measure = Literal["format", "error"]
 #: Viridis, which colour-blind readers see as it is, from few bits or a small error (dark) to many or large (light).
 _COLOURS = "viridis"
 _ROW = 17
+#: Smaller errors, and none at all, are drawn as this one: they must not take the colours of the others.
+_SMALLEST = 1e-5
 
 
 def measures_of(plan: PlanSummary) -> list[Measure]:
@@ -108,13 +110,13 @@ def _heat(site: SiteRecord, measure: Measure) -> float | None:
         bits = format_bits(site.format or "")
         return None if bits is None else math.log2(bits)
     assert site.error is not None
-    return round(math.log10(max(site.error, 1e-8)), 4)
+    return round(math.log10(max(site.error, _SMALLEST)), 4)
 
 
 def _cell_words(site: SiteRecord, measure: Measure) -> str:
     if measure == "format":
         return safe(shortened((site.format or "").split()[0], 8))
-    return percent_words(site.error or 0.0).replace(" ", "")
+    return percent_words(site.error).replace(" ", "") if site.error else "0"
 
 
 def _hover(site: SiteRecord) -> str:
