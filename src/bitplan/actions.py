@@ -27,7 +27,7 @@ from bitplan.plan import OPERANDS, SLOTS, Decision
 from bitplan.plan.spec import QuantizerSpec
 from bitplan.products import Product, slot_product
 from bitplan.quantizer import Encoded, Quantizer, straight_through
-from bitplan.sparing import Bits, sparing_relu
+from bitplan.sparing import Passes, sparing_relu
 from bitplan.tables import RECORD, TABLE
 from bitplan.torch_casts import is_cast_small
 from bitplan.tracing import is_traced, taken_whole
@@ -296,8 +296,9 @@ class GridRelu(torch.autograd.Function):
         ctx.action, ctx.here = backward, back
         y = torch.relu(x)
         if _keeps_little(backward):
-            ctx.passes = Bits(~(y <= 0))
+            ctx.passes = Passes(y)
             note_copy(y, x)
+            ctx.passes.wait_for_copy(y)
         else:
             ctx.save_for_backward(y)
         return y
@@ -308,7 +309,7 @@ class GridRelu(torch.autograd.Function):
         if ctx.saved_tensors:
             passed = torch.ops.aten.threshold_backward(rounded, ctx.saved_tensors[0], 0)
         else:
-            passed = ctx.passes.where_set(rounded)
+            passed = ctx.passes.apply(rounded)
         return mark(passed, ctx.action.grid), None, None
 
 

@@ -12,9 +12,9 @@ later does not. One packed copy serves all operations that keep the tensor.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -51,6 +51,8 @@ class Note:
     version: int
     #: The packed copy, as long as something keeps it.
     copy: weakref.ref[PackedCopy] | None = None
+    #: Who can do with the packed copy, once there is one, and keep less of their own.
+    waiting: list[Callable[[PackedCopy], None]] = field(default_factory=list)
 
 
 class PackedCopy:
@@ -164,6 +166,8 @@ class Keeper:
             except QuantizeError:  # NaN in a format that has no code for it is kept as it is
                 return tensor
             note.copy = weakref.ref(copy)
+            while note.waiting:
+                note.waiting.pop()(copy)
             self._count(copy.nbytes, tensor.untyped_storage().nbytes())
             weakref.finalize(copy, self._count, -copy.nbytes, -tensor.untyped_storage().nbytes())
         return Kept(copy, tensor.shape, tensor.stride(), int(tensor.storage_offset()) - note.offset)

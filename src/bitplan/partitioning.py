@@ -30,6 +30,10 @@ LONGEST_CHAIN = 2
 #: A tensor with at most this share of the elements of its inputs is small.
 _SMALL_SHARE = 1 / 8
 _CODE_TYPES = frozenset((torch.uint8, torch.int8, torch.int16, torch.float8_e4m3fn, torch.float8_e5m2))
+#: Operations that move values about, which torch's rule does not count among the cheap ones.
+_REARRANGING = frozenset(
+    (torch.ops.aten.cat, torch.ops.aten.stack, torch.ops.aten.unbind, torch.ops.aten.constant_pad_nd)
+)
 #: What torch's rule is relieved of: recomputation that ends in a product's operand, and long chains of it.
 LIFTED_BANS = {"ban_recompute_long_fusible_chains": False, "ban_recompute_materialized_backward": False}
 
@@ -111,9 +115,9 @@ class _Recomputable:
     def _is_cheap(self, node: fx.Node) -> bool:
         if node.target is operator.getitem:
             return node.args[0] in self.levels
-        if not isinstance(node.meta.get("val"), Tensor) or self._is_small(node):
+        if self._is_small(node) or self._kinds.is_compute_intensive(node) or self._kinds.is_random(node):
             return False
-        return bool(self._kinds.is_recomputable(node)) and not self._kinds.is_compute_intensive(node)
+        return bool(self._kinds.is_recomputable(node)) or getattr(node.target, "_overloadpacket", None) in _REARRANGING
 
     def _is_small(self, node: fx.Node) -> bool:
         """A reduction's result: kept as it is."""

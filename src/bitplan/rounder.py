@@ -78,13 +78,10 @@ class Rounder(Interceptor):
             return _written(target, func(*args, **kwargs))
         if not torch.compiler.is_compiling() and self.on_new_site is not None and here.site not in action.met:
             self.on_new_site(module, action, here)
-        is_kept_packed = self.keeper is not None and not torch.compiler.is_compiling()
-        if is_kept_packed:
-            func = spared(op, func)
+        if self.keeper is not None and not torch.compiler.is_compiling():
+            func = self._sparing(op, func)
         if is_product:
             _require_room_under_autocast(action, args)
-            if is_kept_packed:
-                args, kwargs = _map(_cast_by_autocast, args), {k: _map(_cast_by_autocast, v) for k, v in kwargs.items()}
         if has_slots:
             return _written(target, self._product(module, action, here, func, args, kwargs))
         if op == "relu" and action.rounds_output(here.training) and not action.at_consumer:
@@ -98,6 +95,15 @@ class Rounder(Interceptor):
                 lambda t: self._rounded_output(action, here if t is main else here.unrecorded(), t, args), result
             )
         return _written(target, result)
+
+    @staticmethod
+    def _sparing(op: str, func: Callable[..., Any]) -> Callable[..., Any]:
+        """What is called instead of `func` so that less is kept for the backward pass."""
+        if op not in PRODUCTS:
+            return spared(op, func)
+        return lambda *args, **kwargs: func(
+            *_map(_cast_by_autocast, args), **{key: _map(_cast_by_autocast, value) for key, value in kwargs.items()}
+        )
 
     def on_call(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if self.on_first_call is not None and not torch.compiler.is_compiling():

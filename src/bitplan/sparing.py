@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bitplan.keeping import PackedCopy, note_of
 from bitplan.packing import pack_bits, unpack_bits
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
@@ -57,18 +58,43 @@ class Bits:
         return torch.where(self.mask(), x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
+class Passes:
+    """Where a ReLU lets its gradient pass: a bit for each element, or its result, once another operation keeps that."""
+
+    def __init__(self, y: Tensor) -> None:
+        self.bits: Bits | None = Bits(~(y <= 0))
+        self.copy: PackedCopy | None = None
+
+    def wait_for_copy(self, y: Tensor) -> None:
+        """`y` lies on a grid, so that a packed copy of it shows the same signs."""
+        note = note_of(y)
+        if note is not None:
+            note.waiting.append(self._use)
+
+    def _use(self, copy: PackedCopy) -> None:
+        self.copy, self.bits = copy, None
+
+    def apply(self, x: Tensor) -> Tensor:
+        """`x`, and zero where it does not pass."""
+        if self.bits is not None:
+            return self.bits.where_set(x)
+        assert self.copy is not None
+        passed: Tensor = torch.ops.aten.threshold_backward(x, self.copy.unpack(), 0)
+        return passed
+
+
 class BitRelu(torch.autograd.Function):
     """ReLU that remembers where its gradient passes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         y = torch.relu(x)
-        ctx.passes = Bits(~(y <= 0))
+        ctx.passes = Passes(y)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        passed: Tensor = ctx.passes.where_set(grads[0])
+        passed: Tensor = ctx.passes.apply(grads[0])
         return passed
 
 
