@@ -19,6 +19,7 @@ from bitplan.errors import (
     FormatError,
     PlanError,
     QuantizeError,
+    ScheduleError,
     TargetError,
 )
 from bitplan.explain import Explanation, explain
@@ -30,6 +31,7 @@ from bitplan.packing import Packed, pack
 from bitplan.plan import Plan
 from bitplan.quantizer import Quantizer, quantize
 from bitplan.scaling import Scaling
+from bitplan.schedules import Schedule, schedule
 from bitplan.sites import Site, sites
 from bitplan.targets import Target, load_target
 
@@ -56,6 +58,8 @@ __all__ = [
     "QuantizeError",
     "Quantizer",
     "Scaling",
+    "Schedule",
+    "ScheduleError",
     "Site",
     "Target",
     "TargetError",
@@ -69,5 +73,6 @@ __all__ = [
     "pack",
     "predict_memory",
     "quantize",
+    "schedule",
     "sites",
 ]

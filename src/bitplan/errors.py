@@ -26,6 +26,10 @@ class PlanError(BitplanError, ValueError):
     """A plan that cannot be read, contradicts itself or asks for what does not exist."""
 
 
+class ScheduleError(BitplanError, ValueError):
+    """A schedule that does not exist, contradicts itself or is asked about a step that no run has."""
+
+
 class TargetError(BitplanError, ValueError):
     """A model, batch and loss that cannot be found, made or used together."""
 

@@ -1,0 +1,128 @@
+"""What a schedule is: a whole number of bits for every step of a run.
+
+A schedule knows nothing of tensors. A plan gives it to quantizers, whose width it then moves.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bitplan.errors import ScheduleError
+from bitplan.schedules.moments import Moment
+
+Whole = NDArray[np.int64]
+
+#: The fewest and the most bits that a schedule may ask for.
+LEAST_BITS, MOST_BITS = 1, 32
+#: A run has at most so many steps; positions are counted in 64-bit numbers.
+MOST_STEPS = 2**40
+#: Progress that is told as a share is counted in so many steps.
+FINE_STEPS = 10**9
+
+
+@dataclass(frozen=True)
+class ScheduleSummary:
+    """What ``bitplan schedules NAME --json`` tells."""
+
+    name: str
+    first: int
+    last: int
+    mean_bits: float
+    #: Share of the steps that run at the schedule's highest bits.
+    share_at_max: float
+    #: Bit operations, with the backward pass at the highest bits, as a share of those at the highest bits throughout.
+    relative_cost: float
+
+
+class Schedule(ABC):
+    """Bits for every step; a frozen value."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What tables call it: ``CR``, or ``late``."""
+
+    @property
+    @abstractmethod
+    def lowest(self) -> int:
+        """The fewest bits it ever asks for."""
+
+    @property
+    @abstractmethod
+    def highest(self) -> int:
+        """The most bits it ever asks for."""
+
+    @abstractmethod
+    def at(self, steps: Whole, total: int) -> Whole:
+        """The bits at these steps, each in 0..total-1."""
+
+    @abstractmethod
+    def to_data(self) -> dict[str, Any]:
+        """As a plan writes it; :func:`bitplan.schedules.schedule_from_data` gives the same schedule back."""
+
+    def moments(self) -> Iterator[Moment]:
+        """Every point of a run that it names."""
+        yield from ()
+
+    def bits(self, step: int, total: int) -> int:
+        """The bits of training step `step` (from 0) of `total`; after the last step those of the last.
+
+        >>> from bitplan.schedules import schedule
+        >>> [schedule("LR", low=3, high=8, cycles=1).bits(step, 100) for step in (0, 50, 99)]
+        [3, 6, 8]
+        """
+        if step < 0:
+            raise ScheduleError(f"a run has no step {step}: steps are counted from 0.")
+        check_total(total)
+        return int(self.at(np.array([min(step, total - 1)], dtype=np.int64), total)[0])
+
+    def table(self, total: int) -> Whole:
+        """The bits of every step of a run."""
+        check_total(total)
+        return self.at(np.arange(total, dtype=np.int64), total)
+
+    def summary(self, total: int) -> ScheduleSummary:
+        """The schedule in six figures, for a run of `total` steps."""
+        bits = self.table(total)
+        top = self.highest
+        # In whole numbers: m (q^2 + 2 q q_backward) a step, see bitplan.cost.
+        cost = int((bits * bits + 2 * bits * top).sum())
+        return ScheduleSummary(
+            self.name,
+            int(bits[0]),
+            int(bits[-1]),
+            float(bits.mean()),
+            float((bits == top).mean()),
+            cost / (3 * top * top * total),
+        )
+
+    def __str__(self) -> str:
+        """A few words, such as ``CR 3-8 x8``."""
+        width = f"{self.lowest}" if self.lowest == self.highest else f"{self.lowest}-{self.highest}"
+        return f"{self.name} {width}"
+
+
+def check_total(total: int) -> None:
+    if not 1 <= total <= MOST_STEPS:
+        raise ScheduleError(f"a run has 1 to {MOST_STEPS:,} steps, not {total}.")
+
+
+def check_bits(**given: int) -> None:
+    """Each is a whole number of bits that a format may have."""
+    for name, bits in given.items():
+        if isinstance(bits, bool) or not isinstance(bits, int):
+            raise ScheduleError(f"{name} is a whole number of bits, not {bits!r}.")
+        if not LEAST_BITS <= bits <= MOST_BITS:
+            raise ScheduleError(f"{name} is {bits}; it must be {LEAST_BITS} to {MOST_BITS}.")
+
+
+def check_range(low: int, high: int) -> None:
+    check_bits(low=low, high=high)
+    if low > high:
+        raise ScheduleError(f"low is {low} and high is {high}: exchange them.")

@@ -1,0 +1,134 @@
+"""Schedules by name: the ten, and the others, from Python and from a plan's plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bitplan.errors import ScheduleError, nearest_names
+from bitplan.schedules.base import Schedule
+from bitplan.schedules.cyclic import DEFAULT_CYCLES, TEN, Cyclic, Ramp
+from bitplan.schedules.fixed import Deficit, Function, LateSwitch, Piecewise, Static, StepList
+from bitplan.schedules.moments import Moment
+
+
+def schedule(name: str | Callable[[int, int], int], **options: Any) -> Schedule:
+    """The schedule of that name, or of a function (step, total) -> bits.
+
+    =====================  ===================================================================================
+    one of the ten         ``low``, ``high``, ``cycles`` (8)
+    ``cyclic``             the same and ``profile`` (C, L, E, R), ``shape`` (repeated, triangular), ``reflection``
+    ``growth``, ``decay``  ``low``, ``high``, ``profile`` (L): one growth or fall over the whole run
+    ``static``             ``bits``
+    ``steps``              ``bits``, a list, and ``at``, when each but the first begins
+    ``late``               ``low``, ``high``, ``last`` (10%): how much of the run is high
+    ``deficit``            ``low``, ``high``, ``start``, ``end``: low inside the window
+    ``pieces``             ``pieces``, a list of schedules, and ``at``, when each but the first begins
+    a function             ``low`` and ``high``, between which its bits lie
+    =====================  ===================================================================================
+
+    Moments are steps (5000) or shares ("90%").
+
+    >>> schedule("CR", low=3, high=8, cycles=8).bits(0, 64000)
+    3
+    """
+    if callable(name):
+        return Function(name, **_taken("function", options, ("low", "high")))
+    return schedule_from_data({"name": name, **options})
+
+
+def schedule_from_data(data: Mapping[str, Any]) -> Schedule:
+    """What :meth:`Schedule.to_data` gave."""
+    options = dict(data)
+    name = options.pop("name", None)
+    if name == "function":
+        raise ScheduleError("a function cannot be read from a file: give bitplan.schedule() the function in Python.")
+    known = (*TEN, *_OTHERS)
+    if not isinstance(name, str) or (name not in _OTHERS and name.upper() not in TEN):
+        raise ScheduleError(f"there is no schedule {name!r}; {nearest_names(str(name), known)}.")
+    if name in _OTHERS:
+        make, needed, optional = _OTHERS[name]
+        return make(_taken(name, options, needed, optional))
+    profile, shape, reflection = TEN[name.upper()]
+    given = _taken(name, options, ("low", "high"), ("cycles",))
+    return Cyclic(profile, shape=shape, reflection=reflection, **given)
+
+
+def _taken(
+    name: str, options: Mapping[str, Any], needed: tuple[str, ...], optional: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The options, all that are needed and none that are unknown."""
+    for key in options:
+        if key not in (*needed, *optional):
+            raise ScheduleError(f"{name} has no {key!r}; it has {', '.join((*needed, *optional))}.")
+    for key in needed:
+        if key not in options:
+            raise ScheduleError(f"{name} needs {key}: add it.")
+    return dict(options)
+
+
+def _cyclic(given: dict[str, Any]) -> Schedule:
+    return Cyclic(
+        given["profile"],
+        given["low"],
+        given["high"],
+        given.get("cycles", DEFAULT_CYCLES),
+        given.get("shape", "repeated"),
+        given.get("reflection"),
+    )
+
+
+def _ramp(falls: bool) -> Callable[[dict[str, Any]], Schedule]:
+    return lambda given: Ramp(given.get("profile", "L"), given["low"], given["high"], falls, given.get("reflection"))
+
+
+def _late(given: dict[str, Any]) -> Schedule:
+    return LateSwitch(given["low"], given["high"], Moment.of(given.get("last", "10%")))
+
+
+def _deficit(given: dict[str, Any]) -> Schedule:
+    return Deficit(given["low"], given["high"], Moment.of(given["start"]), Moment.of(given["end"]))
+
+
+def _steps(given: dict[str, Any]) -> Schedule:
+    return StepList(tuple(_listed("bits", given["bits"])), tuple(map(Moment.of, _listed("at", given["at"]))))
+
+
+def _pieces(given: dict[str, Any]) -> Schedule:
+    pieces = (
+        piece if isinstance(piece, Schedule) else schedule_from_data(piece)
+        for piece in _listed("pieces", given["pieces"])
+    )
+    return Piecewise(tuple(pieces), tuple(map(Moment.of, _listed("at", given["at"]))))
+
+
+def _listed(key: str, value: Any) -> list[Any]:
+    if not isinstance(value, (list, tuple)):
+        raise ScheduleError(f"{key} is a list, not {value!r}.")
+    return list(value)
+
+
+_Make = Callable[[dict[str, Any]], Schedule]
+#: Name -> what makes it, the options it needs, and those it may have.
+_OTHERS: dict[str, tuple[_Make, tuple[str, ...], tuple[str, ...]]] = {
+    "cyclic": (_cyclic, ("profile", "low", "high"), ("cycles", "shape", "reflection")),
+    "growth": (_ramp(falls=False), ("low", "high"), ("profile",)),
+    "decay": (_ramp(falls=True), ("low", "high"), ("profile", "reflection")),
+    "static": (lambda given: Static(given["bits"]), ("bits",), ()),
+    "steps": (_steps, ("bits", "at"), ()),
+    "late": (_late, ("low", "high"), ("last",)),
+    "deficit": (_deficit, ("low", "high", "start", "end"), ()),
+    "pieces": (_pieces, ("pieces", "at"), ()),
+}
+
+#: Every name that :func:`schedule` knows.
+SCHEDULE_NAMES: tuple[str, ...] = (*TEN, *_OTHERS)
+#: Name -> its options.
+SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(TEN, ("low", "high", "cycles")),
+    **{name: (*needed, *optional) for name, (_, needed, optional) in _OTHERS.items()},
+}
+SCHEDULE_NEEDS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(TEN, ("low", "high")),
+    **{name: needed for name, (_, needed, _) in _OTHERS.items()},
+}
