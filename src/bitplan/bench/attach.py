@@ -19,6 +19,7 @@ from torch import Tensor
 
 from bitplan.attach import attach
 from bitplan.bench.machine import describe_machine
+from bitplan.placing import batch_size, placed
 from bitplan.plan import Plan
 from bitplan.plan.find import find_plan
 from bitplan.sites import call_arguments, call_loss, split_batch
@@ -128,7 +129,7 @@ def bench_attach(
     """
     torch.manual_seed(seed)
     where = torch.device(device)
-    target = _on_device(load_target(model), where, batch)
+    target = placed(load_target(model), where, batch)
     uses_autocast = where.type == "cuda" if autocast is None else autocast
     variants: dict[str, Plan | None] = {PLAIN: None, EMPTY: Plan(), **{name: own_plan(name) for name in plans}}
     rows: list[Row] = []
@@ -169,32 +170,3 @@ def _best_turns(contenders: dict[str, Contender], turns: int) -> dict[str, float
         for name, contender in contenders.items():
             best[name] = min(best[name], contender.seconds_per_step(steps))
     return best
-
-
-def _on_device(target: Target, device: torch.device, batch: int | None) -> Target:
-    layout = torch.channels_last if device.type == "cuda" else torch.preserve_format
-
-    def moved(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            fitted = value if batch is None else _of_size(value, batch)
-            return fitted.to(device, memory_format=layout if value.dim() == 4 else torch.preserve_format)
-        if isinstance(value, (tuple, list)):
-            return type(value)(moved(item) for item in value)
-        return value
-
-    model = target.model.to(device)
-    if any(parameter.dim() == 4 for parameter in model.parameters()):
-        model = model.to(memory_format=layout)  # type: ignore[call-overload]
-    return Target(model, moved(target.batch), target.loss)
-
-
-def _of_size(value: Tensor, batch: int) -> Tensor:
-    """The first `batch` samples, repeated where there are fewer."""
-    repeats = -(-batch // value.shape[0])
-    return value.repeat(repeats, *[1] * (value.dim() - 1))[:batch]
-
-
-def batch_size(batch: Any) -> int:
-    while isinstance(batch, (tuple, list)):
-        batch = batch[0]
-    return int(batch.shape[0])

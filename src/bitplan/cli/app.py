@@ -14,7 +14,22 @@ from typing import Annotated
 import typer
 
 from bitplan._version import __version__
-from bitplan.cli import bench, compare, cost, demo, env, formats, plan, report, runs, sites, tasks, train
+from bitplan.cli import (
+    bench,
+    compare,
+    cost,
+    demo,
+    env,
+    formats,
+    memory,
+    plan,
+    report,
+    runs,
+    schedules,
+    sites,
+    tasks,
+    train,
+)
 
 #: What adds each command, in the order ``bitplan --help`` shows them.
 COMMANDS: tuple[Callable[[typer.Typer], None], ...] = (
@@ -22,6 +37,8 @@ COMMANDS: tuple[Callable[[typer.Typer], None], ...] = (
     sites.register,
     plan.register,
     cost.register,
+    schedules.register,
+    memory.register,
     tasks.register,
     train.register,
     compare.register,

@@ -14,14 +14,13 @@ from torch.utils._pytree import tree_leaves
 
 from bitplan.memory.step import Phase
 from bitplan.memory.storages import held
-from bitplan.memory.workspaces import WORKSPACES
+from bitplan.memory.workspaces import KEPT, PASSING
 
 
 class Walk:
     """Sees every tensor that an operation returns, and when its memory is released.
 
-    Kernels' own temporary memory is not seen, apart from the :data:`~bitplan.memory.workspaces.WORKSPACES` that they
-    return. On the models that tests compare with the allocator's events that is a few hundredths of the peak.
+    What kernels take for themselves is not seen, but for what :mod:`bitplan.memory.workspaces` knows.
     """
 
     def __init__(self) -> None:
@@ -52,6 +51,11 @@ class Walk:
         self.live += size
         self.peak = max(self.peak, self.live)
 
+    def allow(self, extra: int) -> None:
+        """Count so many bytes that live for a moment beside what lives now."""
+        if self._is_watching and not self._looks_away:
+            self.peak = max(self.peak, self.live + extra)
+
     def see(self, values: Iterable[object]) -> None:
         """Count the memory beneath the tensors among these values as alive, until it is released."""
         if not self._is_watching or self._looks_away:
@@ -79,8 +83,7 @@ class Walk:
     @contextmanager
     def looking_away(self, extra: int) -> Iterator[None]:
         """While something is at work whose own memory is known: `extra` bytes at most beyond what lives."""
-        if self._is_watching:
-            self.peak = max(self.peak, self.live + extra)
+        self.allow(extra)
         self._looks_away = True
         try:
             yield
@@ -111,7 +114,9 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in WORKSPACES:
-            result = WORKSPACES[func](result, *args, **(kwargs or {}))
+        if func in KEPT:
+            result = KEPT[func](result, *args, **(kwargs or {}))
         self.walk.see(tree_leaves(result))
+        if func in PASSING:
+            self.walk.allow(PASSING[func](result, *args, **(kwargs or {})))
         return result
