@@ -44,7 +44,6 @@ def register_backend() -> None:
         register(compile_packed, BACKEND)  # type: ignore[no-untyped-call, unused-ignore]
 
 
-@constant_when_traced
 def is_compiled_by_us() -> bool:
     """While torch.compile traces: whether the graph goes to our backend."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -66,6 +65,7 @@ def is_compiled_by_us() -> bool:
     return False
 
 
+@constant_when_traced
 def refuse_other_backends() -> None:
     """Raise where a packed model is compiled by a backend that would keep its tensors in full."""
     if not is_compiled_by_us():

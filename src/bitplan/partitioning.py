@@ -32,7 +32,7 @@ _SMALL_SHARE = 1 / 8
 _CODE_TYPES = frozenset((torch.uint8, torch.int8, torch.int16, torch.float8_e4m3fn, torch.float8_e5m2))
 #: Operations that move values about, which torch's rule does not count among the cheap ones.
 _REARRANGING = frozenset(
-    (torch.ops.aten.cat, torch.ops.aten.stack, torch.ops.aten.unbind, torch.ops.aten.constant_pad_nd)
+    getattr(torch.ops.aten, name) for name in ("cat", "constant_pad_nd", "copy", "stack", "unbind")
 )
 #: What torch's rule is relieved of: recomputation that ends in a product's operand, and long chains of it.
 LIFTED_BANS = {"ban_recompute_long_fusible_chains": False, "ban_recompute_materialized_backward": False}

@@ -1,0 +1,160 @@
+"""Packed execution, compiled: the numbers of emulate in float32, and a graph that keeps codes instead of tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+
+import bitplan
+from bitplan import intercept
+from bitplan.models.gpt import GPT
+from bitplan.models.resnet import cifar_resnet
+from bitplan.partitioning import PackedPartitioner
+from bitplan.plan import Plan
+
+
+def plan_of(**places: Any) -> Plan:
+    return Plan.from_dict({"version": 1, "rules": [{"match": "*", **places}]})
+
+
+PLANS = {
+    "unscaled": plan_of(activation="e4m3", grad_activation="e5m2"),
+    "scaled": plan_of(activation={"format": "int8", "scale": "tensor"}, grad_activation="e5m2"),
+    "min-max": plan_of(activation={"format": "int4", "scale": "tensor", "range": "minmax"}),
+    "three bits": plan_of(activation={"format": "e1m1none", "scale": "tensor"}),
+    "sixteen bits": plan_of(activation="bf16"),
+    "stochastic": plan_of(activation={"format": "e3m2", "rounding": "stochastic"}),
+    "blocks": plan_of(activation="mxfp8"),
+}
+Made = tuple[nn.Module, Tensor]
+
+
+def residual() -> Made:
+    return cifar_resnet(8), torch.randn(4, 3, 16, 16)
+
+
+def transformer() -> Made:
+    return GPT(tokens=64, length=32, layers=2, heads=2, features=32), torch.randint(64, (4, 32))
+
+
+class Graphs:
+    """A backend that runs what the partitioner makes as it is, and counts the bytes between the two parts."""
+
+    def __init__(self, partition: Any) -> None:
+        self.partition, self.kept = partition, 0
+        self.types: dict[torch.dtype, int] = {}
+
+    def split(self, gm: fx.GraphModule, inputs: Any, **settings: Any) -> Any:
+        forward, backward = self.partition(gm, inputs, **settings)
+        (output,) = (node for node in forward.graph.nodes if node.op == "output")
+        for node in output.args[0][settings["num_fwd_outputs"] :]:
+            value = node.meta.get("val")
+            if isinstance(value, Tensor) and node.op != "placeholder":
+                size = value.numel() * value.element_size()
+                self.kept += size
+                self.types[value.dtype] = self.types.get(value.dtype, 0) + size
+        return forward, backward
+
+    def backend(self) -> Any:
+        def run(gm: fx.GraphModule, inputs: Any) -> Any:
+            def boxed(given: list[Any]) -> Any:
+                return gm.forward(*given)
+
+            boxed._boxed_call = True  # type: ignore[attr-defined]
+            return boxed
+
+        decompositions = select_decomp_table()
+        return aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=self.split, decompositions=decompositions)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """An embedding's gradient is summed in any order by several."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def trained(made: Made, plan: Plan | None, execution: str, graphs: Graphs) -> list[Tensor]:
+    torch.compiler.reset()
+    model, x = copy.deepcopy(made[0]), made[1]
+    run = None if plan is None else bitplan.attach(model, plan, example=x, execution=execution)
+    y = torch.compile(model, fullgraph=True, backend=graphs.backend())(x)
+    y.square().mean().backward()
+    if run is not None:
+        run.detach()
+    return [y.detach(), *(p.grad for p in model.parameters())]
+
+
+def compared(made: Made, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[Graphs, Graphs]:
+    monkeypatch.setattr(intercept, "refuse_other_backends", lambda: None)
+    emulated, packed = Graphs(min_cut_rematerialization_partition), Graphs(PackedPartitioner())
+    a, b = trained(made, plan, "emulate", emulated), trained(made, plan, "packed", packed)
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    return emulated, packed
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_packed_graph_computes_the_same_bits_and_keeps_codes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    emulated, packed = compared(residual(), PLANS[name], monkeypatch)
+    small = sum(size for dtype, size in packed.types.items() if dtype.itemsize <= 2)
+    assert small > 0.8 * packed.kept
+    assert packed.kept < emulated.kept / (1.9 if name == "sixteen bits" else 3.5)
+
+
+@pytest.mark.parametrize("made", [residual, transformer])
+def test_eight_bits_keep_at_most_two_sevenths_of_float32(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    example = made()
+    plain = Graphs(min_cut_rematerialization_partition)
+    trained(example, None, "emulate", plain)
+    _, packed = compared(example, PLANS["unscaled"], monkeypatch)
+    assert packed.kept <= plain.kept / 3.5, f"{plain.kept / packed.kept:.2f}"
+
+
+def test_inductor_compiles_it_and_trains_alike() -> None:
+    torch.manual_seed(0)
+    model, x = (
+        nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)),
+        torch.randn(16, 32),
+    )
+    results = []
+    for execution in ("emulate", "packed"):
+        torch.compiler.reset()
+        twin = copy.deepcopy(model)
+        with bitplan.attach(twin, PLANS["unscaled"], example=x, execution=execution) as run:
+            compiled = run.compile()
+            for _ in range(2):
+                y = compiled(x)
+                y.square().mean().backward()
+                run.step()
+        results.append([y.detach(), *(p.grad for p in twin.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_graph_that_is_compiled_elsewhere_is_refused() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(4, 8)
+    torch.compiler.reset()
+    with (
+        bitplan.attach(model, PLANS["unscaled"], example=x, execution="packed"),
+        pytest.raises(RuntimeError, match=r"run\.compile\(\)"),  # torch wraps what is raised while it traces
+    ):
+        torch.compile(model, backend="aot_eager")(x)
+
+
+def test_the_backend_goes_by_its_name() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(4, 8)
+    torch.compiler.reset()
+    with bitplan.attach(model, PLANS["unscaled"], example=x, execution="packed"):
+        expected = model(x)
+        assert torch.equal(torch.compile(model, fullgraph=True, backend="bitplan")(x), expected)
