@@ -81,8 +81,8 @@ class StepList(Schedule):
 
     def at(self, steps: Whole, total: int) -> Whole:
         begins = np.array([change.first_step(total) for change in self.changes], dtype=np.int64)
-        widths = np.array(self.widths, dtype=np.int64)
-        return widths.take((steps[:, None] >= begins).sum(1))
+        chosen: Whole = np.array(self.widths, dtype=np.int64)[(steps[:, None] >= begins).sum(1)]
+        return chosen
 
     def to_data(self) -> dict[str, Any]:
         at = [change.to_data() for change in self.changes]

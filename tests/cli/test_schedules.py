@@ -1,0 +1,86 @@
+"""``bitplan schedules``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from bitplan.schedules import TEN, schedule
+
+
+def test_the_figures_of_one_as_json(bitplan: Callable[..., Any]) -> None:
+    ran = bitplan("schedules", "RTH", "--bits", "3-8", "--steps", 64000, "--cycles", 8, "--json")
+    assert ran.code == 0
+    assert list(ran.json) == ["name", "first", "last", "mean_bits", "share_at_max", "relative_cost"]
+    assert (ran.json["name"], ran.json["first"], ran.json["last"]) == ("RTH", 8, 8)
+    assert round(ran.json["relative_cost"], 3) == 0.399
+    other = bitplan("schedules", "cr", "--bits", "5-8", "--steps", 1000, "--cycles", 2, "--json").json
+    assert other["mean_bits"] == schedule("CR", low=5, high=8, cycles=2).table(1000).mean()
+
+
+def test_all_ten_side_by_side_in_their_groups(bitplan: Callable[..., Any]) -> None:
+    shown = bitplan("schedules")
+    assert shown.code == 0
+    for name in TEN:
+        assert f"\n {name} " in shown.out
+    order = [
+        shown.out.index(word) for word in ("high-saving (", "\n RR ", "balanced (", "\n CR ", "low-saving (", "\n ER ")
+    ]
+    assert order == sorted(order)
+    assert shown.out.count("size of the saving") == 1
+    records = bitplan("schedules", "--json").json
+    assert {record["name"]: record["group"] for record in records}["ETH"] == "low-saving"
+
+
+def test_the_groups_follow_from_the_costs() -> None:
+    from bitplan.schedules.groups import GROUPS
+
+    costs = {name: schedule(name, low=3, high=8).summary(64000).relative_cost for name in TEN}
+    ordered = sorted(costs, key=costs.__getitem__)
+    assert set(ordered[:2]) == set(GROUPS["high-saving"])
+    assert set(ordered[2:8]) == set(GROUPS["balanced"])
+    assert set(ordered[8:]) == set(GROUPS["low-saving"])
+
+
+def test_a_drawing_has_a_line_for_every_width(bitplan: Callable[..., Any]) -> None:
+    lines = bitplan("schedules", "LR", "--bits", "3-8", "--cycles", 1).out.splitlines()
+    bars = [line.split("|")[1] for line in lines if "|" in line]
+    assert len(bars) == 6
+    filled = [bar.count("█") for bar in bars]
+    assert filled == sorted(filled)
+    assert filled[-1] == 72
+    assert [bar.rstrip()[-1] for bar in bars] == ["█"] * 6
+
+
+@pytest.mark.parametrize(
+    ("saving", "name"), [(0.1, "ETH"), (0.17, "ETH"), (0.2, "RTV"), (0.36, "RTV"), (0.37, "LT"), (0.4, "RTH")]
+)
+def test_a_saving_is_answered_by_a_schedule_and_its_reason(
+    bitplan: Callable[..., Any], saving: float, name: str
+) -> None:
+    found = bitplan("schedules", "--saving", saving, "--json").json
+    assert found["name"] == name
+    assert 1 - found["relative_cost"] >= saving
+    assert found["reason"].startswith(f"{name} saves")
+    assert "lasting damage" in bitplan("schedules", "--saving", saving).out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["XX"], "there is no schedule 'XX'"),
+        (["CR", "--bits", "8"], "no range of bits"),
+        (["CR", "--bits", "8-3"], "exchange them"),
+        (["--saving", "0.9"], "RR saves most, 60%"),
+        (["--saving", "2"], "a share of 0 to 1"),
+        (["CR", "--saving", "0.3"], "drop CR"),
+        (["deficit"], "write it in a plan"),
+    ],
+)
+def test_mistakes_are_one_sentence(bitplan: Callable[..., Any], arguments: list[str], sentence: str) -> None:
+    ran = bitplan("schedules", *arguments)
+    assert ran.code == 2
+    assert sentence in ran.err
+    assert len(ran.err.strip().splitlines()) == 1
