@@ -81,3 +81,12 @@ def test_shufflenet_has_only_the_widths_that_are_known() -> None:
 )
 def test_widths_are_rounded_but_never_below_90_percent(channels: int, width: float, expected: int) -> None:
     assert scaled(channels, width) == expected
+
+
+def test_the_original_mobilenet_has_the_published_size_and_takes_big_images() -> None:
+    """3,504,872 parameters: the paper's 3.4M, and torchvision's count to the last one."""
+    with torch.device("meta"):
+        model = MobileNetV2(1000, big_images=True)
+        assert sum(parameter.numel() for parameter in model.parameters()) == 3_504_872
+        assert model(torch.empty(2, 3, 224, 224)).shape == (2, 1000)
+        assert model.blocks(torch.empty(1, 32, 112, 112)).shape == (1, 320, 7, 7)

@@ -32,6 +32,10 @@ def _tokens(model: nn.Module, tokens: int, shape: tuple[int, int]) -> Target:
     return Target(model, (inputs, following), next_token_loss)
 
 
+def _wide_gpt(tokens: int) -> GPT:
+    return GPT(tokens, length=1024, layers=12, heads=16, features=1024)
+
+
 def _graph(nodes: int = 2048, edges: int = 8192) -> Target:
     """The layers used for OGBN-Arxiv (128-512-512-40) on a random graph."""
     with torch.device("cpu"):  # the adjacency's nonzeros are data that must exist
@@ -54,7 +58,11 @@ BUILT_IN: dict[str, Callable[[], Target]] = {
     "shufflenet-v2": lambda: _images(ShuffleNetV2(100), 100),
     "resnet18-imagenet": lambda: _images(imagenet_resnet(18), 1000, size=224, batch=64),
     "resnet50": lambda: _images(imagenet_resnet(50), 1000, size=224, batch=64),
+    "mobilenet-v2-imagenet": lambda: _images(MobileNetV2(1000, big_images=True), 1000, size=224, batch=64),
     "gpt2-small": lambda: _tokens(gpt2_small(), 50257, (8, 1024)),
+    # What memory is measured on: twelve layers of 1024, with GPT-2's vocabulary and with bytes.
+    "gpt-1024": lambda: _tokens(_wide_gpt(50257), 50257, (32, 1024)),
+    "gpt-1024-bytes": lambda: _tokens(_wide_gpt(256), 256, (32, 1024)),
     "gpt-tiny": lambda: _tokens(GPT(tokens=256, length=64, layers=2, heads=2, features=64), 256, (8, 64)),
     # One layer of 800 on Penn Treebank's 10,000 words, 35 steps of 20 texts.
     "lstm": lambda: _tokens(LSTMModel(10_000, 800), 10_000, (35, 20)),
