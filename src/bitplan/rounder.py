@@ -12,16 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.actions import (
-    Action,
-    Here,
-    PlaceAction,
-    rounded,
-    rounded_both_ways,
-    rounded_gradient,
-    rounded_product,
-    rounded_relu,
-)
+from bitplan.actions import Action, Here, PlaceAction
+from bitplan.applying import rounded, rounded_both_ways, rounded_gradient, rounded_product, rounded_relu
 from bitplan.decisions import ANY, inner_key
 from bitplan.errors import QuantizeError
 from bitplan.formats import FloatFormat, IntFormat
