@@ -29,16 +29,23 @@ class Explanation:
     """One site, and what the plan does with it."""
 
     site: Site
-    #: None: the tensor is left alone.
+    #: None: the tensor is left alone. Where the whole quantizer changes over time: the first that is not None.
     quantizer: QuantizerSpec | None
     #: The index in ``plan.all_rules`` of the rule that spoke last, also where it said to keep; None where none spoke.
     rule: int | None
     #: File, line and field of that rule.
     where: str = ""
+    #: Where the whole quantizer changes over time: the whole story in words.
+    over_time: str | None = None
+
+    @property
+    def words(self) -> str | None:
+        """What the tensor gets, in one line; None where it is left alone."""
+        return self.over_time or (None if self.quantizer is None else str(self.quantizer))
 
     def __str__(self) -> str:
         by = "no rule" if self.rule is None else self.where or f"rules[{self.rule}]"
-        return f"{self.site.name}: {self.quantizer or 'left alone'} ({by})"
+        return f"{self.site.name}: {self.words or 'left alone'} ({by})"
 
 
 def explain(
@@ -65,7 +72,7 @@ def explained(plan: Plan, operations: Sequence[Operation]) -> list[Explanation]:
 def _explained(plan: Plan, site: Site, inside: str | None) -> Explanation:
     choice: Choice = decision_for(plan.decide, site.module, site.op, inside)[site.role]
     where = "" if choice.rule is None else plan.all_rules[choice.rule].where
-    return Explanation(site, choice.quantizer, choice.rule, where)
+    return Explanation(site, choice.quantizer, choice.rule, where, choice.over_time)
 
 
 def require_seen(plan: Plan, model: nn.Module) -> None:

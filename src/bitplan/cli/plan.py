@@ -107,7 +107,7 @@ def explanation_record(explanation: Explanation) -> dict[str, Any]:
     """What JSON says about a site under a plan."""
     return {
         **site_record(explanation.site),
-        "quantizer": None if explanation.quantizer is None else str(explanation.quantizer),
+        "quantizer": explanation.words,
         "rule": explanation.rule,
         "where": explanation.where or None,
     }
@@ -137,7 +137,7 @@ def _print(shown: list[Explanation], output: Output) -> None:
     table.add_column("quantizer", no_wrap=True)
     table.add_column("rule", no_wrap=True)
     for each in shown:
-        quantizer = "-" if each.quantizer is None else str(each.quantizer)
+        quantizer = each.words or "-"
         rule = "-" if each.rule is None else each.where or f"rules[{each.rule}]"
         table.add_row(each.site.name, shape_text(each.site), quantizer, rule)
     output.console.print(table)

@@ -252,7 +252,7 @@ def _describe(asked: _Asked, output: Output) -> None:
         sites = explain(target.model, asked.plan or Plan(), target.batch, target.loss)
         whole = cost_of(target.model, asked.plan or Plan(), target.batch, target.loss).times(settings["steps"])
     formats = Counter(
-        (each.site.role, "as it is" if each.quantizer is None else str(each.quantizer))
+        (each.site.role, each.words or "as it is")
         for each in sites
         if each.site.role in ROLES or each.quantizer is not None
     )

@@ -9,7 +9,8 @@ from bitplan.plan.match import Matcher, closest, compile_match, unmatched_messag
 from bitplan.plan.places import KEYS, OPERANDS, PASSES, PLACES, ROLES, SLOTS, GradAt
 from bitplan.plan.presets import preset_names, preset_text
 from bitplan.plan.schema import plan_schema
-from bitplan.plan.spec import KEEP, Evaluation, QuantizerSpec, Rule, Use
+from bitplan.plan.spec import KEEP, Evaluation, QuantizerSpec, Rule
+from bitplan.plan.uses import Choosing, Switch, Use
 
 __all__ = [
     "KEEP",
@@ -20,6 +21,7 @@ __all__ = [
     "ROLES",
     "SLOTS",
     "Choice",
+    "Choosing",
     "Decision",
     "Evaluation",
     "GradAt",
@@ -27,6 +29,7 @@ __all__ = [
     "Plan",
     "QuantizerSpec",
     "Rule",
+    "Switch",
     "Use",
     "closest",
     "compile_match",

@@ -16,9 +16,11 @@ from bitplan.plan.kinds import Anything
 from bitplan.plan.match import Matcher, compile_match
 from bitplan.plan.places import KEYS, OPERANDS, PLACES, GradAt
 from bitplan.plan.presets import is_preset_name
-from bitplan.plan.spec import QuantizerSpec, Rule, Use, check_quantizer_name, follow
+from bitplan.plan.spec import QuantizerSpec, Rule, check_name, check_quantizer_name
 from bitplan.plan.tree import tree_from_data
+from bitplan.plan.uses import Choosing, Names, OverTime, Use, leaves, over_time, switches, use_data
 from bitplan.plan.write import yaml_text
+from bitplan.schedules import Function, Position, Schedule
 
 #: The version of the plan language that this package reads and writes.
 VERSION = 1
@@ -28,7 +30,7 @@ VERSION = 1
 class Choice:
     """What one place gets, and which rule said so."""
 
-    #: None: the place is left alone.
+    #: None: the place is left alone. Where the whole quantizer changes over time: the first that is not None.
     quantizer: QuantizerSpec | None = None
     #: The index in :attr:`Plan.all_rules` of the rule that spoke last; None where no rule spoke.
     rule: int | None = None
@@ -36,6 +38,13 @@ class Choice:
     name: str | None = None
     #: Slots of one operation with the same share get one tensor, rounded once; None where nothing is shared.
     share: str | None = None
+    #: Where the whole quantizer changes over time: the whole story in words.
+    over_time: str | None = None
+
+    @property
+    def words(self) -> str | None:
+        """What the place gets, in one line; None where it is left alone."""
+        return self.over_time or (None if self.quantizer is None else str(self.quantizer))
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,8 @@ class Plan:
     #: Who or what made the plan: kept, never interpreted.
     made_by: str | Mapping[str, Any] | None = None
     version: int = VERSION
+    #: Name -> how the bits of the quantizers that name it move.
+    schedules: Mapping[str, Schedule] = field(default_factory=dict)
     #: The file it was loaded from.
     origin: Path | None = field(default=None, compare=False, repr=False)
 
@@ -84,6 +95,9 @@ class Plan:
         if (self.extends is None) != (self.base is None):
             raise PlanError("extends names the plan that base holds: give both or neither.")
         object.__setattr__(self, "quantizers", dict(self.quantizers))
+        object.__setattr__(self, "schedules", dict(self.schedules))
+        for name in self.schedules:
+            check_name(name)
         if self.made_by is not None:
             # A copy of plain values, so that what can be made can also be written.
             object.__setattr__(self, "made_by", Anything("").read(tree_from_data(self.made_by, "made_by")))
@@ -105,16 +119,27 @@ class Plan:
         return {**(self.base.all_quantizers if self.base else {}), **self.quantizers}
 
     @cached_property
+    def all_schedules(self) -> dict[str, Schedule]:
+        """Every schedule that quantizers may name. The plan's own replace the base's."""
+        return {**(self.base.all_schedules if self.base else {}), **self.schedules}
+
+    @cached_property
+    def names(self) -> Names:
+        """What every name of the plan stands for."""
+        return Names(self.all_quantizers, self.all_schedules)
+
+    @cached_property
     def _matchers(self) -> tuple[Matcher, ...]:
         return tuple(map(compile_match, self.all_rules))
 
     def quantizer(self, use: Use) -> QuantizerSpec | None:
-        """The quantizer that stands behind a name; None for ``keep``."""
-        return follow(use, self.all_quantizers)
+        """The quantizer that stands behind a name; None for ``keep``. Over time: the first that is not None."""
+        return next((spec for spec in leaves(use, self.names) if spec is not None), None)
 
     def _check(self, use: Use, where: str) -> None:
         try:
-            follow(use, self.all_quantizers)
+            for _ in leaves(use, self.names):
+                pass
         except PlanError as error:
             raise PlanError(f"{where}: {error}") from None
 
@@ -131,14 +156,63 @@ class Plan:
                 spec = self.quantizer(use)
                 share = f"{key} of rules[{index}]" if key in OPERANDS and spec else None
                 name = use if isinstance(use, str) and use in self.all_quantizers else None
-                choices |= dict.fromkeys(KEYS[key], Choice(spec, index, name, share))
+                story = over_time(use, self.names)
+                choices |= dict.fromkeys(KEYS[key], Choice(spec, index, name, share, story))
                 if key == "grad_activation":
                     grad_at = rule.grad_at or "producer"
         return Decision(_without_lonely_shares(choices), grad_at)
 
     def flattened(self) -> Plan:
         """The same plan with nothing to extend: a text that stands alone."""
-        return replace(self, rules=self.all_rules, quantizers=self.all_quantizers, extends=None, base=None)
+        return replace(
+            self,
+            rules=self.all_rules,
+            quantizers=self.all_quantizers,
+            schedules=self.all_schedules,
+            extends=None,
+            base=None,
+        )
+
+    # --- over time ---
+
+    @cached_property
+    def switches(self) -> tuple[OverTime, ...]:
+        """Everything in the plan that changes its whole quantizer during a run."""
+        uses = [*self.all_quantizers.values(), *(use for rule in self.all_rules for _, use in rule.quantizers)]
+        return tuple(dict.fromkeys(switch for use in uses for switch in switches(use)))
+
+    @cached_property
+    def followed(self) -> dict[str, Schedule]:
+        """The schedules that some rule's quantizer follows."""
+        specs = [spec for rule in self.all_rules for _, use in rule.quantizers for spec in leaves(use, self.names)]
+        moving = {spec.moved_by for spec in specs if spec is not None}
+        choosing = {switch.by for switch in self.switches if isinstance(switch, Choosing)}
+        return {name: each for name, each in self.all_schedules.items() if each in moving or name in choosing}
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything changes while a run goes on."""
+        return bool(self.switches or self.followed)
+
+    def at(self, position: Position, *, fixed: bool = False) -> Plan:
+        """The plan as it stands at that position of a run: no quantizer changes as a whole any more.
+
+        :param fixed: bits do not move any more either.
+        """
+
+        def now(use: Use) -> Use:
+            while not isinstance(use, (str, QuantizerSpec)):
+                use = use.cases[use.case_at(position, self.all_schedules)]
+            if fixed and isinstance(use, QuantizerSpec) and isinstance(use.bits, str):
+                return use.with_bits(self.all_schedules[use.bits].bits(position.step, position.total))
+            return use
+
+        whole = self.flattened()
+        rules = (
+            replace(rule, quantizers=tuple((key, now(use)) for key, use in rule.quantizers)) for rule in whole.rules
+        )
+        quantizers = {name: now(use) for name, use in whole.quantizers.items()}
+        return replace(whole, rules=tuple(rules), quantizers=quantizers)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -181,10 +255,10 @@ class Plan:
         for key in ("name", "description", "extends", "made_by"):
             if (value := getattr(self, key)) is not None:
                 data[key] = value
+        if self.schedules:
+            data["schedules"] = {name: schedule.to_data() for name, schedule in self.schedules.items()}
         if self.quantizers:
-            data["quantizers"] = {
-                name: use if isinstance(use, str) else use.to_data() for name, use in self.quantizers.items()
-            }
+            data["quantizers"] = {name: use_data(use) for name, use in self.quantizers.items()}
         data["rules"] = [rule.to_data() for rule in self.rules]
         return data
 
@@ -197,6 +271,8 @@ class Plan:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan where :meth:`load` finds it again, the file that it extends included."""
         target = Path(path)
+        if any(isinstance(schedule, Function) for schedule in self.schedules.values()):
+            raise PlanError("a schedule that is a function cannot be written to a file: keep this plan in Python.")
         plan = replace(self, extends=self._extends_from(target))
         text = plan.to_json() if target.suffix.lower() == ".json" else plan.to_yaml()
         try:

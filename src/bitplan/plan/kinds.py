@@ -83,16 +83,13 @@ class Choice(Kind[str]):
 
 @dataclass(frozen=True)
 class Whole(Kind[int]):
-    """A whole number; 8.0 is one too, as in JSON Schema. `reserved` answers a text that a later version will read."""
+    """A whole number; 8.0 is one too, as in JSON Schema."""
 
     least: int
     most: int
-    reserved: str = ""
 
     def read(self, node: Node) -> int:
         value = node.value
-        if isinstance(value, str) and self.reserved:
-            raise node.error(self.reserved)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
             raise node.error(f"this must be a whole number, not {node.describe()}.")
         if not self.least <= value <= self.most:

@@ -5,9 +5,10 @@ The tables `QUANTIZER`, `RULE` and `PLAN` are the whole grammar: :mod:`bitplan.p
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from bitplan.errors import PlanError
 from bitplan.formats import Overflow
@@ -37,33 +38,27 @@ from bitplan.plan.spec import (
     Evaluation,
     QuantizerSpec,
     Rule,
-    Use,
     any_case,
+    check_name,
     check_quantizer_name,
-    follow,
-    use_from_text,
 )
+from bitplan.plan.time_grammar import NAME_PATTERN, Scheduled, When, Width
 from bitplan.plan.tree import MAX_CHARACTERS, Node, tree_from_data, tree_from_json, tree_from_yaml
+from bitplan.plan.uses import Choosing, Names, Switch, Use, leaves, use_from_text
 from bitplan.reference import ROUNDINGS
 from bitplan.scaling import Granularity, Range
+from bitplan.schedules import Schedule
 
 Syntax = Literal["yaml", "json"]
 
 #: Files that extend files that extend files ...: more than this is a mistake.
 _MAX_EXTENDS = 16
 
-_NO_SCHEDULES = "this version of bitplan does not run schedules yet"
-_SWITCH = f"{_NO_SCHEDULES}, so a quantizer cannot change during the run: give one format."
-
 QUANTIZER = Record(
     "How one tensor is rounded.",
     {
         "format": Text("A number format such as e4m3, bf16 or int8; or a family, int or float, with bits."),
-        "bits": Whole(
-            "Bits of a value, sign included; with format: int or float.",
-            *(1, 32),
-            reserved=f"{_NO_SCHEDULES}: give bits a number.",
-        ),
+        "bits": Width("Bits of a value, sign included, or the schedule that moves them; with format: int or float."),
         "exponent_bits": Whole("How many of a float's bits are the exponent's (8 if not given).", 1, 8),
         "rounding": Choice("How a value between two neighbours chooses.", ROUNDINGS),
         "scale": Choice(
@@ -80,10 +75,7 @@ QUANTIZER = Record(
         ),
     },
     required=("format",),
-    reserved={
-        "promote": "this version of bitplan does not run promotions yet: drop promote.",
-        **dict.fromkeys(("until", "use", "then"), _SWITCH),
-    },
+    reserved={"promote": "this version of bitplan does not run promotions yet: drop promote."},
 )
 _AT = Choice("Where grad_activation rounds: at the producer, after the sum, or at each consumer.", get_args(GradAt))
 GRAD_QUANTIZER = Record(
@@ -117,16 +109,72 @@ class Quantizing(Kind[_Placed]):
                 raise PlanError(f"a quantizer is a format name, a name or a mapping, not {node.describe()}.")
         except PlanError as error:
             raise node.error(str(error)) from None
-        values = self.record.read(node)
+        over_time = next((record for key, record in OVER_TIME.items() if key in node.value), None)
+        values = (over_time or self.record).read(node)
         at = values.pop("at", None)
         try:
-            return _Placed(QuantizerSpec(**values), at)
+            return _Placed(_changing(values) if over_time else QuantizerSpec(**values), at)
         except PlanError as error:
             raise node.error(str(error)) from None
 
     def shape(self) -> Schema:
         alone = {"type": "string", "minLength": 1, "not": {"pattern": any_case("|".join(FAMILIES))}}
-        return {"anyOf": [alone, {"$ref": f"#/$defs/{self.reference}"}]}
+        mappings = (self.reference, "switch", "choosing")
+        return {"anyOf": [alone, *({"$ref": f"#/$defs/{name}"} for name in mappings)]}
+
+
+@dataclass(frozen=True)
+class _Cases(Kind[tuple[tuple[int, Use], ...]]):
+    """Quantizers by the bits from which they are chosen."""
+
+    def read(self, node: Node) -> tuple[tuple[int, Use], ...]:
+        cases = []
+        for text, item in entries_of(node).items():
+            if not _LEVEL.fullmatch(text):
+                raise item.error(f"{text!r} is no number of bits: choose by whole numbers of 1 to 32.")
+            cases.append((int(text), _USE.read(item).use))
+        if not cases:
+            raise node.error("this mapping is empty: give quantizers by bits, such as {4: low, 8: high}.")
+        return tuple(cases)
+
+    def shape(self) -> Schema:
+        names = {"pattern": f"^({_LEVEL.pattern})$"}
+        return {
+            "type": "object",
+            "propertyNames": names,
+            "additionalProperties": _USE.schema(),
+            "minProperties": 1,
+        }
+
+
+#: Bits as the key of a mapping.
+_LEVEL = re.compile(r"[1-9]|[12][0-9]|3[0-2]")
+_USE = Quantizing("", QUANTIZER, "quantizer")
+SWITCH = Record(
+    "One quantizer until some moment of the run, then another.",
+    {
+        "until": When("A step, or a share of the run such as 90%."),
+        "use": Quantizing("The quantizer until then.", QUANTIZER, "quantizer"),
+        "then": Quantizing("The quantizer from then on.", QUANTIZER, "quantizer"),
+    },
+    required=("until", "use", "then"),
+)
+CHOOSING = Record(
+    "The quantizer that a schedule's bits choose.",
+    {
+        "by": Text("The schedule.", check=check_name, pattern=NAME_PATTERN),
+        "choose": _Cases("Bits -> the quantizer from these bits on."),
+    },
+    required=("by", "choose"),
+)
+#: The key that tells what changes as a whole over time -> its grammar.
+OVER_TIME = {"until": SWITCH, "by": CHOOSING}
+
+
+def _changing(values: dict[str, Any]) -> Switch | Choosing:
+    if "until" in values:
+        return Switch(values["until"], values["use"].use, values["then"].use)
+    return Choosing(values["by"], values["choose"])
 
 
 def _about(key: str) -> str:
@@ -194,6 +242,12 @@ PLAN = Record(
         "description": Text("What the plan does, for people."),
         "extends": Text("A plan file, relative to this one, or a preset's name; its rules come first."),
         "made_by": Anything("Who or what made the plan, and how: kept, never interpreted."),
+        "schedules": Named(
+            "How bits move while a run goes on, under a name that quantizers can give as bits.",
+            Scheduled(""),
+            check_name,
+            {"pattern": NAME_PATTERN},
+        ),
         "quantizers": Named(
             "Quantizers under a name that rules can use.",
             Quantizing("", QUANTIZER, "quantizer"),
@@ -203,7 +257,6 @@ PLAN = Record(
         "rules": Listing("Ordered rules.", _Rules("")),
     },
     required=("version",),
-    reserved={"schedules": f"{_NO_SCHEDULES}: drop schedules, and give every bits a number."},
 )
 
 
@@ -217,23 +270,32 @@ def plan_from_tree(tree: Node, origin: Path | None = None, chain: tuple[str, ...
         base = _base(entries_of(tree)["extends"], values["extends"], origin, chain)
     quantizers = {name: placed.use for name, placed in values.pop("quantizers", {}).items()}
     rules: tuple[Rule, ...] = values.pop("rules", ())
-    _check_names(tree, quantizers, rules, base)
+    _check_names(tree, quantizers, rules, values.get("schedules", {}), base)
     try:
         return Plan(rules, quantizers, base=base, origin=origin, **values)
     except PlanError as error:
         raise tree.error(str(error)) from None
 
 
-def _check_names(tree: Node, quantizers: dict[str, Use], rules: tuple[Rule, ...], base: Plan | None) -> None:
-    """Every name stands for a quantizer. The plan checks this too, but only here are the lines known."""
-    known = {**(base.all_quantizers if base else {}), **quantizers}
+def _check_names(
+    tree: Node,
+    quantizers: dict[str, Use],
+    rules: tuple[Rule, ...],
+    schedules: dict[str, Schedule],
+    base: Plan | None,
+) -> None:
+    """Every name stands for something. The plan checks this too, but only here are the lines known."""
+    known = Names(
+        {**(base.all_quantizers if base else {}), **quantizers}, {**(base.all_schedules if base else {}), **schedules}
+    )
     nodes = entries_of(tree)
     uses = [(entries_of(nodes["quantizers"])[name], use) for name, use in quantizers.items()]
     for rule, node in zip(rules, items_of(nodes["rules"]) if rules else [], strict=True):
         uses += [(entries_of(node)[key], use) for key, use in rule.quantizers]
     for node, use in uses:
         try:
-            follow(use, known)
+            for _ in leaves(use, known):
+                pass
         except PlanError as error:
             raise node.error(str(error)) from None
 

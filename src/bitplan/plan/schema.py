@@ -2,8 +2,9 @@
 
 Fields and their kinds come from the tables that the loader reads by (:mod:`bitplan.plan.load`), conflicts between
 keys from :mod:`bitplan.plan.places`. Added here is what goes with what inside a quantizer; a test lets the schema and
-the loader judge the same random plans. Three things only the loader knows: whether a name or a file exists, whether a
-regular expression is one, and a few floats that fit the pattern but have no value but zero or too large a bias.
+the loader judge the same random plans. Four things only the loader knows: whether a name or a file exists, whether a
+regular expression is one, whether a schedule's numbers fit together and fit their quantizers, and a few floats that fit
+the pattern but have no value but zero or too large a bias.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from bitplan.formats import BlockFormat, FloatFormat
 from bitplan.names import NAMED
 from bitplan.names import format as format_of
 from bitplan.plan.kinds import Schema
-from bitplan.plan.load import GRAD_QUANTIZER, PLAN, QUANTIZER, RULE
+from bitplan.plan.load import CHOOSING, GRAD_QUANTIZER, PLAN, QUANTIZER, RULE, SWITCH
 from bitplan.plan.places import CONFLICTS, KEYS
 from bitplan.plan.spec import DEFAULT_EXPONENT_BITS, QuantizerSpec, any_case, is_format
+from bitplan.plan.time_grammar import schedule_schema
 
 _SYMMETRIC = r"int0*([2-9]|1[0-6])"
 _AFFINE = r"uint0*([1-9]|1[0-6])"
@@ -34,6 +36,9 @@ def plan_schema() -> Schema:
         "$defs": {
             "quantizer": _quantizer(QUANTIZER.schema()),
             "grad_quantizer": _quantizer(GRAD_QUANTIZER.schema()),
+            "switch": SWITCH.schema(),
+            "choosing": CHOOSING.schema(),
+            "schedule": schedule_schema(),
             "rule": _rule(),
         },
     }

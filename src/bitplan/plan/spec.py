@@ -8,9 +8,8 @@ it into a :class:`bitplan.quantizer.Quantizer` once the axis is known.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from bitplan.errors import BitplanError, FormatError, PlanError, nearest_names
 from bitplan.formats import BlockFormat, Format, IntFormat, Overflow
@@ -22,12 +21,16 @@ from bitplan.plan.places import CONFLICTS, KEYS, GradAt
 from bitplan.quantizer import Quantizer, make_quantizer
 from bitplan.reference import Rounding
 from bitplan.scaling import Granularity, Range
+from bitplan.schedules import Schedule
+
+if TYPE_CHECKING:
+    from bitplan.plan.uses import Use
 
 #: What evaluation does: the same as training; ranges from a running mean (EMA) of those seen in training; no rounding;
-#: the highest precision the quantizer ever has (which is its only one, until a schedule moves it).
+#: the highest bits that its schedule ever gives it (its only ones, where none moves it).
 Evaluation = Literal["same", "ema", "off", "top"]
 
-#: Formats that leave their width to ``bits``, so that a schedule will be able to move it.
+#: Formats that leave their width to ``bits``, so that a schedule can move it.
 FAMILIES: tuple[str, ...] = ("int", "float")
 #: A float of a family has as many exponent bits as float32, unless it says otherwise: 16 bits are then bf16.
 DEFAULT_EXPONENT_BITS = 8
@@ -37,9 +40,9 @@ KEEP = "keep"
 
 QUANTIZER_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 #: Texts that want to be a format's name, whether or not such a format exists.
-_LIKE_A_FORMAT = "|".join([*NAMED, "e[0-9]+m[0-9]+.*", "u?int[0-9]+", "mx(fp|int)[0-9]+.*"])
+LIKE_A_FORMAT = "|".join([*NAMED, "e[0-9]+m[0-9]+.*", "u?int[0-9]+", "mx(fp|int)[0-9]+.*"])
 #: What cannot name a quantizer, because it stands, or may one day stand, for something else.
-RESERVED_NAMES = "|".join([KEEP, *FAMILIES, _LIKE_A_FORMAT])
+RESERVED_NAMES = "|".join([KEEP, *FAMILIES, LIKE_A_FORMAT])
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,8 @@ class QuantizerSpec:
 
     #: A format's name, printed canonically; or a family, ``int`` or ``float``, whose width is in `bits`.
     format: str
-    #: All bits of a value, sign included; families only.
-    bits: int | None = None
+    #: All bits of a value, sign included, or the name of the schedule that moves them; families only.
+    bits: int | str | None = None
     #: Of the family ``float``: how many of the bits are the exponent's (8 if not given).
     exponent_bits: int | None = None
     scale: Granularity | None = None
@@ -64,6 +67,8 @@ class QuantizerSpec:
     rounding: Rounding = "nearest"
     overflow: Overflow | None = None
     eval: Evaluation = "same"
+    #: What moves the bits, once the plan has looked it up; `bits` are then the highest.
+    moved_by: Schedule | None = None
 
     def __post_init__(self) -> None:
         if is_family(self.format):
@@ -80,10 +85,28 @@ class QuantizerSpec:
             raise PlanError(f"there is no eval {self.eval!r}; {nearest_names(str(self.eval), get_args(Evaluation))}")
         if self.eval == "ema" and self.scale != "tensor":
             raise PlanError("eval: ema averages the range of a whole tensor: it needs scale: tensor.")
-        try:
-            self.resolve(axis_default=0)
-        except BitplanError as error:
-            raise PlanError(str(error)) from None
+        for width in self._widths():
+            try:
+                width.resolve(axis_default=0)
+            except BitplanError as error:
+                raise PlanError(str(error)) from None
+
+    def _widths(self) -> list[QuantizerSpec]:
+        """The quantizer with every width that it may have; with any, where its schedule is not known yet."""
+        if isinstance(self.bits, str):
+            exponent_bits = DEFAULT_EXPONENT_BITS if self.exponent_bits is None else self.exponent_bits
+            return [self.with_bits(8 if self.format == "int" else exponent_bits + 3)]
+        if self.moved_by is not None:
+            return [self.with_bits(bits) for bits in range(self.moved_by.lowest, self.moved_by.highest + 1)]
+        return [self]
+
+    def with_bits(self, bits: int) -> QuantizerSpec:
+        """The same quantizer at one width."""
+        return replace(self, bits=bits, moved_by=None)
+
+    def follows(self, schedule: Schedule) -> QuantizerSpec:
+        """The same quantizer with its bits moved by `schedule`."""
+        return replace(self, bits=schedule.highest, moved_by=schedule)
 
     def _check_family(self) -> None:
         if self.bits is None:
@@ -100,7 +123,8 @@ class QuantizerSpec:
         """
         if self.format not in FAMILIES:
             return format_of(self.format)
-        assert self.bits is not None
+        if not isinstance(self.bits, int):
+            raise PlanError(f"the schedule {self.bits!r} is not looked up yet: ask the plan for its quantizers.")
         if self.format == "int":
             return format_of(f"int{max(self.bits, 0)}")
         exponent_bits = DEFAULT_EXPONENT_BITS if self.exponent_bits is None else self.exponent_bits
@@ -136,7 +160,7 @@ class QuantizerSpec:
 
     def with_target(self, target: Format) -> QuantizerSpec:
         """The same quantizer with another number format."""
-        return replace(self, format=target.name, bits=None, exponent_bits=None)
+        return replace(self, format=target.name, bits=None, exponent_bits=None, moved_by=None)
 
     def live(self) -> LiveFormat:
         """The format as parameters that may change while a run goes on."""
@@ -161,11 +185,12 @@ class QuantizerSpec:
     def to_data(self) -> str | dict[str, Any]:
         """As a plan writes it: a mapping without what is default, or only the format's name."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        given.pop("moved_by", None)
         return self.format if set(given) == {"format"} else given
 
     def __str__(self) -> str:
-        """One line for tables, such as ``int8 tensor minmax stochastic``."""
-        words: list[str] = [self.target.name]
+        """One line for tables, such as ``int8 tensor minmax stochastic`` or ``int CR 3-8 x8 channel minmax``."""
+        words: list[str] = [self._width_words()]
         for value in (self.scale, self.block, self.range, None if self.rounding == "nearest" else self.rounding):
             words += [] if value is None else [str(value)]
         words += [] if self.axis is None else [f"axis={self.axis}"]
@@ -174,61 +199,29 @@ class QuantizerSpec:
         words += [f"eval={self.eval}"] if self.eval != "same" else []
         return " ".join(words)
 
+    def _width_words(self) -> str:
+        if self.moved_by is None:
+            return f"{self.format} {self.bits}" if isinstance(self.bits, str) else self.target.name
+        family = self.format if self.format == "int" else f"e{self.exponent_bits or DEFAULT_EXPONENT_BITS} float"
+        return f"{family} {self.moved_by}"
+
 
 def is_family(text: object) -> bool:
     """Whether a text names formats of any width."""
     return isinstance(text, str) and text.strip().lower() in FAMILIES
 
 
-#: What stands where a quantizer is expected: the quantizer, the name of one, or :data:`KEEP`.
-Use = QuantizerSpec | str
-
-
-def use_from_text(text: str) -> Use:
-    """A text in the place of a quantizer: a format's name becomes its quantizer, every other text is a name."""
-    if is_family(text):
-        raise PlanError(f"{text!r} alone has no width: write {{format: {text}, bits: 8}}, or a format such as {text}8.")
-    try:
-        return QuantizerSpec(text)
-    except PlanError:
-        if is_format(text):  # it exists, but needs more than its name: uint8 needs a scale
-            raise
-        return text
-
-
-def follow(use: Use, named: Mapping[str, Use]) -> QuantizerSpec | None:
-    """The quantizer that stands, in the end, behind `use`; None for ``keep``."""
-    passed: list[str] = []
-    while isinstance(use, str):
-        if use == KEEP:
-            return None
-        if use in passed:
-            raise PlanError(f"the name {use!r} stands, in the end, for itself: give it a format.")
-        if use not in named:
-            raise PlanError(_unknown_name(use, named))
-        passed.append(use)
-        use = named[use]
-    return use
-
-
-def _unknown_name(text: str, names: Iterable[str]) -> str:
-    if re.fullmatch(_LIKE_A_FORMAT, text.strip(), re.IGNORECASE):
-        try:
-            format_of(text)
-        except ValueError as error:
-            return str(error)
-    known = [*names, KEEP, *NAMED]
-    return f"there is no quantizer or number format {text!r}; {nearest_names(text, known)}"
+def check_name(name: str, what: str = "schedule") -> None:
+    """Names are plain words."""
+    if not QUANTIZER_NAME.fullmatch(name):
+        raise PlanError(f"{name!r} cannot name a {what}: use letters, digits, - and _, and start with a letter or _.")
 
 
 def check_quantizer_name(name: str) -> None:
     """A name must not be mistaken for a format, now or when formats grow."""
-    if not QUANTIZER_NAME.fullmatch(name):
-        raise PlanError(
-            f"{name!r} cannot name a quantizer: use letters, digits, - and _, and start with a letter or _."
-        )
+    check_name(name, "quantizer")
     if re.fullmatch(RESERVED_NAMES, name, re.IGNORECASE):
-        kind = "a number format" if re.fullmatch(_LIKE_A_FORMAT, name, re.IGNORECASE) else "something else in plans"
+        kind = "a number format" if re.fullmatch(LIKE_A_FORMAT, name, re.IGNORECASE) else "something else in plans"
         raise PlanError(f"{name!r} is the name of {kind} and cannot name a quantizer: choose another name.")
 
 

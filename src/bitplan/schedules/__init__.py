@@ -1,6 +1,6 @@
 """Precision over time: schedules give every step of a run its bits. Pure functions; no tensor is touched here."""
 
-from bitplan.schedules.base import FINE_STEPS, Schedule, ScheduleSummary
+from bitplan.schedules.base import FINE_STEPS, Position, Schedule, ScheduleSummary
 from bitplan.schedules.cyclic import TEN, Cyclic, Ramp
 from bitplan.schedules.fixed import Deficit, Function, LateSwitch, Piecewise, Static, StepList
 from bitplan.schedules.moments import Moment
@@ -16,6 +16,7 @@ __all__ = [
     "LateSwitch",
     "Moment",
     "Piecewise",
+    "Position",
     "Ramp",
     "Schedule",
     "ScheduleSummary",

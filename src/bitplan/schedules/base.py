@@ -27,6 +27,35 @@ FINE_STEPS = 10**9
 
 
 @dataclass(frozen=True)
+class Position:
+    """Where a run is: about to make `step` (from 0) of `total`; after the last step it stays there.
+
+    >>> Position.of_progress(0.25).share
+    0.25
+    """
+
+    step: int
+    total: int
+
+    def __post_init__(self) -> None:
+        if self.step < 0:
+            raise ScheduleError(f"a run has no step {self.step}: steps are counted from 0.")
+        check_total(self.total)
+        object.__setattr__(self, "step", min(self.step, self.total - 1))
+
+    @classmethod
+    def of_progress(cls, share: float) -> Position:
+        """After that share of the run, 0 to 1."""
+        if not 0 <= share <= 1:
+            raise ScheduleError(f"progress is the share of the run that is done, 0 to 1, not {share!r}.")
+        return cls(round(share * FINE_STEPS), FINE_STEPS)
+
+    @property
+    def share(self) -> float:
+        return self.step / self.total
+
+
+@dataclass(frozen=True)
 class ScheduleSummary:
     """What ``bitplan schedules NAME --json`` tells."""
 

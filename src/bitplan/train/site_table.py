@@ -17,7 +17,7 @@ def planned_sites(run: Attachment) -> list[dict[str, Any]]:
         {
             "site": each.site.name,
             "role": each.site.role,
-            "format": None if each.quantizer is None else str(each.quantizer),
+            "format": each.words,
             "rule": each.where or f"rules[{each.rule}]" if each.rule is not None else None,
             "elements": each.site.elements,
         }
