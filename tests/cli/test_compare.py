@@ -67,7 +67,7 @@ def test_mistakes_are_one_sentence(
 def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(bitplan: Bitplan, tmp_path: Path) -> None:
     """Ctrl-C reaches all processes of a terminal's group at once."""
     folder = tmp_path / "all"
-    asked = ["compare", TINY, "--plans", "fp32", "int8-all", "--set", "steps=800", "--set", "evaluate_every=400"]
+    asked = ["compare", TINY, "--plans", "fp32", "int8-all", "--set", "steps=400", "--set", "evaluate_every=400"]
     asked += ["--out", str(folder)]
     process = subprocess.Popen(
         [sys.executable, "-m", "bitplan", *asked, "--jobs", "2"],
@@ -89,4 +89,4 @@ def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(bitplan: Bitplan, tmp
         assert (folder / name / "summary.json").exists()
     done = bitplan(*asked, "--json")
     assert done.code == 0
-    assert [run["step"] for run in done.json["experiments"][0]["runs"]] == [800, 800]
+    assert [run["step"] for run in done.json["experiments"][0]["runs"]] == [400, 400]
