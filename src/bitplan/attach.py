@@ -328,6 +328,15 @@ class Attachment:
         """What the steps so far have cost (see :mod:`bitplan.cost`); of one step where none was made yet."""
         return self._ledger.cost()
 
+    def memory(self, batch: Any = None, loss: Callable[..., Tensor] | None = None, **options: Any) -> dict[str, Any]:
+        """``{"predicted": ..., "measured": ...}``: bytes of a training step by class, see :mod:`bitplan.memory`.
+
+        Predicted from the shapes of the first batch that was seen; measured where a batch is given, on a copy.
+        """
+        from bitplan.memory import of_run
+
+        return dict(of_run(self, batch, loss, **options))
+
     def stats(self) -> dict[str, Statistics]:
         """Per site and place, what rounding did to its values. Reading waits for the device."""
         if not self._watched:

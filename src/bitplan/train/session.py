@@ -50,7 +50,9 @@ class Session:
         self.loss = self.run.loss(task.loss)
         # A mask may hold infinities from the start, and rightly so.
         self._finite = {name for name, tensor in self._floats() if first_not_finite([(name, tensor)]) is None}
-        self._called: nn.Module = torch.compile(self.model, fullgraph=True) if compile else self.model  # type: ignore[assignment]
+        # torch.compile cannot follow a fused recurrent layer; one that a plan opens up is plain operations.
+        whole = bool(plan.all_rules) or not any(isinstance(module, nn.RNNBase) for module in self.model.modules())
+        self._called: nn.Module = self.run.compile(fullgraph=whole) if compile else self.model
 
     # --- a step ---
 
