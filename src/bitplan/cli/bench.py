@@ -12,10 +12,13 @@ from rich import box
 from rich.table import Table
 
 from bitplan.bench.attach import OWN_PLANS, Mode, bench_attach
+from bitplan.bench.contenders import VARIANTS
 from bitplan.bench.formats import DEFAULT_FORMATS, Row, bench_formats
+from bitplan.bench.memory import OWN_PLAN, bench_memory
 from bitplan.cli.output import JsonOption, Output, command_output, json_text, write_file
 from bitplan.errors import BitplanError
 from bitplan.names import format as format_of
+from bitplan.sizes import byte_text
 
 OutputFile = Annotated[Path | None, typer.Option("--output", "-o", help="Also write the JSON document here.")]
 
@@ -73,6 +76,68 @@ def attach(
             on_row=lambda row: output.note(f"{row.mode}, {row.variant}: {row.milliseconds:.2f} ms, {row.ratio:.3f}x"),
         )
         _finish(output, document, output_file, as_json, _print_attach)
+
+
+@group.command("memory")
+def memory(
+    model: Annotated[
+        str, typer.Option(help="resnet50, mobilenet-v2-imagenet, gpt-1024, another target, or file.py:make.")
+    ] = "resnet20",
+    variants: Annotated[
+        list[str] | None,
+        typer.Option("--variant", help=f"One of {', '.join(VARIANTS)}; repeatable (default: the compiled ones)."),
+    ] = None,
+    plan: Annotated[str, typer.Option("--plan", "-p", help="packed, a preset or a file.")] = OWN_PLAN,
+    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples a step, if not the model's own number.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="sgd or adamw (default: adamw for models of tokens).")] = None,
+    autocast: Annotated[bool, typer.Option(help="BF16 autocast.")] = True,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each variant; the best one counts.")] = 5,
+    loss_steps: Annotated[
+        int | None, typer.Option(min=0, help="Steps on real data (default: 1000 on a GPU, none on a CPU).")
+    ] = None,
+    as_json: JsonOption = False,
+    output_file: OutputFile = None,
+) -> None:
+    """Measure memory and speed of training: packed, and BF16 compiled, checkpointed and recomputed."""
+    with command_output(as_json) as output:
+        _require_device(device)
+        document = bench_memory(
+            *(model, variants, plan, device, batch, optimizer, autocast, turns, loss_steps), on_news=output.note
+        )
+        _finish(output, document, output_file, as_json, _print_memory)
+
+
+def _print_memory(output: Output, document: dict[str, Any]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("variant", no_wrap=True)
+    for heading in ("peak", "kept", "ms a step", "samples/s", "first steps, s", "loss", "gap to bf16"):
+        table.add_column(heading, justify="right")
+    for row in document["rows"]:
+        losses = [
+            "" if row[key] is None else f"{row[key]:{style}}" for key, style in (("loss", ".4f"), ("loss_gap", "+.4f"))
+        ]
+        table.add_row(
+            *(row["variant"], byte_text(row["peak"]), byte_text(row["kept"]), f"{row['milliseconds']:.2f}"),
+            *(f"{row['samples_per_second']:.1f}", f"{row['first_seconds']:.1f}", *losses),
+        )
+    output.console.print(table)
+    for name, reason in document["failed"].items():
+        output.console.print(f"{name} failed: {reason}", soft_wrap=True)
+    found = document["headline"]
+    if found is not None:
+        output.console.print(
+            f"{found['ours']} is {found['times_smaller']:.2f} times smaller than {found['smallest']}, the smallest of "
+            f"the others, at {found['times_as_fast_as_smallest']:.2f} times its speed; beside {found['fastest']}, the "
+            f"fastest, {found['times_smaller_than_fastest']:.2f} times smaller at {found['times_as_fast']:.2f} times "
+            f"its speed.",
+            soft_wrap=True,
+        )
+    if document["loss_data"] is not None:
+        output.console.print(f"Losses after {document['loss_steps']} steps on {document['loss_data']}.", soft_wrap=True)
+    if document["aim"] is not None:
+        reached = document["aim"]["reached_by"]
+        output.console.print(f"Aim {'reached by ' + ', '.join(reached) if reached else 'MISSED'}.", soft_wrap=True)
 
 
 def _print_attach(output: Output, document: dict[str, Any]) -> None:

@@ -46,7 +46,8 @@ def measure_memory(
     if plan is not None:
         run = attach(twin, plan, example=split_batch(batch, loss)[0], execution=execution)
     forward = compiled(twin, run) if compile else None
-    step = TrainingStep(twin, call, loss, optimizer, run, forward, autocast)
+    planned_loss = loss if loss is None or run is None else run.loss(loss)
+    step = TrainingStep(twin, call, planned_loss, optimizer, run, forward, autocast)
     return measure_step(step, steps, warm_up=compile)
 
 

@@ -57,7 +57,8 @@ def predict_memory(
         if plan is not None:
             run = attach(twin, plan, example=fakes.inputs(args, kwargs), execution=execution)
         forward: Callable[..., Any] | None = compiled_on_fakes(twin, run, walk) if compile else None
-        step = TrainingStep(twin, (args, kwargs, expected), loss, optimizer, run, forward, autocast)
+        planned_loss = loss if loss is None or run is None else run.loss(loss)
+        step = TrainingStep(twin, (args, kwargs, expected), planned_loss, optimizer, run, forward, autocast)
         if compile:
             step(lambda phase: None)  # compiles, which is not to be watched
         with walk.watching():

@@ -78,16 +78,20 @@ class TrainingStep:
         """
         self.model = model
         self.args, self.kwargs, self.expected = call
-        self.loss = loss if loss is None or run is None else run.loss(loss)
+        self.loss = loss
         self.optimizer = make_optimizer(optimizer, model)
         self.run = run
         self.forward: Callable[..., Any] = model if forward is None else forward
         self.autocast = autocast
+        #: Shown every step's loss, where someone wants to see it.
+        self.on_loss: Callable[[Tensor], None] | None = None
 
     def __call__(self, note: Note) -> None:
         note("start")
         loss = self._forward()
         note("forward")
+        if self.on_loss is not None:
+            self.on_loss(loss.detach())
         loss.backward()  # type: ignore[no-untyped-call]
         del loss
         note("backward")

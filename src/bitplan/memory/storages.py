@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 #: CUDA's caching allocator hands out multiples of this.
 _CUDA_GRAIN = 512
@@ -17,7 +19,12 @@ def held(count: int, device: torch.device) -> int:
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """The tensors with memory of their own that make up `tensor`: itself, or a sparse one's values and places."""
+    """The tensors with memory of their own that make up `tensor`: itself, a sparse one's values and places, or what a
+    subclass such as a quantized optimizer state holds.
+    """
+    made_of: Any = tensor
+    if is_traceable_wrapper_subclass(made_of):
+        return [part for name in made_of.__tensor_flatten__()[0] for part in parts_of(getattr(made_of, name))]
     if tensor.layout == torch.strided:
         return [tensor]
     if tensor.layout == torch.sparse_coo:

@@ -52,7 +52,7 @@ def _is_reordered(x: Tensor) -> bool:
     return (
         x.device.type == "cpu"
         and x.dim() == 4
-        and torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and not x.is_contiguous(memory_format=torch.channels_last)
     )
 

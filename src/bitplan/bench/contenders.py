@@ -1,0 +1,188 @@
+"""The ways to train one model that ``bitplan bench memory`` holds against each other.
+
+Model and loss are one module, compiled as a whole, so that no way has to keep the logits in full only because the loss
+lies outside of its graph. Each contender's module has code of its own: ``torch.compile`` caches by code, and two
+contenders that differ by nothing but its settings would run the same graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from bitplan.attach import Attachment, attach
+from bitplan.errors import BitplanError
+from bitplan.memory.account import Memory
+from bitplan.memory.measure import measure_step
+from bitplan.memory.step import TrainingStep
+from bitplan.packed_backend import BACKEND
+from bitplan.plan import Plan
+from bitplan.sites import call_arguments, call_loss, split_batch
+from bitplan.targets import Target
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train."""
+
+    compiled: bool = True
+    #: Every block is recomputed in the backward pass.
+    checkpointed: bool = False
+    #: torch's partitioner recomputes all that it can.
+    aggressive: bool = False
+    #: The plan at work, packed; without, no plan.
+    packed: bool = False
+    #: torchao's AdamW with a state of 8 bits.
+    small_optimizer: bool = False
+
+    @property
+    def is_ours(self) -> bool:
+        return self.packed
+
+
+VARIANTS: dict[str, Variant] = {
+    "bf16": Variant(),
+    "bf16-checkpointed": Variant(checkpointed=True),
+    "bf16-aggressive": Variant(aggressive=True),
+    "bf16-adamw8bit": Variant(small_optimizer=True),
+    "packed": Variant(packed=True),
+    "packed-adamw8bit": Variant(packed=True, small_optimizer=True),
+    "bf16-eager": Variant(compiled=False),
+    "packed-eager": Variant(compiled=False, packed=True),
+}
+
+
+class WithLoss(nn.Module):
+    """A model and its loss as one module."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor] | None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, expected: Any, *args: Any, **kwargs: Any) -> Tensor:
+        output = self.model(*args, **kwargs)
+        if self.loss is None:
+            return output.float().square().mean()  # type: ignore[no-any-return]
+        found: Tensor = call_loss(self.loss, output, expected)
+        return found
+
+
+def with_own_code(plain: type[nn.Module]) -> type[nn.Module]:
+    """A subclass that does the same by code of its own."""
+    forward: Any = plain.forward
+    own = FunctionType(forward.__code__.replace(), forward.__globals__, "forward", None, forward.__closure__)
+    return type(plain.__name__, (plain,), {"forward": own})
+
+
+class Checkpointed(nn.Module):
+    """A block that keeps its inputs only, and runs again in the backward pass."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any) -> Any:
+        return checkpoint(self.block, *args, use_reentrant=False)
+
+
+def checkpoint_blocks(model: nn.Module) -> int:
+    """Checkpoint every block of every sequence of blocks; how many there are."""
+    count = 0
+    sequences = [module for module in model.modules() if isinstance(module, (nn.Sequential, nn.ModuleList))]
+    for sequence in sequences:
+        for name, block in list(sequence.named_children()):
+            if any(True for _ in block.children()):  # a layer by itself is no block
+                setattr(sequence, name, Checkpointed(block))
+                count += 1
+    return count
+
+
+class Contender:
+    """A copy of the model with its optimizer, trained in one way."""
+
+    def __init__(
+        self, target: Target, variant: Variant, plan: Plan, autocast: bool, optimizer: Callable[[nn.Module], Optimizer]
+    ) -> None:
+        self.variant = variant
+        model = copy.deepcopy(target.model)
+        if variant.checkpointed and not checkpoint_blocks(model):
+            raise BitplanError("the model has no blocks to checkpoint.")
+        self.module: nn.Module = with_own_code(WithLoss)(model, target.loss)
+        self.device = next(model.parameters()).device
+        self._loss = target.loss
+        self._first_weights = {name: tensor.detach().clone() for name, tensor in self.module.state_dict().items()}
+        self.run: Attachment | None = None
+        if variant.packed:
+            inputs, _ = split_batch(target.batch, target.loss)
+            self.run = attach(model, plan, example=inputs, execution="packed")
+        forward: Callable[..., Any] | None = None
+        if variant.compiled:
+            backend = "inductor" if self.run is None else BACKEND
+            forward = torch.compile(self.module, fullgraph=True, backend=backend)
+        self.step = TrainingStep(
+            *(self.module, (*self._call(target.batch), None), _itself, optimizer, self.run, forward),
+            autocast=torch.bfloat16 if autocast else None,
+        )
+
+    def _call(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        inputs, expected = split_batch(batch, self._loss)
+        args, kwargs = call_arguments(inputs)
+        return (expected, *args), kwargs
+
+    def first_steps(self, count: int = 2) -> float:
+        """Make the steps that compile; seconds of all of them."""
+        settings: AbstractContextManager[Any] = (
+            functorch_config.patch(aggressive_recomputation=True) if self.variant.aggressive else nullcontext()
+        )
+        with settings:
+            return count * self.seconds_per_step(count)
+
+    def seconds_per_step(self, steps: int) -> float:
+        """Wall time of so many steps, divided by their number."""
+        self._wait()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            self.step(lambda phase: None)
+        self._wait()
+        return (time.perf_counter() - begin) / steps
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def memory(self) -> Memory:
+        """What two steps hold."""
+        return measure_step(self.step, 2, warm_up=False)
+
+    def losses(self, batch_of: Callable[[int], Any], steps: int) -> list[float]:
+        """The loss of every step, when it trains from the first weights on."""
+        self.module.load_state_dict(self._first_weights)
+        if self.step.optimizer is not None:
+            self.step.optimizer.state.clear()
+        seen: list[Tensor] = []
+        kept = self.step.args, self.step.kwargs
+        self.step.on_loss = lambda loss: seen.append(loss.float())
+        try:
+            for number in range(steps):
+                self.step.args, self.step.kwargs = self._call(batch_of(number))
+                self.step(lambda phase: None)
+        finally:
+            self.step.args, self.step.kwargs = kept
+            self.step.on_loss = None
+        return torch.stack(seen).tolist() if seen else []
+
+
+def _itself(loss: Tensor) -> Tensor:
+    return loss

@@ -1,0 +1,277 @@
+"""``bitplan bench memory``: what a model holds in memory and how fast it trains, packed and in every BF16 way.
+
+All contenders are made first, then their memory is measured, then they take turns for their speed, and last each trains
+from the same weights on the same real data, so that a saving that costs accuracy shows.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.resources import files
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from bitplan.bench.contenders import VARIANTS, Contender, Variant
+from bitplan.bench.machine import describe_machine
+from bitplan.bench.real_data import stream_for
+from bitplan.errors import BitplanError, nearest_names
+from bitplan.placing import batch_size, placed
+from bitplan.plan import Plan
+from bitplan.plan.find import find_plan
+from bitplan.targets import load_target
+
+log = logging.getLogger(__name__)
+
+#: The plan that comes with the benchmark.
+OWN_PLAN = "packed"
+
+#: Of the last steps of a training run, the share whose mean loss is compared.
+_COMPARED_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What packed training is to reach on one H200, for one model and batch."""
+
+    #: At most so many bytes at the peak.
+    peak: int | None = None
+    #: At least so many samples a second.
+    samples_per_second: float | None = None
+    #: At least so many times smaller than compiled BF16, and at least this share of its speed.
+    times_smaller: float | None = None
+    times_as_fast: float | None = None
+
+
+#: (model, batch) -> the aim.
+AIMS = {
+    ("resnet50", 256): Aim(peak=round(4.5 * 2**30), samples_per_second=6400),
+    ("mobilenet-v2-imagenet", 256): Aim(peak=round(2.5 * 2**30), samples_per_second=9400),
+    ("gpt-1024", 32): Aim(times_smaller=1.8, times_as_fast=0.95),
+    ("gpt-1024-bytes", 32): Aim(times_smaller=1.8, times_as_fast=0.95),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender."""
+
+    variant: str
+    #: Whether bitplan's plan is at work.
+    ours: bool
+    #: Bytes: the peak, what is kept for backward, and all classes.
+    peak: int
+    kept: int
+    memory: dict[str, int]
+    milliseconds: float
+    samples_per_second: float
+    #: Seconds of the first steps, compilation included.
+    first_seconds: float
+    #: Mean loss of the last steps on real data, and by how much it is above compiled BF16's; None where not trained.
+    loss: float | None = None
+    loss_gap: float | None = None
+
+
+def own_plan(name: str) -> Plan:
+    """:data:`OWN_PLAN`, or whatever plan the name stands for."""
+    if name != OWN_PLAN:
+        return find_plan(name)
+    text = files("bitplan.bench").joinpath("plans", f"{name}.yaml").read_text(encoding="utf-8")
+    return Plan.from_yaml(text, f"{name}.yaml")
+
+
+def chosen_variants(names: Sequence[str] | None, optimizer: str) -> dict[str, Variant]:
+    """Those named; else all compiled ones that make sense here."""
+    for name in names or ():
+        if name not in VARIANTS:
+            raise BitplanError(f"there is no variant {name!r}; {nearest_names(name, VARIANTS)}")
+        if VARIANTS[name].small_optimizer and not _has_torchao():
+            raise BitplanError(f"{name} needs torchao, which is not installed: pip install torchao.")
+    if names:
+        return {name: VARIANTS[name] for name in dict.fromkeys(names)}
+    wants_small = optimizer == "adamw" and _has_torchao()
+    return {
+        name: variant
+        for name, variant in VARIANTS.items()
+        if variant.compiled and (wants_small or not variant.small_optimizer)
+    }
+
+
+def _has_torchao() -> bool:
+    return importlib.util.find_spec("torchao") is not None
+
+
+def bench_memory(
+    model: str = "resnet20",
+    variants: Sequence[str] | None = None,
+    plan: str = OWN_PLAN,
+    device: str = "cpu",
+    batch: int | None = None,
+    optimizer: str | None = None,
+    autocast: bool = True,
+    turns: int = 5,
+    loss_steps: int | None = None,
+    seed: int = 0,
+    on_news: Callable[[str], None] = lambda sentence: None,
+) -> dict[str, Any]:
+    """Measure everything; a document with machine, versions, settings and one entry a row.
+
+    :param model: a target, see :func:`bitplan.targets.load_target`.
+    :param optimizer: ``sgd`` or ``adamw``; by default AdamW where the model reads tokens.
+    :param loss_steps: steps on real data; by default 1,000 on a GPU and none on a CPU.
+    """
+    torch.manual_seed(seed)
+    where = torch.device(device)
+    target = placed(load_target(model), where, batch)
+    stream = stream_for(target, seed)
+    reads_tokens = stream is not None and "bytes" in stream.description
+    by_name = optimizer or ("adamw" if reads_tokens else "sgd")
+    steps = (1000 if where.type == "cuda" else 0) if loss_steps is None else loss_steps
+    if steps and stream is None:
+        raise BitplanError(f"there is no real data in the shape of {model}'s batch: run with --loss-steps 0.")
+    precision = own_plan(plan)
+    samples = batch_size(target.batch)
+
+    torch.compiler.reset()
+    contenders: dict[str, Contender] = {}
+    first: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    for name, variant in chosen_variants(variants, by_name).items():
+        try:
+            made = Contender(target, variant, precision, autocast, optimizer_for(by_name, variant))
+            first[name] = made.first_steps()
+        except Exception as error:  # one way that fails must not cost the others their time on a GPU
+            failed[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            log.info("%s failed", name, exc_info=True)
+            on_news(f"{name} failed: {failed[name]}")
+            continue
+        contenders[name] = made
+        on_news(f"{name}: ready after {first[name]:.1f} s")
+    if not contenders:
+        raise BitplanError(f"no variant could be made: {'; '.join(failed.values())}")
+
+    held = {name: contender.memory() for name, contender in contenders.items()}
+    best = _best_turns(contenders, turns)
+    rows: list[Row] = []
+    for name, contender in contenders.items():
+        account, seconds = held[name], best[name]
+        rows.append(
+            Row(
+                *(name, contender.variant.is_ours, account.peak, account.activations, account.to_dict()),
+                *(seconds * 1e3, samples / seconds, first[name]),
+            )
+        )
+        on_news(f"{name}: {account.peak / 2**30:.2f} GiB, {samples / seconds:.0f} samples a second")
+    curves: dict[str, list[float]] = {}
+    if steps and stream is not None:
+        for name, contender in contenders.items():
+            curves[name] = contender.losses(stream.batch, steps)
+            on_news(f"{name}: loss {_final(curves[name]):.4f} after {steps} steps")
+        rows = [_with_loss(row, curves) for row in rows]
+    return {
+        "benchmark": "memory",
+        "machine": describe_machine(where),
+        "threads": torch.get_num_threads(),
+        "device": device,
+        "model": model,
+        "batch": samples,
+        "optimizer": by_name,
+        "autocast": "bfloat16" if autocast else None,
+        "seed": seed,
+        "plan": precision.to_dict(),
+        "loss_steps": steps,
+        "loss_data": stream.description if steps and stream is not None else None,
+        "rows": [asdict(row) for row in rows],
+        "failed": failed,
+        "curves": {name: _thinned(losses) for name, losses in curves.items()},
+        "headline": headline(rows),
+        "aim": aim_reached(AIMS.get((model, samples)), rows, where),
+    }
+
+
+def optimizer_for(name: str, variant: Variant) -> Callable[[nn.Module], Optimizer]:
+    """What makes a contender's optimizer."""
+    if variant.small_optimizer:
+        if name != "adamw":
+            raise BitplanError("torchao's 8-bit optimizer is an AdamW: run with --optimizer adamw.")
+        from torchao.optim import AdamW8bit
+
+        return lambda model: AdamW8bit(model.parameters(), lr=3e-4)
+    if name == "adamw":
+        return lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)
+    if name == "sgd":
+        return lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    raise BitplanError(f"there is no optimizer {name!r} here: use sgd or adamw.")
+
+
+def _best_turns(contenders: dict[str, Contender], turns: int) -> dict[str, float]:
+    """Seconds a step, the best of the turns that all take one after the other."""
+    slowest = max(contender.seconds_per_step(1) for contender in contenders.values())
+    steps = max(1, min(20, int(0.5 / max(slowest, 1e-4))))
+    best = dict.fromkeys(contenders, float("inf"))
+    for _ in range(turns):
+        for name, contender in contenders.items():
+            best[name] = min(best[name], contender.seconds_per_step(steps))
+    return best
+
+
+def _final(losses: list[float]) -> float:
+    last = losses[-max(1, round(len(losses) * _COMPARED_SHARE)) :]
+    return sum(last) / len(last)
+
+
+def _with_loss(row: Row, curves: dict[str, list[float]]) -> Row:
+    final = _final(curves[row.variant])
+    return replace(row, loss=final, loss_gap=final - _final(curves["bf16"]) if "bf16" in curves else None)
+
+
+def _thinned(losses: list[float], most: int = 100) -> list[float]:
+    """The curve in at most so many points, each the mean of its stretch."""
+    stretch = -(-len(losses) // most)
+    return [sum(part) / len(part) for part in (losses[at : at + stretch] for at in range(0, len(losses), stretch or 1))]
+
+
+def headline(rows: Sequence[Row]) -> dict[str, Any] | None:
+    """Our smallest row beside the best of the others: the smallest one in memory, the fastest one in speed."""
+    ours = [row for row in rows if row.ours]
+    others = [row for row in rows if not row.ours]
+    if not ours or not others:
+        return None
+    own = min(ours, key=lambda row: row.peak)
+    smallest = min(others, key=lambda row: row.peak)
+    fastest = max(others, key=lambda row: row.samples_per_second)
+    return {
+        "ours": own.variant,
+        "smallest": smallest.variant,
+        "times_smaller": smallest.peak / own.peak,
+        "times_as_fast_as_smallest": own.samples_per_second / smallest.samples_per_second,
+        "fastest": fastest.variant,
+        "times_smaller_than_fastest": fastest.peak / own.peak,
+        "times_as_fast": own.samples_per_second / fastest.samples_per_second,
+    }
+
+
+def aim_reached(aim: Aim | None, rows: Sequence[Row], device: torch.device) -> dict[str, Any] | None:
+    """The aim with whether some row of ours reaches all of it; None where there is none, as on a CPU."""
+    by_name = {row.variant: row for row in rows}
+    if aim is None or device.type != "cuda":
+        return None
+    plain = by_name.get("bf16")
+
+    def reaches(row: Row) -> bool:
+        checks = [
+            aim.peak is None or row.peak <= aim.peak,
+            aim.samples_per_second is None or row.samples_per_second >= aim.samples_per_second,
+        ]
+        if aim.times_smaller is not None and aim.times_as_fast is not None:
+            checks.append(plain is not None and plain.peak >= aim.times_smaller * row.peak)
+            checks.append(plain is not None and row.samples_per_second >= aim.times_as_fast * plain.samples_per_second)
+        return all(checks)
+
+    reached = [row.variant for row in rows if row.ours and reaches(row)]
+    return {**{key: value for key, value in asdict(aim).items() if value is not None}, "reached_by": reached}
