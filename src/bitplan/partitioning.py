@@ -117,7 +117,11 @@ class _Recomputable:
             return node.args[0] in self.levels
         if self._is_small(node) or self._kinds.is_compute_intensive(node) or self._kinds.is_random(node):
             return False
-        return bool(self._kinds.is_recomputable(node)) or getattr(node.target, "_overloadpacket", None) in _REARRANGING
+        if getattr(node.target, "_overloadpacket", None) in _REARRANGING:
+            return True
+        # Several results are parts of one tensor, or those of a reduction, which reads all of it once more.
+        is_single = isinstance(node.meta.get("val"), Tensor) or self._kinds.is_view(node)
+        return is_single and bool(self._kinds.is_recomputable(node))
 
     def _is_small(self, node: fx.Node) -> bool:
         """A reduction's result: kept as it is."""
