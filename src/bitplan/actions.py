@@ -96,6 +96,9 @@ class PlaceAction:
         scaled = spec.scale is not None or isinstance(spec.target, BlockFormat)
         #: The values that may come out, where these are always the same ones.
         self.grid = None if scaled or live is not None else spec.target.name
+        top = spec.at_the_top() if spec.eval == "top" else None
+        #: What evaluates at the highest bits of a schedule, whatever the bits of the moment.
+        self.top = None if top is None else PlaceAction(top, place, op)
         self._resolved: dict[int, Quantizer] = {dims: resolve(spec, place, op, dims, live) for dims in range(7)}
 
     def settle(self) -> None:
@@ -115,6 +118,8 @@ class PlaceAction:
 
         A weight brings the key of its parameter, so that every use of it sees the same bits.
         """
+        if self.top is not None and not here.training:
+            return self.top.round(x, here, weight_key)
         if self.changes_nothing_in(x):
             return x
         dims = x.dim()

@@ -44,11 +44,14 @@ from bitplan.observe import Statistics, fold, statistics
 from bitplan.openings import is_opened
 from bitplan.packed_backend import BACKEND, register_backend
 from bitplan.plan import Plan
+from bitplan.plan.document import Phase
 from bitplan.plan.find import find_plan
 from bitplan.roll_call import RollCall
 from bitplan.rounder import Rounder
+from bitplan.schedules import Schedule
 from bitplan.sites import LOSS_PATH, FakeInputs, Operation, call_arguments, record
 from bitplan.tables import RECORD, TABLE, ModuleTables, write
+from bitplan.timeline import Timeline, Total
 from bitplan.unseen import unseen_modules
 
 log = logging.getLogger("bitplan")
@@ -68,7 +71,7 @@ class Attachment:
         self,
         model: nn.Module,
         plan: Plan,
-        steps: int | None = None,
+        steps: Total | None = None,
         seed: int = 0,
         live: bool = False,
         stats: bool = False,
@@ -85,7 +88,13 @@ class Attachment:
         if execution == "packed":
             self._rounder.keeper = Keeper()
             register_backend()
+        self._timeline = Timeline(plan, steps, fixed=execution == "packed")
+        self._phase = self._timeline.phase
         self._decider = Decider(plan, live, stats, execution == "packed")
+        #: What happens in a module, by the plan's phase: kept, so that compiled code knows it again.
+        self._actions: dict[tuple[ModuleTables, Phase], dict[str, Any]] = {}
+        self._operations: list[Operation] = []
+        self._widths: dict[Schedule, int] = {}
         self._modules: list[tuple[str, nn.Module]] = []
         self._tables: list[ModuleTables] = []
         self._hooks: list[Any] = []
@@ -93,7 +102,7 @@ class Attachment:
         self._checked = not plan.all_rules
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._warned = False
-        self._ledger = Ledger(self.model, plan, self._tables)
+        self._ledger = Ledger(self.model, plan, self._tables, self._timeline)
         if plan.all_rules:
             self._install()
 
@@ -110,21 +119,42 @@ class Attachment:
         self._rounder.on_site = self._roll_call.note
         self._rounder.on_first_call = self._note_call
         self._let_recurrent_layers_compile()
+        self._let_phases_compile()
         watcher = weakref.WeakMethod(self._before_optimizer_step)
         self._hooks.append(register_optimizer_step_pre_hook(lambda optimizer, *_: (watcher() or _nothing)(optimizer)))
 
     def _prepare(self, path: str, module: nn.Module) -> None:
         """Fill in what the plan says of every operation that may happen in this module."""
         tables = ModuleTables(path, module)
-        state = state_of(module)
-        state.actions.update(self._decider.actions(tables))
+        self._tables.append(tables)
+        self._put_to_work(tables)
+
+    def _planned(self, tables: ModuleTables, phase: Phase) -> dict[str, Any]:
+        """What happens in a module in a phase of the plan."""
+        if (tables, phase) not in self._actions:
+            decider = self._decider
+            if phase:
+                plan = self._timeline.plan_in(phase)
+                decider = Decider(plan, decider.live, decider.watched, decider.packed, whole=decider)
+            tables.enter(phase)
+            self._actions[tables, phase] = decider.actions(tables)
+        return self._actions[tables, phase]
+
+    def _put_to_work(self, tables: ModuleTables) -> None:
+        """Let the module do what the plan's present phase says of it."""
+        state = state_of(tables.module)
+        state.actions.clear()
+        state.actions.update(self._planned(tables, self._phase))
+        tables.enter(self._phase)
+        self._follow(tables)
         actions = [action for action in state.actions.values() if isinstance(action, Action)]
         self._rounder.tags_gradients |= any(a.at_consumer and "grad_activation" in a.places for a in actions)
         self._rounder.tags_weights |= any("weight" in a.places or "grad_weight" in a.places for a in actions)
         if self._watched or any(action.observes for action in actions):
             self._rounder.on_new_site = self._make_room
-        self._tables.append(tables)
-        tables.install(self._rows(tables), self._device())
+        for module in (tables.module, *state.twins):
+            device = next(module.parameters(), torch.empty(0, device=self._device())).device
+            tables.install(self._rows(tables), device, module)
 
     def _device(self) -> torch.device:
         return next(self.model.parameters(), torch.empty(0)).device
@@ -136,6 +166,14 @@ class Attachment:
         if any(state_of(m).actions[f"open {m.mode.lower()}"] for m in recurrent) and not config.allow_rnn:
             config.allow_rnn = True
             self._hooks.append(_Undo(lambda: setattr(config, "allow_rnn", False)))
+
+    def _let_phases_compile(self) -> None:
+        """Every phase of the plan has a graph of its own, in training and in evaluation; torch stops after eight."""
+        config, wanted = torch._dynamo.config, 2 * self._timeline.count_phases()
+        known = config.recompile_limit
+        if wanted > known:
+            config.recompile_limit = wanted
+            self._hooks.append(_Undo(lambda: setattr(config, "recompile_limit", known)))
 
     def detach(self) -> None:
         """Leave the model exactly as it was."""
@@ -164,6 +202,15 @@ class Attachment:
 
     # --- the loop ---
 
+    def progress(self, share: float) -> None:
+        """Tell that this share of the run (0 to 1) is done: schedules move there. For ``steps="progress"``.
+
+        Called before a training step, it decides the bits of that step.
+        """
+        self._timeline.tell(share)
+        self._move()
+        self._write_tables()
+
     def step(self) -> None:
         """Tell that an optimizer step is done: schedules move, random bits change, costs and statistics add up.
 
@@ -175,7 +222,34 @@ class Attachment:
         self._ledger.count_step()
         self._stepped.clear()
         self._fold_records()
+        self._timeline.after(self._step)
+        self._move()
         self._write_tables()
+
+    def _move(self) -> None:
+        """Bring formats, and where whole quantizers change the actions, to where the run is; tables are not written."""
+        if not self._timeline.moves or not self._modules:
+            return
+        phase = self._timeline.phase
+        if phase != self._phase:
+            self._phase = phase
+            for tables in self._tables:
+                self._put_to_work(tables)
+                self._restore_rows(tables)
+            self._make_room_for(self._operations)
+            self._ledger.formats_changed()
+        widths = {schedule: self._timeline.bits_of(schedule) for schedule in self.plan.followed.values()}
+        if widths != self._widths:
+            self._widths = widths
+            for tables in self._tables:
+                self._follow(tables)
+            self._ledger.formats_changed()
+
+    def _follow(self, tables: ModuleTables) -> None:
+        """Give a module's formats the bits that their schedules have come to."""
+        for row in tables.formats:
+            if row.spec.moved_by is not None:
+                row.follow(self._timeline.bits_of(row.spec.moved_by))
 
     def set_format(self, quantizer: str, format: str) -> None:
         """Give the plan's named quantizer another number format from now on, without a recompilation.
@@ -190,6 +264,9 @@ class Attachment:
                 f"{quantizer!r} names no format that can change in this run; "
                 f"{'these can: ' + ', '.join(known) if known else 'attach with live=True, and name the quantizer'}."
             )
+        moved = next((row.spec.moved_by for row in rows if row.spec.moved_by is not None), None)
+        if moved is not None:
+            raise PlanError(f"{quantizer!r} follows the schedule {moved}: give it bits of its own to change them.")
         target = format_of(format)
         for row in rows:
             row.change(target)
@@ -281,6 +358,14 @@ class Attachment:
             self.plan, operations, lambda rule: rule in waiting or self._roll_call.is_for_unseen_modules(rule)
         )
         self._ledger.use(operations)
+        self._operations = operations
+        self._make_room_for(operations)
+        self._checked = not waiting
+        if self._checked:
+            self._rounder.on_site = self._rounder.on_first_call = None
+
+    def _make_room_for(self, operations: list[Operation]) -> None:
+        """Rows of the record for all that is observed in these operations."""
         by_path = dict(self._modules)
         for operation in operations:
             module = by_path.get(operation.module)
@@ -289,9 +374,6 @@ class Attachment:
             action = self._rounder.action_of(module, operation.op, operation.index, operation.inside)
             if action is not None:
                 self._make_room(module, action, Here(f"{operation.op}.{operation.index}", module))
-        self._checked = not waiting
-        if self._checked:
-            self._rounder.on_site = self._rounder.on_first_call = None
 
     def _check_seen(self) -> None:
         """Raise where a rule matched nothing in what has run so far; does nothing before the first forward."""
@@ -363,6 +445,9 @@ class Attachment:
             "formats": {path: names for path, names in formats.items() if names},
             "records": records,
             "steps": self._ledger.state(),
+            "total": self.steps,
+            "phase": list(self._phase),
+            "position": [self._timeline.position.step, self._timeline.position.total],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -371,14 +456,29 @@ class Attachment:
             raise PlanError("this is not the state of an attached plan: give what run.state_dict() returned.")
         if state["plan"] != self.plan.flattened().to_dict():
             raise PlanError("this state belongs to another plan: attach the plan it was saved with.")
-        if {tables.path: len(tables.formats) for tables in self._tables if tables.formats} != {
+        if self._timeline.moves and state.get("total") != self.steps:
+            raise PlanError(
+                f"this state was saved in a run with steps={state.get('total')}, where the plan's schedules stand "
+                f"elsewhere: attach with the same steps=."
+            )
+        phase = tuple(state.get("phase", ()))
+        for tables in self._tables:
+            for known in (phase, *(tuple(period[2]) for period in state["steps"])):
+                self._planned(tables, known)
+            tables.enter(self._phase)
+        held = {tables.path: tables.rows_in(phase)[0] for tables in self._tables}
+        if {path: len(rows) for path, rows in held.items() if rows} != {
             path: len(names) for path, names in state["formats"].items()
         }:
             raise PlanError("this state was saved with other formats that may change: attach with live= as then.")
         self._step, self.seed = int(state["step"]), int(state["seed"])
-        for tables in self._tables:
-            for row, name in zip(tables.formats, state["formats"].get(tables.path, ()), strict=True):
+        for path, names in state["formats"].items():
+            for row, name in zip(held[path], names, strict=True):
                 row.change(format_of(name))
+        self._timeline.restore(self._step, state.get("position"))
+        self._widths = {}
+        self._move()
+        for tables in self._tables:
             if tables.path in state["records"]:
                 names, kept = state["records"][tables.path]
                 tables.records = dict(names)
@@ -409,7 +509,7 @@ def _nothing(*given: object) -> None:
 def attach(
     model: nn.Module,
     plan: Plan | str,
-    steps: int | None = None,
+    steps: Total | None = None,
     example: Any = None,
     *,
     seed: int = 0,
@@ -419,7 +519,8 @@ def attach(
 ) -> Attachment:
     """Put `plan` (a plan, a preset's name or a file) to work on `model`.
 
-    :param steps: optimizer steps of the whole run, for schedules.
+    :param steps: optimizer steps of the whole run, which a plan that changes over time needs; or ``"progress"``, where
+        the loop tells its progress by :meth:`Attachment.progress`.
     :param example: a batch, as the model takes it; with one, everything is checked at once on fake tensors. Without,
         the first forward lists the operations, and a rule that matched none raises before the first optimizer step.
         A model that is compiled from the start needs one.

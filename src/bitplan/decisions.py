@@ -61,15 +61,19 @@ def named_operations(plan: Plan) -> tuple[str, ...]:
 class Decider:
     """Makes the actions of modules, and the rows of their tables on the way."""
 
-    def __init__(self, plan: Plan, live: bool, watched: bool, packed: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, live: bool, watched: bool, packed: bool = False, whole: Decider | None = None
+    ) -> None:
         """`live`: every float and integer format may change; else only those whose ``bits`` the plan leaves open.
-        `watched`: statistics are wanted. `packed`: what is rounded is kept in its format's own bits."""
+        `watched`: statistics are wanted. `packed`: what is rounded is kept in its format's own bits.
+        `whole`: the decider of the plan that this one is a phase of."""
         self.plan = plan
+        self.whole = self if whole is None else whole
         self.live = live
         self.watched = watched
         self.packed = packed
         self._named = named_operations(plan)
-        self._live_formats: dict[QuantizerSpec, LiveFormat] = {}
+        self._live_formats: dict[QuantizerSpec, LiveFormat] = {} if whole is None else whole._live_formats
 
     def actions(self, tables: ModuleTables) -> dict[str, Any]:
         """Operation -> action; under :data:`ANY` what every operation gets that is not named."""
@@ -78,7 +82,8 @@ class Decider:
         for op in dict.fromkeys([*PRODUCTS, *OPENED, *self._named]):
             found[op] = self._action(self.plan.decide(path, op), op.split(".")[0], tables)
         for fused in OPENED:
-            found[f"open {fused}"] = is_opened(self.plan, path, fused)
+            # What is opened in any phase is opened in all, so that sites keep their names.
+            found[f"open {fused}"] = is_opened(self.whole.plan, path, fused)
             if found[f"open {fused}"] and has_slots(self.plan.decide(path, fused)):
                 for op in PRODUCTS:
                     decision = decision_for(self.plan.decide, path, op, inside=fused)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from bitplan.formats import Format
 from bitplan.live import LiveFormat
 from bitplan.observe import blank_record
+from bitplan.plan.document import Phase
 from bitplan.plan.spec import QuantizerSpec
 from bitplan.rounding import ROW_FIELDS
 
@@ -40,6 +41,10 @@ class LiveRow:
         """Another format of the same kind."""
         self.live.require_same_kind(self.spec.stored(target))
         self.format = target
+
+    def follow(self, bits: int) -> None:
+        """The width that its schedule has come to."""
+        self.format = self.spec.with_bits(bits).target if bits != self.spec.bits else self.spec.target
 
     def stored(self) -> Format:
         """The format as tensors are stored in it."""
@@ -69,9 +74,19 @@ class ModuleTables:
         self.formats: list[LiveRow] = []
         #: Index of a rule and a place -> the row that holds what it says there.
         self.spoken: dict[tuple[int | None, str], int] = {}
+        #: Formats and what speaks of them, by the phase of a plan that changes over time.
+        self._phases: dict[Phase, tuple[list[LiveRow], dict[tuple[int | None, str], int]]] = {}
         self.needs_keys = False
         #: Site and place -> its row of the record.
         self.records: dict[str, int] = {}
+
+    def enter(self, phase: Phase) -> None:
+        """From now on the rows are those of that phase."""
+        self.formats, self.spoken = self._phases.setdefault(phase, ([], {}))
+
+    def rows_in(self, phase: Phase) -> tuple[list[LiveRow], dict[tuple[int | None, str], int]]:
+        """The rows of a phase, and what speaks of them."""
+        return self._phases.get(phase, ([], {}))
 
     def format_row(self, rule: int | None, place: str, live: LiveFormat, spec: QuantizerSpec, name: str | None) -> int:
         """The number of the row: one for all operations that a rule speaks of in one breath."""
@@ -79,11 +94,6 @@ class ModuleTables:
             self.formats.append(LiveRow(live, spec, name))
             self.spoken[rule, place] = len(self.parameters) + len(self.formats)
         return self.spoken[rule, place]
-
-    def format_now(self, rule: int | None, place: str) -> Format | None:
-        """What a live row holds at the moment; None where the format is a constant."""
-        row = self.spoken.get((rule, place))
-        return None if row is None else self.live_row(row).format
 
     def live_row(self, row: int) -> LiveRow:
         return self.formats[row - len(self.parameters) - 1]
@@ -97,12 +107,13 @@ class ModuleTables:
     def has_table(self) -> bool:
         return self.needs_keys or bool(self.formats)
 
-    def install(self, rows: list[list[int]], device: torch.device) -> None:
-        if self.has_table:
+    def install(self, rows: list[list[int]], device: torch.device, module: nn.Module | None = None) -> None:
+        """Give the module, or a copy of it, its table; one of the same size is left where it lies, to be written."""
+        module = self.module if module is None else module
+        known = module._buffers.get(TABLE)
+        if self.has_table and (known is None or len(known) != len(rows)):
             table = torch.tensor(rows, dtype=torch.int32, device=device)
-            self.module.register_buffer(TABLE, table, persistent=False)
-        if self.records:
-            self.module.register_buffer(RECORD, blank_record(len(self.records), device), persistent=False)
+            module.register_buffer(TABLE, table, persistent=False)
 
     def record_row(self, site: str, device: torch.device) -> int:
         """The row of a site, a new one if it was not met before."""

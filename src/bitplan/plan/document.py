@@ -22,6 +22,9 @@ from bitplan.plan.uses import Choosing, Names, OverTime, Use, leaves, over_time,
 from bitplan.plan.write import yaml_text
 from bitplan.schedules import Function, Position, Schedule
 
+#: The case of each switch that is at work, and perhaps the bits of each schedule.
+Phase = tuple[int, ...]
+
 #: The version of the plan language that this package reads and writes.
 VERSION = 1
 
@@ -194,17 +197,31 @@ class Plan:
         """Whether anything changes while a run goes on."""
         return bool(self.switches or self.followed)
 
+    def phase_at(self, position: Position, *, fixed: bool = False) -> Phase:
+        """Which case of each switch is at work there; `fixed`: and how many bits each schedule gives."""
+        cases = tuple(switch.case_at(position, self.all_schedules) for switch in self.switches)
+        if not fixed:
+            return cases
+        return (*cases, *(each.bits(position.step, position.total) for each in self.followed.values()))
+
     def at(self, position: Position, *, fixed: bool = False) -> Plan:
         """The plan as it stands at that position of a run: no quantizer changes as a whole any more.
 
         :param fixed: bits do not move any more either.
         """
+        return self.in_phase(self.phase_at(position, fixed=fixed))
+
+    def in_phase(self, phase: Phase) -> Plan:
+        """The plan of a phase, as :meth:`phase_at` gives it."""
+        count = len(self.switches)
+        cases = dict(zip(self.switches, phase[:count], strict=True))
+        widths = dict(zip(self.followed, phase[count:], strict=True)) if len(phase) > count else {}
 
         def now(use: Use) -> Use:
             while not isinstance(use, (str, QuantizerSpec)):
-                use = use.cases[use.case_at(position, self.all_schedules)]
-            if fixed and isinstance(use, QuantizerSpec) and isinstance(use.bits, str):
-                return use.with_bits(self.all_schedules[use.bits].bits(position.step, position.total))
+                use = use.cases[cases[use]]
+            if isinstance(use, QuantizerSpec) and isinstance(use.bits, str) and use.bits in widths:
+                return use.with_bits(widths[use.bits], self.all_schedules[use.bits].highest)
             return use
 
         whole = self.flattened()

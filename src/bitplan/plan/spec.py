@@ -69,6 +69,8 @@ class QuantizerSpec:
     eval: Evaluation = "same"
     #: What moves the bits, once the plan has looked it up; `bits` are then the highest.
     moved_by: Schedule | None = None
+    #: The most bits it ever has in the run, where `bits` are those of a moment.
+    top_bits: int | None = None
 
     def __post_init__(self) -> None:
         if is_family(self.format):
@@ -100,9 +102,14 @@ class QuantizerSpec:
             return [self.with_bits(bits) for bits in range(self.moved_by.lowest, self.moved_by.highest + 1)]
         return [self]
 
-    def with_bits(self, bits: int) -> QuantizerSpec:
-        """The same quantizer at one width."""
-        return replace(self, bits=bits, moved_by=None)
+    def with_bits(self, bits: int, top_bits: int | None = None) -> QuantizerSpec:
+        """The same quantizer at one width; `top_bits` are the most that it ever has, if it has others."""
+        return replace(self, bits=bits, moved_by=None, top_bits=top_bits)
+
+    def at_the_top(self) -> QuantizerSpec | None:
+        """What ``eval: top`` evaluates with, where that is another width than the one of the moment."""
+        highest = self.top_bits if self.moved_by is None else self.moved_by.highest
+        return None if highest is None else self.with_bits(highest)
 
     def follows(self, schedule: Schedule) -> QuantizerSpec:
         """The same quantizer with its bits moved by `schedule`."""
@@ -160,7 +167,7 @@ class QuantizerSpec:
 
     def with_target(self, target: Format) -> QuantizerSpec:
         """The same quantizer with another number format."""
-        return replace(self, format=target.name, bits=None, exponent_bits=None, moved_by=None)
+        return replace(self, format=target.name, bits=None, exponent_bits=None, moved_by=None, top_bits=None)
 
     def live(self) -> LiveFormat:
         """The format as parameters that may change while a run goes on."""
@@ -185,7 +192,7 @@ class QuantizerSpec:
     def to_data(self) -> str | dict[str, Any]:
         """As a plan writes it: a mapping without what is default, or only the format's name."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        given.pop("moved_by", None)
+        given = {key: value for key, value in given.items() if key not in ("moved_by", "top_bits")}
         return self.format if set(given) == {"format"} else given
 
     def __str__(self) -> str:
