@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from bitplan.attach import Attachment, attach
 from bitplan.cost import Cost, cost
-from bitplan.errors import BitplanWarning, PlanError, ScheduleError
+from bitplan.errors import BitplanWarning, CostError, PlanError, ScheduleError
 from bitplan.plan import Plan
 from bitplan.schedules import Position, schedule
 
@@ -171,6 +171,10 @@ def test_costs_add_up_over_all_periods(plan: Plan) -> None:
         whole = run.cost()
     steps = (cost(small(), plan.at(Position(step, STEPS), fixed=True), X) for step in range(STEPS))
     assert whole == sum(steps, Cost())
+    assert cost(small(), plan, X, steps=STEPS) == whole
+    assert sum(plan.periods(STEPS).values()) == STEPS
+    with pytest.raises(CostError, match="price a whole run"):
+        cost(small(), plan, X)
 
 
 def test_the_cost_of_a_cyclic_run_is_that_of_its_schedule() -> None:

@@ -192,10 +192,18 @@ class Cost:
         return "\n".join(lines)
 
 
-def cost(model: nn.Module, plan: Plan | str, batch: Any, loss: Callable[..., Tensor] | None = None) -> Cost:
+def cost(
+    model: nn.Module,
+    plan: Plan | str,
+    batch: Any,
+    loss: Callable[..., Tensor] | None = None,
+    steps: int | None = None,
+) -> Cost:
     """The price of one training step of `model` under `plan` (a plan, a preset's name or a file), without running it.
 
     `batch` and `loss` as :func:`bitplan.sites` takes them.
+
+    :param steps: price a whole run of so many steps, which a plan that changes over time needs.
 
     >>> import torch
     >>> whole = cost(nn.Linear(100, 10), "fp8-linear", torch.randn(5, 100))
@@ -207,7 +215,16 @@ def cost(model: nn.Module, plan: Plan | str, batch: Any, loss: Callable[..., Ten
         raise CostError(
             f"{path or 'the model'} is scripted, so that its products cannot be seen: price it before that."
         )
-    return step_cost(record(model, batch, loss, opens=partial(is_opened, found)), found.decide)
+    if steps is not None and steps < 1:
+        raise CostError(f"steps is {steps}; a run has at least 1.")
+    if found.moves and steps is None:
+        raise CostError("this plan changes over time: price a whole run, with the number of its steps.")
+    operations = record(model, batch, loss, opens=partial(is_opened, found))
+    if not found.moves:
+        return step_cost(operations, found.decide).times(steps or 1)
+    assert steps is not None
+    periods = found.periods(steps).items()
+    return sum((step_cost(operations, found.in_phase(phase).decide).times(count) for phase, count in periods), Cost())
 
 
 def step_cost(operations: Sequence[Operation], decide: Decide) -> Cost:

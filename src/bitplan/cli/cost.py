@@ -22,7 +22,10 @@ def register(app: typer.Typer) -> None:
 def cost(
     plan: PlanArgument,
     target: TargetArgument,
-    steps: Annotated[int, typer.Option(min=1, help="How many such steps to add up.")] = 1,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Add up a run of so many steps; of a plan that changes over time, all of it."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Price one training step of TARGET under PLAN before it runs: bit operations, bytes, mean bits.
@@ -32,7 +35,7 @@ def cost(
     with command_output(as_json) as output:
         chosen = load_target(target, shapes_only=True)
         with running(target):
-            whole = cost_of(chosen.model, plan, chosen.batch, chosen.loss).times(steps)
+            whole = cost_of(chosen.model, plan, chosen.batch, chosen.loss, steps)
         output.document({"plan": plan, "target": target, **whole.to_dict()})
         if not as_json:
             _print(whole, plan, output)

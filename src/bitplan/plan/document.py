@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bitplan.errors import PlanError
 from bitplan.files import write_whole
 from bitplan.plan.kinds import Anything
@@ -210,6 +212,15 @@ class Plan:
         :param fixed: bits do not move any more either.
         """
         return self.in_phase(self.phase_at(position, fixed=fixed))
+
+    def periods(self, total: int) -> dict[Phase, int]:
+        """How many steps of a run of `total` are made in each phase, bits fixed."""
+        columns = [switch.cases_in(total, self.all_schedules) for switch in self.switches]
+        columns += [schedule.table(total) for schedule in self.followed.values()]
+        if not columns:
+            return {(): total}
+        phases, counts = np.unique(np.stack(columns, axis=1), axis=0, return_counts=True)
+        return {tuple(phase): int(count) for phase, count in zip(phases.tolist(), counts, strict=True)}
 
     def in_phase(self, phase: Phase) -> Plan:
         """The plan of a phase, as :meth:`phase_at` gives it."""

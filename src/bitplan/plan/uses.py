@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from bitplan.errors import PlanError, nearest_names
 from bitplan.names import NAMED
 from bitplan.names import format as format_of
 from bitplan.plan.spec import KEEP, LIKE_A_FORMAT, QuantizerSpec, check_name, is_family, is_format
 from bitplan.schedules import Moment, Position, Schedule
+from bitplan.schedules.base import Whole
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,10 @@ class Switch:
     def case_at(self, position: Position, schedules: Mapping[str, Schedule]) -> int:
         """Which of the cases is at work."""
         return int(position.step >= self.until.first_step(position.total))
+
+    def cases_in(self, total: int, schedules: Mapping[str, Schedule]) -> Whole:
+        """The case of every step of a run."""
+        return (np.arange(total) >= self.until.first_step(total)).astype(np.int64)
 
     def moments(self) -> Iterator[Moment]:
         yield self.until
@@ -69,6 +76,12 @@ class Choosing:
     def case_at(self, position: Position, schedules: Mapping[str, Schedule]) -> int:
         bits = _schedule(self.by, schedules).bits(position.step, position.total)
         return max(sum(level <= bits for level, _ in self.choose) - 1, 0)
+
+    def cases_in(self, total: int, schedules: Mapping[str, Schedule]) -> Whole:
+        """The case of every step of a run."""
+        levels = np.array([level for level, _ in self.choose])
+        cases: Whole = np.searchsorted(levels, _schedule(self.by, schedules).table(total), side="right") - 1
+        return np.maximum(cases, 0)
 
     def moments(self) -> Iterator[Moment]:
         yield from ()
