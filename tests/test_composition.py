@@ -327,7 +327,7 @@ def test_two_processes_train_as_one(before: bool, tmp_path: Path, monkeypatch: p
     processes = torch.multiprocessing.spawn(
         worker.work, (str(tmp_path / "store"), before, results), nprocs=2, join=False
     )
-    found = dict(results.get(timeout=120) for _ in range(2))
+    found = dict(results.get(timeout=400) for _ in range(2))
     while not processes.join():
         pass
     model, batches = worker.make()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -53,9 +54,9 @@ def predict_memory(
     sparse = storage_bytes(leaf for leaf in tree_leaves(batch) if _is_sparse(leaf))
     walk = Walk()
     run: Attachment | None = None
-    with told_of_missing_values(), fakes.mode:
+    with told_of_missing_values(), fakes.mode, ExitStack() as at_the_end:
         if plan is not None:
-            run = attach(twin, plan, example=fakes.inputs(args, kwargs), execution=execution)
+            run = at_the_end.enter_context(attach(twin, plan, example=fakes.inputs(args, kwargs), execution=execution))
         forward: Callable[..., Any] | None = compiled_on_fakes(twin, run, walk) if compile else None
         planned_loss = loss if loss is None or run is None else run.loss(loss)
         step = TrainingStep(twin, (args, kwargs, expected), planned_loss, optimizer, run, forward, autocast)
