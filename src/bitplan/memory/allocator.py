@@ -63,14 +63,13 @@ class HostAllocator(Allocator):
     """The CPU's, by its events."""
 
     def _begin(self) -> None:
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        try:
-            with _quiet_profiler():
-                self._profile.__enter__()  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
+        if torch.autograd._profiler_enabled():
             raise AccountError(
                 "torch's profiler is at work already, and it is what measures memory on a CPU: measure outside of it."
-            ) from error
+            )
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        with _quiet_profiler():
+            self._profile.__enter__()  # type: ignore[no-untyped-call]
 
     def note(self, phase: Phase) -> None:
         with record_function(_MARK + phase):

@@ -88,7 +88,7 @@ class TrainingStep:
 
     def __call__(self, note: Note) -> None:
         note("start")
-        loss = self._forward()
+        loss = self.loss_of_batch()
         note("forward")
         if self.on_loss is not None:
             self.on_loss(loss.detach())
@@ -102,7 +102,8 @@ class TrainingStep:
         self.forget_gradients()
         note("end")
 
-    def _forward(self) -> Tensor:
+    def loss_of_batch(self) -> Tensor:
+        """The forward pass with its loss."""
         with self._precision():
             output = self.forward(*self.args, **self.kwargs)
             return _size_of(output) if self.loss is None else call_loss(self.loss, output, self.expected)

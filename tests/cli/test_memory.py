@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bitplan.cli.memory as command
+
+Bitplan = Callable[..., Any]
+CLASSES = {"weights", "gradients", "activations", "optimizer", "other", "peak"}
+
+PLAN = """
+version: 1
+rules:
+- {match: "*", activation: e4m3, grad_activation: e5m2}
+"""
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    file = tmp_path / "eight.yaml"
+    file.write_text(PLAN)
+    return file
+
+
+def test_a_task_is_predicted_and_measured_by_class(bitplan: Bitplan, plan: Path) -> None:
+    ran = bitplan("memory", "digits", "--plan", plan, "--execution", "packed", "--json")
+    assert ran.code == 0
+    found = ran.json
+    assert (found["target"], found["plan"], found["execution"]) == ("digits", str(plan), "packed")
+    assert (found["batch"], found["optimizer"], found["budget"]) == (128, "sgd", None)
+    predicted, measured = found["predicted"], found["measured"]
+    assert predicted.keys() == measured.keys() == CLASSES
+    assert predicted["peak"] == pytest.approx(measured["peak"], rel=0.1)
+    assert predicted["activations"] == pytest.approx(measured["activations"], rel=0.1)
+    plain = bitplan("memory", "digits", "--predict-only", "--json").json
+    assert plain["measured"] is None
+    assert measured["activations"] < plain["predicted"]["activations"] / 3.5
+
+
+def test_the_table_has_both_figures_of_every_class_and_a_verdict(bitplan: Bitplan) -> None:
+    ran = bitplan("memory", "gpt-tiny", "--optimizer", "adamw")
+    rows = {line.split()[0]: line.split() for line in ran.out.splitlines() if line.strip()}
+    assert rows["no"][:4] == ["no", "plan", "predicted", "measured"]
+    assert set(rows) >= CLASSES
+    assert rows["weights"][1:5] == ["471.0", "KiB", "471.0", "KiB"]
+    assert "The step fits: " in ran.out
+    assert "bitplan: no plan: a peak of " in ran.err
+
+
+def test_a_budget_is_answered_without_running(bitplan: Bitplan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "measure_memory", lambda *given, **more: pytest.fail("it was run"))
+    found = bitplan("memory", "gpt-tiny", "--budget", "100GiB", "--json").json
+    assert (found["plan"], found["fits"], found["measured"]) == (None, True, None)
+    assert len(found["choices"]) == 1  # what fits as it is needs no plan
+    assert "It fits into 100.0 GiB as it is" in bitplan("memory", "gpt-tiny", "--budget", "100GiB").out
+
+
+def test_the_plainest_plan_that_fits_is_found(bitplan: Bitplan) -> None:
+    plain, packed = (
+        bitplan("memory", "resnet20", "--batch", 8, "--predict-only", *more, "--json").json["predicted"]["peak"]
+        for more in ([], ["--plan", "bf16-all", "--execution", "packed"])
+    )
+    assert packed < plain
+    ran = bitplan("memory", "resnet20", "--batch", 8, "--budget", packed)
+    assert "The plainest of these that fits into" in ran.out
+    assert "bf16-all, packed" in ran.out.splitlines()[-1]
+    rows = [line.split() for line in ran.out.splitlines() if line.rstrip().endswith((" yes", " no"))]
+    assert [row[-1] for row in rows] == ["no", "yes"]
+
+
+def test_where_nothing_fits_the_least_is_named_and_what_to_do(bitplan: Bitplan) -> None:
+    ran = bitplan("memory", "gpt-tiny", "--plan", "bf16-all", "--plan", "fp8-linear", "--budget", "1KiB")
+    assert ran.code == 0
+    last = ran.out.splitlines()[-1]
+    assert last.startswith("Nothing here fits into 1.0 KiB: the least is ")
+    assert "takes less" in last
+
+
+def test_several_plans_are_compared(bitplan: Bitplan) -> None:
+    ran = bitplan("memory", "gpt-tiny", "-p", "bf16-all", "-p", "fp8-linear", "--execution", "packed")
+    heading = next(line for line in ran.out.splitlines() if "kept, measured" in line)
+    assert heading.split() == ["plan", "kept", "peak", "kept,", "measured", "peak,", "measured"]
+    assert {"bf16-all,", "fp8-linear,"} <= {line.split()[0] for line in ran.out.splitlines() if line.strip()}
+
+
+def test_the_batch_and_the_optimizer_count(bitplan: Bitplan) -> None:
+    def predicted(*more: object) -> dict[str, int]:
+        found: dict[str, int] = bitplan("memory", "gpt-tiny", "--predict-only", "--json", *more).json["predicted"]
+        return found
+
+    once, twice = predicted("--batch", 8), predicted("--batch", 16)
+    assert twice["activations"] == pytest.approx(2 * once["activations"], rel=0.01)
+    assert twice["weights"] == once["weights"]
+    assert predicted("--optimizer", "none")["optimizer"] == 0
+    assert predicted("--optimizer", "adamw")["optimizer"] > 1.9 * predicted("--optimizer", "sgd")["optimizer"]
+    assert predicted("--autocast")["activations"] < once["activations"]
+
+
+def test_what_would_hardly_fit_is_not_run(bitplan: Bitplan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "free_memory", lambda device: 2**20)
+    monkeypatch.setattr(command, "measure_memory", lambda *given, **more: pytest.fail("it was run"))
+    ran = bitplan("memory", "gpt-tiny")
+    assert "not measured: " in ran.err
+    assert "The step does not fit into the 1.0 MiB that are free: `bitplan memory gpt-tiny --budget 1.0MiB`" in ran.out
+
+
+def test_a_file_of_ones_own_is_asked(bitplan: Bitplan, tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import torch\n"
+        "def make():\n"
+        "    model = torch.nn.Linear(8, 2)\n"
+        "    return model, (torch.randn(4, 8), torch.randint(2, (4,))), torch.nn.functional.cross_entropy\n"
+    )
+    found = bitplan("memory", f"{file}:make", "--json").json
+    assert found["predicted"]["weights"] == found["measured"]["weights"] == 4 * 18
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["absent"], "there is no built-in model or task 'absent'"),
+        (["gpt-tiny", "--plan", "absent"], "there is no "),
+        (["gpt-tiny", "--execution", "packed"], "packed execution keeps what a plan has rounded"),
+        (["gpt-tiny", "--execution", "pocket", "--plan", "bf16-all"], "there is no execution 'pocket'"),
+        (["gpt-tiny", "--budget", "much"], "'much' is no number of bytes"),
+        (["gpt-tiny", "--optimizer", "adam"], "there is no optimizer 'adam' here; did you mean adamw?"),
+        (["gpt-tiny", "--device", "tpu9"], "there is no device 'tpu9'"),
+        (["gpt-tiny", "--device", "meta"], "memory is predicted and measured on cpu and cuda, not on meta"),
+        (["gcn", "--batch", "8"], "a batch with a sparse tensor is one whole"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(bitplan: Bitplan, arguments: list[str], sentence: str) -> None:
+    ran = bitplan("memory", *arguments, "--json")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith(f"bitplan: {sentence}")
+    assert ran.err.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, so nothing to complain about")
+def test_a_device_that_is_not_there_is_one_sentence(bitplan: Bitplan) -> None:
+    ran = bitplan("memory", "gpt-tiny", "--device", "cuda")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("bitplan: this machine has no CUDA device")

@@ -1,0 +1,47 @@
+"""Memory on a CUDA device: prediction beside the caching allocator, and the hooks' count beside both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bitplan
+from bitplan.memory import kept_bytes, measure_memory, predict_memory
+from bitplan.memory.fakes import plain_copy
+from bitplan.memory.step import TrainingStep, call_of
+from bitplan.placing import placed
+from bitplan.plan import Plan
+from bitplan.targets import Target, load_target
+
+pytestmark = pytest.mark.gpu
+
+PLAN = Plan.from_dict({"version": 1, "rules": [{"match": "*", "activation": "e4m3", "grad_activation": "e5m2"}]})
+
+
+def on_gpu(name: str, batch: int) -> Target:
+    """Large enough that the workspaces of cuBLAS, which nobody foresees, are little beside it."""
+    return placed(load_target(name), torch.device("cuda"), batch)
+
+
+@pytest.mark.parametrize(("name", "batch"), [("resnet20", 1024), ("gpt-tiny", 1024)])
+@pytest.mark.parametrize("execution", [None, "emulate", "packed"])
+def test_an_eager_step_is_foreseen(name: str, batch: int, execution: str | None) -> None:
+    target = on_gpu(name, batch)
+    given = (target.model, target.batch, target.loss, "adamw", None if execution is None else PLAN)
+    how = execution or "emulate"
+    predicted, measured = predict_memory(*given, how), measure_memory(*given, how)
+    assert predicted.weights == measured.weights
+    assert predicted.optimizer == measured.optimizer
+    assert predicted.activations == pytest.approx(measured.activations, rel=0.05)
+    assert predicted.peak == pytest.approx(measured.peak, rel=0.1)
+
+
+def test_the_allocator_and_the_hooks_agree() -> None:
+    target = on_gpu("resnet20", 256)
+    measured = measure_memory(target.model, target.batch, target.loss, "none", PLAN, "packed")
+    model = plain_copy(target.model)
+    run = bitplan.attach(model, PLAN, example=target.batch[0], execution="packed")
+    assert target.loss is not None
+    step = TrainingStep(model, call_of(target.batch, target.loss), run.loss(target.loss), "none", run)
+    counted = kept_bytes(step.loss_of_batch, [*step.weights(), *step.batch()], run._rounder.keeper)
+    assert measured.activations == pytest.approx(counted, rel=0.01)

@@ -1,0 +1,131 @@
+"""Measuring by the allocator, and counting at autograd's hooks: two opinions that must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import bitplan
+from bitplan.attach import Attachment
+from bitplan.errors import AccountError
+from bitplan.memory import kept_bytes, measure_memory, predict_memory
+from bitplan.memory.allocator import HostAllocator, allocator_of
+from bitplan.memory.fakes import plain_copy
+from bitplan.memory.step import TrainingStep, call_of
+from bitplan.memory.storages import storage_bytes
+from bitplan.plan import Plan
+from bitplan.targets import Target
+
+MakeTarget = Callable[[str], Target]
+KINDS = ("resnet20", "mobilenet-v2", "gpt", "gpt2", "bert", "gcn")
+#: The loss itself lives when the forward pass has ended, and a plan's first call may leave a number or two.
+NUMBERS = 64
+
+
+def counted(target: Target, plan: Plan | None, execution: str) -> int:
+    model = plain_copy(target.model)
+    args, kwargs, expected = call_of(target.batch, target.loss)
+    run: Attachment | None = None
+    loss = target.loss
+    if plan is not None:
+        run = bitplan.attach(model, plan, example=kwargs or args, execution=execution)
+        loss = run.loss(loss) if loss is not None else None
+    step = TrainingStep(model, (args, kwargs, expected), loss, "none", run)
+    keeper = None if run is None else run._rounder.keeper
+    return kept_bytes(step.loss_of_batch, [*step.weights(), *step.batch()], keeper)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("execution", [None, "emulate", "packed"])
+def test_the_allocator_and_the_hooks_agree(
+    make_target: MakeTarget, eight_bits: Plan, name: str, execution: str | None
+) -> None:
+    target = make_target(name)
+    plan = None if execution is None else eight_bits
+    how = execution or "emulate"
+    measured = measure_memory(target.model, target.batch, target.loss, "none", plan, how, steps=2)
+    assert measured.activations == pytest.approx(counted(target, plan, how), abs=NUMBERS)
+
+
+def test_the_bytes_of_a_perceptron_are_those_counted_by_hand(make_target: MakeTarget) -> None:
+    target = make_target("perceptron")
+    held = measure_memory(target.model, target.batch, target.loss, "adamw")
+    parameters = 4 * (64 * 128 + 128 + 128 * 10 + 10)
+    assert (held.weights, held.gradients) == (parameters, parameters)
+    assert held.optimizer == 2 * parameters + 4 * 4
+    assert held.activations == 4 * (32 * 128 + 32 * 10 + 1 + 1)
+    assert held.peak >= held.weights + held.optimizer + held.gradients
+
+
+def test_the_model_is_left_as_it_is(make_target: MakeTarget, eight_bits: Plan) -> None:
+    target = make_target("resnet20")
+    before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
+    measure_memory(target.model, target.batch, target.loss, plan=eight_bits, execution="packed", steps=2)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in target.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in target.model.parameters())
+
+
+def test_a_run_can_be_asked_while_it_goes_on(make_target: MakeTarget, eight_bits: Plan) -> None:
+    target = make_target("perceptron")
+    run = bitplan.attach(target.model, eight_bits, execution="packed")
+    inputs, labels = target.batch
+    assert target.loss is not None
+    target.loss(target.model(inputs), labels).backward()
+    predicted = run.memory()["predicted"]
+    assert run.memory()["measured"] is None
+    assert predicted.weights == storage_bytes(target.model.parameters())
+    both = run.memory(target.batch, target.loss, optimizer="none")
+    assert both["predicted"].activations == pytest.approx(both["measured"].activations, abs=NUMBERS)
+    plain = predict_memory(plain_copy(target.model), target.batch, target.loss)
+    assert both["predicted"].activations < plain.activations / 3
+    run.step()
+    run.detach()
+
+
+def test_a_run_that_has_seen_nothing_says_what_it_needs(make_target: MakeTarget, eight_bits: Plan) -> None:
+    run = bitplan.attach(make_target("perceptron").model, eight_bits)
+    with pytest.raises(AccountError, match="give one, or run the model once"):
+        run.memory()
+
+
+def test_the_host_allocator_tells_every_byte() -> None:
+    with HostAllocator() as allocator:
+        allocator.note("start")
+        kept = torch.empty(1000, dtype=torch.uint8)
+        passing = torch.empty(5000, dtype=torch.uint8)
+        allocator.note("forward")
+        del passing
+        allocator.note("backward")
+    assert allocator.notes == [("start", 0), ("forward", 6000), ("backward", 1000)]
+    assert allocator.peak == 6000
+    assert allocator.last("forward") == 6000
+    assert len(kept) == 1000
+
+
+def test_nothing_is_said_on_stderr_by_the_profiler(capfd: pytest.CaptureFixture[str]) -> None:
+    with HostAllocator():
+        torch.empty(10)
+    assert capfd.readouterr().err == ""
+
+
+def test_inside_of_a_profiler_nothing_can_be_measured(make_target: MakeTarget) -> None:
+    target = make_target("perceptron")
+    with torch.profiler.profile(), pytest.raises(AccountError, match="measure outside of it"):
+        measure_memory(target.model, target.batch, target.loss)
+
+
+def test_one_step_and_other_devices_are_refused() -> None:
+    with pytest.raises(AccountError, match="measure at least 2"):
+        measure_memory(nn.Linear(2, 2), torch.randn(1, 2), steps=1)
+    with pytest.raises(AccountError, match="on cpu and cuda, not on meta"):
+        allocator_of(torch.device("meta"))
+
+
+def test_what_a_sparse_tensor_holds_is_counted_and_shared_memory_once() -> None:
+    sparse = torch.eye(8).to_sparse()
+    assert storage_bytes([sparse]) == 8 * 4 + 2 * 8 * 8
+    whole = torch.empty(100)
+    assert storage_bytes([whole, whole[:10], whole.view(10, 10)]) == 400

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from bitplan.memory.room import LADDER, choices, free_memory
+from bitplan.plan import preset_names
+from bitplan.targets import Target
+
+MakeTarget = Callable[[str], Target]
+
+
+def test_each_step_of_the_ladder_keeps_less(make_target: MakeTarget) -> None:
+    target = make_target("gpt")
+    found = list(choices(target, LADDER, "packed", "sgd", None))
+    kept = [choice.predicted.activations for choice in found]
+    assert kept == sorted(kept, reverse=True)
+    assert len(set(kept)) == len(kept)
+    assert [choice.execution for choice in found] == ["emulate"] + ["packed"] * (len(LADDER) - 1)
+    assert all(choice.fits is None for choice in found)
+    assert set(LADDER[1:]) <= set(preset_names())
+
+
+def test_a_budget_divides_what_fits_from_what_does_not(make_target: MakeTarget) -> None:
+    target = make_target("gpt")
+    plain, packed = choices(target, (None, "fp8-all"), "packed", "sgd", 2**50)
+    assert plain.fits
+    assert packed.fits
+    exactly = plain.predicted.peak
+    assert [next(choices(target, (None,), "packed", "sgd", most)).fits for most in (exactly, exactly - 1)] == [
+        True,
+        False,
+    ]
+    assert plain.to_dict()["predicted"]["peak"] == exactly
+
+
+def test_a_machine_tells_what_is_free() -> None:
+    free = free_memory(torch.device("cpu"))
+    assert free is None or free > 2**20
