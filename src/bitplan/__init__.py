@@ -29,6 +29,7 @@ from bitplan.memory import Memory, measure_memory, predict_memory
 from bitplan.names import format
 from bitplan.packing import Packed, pack
 from bitplan.plan import Plan
+from bitplan.planners import cpt_plan
 from bitplan.quantizer import Quantizer, quantize
 from bitplan.scaling import Scaling
 from bitplan.schedules import Schedule, schedule
@@ -66,6 +67,7 @@ __all__ = [
     "__version__",
     "attach",
     "cost",
+    "cpt_plan",
     "explain",
     "format",
     "load_target",

@@ -118,3 +118,21 @@ def test_a_mistake_is_one_sentence_on_stderr(bitplan: Bitplan, own: str, argumen
     assert (ran.code, ran.out) == (2, "")
     assert ran.err.startswith(f"bitplan: {sentence}")
     assert ran.err.count("\n") == 1
+
+
+def test_a_plan_of_cyclic_precision_training(bitplan: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    ran = bitplan("plan", "cpt", "resnet20", "--schedule", "RTH", "--bits", "4-8", "--cycles", 2, "-o", file)
+    assert ran.code == 0
+    assert "fc stays as it is" in ran.err
+    shown = bitplan("plan", "explain", file, "resnet20").out
+    assert "int RTH 4-8 x2 channel minmax" in shown
+    assert bitplan("plan", "cpt", "resnet20", "--json").json["schedules"] == {
+        "cpt": {"name": "CR", "low": 3, "high": 8, "cycles": 8}
+    }
+    assert bitplan("plan", "check", file, "resnet20").code == 0
+    cost = bitplan("cost", file, "resnet20", "--steps", 100, "--json").json
+    assert cost["steps"] == 100
+    assert "whole run" in bitplan("cost", file, "resnet20").err
+    wrong = bitplan("plan", "cpt", "resnet20", "--bits", "nine")
+    assert (wrong.code, len(wrong.err.splitlines())) == (2, 1)

@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,15 +15,17 @@ from rich.table import Table
 
 from bitplan.cli.arguments import OptionalTargetArgument, PlanArgument, TargetArgument
 from bitplan.cli.output import JsonOption, Output, command_output
+from bitplan.cli.schedules import complete_schedule, read_bits
 from bitplan.cli.sites import shape_text, site_record
 from bitplan.errors import BitplanWarning
 from bitplan.explain import Explanation
 from bitplan.explain import explain as explained
 from bitplan.plan import ROLES, Plan, plan_schema, preset_names, preset_text
 from bitplan.plan.find import find_plan
+from bitplan.planners import cpt_plan
 from bitplan.targets import load_target, running
 
-group = typer.Typer(help="List, show, check and explain plans.", no_args_is_help=True)
+group = typer.Typer(help="List, show, check, explain and make plans.", no_args_is_help=True)
 
 
 def register(app: typer.Typer) -> None:
@@ -101,6 +104,48 @@ def explain(plan: PlanArgument, target: TargetArgument, as_json: JsonOption = Fa
         if not as_json:
             # A slot that no rule speaks of takes the tensor as it comes: nothing to tell.
             _print([site for site in sites if site.site.role in ROLES or site.rule is not None], output)
+
+
+@group.command("cpt")
+def cpt(
+    target: TargetArgument,
+    schedule: Annotated[
+        str,
+        typer.Option(help="One of those that bitplan schedules shows.", autocompletion=complete_schedule),
+    ] = "CR",
+    bits: Annotated[str, typer.Option(metavar="LOW-HIGH", help="The range of bits.")] = "3-8",
+    cycles: Annotated[int, typer.Option(min=1, help="Cycles; of triangular schedules, half triangles.")] = 8,
+    quantized_aggregation: Annotated[
+        bool,
+        typer.Option("--quantized-aggregation", help="Of graph networks: round what neighbour sums are of, too."),
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the plan there (default: print it).")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make the plan of cyclic precision training for TARGET: the papers' quantiser, and what they leave alone.
+
+    Weights and activations follow the schedule, gradients have the highest bits. With --json: the plan as JSON.
+    """
+    with command_output(as_json) as output:
+        low, high = read_bits(bits)
+        chosen = load_target(target, shapes_only=True)
+        with running(target):
+            plan = cpt_plan(
+                *(chosen.model, chosen.batch, chosen.loss),
+                schedule=schedule,
+                low=low,
+                high=high,
+                cycles=cycles,
+                quantized_aggregation=quantized_aggregation,
+            )
+        output.document(plan.to_dict())
+        if out is not None:
+            plan.save(out)
+            output.note(f"wrote {out}. {plan.description}")
+        elif not as_json:
+            typer.echo(plan.to_yaml(), nl=False)
 
 
 def explanation_record(explanation: Explanation) -> dict[str, Any]:

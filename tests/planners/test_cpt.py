@@ -1,0 +1,112 @@
+"""The plan of cyclic precision training: its quantiser, what it leaves alone, and its numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from bitplan import attach, explain
+from bitplan.errors import PlanError, ScheduleError
+from bitplan.plan import Plan
+from bitplan.planners import cpt_plan
+from bitplan.planners.cpt import Widths, exempt, kind_of, operations_of, plan_of
+from bitplan.schedules import schedule
+from bitplan.targets import load_target
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "kept"),
+    [
+        ("resnet20", "images", ["fc"]),
+        ("mobilenet-v2", "images", ["fc"]),
+        ("digits", "images", ["fc"]),
+        (
+            "resnet50",
+            "large images",
+            ["conv1", *(f"layer{number}.0.shortcut.0" for number in (1, 2, 3, 4)), "fc"],
+        ),
+        ("squeezenet", "convolutional", []),
+        ("lstm", "recurrent", []),
+        ("gpt-tiny", "transformer", []),
+        ("gcn", "graph", []),
+    ],
+)
+def test_what_is_left_alone_follows_from_the_kind_of_model(target: str, kind: str, kept: list[str]) -> None:
+    chosen = load_target(target, shapes_only=True)
+    operations = operations_of(chosen.model, chosen.batch, chosen.loss)
+    assert kind_of(operations) == kind
+    assert exempt(operations, kind_of(operations)) == kept
+    plan = cpt_plan(chosen.model, chosen.batch, chosen.loss, schedule="RTH", low=4, high=6, cycles=4)
+    assert Plan.from_yaml(plan.to_yaml()) == plan
+    assert plan.schedules == {"cpt": schedule("RTH", low=4, high=6, cycles=4)}
+    rows = explain(chosen.model, plan, chosen.batch, chosen.loss)  # which raises where a rule has no effect
+    products = {row.site.op.split(".")[0] for row in rows if row.site.role == "fprop.w" and row.quantizer is not None}
+    assert products
+    roles = ("weight", "activation", "grad_weight", "grad_activation")
+    for row in rows:
+        if row.site.role in roles or row.site.module in kept:
+            assert row.quantizer is None
+    if kind == "transformer":
+        (inner,) = {row.words for row in rows if row.site.op.startswith("matmul") and row.site.role == "fprop.w"}
+        assert inner == "int RTH 4-6 x4 tensor minmax eval=ema"
+    if kind == "recurrent":
+        assert any(row.site.op.startswith("linear") and row.site.module == "lstm" for row in rows)
+
+
+def test_the_quantiser() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 10))
+    decision = cpt_plan(net, torch.randn(2, 3, 8, 8)).decide("0", "conv2d")
+    assert decision["fprop.w"].words == decision["dgrad.w"].words == "int CR 3-8 x8 channel minmax"
+    assert decision["fprop.x"].words == decision["wgrad.x"].words == "int CR 3-8 x8 tensor minmax eval=ema"
+    assert decision["dgrad.dy"].words == decision["wgrad.dy"].words == "int8 tensor minmax stochastic"
+    for one, other in (("fprop.w", "dgrad.w"), ("fprop.x", "wgrad.x"), ("dgrad.dy", "wgrad.dy")):
+        assert decision[one].share == decision[other].share is not None  # rounded once, and shared
+
+
+def test_its_numbers_are_those_of_the_papers() -> None:
+    torch.manual_seed(0)
+    net, x = nn.Linear(6, 5), torch.randn(4, 6)
+
+    def rounded(values: torch.Tensor, bits: int, dims: tuple[int, ...]) -> torch.Tensor:
+        low, high = values.amin(dims, keepdim=True), values.amax(dims, keepdim=True)
+        scale = ((high - low) / (2**bits - 1)).clamp(min=1e-8)
+        return ((values - low) / scale).clamp(0, 2**bits - 1).round() * scale + low
+
+    plan = cpt_plan(net, x, schedule="LR", low=3, high=8, cycles=1)
+    chosen = schedule("LR", low=3, high=8, cycles=1)
+    with attach(net, plan, 10, x) as run:
+        for step in range(10):
+            bits = chosen.bits(step, 10)
+            expected = rounded(x, bits, (0, 1)) @ rounded(net.weight.detach(), bits, (1,)).T + net.bias.detach()
+            torch.testing.assert_close(net(x).detach(), expected)
+            run.step()
+
+
+def test_features_before_neighbour_sums() -> None:
+    chosen = load_target("gcn", shapes_only=True)
+    plan = cpt_plan(chosen.model, chosen.batch, chosen.loss, quantized_aggregation=True)
+    rows = explain(chosen.model, plan, chosen.batch, chosen.loss)
+    before = [row for row in rows if row.site.role == "activation" and row.quantizer is not None]
+    assert [row.site.name for row in before] == [f"layers.{number}/linear.0:activation" for number in range(3)]
+    assert {row.words for row in before} == {"int CR 3-8 x8 vector minmax"}
+    with pytest.raises(PlanError, match="sums over no neighbours"):
+        cpt_plan(nn.Linear(3, 3), torch.randn(2, 3), quantized_aggregation=True)
+
+
+def test_widths_of_their_own_for_every_rounding() -> None:
+    early = schedule("deficit", low=3, high=8, start=0, end="25%")
+    net, x = nn.Linear(6, 5), torch.randn(4, 6)
+    plan = plan_of(operations_of(net, x), Widths(early, None, schedule("CR", low=3, high=8)))
+    assert list(plan.schedules) == ["cpt", "cpt2"]
+    assert plan.decide("", "linear")["fprop.x"].quantizer is None
+    assert plan.decide("", "linear")["dgrad.dy"].words == "int CR 3-8 x8 tensor minmax stochastic"
+
+
+def test_mistakes_are_sentences() -> None:
+    with pytest.raises(PlanError, match="nothing to quantise"):
+        cpt_plan(nn.ReLU(), torch.randn(2, 3))
+    with pytest.raises(ScheduleError, match="there is no schedule"):
+        cpt_plan(nn.Linear(3, 3), torch.randn(2, 3), schedule="XX")
+    with pytest.raises(PlanError, match="int1"):
+        cpt_plan(nn.Linear(3, 3), torch.randn(2, 3), low=1)
