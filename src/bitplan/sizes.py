@@ -35,7 +35,7 @@ def read_bytes(text: str) -> int:
     parts = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", text)
     if parts is None or parts[2].lower() not in _FACTORS:
         raise BitplanError(f"{text!r} is no number of bytes: write it as 6GiB, 500MB or 1000000.")
-    count = round(float(parts[1]) * _FACTORS[parts[2].lower()])
+    count: int = round(float(parts[1]) * _FACTORS[parts[2].lower()])
     if count < 1:
         raise BitplanError(f"{text!r} is less than a byte: write it as 6GiB, 500MB or 1000000.")
     return count

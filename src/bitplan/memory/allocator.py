@@ -63,11 +63,11 @@ class HostAllocator(Allocator):
     """The CPU's, by its events."""
 
     def _begin(self) -> None:
-        if torch.autograd._profiler_enabled():
+        if torch._C._autograd._profiler_enabled():
             raise AccountError(
                 "torch's profiler is at work already, and it is what measures memory on a CPU: measure outside of it."
             )
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
         with _quiet_profiler():
             self._profile.__enter__()  # type: ignore[no-untyped-call]
 
