@@ -7,13 +7,14 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 INPUTS := pyproject.toml constraints.txt src/bitplan/_version.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit bench clean
+.PHONY: help demo test lint types unit bench docs clean
 
 help:
 	@echo "make demo    install bitplan into $(VENV), train digits under six plans, and write a page about it"
 	@echo "make test    install with the dev extra, then ruff, mypy --strict and every test"
 	@echo "make bench   install the peers and measure every number format against them"
-	@echo "make clean   remove $(VENV), caches and what the demo wrote"
+	@echo "make docs    install mkdocs and build the documentation into site/"
+	@echo "make clean   remove $(VENV), caches and what the demo and the documentation wrote"
 
 demo: $(VENV)/.stamp-report
 	@$(BIN)/bitplan demo
@@ -36,8 +37,13 @@ unit: $(VENV)/.stamp-dev
 bench: $(VENV)/.stamp-bench
 	@$(BIN)/bitplan bench formats
 
+# Strict: a page that is missing or a link that leads nowhere fails. Only mkdocs is installed, neither torch nor bitplan.
+docs: $(VENV)/.stamp-docs
+	@$(BIN)/mkdocs build --quiet --strict
+	@echo "open site/index.html"
+
 clean:
-	@rm -rf $(VENV) build dist src/*.egg-info bitplan-demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) build dist site src/*.egg-info bitplan-demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is written only after its installation succeeded, and grows old when what it was made from changes.
@@ -59,6 +65,11 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-base
 
 $(VENV)/.stamp-report: $(VENV)/.stamp-base
 	@$(PIP_INSTALL) -e '.[report]'
+	@touch $@
+
+$(VENV)/.stamp-docs: $(VENV)/.stamp-venv constraints.txt
+	@echo "== installing mkdocs"
+	@$(PIP_INSTALL) mkdocs
 	@touch $@
 
 $(VENV)/.stamp-bench: $(VENV)/.stamp-base
