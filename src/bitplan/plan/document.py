@@ -16,9 +16,10 @@ from bitplan.errors import PlanError
 from bitplan.files import write_whole
 from bitplan.plan.kinds import Anything
 from bitplan.plan.match import Matcher, compile_match
+from bitplan.plan.optimizer import OptimizerRule
 from bitplan.plan.places import KEYS, OPERANDS, PLACES, GradAt
 from bitplan.plan.presets import is_preset_name
-from bitplan.plan.spec import QuantizerSpec, Rule, check_name, check_quantizer_name
+from bitplan.plan.spec import KEEP, QuantizerSpec, Rule, check_name, check_quantizer_name
 from bitplan.plan.tree import tree_from_data
 from bitplan.plan.uses import Choosing, Names, OverTime, Use, leaves, over_time, switches, use_data
 from bitplan.plan.write import yaml_text
@@ -91,6 +92,8 @@ class Plan:
     version: int = VERSION
     #: Name -> how the bits of the quantizers that name it move.
     schedules: Mapping[str, Schedule] = field(default_factory=dict)
+    #: What the optimizer's state is kept in; the plan's own replaces the base's.
+    optimizer: OptimizerRule | None = None
     #: The file it was loaded from.
     origin: Path | None = field(default=None, compare=False, repr=False)
 
@@ -127,6 +130,12 @@ class Plan:
     def all_schedules(self) -> dict[str, Schedule]:
         """Every schedule that quantizers may name. The plan's own replace the base's."""
         return {**(self.base.all_schedules if self.base else {}), **self.schedules}
+
+    @cached_property
+    def optimizer_rule(self) -> OptimizerRule | None:
+        """What counts for the optimizer's state; None where it is left alone."""
+        rule = self.optimizer or (self.base.optimizer_rule if self.base else None)
+        return None if rule is None or rule.state == KEEP else rule
 
     @cached_property
     def names(self) -> Names:
@@ -174,6 +183,7 @@ class Plan:
             rules=self.all_rules,
             quantizers=self.all_quantizers,
             schedules=self.all_schedules,
+            optimizer=self.optimizer_rule,
             extends=None,
             base=None,
         )
@@ -287,6 +297,8 @@ class Plan:
             data["schedules"] = {name: schedule.to_data() for name, schedule in self.schedules.items()}
         if self.quantizers:
             data["quantizers"] = {name: use_data(use) for name, use in self.quantizers.items()}
+        if self.optimizer is not None:
+            data["optimizer"] = self.optimizer.to_data()
         data["rules"] = [rule.to_data() for rule in self.rules]
         return data
 

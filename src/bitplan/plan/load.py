@@ -29,6 +29,7 @@ from bitplan.plan.kinds import (
     items_of,
 )
 from bitplan.plan.match import compile_pattern
+from bitplan.plan.optimizer import Optimizing
 from bitplan.plan.places import KEYS, OPERANDS, PASSES, ROLES, GradAt
 from bitplan.plan.presets import is_preset_name, preset_text
 from bitplan.plan.spec import (
@@ -254,6 +255,7 @@ PLAN = Record(
             check_quantizer_name,
             {"pattern": f"^{QUANTIZER_NAME.pattern}$", "not": {"pattern": any_case(RESERVED_NAMES)}},
         ),
+        "optimizer": Optimizing("What the optimizer's state is kept in, by torchao's optimizers."),
         "rules": Listing("Ordered rules.", _Rules("")),
     },
     required=("version",),
