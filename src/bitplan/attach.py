@@ -10,7 +10,7 @@ import logging
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,7 @@ from bitplan.names import format as format_of
 from bitplan.noise import key_of
 from bitplan.observe import Statistics, fold, statistics
 from bitplan.openings import is_opened
+from bitplan.optimizers import OptimizerPromise
 from bitplan.packed_backend import BACKEND, register_backend
 from bitplan.plan import Plan
 from bitplan.plan.document import Phase
@@ -103,8 +104,11 @@ class Attachment:
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._warned = False
         self._ledger = Ledger(self.model, plan, self._tables, self._timeline)
+        self._promise = OptimizerPromise(plan, self.model)
         if plan.all_rules:
             self._install()
+        if plan.all_rules or plan.optimizer_rule is not None:
+            self._watch_optimizers()
 
     # --- life ---
 
@@ -120,6 +124,8 @@ class Attachment:
         self._rounder.on_first_call = self._note_call
         self._let_recurrent_layers_compile()
         self._let_phases_compile()
+
+    def _watch_optimizers(self) -> None:
         watcher = weakref.WeakMethod(self._before_optimizer_step)
         self._hooks.append(register_optimizer_step_pre_hook(lambda optimizer, *_: (watcher() or _nothing)(optimizer)))
 
@@ -202,6 +208,17 @@ class Attachment:
 
     # --- the loop ---
 
+    def optimizer(self, kind: Any, params: Iterable[Any] | None = None, **settings: Any) -> Optimizer:
+        """An optimizer for the model's parameters, its state kept as the plan's ``optimizer:`` says.
+
+        ``run.optimizer(torch.optim.AdamW, lr=3e-4)`` is torch's own where the plan says nothing of it, else torchao's
+        twin of it. There, a learning rate is a tensor: change it by torch's schedulers, or by ``fill_()``.
+
+        :param kind: the class; or an optimizer that has made no step yet, whose groups and settings are taken over.
+        :param params: parameters or groups of them, as torch takes them; by default all that are trained.
+        """
+        return self._promise.make(kind, params, settings)
+
     def progress(self, share: float) -> None:
         """Tell that this share of the run (0 to 1) is done: schedules move there. For ``steps="progress"``.
 
@@ -218,6 +235,7 @@ class Attachment:
         and a schedule has to end when the loop does.
         """
         self._check_seen()
+        self._promise.after_step()
         self._step += 1
         self._ledger.count_step()
         self._stepped.clear()
@@ -312,6 +330,7 @@ class Attachment:
         mine = {id(parameter) for parameter in self.model.parameters()}
         if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
             return
+        self._promise.before_step(optimizer)
         self._check_seen()
         if not self._checked:
             raise PlanError(

@@ -13,11 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from bitplan.attach import Attachment, attach
 from bitplan.errors import RunError, TaskError
 from bitplan.noise import key_of
+from bitplan.optimizer_state import load_plain_state, plain_state
+from bitplan.optimizers import set_rate
 from bitplan.plan import Plan
 from bitplan.sites import call_arguments
 from bitplan.tasks.task import Task
@@ -40,19 +43,25 @@ class Session:
             torch.cuda.reset_peak_memory_stats(device)
         torch.manual_seed(task.seed)
         self.model: nn.Module = task.model().to(device)
-        self.optimizer = task.optimizer(self.model)
-        self._peaks = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.run: Attachment = attach(
             *(self.model, plan, task.settings.steps, self._moved(task.batch(0)[0])),
             seed=task.seed,
             execution=execution,
         )
+        self.optimizer = self._new_optimizer()
         self.loss = self.run.loss(task.loss)
         # A mask may hold infinities from the start, and rightly so.
         self._finite = {name for name, tensor in self._floats() if first_not_finite([(name, tensor)]) is None}
         # torch.compile cannot follow a fused recurrent layer; one that a plan opens up is plain operations.
         whole = bool(plan.all_rules) or not any(isinstance(module, nn.RNNBase) for module in self.model.modules())
         self._called: nn.Module = self.run.compile(fullgraph=whole) if compile else self.model
+
+    def _new_optimizer(self) -> Optimizer:
+        """The task's optimizer, with its state as the plan wants it."""
+        plain = self.task.optimizer(self.model)
+        # Before the twin is made: it holds its rates in float32.
+        self._peaks = [float(group["lr"]) for group in plain.param_groups]
+        return self.run.optimizer(plain)
 
     # --- a step ---
 
@@ -72,14 +81,13 @@ class Session:
         factor = self.task.learning_rate(self.step)
         groups = self.optimizer.param_groups
         for group, peak in zip(groups, self._peaks, strict=True):
-            group["lr"] = peak * factor
+            set_rate(group, peak * factor)
         if self.task.settings.clip > 0:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.task.settings.clip)
         self.optimizer.step()
         self.run.step()
         self.step += 1
-        rate: float = groups[0]["lr"]
-        return rate
+        return self._peaks[0] * factor
 
     def evaluate(self) -> dict[str, float]:
         """The task's figures after the steps made; the task is told, and remembers what it wants."""
@@ -112,7 +120,7 @@ class Session:
         """All that a resumed run needs, in tensors and plain values."""
         return {
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": plain_state(self.optimizer),
             "attachment": self.run.state_dict(),
             "memory": dict(self.task.memory),
         }
@@ -121,7 +129,7 @@ class Session:
         """Go on where :meth:`state` was taken, after `step` steps."""
         try:
             self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            load_plain_state(self.optimizer, state["optimizer"])
         except (RuntimeError, ValueError, KeyError) as error:
             reason = (str(error).strip().splitlines() or [""])[-1].strip().removesuffix(".")
             raise RunError(
@@ -136,7 +144,7 @@ class Session:
         """Stand before the first step again."""
         torch.manual_seed(self.task.seed)
         self.model.load_state_dict(self.task.model().state_dict())
-        self.optimizer = self.task.optimizer(self.model)
+        self.optimizer = self._new_optimizer()
         self.task.memory = dict(self._first_memory)
         self.run.load_state_dict({**self.run.state_dict(), "step": 0})
         self.step = 0
