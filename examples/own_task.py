@@ -1,0 +1,74 @@
+"""A task of your own in one file: a sine wave to be told from its beginning.
+
+    bitplan train examples/own_task.py:MyTask
+    bitplan train examples/own_task.py:MyTask --plan int8-all --set features=64
+    bitplan compare examples/own_task.py:MyTask --plans fp32 int8-all int4-all --seeds 2
+
+With a model, data, a loss, an optimizer and a metric behind this interface, every command works on it, and a run that
+was stopped or killed goes on bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.tasks import Metric, Settings, Task
+from bitplan.tasks.draws import generator
+
+
+@dataclass(frozen=True)
+class MySettings(Settings):
+    """The recipe. Each field is a key of --set; steps, batch, lr, evaluate_every and clip are there already."""
+
+    steps: int = 300
+    lr: float = 0.01
+    #: Values that are shown, and the same number of values that are to be told.
+    length: int = 16
+    #: Width of the hidden layers.
+    features: int = 48
+
+
+class MyTask(Task):
+    name = "waves"
+    summary = "how a sine wave of unknown frequency and phase goes on"
+    settings_class = MySettings
+    # A wave has the mean square 1/2, and that is the error of saying 0 throughout.
+    metric = Metric("error", "lower", trivial=0.5)
+
+    def model(self) -> nn.Module:
+        length, features = self.settings.length, self.settings.features
+        return nn.Sequential(
+            nn.Linear(length, features),
+            nn.GELU(),
+            nn.Linear(features, features),
+            nn.GELU(),
+            nn.Linear(features, length),
+        )
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        # Depends on seed and step alone: so a resumed run sees what it would have seen.
+        return self._waves(self.settings.batch, generator("training waves", self.seed, step))
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output, target)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), self.settings.lr)
+
+    def learning_rate(self, step: int) -> float:
+        return 1 - step / self.settings.steps
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        shown, told = self._waves(1000, generator("held-out waves"))
+        device = next(model.parameters()).device
+        return {"error": float(self.loss(model(shown.to(device)).cpu(), told))}
+
+    def _waves(self, count: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
+        frequency = 0.2 + 0.3 * torch.rand(count, 1, generator=draws)
+        phase = 2 * math.pi * torch.rand(count, 1, generator=draws)
+        wave = (frequency * torch.arange(2 * self.settings.length) + phase).sin()
+        return wave[:, : self.settings.length], wave[:, self.settings.length :]

@@ -1,0 +1,94 @@
+"""The scripts in examples/ run as docs/examples.md says, and show what they promise."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "examples.md").read_text()
+#: The first block of the page has one command for each script.
+COMMANDS = [shlex.split(line) for line in re.findall(r"```sh\n(.*?)```", PAGE, flags=re.DOTALL)[0].splitlines()]
+PROGRAMS = {"python": [sys.executable], "bitplan": [sys.executable, "-m", "bitplan"]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A place with examples/ in it, where runs may be written."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def shown_by(script: str, folder: Path) -> str:
+    """What the page's command for a script prints."""
+    (words,) = (words for words in COMMANDS if any(word.startswith(f"examples/{script}") for word in words))
+    ended = subprocess.run(
+        [*PROGRAMS[words[0]], *words[1:]],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_the_page_has_a_command_for_every_example() -> None:
+    named = re.findall(r"examples/(\w+\.py)", " ".join(word for words in COMMANDS for word in words))
+    assert sorted(named) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+
+
+def test_plain_pytorch_learns_in_8_bits_at_a_fraction_of_the_cost(folder: Path) -> None:
+    shown = shown_by("plain_pytorch.py", folder)
+    (accuracies,) = re.findall(r"accuracy without a plan (\S+), in 8 bits (\S+)", shown)
+    plain, planned = map(float, accuracies)
+    assert plain > 0.85
+    assert plain != planned
+    assert abs(plain - planned) < 0.03
+    costs = [
+        tuple(float(figure.replace(",", "")) for figure in row)
+        for row in re.findall(r"GBitOPs +(\S+) +(\S+) +(\S+)", shown)
+    ]
+    (without, fp32, _), (with_plan, also_fp32, _) = costs
+    assert without == fp32 == also_fp32
+    assert with_plan < fp32 / 8
+
+
+def test_a_task_of_ones_own_trains_by_name_under_a_plan(folder: Path) -> None:
+    shown = shown_by("own_task.py", folder)
+    (error,) = re.findall(r"waves, int8-all, seed 0: error (\S+) \(the trivial predictor: 0.5\) after 300 steps", shown)
+    assert float(error) < 0.05
+    assert (folder / "runs" / "waves-int8-all-s0" / "model.safetensors").is_file()
+
+
+def test_a_format_of_ones_own_serves_its_purpose(folder: Path) -> None:
+    shown = shown_by("own_format.py", folder)
+    assert "e3m4b2: 8 bits, from 0.00390625 to 7.75, 255 values" in shown
+    errors = {name: float(error) for name, error in re.findall(r"^(\w+) +relative error (\S+)$", shown, flags=re.M)}
+    assert set(errors) == {"e3m4b2", "e3m4", "e4m3", "e5m2"}
+    assert min(errors, key=lambda name: errors[name]) == "e3m4b2"
+    assert f"packed: {256 * 256 * 4} -> {256 * 256} bytes" in shown
+    assert "0/linear.0:weight: e3m4b2" in shown
+    assert "1/relu.0:activation: e3m4b2 tensor" in shown
+
+
+def test_out_of_memory_finds_a_plan_that_fits_and_really_does(folder: Path) -> None:
+    shown = shown_by("out_of_memory.py", folder)
+    assert re.findall(r"activations in (\w+), packed: .*, (fits|does not fit)$", shown, flags=re.M) == [
+        ("bf16", "does not fit"),
+        ("e4m3", "fits"),
+    ]
+    (kept,) = re.findall(r"measured: kept for backward (\d+) -> (\d+) bytes", shown)
+    (peak,) = re.findall(r"measured: peak (\d+) -> (\d+) bytes", shown)
+    assert int(kept[1]) < int(kept[0]) / 3.5
+    assert int(peak[1]) <= 13 * 2**20 < int(peak[0])
+    (losses,) = re.findall(r"loss (\S+) -> (\S+) with activations in e4m3, packed", shown)
+    assert float(losses[1]) < float(losses[0]) / 1.5
