@@ -16,7 +16,7 @@ from torch._inductor.decomposition import select_decomp_table
 import bitplan
 from bitplan import intercept
 from bitplan.models.gpt import GPT
-from bitplan.models.resnet import cifar_resnet
+from bitplan.models.resnet import BasicBlock
 from bitplan.partitioning import PackedPartitioner
 from bitplan.plan import Plan
 
@@ -37,12 +37,29 @@ PLANS = {
 Made = tuple[nn.Module, Tensor]
 
 
+class Residual(nn.Module):
+    """Two blocks of a residual network: enough for chains of codes, and quick to trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.blocks = (
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.ModuleList(BasicBlock(8, 8, 1, "conv") for _ in range(2)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).relu()
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 def residual() -> Made:
-    return cifar_resnet(8), torch.randn(4, 3, 16, 16)
+    return Residual(), torch.randn(4, 3, 16, 16)
 
 
 def transformer() -> Made:
-    return GPT(tokens=64, length=32, layers=2, heads=2, features=32), torch.randint(64, (4, 32))
+    return GPT(tokens=64, length=32, layers=1, heads=2, features=32), torch.randint(64, (4, 32))
 
 
 class Graphs:

@@ -1,0 +1,68 @@
+"""Packed execution on a CUDA device: the numbers of emulate, in fewer bytes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bitplan
+from bitplan.models.resnet import cifar_resnet
+from bitplan.plan import Plan
+
+pytestmark = pytest.mark.gpu
+
+PLANS = {
+    "float8": {"activation": "e4m3", "grad_activation": "e5m2"},
+    "int8": {"activation": {"format": "int8", "scale": "tensor"}, "grad_activation": "e5m2"},
+    "int4": {"activation": {"format": "int4", "scale": "channel", "range": "minmax"}},
+}
+
+
+def plan_of(places: dict[str, Any]) -> Plan:
+    return Plan.from_dict({"version": 1, "rules": [{"match": "*", **places}]})
+
+
+def trained(model: nn.Module, plan: Plan, x: Tensor, execution: str, compiled: bool) -> tuple[list[Tensor], int]:
+    """Output and gradients of one step, and the bytes that lived on the device between forward and backward."""
+    torch.compiler.reset()
+    twin = copy.deepcopy(model)
+    with bitplan.attach(twin, plan, example=x, execution=execution) as run:
+        forward = run.compile() if compiled else twin
+        if compiled:
+            forward(x)  # compiles
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        y = forward(x)
+        kept = torch.cuda.memory_allocated() - before
+        y.square().mean().backward()
+    return [y.detach(), *(p.grad for p in twin.parameters())], kept
+
+
+@pytest.fixture
+def _deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.parametrize("name", PLANS)
+def test_eager_packed_equals_emulate_in_fewer_bytes(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = cifar_resnet(8).cuda(), torch.randn(64, 3, 32, 32, device="cuda")
+    emulated, much = trained(model, plan_of(PLANS[name]), x, "emulate", compiled=False)
+    packed, little = trained(model, plan_of(PLANS[name]), x, "packed", compiled=False)
+    assert all(torch.equal(a, b) for a, b in zip(emulated, packed, strict=True))
+    assert little < much / 3
+
+
+@pytest.mark.usefixtures("_deterministic")
+def test_compiled_packed_equals_emulate_in_fewer_bytes() -> None:
+    torch.manual_seed(0)
+    model, x = cifar_resnet(8).cuda(), torch.randn(64, 3, 32, 32, device="cuda")
+    emulated, much = trained(model, plan_of(PLANS["float8"]), x, "emulate", compiled=True)
+    packed, little = trained(model, plan_of(PLANS["float8"]), x, "packed", compiled=True)
+    assert all(torch.equal(a, b) for a, b in zip(emulated, packed, strict=True))
+    assert little < much / 2
