@@ -47,7 +47,7 @@ def test_compare_as_json(bitplan: Bitplan, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (("digits",), "name what to compare: --plans with files or presets, or --suite static."),
+        (("digits",), "name what to compare: --plans with files or presets, or --suite static or cpt"),
         (("digits", "--suite", "static", "--plans", "a"), "give --plans or --suite, not both."),
         (("digits", "--suite", "nothing"), "there is no suite 'nothing'"),
         (("digits", "--plans", "int8-al"), "did you mean int8-all"),

@@ -20,7 +20,7 @@ from bitplan.compare.compare import choices_of, slug
 from bitplan.errors import RunError
 from bitplan.report.records import report_record
 from bitplan.report.summaries import Report
-from bitplan.tasks.registry import task_names
+from bitplan.tasks.registry import find_task, task_names
 from bitplan.train.folder import DEFAULT_PARENT
 from bitplan.train.signals import stop_on_signals
 
@@ -145,11 +145,11 @@ class Asked:
         return shlex.join(words)
 
 
-def _choices(plans: Sequence[str], suite: str | None) -> list[Choice]:
+def _choices(asked: Asked, plans: Sequence[str], suite: str | None) -> list[Choice]:
     if suite is not None and plans:
         raise RunError("give --plans or --suite, not both.")
     if suite is not None:
-        return list(find_suite(suite).choices)
+        return find_suite(suite).choices_for(lambda: find_task(asked.task, asked.settings))
     if not plans:
         raise RunError(f"name what to compare: --plans with files or presets, or --suite {' or '.join(SUITES)}.")
     return choices_of(plans)
@@ -159,7 +159,7 @@ def run_comparison(
     asked: Asked, suite: str | None, plans: Sequence[str], seeds: int, out: Path | None, jobs: int, output: Output
 ) -> tuple[Report | None, int]:
     """Run it and show its table; what there is to report, and the exit code, are returned."""
-    choices = _choices(plans, suite)
+    choices = _choices(asked, plans, suite)
     folder = asked.folder(suite, plans, out)
     total = len(choices) * seeds
     with stop_on_signals() as request, CompareProgress(output.console, total) as progress:

@@ -250,7 +250,7 @@ def _describe(asked: _Asked, output: Output) -> None:
     with _own_code(asked):
         target = asked.task.target()
         sites = explain(target.model, asked.plan or Plan(), target.batch, target.loss)
-        whole = cost_of(target.model, asked.plan or Plan(), target.batch, target.loss, settings["steps"])
+        whole = cost_of(target.model, asked.plan or Plan(), target.batch, target.loss, asked.task.settings.all_steps)
     formats = Counter(
         (each.site.role, each.words or "as it is")
         for each in sites

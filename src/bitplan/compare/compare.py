@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from bitplan.compare.choice import Choice
 from bitplan.compare.folder import COMPARE_FILE, Comparison, PlanEntry, read_comparison
 from bitplan.compare.jobs import Job, Setting, Trainer, Update
-from bitplan.compare.suites import Choice
 from bitplan.compare.workers import run_in_workers
 from bitplan.errors import PlanError, RunError
 from bitplan.explain import explain
@@ -86,7 +86,7 @@ def planned_jobs(
         stem = slug(choice.label)
         if stem in known:
             raise RunError(f"two plans are called {choice.label}: give them different names.")
-        known[stem] = Job(choice.label, plan, source, 0, folder / stem)
+        known[stem] = Job(choice.label, plan, source, 0, folder / stem, choice.settings)
     by_plan = [
         [replace(job, seed=seed, folder=folder / f"{stem}-s{seed}") for seed in seeds] for stem, job in known.items()
     ]

@@ -28,6 +28,8 @@ class Job:
     plan_source: str | None
     seed: int
     folder: Path
+    #: What it changes in the task's recipe, as ``key=value``.
+    settings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Trainer:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self._tasks: dict[int, tuple[Task, dict[str, float]]] = {}
+        self._tasks: dict[tuple[int, tuple[str, ...]], tuple[Task, dict[str, float]]] = {}
         self._last: str | None = None
 
     def run(self, job: Job, on_progress: Callable[[Progress], None], stop: Callable[[], bool]) -> Summary:
@@ -71,7 +73,7 @@ class Trainer:
         self._last = job.label
         try:
             return train(
-                self.task(job.seed),
+                self.task(job.seed, job.settings),
                 job.plan,
                 folder=job.folder,
                 execution=self.setting.execution,
@@ -91,11 +93,12 @@ class Trainer:
             words = in_words(error, named[0])
             raise TaskError(f"{self.setting.task} failed under {job.label}, seed {job.seed}: {words}") from error
 
-    def task(self, seed: int) -> Task:
-        """The task with that seed, as if it were fresh."""
-        if seed not in self._tasks:
-            task = find_task(self.setting.task, self.setting.settings, seed)
-            self._tasks[seed] = task, copy.deepcopy(task.memory)
-        task, memory = self._tasks[seed]
+    def task(self, seed: int, settings: tuple[str, ...] = ()) -> Task:
+        """The task with that seed, and with more settings than all runs share, as if it were fresh."""
+        key = (seed, settings)
+        if key not in self._tasks:
+            task = find_task(self.setting.task, (*self.setting.settings, *settings), seed)
+            self._tasks[key] = task, copy.deepcopy(task.memory)
+        task, memory = self._tasks[key]
         task.memory = copy.deepcopy(memory)
         return task

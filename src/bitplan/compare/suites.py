@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from bitplan.compare.choice import Choice
+from bitplan.compare.time_suites import cpt_choices, deficit_choices
 from bitplan.errors import RunError, nearest_names
-from bitplan.plan import Plan
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One plan of a comparison, and what tables and charts call it."""
-
-    label: str
-    #: A preset's name, a file, or a plan itself; None: no plan, which is the task in its own precision.
-    plan: Plan | str | None
+from bitplan.tasks.task import Task
 
 
 @dataclass(frozen=True)
@@ -23,7 +17,14 @@ class Suite:
 
     name: str
     description: str
-    choices: tuple[Choice, ...]
+    #: Those of every task alike.
+    choices: tuple[Choice, ...] = ()
+    #: What makes those that follow from a task's model and steps.
+    make: Callable[[Task], tuple[Choice, ...]] | None = None
+
+    def choices_for(self, task: Callable[[], Task]) -> list[Choice]:
+        """The plans for a task, which is made only if they depend on it."""
+        return [*self.choices, *(() if self.make is None else self.make(task()))]
 
 
 SUITES: dict[str, Suite] = {
@@ -40,6 +41,16 @@ SUITES: dict[str, Suite] = {
                 Choice("4 bits", "int4-all"),
                 Choice("2 bits", "int2-all"),
             ),
+        ),
+        Suite(
+            "cpt",
+            "cyclic precision training at 3-8 bits: FP32, static 8, 6 and one at equal cost, and all ten schedules",
+            make=cpt_choices,
+        ),
+        Suite(
+            "deficits",
+            "critical learning periods: 3 bits for a while, early or later, of all or of one rounding, and 8 otherwise",
+            make=deficit_choices,
         ),
     )
 }

@@ -39,7 +39,7 @@ class Metric:
 class Settings:
     """The recipe: what ``--set key=value`` may change. A task's own settings derive from this and add fields."""
 
-    #: Optimizer steps of the whole run.
+    #: Optimizer steps of the recipe, which are those of the whole run unless it is told to hold.
     steps: int = 400
     #: Samples in a batch.
     batch: int = 128
@@ -49,6 +49,9 @@ class Settings:
     lr: float = 0.1
     #: Clip the gradients' norm to this; 0 does not clip.
     clip: float = 0.0
+    #: Steps at the peak learning rate before the recipe begins, on top of `steps`: low precision for a while, and then
+    #: the whole budget.
+    hold: int = 0
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "evaluate_every"):
@@ -58,6 +61,13 @@ class Settings:
             raise TaskError(f"lr is {self.lr}; it must be above 0.")
         if not self.clip >= 0:
             raise TaskError(f"clip is {self.clip}; it must be at least 0 (which does not clip).")
+        if self.hold < 0:
+            raise TaskError(f"hold is {self.hold}; it must be at least 0.")
+
+    @property
+    def all_steps(self) -> int:
+        """The steps of the whole run."""
+        return self.hold + self.steps
 
 
 class Task(ABC):

@@ -144,7 +144,7 @@ class _Loop:
         self.place = place
         self.config = config
         self.session = session
-        self.steps: int = session.task.settings.steps
+        self.steps: int = session.task.settings.all_steps
         self.checkpoint_every = checkpoint_every
         self.on_progress = on_progress
         self.stop = stop or (lambda: False)

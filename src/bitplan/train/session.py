@@ -44,7 +44,7 @@ class Session:
         torch.manual_seed(task.seed)
         self.model: nn.Module = task.model().to(device)
         self.run: Attachment = attach(
-            *(self.model, plan, task.settings.steps, self._moved(task.batch(0)[0])),
+            *(self.model, plan, task.settings.all_steps, self._moved(task.batch(0)[0])),
             seed=task.seed,
             execution=execution,
         )
@@ -78,7 +78,8 @@ class Session:
 
     def apply(self) -> float:
         """Let the optimizer use the gradients: the step is made. The learning rate is returned."""
-        factor = self.task.learning_rate(self.step)
+        held = self.task.settings.hold
+        factor = 1.0 if self.step < held else self.task.learning_rate(self.step - held)
         groups = self.optimizer.param_groups
         for group, peak in zip(groups, self._peaks, strict=True):
             set_rate(group, peak * factor)
@@ -157,7 +158,7 @@ class Session:
         self.run = attach(
             self.model,
             self.run.plan,
-            self.task.settings.steps,
+            self.task.settings.all_steps,
             seed=self.task.seed,
             stats=True,
             execution=self._execution,

@@ -1,0 +1,81 @@
+"""Suites of plans that change over time, made for a task: what it leaves alone and costs follow from its model."""
+
+from __future__ import annotations
+
+from bitplan.compare.choice import Choice
+from bitplan.plan import Plan
+from bitplan.planners.cpt import Widths, operations_of, plan_of
+from bitplan.planners.equal_cost import equal_cost_plan, mean_bit_operations
+from bitplan.schedules import TEN, Deficit, Moment, Schedule, schedule
+from bitplan.sites import Operation
+from bitplan.tasks.task import Task
+
+#: The range of bits that both suites are about; Wolfe & Kyrillidis's for CIFAR and graphs.
+LOW, HIGH = 3, 8
+#: Early deficits, as shares of the budget that follows them in full.
+EARLY = (25, 50, 100)
+#: Where windows of half the budget begin, in per cent of it.
+STARTS = ("0%", "12.5%", "25%", "50%")
+
+
+def cpt_choices(task: Task) -> tuple[Choice, ...]:
+    """FP32, static controls, and all ten schedules at 3-8 bits with gradients at 8."""
+    operations, steps = _operations(task), task.settings.all_steps
+    ten = {name: _plan(operations, schedule(name, low=LOW, high=HIGH), name) for name in TEN}
+    equal = equal_cost_plan(
+        operations, mean_bit_operations(operations, ten["CR"], steps), HIGH, name="static at the cost of CR"
+    )
+    return (
+        Choice("FP32", None),
+        Choice("static 8", _static(operations, 8)),
+        Choice("static 6", _static(operations, 6)),
+        Choice("static at the cost of CR", equal),
+        *(Choice(name, plan) for name, plan in ten.items()),
+    )
+
+
+def deficit_choices(task: Task) -> tuple[Choice, ...]:
+    """Low precision early and then a full budget; windows that slide; which rounding hurts; controls."""
+    operations, budget = _operations(task), int(task.settings.steps)
+    choices = [Choice("FP32", None), Choice("no deficit", _static(operations, HIGH))]
+    for share in EARLY:
+        held = max(1, budget * share // 100)
+        window = Deficit(LOW, HIGH, Moment(step=0), Moment(step=held))
+        name = f"early {share}%, then a full budget"
+        choices.append(Choice(name, _plan(operations, window, name), (f"hold={held}",)))
+    name = f"no deficit, {EARLY[-1]}% longer"
+    choices.append(Choice(name, _static(operations, HIGH, name), (f"hold={budget * EARLY[-1] // 100}",)))
+    half = {start: _half(start) for start in STARTS}
+    choices += [Choice(f"half from {start}", _plan(operations, half[start], f"half from {start}")) for start in STARTS]
+    first = half[STARTS[0]]
+    price = mean_bit_operations(operations, _plan(operations, first, ""), budget)
+    choices.append(Choice("static at the cost of half", equal_cost_plan(operations, price, HIGH, name="equal cost")))
+    parts = {
+        "weights": Widths(first, HIGH, HIGH),
+        "activations": Widths(HIGH, first, HIGH),
+        "gradients": Widths(HIGH, HIGH, first),
+    }
+    choices += [
+        Choice(f"half from 0%, {part} only", plan_of(operations, widths, name=f"half from 0%, {part} only"))
+        for part, widths in parts.items()
+    ]
+    return tuple(choices)
+
+
+def _half(start: str) -> Deficit:
+    begin = Moment.of(start)
+    assert begin.share is not None
+    return Deficit(LOW, HIGH, begin, Moment(share=begin.share + Moment.of("50%").share))  # type: ignore[operator]
+
+
+def _operations(task: Task) -> list[Operation]:
+    target = task.target()
+    return operations_of(target.model, target.batch, target.loss)
+
+
+def _plan(operations: list[Operation], moving: Schedule, name: str) -> Plan:
+    return plan_of(operations, Widths(moving, moving, moving.highest), name=name)
+
+
+def _static(operations: list[Operation], bits: int, name: str | None = None) -> Plan:
+    return plan_of(operations, Widths(bits, bits, bits), name=name or f"static {bits}")
