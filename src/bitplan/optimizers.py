@@ -7,11 +7,14 @@ for each shape of parameter.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import Adam, AdamW, Optimizer
 
 from bitplan.errors import PlanError
@@ -41,7 +44,7 @@ def require_torchao(rule: OptimizerRule) -> None:
 def small_twin(plain: Optimizer, rule: OptimizerRule) -> Optimizer:
     """An optimizer with the groups and settings of `plain`, which has made no step yet, and its state in few bits."""
     require_torchao(rule)
-    if isinstance(plain, _classes(rule)):
+    if type(plain) in _classes(rule):
         return plain
     if type(plain) not in (Adam, AdamW):
         raise PlanError(
@@ -80,9 +83,27 @@ def _group(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _classes(rule: OptimizerRule) -> tuple[Any, ...]:
-    import torchao.optim
+    optim = _torchao_optim()
+    return tuple(getattr(optim, name) for name in _TWINS[rule.state])
 
-    return tuple(getattr(torchao.optim, name) for name in _TWINS[rule.state])
+
+@lru_cache(maxsize=1)
+def _torchao_optim() -> Any:
+    """torchao's optimizers. Importing it warns of kernels that this machine has no use for, and that we do not use."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        import torchao.optim
+        import torchao.optim.subclass_4bit as four
+        import torchao.optim.subclass_8bit as eight
+
+        # Lookup tables are made once, and read as numbers: not while tensors are fake.
+        with unset_fake_temporarily():
+            for module in (four, eight):
+                module.get_qmap_signed(), module.get_qmap_unsigned()
+    finally:
+        logging.disable(before)
+    return torchao.optim
 
 
 def _is_kept_small(parameter: Tensor, twin: Any) -> bool:

@@ -220,3 +220,33 @@ def test_a_copy_of_a_planned_model_is_plain(make_target: MakeTarget, eight_bits:
             assert not any(is_planned(module) for module in twin.modules())
             assert {name for name, _ in twin.named_buffers()} == set()
         assert all(is_planned(module) for module in target.model.modules())
+
+
+# --- optimizer state in few bits ---
+
+
+@pytest.mark.parametrize(("state", "share"), [("int8", 1 / 4), ("int4", 1 / 8), ("e4m3", 1 / 4)])
+def test_small_optimizer_state_is_foreseen(make_target: MakeTarget, state: str, share: float) -> None:
+    pytest.importorskip("torchao")
+    target = make_target("perceptron")
+    plan = Plan.from_dict({"version": 1, "optimizer": {"state": state}})
+    given = (target.model, target.batch, target.loss)
+    predicted = predict_memory(*given, plan=plan)
+    with torch.compiler.set_stance("force_eager"):  # the state is the same, and compiling it takes a while
+        measured = measure_memory(*given, plan=plan)
+    assert (predicted.weights, predicted.gradients) == (measured.weights, measured.gradients)
+    assert predicted.optimizer == measured.optimizer
+    assert predicted.activations == measured.activations
+    large, rest = 64 * 128, 128 + 128 * 10 + 10
+    block, table = (128, 4 * 16) if state == "int4" else (256, 0 if state == "e4m3" else 4 * 256)
+    steps = 4 * 4  # a count of steps for each parameter
+    assert predicted.optimizer == 2 * (4 * large * share + 4 * large / block + table + 4 * rest) + steps
+
+
+def test_a_step_without_an_optimizer_needs_no_small_state(make_target: MakeTarget) -> None:
+    pytest.importorskip("torchao")
+    target = make_target("perceptron")
+    plan = Plan.from_dict({"version": 1, "optimizer": {"state": "int8"}})
+    assert predict_memory(target.model, target.batch, target.loss, "none", plan).optimizer == 0
+    with pytest.raises(PlanError, match=r"SGD has no twin with its state in int8"):
+        predict_memory(target.model, target.batch, target.loss, "sgd", plan)

@@ -17,7 +17,7 @@ from bitplan.errors import AccountError, PlanError, nearest_names
 from bitplan.memory.account import MEANINGS, Memory
 from bitplan.memory.measure import measure_memory
 from bitplan.memory.room import LADDER, Choice, choices, free_memory
-from bitplan.memory.step import OPTIMIZER_NAMES
+from bitplan.memory.step import OPTIMIZER_NAMES, chosen_optimizer
 from bitplan.placing import batch_size, placed
 from bitplan.plan.find import find_plan
 from bitplan.sizes import byte_text, read_bytes
@@ -44,7 +44,10 @@ def memory(
     ] = None,
     compile: Annotated[bool, typer.Option("--compile", help="Of the model compiled.")] = False,
     batch: Annotated[int | None, typer.Option(min=1, help="Samples a step, if not the target's own number.")] = None,
-    optimizer: Annotated[str, typer.Option(help="sgd (with momentum), adamw or none.")] = "sgd",
+    optimizer: Annotated[
+        str | None,
+        typer.Option(help="sgd (with momentum), adamw or none. By default sgd; adamw if a plan has optimizer: in it."),
+    ] = None,
     budget: Annotated[
         str | None,
         typer.Option(help="Such as 6GiB: say what fits into it, without running. Without --plan, look for a plan."),
@@ -63,6 +66,8 @@ def memory(
     with command_output(as_json) as output:
         where = _device(device)
         _check(plans, execution, optimizer, budget)
+        if optimizer is None:
+            optimizer = str(chosen_optimizer("default", *map(find_plan, plans or ())))
         limit = None if budget is None else read_bytes(budget)
         how = execution or ("packed" if limit is not None else "emulate")
         precision = torch.bfloat16 if autocast else None
@@ -111,14 +116,14 @@ def memory(
             output.console.print(_verdict(target, found, limit, free, is_search=not plans), soft_wrap=True)
 
 
-def _check(plans: list[str] | None, execution: str | None, optimizer: str, budget: str | None) -> None:
+def _check(plans: list[str] | None, execution: str | None, optimizer: str | None, budget: str | None) -> None:
     for plan in plans or ():
         find_plan(plan)
     if execution is not None and execution not in EXECUTIONS:
         raise PlanError(f"there is no execution {execution!r}; {nearest_names(execution, EXECUTIONS)}")
     if execution == "packed" and not plans and budget is None:
         raise PlanError("packed execution keeps what a plan has rounded: name a plan with --plan.")
-    if optimizer not in OPTIMIZER_NAMES:
+    if optimizer is not None and optimizer not in OPTIMIZER_NAMES:
         raise AccountError(f"there is no optimizer {optimizer!r} here; {nearest_names(optimizer, OPTIMIZER_NAMES)}")
 
 
@@ -207,7 +212,7 @@ def _largest(held: Memory) -> str:
     """What to do about the class that holds most."""
     advice: dict[str, Any] = {
         "weights": "weights are most: only a smaller model, or one sharded over devices, takes less.",
-        "optimizer": "the optimizer's state is most: --optimizer sgd holds half of adamw's.",
+        "optimizer": "the optimizer's state is most: a plan with optimizer: {state: int8} holds a quarter of adamw's.",
         "gradients": "gradients are most: only a smaller model, or one sharded over devices, takes less.",
         "activations": "activations are most: a smaller --batch, or activation checkpointing, takes less.",
         "other": "tensors on their way are most: a smaller --batch takes less.",

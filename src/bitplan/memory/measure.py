@@ -13,7 +13,7 @@ from bitplan.errors import AccountError
 from bitplan.memory.account import Memory
 from bitplan.memory.allocator import allocator_of
 from bitplan.memory.fakes import plain_copy
-from bitplan.memory.step import Loss, OptimizerChoice, Phase, TrainingStep, call_of
+from bitplan.memory.step import Loss, OptimizerChoice, Phase, TrainingStep, call_of, plan_for
 from bitplan.memory.storages import held, parts_of, storage_bytes
 from bitplan.plan import Plan
 from bitplan.sites import split_batch
@@ -23,7 +23,7 @@ def measure_memory(
     model: nn.Module,
     batch: Any,
     loss: Loss | None = None,
-    optimizer: OptimizerChoice = "sgd",
+    optimizer: OptimizerChoice = "default",
     plan: Plan | str | None = None,
     execution: str = "emulate",
     compile: bool = False,
@@ -36,19 +36,19 @@ def measure_memory(
     A copy of the model is trained, so the model itself stays as it is. Weights, gradients and optimizer state are
     counted tensor by tensor; what is kept for the backward pass and the peak are the allocator's own figures.
 
-    :param steps: how many steps are watched. Compiled, one more comes first and is not: it compiles.
+    :param steps: how many steps are watched. Where something is compiled, one more comes first and is not: it compiles.
     """
     if steps < 2:
         raise AccountError(f"{steps} steps do not show what lives from one to the next: measure at least 2.")
     twin = plain_copy(model)
     call = call_of(batch, loss)
     run: Attachment | None = None
-    if plan is not None:
-        run = attach(twin, plan, example=split_batch(batch, loss)[0], execution=execution)
+    if (planned := plan_for(plan, optimizer)) is not None:
+        run = attach(twin, planned, example=split_batch(batch, loss)[0], execution=execution)
     forward = compiled(twin, run) if compile else None
     planned_loss = loss if loss is None or run is None else run.loss(loss)
     step = TrainingStep(twin, call, planned_loss, optimizer, run, forward, autocast)
-    return measure_step(step, steps, warm_up=compile)
+    return measure_step(step, steps, warm_up=compile or step.compiles_optimizer())
 
 
 def compiled(model: nn.Module, run: Attachment | None) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ def of_run(
     run: Attachment,
     batch: Any = None,
     loss: Loss | None = None,
-    optimizer: OptimizerChoice = "sgd",
+    optimizer: OptimizerChoice = "default",
     compile: bool = False,
 ) -> dict[str, Memory | None]:
     """``{"predicted": ..., "measured": ...}`` of a training step with the plan at work as it is.

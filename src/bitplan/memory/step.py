@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 from bitplan.attach import Attachment
 from bitplan.errors import AccountError, nearest_names
+from bitplan.plan import KEEP, Plan
+from bitplan.plan.find import find_plan
+from bitplan.plan.optimizer import OptimizerRule
 from bitplan.sites import FakeInputs, call_arguments, call_loss, split_batch
 
 #: What has just ended when a note is taken: nothing yet, the forward pass with the loss, the backward pass, all.
@@ -20,7 +24,8 @@ Phase = Literal["start", "forward", "backward", "end"]
 Note = Callable[[Phase], None]
 Loss = Callable[..., Tensor]
 
-#: An optimizer by name, a function that makes one for a model, or None: forward and backward only.
+#: An optimizer by name, a function that makes one for a model, or None: forward and backward only. ``"default"`` is
+#: SGD with momentum; AdamW where the plan says what an optimizer's state is kept in, for SGD has no such twin.
 OptimizerChoice = str | Callable[[nn.Module], Optimizer] | None
 
 #: Learning rates do not matter for memory.
@@ -35,8 +40,28 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def make_optimizer(choice: OptimizerChoice, model: nn.Module) -> Optimizer | None:
-    """The optimizer that `choice` stands for; None for none."""
+def chosen_optimizer(choice: OptimizerChoice, *plans: Plan | None) -> OptimizerChoice:
+    """What ``"default"`` stands for with these plans; other choices as they are."""
+    if choice != "default":
+        return choice
+    return "adamw" if any(plan is not None and plan.optimizer_rule is not None for plan in plans) else "sgd"
+
+
+def plan_for(plan: Plan | str | None, choice: OptimizerChoice) -> Plan | None:
+    """The plan to attach: what it says of optimizers is dropped where a step is asked for that has none."""
+    found = None if plan is None else find_plan(plan)
+    if found is None or found.optimizer_rule is None or not (choice is None or choice == "none"):
+        return found
+    return replace(found, optimizer=OptimizerRule(KEEP))
+
+
+def make_optimizer(choice: OptimizerChoice, model: nn.Module, run: Attachment | None = None) -> Optimizer | None:
+    """The optimizer that `choice` stands for, with its state as the plan at work wants it; None for none."""
+    plain = _plain_optimizer(chosen_optimizer(choice, None if run is None else run.plan), model)
+    return plain if plain is None or run is None else run.optimizer(plain)
+
+
+def _plain_optimizer(choice: OptimizerChoice, model: nn.Module) -> Optimizer | None:
     if choice is None or choice == "none":
         return None
     if isinstance(choice, str):
@@ -79,12 +104,14 @@ class TrainingStep:
         self.model = model
         self.args, self.kwargs, self.expected = call
         self.loss = loss
-        self.optimizer = make_optimizer(optimizer, model)
+        self.optimizer = make_optimizer(optimizer, model, run)
         self.run = run
         self.forward: Callable[..., Any] = model if forward is None else forward
         self.autocast = autocast
         #: Shown every step's loss, where someone wants to see it.
         self.on_loss: Callable[[Tensor], None] | None = None
+        #: Entered around every step of the optimizer.
+        self.around_optimizer: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __call__(self, note: Note) -> None:
         note("start")
@@ -96,7 +123,8 @@ class TrainingStep:
         del loss
         note("backward")
         if self.optimizer is not None:
-            self.optimizer.step()
+            with self.around_optimizer():
+                self.optimizer.step()
         if self.run is not None:
             self.run.step()
         self.forget_gradients()
@@ -130,6 +158,10 @@ class TrainingStep:
     def optimizer_state(self) -> list[Tensor]:
         states = {} if self.optimizer is None else dict(self.optimizer.state)
         return [tensor for state in states.values() for tensor in tree_leaves(state) if isinstance(tensor, Tensor)]
+
+    def compiles_optimizer(self) -> bool:
+        """Whether the optimizer compiles itself, as those do that keep their state in few bits."""
+        return self.run is not None and self.run.plan.optimizer_rule is not None and self.optimizer is not None
 
     def batch(self) -> list[Tensor]:
         given = tree_leaves((self.args, self.kwargs, self.expected))

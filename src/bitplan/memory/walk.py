@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bitplan.memory.step import Phase
-from bitplan.memory.storages import held
+from bitplan.memory.storages import held, parts_of
 from bitplan.memory.workspaces import KEPT, PASSING
 
 
@@ -63,7 +63,8 @@ class Walk:
         for value in values:
             # What a fake sparse tensor holds is not known: that of a batch is held from the start.
             if isinstance(value, Tensor) and value.layout == torch.strided:
-                self._see(value.untyped_storage(), value.device)
+                for part in parts_of(value):
+                    self._see(part.untyped_storage(), part.device)
 
     def _see(self, storage: torch.UntypedStorage, device: torch.device) -> None:
         key = storage._cdata
