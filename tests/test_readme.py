@@ -1,30 +1,46 @@
-"""The README's examples run, and what their comments say is so."""
+"""What the README and the pages beside it show is so: examples run, commands exist, figures were measured."""
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
 
 import bitplan
+from bitplan.cli.app import app
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+FORMATS = (ROOT / "docs" / "formats.md").read_text()
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+(EXAMPLE,) = blocks(README, "python")
+PACKING, NAMES, SCALES = blocks(FORMATS, "python")
+
+
+# Examples.
 
 
 def test_the_example_trains_under_its_plan(capsys: pytest.CaptureFixture[str]) -> None:
     planned: dict[str, Any] = {}
-    exec(BLOCKS[0], planned)
+    exec(EXAMPLE, planned)
     shown = capsys.readouterr().out
     assert "0/linear.0:weight: e3m2" in shown
     assert "GBitOPs" in shown
     plain: dict[str, Any] = {}
-    exec(
-        BLOCKS[0].replace("bp.attach(model, plan, example=batch)", "bp.attach(model, bp.Plan(), example=batch)"), plain
-    )
+    without = EXAMPLE.replace("bp.attach(model, plan, example=batch)", "bp.attach(model, bp.Plan(), example=batch)")
+    assert without != EXAMPLE
+    exec(without, plain)
     assert len(planned["losses"]) == len(plain["losses"]) == 20
     differences = [abs(one - other) for one, other in zip(planned["losses"], plain["losses"], strict=True)]
     assert all(difference > 1e-6 for difference in differences)
@@ -34,13 +50,13 @@ def test_the_example_trains_under_its_plan(capsys: pytest.CaptureFixture[str]) -
 
 def test_packing_example(capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
-    exec(BLOCKS[1], {})
-    (promised,) = re.findall(r"print\(p\.nbytes\) +# (\d+)", BLOCKS[1])
+    exec(PACKING, {})
+    (promised,) = re.findall(r"print\(p\.nbytes\) +# (\d+)", PACKING)
     assert capsys.readouterr().out == f"{promised}\n"
 
 
 def test_format_example() -> None:
-    first, second, third = BLOCKS[2].splitlines()
+    first, second, third = NAMES.splitlines()
     names: dict[str, Any] = {"bitplan": bitplan}
     exec(first, names)
     shown, promised = second.split("#")
@@ -49,7 +65,7 @@ def test_format_example() -> None:
 
 
 def test_scale_examples() -> None:
-    *statements, size = BLOCKS[3].splitlines()
+    *statements, size = SCALES.splitlines()
     names: dict[str, Any] = {"bitplan": bitplan, "torch": torch}
     exec("\n".join(statements), names)
     shown, promised = size.split("# ")
@@ -58,5 +74,182 @@ def test_scale_examples() -> None:
 
 @pytest.mark.parametrize("mode", ["nearest", "nearest-away", "toward-zero", "stochastic"])
 def test_rounding_modes_of_the_table_exist(mode: str) -> None:
-    assert f'`"{mode}"`' in README
+    assert f'`"{mode}"`' in FORMATS
     assert bitplan.quantize(torch.ones(3), "e4m3", rounding=mode, seed=0).tolist() == [1.0] * 3
+
+
+def test_the_example_of_the_start_page_trains() -> None:
+    (example,) = blocks((ROOT / "docs" / "index.md").read_text(), "python")
+    names: dict[str, Any] = {}
+    torch.manual_seed(0)
+    exec(example, names)
+    assert type(names["model"]) is torch.nn.Sequential
+    assert names["run"].cost().gbitops > 0
+
+
+def test_the_example_of_costs_prices_resnet20(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = blocks((ROOT / "docs" / "cost.md").read_text(), "python")
+    exec(example, {})
+    figures = re.search(r"GBitOPs +(\S+) +(\S+)", capsys.readouterr().out)
+    assert figures is not None
+    planned, fp32 = (float(figure.replace(",", "")) for figure in figures.groups())
+    assert planned < fp32 / 10
+
+
+# Commands.
+
+GROUP: Any = typer.main.get_command(app)
+
+
+def commands_of(group: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """Every command by its words."""
+    found: dict[tuple[str, ...], Any] = {}
+    for name, command in group.commands.items():
+        words = (*path, name)
+        found.update(commands_of(command, words) if hasattr(command, "commands") else {words: command})
+    return found
+
+
+COMMANDS = commands_of(GROUP)
+SHOWN = [
+    (page, line)
+    for page in ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+    for block in blocks((ROOT / page).read_text(), "sh")
+    for line in block.splitlines()
+    if line.startswith("bitplan ")
+]
+
+
+def words_of(arguments: list[str]) -> tuple[str, ...]:
+    return next(words for words in COMMANDS if tuple(arguments[: len(words)]) == words)
+
+
+@pytest.mark.parametrize(("page", "line"), SHOWN)
+def test_every_command_shown_exists_and_takes_what_it_is_given(page: str, line: str) -> None:
+    arguments = shlex.split(line, comments=True)[1:]
+    words = words_of(arguments)
+    # Parsed as the command line would, and not run.
+    COMMANDS[words].make_context(" ".join(words), arguments[len(words) :])
+
+
+def test_the_readme_has_every_command() -> None:
+    shown = {words_of(shlex.split(line, comments=True)[1:]) for page, line in SHOWN if page == "README.md"}
+    assert shown == set(COMMANDS)
+
+
+# Figures.
+
+
+def measured(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+
+
+def row(start: str, after: str = "") -> list[str]:
+    """The cells of the README's first table row that starts so, after a text."""
+    text = README[README.index(after) :]
+    line = next(line for line in text.splitlines() if line.startswith(f"| {start} |"))
+    return [cell.strip(" *") for cell in line.strip("|").split("|")[1:]]
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "after", "variant"),
+    [
+        ("attach-h200.json", "one H200, ResNet-50, batch 256, BF16 autocast", "", "unscaled"),
+        ("attach-h200.json", "the same, empty plan", "| one H200", "empty plan"),
+        ("attach-cpu.json", "two EPYC cores, ResNet-20, batch 128", "", "unscaled"),
+        ("attach-cpu.json", "the same with a scale per tensor", "", "tensor-scaled"),
+        ("attach-cpu.json", "the same, empty plan", "| two EPYC", "empty plan"),
+    ],
+)
+def test_the_price_of_attaching_was_measured(name: str, start: str, after: str, variant: str) -> None:
+    ratios = {each["mode"]: each["ratio"] for each in measured(name)["rows"] if each["variant"] == variant}
+    assert row(start, after)[:2] == [f"{ratios['eager']:.2f}", f"{ratios['compiled']:.2f}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "after", "variant"),
+    [
+        ("memory-resnet50-h200.json", "ResNet-50, batch 256, SGD: BF16", "", "bf16"),
+        ("memory-resnet50-h200.json", "BF16, aggressive recomputation", "", "bf16-aggressive"),
+        ("memory-resnet50-h200.json", "activations packed in E4M3", "| ResNet-50, batch 256, SGD", "packed"),
+        (
+            "memory-gpt-1024-bytes-h200.json",
+            "GPT, 12 layers of width 1024, 32 x 1024 bytes, AdamW: BF16",
+            "",
+            "bf16",
+        ),
+        ("memory-gpt-1024-bytes-h200.json", "activations packed in E4M3", "| GPT, 12 layers", "packed"),
+    ],
+)
+def test_memory_was_measured(name: str, start: str, after: str, variant: str) -> None:
+    (figures,) = (each for each in measured(name)["rows"] if each["variant"] == variant)
+    assert row(start, after) == [f"{figures['peak'] / 2**30:.2f}", f"{figures['samples_per_second']:.0f}"]
+
+
+def test_the_words_about_memory_were_measured() -> None:
+    words = " ".join(README.split())
+    gpt = measured("memory-gpt-1024-bytes-h200.json")["headline"]
+    assert f"{gpt['times_smaller']:.2f} times smaller" in words
+    assert f"{gpt['times_as_fast']:.2f} times as fast" in words
+    rows = {each["variant"]: each for each in measured("memory-resnet50-h200.json")["rows"]}
+    assert f"end {abs(rows['bf16-aggressive']['loss_gap']):.2f} apart" in words
+    assert rows["packed"]["loss"] > max(rows["bf16"]["loss"], rows["bf16-aggressive"]["loss"])
+
+
+@pytest.mark.parametrize(
+    ("start", "who", "modes"),
+    [
+        ("**bitplan** eager / compiled", "bitplan", ("eager", "compiled")),
+        ("bitplan, format in a tensor, compiled", "bitplan", ("compiled, tensor parameters",)),
+        ("torch's cast, eager / compiled", "torch cast", ("eager", "compiled")),
+        ("torchao MX", "torchao MX", ("eager",)),
+        ("QPyTorch", "QPyTorch", ("eager",)),
+        ("ml_dtypes", "ml_dtypes", ("eager",)),
+        ("gfloat", "gfloat", ("eager",)),
+    ],
+)
+def test_the_speed_of_rounding_was_measured(start: str, who: str, modes: tuple[str, ...]) -> None:
+    times = {
+        (each["format"], each["rounding"], each["mode"]): each
+        for each in measured("formats-cpu.json")["rows"]
+        if each["who"] == who
+    }
+    kinds = [("e4m3", "nearest"), ("e4m3", "stochastic"), ("bf16", "nearest")]
+    for cell, kind in zip(row(start), kinds, strict=True):
+        shown = cell.split(" / ") if cell else []
+        for figure, mode in zip(shown, modes, strict=bool(shown)):
+            found = times[(*kind, mode)]
+            if figure == "does not round":
+                assert not found["rounded"]
+            else:
+                # As many digits as are shown.
+                digits = len(figure.partition(".")[2])
+                assert abs(float(figure) - found["ns_per_element"]) <= 0.51 * 10**-digits
+
+
+def test_the_speed_of_rounding_on_a_gpu_was_measured() -> None:
+    words = " ".join(README.split())
+    for rounding, sentence in (
+        ("nearest", "rounding runs at {} to {} % of the bandwidth"),
+        ("stochastic", "stochastic at {} to {} %"),
+    ):
+        shares = [
+            each["share_of_copy"]
+            for each in measured("formats-h200.json")["rows"]
+            if each["who"] == "bitplan" and each["mode"].startswith("compiled") and each["rounding"] == rounding
+        ]
+        assert sentence.format(f"{100 * min(shares):.0f}", f"{100 * max(shares):.0f}") in words
+
+
+# Links.
+
+
+def test_every_link_of_the_readme_leads_somewhere() -> None:
+    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", README):
+        assert (ROOT / link).exists(), link
+
+
+def test_every_page_is_in_the_documentation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for path in (ROOT / "docs").glob("*.md"):
+        assert f": {path.name}\n" in navigation, path.name
