@@ -29,7 +29,7 @@ from bitplan.memory import Memory, measure_memory, predict_memory
 from bitplan.names import format
 from bitplan.packing import Packed, pack
 from bitplan.plan import Plan
-from bitplan.planners import cpt_plan
+from bitplan.planners import RangeTest, cpt_plan, range_test
 from bitplan.quantizer import Quantizer, quantize
 from bitplan.scaling import Scaling
 from bitplan.schedules import Schedule, schedule
@@ -58,6 +58,7 @@ __all__ = [
     "PlanError",
     "QuantizeError",
     "Quantizer",
+    "RangeTest",
     "Scaling",
     "Schedule",
     "ScheduleError",
@@ -75,6 +76,7 @@ __all__ = [
     "pack",
     "predict_memory",
     "quantize",
+    "range_test",
     "schedule",
     "sites",
 ]

@@ -1,5 +1,6 @@
 """Planners: what makes plans for a model. They ask a model about its operations and never touch how it runs."""
 
 from bitplan.planners.cpt import cpt_plan
+from bitplan.planners.range_test import RangeTest, range_test
 
-__all__ = ["cpt_plan"]
+__all__ = ["RangeTest", "cpt_plan", "range_test"]

@@ -1,0 +1,35 @@
+"""``bitplan range-test``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny_task.py'}:Tiny"
+
+
+def test_the_table_the_bound_and_the_reason(bitplan: Callable[..., Any]) -> None:
+    shown = bitplan("range-test", TINY, "--window", 12, "--bits", "2-5")
+    assert shown.code == 0
+    assert "lowest bits: " in shown.out or "no bound found" in shown.out
+    assert "within 12 steps" in shown.out
+    rows = [line.split() for line in shown.out.splitlines() if line.split()[:1] and line.split()[0] in "2345"]
+    assert [row[0] for row in rows] == ["2", "3", "4", "5"]
+
+
+def test_json(bitplan: Callable[..., Any]) -> None:
+    found = bitplan("range-test", TINY, "--window", 8, "--threshold", 0.2, "--set", "lr=0.05", "--json").json
+    assert [each["bits"] for each in found["widths"]] == [2, 3, 4, 5, 6, 7, 8]
+    assert len(found["losses"]) == 8 * 8
+    assert (found["window"], found["threshold"], found["high"]) == (8, 0.2, 8)
+    again = bitplan("range-test", TINY, "--window", 8, "--threshold", 0.2, "--set", "lr=0.05", "--json").json
+    assert again == found
+
+
+def test_mistakes_are_one_sentence(bitplan: Callable[..., Any]) -> None:
+    for arguments, sentence in ((["nothing"], "there is no task"), ([TINY, "--bits", "1-8"], "2 to 16 bits")):
+        ran = bitplan("range-test", *arguments)
+        assert ran.code == 2
+        assert sentence in ran.err
+        assert len(ran.err.strip().splitlines()) == 1

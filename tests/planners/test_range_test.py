@@ -1,0 +1,152 @@
+"""The precision range test: planted bounds, and nothing of the user's touched."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bitplan
+from bitplan.errors import PlanError
+from bitplan.plan import Plan
+from bitplan.planners.range_test import judged, range_test, rising_schedule
+
+FEATURES = 16
+
+
+def planted(bits: int, seed: int = 0) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    """A task whose two classes fall on one value of the grid below that many bits, and on two from there on.
+
+    Two features span the range -1..1 whatever the batch; the others lie a little above or below the middle of two
+    neighbours on the grid of `bits`, which is no middle of two neighbours on any coarser grid.
+    """
+    own = torch.Generator().manual_seed(seed)
+
+    def values(centre: float, width: float, sign: Tensor) -> Tensor:
+        return centre + width * sign
+
+    def grid(width: int) -> Tensor:
+        return torch.linspace(-1, 1, 2**width)
+
+    def split(centre: float, width: int) -> bool:
+        pair = torch.tensor([centre - apart, centre + apart])
+        nearest = (pair[:, None] - grid(width)).abs().argmin(1)
+        return bool(nearest[0] != nearest[1])
+
+    apart = 0.3 * 2 / (2**bits - 1)
+    middles = (grid(bits)[1:] + grid(bits)[:-1]) / 2
+    centre = next(float(c) for c in middles if not any(split(float(c), width) for width in range(2, bits)))
+    assert all(split(centre, width) for width in range(bits, 9))
+    batches = []
+    for _ in range(16):
+        labels = torch.randint(2, (32,), generator=own)
+        sign = (2.0 * labels - 1)[:, None].expand(-1, FEATURES)
+        ends = torch.tensor([-1.0, 1.0]).expand(32, 2)
+        batches.append((torch.cat([values(centre, apart, sign), ends], 1), labels))
+    torch.manual_seed(seed)
+    # Batch norm makes small differences large, and leaves what does not differ at all.
+    return nn.Sequential(nn.Linear(FEATURES + 2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)), batches
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_task_that_cannot_be_learnt_below_some_width_gets_that_width(bits: int, seed: int) -> None:
+    model, batches = planted(bits, seed)
+    found = range_test(model, adam(model), batches, nn.functional.cross_entropy, seed=seed)
+    assert found.low == bits, found.reason
+    assert found.reason.startswith(f"{bits} bits: ")
+    assert [each.learns for each in found.widths][: bits - 2] == [False] * (bits - 2)
+    assert len(found.losses) == found.window * 8
+
+
+def test_nothing_of_the_users_is_touched() -> None:
+    model, batches = planted(5)
+    model.append = None  # type: ignore[assignment]  # a plain attribute
+    optimizer = adam(model)
+    model(batches[0][0]).sum().backward()
+    optimizer.step()
+    model.eval()
+    torch.manual_seed(11)
+    random.seed(11)
+    np.random.seed(11)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])),
+        batch_size=32,
+        shuffle=True,
+    )
+    range_test(model, optimizer, loader, nn.functional.cross_entropy, window=4)
+    after = (model.state_dict(), optimizer.state_dict())
+    assert all(torch.equal(before[0][name], after[0][name]) for name in before[0])
+    assert str(before[1]) == str(after[1])
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))  # type: ignore[arg-type]
+    assert not model.training
+    assert not any("_bitplan" in vars(module) for module in model.modules())
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), states[2], strict=True))
+
+
+def test_a_plan_of_the_users_own() -> None:
+    model, batches = planted(5)
+    plan = Plan.from_yaml(
+        "version: 1\nschedules: {s: {name: CR, low: 3, high: 4}}\n"
+        "rules: [{match: '0', x: {format: int, bits: s, scale: tensor, range: minmax}}]"
+    )
+    found = bitplan.range_test(model, adam(model), batches, nn.functional.cross_entropy, plan=plan)
+    assert found.low == 5
+    with pytest.raises(PlanError, match="no bits that follow a schedule"):
+        range_test(model, adam(model), batches, nn.functional.cross_entropy, plan=Plan.preset("int8-all"))
+
+
+def test_rising_widths() -> None:
+    assert rising_schedule(2, 4, 3).table(12).tolist() == [2] * 6 + [3] * 3 + [4] * 3
+
+
+def losses(*levels: float, noise: float = 0.0) -> list[float]:
+    own = torch.Generator().manual_seed(0)
+    return [level + noise * float(torch.randn((), generator=own)) for level in levels for _ in range(20)]
+
+
+def test_the_judgement() -> None:
+    assert judged(losses(2.3, 2.3, 2.3, 1.5, 1.4), 2, 5, 20, 0.05).low == 4
+    assert judged(losses(2.3, 2.3, 2.25, 2.2, 1.5), 2, 5, 20, 0.05).low == 5
+    assert judged(losses(2.3, 2.3, 2.25, 2.2, 1.5), 2, 5, 20, 0.01).low == 3
+    # A window that is only better than a bad one before it has learnt nothing.
+    assert judged(losses(2.3, 4.0, 2.3, 1.5, 1.4), 2, 5, 20, 0.05).low == 4
+    # Noise is no learning; a loss that is not finite is none either.
+    assert judged(losses(2.3, 2.1, 2.2, 2.3, 0.5, noise=1.0), 2, 5, 20, 0.05).low == 5
+    assert judged(losses(2.3, float("nan"), float("inf"), 1.5, 1.4), 2, 5, 20, 0.05).low == 4
+    nothing = judged(losses(2.3, 2.3, 2.3, 2.3, 2.3), 2, 5, 20, 0.05)
+    assert nothing.low is None
+    assert "lengthen the window" in nothing.reason
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"low": 1}, "2 to 16"),
+        ({"low": 6, "high": 4}, "the lowest first"),
+        ({"window": 2}, "at least 4"),
+        ({"threshold": 5}, "a share between 0 and 1"),
+        ({"batches": []}, "no batch"),
+        ({"batches": iter([1])}, "used up"),
+        ({"batches": [torch.zeros(3)]}, "is \\(inputs, target\\)"),
+    ],
+)
+def test_mistakes_are_sentences(options: dict[str, Any], sentence: str) -> None:
+    model, batches = planted(5)
+    given: dict[str, Any] = {"batches": batches, "loss": nn.functional.cross_entropy, **options}
+    with pytest.raises(PlanError, match=sentence):
+        range_test(model, adam(model), **given)
