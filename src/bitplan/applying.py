@@ -29,6 +29,8 @@ class Slots:
         if slot not in self.chosen:
             return tensor
         action, here = self.chosen[slot]
+        if keeps_little(action) and action.changes_nothing_in(tensor):
+            return tensor  # not rounded again, so that the one packed copy serves this product, too
         return action.round(tensor.detach(), here, self.weight_key if slot.endswith(".w") else None)
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from bitplan.errors import BitplanWarning, PlanError
+from bitplan.kept_forms import cancelled_savings
 from bitplan.openings import decision_for, is_opened
 from bitplan.ops import PRODUCTS
 from bitplan.plan import KEYS, PLACES, Choice, Plan, Rule, compile_match, unmatched_message
@@ -37,6 +38,8 @@ class Explanation:
     where: str = ""
     #: Where the whole quantizer changes over time: the whole story in words.
     over_time: str | None = None
+    #: Why packed execution keeps more bits of the tensor than the plan seems to say; None where it does not.
+    warning: str | None = None
 
     @property
     def words(self) -> str | None:
@@ -45,7 +48,7 @@ class Explanation:
 
     def __str__(self) -> str:
         by = "no rule" if self.rule is None else self.where or f"rules[{self.rule}]"
-        return f"{self.site.name}: {self.words or 'left alone'} ({by})"
+        return f"{self.site.name}: {self.words or 'left alone'} ({by}){f'; {self.warning}' if self.warning else ''}"
 
 
 def explain(
@@ -66,7 +69,13 @@ def explain(
 def explained(plan: Plan, operations: Sequence[Operation]) -> list[Explanation]:
     """:func:`explain` for operations that were recorded already."""
     inside = {operation.label: operation.inside for operation in operations}
-    return [_explained(plan, site, inside[f"{site.module}/{site.op}"]) for site in sites_of(list(operations))]
+    warned = cancelled_savings(plan, operations)
+    rows = []
+    for site in sites_of(list(operations)):
+        label = f"{site.module}/{site.op}"
+        row = _explained(plan, site, inside[label])
+        rows.append(replace(row, warning=warned.get(label)) if site.role == "activation" else row)
+    return rows
 
 
 def _explained(plan: Plan, site: Site, inside: str | None) -> Explanation:

@@ -92,6 +92,18 @@ def test_explain_for_people_leaves_out_slots_that_no_rule_speaks_of(bitplan: Bit
     assert kept.split()[2] == "-"
 
 
+def test_explain_warns_where_a_reader_cancels_a_saving(bitplan: Bitplan, own: str) -> None:
+    rules = '- {match: "*", activation: e4m3}\n- {match: blocks.1.down, wgrad.x: bf16}\n'
+    Path(own).write_text(f"version: 1\noptimizer: {{state: int8}}\nrules:\n{rules}")
+    sites = bitplan("plan", "explain", own, "gpt-tiny", "--json").json
+    (warned,) = [site for site in sites if site["warning"] is not None]
+    assert warned["consumers"] == ["blocks.1.down/linear.0:activation"]
+    assert "keeps 16 bits of each value, not 8: 16 as wgrad.x of blocks.1.down/linear.0 (bf16)" in warned["warning"]
+    lines = bitplan("plan", "explain", own, "gpt-tiny").out.splitlines()
+    assert f"{warned['name']}: {warned['warning']}" in lines
+    assert "optimizer state: int8 (own.yaml:2: optimizer)" in lines
+
+
 def test_a_rule_that_is_not_strict_is_a_remark_on_stderr(bitplan: Bitplan, own: str) -> None:
     Path(own).write_text(OWN + "- {match: hed, weight: e3m2, strict: false}\n")
     ran = bitplan("plan", "explain", own, "gpt-tiny", "--json")

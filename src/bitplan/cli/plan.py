@@ -98,12 +98,16 @@ def explain(plan: PlanArgument, target: TargetArgument, as_json: JsonOption = Fa
     With --json: a list of objects, operand slots included.
     """
     with command_output(as_json) as output:
+        found = find_plan(plan)
         with _warnings_as_notes(output):
-            sites = _explained(find_plan(plan), target)
+            sites = _explained(found, target)
         output.document([explanation_record(site) for site in sites])
         if not as_json:
             # A slot that no rule speaks of takes the tensor as it comes: nothing to tell.
             _print([site for site in sites if site.site.role in ROLES or site.rule is not None], output)
+            rule = found.optimizer_rule
+            if rule is not None:
+                output.console.print(f"optimizer state: {rule.state} ({rule.where or 'optimizer'})", soft_wrap=True)
 
 
 @group.command("cpt")
@@ -155,6 +159,7 @@ def explanation_record(explanation: Explanation) -> dict[str, Any]:
         "quantizer": explanation.words,
         "rule": explanation.rule,
         "where": explanation.where or None,
+        "warning": explanation.warning,
     }
 
 
@@ -188,3 +193,6 @@ def _print(shown: list[Explanation], output: Output) -> None:
     output.console.print(table)
     rounded = sum(each.quantizer is not None for each in shown)
     output.console.print(f"{rounded} of {len(shown)} are rounded.")
+    for each in shown:
+        if each.warning is not None:
+            output.console.print(f"{each.site.name}: {each.warning}", soft_wrap=True)
