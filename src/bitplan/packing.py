@@ -220,8 +220,8 @@ def encode(elements: Tensor, target: FloatFormat | IntFormat) -> Tensor:
 
 
 def decode(codes: Tensor, target: FloatFormat | IntFormat, dtype: torch.dtype) -> Tensor:
-    """The numbers that codes of `target` stand for; eager, by a table of all of them."""
-    if is_traced():
+    """The numbers that codes of `target` stand for; floats, eager, by a table of all of them."""
+    if is_traced() or isinstance(target, IntFormat):
         return _decode(codes.to(torch.int32), target, dtype)
     table = _decode(torch.arange(1 << target.bits, dtype=torch.int32, device=codes.device), target, dtype)
     return table[codes.to(torch.int32)]
@@ -316,6 +316,8 @@ def _nan_code(target: FloatFormat) -> int:
 def pack_bits(codes: Tensor, width: int) -> Tensor:
     """A flat tensor of codes below 2^width as bytes without gaps."""
     _require_width(width)
+    if width == 8:
+        return codes.to(torch.uint8)
     group, bytes_per_group = _grouping(width)
     count = codes.numel()
     wide = codes.to(torch.int32)
@@ -331,6 +333,8 @@ def pack_bits(codes: Tensor, width: int) -> Tensor:
 def unpack_bits(payload: Tensor, width: int, count: int) -> Tensor:
     """The first `count` codes of :func:`pack_bits`, as int32."""
     _require_width(width)
+    if width == 8:
+        return payload[:count].to(torch.int32)
     group, bytes_per_group = _grouping(width)
     if missing := -payload.numel() % bytes_per_group:
         payload = torch.nn.functional.pad(payload, (0, missing))

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from bitplan.keeping import PackedCopy, note_of
-from bitplan.packing import pack_bits, unpack_bits
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 
@@ -42,16 +41,28 @@ def spared(op: str, func: Callable[..., Any]) -> Callable[..., Any]:
 # --- a bit an element ---------------------------------------------------------------------------------------
 
 
+#: Times this, eight bytes of 0 or 1 that are one number have their bits side by side in its highest byte: byte i is
+#: shifted by 56 - 7 i and by nothing else that stays in range, and no two shifts meet.
+_GATHER = 0x0102040810204080
+#: Bit i of byte i, of a byte that stands in all eight places.
+_SPREAD = 0x8040201008040201 - (1 << 64)
+
+
 class Bits:
-    """A mask in a bit for each element."""
+    """A mask in a bit for each element, packed eight at a time."""
 
     def __init__(self, mask: Tensor) -> None:
         self.shape, self.stride = mask.shape, mask.stride()
-        in_memory_order = mask.as_strided((mask.numel(),), (1,), mask.storage_offset())
-        self.payload = pack_bits(in_memory_order, 1)
+        flat = mask.as_strided((mask.numel(),), (1,), mask.storage_offset())  # in the order of memory
+        if missing := -flat.numel() % 8:
+            flat = torch.nn.functional.pad(flat, (0, missing))
+        elif flat.storage_offset() % 8:
+            flat = flat.clone()
+        self.payload = ((flat.view(torch.int64) * _GATHER) >> 56).to(torch.uint8)
 
     def mask(self) -> Tensor:
-        return unpack_bits(self.payload, 1, self.shape.numel()).bool().as_strided(self.shape, self.stride)
+        spread = (self.payload.to(torch.int64) * 0x0101010101010101) & _SPREAD
+        return spread.view(torch.uint8).bool().as_strided(self.shape, self.stride)
 
     def where_set(self, x: Tensor) -> Tensor:
         """`x`, and zero where the mask is not set."""
