@@ -271,12 +271,7 @@ def _decode(codes: Tensor, target: FloatFormat | IntFormat, dtype: torch.dtype) 
     normal = power * (1.0 + mantissa.double() * target.epsilon)
     subnormal = mantissa.double() * (target.min_subnormal if target.subnormals else 0.0)
     values = torch.where(field > 0, normal, subnormal)
-    if target.specials != "none":
-        first_nan = _nan_code(target)
-        if target.specials == "ieee":
-            values = torch.where(magnitude == _infinity_code(target), math.inf, values)
-            first_nan = _infinity_code(target) + 1
-        values = torch.where(magnitude >= first_nan, math.nan, values)
+    values = _with_specials(values, magnitude, target)
     # Triton's unary minus is 0 - x and makes no negative zero.
     return torch.where(codes >> (target.bits - 1) > 0, values * -1.0, values).to(dtype)
 
@@ -288,14 +283,20 @@ def _decode_by_bits(codes: Tensor, target: FloatFormat) -> Tensor:
     normal = (shifted + ((FLOAT32.exponent_bias - target.exponent_bias) << FLOAT32.mantissa_bits)).view(torch.float32)
     subnormal = magnitude.to(torch.float32) * (target.min_subnormal if target.subnormals else 0.0)
     values = torch.where(magnitude >> target.mantissa_bits > 0, normal, subnormal)
-    if target.specials != "none":
-        first_nan = _nan_code(target)
-        if target.specials == "ieee":
-            values = torch.where(magnitude == _infinity_code(target), math.inf, values)
-            first_nan = _infinity_code(target) + 1
-        values = torch.where(magnitude >= first_nan, math.nan, values)
+    values = _with_specials(values, magnitude, target)
     sign = (codes >> (target.bits - 1)) << (FLOAT32.bits - 1)
     return (values.view(torch.int32) | sign).view(torch.float32)
+
+
+def _with_specials(values: Tensor, magnitude: Tensor, target: FloatFormat) -> Tensor:
+    """`values` with infinities and NaNs where the codes, signs cut off, stand for them."""
+    if target.specials == "none":
+        return values
+    first_nan = _nan_code(target)
+    if target.specials == "ieee":
+        values = torch.where(magnitude == _infinity_code(target), math.inf, values)
+        first_nan = _infinity_code(target) + 1
+    return torch.where(magnitude >= first_nan, math.nan, values)
 
 
 def _infinity_code(target: FloatFormat) -> int:
