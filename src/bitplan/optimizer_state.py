@@ -73,7 +73,8 @@ def decoded(plain: Mapping[str, Any]) -> Tensor:
     if plain["format"] == "int4":
         codes = torch.stack([codes >> 4, codes & 15], dim=-1)
     values: Tensor = codes.float() if plain["format"] == "e4m3" else plain["qmap"][codes.int()]
-    return (values.view(len(scale), -1) * scale.view(-1, 1)).view(plain["shape"])
+    scaled: Tensor = values.view(len(scale), -1) * scale.view(-1, 1)
+    return scaled.view(plain["shape"])
 
 
 def load_plain_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -119,11 +120,11 @@ def _small(value: Any, optimizer: Optimizer) -> Any:
 
 def _require_fit(optimizer: Any, parameters: list[Tensor], state: Mapping[int, Mapping[str, Any]]) -> None:
     """Raise where a moment has another form than this optimizer would have given it."""
+    if _block_size(optimizer) is None:
+        return
     for key, each in state.items():
         for name, value in each.items():
-            if name == "step" or not isinstance(value, Tensor) or key >= len(parameters):
-                continue
-            if _block_size(optimizer) is None:
+            if name == "step" or key >= len(parameters):
                 continue
             wanted = optimizer._new_buffer(parameters[key].detach(), name == "exp_avg")
             same = type(wanted) is type(value) and wanted.shape == value.shape
