@@ -50,6 +50,10 @@ class AccountError(BitplanError, ValueError):
     """Memory that cannot be predicted, measured or added up."""
 
 
+class MetricError(BitplanError, ValueError):
+    """Figures of an error that cannot be taken of what was given."""
+
+
 class BitplanWarning(UserWarning):
     """Base of every warning bitplan issues, so that one filter can silence or raise them all."""
 

@@ -1,0 +1,215 @@
+"""How much a product or a tensor loses in few bits: the figures by which formats are compared.
+
+Pure functions of tensors. All arithmetic is float64, whatever the inputs' dtype, so that a figure of 1e-7 is one of the
+format and not of the ruler. Two rules hold throughout:
+
+* A NaN in the inputs is a NaN in the figure: what is broken must not look good.
+* What divides zero by zero has its value written down, in the docstring of each function.
+
+The backward error is the one that scores an *operation* with its pair of operands; the others score one tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bitplan.errors import MetricError
+
+#: A gradient's norm over its quantisation noise below which low precision stops paying (Chmiel et al. 2025, "FP4 All
+#: the Way", arXiv 2505.19115).
+GRADIENT_TO_NOISE_THRESHOLD = math.sqrt(3.0)
+
+
+@dataclass(frozen=True)
+class ErrorSummary:
+    """What many values have in common: the middle one, the mean, and what one in a hundred exceeds."""
+
+    median: float
+    mean: float
+    p99: float
+
+
+def summarize(values: Tensor) -> ErrorSummary:
+    """Median, mean and 99th percentile (both with linear interpolation) of all elements.
+
+    NaN where there is no element, or a NaN among them.
+
+    >>> summarize(torch.tensor([1.0, 2.0, 3.0, 10.0]))
+    ErrorSummary(median=2.5, mean=4.0, p99=9.79)
+    """
+    flat = _double(values).flatten().numpy(force=True)
+    if not flat.size or np.isnan(flat).any():
+        return ErrorSummary(math.nan, math.nan, math.nan)
+    median, p99 = np.quantile(flat, (0.5, 0.99))
+    return ErrorSummary(float(median), float(flat.mean()), float(p99))
+
+
+def backward_error(left: Tensor, right: Tensor, computed: Tensor) -> Tensor:
+    """The backward error of a product of matrices, a value for each element of the result.
+
+    ``BE_ij = |L R - C|_ij / (|L| |R|)_ij``, where L and R are the operands as they were and C is what was `computed`
+    in their place, for example the product of their quantised copies (Rasquinha & Tabak 2023, arXiv 2408.02897).
+
+    The denominator is the sum of magnitudes ``sum_k |L_ik| |R_kj|`` and not ``|L R|``: terms that cancel each other do
+    not blow the figure up. Multiplying an operand and the result by a number does not change it. If each operand is off
+    by at most a relative u, then ``BE <= 2u + u^2``. Random errors cancel, so that it falls as 1/sqrt(K) with the
+    length K of the sum: compare products at equal K, or after multiplying by sqrt(K).
+
+    BE = 0 where the denominator is 0. Leading dimensions are batches, as in ``torch.matmul``.
+
+    >>> backward_error(torch.tensor([[1.0, 3.0]]), torch.tensor([[1.0], [1.0]]), torch.tensor([[4.5]]))
+    tensor([[0.1250]], dtype=torch.float64)
+    """
+    left, right, computed = _double(left), _double(right), _double(computed)
+    if left.dim() < 2 or right.dim() < 2 or left.shape[-1] != right.shape[-2]:
+        raise MetricError(
+            f"matrices of shapes {tuple(left.shape)} and {tuple(right.shape)} cannot be multiplied: give (..., M, K) "
+            f"and (..., K, N)."
+        )
+    exact = left @ right
+    _same_shape("a product", exact, "what was computed for it", computed)
+    error, magnitude = (exact - computed).abs(), left.abs() @ right.abs()
+    return torch.where((magnitude == 0) & ~torch.isnan(error), 0.0, error / magnitude)
+
+
+def relative_error(values: Tensor, approximation: Tensor) -> Tensor:
+    """``|q - x| / |x|`` for each element: 0 where both are 0, infinite where only x is.
+
+    The mean over a tensor's elements is what MoR (arXiv 2512.22804) chooses by: a tensor with more than 0.045 in E4M3
+    stays in BF16.
+    """
+    x, q = _pair(values, approximation)
+    error = (q - x).abs()
+    return torch.where(error == 0, 0.0, error / x.abs())
+
+
+def sqnr(values: Tensor, approximation: Tensor) -> float:
+    """The signal-to-quantisation-noise ratio in decibels, ``10 log10(sum x^2 / sum (q - x)^2)``.
+
+    Every bit of an integer or of a mantissa is worth about 6 dB. Infinite where nothing was lost, also of zeros alone;
+    minus infinity where noise stands in for zeros.
+
+    >>> round(sqnr(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])), 6)
+    20.0
+    """
+    x, q = _pair(values, approximation)
+    signal, noise = float(x.square().sum()), float((q - x).square().sum())
+    if math.isnan(signal) or math.isnan(noise):
+        return math.nan
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal and math.isfinite(noise) else -math.inf
+
+
+def overflow_share(values: Tensor, largest: float) -> float:
+    """The share of elements beyond the largest magnitude a format has, infinities among them.
+
+    With a scale, `largest` is the format's largest value times the scale. No elements: 0.
+
+    >>> overflow_share(torch.tensor([1.0, -500.0, 448.0, 2.0]), 448.0)
+    0.25
+    """
+    x = _double(values)
+    if torch.isnan(x).any():
+        return math.nan
+    return float((x.abs() > largest).double().mean()) if x.numel() else 0.0
+
+
+def underflow_share(values: Tensor, approximation: Tensor) -> float:
+    """The share of elements that were not zero and have become zero, of all elements. No elements: 0.
+
+    >>> underflow_share(torch.tensor([1.0, 1e-9, 0.0, 2.0]), torch.tensor([1.0, 0.0, 0.0, 2.0]))
+    0.25
+    """
+    x, q = _pair(values, approximation)
+    if torch.isnan(x).any() or torch.isnan(q).any():
+        return math.nan
+    return float(((x != 0) & (q == 0)).double().mean()) if x.numel() else 0.0
+
+
+def dynamic_range(values: Tensor) -> float:
+    """``log2(largest magnitude) - log2(smallest magnitude above zero)``, in powers of two, as in Transformer Engine.
+
+    E4M3 spans 17.8 of them, E5M2 31.8, INT8 7. Zero where no element differs from zero; infinite with an infinity.
+
+    >>> dynamic_range(torch.tensor([0.0, -0.25, 8.0]))
+    5.0
+    """
+    magnitude = _double(values).abs()
+    if torch.isnan(magnitude).any():
+        return math.nan
+    magnitude = magnitude[magnitude > 0]
+    return math.log2(float(magnitude.amax())) - math.log2(float(magnitude.amin())) if magnitude.numel() else 0.0
+
+
+def excess_kurtosis(values: Tensor) -> float:
+    """How heavy the tails are: ``mean((x - m)^4) / mean((x - m)^2)^2 - 3``, with m the mean.
+
+    0 for Gaussian numbers, -1.2 for uniform ones, ``6 / (nu - 4)`` for Student's t with nu > 4 degrees of freedom. The
+    more, the sooner an integer's even steps lose to a float's. NaN where all elements are equal, or there is none: then
+    there is no tail to speak of.
+    """
+    x = _double(values)
+    if not x.numel() or float(x.amax()) == float(x.amin()):
+        return math.nan
+    # Divided by the largest deviation, so that a fourth power neither overflows nor vanishes.
+    deviation = x - x.mean()
+    square = (deviation / deviation.abs().amax()).square()
+    return float(square.square().mean() / square.mean().square()) - 3.0
+
+
+def cosine_similarity(values: Tensor, approximation: Tensor) -> float:
+    """``x.q / (|x| |q|)`` of the two tensors as vectors: whether a gradient still points where it did.
+
+    1 where both are zero, 0 where one of them is. Blind to a common factor, which SQNR is not.
+    """
+    x, q = _pair(values, approximation)
+    norms = [float(torch.linalg.vector_norm(each)) for each in (x, q)]
+    if any(math.isnan(norm) for norm in norms):
+        return math.nan
+    if 0.0 in norms:
+        return 1.0 if norms == [0.0, 0.0] else 0.0
+    cosine = float(((x / norms[0]) * (q / norms[1])).sum())
+    return cosine if math.isnan(cosine) else min(max(cosine, -1.0), 1.0)
+
+
+def gradient_to_noise(gradient: Tensor, approximation: Tensor) -> float:
+    """The norm of a gradient over the norm of what quantisation adds to it, ``|g| / |q - g|``.
+
+    The sqrt 3 rule (Chmiel et al. 2025, arXiv 2505.19115): as gradients shrink in training and the noise does not, low
+    precision stops paying once this falls below :data:`GRADIENT_TO_NOISE_THRESHOLD`, the square root of 3. In decibels
+    it is :func:`sqnr`. Infinite where nothing was lost, 0 where the gradient is zero and its copy is not.
+
+    >>> gradient_to_noise(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 6.0]))
+    2.5
+    """
+    x, q = _pair(gradient, approximation)
+    norm, noise = float(torch.linalg.vector_norm(x)), float(torch.linalg.vector_norm(q - x))
+    if math.isnan(norm) or math.isnan(noise):
+        return math.nan
+    return norm / noise if noise else math.inf
+
+
+def _double(values: Tensor) -> Tensor:
+    if not isinstance(values, Tensor):
+        raise MetricError(f"figures are taken of tensors, not of {type(values).__name__}: pass torch.as_tensor(...).")
+    return values.detach().to(torch.float64)
+
+
+def _pair(values: Tensor, approximation: Tensor) -> tuple[Tensor, Tensor]:
+    x, q = _double(values), _double(approximation)
+    _same_shape("a tensor", x, "its approximation", q)
+    return x, q
+
+
+def _same_shape(one: str, x: Tensor, other: str, q: Tensor) -> None:
+    if x.shape != q.shape:
+        raise MetricError(
+            f"{one} of shape {tuple(x.shape)} and {other} of shape {tuple(q.shape)} cannot be compared: give both the "
+            f"same shape."
+        )
