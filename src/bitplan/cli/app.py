@@ -20,6 +20,7 @@ from bitplan.cli import (
     cost,
     demo,
     env,
+    error,
     formats,
     memory,
     plan,
@@ -35,6 +36,7 @@ from bitplan.cli import (
 #: What adds each command, in the order ``bitplan --help`` shows them.
 COMMANDS: tuple[Callable[[typer.Typer], None], ...] = (
     formats.register,
+    error.register,
     sites.register,
     plan.register,
     cost.register,
