@@ -10,7 +10,7 @@ import logging
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ from bitplan.intercept import (
 from bitplan.keeping import Keeper
 from bitplan.ledger import Ledger
 from bitplan.names import format as format_of
-from bitplan.noise import key_of
+from bitplan.noise import keys_of
 from bitplan.observe import Statistics, fold, statistics
 from bitplan.openings import is_opened
 from bitplan.optimizers import OptimizerPromise
@@ -160,7 +160,7 @@ class Attachment:
             self._rounder.on_new_site = self._make_room
         for module in (tables.module, *state.twins):
             device = next(module.parameters(), torch.empty(0, device=self._device())).device
-            tables.install(self._rows(tables), device, module)
+            tables.install(self._rows([tables])[0], device, module)
 
     def _device(self) -> torch.device:
         return next(self.model.parameters(), torch.empty(0)).device
@@ -291,22 +291,22 @@ class Attachment:
         self._ledger.formats_changed()
         self._write_tables()
 
-    def _key(self, name: str) -> tuple[int, int]:
-        return key_of(self.seed, self._step, zlib.crc32(name.encode()))
-
-    def _rows(self, tables: ModuleTables) -> list[list[int]]:
-        own = tables.module._parameters
-        names = [self._parameter_names.get(id(own[name]), name) for name in tables.parameters]
-        return tables.rows([self._key(tables.path), *(self._key(f"parameter {name}") for name in names)])
+    def _rows(self, tables: Sequence[ModuleTables]) -> list[list[list[int]]]:
+        """The rows of several modules: all keys are mixed at once, since a step of a small model takes milliseconds."""
+        names: list[str] = []
+        for each in tables:
+            own = each.module._parameters
+            known = (self._parameter_names.get(id(own[name]), name) for name in each.parameters)
+            names += [each.path, *(f"parameter {name}" for name in known)]
+        keys = iter(keys_of(self.seed, self._step, [zlib.crc32(name.encode()) for name in names]))
+        return [each.rows([next(keys) for _ in range(1 + len(each.parameters))]) for each in tables]
 
     def _write_tables(self) -> None:
         """The tables of the model, and of every copy that was made of it."""
         buffers: list[Tensor] = []
         rows: list[list[list[int]]] = []
-        for tables in self._tables:
-            if not tables.has_table or not self._modules:
-                continue
-            new = self._rows(tables)
+        written = [tables for tables in self._tables if tables.has_table] if self._modules else []
+        for tables, new in zip(written, self._rows(written), strict=True):
             for module in (tables.module, *state_of(tables.module).twins):
                 buffer = module._buffers.get(TABLE)
                 if buffer is not None:

@@ -14,6 +14,7 @@ torch's eager kernels, in Inductor's C++ and in Triton.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -38,6 +39,21 @@ def key_of(seed: int, step: int, site: int = 0) -> tuple[int, int]:
     """The two int32 numbers that three counters become; for callers that keep keys in a tensor."""
     low, high = _key(seed, step, site, torch.device("cpu"))
     return int(low), int(high)
+
+
+def keys_of(seed: int, step: int, sites: Sequence[int]) -> list[list[int]]:
+    """:func:`key_of` for many sites at once, which takes little longer than for one.
+
+    >>> keys_of(1, 2, [3, 2**32 - 1]) == [list(key_of(1, 2, 3)), list(key_of(1, 2, 2**32 - 1))]
+    True
+    """
+    if not sites:
+        return []
+    low, high = _key(seed, step, torch.tensor(sites, dtype=torch.int64), torch.device("cpu"))
+    assert isinstance(low, Tensor)
+    assert isinstance(high, Tensor)
+    keys: list[list[int]] = torch.stack((low, high), 1).tolist()
+    return keys
 
 
 def bits_of_key(like: Tensor, low: Counter, high: Counter) -> Tensor:

@@ -36,6 +36,8 @@ class LiveRow:
         self.name = name
         #: What the row holds now.
         self.format = spec.target
+        #: The format whose row was last asked for, and that row: asked for every step, changed now and then.
+        self._written: tuple[Format, list[int]] | None = None
 
     def change(self, target: Format) -> None:
         """Another format of the same kind."""
@@ -53,9 +55,11 @@ class LiveRow:
     @property
     def values(self) -> list[int]:
         """The row, all whole numbers: floats as their bit patterns."""
-        row = self.live.row_of(self.stored())
-        whole = [_pattern(value) for value in row] if self.live.kind == "int" else [int(value) for value in row]
-        return whole + [0] * (ROW_FIELDS - len(whole))
+        if self._written is None or self._written[0] is not self.format:
+            row = self.live.row_of(self.stored())
+            whole = [_pattern(value) for value in row] if self.live.kind == "int" else [int(value) for value in row]
+            self._written = self.format, whole + [0] * (ROW_FIELDS - len(whole))
+        return self._written[1]
 
 
 def _pattern(value: float) -> int:
@@ -98,7 +102,7 @@ class ModuleTables:
     def live_row(self, row: int) -> LiveRow:
         return self.formats[row - len(self.parameters) - 1]
 
-    def rows(self, keys: list[tuple[int, int]]) -> list[list[int]]:
+    def rows(self, keys: list[list[int]]) -> list[list[int]]:
         """The whole table; `keys` are the module's own and those of its parameters."""
         pad = [0] * (ROW_FIELDS - 2)
         return [[*key, *pad] for key in keys] + [row.values for row in self.formats]
