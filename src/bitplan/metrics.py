@@ -182,8 +182,9 @@ def gradient_to_noise(gradient: Tensor, approximation: Tensor) -> float:
     """The norm of a gradient over the norm of what quantisation adds to it, ``|g| / |q - g|``.
 
     The sqrt 3 rule (Chmiel et al. 2025, arXiv 2505.19115): as gradients shrink in training and the noise does not, low
-    precision stops paying once this falls below :data:`GRADIENT_TO_NOISE_THRESHOLD`, the square root of 3. In decibels
-    it is :func:`sqnr`. Infinite where nothing was lost, 0 where the gradient is zero and its copy is not.
+    precision stops paying once this falls below :data:`GRADIENT_TO_NOISE_THRESHOLD`, the square root of 3.
+    That the noise is counted by its norm over all elements, too, is our reading of their abstract.
+    In decibels this is :func:`sqnr`. Infinite where nothing was lost, 0 where the gradient is zero and its copy is not.
 
     >>> gradient_to_noise(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 6.0]))
     2.5
