@@ -158,7 +158,8 @@ def test_an_extending_plan_replaces_schedules() -> None:
             "p.yaml:7: schedules.cpt.last: 'most' is no moment of a run",
         ),
         (
-            "version: 1\nschedules: {s: {name: CR, low: 1, high: 8}}\nrules:\n- match: '*'\n  w: {format: int, bits: s}",
+            "version: 1\nschedules: {s: {name: CR, low: 1, high: 8}}\nrules:\n"
+            "- match: '*'\n  w: {format: int, bits: s}",
             "p.yaml:5: rules[0].w: ",
         ),
         ("version: 1\nquantizers:\n  q: {until: 90%, use: e4m3}", "p.yaml:3: quantizers.q: the key 'then' is missing"),
