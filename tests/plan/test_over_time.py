@@ -104,6 +104,18 @@ def test_a_schedule_chooses_whole_quantizers() -> None:
     )
 
 
+def test_a_plan_at_its_widest() -> None:
+    def words(text: str) -> str | None:
+        widest = Plan.from_yaml(text).widest()
+        assert not widest.moves
+        return widest.decide("a", "linear")["weight"].words or widest.decide("a", "linear")["fprop.w"].words
+
+    assert words(CYCLIC) == "int8 channel minmax"
+    assert words(LATE) == "bf16"
+    assert words(CHOOSING) == "bf16"
+    assert words("version: 1\nrules: [{match: '*', weight: {until: 10, use: keep, then: int8}}]") is None
+
+
 def test_keep_may_be_a_side() -> None:
     plan = Plan.from_yaml("version: 1\nrules: [{match: '*', weight: {until: 10, use: keep, then: int8}}]")
     assert plan.decide("a", "linear")["weight"].words == "left alone until step 10, then int8"

@@ -232,6 +232,19 @@ class Plan:
         phases, counts = np.unique(np.stack(columns, axis=1), axis=0, return_counts=True)
         return {tuple(phase): int(count) for phase, count in zip(phases.tolist(), counts, strict=True)}
 
+    def widest(self) -> Plan:
+        """The plan with every quantizer at the most bits it ever has: what a run's memory must have room for."""
+
+        def bits(use: Use) -> float:
+            found = leaves(use, self.names)
+            return max(float("inf") if spec is None else spec.target.bits_per_value for spec in found)
+
+        cases = []
+        for switch in self.switches:
+            widths = [bits(case) for case in switch.cases]
+            cases.append(widths.index(max(widths)))
+        return self.in_phase((*cases, *(schedule.highest for schedule in self.followed.values())))
+
     def in_phase(self, phase: Phase) -> Plan:
         """The plan of a phase, as :meth:`phase_at` gives it."""
         count = len(self.switches)
