@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import bitplan
+from bitplan import rounding
 from bitplan.errors import AccountError, PlanError
 from bitplan.intercept import is_planned
 from bitplan.memory import Memory, measure_memory, predict_memory
@@ -250,3 +251,14 @@ def test_a_step_without_an_optimizer_needs_no_small_state(make_target: MakeTarge
     assert predict_memory(target.model, target.batch, target.loss, "none", plan).optimizer == 0
     with pytest.raises(PlanError, match=r"SGD has no twin with its state in int8"):
         predict_memory(target.model, target.batch, target.loss, "sgd", plan)
+
+
+def test_a_large_tensor_is_rounded_in_two_parts_and_foreseen_like_in_many() -> None:
+    """On a CPU rounding goes through a tensor in parts of 2^18 values; here in seven."""
+    model = nn.Sequential(nn.Linear(4, 7 * 2**10), nn.ReLU())
+    plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "activation": "e3m2"}]})
+    given = (model, torch.randn(2**8, 4), None, "none", plan, "packed")
+    parts = rounding._parts
+    predicted = predict_memory(*given)
+    assert rounding._parts is parts
+    assert predicted.peak == pytest.approx(measure_memory(*given).peak, rel=0.01)

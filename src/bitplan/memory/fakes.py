@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_map_only
 
+from bitplan import rounding
 from bitplan.errors import AccountError
 from bitplan.intercept import is_planned, uninstall, unwrapped
 from bitplan.sites import FakeInputs
@@ -99,6 +100,26 @@ def plain_copy(model: nn.Module, known: dict[int, Any] | None = None) -> nn.Modu
     for parameter in twin.parameters():
         parameter.grad = None
     return twin
+
+
+@contextmanager
+def rounding_in_two_parts() -> Iterator[None]:
+    """On a CPU, rounding goes through a large tensor part by part: hundreds of parts, each with its own small memory.
+
+    Of a fake tensor, which has no values to be rounded, two parts do: all others take and give back the same memory.
+    """
+    whole = rounding._parts
+
+    def first_parts(x: Tensor) -> tuple[Tensor, ...]:
+        if not isinstance(x, FakeTensor) or x.is_cuda or x.numel() <= rounding._PART or not x.is_contiguous():
+            return whole(x)
+        return torch.split(x.view(-1)[: 2 * rounding._PART], rounding._PART)
+
+    rounding._parts = first_parts
+    try:
+        yield
+    finally:
+        rounding._parts = whole
 
 
 @contextmanager

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
 from bitplan.attach import Attachment, attach
 from bitplan.memory.account import Memory
-from bitplan.memory.fakes import Fakes, told_of_missing_values
+from bitplan.memory.fakes import Fakes, rounding_in_two_parts, told_of_missing_values
 from bitplan.memory.partitioned import compiled_on_fakes
 from bitplan.memory.step import Loss, OptimizerChoice, TrainingStep, call_of, plan_for
 from bitplan.memory.storages import parts_of, storage_bytes
@@ -59,14 +59,18 @@ def predict_memory(
     sparse = storage_bytes(leaf for leaf in tree_leaves(batch) if _is_sparse(leaf))
     walk = Walk()
     run: Attachment | None = None
-    with told_of_missing_values(), fakes.mode, ExitStack() as at_the_end:
+    with told_of_missing_values(), rounding_in_two_parts(), fakes.mode, ExitStack() as at_the_end:
         if (planned := plan_for(plan, optimizer)) is not None:
-            run = at_the_end.enter_context(
-                attach(twin, planned, example=fakes.inputs(args, kwargs), execution=execution)
-            )
+            inputs = fakes.inputs(args, kwargs)
+            with unset_fake_temporarily():
+                run = at_the_end.enter_context(attach(twin, planned, example=inputs, execution=execution))
         forward: Callable[..., Any] | None = compiled_on_fakes(twin, run, walk) if compile else None
-        planned_loss = loss if loss is None or run is None else run.loss(loss)
+        planned_loss = loss
+        if loss is not None and run is not None:
+            with unset_fake_temporarily():
+                planned_loss = run.loss(loss)
         step = TrainingStep(twin, (args, kwargs, expected), planned_loss, optimizer, run, forward, autocast)
+        step.around_run = unset_fake_temporarily
         if step.compiles_optimizer():
             step.around_optimizer = lambda: _uncompiled(step, walk)
         if compile:

@@ -110,6 +110,8 @@ class TrainingStep:
         self.autocast = autocast
         #: Shown every step's loss, where someone wants to see it.
         self.on_loss: Callable[[Tensor], None] | None = None
+        #: Entered around what the plan at work does between two steps: its tables hold real numbers.
+        self.around_run: Callable[[], AbstractContextManager[Any]] = nullcontext
         #: Entered around every step of the optimizer.
         self.around_optimizer: Callable[[], AbstractContextManager[Any]] = nullcontext
 
@@ -126,7 +128,8 @@ class TrainingStep:
             with self.around_optimizer():
                 self.optimizer.step()
         if self.run is not None:
-            self.run.step()
+            with self.around_run():
+                self.run.step()
         self.forget_gradients()
         note("end")
 
