@@ -95,9 +95,6 @@ class Timeline:
         elif self.moves and isinstance(self.steps, int):
             self.position = Position(step, self.steps)
 
-    def restart(self) -> None:
-        self.position = Position(0, self.position.total)
-
     # --- what is there ---
 
     @property
