@@ -396,3 +396,14 @@ def test_formats_that_change_are_packed_in_the_width_of_the_moment() -> None:
 def test_an_unknown_execution_is_refused_in_a_sentence() -> None:
     with pytest.raises(PlanError, match="did you mean packed"):
         bitplan.attach(nn.Linear(2, 2), EIGHT_BITS, execution="pack")
+
+
+def test_memory_is_told_from_the_example_alone() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 8)), torch.randn(512, 64)
+    kept = {}
+    for execution in ("emulate", "packed"):
+        with bitplan.attach(model, EIGHT_BITS, example=x, execution=execution) as run:
+            found = run.memory()
+        assert found["measured"] is None
+        kept[execution] = found["predicted"].activations
+    assert kept["packed"] < kept["emulate"] / 3

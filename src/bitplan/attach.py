@@ -367,7 +367,7 @@ class Attachment:
 
     def expect(self, batch: Any) -> None:
         """Remember the shapes of a batch for tables and costs."""
-        self._ledger.inputs = FakeInputs(*call_arguments(batch))
+        self._ledger.inputs = batch if isinstance(batch, FakeInputs) else FakeInputs(*call_arguments(batch))
 
     def check(self, operations: list[Operation]) -> None:
         """Raise where a rule has no effect on these operations; rules for the loss wait for :meth:`loss`."""
@@ -564,7 +564,7 @@ def attach(
                 f"the model does not run on the example ({reason}): give a batch as the model takes it."
             ) from error
     run = Attachment(model, found, steps, seed, live, stats, execution)
-    if example is not None and operations is None:
+    if example is not None:
         run.expect(example)
     if operations is not None:
         try:
