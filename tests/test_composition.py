@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import queue
 import warnings
 from pathlib import Path
 from typing import Any
@@ -327,7 +328,12 @@ def test_two_processes_train_as_one(before: bool, tmp_path: Path, monkeypatch: p
     processes = torch.multiprocessing.spawn(
         worker.work, (str(tmp_path / "store"), before, results), nprocs=2, join=False
     )
-    found = dict(results.get(timeout=400) for _ in range(2))
+    found: dict[int, list[Any]] = {}
+    while len(found) < 2:
+        try:
+            found.update([results.get(timeout=2)])
+        except queue.Empty:
+            processes.join(timeout=0.1)  # raises what a process has raised
     while not processes.join():
         pass
     model, batches = worker.make()
