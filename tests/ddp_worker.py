@@ -44,5 +44,6 @@ def work(rank: int, store: str, before: bool, results: Any) -> None:
             run = bitplan.attach(wrapped, plan)
         train(wrapped, run, batches[rank])
         results.put((rank, [parameter.detach().numpy() for parameter in model.parameters()]))
+        dist.barrier()  # none may leave while the other still talks to it
     finally:
         dist.destroy_process_group()

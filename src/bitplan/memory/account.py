@@ -44,7 +44,8 @@ class Memory:
 
     @classmethod
     def of(cls, weights: int, gradients: int, activations: int, optimizer: int, peak: int) -> Memory:
-        """With what remains of the peak as ``other``."""
+        """With what remains of the peak as ``other``. (Sizes of a graph that was made for any batch are symbols.)"""
+        weights, gradients, activations, optimizer, peak = map(int, (weights, gradients, activations, optimizer, peak))
         known = weights + optimizer + max(activations, gradients)
         # What is counted tensor by tensor is there at the peak; an allocator may say a few bytes less.
         peak = max(peak, known)
