@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from html import escape
 
+import torch
+
 from bitplan.errors import AccountError
 from bitplan.sizes import byte_text
 
@@ -45,7 +47,10 @@ class Memory:
     @classmethod
     def of(cls, weights: int, gradients: int, activations: int, optimizer: int, peak: int) -> Memory:
         """With what remains of the peak as ``other``. (Sizes of a graph that was made for any batch are symbols.)"""
-        weights, gradients, activations, optimizer, peak = map(int, (weights, gradients, activations, optimizer, peak))
+        given = (weights, gradients, activations, optimizer, peak)
+        weights, gradients, activations, optimizer, peak = (
+            int(size) if isinstance(size, torch.SymInt) else size for size in given
+        )
         known = weights + optimizer + max(activations, gradients)
         # What is counted tensor by tensor is there at the peak; an allocator may say a few bytes less.
         peak = max(peak, known)
