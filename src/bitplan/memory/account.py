@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 from html import escape
+from typing import Any
 
 import torch
 
@@ -47,7 +48,7 @@ class Memory:
     @classmethod
     def of(cls, weights: int, gradients: int, activations: int, optimizer: int, peak: int) -> Memory:
         """With what remains of the peak as ``other``. (Sizes of a graph that was made for any batch are symbols.)"""
-        given = (weights, gradients, activations, optimizer, peak)
+        given: tuple[Any, ...] = (weights, gradients, activations, optimizer, peak)
         weights, gradients, activations, optimizer, peak = (
             int(size) if isinstance(size, torch.SymInt) else size for size in given
         )
