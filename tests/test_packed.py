@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bitplan
 from bitplan.attach import Attachment
-from bitplan.errors import PlanError
+from bitplan.errors import BitplanWarning, PlanError
 from bitplan.keeping import Keeper, note_of
 from bitplan.memory import measure_memory
 from bitplan.models.gcn import GCN, normalised_adjacency
@@ -407,3 +407,22 @@ def test_memory_is_told_from_the_example_alone() -> None:
         assert found["measured"] is None
         kept[execution] = found["predicted"].activations
     assert kept["packed"] < kept["emulate"] / 3
+
+
+def test_hooks_of_others_are_remarked_upon_since_nothing_is_packed_then() -> None:
+    model, x = Shared(), torch.randn(8, 64)
+    run, keeper = attached(model)
+    with run, torch.autograd.graph.save_on_cpu():
+        with pytest.warns(BitplanWarning, match="nothing is packed inside of them"):
+            loss = model(x)
+        assert keeper.packed_bytes == 0
+        loss.backward()
+
+
+def test_an_empty_batch_passes() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 4), nn.Softmax(1))
+    with bitplan.attach(model, EIGHT_BITS, execution="packed"):
+        y = model(torch.randn(0, 8))
+        y.sum().backward()
+    assert y.shape == (0, 4)
+    assert model[0].weight.grad.eq(0).all()

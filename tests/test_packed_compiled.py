@@ -176,3 +176,19 @@ def test_the_backend_goes_by_its_name() -> None:
     with bitplan.attach(model, PLANS["unscaled"], example=x, execution="packed"):
         expected = model(x)
         assert torch.equal(torch.compile(model, fullgraph=True, backend="bitplan")(x), expected)
+
+
+def test_a_format_that_is_changed_gets_a_graph_of_its_own_width() -> None:
+    """Codes of four bits cannot hold eight: the old graph would give NaN."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)), torch.randn(8, 16)
+    quantizers = {"low": {"format": "int", "bits": 4, "scale": "tensor"}}
+    plan = Plan.from_dict({"version": 1, "quantizers": quantizers, "rules": [{"match": "*", "activation": "low"}]})
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    with bitplan.attach(model, plan, example=x, execution="packed") as run:
+        compiled = run.compile()
+        for name in ("int4", "int8", "int3", "int8"):
+            run.set_format("low", name)
+            torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-6)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3

@@ -6,6 +6,7 @@ an operation, ready to be applied.
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -102,12 +103,26 @@ class PlaceAction:
         self._resolved: dict[int, Quantizer] = {dims: resolve(spec, place, op, dims, live) for dims in range(7)}
 
     def settle(self) -> None:
-        """Nothing will change any more but the records: take a number."""
-        key = (self.spec, self.place, self.op, self.live is not None, self.row, self.watched, self.is_packed)
+        """Nothing will change any more but the records: take a number.
+
+        In packed execution codes have the width of the moment, so another format is another number, and with it a
+        graph of its own.
+        """
+        width = self.format_now().name if self.is_packed and self.format_now is not None else None
+        key = (self.spec, self.place, self.op, self.live is not None, self.row, self.watched, self.is_packed, width)
         if key not in _numbers:
             _numbers[key] = len(_settled)
-            _settled.append(self)
+            _settled.append(self._as_of_now())
         self.number = _numbers[key]
+
+    def _as_of_now(self) -> PlaceAction:
+        """What a graph is made with: the same, with the format that it has now."""
+        if not self.is_packed or self.format_now is None:
+            return self
+        now = self.format_now()
+        fixed = copy.copy(self)
+        fixed.format_now = lambda: now
+        return fixed
 
     @property
     def uses_mean_range(self) -> bool:

@@ -288,8 +288,19 @@ class Attachment:
         target = format_of(format)
         for row in rows:
             row.change(target)
+        self._settle_again()
         self._ledger.formats_changed()
         self._write_tables()
+
+    def _settle_again(self) -> None:
+        """Formats were changed by hand: packed graphs, whose codes had the old width, are not used for the new one."""
+        if self.execution != "packed":
+            return
+        for planned in self._actions.values():
+            for action in planned.values():
+                if isinstance(action, Action):
+                    for place in action.places.values():
+                        place.settle()
 
     def _rows(self, tables: Sequence[ModuleTables]) -> list[list[list[int]]]:
         """The rows of several modules: all keys are mixed at once, since a step of a small model takes milliseconds."""
@@ -494,6 +505,7 @@ class Attachment:
         for path, names in state["formats"].items():
             for row, name in zip(held[path], names, strict=True):
                 row.change(format_of(name))
+        self._settle_again()
         self._timeline.restore(self._step, state.get("position"))
         self._widths = {}
         self._move()

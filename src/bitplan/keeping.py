@@ -11,6 +11,7 @@ later does not. One packed copy serves all operations that keep the tensor.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from bitplan.errors import PlanError, QuantizeError
+from bitplan.errors import BitplanWarning, PlanError, QuantizeError
 from bitplan.formats import FloatFormat, Format
 from bitplan.live import LiveFormat
 from bitplan.packing import MAX_PACKED_BITS, Packed, pack_rounded
@@ -141,14 +143,29 @@ class Keeper:
         self.packed_bytes = 0
         #: What the same tensors would take in their own types.
         self.plain_bytes = 0
+        self._warned = False
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
         """Keep packed what is saved inside, unless someone else's hooks are at work.
 
         Checkpointing has hooks of its own, in forward and in recomputation: hooks inside of those would switch it off.
+        Of others the user is told, since nothing is packed then.
         """
-        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None or not torch.is_grad_enabled():
+        others: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if others is not None or not torch.is_grad_enabled():
+            if (
+                others is not None
+                and not self._warned
+                and getattr(others[0], "__module__", "") != checkpoint.__module__
+            ):
+                self._warned = True
+                warnings.warn(
+                    "other hooks on saved tensors are at work around the model, so nothing is packed inside of them: "
+                    "leave them, or attach with execution='emulate'.",
+                    BitplanWarning,
+                    stacklevel=3,
+                )
             yield
             return
         with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack):

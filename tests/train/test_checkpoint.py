@@ -161,8 +161,10 @@ def test_a_run_leaves_weights_that_load_anywhere(tmp_path: Path, tiny: Any, nois
 def test_the_run_folder_holds_text_and_safetensors_only(tmp_path: Path, tiny: Any, noisy: Plan) -> None:
     """Nothing that executes when it is loaded."""
     train(tiny(), noisy, folder=tmp_path / "run")
-    for path in (tmp_path / "run").rglob("*"):
-        if path.is_file() and path.suffix != ".safetensors" and path.parent.name != "tensorboard":
+    kept = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and path.parent.name != "tensorboard"]
+    assert {path.suffix for path in kept} == {"", ".json", ".jsonl", ".safetensors", ".yaml"}
+    for path in kept:
+        if path.suffix != ".safetensors":
             path.read_text(encoding="utf-8")
         if path.suffix == ".safetensors":
             length = int.from_bytes(path.read_bytes()[:8], "little")
