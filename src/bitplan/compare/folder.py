@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bitplan.errors import RunError
+from bitplan.train.folder import read_object
 
 COMPARE_FILE = "compare.json"
 #: The version of comparison folders that this package reads and writes.
@@ -62,14 +62,7 @@ def read_comparison(folder: Path) -> Comparison | None:
     file = folder / COMPARE_FILE
     if not file.is_file():
         return None
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RunError(f"cannot read {file} ({error.strerror}): mend that, or name another folder.") from error
-    except ValueError as error:
-        raise _damaged(file) from error
-    if not isinstance(content, dict):
-        raise _damaged(file)
+    content = read_object(file)
     if content.get("bitplan_compare") != VERSION:
         raise RunError(
             f"{folder} is a comparison of version {content.get('bitplan_compare')!r}, and this bitplan knows version "
@@ -99,4 +92,4 @@ def _comparison(content: Mapping[str, Any]) -> Comparison:
 
 
 def _damaged(file: Path) -> RunError:
-    return RunError(f"{file} is damaged: restore it, or compare anew in another folder.")
+    return RunError(f"{file} is damaged: restore it, or begin anew in another folder.")

@@ -77,7 +77,7 @@ class RunFolder:
         """What the run is; a sentence where the folder holds none, or one of another version."""
         if not self.is_run:
             raise RunError(f"{self.path} is not a run folder (it has no run.json): name one that bitplan train made.")
-        content = _read(self.run_file)
+        content = read_object(self.run_file)
         if content.get("bitplan_run") != VERSION:
             raise RunError(
                 f"{self.path} is a run folder of version {content.get('bitplan_run')!r}, and this bitplan knows "
@@ -97,7 +97,7 @@ class RunFolder:
         if not self.summary_file.exists():
             return None
         try:
-            return Summary.from_dict(self.path, _read(self.summary_file))
+            return Summary.from_dict(self.path, read_object(self.summary_file))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise _damaged(self.summary_file) from error
 
@@ -255,7 +255,8 @@ def _locked(file: IO[Any]) -> bool:
     return True
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, or a sentence about what is wrong with it."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -268,4 +269,4 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _damaged(path: Path) -> BitplanError:
-    return RunError(f"{path} is damaged: restore it, or train anew in another folder.")
+    return RunError(f"{path} is damaged: restore it, or begin anew in another folder.")
