@@ -54,7 +54,7 @@ def test_statistics_keep_their_precision_in_a_model_that_is_converted() -> None:
         model.bfloat16()
         model(X.bfloat16()).sum().backward()
         run.step()
-        assert {record.dtype for _, record in run._records()} == {torch.float32}
+        assert {record.dtype for _, record in run._all_tables.records()} == {torch.float32}
         errors = [each.error for name, each in run.stats().items() if "linear" in name]
         assert len(errors) == 2
         assert all(0 < error < 0.1 for error in errors)

@@ -1,0 +1,41 @@
+"""Settings of torch.compile that planned models need: held while one of them lives, then put back.
+
+Several models may be planned at once and need the same setting, so that none may put it back on its own: the setting is
+the largest that is needed now, and what it was before anyone needed it in the end. A model that is thrown away without
+being detached needs nothing any more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+
+import torch
+
+_needs: dict[str, dict[int, int]] = {}
+_before: dict[str, int] = {}
+_numbers = itertools.count()
+
+
+class Allowance:
+    """One setting of ``torch._dynamo.config`` at a value or above, until removed or until its owner is gone."""
+
+    def __init__(self, name: str, value: int, owner: object) -> None:
+        needs = _needs.setdefault(name, {})
+        if not needs:
+            _before[name] = getattr(torch._dynamo.config, name)
+        number = next(_numbers)
+        needs[number] = value
+        _settle(name)
+        self.remove: Callable[[], None] = weakref.finalize(owner, _give_up, name, number)
+
+
+def _give_up(name: str, number: int) -> None:
+    del _needs[name][number]
+    _settle(name)
+
+
+def _settle(name: str) -> None:
+    kind = type(_before[name])
+    setattr(torch._dynamo.config, name, kind(max([_before[name], *_needs[name].values()])))
