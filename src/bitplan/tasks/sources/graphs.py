@@ -1,0 +1,155 @@
+"""Graphs in .npz files of NumPy, and OGB's in its own files of text. No file is unpickled.
+
+An .npz file holds features and edges as the three arrays of a sparse matrix in rows (CSR), or as they are:
+
+============  ================================================================================================
+features      ``x_data x_indices x_indptr x_shape``, or ``attr_...`` as in the files of Shchur et al., or ``x``
+edges         ``adj_indptr adj_indices``, or ``edge_index`` of shape (2, edges); they are made to go both ways
+classes       ``y`` or ``labels``, a number for every node
+split         ``idx_train idx_val idx_test``, numbers of nodes; without them the usual split is made
+============  ================================================================================================
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bitplan.errors import TaskError
+from bitplan.tasks.graph_data import GraphData, usual_split
+from bitplan.tasks.sources.places import read_bytes
+
+_SPLIT = ("idx_train", "idx_val", "idx_test")
+
+
+def read_graph(data: str) -> GraphData:
+    """The graph in that .npz file."""
+    path = Path(data).expanduser()
+    if not path.is_file():
+        raise TaskError(f"there is no file {data}: set data= to a graph in an .npz file.")
+    return read_npz(path)
+
+
+def read_npz(path: Path) -> GraphData:
+    """See the module's words."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return _graph(path, file)
+    except (OSError, ValueError, KeyError, IndexError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        if isinstance(error, TaskError):
+            raise
+        words = " ".join(str(error).split()) or type(error).__name__
+        raise TaskError(
+            f"{path} is not a graph that can be read ({words}): it wants "
+            f"x_data, x_indices, x_indptr, x_shape, adj_indptr, adj_indices and y."
+        ) from error
+
+
+def _graph(path: Path, file: Mapping[str, NDArray[Any]]) -> GraphData:
+    labels = torch.from_numpy(_first(path, file, "y", "labels").astype(np.int64).reshape(-1))
+    given = [name for name in _SPLIT if name in file]
+    if given and len(given) < len(_SPLIT):
+        missing = next(name for name in _SPLIT if name not in given)
+        raise TaskError(f"{path} has {given[0]} and no {missing}: add it, or take the split out.")
+    split = [torch.from_numpy(file[name].astype(np.int64)) for name in _SPLIT] if given else usual_split(labels)
+    return GraphData(_features(path, file), _edges(path, file), labels, *split)
+
+
+def _first(path: Path, file: Mapping[str, NDArray[Any]], *names: str) -> NDArray[Any]:
+    for name in names:
+        if name in file:
+            return file[name]
+    raise TaskError(f"{path} lacks {' or '.join(names)}: it is not a graph whose nodes have features and classes.")
+
+
+def _features(path: Path, file: Mapping[str, NDArray[Any]]) -> Tensor:
+    if "x" in file:
+        return torch.from_numpy(file["x"].astype(np.float32))
+    parts = ("data", "indices", "indptr", "shape")
+    values, columns, ends, shape = (_first(path, file, f"x_{part}", f"attr_{part}") for part in parts)
+    dense = np.zeros(tuple(int(size) for size in shape), np.float32)
+    np.add.at(dense, (_rows(path, ends, len(dense)), columns.astype(np.int64)), values.astype(np.float32))
+    return torch.from_numpy(dense)
+
+
+def _edges(path: Path, file: Mapping[str, NDArray[Any]]) -> Tensor:
+    if "edge_index" in file:
+        return torch.from_numpy(file["edge_index"].astype(np.int64))
+    ends, columns = _first(path, file, "adj_indptr"), _first(path, file, "adj_indices")
+    rows = _rows(path, ends, len(ends) - 1)
+    if len(rows) != len(columns):
+        raise TaskError(f"{path} is damaged: adj_indptr promises {len(rows)} edges and adj_indices has {len(columns)}.")
+    return torch.from_numpy(np.stack([rows, columns.astype(np.int64)]))
+
+
+def _rows(path: Path, ends: NDArray[Any], count: int) -> NDArray[np.int64]:
+    """The row of every value of a matrix in rows."""
+    lengths: NDArray[np.int64] = np.diff(ends).astype(np.int64)
+    if len(lengths) != count or (lengths < 0).any():
+        raise TaskError(f"{path} is damaged: the rows of a matrix begin at places that are out of order.")
+    return np.repeat(np.arange(count), lengths)
+
+
+def read_ogb(folder: Path, name: str) -> GraphData | None:
+    """A node property graph of OGB from the text files that its archive unpacks to; None where they are not there.
+
+    :param name: as the folder is called: ``ogbn_arxiv``.
+    """
+    for place in (folder / name, folder):
+        raw = place / "raw"
+        if (raw / "edge.csv.gz").is_file():
+            splits = sorted(path for path in (place / "split").glob("*") if path.is_dir())
+            if len(splits) != 1:
+                raise TaskError(
+                    f"{place / 'split'} has {len(splits)} splits, and one is wanted: unpack the archive again."
+                )
+            edges = _numbers(raw / "edge.csv.gz", np.int64, 2).T
+            features = _numbers(raw / "node-feat.csv.gz", np.float32)
+            labels = _numbers(raw / "node-label.csv.gz", np.int64, 1)[:, 0]
+            parts = [_numbers(splits[0] / f"{part}.csv.gz", np.int64, 1)[:, 0] for part in ("train", "valid", "test")]
+            return GraphData(
+                *(torch.from_numpy(np.ascontiguousarray(each)) for each in (features, edges, labels, *parts))
+            )
+    return None
+
+
+def _numbers(path: Path, kind: type[np.generic], columns: int | None = None) -> NDArray[Any]:
+    """A table of numbers with commas, which has no heading."""
+    content = read_bytes(path)
+    width = content.partition(b"\n")[0].count(b",") + 1
+    try:
+        values = np.array(content.replace(b"\n", b",").rstrip(b",").split(b","), dtype=np.float64)
+        table = values.reshape(-1, width).astype(kind)
+    except ValueError as error:
+        raise TaskError(f"{path} is damaged ({error}): get it again.") from error
+    if columns not in (None, width):
+        raise TaskError(f"{path} has {width} columns, and {columns} are wanted: it is another file.")
+    return table
+
+
+def with_ogb(name: str, folder: Path) -> None:
+    """Have OGB's own package fetch the graph that it calls `name` into `folder`."""
+    try:
+        from ogb.nodeproppred import NodePropPredDataset
+    except ModuleNotFoundError as error:
+        raise TaskError(
+            "download=true needs the package ogb, which is not installed: run 'pip install ogb', "
+            "or unpack its archive yourself and set data= to that folder."
+        ) from error
+    try:
+        NodePropPredDataset(name, root=str(folder))
+    except Exception as error:  # no network, no room; or a file of its own that a newer torch does not load
+        if (folder / name.replace("-", "_") / "raw").is_dir():
+            return  # the archive is unpacked, and its text is all that is read here
+        first = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise TaskError(
+            f"ogb could not fetch {name} into {folder} ({first.removesuffix('.')}): "
+            f"unpack its archive yourself and set data= to that folder."
+        ) from error
