@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from bitplan.errors import TargetError
 from bitplan.targets import Target
@@ -16,6 +17,8 @@ def placed(target: Target, device: torch.device, batch: int | None = None) -> Ta
 
     :param batch: samples of the batch, which is the first dimension of its tensors.
     """
+    if batch is not None:
+        _require_samples(target.batch)
     layout = torch.channels_last if device.type == "cuda" else torch.preserve_format
 
     def moved(value: Any) -> Any:
@@ -35,6 +38,17 @@ def placed(target: Target, device: torch.device, batch: int | None = None) -> Ta
     if any(parameter.dim() == 4 for parameter in model.parameters()):
         model = model.to(memory_format=layout)  # type: ignore[call-overload]
     return Target(model, moved(target.batch), target.loss)
+
+
+def _require_samples(batch: Any) -> None:
+    """Raise where the tensors of a batch are not of so many samples each: edges of a graph are not its nodes."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    lengths = {tensor.shape[0] for tensor in tensors if tensor.layout == torch.strided and tensor.dim() > 0}
+    if len(lengths) > 1:
+        words = " and ".join(map(str, sorted(lengths)))
+        raise TargetError(
+            f"a batch whose tensors have {words} rows is one whole and cannot be cut: leave its size as it is."
+        )
 
 
 def of_size(value: Tensor, batch: int) -> Tensor:
