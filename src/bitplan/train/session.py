@@ -39,6 +39,8 @@ class Session:
         self._first_memory = dict(task.memory)
         #: Steps made.
         self.step = 0
+        #: The last batch: id of each tensor -> the tensor, its version, and its copy on the device.
+        self._there: dict[int, tuple[Tensor, int, Tensor]] = {}
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         torch.manual_seed(task.seed)
@@ -68,7 +70,7 @@ class Session:
     def forward_backward(self) -> float:
         """The gradients of the next step; its loss is returned, and waited for while the device goes on."""
         _seed(self.task.seed, self.step, _TRAINING, self.device)
-        inputs, target = self._moved(self.task.batch(self.step))
+        inputs, target = self.next_batch()
         self.optimizer.zero_grad(set_to_none=True)
         args, kwargs = call_arguments(inputs)
         loss: Tensor = self.loss(self._called(*args, **kwargs), target)
@@ -110,10 +112,24 @@ class Session:
         self.task.after_evaluation(dict(figures))
         return figures
 
+    def next_batch(self) -> Any:
+        """The inputs and the target of the next step, where the model is."""
+        return self._moved(self.task.batch(self.step))
+
     def _moved(self, batch: Any) -> Any:
         if self.device.type == "cpu":
             return batch
-        return tree_map_only(Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), batch)
+        before, self._there = self._there, {}
+
+        def moved(tensor: Tensor) -> Tensor:
+            # What a task gives again, such as a whole graph every step, is there already.
+            kept = before.get(id(tensor))
+            if kept is None or kept[0] is not tensor or kept[1] != tensor._version:
+                kept = tensor, tensor._version, tensor.to(self.device, non_blocking=True)
+            self._there[id(tensor)] = kept
+            return kept[2]
+
+        return tree_map_only(Tensor, moved, batch)
 
     # --- state ---
 
