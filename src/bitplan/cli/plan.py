@@ -121,7 +121,9 @@ def cpt(
     cycles: Annotated[int, typer.Option(min=1, help="Cycles; of triangular schedules, half triangles.")] = 8,
     quantized_aggregation: Annotated[
         bool,
-        typer.Option("--quantized-aggregation", help="Of graph networks: round what neighbour sums are of, too."),
+        typer.Option(
+            "--quantized-aggregation", "--q-agg", help="Of graph networks: round what neighbour sums are of, too."
+        ),
     ] = False,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the plan there (default: print it).")

@@ -19,6 +19,7 @@ graph          the neighbour sums, unless their features are to be quantised, to
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -136,7 +137,7 @@ def plan_of(
     return Plan(
         tuple(rules),
         name=name,
-        description=f"Cyclic precision training, {kind}: {_story(kind, kept)}.",
+        description=f"Cyclic precision training, {kind}: {_story(kind, kept, quantized_aggregation)}.",
         made_by="bitplan plan cpt",
         schedules=names,
     )
@@ -210,17 +211,22 @@ def _before_aggregations(
     rules = []
     for number in sorted(sources):
         made = operations[number]
-        rules.append(Rule((made.module,), (f"{made.op}.{made.index}",), quantizers))
+        rules.append(Rule((_exactly(made, operations),), (f"{made.op}.{made.index}",), quantizers))
     if not rules:
         raise PlanError("the neighbour sums of this model are of its inputs only: there is nothing to quantise.")
     return rules
 
 
-def _story(kind: Kind, kept: Sequence[str]) -> str:
+def _exactly(made: Operation, operations: Sequence[Operation]) -> str:
+    """A pattern for the module of that operation, and for none beneath it that does the same."""
+    beneath = f"{made.module}." if made.module else ""
+    others = {op.module for op in operations if (op.op, op.index) == (made.op, made.index) and op.module != made.module}
+    return f"re:{re.escape(made.module)}" if any(path.startswith(beneath) for path in others) else made.module
+
+
+def _story(kind: Kind, kept: Sequence[str], quantized_aggregation: bool) -> str:
     if not kept:
-        return (
-            "every product with a weight, and of attention, is quantised"
-            if kind == "transformer"
-            else ("every product with a weight is quantised")
-        )
+        also = {"transformer": ", and of attention,", "graph": ", and what neighbour sums are of,"}
+        and_these = also.get(kind, "") if kind != "graph" or quantized_aggregation else ""
+        return f"every product with a weight{and_these} is quantised"
     return f"{', '.join(kept)} stay{'s' * (len(kept) == 1)} as {'it is' if len(kept) == 1 else 'they are'}"
