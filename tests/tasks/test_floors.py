@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import bitplan
+from bitplan.sites import call_arguments
 from bitplan.tasks.cards import CARDS, times_trivial
 from bitplan.tasks.registry import find_task
 from bitplan.tasks.task import Task
@@ -39,7 +40,8 @@ def trained(task: Task, plan: str | None = None, steps: int | None = None) -> tu
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * task.learning_rate(step)
         inputs, target = task.batch(step)
-        loss = task.loss(model(inputs), target)
+        args, kwargs = call_arguments(inputs)
+        loss = task.loss(model(*args, **kwargs), target)
         loss.backward()
         if task.settings.clip:
             nn.utils.clip_grad_norm_(model.parameters(), task.settings.clip)
@@ -52,7 +54,7 @@ def trained(task: Task, plan: str | None = None, steps: int | None = None) -> tu
 
 
 def test_every_kind_of_task_has_a_floor() -> None:
-    assert WITH_FLOOR == ["digits", "lstm-lm", "lm", "mlm"]
+    assert WITH_FLOOR == ["digits", "lstm-lm", "lm", "mlm", "graph"]
     assert all(card.embedded for card in CARDS.values() if card.floor is not None)
 
 

@@ -50,6 +50,7 @@ class Card:
 
 _LIBRARY = "Python's standard library"
 _ANY_TEXT = "any text file, a folder of train and valid"
+_GRAPH, _NPZ = "GCN or GraphSAGE", "a graph in an .npz file"
 
 #: Every built-in task's card, by its name.
 CARDS: dict[str, Card] = {
@@ -64,4 +65,10 @@ CARDS: dict[str, Card] = {
     "lm": Card("GPT-like decoder", _LIBRARY, _ANY_TEXT, "perplexity", "lower", Floor(1.4, ("steps=100",))),
     "mlm": Card("BERT, tiny to base", _LIBRARY, _ANY_TEXT, "perplexity", "lower", Floor(1.08, ("steps=200",))),
     "bert-mini": Card("BERT-mini", _LIBRARY, _ANY_TEXT, "perplexity", "lower"),
+    "graph": Card(_GRAPH, "1,797 digits and their neighbours", _NPZ, "accuracy", "higher", Floor(9.0, ("steps=60",))),
+    "cora": Card(_GRAPH, "", "Cora's .npz file", "accuracy", "higher"),
+    "citeseer": Card(_GRAPH, "", "Citeseer's .npz file", "accuracy", "higher"),
+    "amazon-photo": Card(_GRAPH, "", "its .npz file", "accuracy", "higher"),
+    "coauthor-cs": Card(_GRAPH, "", "its .npz file", "accuracy", "higher"),
+    "ogbn-arxiv": Card(_GRAPH, "", "OGB's files, ogb", "accuracy", "higher"),
 }

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from bitplan.errors import BitplanError, TaskError, nearest_names
 from bitplan.tasks.choices import read_settings
+from bitplan.tasks.graph import Graph
 from bitplan.tasks.images import Digits
 from bitplan.tasks.lm import DecoderLanguageModelling
 from bitplan.tasks.lstm_lm import LSTMLanguageModelling, PennTreebank, WikiText
 from bitplan.tasks.mlm import BertMini, MaskedLanguageModelling
+from bitplan.tasks.public_graphs import AmazonPhoto, Citeseer, CoauthorCS, Cora, OgbnArxiv
 from bitplan.tasks.public_images import Cifar10, Cifar100, FashionMnist, ImageFolder
 from bitplan.tasks.task import Task
 from bitplan.user_code import in_words, named_file, public_name, run_file
@@ -21,6 +23,7 @@ TASKS: tuple[type[Task], ...] = (
     *(LSTMLanguageModelling, PennTreebank, WikiText),
     DecoderLanguageModelling,
     *(MaskedLanguageModelling, BertMini),
+    *(Graph, Cora, Citeseer, AmazonPhoto, CoauthorCS, OgbnArxiv),
 )
 
 
