@@ -25,11 +25,12 @@ from bitplan.errors import (
 from bitplan.explain import Explanation, explain
 from bitplan.formats import BlockFormat, FloatFormat, Format, IntFormat
 from bitplan.live import LiveFormat
+from bitplan.measure import Measurement, measure
 from bitplan.memory import Memory, measure_memory, predict_memory
 from bitplan.names import format
 from bitplan.packing import Packed, pack
 from bitplan.plan import Plan
-from bitplan.planners import RangeTest, cpt_plan, range_test
+from bitplan.planners import RangeTest, assign, cpt_plan, range_test
 from bitplan.quantizer import Quantizer, quantize
 from bitplan.scaling import Scaling
 from bitplan.schedules import Schedule, schedule
@@ -52,6 +53,7 @@ __all__ = [
     "FormatError",
     "IntFormat",
     "LiveFormat",
+    "Measurement",
     "Memory",
     "Packed",
     "Plan",
@@ -66,12 +68,14 @@ __all__ = [
     "Target",
     "TargetError",
     "__version__",
+    "assign",
     "attach",
     "cost",
     "cpt_plan",
     "explain",
     "format",
     "load_target",
+    "measure",
     "measure_memory",
     "pack",
     "predict_memory",

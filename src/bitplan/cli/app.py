@@ -22,6 +22,7 @@ from bitplan.cli import (
     env,
     error,
     formats,
+    measure,
     memory,
     plan,
     range_test,
@@ -37,6 +38,7 @@ from bitplan.cli import (
 COMMANDS: tuple[Callable[[typer.Typer], None], ...] = (
     formats.register,
     error.register,
+    measure.register,
     sites.register,
     plan.register,
     cost.register,

@@ -14,6 +14,7 @@ from rich.table import Table
 from bitplan.bench.attach import OWN_PLANS, Mode, bench_attach
 from bitplan.bench.contenders import VARIANTS
 from bitplan.bench.formats import DEFAULT_FORMATS, Row, bench_formats
+from bitplan.bench.measure import DEFAULT_TARGETS, bench_measure
 from bitplan.bench.memory import OWN_PLAN, bench_memory
 from bitplan.cli.output import JsonOption, Output, command_output, json_text, write_file
 from bitplan.errors import BitplanError
@@ -106,6 +107,39 @@ def memory(
             *(model, variants, plan, device, batch, optimizer, autocast, turns, loss_steps), on_news=output.note
         )
         _finish(output, document, output_file, as_json, _print_memory)
+
+
+@group.command("measure")
+def measure(
+    targets: Annotated[
+        list[str] | None,
+        typer.Option("--target", help=f"A model or a task; repeatable. Default: {', '.join(DEFAULT_TARGETS)}."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each; the best one counts.")] = 3,
+    as_json: JsonOption = False,
+    output_file: OutputFile = None,
+) -> None:
+    """Time a probe of the default candidates (bitplan measure) against training steps of the same model."""
+    with command_output(as_json) as output:
+        _require_device(device)
+        document = bench_measure(
+            *(targets or DEFAULT_TARGETS, device, turns),
+            on_row=lambda row: output.note(f"{row.target}: a probe takes {row.steps:.2f} steps"),
+        )
+        _finish(output, document, output_file, as_json, _print_measure)
+
+
+def _print_measure(output: Output, document: dict[str, Any]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("target", no_wrap=True)
+    for heading in ("products", "ms a step", "ms a probe", "steps a probe", f"at most {document['limit']:g}"):
+        table.add_column(heading, justify="right")
+    for row in document["rows"]:
+        times = [f"{row[f'{what}_milliseconds']:.1f}" for what in ("step", "probe")]
+        verdict = "reached" if row["reached"] else "MISSED"
+        table.add_row(row["target"], str(row["products"]), *times, f"{row['steps']:.2f}", verdict)
+    output.console.print(table)
 
 
 def _print_memory(output: Output, document: dict[str, Any]) -> None:

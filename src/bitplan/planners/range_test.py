@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
-import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -29,6 +27,7 @@ from bitplan.attach import attach
 from bitplan.errors import PlanError
 from bitplan.plan import Plan
 from bitplan.planners.cpt import cpt_plan
+from bitplan.randomness import randomness_kept
 from bitplan.schedules import Moment, Schedule, StepList
 from bitplan.sites import call_arguments
 
@@ -121,7 +120,7 @@ def range_test(
         raise PlanError("batches that can be gone through only once would be used up: give a list or a DataLoader.")
     rising = rising_schedule(low, high, window)
     total = window * (high - low + 2)
-    with _randomness_kept():
+    with randomness_kept():
         # One copy of both, so that the optimizer's parameters are those of the model.
         model, optimizer = copy.deepcopy((model, optimizer))
         torch.manual_seed(seed)
@@ -149,7 +148,7 @@ def range_test(
 
 def range_test_of_task(task: Task, **options: Any) -> RangeTest:
     """The range test of a task with its own recipe at the peak learning rate; options as of :func:`range_test`."""
-    with _randomness_kept():
+    with randomness_kept():
         torch.manual_seed(task.seed)
         model = task.model()
         optimizer = task.optimizer(model)
@@ -244,15 +243,3 @@ def _again_and_again(batches: Iterable[Any]) -> Iterator[Any]:
             yield batch
         if is_empty:
             raise PlanError("there is no batch to test with.")
-
-
-@contextmanager
-def _randomness_kept() -> Iterator[None]:
-    """Give torch, numpy and Python their random states back."""
-    python, numbers = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(range(torch.cuda.device_count())):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numbers)

@@ -1,0 +1,63 @@
+"""``bitplan measure`` and ``bitplan bench measure``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bitplan.measure import Measurement
+
+KEYS = {"product", "pass", "candidate", "median", "mean", "p99", "sqnr", "underflow", "overflow"}
+TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny_task.py'}:Tiny"
+FEW = ("--candidate", "int8", "--candidate", "e4m3 vector")
+
+
+def test_rows_in_json(bitplan: Callable[..., Any]) -> None:
+    rows = bitplan("measure", TINY, *FEW, "--steps", 5, "--json").json
+    assert all(set(row) >= KEYS for row in rows)
+    assert {row["pass"] for row in rows} == {"fprop", "dgrad", "wgrad"}
+    assert {row["candidate"] for row in rows} == {"int8 tensor", "e4m3 vector"}
+    assert {(row["stage"], row["step"]) for row in rows} == {("early", 1)}
+    assert bitplan("measure", TINY, *FEW, "--steps", 5, "--json").json == rows
+
+
+def test_stages_a_table_and_a_file(bitplan: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "new" / "m.json"
+    ran = bitplan("measure", TINY, "--stages", "--steps", 10, "-o", file)
+    assert ran.code == 0
+    for words in ("early: after 1 steps", "middle: after 5 steps", "late: after 10 steps", "Median backward error"):
+        assert words in ran.out
+    found = Measurement.load(file)
+    assert [found.select(stage=stage)[0].step for stage in found.stages] == [1, 5, 10]
+    assert found.command == f"bitplan measure {TINY} --stages --steps 10"
+    assert found.select(stage="early")[0].median != found.select(stage="late")[0].median
+
+
+def test_a_model_is_measured_as_it_is(bitplan: Callable[..., Any]) -> None:
+    rows = bitplan("measure", "gpt-tiny", "-c", "e4m3", "--rows", 4, "--terms", 64, "--json").json
+    assert {row["stage"] for row in rows} == {"now"}
+    assert "blocks.0.attention/matmul.0" in {row["product"] for row in rows}
+
+
+def test_mistakes_are_one_sentence(bitplan: Callable[..., Any]) -> None:
+    for arguments, sentence in (
+        (["nothing"], "there is no built-in model or task"),
+        (["gpt-tiny", "--stages"], "without data to train on"),
+        ([TINY, "-c", "e4m3 sideways"], "'sideways'"),
+        ([TINY, "--steps", 10**6], "steps is 1000000"),
+    ):
+        ran = bitplan("measure", *arguments)
+        assert ran.code == 2
+        assert sentence in ran.err
+        assert len(ran.err.strip().splitlines()) == 1
+
+
+def test_the_benchmark_counts_in_steps(bitplan: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "measure.json"
+    document = bitplan("bench", "measure", "--target", "gpt-tiny", "--turns", 1, "-o", file, "--json").json
+    (row,) = document["rows"]
+    assert row["steps"] == row["probe_milliseconds"] / row["step_milliseconds"]
+    assert row["reached"] == (row["steps"] <= document["limit"])
+    assert row["products"] == 13
+    assert file.exists()

@@ -1,0 +1,221 @@
+"""Measuring whole models: every product, all passes, nothing of the training touched."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import bitplan
+from bitplan.errors import MetricError
+from bitplan.measure import DEFAULT_CANDIDATES, Candidate, Measurement, measure
+from bitplan.plan.places import PASSES
+
+FEW = ("int8 tensor", "e4m3 vector")
+
+
+class Small(nn.Module):
+    """A convolution, a norm with buffers, dropout, attention and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.drop = nn.Dropout(0.3)
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(x)).relu().flatten(2).transpose(1, 2)
+        mixed, _ = self.attention(y, y, y, need_weights=False)
+        logits: Tensor = self.fc(self.drop(mixed).mean(1))
+        return logits
+
+
+def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(4, 2, 6, 6, generator=generator), torch.randint(3, (4,), generator=generator)
+
+
+def test_every_product_in_all_its_passes() -> None:
+    torch.manual_seed(0)
+    found = measure(Small(), [batch()], F.cross_entropy)
+    assert not found.skipped
+    passes = {product: [row.pass_ for row in found.select(product=product)] for product in found.products}
+    assert list(passes) == [
+        *("conv/conv2d.0", "attention/linear.0", "attention/matmul.0", "attention/matmul.1"),
+        *("attention/linear.1", "fc/linear.0"),
+    ]
+    for product, own in passes.items():
+        # The first layer's input needs no gradient.
+        assert list(dict.fromkeys(own)) == (
+            [p for p in PASSES if p != "dgrad"] if product[:4] == "conv" else list(PASSES)
+        )
+    names = set(map(str, DEFAULT_CANDIDATES))
+    assert {row.candidate for row in found.select(pass_="wgrad")} == names
+    assert {row.candidate for row in found.select(pass_="fprop")} == {n for n in names if not n.endswith("-dy")}
+    for row in found.rows:
+        assert 0 <= row.median <= row.p99
+        assert 0 <= row.underflow <= 1
+        assert row.left.slot.startswith(row.pass_)
+        assert row.k <= row.length
+        # One operand's error alone is no more than both together, but for chance.
+        assert row.left.mean <= 2 * row.mean
+
+
+def trained(steps: int, probe: bool) -> tuple[dict[str, Tensor], list[Tensor], list[float]]:
+    """State, gradients and random draws after some steps, with or without a probe between all of them."""
+    torch.manual_seed(1)
+    random.seed(2)
+    np.random.seed(3)
+    model = Small()
+    optimizer = torch.optim.Adam(model.parameters())
+    draws = []
+    for step in range(steps):
+        inputs, target = batch(step)
+        F.cross_entropy(model(inputs), target).backward()
+        if probe:
+            measure(model, [batch(step + 1)], F.cross_entropy, FEW)
+        optimizer.step()
+        grads = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        optimizer.zero_grad()
+        draws += [torch.rand(()).item(), random.random(), float(np.random.rand())]
+    state = {**model.state_dict(), **{f"adam {k}": v["exp_avg"] for k, v in optimizer.state_dict()["state"].items()}}
+    assert model.training
+    assert type(model.conv) is nn.Conv2d
+    return state, grads, draws
+
+
+def test_a_probe_changes_no_bit_of_the_training_it_watches() -> None:
+    plain, watched = trained(3, probe=False), trained(3, probe=True)
+    for name, tensor in plain[0].items():
+        assert torch.equal(tensor, watched[0][name]), name
+    assert all(map(torch.equal, plain[1], watched[1]))
+    assert plain[2] == watched[2]
+
+
+def test_a_model_under_a_plan_is_measured_in_its_own_precision_and_keeps_its_plan() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 2))
+    x = torch.randn(32, 16)
+    before = measure(model, [x], candidates=FEW)
+    with bitplan.attach(model, "fp8-linear", example=x) as run:
+        y, table = model(x), run.table()
+        assert measure(model, [x], candidates=FEW) == before
+        assert torch.equal(model(x), y)
+        assert run.table() == table
+
+
+def test_the_same_seed_gives_the_same_figures_and_batches_are_averaged() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    batches = [torch.randn(128, 64) for _ in range(2)]
+    one, again = (measure(model, batches[:1], candidates=FEW, terms=32) for _ in range(2))
+    assert one == again
+    assert measure(model, batches[:1], candidates=FEW, terms=32, seed=1) != one
+    both = measure(model, batches, candidates=FEW, terms=32)
+    other = measure(model, batches[1:], candidates=FEW, terms=32)
+    for mean, first, second in zip(both.rows, one.rows, other.rows, strict=True):
+        assert mean.median == pytest.approx((first.median + second.median) / 2)
+        assert mean.right.sqnr == pytest.approx((first.right.sqnr + second.right.sqnr) / 2)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_opened_and_a_middle_step_is_taken(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    found = measure(kind(6, 5), [torch.randn(7, 4, 6)], lambda out: out[0].square().mean(), FEW)
+    assert found.products == ["/linear.0", "/linear.1"]
+    assert {row.inside for row in found.rows} == {kind.__name__.lower() + ("_tanh" if kind is nn.RNN else "")}
+    hidden = found.select(product="/linear.1", pass_="fprop", candidate="int8 tensor")[0]
+    assert hidden.median > 0
+    assert {row.pass_ for row in found.select(product="/linear.1")} == set(PASSES)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_regions(reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = checkpoint(self.second, self.first(x), use_reentrant=reentrant)  # type: ignore[no-untyped-call]
+            return y
+
+    torch.manual_seed(0)
+    model = Checkpointed()
+    x = torch.randn(16, 8)
+    plain = measure(nn.Sequential(copy.deepcopy(model.first), copy.deepcopy(model.second)), [x], candidates=FEW)
+    found = measure(model, [x], candidates=FEW)
+    assert [(row.pass_, row.candidate) for row in found.rows] == [(row.pass_, row.candidate) for row in plain.rows]
+
+
+def test_what_cannot_be_measured_is_told_of() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.GRUCell(3, 3)
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = torch.einsum("ij,jk,kl->il", self.fc(self.cell(x)), self.fc.weight, self.fc.weight)
+            return y
+
+    found = measure(Odd(), [torch.randn(4, 3)], candidates=FEW)
+    assert found.products == ["fc/linear.0"]
+    assert set(found.skipped) == {"cell/gru_cell.0", "/einsum.0"}
+
+
+def test_a_broken_tensor_does_not_look_good() -> None:
+    model = nn.Linear(4, 4)
+    x = torch.randn(8, 4)
+    x[0, 0] = float("nan")
+    row = measure(model, [x], candidates=["e4m3 tensor"], rows=8).select(pass_="fprop")[0]
+    assert np.isnan([row.median, row.sqnr, row.left.underflow, row.underflow]).all()
+
+
+def test_a_measurement_is_written_and_read(tmp_path: Path) -> None:
+    found = measure(nn.Linear(8, 8), [torch.zeros(4, 8)], candidates=FEW, target="a layer")
+    found.save(tmp_path / "m.json")
+    again = Measurement.load(tmp_path / "m.json")
+    assert again.target == "a layer"
+    assert str(again.rows) == str(found.rows)  # NaN is not equal to itself
+    (tmp_path / "broken.json").write_text('{"bitplan_measurement": 1, "rows": [{}], "skipped": {}}')
+    for name, sentence in (("broken.json", "damaged"), ("none.json", "cannot read")):
+        with pytest.raises(MetricError, match=sentence):
+            Measurement.load(tmp_path / name)
+
+
+def test_candidates_in_words() -> None:
+    assert str(Candidate.of("e4m3")) == "e4m3 tensor"
+    mixed = Candidate.of("e5m2/e4m3 vector stochastic-dy")
+    assert [str(spec) for spec in mixed.specs("wgrad")] == ["e5m2 vector stochastic", "e4m3 vector"]
+    assert [str(spec) for spec in mixed.specs("fprop")] == ["e5m2 vector", "e4m3 vector"]
+    assert Candidate.of("int8 unscaled").scale is None
+    for candidate in DEFAULT_CANDIDATES:
+        assert Candidate.of(str(candidate)) == candidate
+    for wrong, sentence in (("e4m3 row", "'row'"), ("e4m99", "does not work"), ("", "does not work")):
+        with pytest.raises(MetricError, match=sentence):
+            Candidate.of(wrong)
+
+
+def test_misfits_are_one_sentence() -> None:
+    model = nn.Linear(2, 2)
+    for given, sentence in (
+        ({"batches": torch.ones(1, 2)}, "put a single batch into a list"),
+        ({"batches": []}, "no batch"),
+        ({"batches": [torch.ones(1, 2)], "candidates": []}, "at least one candidate"),
+        ({"batches": [torch.ones(1, 2)], "rows": 0}, "rows is 0"),
+        ({"batches": [torch.ones(1, 2)], "loss": lambda y: 3.0}, "not a tensor"),
+    ):
+        with pytest.raises(MetricError, match=sentence):
+            measure(model, **given)  # type: ignore[arg-type]
+    with pytest.raises(MetricError, match="no product"):
+        measure(nn.ReLU(), [torch.ones(1, 2)])
