@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,7 @@ class Target:
             raise TargetError(f"a target's loss is a function or None, not {type(self.loss).__name__}.")
 
 
-def load_target(text: str, *, shapes_only: bool = False) -> Target:
+def load_target(text: str, *, shapes_only: bool = False, settings: Sequence[str] = ()) -> Target:
     """The target that `text` names: a built-in model, a task's first training step, or ``file.py:make``.
 
     The file is Python code and is **run**; then its function ``make`` (or whatever is named behind the colon) is
@@ -48,6 +48,7 @@ def load_target(text: str, *, shapes_only: bool = False) -> Target:
 
     :param shapes_only: make models on the ``meta`` device: large ones then cost nothing, and everything but running
         them works. A file decides for itself.
+    :param settings: of a task, what differs from its recipe, as ``key=value``.
     """
     # Tasks are a later room of the house; a target that is one is made there.
     from bitplan.models.built_in import BUILT_IN
@@ -55,16 +56,23 @@ def load_target(text: str, *, shapes_only: bool = False) -> Target:
 
     named = named_file(text)
     if named is not None:
-        return _from_file(*named)
+        return _from_file(*named, settings)
     if text in task_names():
-        return _of_task(find_task(text), shapes_only)
+        return _of_task(find_task(text, settings), shapes_only)
+    text = next((name for name in BUILT_IN if name == text.replace("_", "-")), text)  # mobilenet_v2 is found, too
     if text not in BUILT_IN:
         raise TargetError(
             f"there is no built-in model or task {text!r}; {nearest_names(text, (*BUILT_IN, *task_names()))} "
             f"(A model of your own is named as file.py:make.)"
         )
+    _require_no_settings(text, settings)
     with torch.device("meta") if shapes_only else nullcontext():
         return BUILT_IN[text]()
+
+
+def _require_no_settings(text: str, settings: Sequence[str]) -> None:
+    if settings:
+        raise TargetError(f"{text} is a model as it is, and only tasks have settings: drop --set {settings[0]}.")
 
 
 @contextmanager
@@ -92,7 +100,7 @@ def _of_task(task: Task, shapes_only: bool) -> Target:
         return Target(task.model(), batch, task.loss)
 
 
-def _from_file(path: Path, name: str) -> Target:
+def _from_file(path: Path, name: str, settings: Sequence[str]) -> Target:
     from bitplan.tasks.registry import own_task
     from bitplan.tasks.task import Task
 
@@ -102,7 +110,8 @@ def _from_file(path: Path, name: str) -> Target:
     make = public_name(run_file(path, TargetError), path, function, "function", TargetError)
     try:
         if isinstance(make, type) and issubclass(make, Task):
-            return _of_task(own_task(make, path), shapes_only=False)
+            return _of_task(own_task(make, path, settings), shapes_only=False)
+        _require_no_settings(f"{path}:{function}", settings)
         made = make()
     except BitplanError:
         raise

@@ -148,3 +148,16 @@ def test_a_plan_of_cyclic_precision_training(bitplan: Callable[..., Any], tmp_pa
     assert "whole run" in bitplan("cost", file, "resnet20").err
     wrong = bitplan("plan", "cpt", "resnet20", "--bits", "nine")
     assert (wrong.code, len(wrong.err.splitlines())) == (2, 1)
+
+
+def test_a_plan_for_a_task_with_other_settings(bitplan: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    ran = bitplan("plan", "cpt", "graph", "--set", "model=sage", "--q-agg", "-o", file)
+    assert "what neighbour sums are of" in ran.err
+    assert "layers.0.others" in bitplan("plan", "explain", file, "graph", "--set", "model=sage").out
+    assert bitplan("plan", "explain", file, "graph").code == 2  # the other network has no such layer
+    wrong = bitplan("plan", "cpt", "gcn", "--set", "model=sage")
+    assert (wrong.code, wrong.err) == (
+        2,
+        "bitplan: gcn is a model as it is, and only tasks have settings: drop --set model=sage.\n",
+    )

@@ -30,6 +30,8 @@ from bitplan.targets import load_target
         ("lstm", "recurrent", []),
         ("gpt-tiny", "transformer", []),
         ("gcn", "graph", []),
+        ("graph", "graph", []),
+        ("coauthor-cs", "graph", []),
     ],
 )
 def test_what_is_left_alone_follows_from_the_kind_of_model(target: str, kind: str, kept: list[str]) -> None:
@@ -92,6 +94,45 @@ def test_features_before_neighbour_sums() -> None:
     assert {row.words for row in before} == {"int CR 3-8 x8 vector minmax"}
     with pytest.raises(PlanError, match="sums over no neighbours"):
         cpt_plan(nn.Linear(3, 3), torch.randn(2, 3), quantized_aggregation=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "places"),
+    [("gcn", ["sums.0/mul.0", "sums.1/mul.0"]), ("sage", ["layers.0.others/linear.0", "layers.1.others/linear.0"])],
+)
+def test_features_and_gradients_before_the_neighbour_sums_of_tasks(model: str, places: list[str]) -> None:
+    chosen = load_target("graph", shapes_only=True, settings=[f"model={model}"])
+    plan = cpt_plan(chosen.model, chosen.batch, chosen.loss, quantized_aggregation=True)
+    rows = explain(chosen.model, plan, chosen.batch, chosen.loss)
+    found = {row.site.name: row.words for row in rows if row.site.role.endswith("activation") and row.quantizer}
+    assert found == {
+        f"{place}:{role}": words
+        for place in places
+        for role, words in (
+            ("activation", "int CR 3-8 x8 vector minmax"),
+            ("grad_activation", "int8 tensor minmax stochastic"),
+        )
+    }
+
+
+def test_sums_at_the_root_of_a_model_mean_no_module_beneath() -> None:
+    class Beneath(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 3
+
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.beneath = nn.Linear(4, 4), Beneath()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.beneath(self.first(x)) * 2
+            return torch.zeros_like(x).index_add(0, torch.arange(len(x)), x)
+
+    net, x = Sums(), torch.randn(3, 4)
+    plan = cpt_plan(net, x, quantized_aggregation=True)
+    rounded = [row.site.name for row in explain(net, plan, x) if row.site.role == "activation" and row.quantizer]
+    assert rounded == ["/mul.0:activation"]
 
 
 def test_widths_of_their_own_for_every_rounding() -> None:

@@ -45,3 +45,7 @@ PlanArgument = Annotated[
         show_default=False,
     ),
 ]
+SettingsOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Where TARGET is a task, change its recipe; repeatable."),
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +13,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from bitplan.cli.arguments import OptionalTargetArgument, PlanArgument, TargetArgument
+from bitplan.cli.arguments import OptionalTargetArgument, PlanArgument, SettingsOption, TargetArgument
 from bitplan.cli.output import JsonOption, Output, command_output
 from bitplan.cli.schedules import complete_schedule, read_bits
 from bitplan.cli.sites import shape_text, site_record
@@ -92,7 +92,9 @@ def check(plan: PlanArgument, target: OptionalTargetArgument = None, as_json: Js
 
 
 @group.command("explain")
-def explain(plan: PlanArgument, target: TargetArgument, as_json: JsonOption = False) -> None:
+def explain(
+    plan: PlanArgument, target: TargetArgument, settings: SettingsOption = None, as_json: JsonOption = False
+) -> None:
     """Show what every tensor of TARGET gets under PLAN, and which rule said so.
 
     With --json: a list of objects, operand slots included.
@@ -100,7 +102,7 @@ def explain(plan: PlanArgument, target: TargetArgument, as_json: JsonOption = Fa
     with command_output(as_json) as output:
         found = find_plan(plan)
         with _warnings_as_notes(output):
-            sites = _explained(found, target)
+            sites = _explained(found, target, settings or ())
         output.document([explanation_record(site) for site in sites])
         if not as_json:
             # A slot that no rule speaks of takes the tensor as it comes: nothing to tell.
@@ -119,6 +121,7 @@ def cpt(
     ] = "CR",
     bits: Annotated[str, typer.Option(metavar="LOW-HIGH", help="The range of bits.")] = "3-8",
     cycles: Annotated[int, typer.Option(min=1, help="Cycles; of triangular schedules, half triangles.")] = 8,
+    settings: SettingsOption = None,
     quantized_aggregation: Annotated[
         bool,
         typer.Option(
@@ -136,7 +139,7 @@ def cpt(
     """
     with command_output(as_json) as output:
         low, high = read_bits(bits)
-        chosen = load_target(target, shapes_only=True)
+        chosen = load_target(target, shapes_only=True, settings=settings or ())
         with running(target):
             plan = cpt_plan(
                 *(chosen.model, chosen.batch, chosen.loss),
@@ -165,8 +168,8 @@ def explanation_record(explanation: Explanation) -> dict[str, Any]:
     }
 
 
-def _explained(plan: Plan, target: str) -> list[Explanation]:
-    chosen = load_target(target, shapes_only=True)
+def _explained(plan: Plan, target: str, settings: Sequence[str] = ()) -> list[Explanation]:
+    chosen = load_target(target, shapes_only=True, settings=settings)
     with running(target):
         return explained(chosen.model, plan, chosen.batch, chosen.loss)
 
