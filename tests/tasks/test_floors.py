@@ -54,7 +54,7 @@ def trained(task: Task, plan: str | None = None, steps: int | None = None) -> tu
 
 
 def test_every_kind_of_task_has_a_floor() -> None:
-    assert WITH_FLOOR == ["digits", "lstm-lm", "lm", "mlm", "graph"]
+    assert WITH_FLOOR == ["digits", "detection", "lstm-lm", "lm", "mlm", "graph"]
     assert all(card.embedded for card in CARDS.values() if card.floor is not None)
 
 

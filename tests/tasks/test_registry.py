@@ -103,7 +103,7 @@ def test_a_file_s_settings_are_checked_too(tmp_path: Path) -> None:
 
 
 #: These know their shapes only from their files.
-NEED_FILES = {"images"}
+NEED_FILES = {"images", "voc"}
 
 
 @pytest.mark.parametrize("name", [name for name in task_names() if name not in NEED_FILES])

@@ -59,6 +59,8 @@ CARDS: dict[str, Card] = {
     "cifar100": Card("resnet20 or other CNNs", "", "CIFAR-100 files, torchvision", "accuracy", "higher"),
     "fashion-mnist": Card("resnet20 or other CNNs", "", "IDX files, Debian, torchvision", "accuracy", "higher"),
     "images": Card("resnet20 or other CNNs", "", "a folder of images per class", "accuracy", "higher"),
+    "detection": Card("RetinaNet, narrow", "digits on a canvas", "", "mAP", "higher", Floor(30.0, ("steps=100",))),
+    "voc": Card("RetinaNet, ResNet-18", "", "VOC's layout, a folder or .tar", "mAP", "higher"),
     "lstm-lm": Card("LSTM, 1 or more layers", _LIBRARY, _ANY_TEXT, "perplexity", "lower", Floor(1.25, ("steps=100",))),
     "ptb": Card("LSTM, 1 layer of 800", "", "Penn Treebank's text files", "perplexity", "lower"),
     "wikitext2": Card("LSTM, 2 layers of 650", "", "WikiText-2's files, datasets", "perplexity", "lower"),

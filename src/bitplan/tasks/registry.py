@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bitplan.errors import BitplanError, TaskError, nearest_names
 from bitplan.tasks.choices import read_settings
+from bitplan.tasks.detection import DigitDetection
 from bitplan.tasks.graph import Graph
 from bitplan.tasks.images import Digits
 from bitplan.tasks.lm import DecoderLanguageModelling
@@ -15,11 +16,13 @@ from bitplan.tasks.mlm import BertMini, MaskedLanguageModelling
 from bitplan.tasks.public_graphs import AmazonPhoto, Citeseer, CoauthorCS, Cora, OgbnArxiv
 from bitplan.tasks.public_images import Cifar10, Cifar100, FashionMnist, ImageFolder
 from bitplan.tasks.task import Task
+from bitplan.tasks.voc import Voc
 from bitplan.user_code import in_words, named_file, public_name, run_file
 
 #: The built-in tasks, in the order ``bitplan tasks`` shows them.
 TASKS: tuple[type[Task], ...] = (
     *(Digits, Cifar10, Cifar100, FashionMnist, ImageFolder),
+    *(DigitDetection, Voc),
     *(LSTMLanguageModelling, PennTreebank, WikiText),
     DecoderLanguageModelling,
     *(MaskedLanguageModelling, BertMini),

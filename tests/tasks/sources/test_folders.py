@@ -56,7 +56,7 @@ def test_the_middle_square_is_what_counts(tmp_path: Path) -> None:
 def test_images_are_read_once_if_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool) -> None:
     write_classes(tmp_path)
     if not room:
-        monkeypatch.setattr(folders, "_KEPT_BYTES", 10)
+        monkeypatch.setattr(folders, "KEPT_BYTES", 10)
     data = read_folder(tmp_path, 8)
     first = data.training.take(torch.tensor([0, 1]))
     for path in tmp_path.rglob("*.png"):

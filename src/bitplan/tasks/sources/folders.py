@@ -20,7 +20,7 @@ HELD_OUT_NAMES = ("val", "valid", "validation", "test")
 HOLD_OUT_EVERY = 5
 
 #: Decoded images are kept while all of them fit into so many bytes.
-_KEPT_BYTES = 1 << 30
+KEPT_BYTES = 1 << 30
 
 
 class FiledPictures(Pictures):
@@ -28,7 +28,7 @@ class FiledPictures(Pictures):
 
     def __init__(self, paths: list[Path], labels: list[int], size: int) -> None:
         self.paths, self.labels, self.size = paths, torch.tensor(labels), size
-        fits = len(paths) * 3 * size * size <= _KEPT_BYTES
+        fits = len(paths) * 3 * size * size <= KEPT_BYTES
         self.kept: dict[int, Tensor] | None = {} if fits else None
 
     def take(self, indices: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class FiledPictures(Pictures):
 
 def read_image(path: Path, size: int) -> Tensor:
     """The middle square of an image file, (3, size, size) bytes."""
-    image_module = _pillow()
+    image_module = pillow()
     try:
         with image_module.open(path) as opened:
             image = opened.convert("RGB")
@@ -56,7 +56,7 @@ def read_image(path: Path, size: int) -> Tensor:
     return torch.from_numpy(np.asarray(square, dtype=np.uint8).copy()).permute(2, 0, 1).contiguous()
 
 
-def _pillow() -> Any:
+def pillow() -> Any:
     try:
         from PIL import Image
     except ModuleNotFoundError as error:
@@ -71,7 +71,7 @@ def read_folder(folder: Path, size: int) -> PictureData:
     """
     if not folder.is_dir():
         raise TaskError(f"there is no folder {folder}: set data= to one that has a folder of images for each class.")
-    _pillow()
+    pillow()
     training, held_out = (_first_folder(folder, names) for names in (TRAINING_NAMES, HELD_OUT_NAMES))
     if (training is None) != (held_out is None):
         there, missing = ("train", "val") if held_out is None else ("val", "train")
