@@ -47,3 +47,34 @@ def work(rank: int, store: str, before: bool, results: Any) -> None:
         dist.barrier()  # none may leave while the other still talks to it
     finally:
         dist.destroy_process_group()
+
+
+#: Of 1,000 values how many overflow, by rank: together 1 % of those of the first model, and less of the second's.
+OVERFLOWS = ((15, 5), (15, 4))
+
+
+def watch(rank: int, store: str, results: Any) -> None:
+    """Train two models that see different values on the two ranks; put down what was promoted."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    low = {"format": "e4m3b4none", "promote": {"to": "bf16"}}
+    plan = bitplan.Plan.from_dict({"version": 1, "rules": [{"match": "*", "activation": low}]})
+    try:
+        found = []
+        for counts in OVERFLOWS:
+            model = nn.Sequential(nn.Identity(), nn.Tanh(), nn.Linear(1000, 1))
+            model[0] = Doubled()
+            run = bitplan.attach(model, plan)
+            x = torch.full((1, 1000), 1.0)
+            x[:, : counts[rank]] = 20.0
+            model(x).sum().backward()
+            run.step()
+            found.append([(each.site, each.step, round(each.share, 6)) for each in run.promotions()])
+        results.put((rank, found))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2

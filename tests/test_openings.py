@@ -32,7 +32,7 @@ def plan_of(*rules: dict[str, Any]) -> Plan:
         ({"op": "conv2d", "x": "int8"}, set()),
         ({"op": "matmul", "keep": True}, set()),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value) if isinstance(value, set) else value),  # the same in every process
 )
 def test_a_fused_operation_is_opened_when_and_only_when_a_rule_asks_for_something_inside(
     rule: dict[str, Any], opened: set[str]

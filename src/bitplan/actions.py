@@ -22,11 +22,13 @@ from bitplan.grids import lies_on, mark
 from bitplan.keeping import is_smaller, note_rounded
 from bitplan.live import LiveFormat
 from bitplan.noise import bits_of_key, key_of
-from bitplan.observe import mean_range, observe_range, observe_rounding
+from bitplan.observe import PROMOTED, mean_range, observe_range, observe_rounding, observe_sign
 from bitplan.packing import stored
 from bitplan.plan import OPERANDS, SLOTS, Decision
 from bitplan.plan.spec import QuantizerSpec
-from bitplan.quantizer import Encoded, Quantizer, straight_through
+from bitplan.promoting import Either, sign_of
+from bitplan.quantizer import Quantizer
+from bitplan.straight import Encoded, straight_through
 from bitplan.tables import RECORD, TABLE
 from bitplan.torch_casts import is_cast_small
 from bitplan.tracing import is_traced
@@ -37,6 +39,8 @@ class Here:
 
     #: The row of the record, where tracing has looked it up already.
     seen: int | None = None
+    #: Which of the operation's weights, as sites are named: ``(bias)``, or nothing for the one called weight.
+    part = ""
     is_recorded = True
 
     def __init__(self, site: str, module: nn.Module) -> None:
@@ -57,6 +61,18 @@ class Here:
         if not self.is_recorded:
             return None
         return self._record if self.module is None or is_traced() else self.module._buffers.get(RECORD)
+
+    @property
+    def tensor(self) -> str:
+        """The site and the part."""
+        return self.site + self.part
+
+    def of_parameter(self, name: str) -> Here:
+        """This place for one of several weights."""
+        assert self.module is not None
+        other = Here(self.site, self.module)
+        other.part = "" if name == "weight" else f"({name})"
+        return other
 
     def unrecorded(self) -> Here:
         """This place for one more tensor in it, beside the one whose record is kept."""
@@ -94,9 +110,17 @@ class PlaceAction:
         self.format_now: Callable[[], Format] | None = None
         #: Among all that were ever made; equal ones in equal blocks share one, and with it compiled code.
         self.number = -1
+        self.promotion = spec.promote
+        #: What a promoted tensor gets; None where it is left alone, or where nothing is promoted.
+        self.higher: PlaceAction | None = None
+        if spec.promote is not None and spec.promote.target is not None:
+            self.higher = PlaceAction(spec.promote.target, place, op)
+            self.higher.records = self.records
+        #: In packed execution, the tensors that are promoted: site and part.
+        self.promoted: dict[str, bool] = {}
         scaled = spec.scale is not None or isinstance(spec.target, BlockFormat)
         #: The values that may come out, where these are always the same ones.
-        self.grid = None if scaled or live is not None else spec.target.name
+        self.grid = None if scaled or live is not None or self.promotion is not None else spec.target.name
         top = spec.at_the_top() if spec.eval == "top" else None
         #: What evaluates at the highest bits of a schedule, whatever the bits of the moment.
         self.top = None if top is None else PlaceAction(top, place, op)
@@ -108,6 +132,9 @@ class PlaceAction:
         In packed execution codes have the width of the moment, so another format is another number, and with it a
         graph of its own.
         """
+        if self.higher is not None:
+            self.higher.is_packed = self.is_packed
+            self.higher.settle()
         width = self.format_now().name if self.is_packed and self.format_now is not None else None
         key = (self.spec, self.place, self.op, self.live is not None, self.row, self.watched, self.is_packed, width)
         if key not in _numbers:
@@ -127,6 +154,22 @@ class PlaceAction:
     @property
     def uses_mean_range(self) -> bool:
         return self.spec.eval == "ema"
+
+    @property
+    def draws(self) -> bool:
+        """Whether random bits are drawn, before a promotion or after it."""
+        return self.is_stochastic or (self.higher is not None and self.higher.is_stochastic)
+
+    @property
+    def observes(self) -> bool:
+        """Whether something is remembered of the tensors that are rounded here."""
+        return self.watched or self.uses_mean_range or self.promotion is not None
+
+    def now(self, here: Here) -> PlaceAction | None:
+        """What rounds that tensor: this, or where it was promoted in packed execution, what it was promoted to."""
+        if self.promotion is None or here.tensor not in self.promoted:
+            return self
+        return self.higher
 
     def round(self, x: Tensor, here: Here, weight_key: Tensor | None = None) -> Tensor:
         """`x` rounded; the gradient passes straight through.
@@ -159,16 +202,26 @@ class PlaceAction:
             seen = None  # a copy of the model that was made before the site was met
         if seen is not None and record is not None and self.uses_mean_range and not here.training:
             span = mean_range(record[seen], x)
-        if not self.is_packed:
-            rounded = straight_through(quantizer, x, bits, row, span)
+        if self.is_packed:
+            rounded = low = self._packed(quantizer, x, bits, row, span)
+        elif self.promotion is None or seen is None or record is None:
+            rounded = low = straight_through(quantizer, x, bits, row, span)
         else:
-            rounded = self._packed(quantizer, x, bits, row, span)
+            either = Either(quantizer, lambda x: self._promoted(x, here, weight_key), record[seen, PROMOTED])
+            rounded = straight_through(either, x, bits, row, span)
+            low = rounded if either.low_values is None else either.low_values
         if seen is not None and record is not None and here.observing:
             if self.uses_mean_range:
                 observe_range(record[seen], x)
             if self.watched:
                 observe_rounding(record[seen], x, rounded, quantizer.reach(row))
+            if self.promotion is not None and x.numel():
+                threshold = quantizer.overflow_threshold(row)
+                observe_sign(record[seen], *sign_of(self.promotion, x, low, threshold))
         return mark(rounded, self.grid)
+
+    def _promoted(self, x: Tensor, here: Here, weight_key: Tensor | None) -> Tensor:
+        return x if self.higher is None else self.higher.round(x.detach(), here, weight_key)
 
     def _packed(
         self,
@@ -202,8 +255,8 @@ class PlaceAction:
 
     def seen_at(self, here: Here) -> int | None:
         """The row of the record for what is observed there."""
-        seen = self.records.get(here.site) if here.record is not None else None
-        if seen is None and here.observing and (self.watched or self.uses_mean_range) and torch.compiler.is_compiling():
+        seen = self.records.get(here.tensor) if here.record is not None else None
+        if seen is None and here.observing and self.observes and torch.compiler.is_compiling():
             raise QuantizeError(
                 f"compiled code cannot make room for what is observed at {here.site}: give attach() an example= batch."
             )
@@ -241,10 +294,11 @@ class Action:
         self.has_slots = any(place in self.places for place in SLOTS)
         shared_slots = [slot for operand in self.shared for slot in OPERANDS[operand]]
         self.slots_apart = any(slot in self.places and slot not in shared_slots for slot in SLOTS)
-        self.observes = any(action.uses_mean_range for action in self.places.values())
+        self.promotes = any(action.promotion is not None for action in self.places.values())
+        self.observes = self.promotes or any(action.uses_mean_range for action in self.places.values())
         #: Sites that were met, eagerly.
         self.met: set[str] = set()
-        self.needs_key = any(action.is_stochastic for action in self.places.values())
+        self.needs_key = any(action.draws for action in self.places.values())
 
     def applies(self, place: str, training: bool) -> bool:
         action = self.places.get(place)

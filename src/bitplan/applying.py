@@ -191,6 +191,7 @@ def rounded_both_ways(
     x: Tensor, forward: PlaceAction | None, backward: PlaceAction | None, here: Here, weight_key: Tensor | None = None
 ) -> Tensor:
     """`x` rounded, its gradient rounded, or both."""
+    forward, backward = _now(forward, here), _now(backward, here)
     if forward is None and backward is None:
         return x
     if not torch.compiler.is_compiling():
@@ -203,6 +204,7 @@ def rounded_both_ways(
 
 def rounded_relu(x: Tensor, forward: PlaceAction | None, backward: PlaceAction | None, here: Here) -> Tensor:
     """The positive part of `x`, rounded both ways; nothing is rounded that lies on the grid already."""
+    forward, backward = _now(forward, here), _now(backward, here)
     if not torch.compiler.is_compiling():
         return _relu(x, forward, backward, here, here)
     return _relu_in_graph(
@@ -214,7 +216,8 @@ def rounded_product(
     x: Tensor, w: Tensor, bias: Tensor | None, product: Product, action: Action, here: Here, weight_key: Tensor | None
 ) -> Tensor:
     """y = x w with the six slots rounded as the action says."""
-    applied = {slot: action.places[slot] for slot in SLOTS if action.applies(slot, here.training)}
+    asked = {slot: _now(action.places[slot], here) for slot in SLOTS if action.applies(slot, here.training)}
+    applied = {slot: place for slot, place in asked.items() if place is not None}
     if not torch.compiler.is_compiling():
         slots = Slots({slot: (place, here) for slot, place in applied.items()}, weight_key)
         return slot_product(x, w, bias, product, slots)
@@ -223,6 +226,10 @@ def rounded_product(
         *(x, w, bias, product.op, product.settings, tickets, _circumstances(here)),
         *(here.table, here.record, weight_key),
     )
+
+
+def _now(action: PlaceAction | None, here: Here) -> PlaceAction | None:
+    return None if action is None else action.now(here)
 
 
 def _both_ways(

@@ -36,6 +36,7 @@ from bitplan.optimizers import OptimizerPromise
 from bitplan.packed_backend import BACKEND, register_backend
 from bitplan.plan import Plan
 from bitplan.plan.document import Phase
+from bitplan.promoting import Promoted
 from bitplan.roll_call import RollCall
 from bitplan.rounder import Rounder
 from bitplan.run_tables import RunTables, restore_rows
@@ -85,7 +86,7 @@ class Attachment:
         self._checked = not plan.all_rules
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._warned = False
-        self._ledger = Ledger(self.model, plan, self._tables, self._timeline)
+        self._ledger = Ledger(self.model, plan, self._tables, self._timeline, self._all_tables.promotions)
         self._promise = OptimizerPromise(plan, self.model)
         if plan.all_rules:
             self._install()
@@ -138,6 +139,7 @@ class Attachment:
         self._rounder.tags_weights |= any("weight" in a.places or "grad_weight" in a.places for a in actions)
         if self._watched or any(action.observes for action in actions):
             self._rounder.on_new_site = self._all_tables.make_room
+        self._all_tables.promotes |= any(action.promotes for action in actions)
         self._all_tables.install(tables, self.seed, self._step)
 
     def _let_recurrent_layers_compile(self) -> None:
@@ -208,10 +210,16 @@ class Attachment:
         self._step += 1
         self._ledger.count_step()
         self._stepped.clear()
-        self._all_tables.fold()
+        self._all_tables.fold(self._step)
+        self._promote()
         self._timeline.after(self._step)
         self._move()
         self._write_tables()
+
+    def _promote(self) -> None:
+        """What is kept has one width, so that packed execution must know on the host what was promoted."""
+        if self.execution == "packed" and self._all_tables.promotes:
+            self._all_tables.show_promotions()
 
     def _move(self) -> None:
         """Bring formats, and where whole quantizers change the actions, to where the run is; tables are not written."""
@@ -224,6 +232,7 @@ class Attachment:
                 self._put_to_work(tables)
                 restore_rows(tables)
             self._make_room_for(self._operations)
+            self._promote()
             self._ledger.formats_changed()
         widths = {schedule: self._timeline.bits_of(schedule) for schedule in self.plan.followed.values()}
         if widths != self._widths:
@@ -382,6 +391,10 @@ class Attachment:
             raise PlanError("statistics are off: attach with stats=True.")
         return self._all_tables.statistics()
 
+    def promotions(self) -> list[Promoted]:
+        """The tensors that were promoted so far, and when. Reading waits for the device."""
+        return self._all_tables.promotions()
+
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
@@ -434,6 +447,7 @@ class Attachment:
         for tables in self._tables:
             if tables.path in state["records"]:
                 self._all_tables.take(tables, *state["records"][tables.path])
+        self._promote()
         self._ledger.load(state["steps"])
         self._write_tables()
 

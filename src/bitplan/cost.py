@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -227,11 +227,21 @@ def cost(
     return sum((step_cost(operations, found.in_phase(phase).decide).times(count) for phase, count in periods), Cost())
 
 
-def step_cost(operations: Sequence[Operation], decide: Decide) -> Cost:
-    """The price of the recorded operations; `decide` is ``plan.decide``, or what a plan decides at some step."""
-    decisions = [
+def step_cost(
+    operations: Sequence[Operation], decide: Decide, promoted: Mapping[str, QuantizerSpec | None] | None = None
+) -> Cost:
+    """The price of the recorded operations; `decide` is ``plan.decide``, or what a plan decides at some step.
+
+    :param promoted: names of sites -> what they get whatever `decide` says.
+    """
+    promoted = {} if promoted is None else promoted
+    planned = [
         decision_for(decide, operation.module, f"{operation.op}.{operation.index}", operation.inside)
         for operation in operations
+    ]
+    decisions = [
+        _with_promoted(decision, operation.label, promoted)
+        for operation, decision in zip(operations, planned, strict=True)
     ]
     readers = Counter(source for operation in operations for source in operation.inputs)
     forward = training = bit_operations = 0
@@ -244,12 +254,22 @@ def step_cost(operations: Sequence[Operation], decide: Decide) -> Cost:
             bit_operations += product.macs * sum(
                 bits.of(one, product) * bits.of(other, product) for one, other in passes
             )
-    labels = {operation.label: decision for operation, decision in zip(operations, decisions, strict=True)}
+    labels = {operation.label: decision for operation, decision in zip(operations, planned, strict=True)}
     tensors = dict.fromkeys(ROLES, TensorCost())
     for site in sites_of(list(operations)):
         if site.role in ROLES:
-            tensors[site.role] += _tensor_cost(site, labels[f"{site.module}/{site.op}"][site.role].quantizer)
+            name = site.name.partition("[")[0]  # several results are promoted together
+            quantizer = labels[f"{site.module}/{site.op}"][site.role].quantizer
+            tensors[site.role] += _tensor_cost(site, promoted.get(name, quantizer))
     return Cost(forward, training, bit_operations, tensors, steps=1)
+
+
+def _with_promoted(decision: Decision, label: str, promoted: Mapping[str, QuantizerSpec | None]) -> Decision:
+    here = {place: f"{label}:{place}" for place in decision.choices} if promoted else {}
+    choices = {
+        place: replace(decision[place], quantizer=promoted[name]) for place, name in here.items() if name in promoted
+    }
+    return replace(decision, choices={**decision.choices, **choices}) if choices else decision
 
 
 def _tensor_cost(site: Site, quantizer: QuantizerSpec | None) -> TensorCost:

@@ -119,6 +119,11 @@ class FloatFormat:
         return self._magnitude(top_field, top_mantissa)
 
     @property
+    def overflow_threshold(self) -> float:
+        """From here on magnitudes are nearer to the value after :attr:`max`, had the format one, than to it."""
+        return self.max + 2.0 ** (self.max_exponent - self.mantissa_bits - 1)
+
+    @property
     def min_normal(self) -> float:
         return 2.0**self.min_exponent
 
@@ -207,6 +212,11 @@ class IntFormat:
     @property
     def max(self) -> float:
         return float((1 << self.bits) - 1 if self.affine else (1 << (self.bits - 1)) - 1)
+
+    @property
+    def overflow_threshold(self) -> float:
+        """From here on magnitudes are nearer to the integer after :attr:`max` than to it."""
+        return self.max + 0.5
 
     @property
     def min(self) -> float:

@@ -1,10 +1,16 @@
-"""The books of a run: which formats held for how many steps, and what that cost."""
+"""The books of a run: which formats held for how many steps, and what that cost.
+
+Formats are written down as the steps pass. Promotions are decided on the device, where nobody looks while the run goes
+on; each knows its step, so that they are counted in when the cost is asked for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -16,6 +22,8 @@ from bitplan.names import format as format_of
 from bitplan.openings import is_opened
 from bitplan.plan import Decision, Plan
 from bitplan.plan.document import Phase
+from bitplan.plan.spec import QuantizerSpec
+from bitplan.promoting import Promoted
 from bitplan.sites import FakeInputs, Operation, record
 from bitplan.tables import ModuleTables
 from bitplan.timeline import Timeline
@@ -29,23 +37,35 @@ Period = tuple[Phase, Formats]
 class Ledger:
     """Counts steps, and prices them when asked: what a step costs follows from the formats it was made with."""
 
-    def __init__(self, model: nn.Module, plan: Plan, tables: Sequence[ModuleTables], timeline: Timeline) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        tables: Sequence[ModuleTables],
+        timeline: Timeline,
+        promotions: Callable[[], list[Promoted]],
+    ) -> None:
         self.model = model
         self.plan = plan
         self.tables = tables
         self.timeline = timeline
+        self.promotions = promotions
         #: What the model was first called with: shapes only.
         self.inputs: FakeInputs | None = None
         self._operations: list[Operation] | None = None
-        self._steps: dict[Period, int] = {}
+        #: What held, and for how many steps, in the order of time.
+        self._periods: list[tuple[Period, int]] = []
         self._now: Period | None = None
-        #: What a step with such formats costs: pricing one takes as long as a small model's training step.
-        self._prices: dict[Period, Cost] = {}
+        #: What a step with such formats and promotions costs: pricing one takes as long as a small training step.
+        self._prices: dict[tuple[Period, frozenset[str]], Cost] = {}
 
     def count_step(self) -> None:
         if self._now is None:
             self._now = self._period()
-        self._steps[self._now] = self._steps.get(self._now, 0) + 1
+        if self._periods and self._periods[-1][0] == self._now:
+            self._periods[-1] = self._now, self._periods[-1][1] + 1
+        else:
+            self._periods.append((self._now, 1))
 
     def _period(self) -> Period:
         return self.timeline.phase, tuple(row.format.name for tables in self.tables for row in tables.formats)
@@ -70,20 +90,31 @@ class Ledger:
         return self._operations
 
     def table(self) -> list[Explanation]:
-        return explained(self.plan, self.operations())
+        """What every tensor gets; what was promoted tells both its quantizers."""
+        promoted = {each.site: each for each in self.promotions()}
+        rows = explained(self.plan, self.operations())
+        return [_promoted_row(row, promoted.get(row.site.name.partition("[")[0])) for row in rows]
 
     def cost(self) -> Cost:
         """Of all steps so far; of one step where none was made yet."""
-        periods = self._steps or {self._period(): 1}
-        costs = (self._step_cost(period).times(steps) for period, steps in periods.items())
+        promotions = self.promotions()
+        held: Counter[tuple[Period, frozenset[str]]] = Counter()
+        first = 0
+        for period, steps in self._periods or [(self._period(), 1)]:
+            changes = {each.step for each in promotions if first < each.step < first + steps}
+            for start, end in pairwise(sorted({first, first + steps} | changes)):
+                held[period, frozenset(each.site for each in promotions if each.step <= start)] += end - start
+            first += steps
+        targets = {each.site: each.target for each in promotions}
+        costs = (self._step_cost(period, sites, targets).times(steps) for (period, sites), steps in held.items())
         return sum(costs, Cost())
 
-    def _step_cost(self, period: Period) -> Cost:
-        if period not in self._prices:
-            self._prices[period] = self._priced(*period)
-        return self._prices[period]
+    def _step_cost(self, period: Period, sites: frozenset[str], targets: Mapping[str, QuantizerSpec | None]) -> Cost:
+        if (period, sites) not in self._prices:
+            self._prices[period, sites] = self._priced(*period, {site: targets[site] for site in sites})
+        return self._prices[period, sites]
 
-    def _priced(self, phase: Phase, formats: Formats) -> Cost:
+    def _priced(self, phase: Phase, formats: Formats, promoted: Mapping[str, QuantizerSpec | None]) -> Cost:
         names, plan = iter(formats), self.timeline.plan_in(phase)
         held = {tables.path: {key: next(names) for key in tables.rows_in(phase)[1]} for tables in self.tables}
 
@@ -96,12 +127,20 @@ class Ledger:
                     choices[place] = replace(choice, quantizer=choice.quantizer.with_target(format_of(name)))
             return replace(decision, choices=choices)
 
-        return step_cost(self.operations(), decide)
+        return step_cost(self.operations(), decide, promoted)
 
     def state(self) -> list[list[Any]]:
-        """Plain values: a list of formats, the steps that were made with them, and the plan's phase."""
-        return [[list(formats), steps, list(phase)] for (phase, formats), steps in self._steps.items()]
+        """Plain values, in the order of time: formats, the steps that were made with them, and the plan's phase."""
+        return [[list(formats), steps, list(phase)] for (phase, formats), steps in self._periods]
 
     def load(self, state: list[list[Any]]) -> None:
-        self._steps = {(tuple(phase), tuple(formats)): int(steps) for formats, steps, phase in state}
+        self._periods = [((tuple(phase), tuple(formats)), int(steps)) for formats, steps, phase in state]
         self._now = None
+
+
+def _promoted_row(row: Explanation, promoted: Promoted | None) -> Explanation:
+    if promoted is None or row.quantizer is None:
+        return row
+    low = row.over_time or str(replace(row.quantizer, promote=None))
+    words = f"{low} until step {promoted.step}, then {promoted.to}"
+    return replace(row, quantizer=promoted.target, over_time=words)

@@ -72,6 +72,16 @@ class LiveFormat:
         """The largest value of the format in a row like this one's."""
         return torch.as_tensor(row_from_tensor(row).max) if self.kind == "float" else row[1]
 
+    def overflow_threshold_in(self, row: Tensor) -> Tensor:
+        """As a format's own, for the one in a row like this one's."""
+        if self.kind == "int":
+            return row[1] + 0.5
+        named = row_from_tensor(row)
+        largest = torch.as_tensor(named.max)
+        # Half a step above the largest value is one bit behind its last one.
+        half_step = torch.bitwise_left_shift(1, torch.as_tensor(named.cut)) >> 1
+        return (largest.view(self.carrier.int_dtype) + half_step).view(self.carrier.dtype)
+
     def row_of(self, target: Format) -> list[int] | list[float]:
         """What is written into a row for `target`."""
         if isinstance(target, IntFormat):

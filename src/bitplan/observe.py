@@ -16,13 +16,17 @@ import torch
 from torch import Tensor
 
 #: Columns of a record: fresh, then five measures of this step; steps and their sums; the range of this step;
-#: whether an average range exists, and that.
+#: whether an average range exists, and that; the sign that a promotion watches, as part and whole, and its limit; since
+#: which step the tensor is promoted (0: it is not), and what the sign was then.
 FRESH, OVERFLOW, UNDERFLOW, AMAX, ERROR, POWER = range(6)
 _MEASURES = slice(0, 6)
 _SUMS = slice(6, 12)
 _LOW, _HIGH = 12, 13
 _KNOWN, _MEAN_LOW, _MEAN_SPAN = 14, 15, 16
-COLUMNS = 17
+SIGN = slice(17, 19)
+_PART, _WHOLE, LIMIT = 17, 18, 19
+PROMOTED, _REACHED = 20, 21
+COLUMNS = 22
 
 #: Weight of the past in a running mean of ranges, as in Fu et al. 2021 and Wolfe & Kyrillidis 2024.
 MOMENTUM = 0.9
@@ -31,6 +35,7 @@ MOMENTUM = 0.9
 def blank_record(rows: int, device: torch.device) -> Tensor:
     record = torch.zeros(rows, COLUMNS, dtype=torch.float32, device=device)
     record[:, _LOW], record[:, _HIGH] = torch.inf, -torch.inf
+    record[:, LIMIT] = torch.inf
     return record
 
 
@@ -60,6 +65,14 @@ def observe_rounding(row: Tensor, x: Tensor, rounded: Tensor, largest: float | T
     row[_MEASURES].copy_(measures)
 
 
+def observe_sign(row: Tensor, part: Tensor, whole: Tensor) -> None:
+    """The sign that a promotion watches; of several micro-batches the worst one's is kept."""
+    known = row[SIGN]
+    now = torch.stack((part, whole))
+    is_worse = ~(now[0] / now[1] <= known[0] / known[1])  # so also where nothing is known, 0 / 0
+    known.copy_(torch.where(is_worse, now, known))
+
+
 def mean_range(row: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """(least, largest) value by the running mean, or of `x` itself where nothing was observed yet."""
     known = row[_KNOWN] > 0
@@ -68,10 +81,12 @@ def mean_range(row: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def fold(record: Tensor) -> Tensor:
-    """The record after a step: sums and running means hold it, and the next one starts fresh.
+def fold(record: Tensor, step: int) -> Tensor:
+    """The record after a step: sums and running means hold it, promotions are decided, and the next one starts fresh.
 
     What was not finite is left out: a ``GradScaler`` skips such a step, and one would spoil all others.
+
+    :param step: the one that comes next, from which on a promotion holds.
     """
     measures = record[:, _MEASURES]
     counts = (record[:, FRESH] > 0) & measures.isfinite().all(1)
@@ -91,7 +106,17 @@ def fold(record: Tensor) -> Tensor:
     after[:, _MEAN_LOW] = torch.where(seen, blended[0], record[:, _MEAN_LOW])
     after[:, _MEAN_SPAN] = torch.where(seen, blended[1], record[:, _MEAN_SPAN])
     after[:, _LOW], after[:, _HIGH] = torch.inf, -torch.inf
+    sign = record[:, _PART] / record[:, _WHOLE]  # 0 / 0, where nothing was watched, reaches no limit
+    promotes = (sign >= record[:, LIMIT]) & (record[:, PROMOTED] == 0)
+    after[:, PROMOTED] = torch.where(promotes, float(step), record[:, PROMOTED])
+    after[:, _REACHED] = torch.where(promotes, sign, record[:, _REACHED])
+    after[:, SIGN] = 0.0
     return after
+
+
+def promotion_in(row: list[float]) -> tuple[int, float] | None:
+    """(step, sign) of a promotion; None where there was none."""
+    return (int(row[PROMOTED]), row[_REACHED]) if row[PROMOTED] else None
 
 
 @dataclass(frozen=True)

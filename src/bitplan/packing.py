@@ -13,15 +13,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from bitplan.errors import QuantizeError
 from bitplan.formats import BlockFormat, FloatFormat, Format, IntFormat, Overflow
 from bitplan.live import LiveFormat
 from bitplan.noise import Counter
-from bitplan.quantizer import Encoded, Quantizer, make_quantizer
+from bitplan.quantizer import Quantizer, make_quantizer
 from bitplan.reference import Rounding
 from bitplan.rounding import FLOAT32, round_float, round_int
 from bitplan.scaling import Granularity, Range, Scaling, carrier_of, divide, multiply_by_power
+from bitplan.straight import Encoded
 from bitplan.tracing import is_traced
 
 #: The widest code that can be packed.
@@ -191,9 +193,9 @@ def _require_codes(quantizer: Quantizer, element: FloatFormat | IntFormat, x: Te
     if quantizer.overflow == "special" and element.specials == "none":
         raise QuantizeError(f"{element.name} has no code for infinity: pack it with overflow='saturate'.")
     # With a scale, NaN makes the scale NaN and so survives; without one it needs a code of its own. A compiled
-    # graph cannot look: there it becomes zero.
+    # graph cannot look: there it becomes zero. Nor can it be seen in a tensor that has a shape only.
     has_code = isinstance(quantizer.format, BlockFormat) or quantizer.scaling is not None or element.has_nan_code
-    if not has_code and not is_traced() and bool(x.isnan().any()):
+    if not has_code and not is_traced() and not isinstance(x, FakeTensor) and bool(x.isnan().any()):
         raise QuantizeError(f"the tensor holds NaN and {element.name} has no code for it: pack it with a scale.")
 
 

@@ -6,10 +6,8 @@ scales that go with them, :meth:`Quantizer.decode` multiplies them back. ``quant
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,21 +40,11 @@ from bitplan.scaling import (
     shared_exponent,
     step_scale,
 )
+from bitplan.straight import Between, Encoded, straight_through
 from bitplan.torch_casts import round_by_torch
 from bitplan.tracing import is_traced
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-class Encoded(NamedTuple):
-    """Elements on the grid, in the carrier's dtype and possibly split into blocks, with their scales."""
-
-    elements: Tensor
-    #: Nothing, (scale,), (scale, minimum), (E8M0 codes,) or (block scales, tensor scale), by the kind of quantizer.
-    scales: tuple[Tensor, ...]
-
-
-Between = Callable[[Encoded], Encoded]
 
 
 @dataclass(frozen=True)
@@ -154,6 +142,15 @@ class Quantizer:
         if self.scaling is not None or isinstance(self.format, BlockFormat):
             return float("inf")
         return self.format.max if row is None or not isinstance(self.format, LiveFormat) else self.format.max_in(row)
+
+    def overflow_threshold(self, row: Tensor | None = None) -> float | Tensor:
+        """Unscaled values of this magnitude and above overflow; infinite where a scale makes room for all."""
+        if self.scaling is not None or isinstance(self.format, BlockFormat):
+            return float("inf")
+        if row is None or not isinstance(self.format, LiveFormat):
+            assert not isinstance(self.format, LiveFormat)
+            return self.format.overflow_threshold
+        return self.format.overflow_threshold_in(row)
 
     def noise(self, x: Tensor, seed: Counter | None, step: Counter, site: Counter) -> Tensor | None:
         """The random bits this call needs. Without a seed one is drawn from torch's generator."""
@@ -319,41 +316,6 @@ def _require_room(target: FloatFormat | IntFormat, dtype: torch.dtype, scaled: b
 
 #: Eager calls on small tensors feel every microsecond; torch.compile would only warn of a cache that it must ignore.
 _require_room_once = lru_cache(maxsize=1024)(_require_room)
-
-
-def straight_through(
-    quantizer: Quantizer,
-    x: Tensor,
-    bits: Tensor | None,
-    row: Tensor | None = None,
-    span: tuple[Tensor, Tensor] | None = None,
-    between: Between | None = None,
-) -> Tensor:
-    """The rounded `x`, whose gradient is that of `x` itself."""
-    if x.requires_grad and torch.is_grad_enabled():
-        straight: Tensor = _StraightThrough.apply(x, quantizer, bits, row, span, between)  # type: ignore[no-untyped-call]
-        return straight
-    return quantizer.round_values(x.detach(), bits, row, span, between)
-
-
-class _StraightThrough(torch.autograd.Function):
-    """The rounded value forward, the gradient unchanged backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        quantizer: Quantizer,
-        bits: Tensor | None,
-        row: Tensor | None,
-        span: tuple[Tensor, Tensor] | None,
-        between: Between | None,
-    ) -> Tensor:
-        return quantizer.round_values(x, bits, row, span, between)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        return grads[0], None, None, None, None, None
 
 
 def make_quantizer(

@@ -186,6 +186,8 @@ class Rounder(Interceptor):
         main = _largest((args, tuple(kwargs.values())), nn.Parameter)
 
         def rounded(tensor: Tensor) -> Tensor:
+            if action.promotes:
+                return self._rounded_weight(module, action, _of_parameter(here, module, tensor), tensor)
             recorded = main is None or tensor is main or not isinstance(tensor, nn.Parameter)
             return self._rounded_weight(module, action, here if recorded else here.unrecorded(), tensor)
 
@@ -253,6 +255,16 @@ def _tag_views(result: Any, func: Callable[..., Any], args: Any, kwargs: dict[st
         for position, tensor in enumerate(result):
             if isinstance(tensor, Tensor):
                 setattr(tensor, _WEIGHT_TAG, WeightView(args[0], func, args[1:], kwargs, position))
+
+
+def _of_parameter(here: Here, module: nn.Module, tensor: Tensor) -> Here:
+    """The place of one of an operation's weights; each is promoted by itself."""
+    while getattr(tensor, _WEIGHT_TAG, None) is not None:
+        tensor = getattr(tensor, _WEIGHT_TAG).parent
+    for name, own in module._parameters.items():
+        if own is tensor:
+            return here.of_parameter(name)
+    return here
 
 
 def _stands_for_one(module: nn.Module, tensor: Tensor) -> bool:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from bitplan.actions import Action, Here
+from bitplan.actions import Action, Here, PlaceAction
+from bitplan.decisions import ANY
+from bitplan.errors import PlanError
 from bitplan.intercept import state_of, without_wrappers
 from bitplan.noise import keys_of
-from bitplan.observe import Statistics, fold, statistics
+from bitplan.observe import COLUMNS, PROMOTED, SIGN, Statistics, fold, promotion_in, statistics
+from bitplan.promoting import Promoted, limit_of, sum_over_ranks
 from bitplan.tables import RECORD, TABLE, ModuleTables, write
 
 
@@ -21,6 +25,8 @@ class RunTables:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.each: list[ModuleTables] = []
+        #: Whether anything may be promoted.
+        self.promotes = False
         self._parameter_names = {id(tensor): without_wrappers(name) for name, tensor in model.named_parameters()}
 
     def device(self) -> torch.device:
@@ -66,12 +72,23 @@ class RunTables:
         found = ((tables, tables.module._buffers.get(RECORD)) for tables in self.each)
         return [(tables, record) for tables, record in found if record is not None]
 
-    def fold(self) -> None:
-        """A step is done: what it left in the records becomes part of the whole."""
-        records = [record for _, record in self.records()]
-        if records:
-            folded = torch.split(fold(torch.cat(records)), [len(record) for record in records])
-            torch._foreach_copy_(records, list(folded))
+    def fold(self, step: int) -> None:
+        """A step is done: what it left in the records becomes part of the whole. `step` is the one that comes next."""
+        found = self.records()
+        if not found:
+            return
+        whole = torch.cat([record for _, record in found])
+        if self.promotes:
+            whole[:, SIGN] = sum_over_ranks(whole[:, SIGN])
+        folded = torch.split(fold(whole, step), [len(record) for _, record in found])
+        torch._foreach_copy_([record for _, record in found], list(folded))
+        for (tables, _), record in zip(found, folded, strict=True):
+            for twin in state_of(tables.module).twins:  # a copy evaluates with the same ranges and promotions
+                known = twin._buffers.get(RECORD)
+                if known is not None and known.shape == record.shape:
+                    known.copy_(record)
+                else:
+                    twin.register_buffer(RECORD, record.clone(), persistent=False)
 
     def statistics(self) -> dict[str, Statistics]:
         """Per site and place, what rounding did to its values. Reading waits for the device."""
@@ -91,11 +108,44 @@ class RunTables:
             return  # a copy of the model leaves no traces
         action.met.add(here.site)
         for place, place_action in action.places.items():
-            if place_action.watched or place_action.uses_mean_range:
-                place_action.records[here.site] = tables.record_row(f"{here.site}:{place}", self.device())
+            limit = math.inf if place_action.promotion is None else limit_of(place_action.promotion)
+            for part in _parts(place_action, module) if place_action.observes else ():
+                row = tables.record_row(f"{here.site}:{place}{part}", self.device(), limit)
+                place_action.records[here.site + part] = row
+
+    def promotions(self) -> list[Promoted]:
+        """The tensors that were promoted, in the order of time. Reading waits for the device."""
+        found = []
+        for tables, kept in self.records() if self.promotes else ():
+            for name, row in zip(tables.records, kept.tolist(), strict=True):
+                known = promotion_in(row)
+                action = _place_action(tables, name)
+                if known is not None and action is not None and action.promotion is not None:
+                    promotion = action.promotion
+                    share = known[1] ** 0.5 if promotion.measure == "error" else known[1]
+                    site = f"{tables.path}/{name}"
+                    found.append(Promoted(site, known[0], promotion.measure, share, promotion.target))
+        return sorted(found, key=lambda each: each.step)
+
+    def show_promotions(self) -> None:
+        """Let the actions of packed execution know what is promoted. Waits for the device."""
+        found = self.records() if self.promotes else []
+        if not found:
+            return
+        steps = iter(torch.cat([record[:, PROMOTED] for _, record in found]).tolist())
+        for tables, _ in found:
+            for name in tables.records:
+                if not next(steps):
+                    continue
+                tensor, place = _tensor_and_place(name)
+                for action in _actions(tables):
+                    if place in action.places:
+                        action.places[place].promoted[tensor] = True
 
     def take(self, tables: ModuleTables, names: dict[str, int], kept: Tensor) -> None:
         """A record that was saved goes on in this module."""
+        if kept.shape[1] != COLUMNS:
+            raise PlanError("this state was saved by another version of bitplan: go on with that version.")
         tables.records = dict(names)
         tables.module.register_buffer(RECORD, kept.to(self.device()), persistent=False)
         restore_rows(tables)
@@ -103,8 +153,41 @@ class RunTables:
 
 def restore_rows(tables: ModuleTables) -> None:
     """Tell the module's actions which rows of its record are theirs."""
-    for site_and_place, row in tables.records.items():
-        site, _, place = site_and_place.partition(":")
-        for action in state_of(tables.module).actions.values():
-            if isinstance(action, Action) and place in action.places:
-                action.places[place].records[site] = row
+    for name, row in tables.records.items():
+        tensor, place = _tensor_and_place(name)
+        for action in _actions(tables):
+            if place in action.places:
+                action.places[place].records[tensor] = row
+
+
+def _parts(action: PlaceAction, module: nn.Module) -> list[str]:
+    """What tells the tensors of a place apart: each weight is promoted by itself."""
+    if action.promotion is None or action.place not in ("weight", "grad_weight"):
+        return [""]
+    others = (name for name, tensor in module._parameters.items() if tensor is not None and name != "weight")
+    return ["", *(f"({name})" for name in others)]
+
+
+def _tensor_and_place(name: str) -> tuple[str, str]:
+    """The parts of a record's name.
+
+    >>> _tensor_and_place("conv2d.0:weight(bias)")
+    ('conv2d.0(bias)', 'weight')
+    """
+    site, _, rest = name.partition(":")
+    place, bracket, part = rest.partition("(")
+    return site + bracket + part, place
+
+
+def _actions(tables: ModuleTables) -> list[Action]:
+    return [action for action in state_of(tables.module).actions.values() if isinstance(action, Action)]
+
+
+def _place_action(tables: ModuleTables, name: str) -> PlaceAction | None:
+    """What rounds the tensor of that record in the plan's present phase."""
+    tensor, place = _tensor_and_place(name)
+    site = tensor.partition("(")[0]
+    actions = state_of(tables.module).actions
+    likely = [actions.get(key) for key in (site, site.partition(".")[0], ANY)]
+    found = [*(action for action in _actions(tables) if site in action.met), *likely]
+    return next((a.places[place] for a in found if isinstance(a, Action) and place in a.places), None)

@@ -10,6 +10,7 @@ equal blocks share one compiled graph and CUDA graphs see static inputs:
 
 from __future__ import annotations
 
+import math
 import struct
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from bitplan.formats import Format
 from bitplan.live import LiveFormat
-from bitplan.observe import blank_record
+from bitplan.observe import LIMIT, blank_record
 from bitplan.plan.document import Phase
 from bitplan.plan.spec import QuantizerSpec
 from bitplan.rounding import ROW_FIELDS
@@ -119,14 +120,18 @@ class ModuleTables:
             table = torch.tensor(rows, dtype=torch.int32, device=device)
             module.register_buffer(TABLE, table, persistent=False)
 
-    def record_row(self, site: str, device: torch.device) -> int:
-        """The row of a site, a new one if it was not met before."""
+    def record_row(self, site: str, device: torch.device, limit: float = math.inf) -> int:
+        """The row of a site, a new one if it was not met before.
+
+        :param limit: of the sign that a promotion watches there.
+        """
         if site not in self.records:
             self.records[site] = len(self.records)
             known = self.module._buffers.get(RECORD)
             fresh = blank_record(1, device)
             grown = fresh if known is None else torch.cat((known, fresh))
             self.module.register_buffer(RECORD, grown, persistent=False)
+        self.module._buffers[RECORD][self.records[site], LIMIT] = limit  # type: ignore[index]
         return self.records[site]
 
     def remove(self) -> None:

@@ -295,16 +295,6 @@ def test_yaml_numbers_and_words_are_those_of_yaml_1_2() -> None:
     assert Plan.from_yaml(plan.to_yaml()) == plan
 
 
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [
-        ("version: 1\nquantizers: {low: {format: e4m3, promote: {to: high, underflow: 0.05}}}", "promotions"),
-    ],
-)
-def test_what_comes_later_is_refused_honestly(text: str, word: str) -> None:
-    assert f"this version of bitplan does not run {word} yet" in message_of(text)
-
-
 def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
     latin = tmp_path / "latin.yaml"
     latin.write_bytes(b"version: 1\nname: caf\xe9\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from bitplan.errors import PlanError, nearest_names
@@ -102,6 +102,23 @@ class Whole(Kind[int]):
 
 
 @dataclass(frozen=True)
+class Share(Kind[float]):
+    """A number above 0, at most 1."""
+
+    def read(self, node: Node) -> float:
+        value = node.value
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            hint = ": write it as 0.01" if isinstance(value, str) else ""
+            raise node.error(f"this must be a number above 0, at most 1, not {node.describe()}{hint}.")
+        if not 0 < value <= 1:
+            raise node.error(f"this must be above 0 and at most 1, not {value}.")
+        return float(value)
+
+    def shape(self) -> Schema:
+        return {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
+
+
+@dataclass(frozen=True)
 class Flag(Kind[bool]):
     """true or false."""
 
@@ -181,17 +198,14 @@ class Anything(Kind[Any]):
 
 @dataclass(frozen=True)
 class Record(Kind[dict[str, Any]]):
-    """A mapping with known keys. `reserved` keys are refused with a sentence of their own."""
+    """A mapping with known keys."""
 
     fields: Mapping[str, Kind[Any]]
     required: tuple[str, ...] = ()
-    reserved: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, node: Node) -> dict[str, Any]:
         entries = entries_of(node)
         for key, item in entries.items():
-            if key in self.reserved:
-                raise item.error(self.reserved[key])
             if key not in self.fields:
                 # The key's own name is in the field that the message names, so the place is the mapping around it.
                 place = Node(None, node.source, node.field, item.line)

@@ -23,6 +23,7 @@ from bitplan.plan.kinds import (
     OneOrMore,
     Record,
     Schema,
+    Share,
     Text,
     Whole,
     entries_of,
@@ -32,6 +33,7 @@ from bitplan.plan.match import compile_pattern
 from bitplan.plan.optimizer import Optimizing
 from bitplan.plan.places import KEYS, OPERANDS, PASSES, ROLES, GradAt
 from bitplan.plan.presets import is_preset_name, preset_text
+from bitplan.plan.promotion import Promotion
 from bitplan.plan.spec import (
     FAMILIES,
     QUANTIZER_NAME,
@@ -55,6 +57,20 @@ Syntax = Literal["yaml", "json"]
 #: Files that extend files that extend files ...: more than this is a mistake.
 _MAX_EXTENDS = 16
 
+
+@dataclass(frozen=True)
+class _Promoting(Kind[Promotion]):
+    def read(self, node: Node) -> Promotion:
+        values = PROMOTION.read(node)
+        try:
+            return Promotion(values.pop("to").use, **values)
+        except PlanError as error:
+            raise node.error(str(error)) from None
+
+    def shape(self) -> Schema:
+        return {"$ref": "#/$defs/promotion"}
+
+
 QUANTIZER = Record(
     "How one tensor is rounded.",
     {
@@ -74,16 +90,15 @@ QUANTIZER = Record(
         "eval": Choice(
             "In evaluation: the same, running ranges, no rounding, or the top precision.", get_args(Evaluation)
         ),
+        "promote": _Promoting("When a tensor gets another quantizer for the rest of the run, and which."),
     },
     required=("format",),
-    reserved={"promote": "this version of bitplan does not run promotions yet: drop promote."},
 )
 _AT = Choice("Where grad_activation rounds: at the producer, after the sum, or at each consumer.", get_args(GradAt))
 GRAD_QUANTIZER = Record(
     "How the gradient of an activation is rounded, and where.",
     {**QUANTIZER.fields, "at": _AT},
     QUANTIZER.required,
-    QUANTIZER.reserved,
 )
 
 
@@ -167,6 +182,16 @@ CHOOSING = Record(
         "choose": _Cases("Bits -> the quantizer from these bits on."),
     },
     required=("by", "choose"),
+)
+PROMOTION = Record(
+    "A tensor for which the watched share (overflow 0.01 if none is named) is reached gets `to` from the next step on.",
+    {
+        "to": Quantizing("The quantizer of a promoted tensor; keep: it is left alone.", QUANTIZER, "quantizer"),
+        "overflow": Share("The share of values at or over the overflow threshold; formats without a scale only."),
+        "underflow": Share("The share of values that are not zero and become zero."),
+        "error": Share("The relative error: root of (mean squared error / mean square)."),
+    },
+    required=("to",),
 )
 #: The key that tells what changes as a whole over time -> its grammar.
 OVER_TIME = {"until": SWITCH, "by": CHOOSING}

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import combinations
 from typing import Any
 
 from bitplan.formats import BlockFormat, FloatFormat
 from bitplan.names import NAMED
 from bitplan.names import format as format_of
 from bitplan.plan.kinds import Schema
-from bitplan.plan.load import CHOOSING, GRAD_QUANTIZER, PLAN, QUANTIZER, RULE, SWITCH
+from bitplan.plan.load import CHOOSING, GRAD_QUANTIZER, PLAN, PROMOTION, QUANTIZER, RULE, SWITCH
 from bitplan.plan.places import CONFLICTS, KEYS
+from bitplan.plan.promotion import MEASURES
 from bitplan.plan.spec import DEFAULT_EXPONENT_BITS, QuantizerSpec, any_case, is_format
 from bitplan.plan.time_grammar import schedule_schema
 
@@ -38,6 +40,7 @@ def plan_schema() -> Schema:
             "grad_quantizer": _quantizer(GRAD_QUANTIZER.schema()),
             "switch": SWITCH.schema(),
             "choosing": CHOOSING.schema(),
+            "promotion": _promotion(),
             "schedule": schedule_schema(),
             "rule": _rule(),
         },
@@ -66,7 +69,19 @@ def _quantizer(shape: Schema) -> Schema:
         _if({"not": {"anyOf": [{"required": ["scale"]}, _fits("format", blocks)]}}, _without("axis")),
         _if(_is("power_of_two", True), {"required": ["scale"]}),
         _if(_is("eval", "ema"), _is("scale", "tensor")),
+        _if({"anyOf": [{"required": ["scale"]}, _fits("format", blocks)]}, _promotes_by("underflow", "error")),
     ]
+    return shape
+
+
+def _promotes_by(*measures: str) -> Schema:
+    """If the quantizer promotes, it watches one of these."""
+    return {"properties": {"promote": {"anyOf": [{"required": [measure]} for measure in measures]}}}
+
+
+def _promotion() -> Schema:
+    shape = PROMOTION.schema()
+    shape["allOf"] = [{"not": {"required": list(pair)}} for pair in combinations(MEASURES, 2)]
     return shape
 
 

@@ -18,6 +18,7 @@ from bitplan.names import NAMED
 from bitplan.names import format as format_of
 from bitplan.plan.match import compile_match
 from bitplan.plan.places import CONFLICTS, KEYS, GradAt
+from bitplan.plan.promotion import Promotion
 from bitplan.quantizer import Quantizer, make_quantizer
 from bitplan.reference import Rounding
 from bitplan.scaling import Granularity, Range
@@ -67,6 +68,8 @@ class QuantizerSpec:
     rounding: Rounding = "nearest"
     overflow: Overflow | None = None
     eval: Evaluation = "same"
+    #: When a tensor gets a better quantizer, and which.
+    promote: Promotion | None = None
     #: What moves the bits, once the plan has looked it up; `bits` are then the highest.
     moved_by: Schedule | None = None
     #: The most bits it ever has in the run, where `bits` are those of a moment.
@@ -87,11 +90,17 @@ class QuantizerSpec:
             raise PlanError(f"there is no eval {self.eval!r}; {nearest_names(str(self.eval), get_args(Evaluation))}")
         if self.eval == "ema" and self.scale != "tensor":
             raise PlanError("eval: ema averages the range of a whole tensor: it needs scale: tensor.")
+        if self.promote is not None:
+            self.promote.require_can_fire(scaled=self.scale is not None or self._is_block)
         for width in self._widths():
             try:
                 width.resolve(axis_default=0)
             except BitplanError as error:
                 raise PlanError(str(error)) from None
+
+    @property
+    def _is_block(self) -> bool:
+        return self.format not in FAMILIES and isinstance(self.target, BlockFormat)
 
     def _widths(self) -> list[QuantizerSpec]:
         """The quantizer with every width that it may have; with any, where its schedule is not known yet."""
@@ -193,6 +202,8 @@ class QuantizerSpec:
         """As a plan writes it: a mapping without what is default, or only the format's name."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         given = {key: value for key, value in given.items() if key not in ("moved_by", "top_bits")}
+        if self.promote is not None:
+            given["promote"] = self.promote.to_data()
         return self.format if set(given) == {"format"} else given
 
     def __str__(self) -> str:
@@ -204,6 +215,7 @@ class QuantizerSpec:
         words += ["power-of-two"] if self.power_of_two else []
         words += [self.overflow] if self.overflow else []
         words += [f"eval={self.eval}"] if self.eval != "same" else []
+        words += [f"(promoted {self.promote})"] if self.promote is not None else []
         return " ".join(words)
 
     def _width_words(self) -> str:

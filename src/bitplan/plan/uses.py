@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -132,7 +132,7 @@ def use_from_text(text: str) -> Use:
 def leaves(use: Use, names: Names, passed: tuple[str, ...] = ()) -> Iterator[QuantizerSpec | None]:
     """Every quantizer that `use` may ever stand for, in the order of the run; None for ``keep``."""
     if isinstance(use, QuantizerSpec):
-        yield with_schedule(use, names.schedules)
+        yield looked_up(use, names, passed)
     elif isinstance(use, (Switch, Choosing)):
         if isinstance(use, Choosing):
             use.check(names.schedules)
@@ -154,7 +154,7 @@ def over_time(use: Use, names: Names) -> str | None:
 def words(use: Use, names: Names) -> str:
     """``e4m3 vector until 90%, then bf16``."""
     if isinstance(use, QuantizerSpec):
-        return str(with_schedule(use, names.schedules))
+        return str(looked_up(use, names))
     if isinstance(use, Switch):
         return f"{words(use.use, names)} until {use.until}, then {words(use.then, names)}"
     if isinstance(use, Choosing):
@@ -171,6 +171,25 @@ def switches(use: Use) -> Iterator[OverTime]:
             yield from switches(case)
 
 
+def looked_up(spec: QuantizerSpec, names: Names, passed: tuple[str, ...] = ()) -> QuantizerSpec:
+    """The quantizer with everything that it names: the schedule of its bits, and what it is promoted to."""
+    found = with_schedule(spec, names.schedules)
+    return found if found.promote is None else _promoting(found, _promoted_to(found.promote.to, names, passed))
+
+
+def _promoted_to(to: Use, names: Names, passed: tuple[str, ...]) -> QuantizerSpec | None:
+    while isinstance(to, str) and to != KEEP:
+        passed, to = (*passed, to), _named(to, names, passed)
+    if isinstance(to, (Switch, Choosing)):
+        raise PlanError("a promoted tensor keeps its format: promote to a quantizer that does not change over time.")
+    return None if isinstance(to, str) else to
+
+
+def _promote(spec: QuantizerSpec, target: QuantizerSpec | None) -> QuantizerSpec:
+    assert spec.promote is not None
+    return replace(spec, promote=spec.promote.looked_up(spec, target))
+
+
 def with_schedule(spec: QuantizerSpec, schedules: Mapping[str, Schedule]) -> QuantizerSpec:
     """The quantizer with the schedule that its bits name."""
     return _following(spec, _schedule(spec.bits, schedules)) if isinstance(spec.bits, str) else spec
@@ -178,6 +197,7 @@ def with_schedule(spec: QuantizerSpec, schedules: Mapping[str, Schedule]) -> Qua
 
 #: Asked for every operation of every module, and checking all widths takes a while.
 _following = lru_cache(maxsize=1024)(QuantizerSpec.follows)
+_promoting = lru_cache(maxsize=1024)(_promote)
 
 
 def _schedule(name: str, schedules: Mapping[str, Schedule]) -> Schedule:
