@@ -30,7 +30,7 @@ from bitplan.memory import Memory, measure_memory, predict_memory
 from bitplan.names import format
 from bitplan.packing import Packed, pack
 from bitplan.plan import Plan
-from bitplan.planners import RangeTest, assign, cpt_plan, range_test
+from bitplan.planners import Advice, RangeTest, advise, assign, cpt_plan, range_test
 from bitplan.quantizer import Quantizer, quantize
 from bitplan.scaling import Scaling
 from bitplan.schedules import Schedule, schedule
@@ -41,6 +41,7 @@ logging.getLogger("bitplan").addHandler(logging.NullHandler())
 
 __all__ = [
     "AccountError",
+    "Advice",
     "Attachment",
     "BitplanError",
     "BitplanWarning",
@@ -68,6 +69,7 @@ __all__ = [
     "Target",
     "TargetError",
     "__version__",
+    "advise",
     "assign",
     "attach",
     "cost",

@@ -15,6 +15,8 @@ import typer
 
 from bitplan._version import __version__
 from bitplan.cli import (
+    advise,
+    assign,
     bench,
     compare,
     cost,
@@ -39,11 +41,13 @@ COMMANDS: tuple[Callable[[typer.Typer], None], ...] = (
     formats.register,
     error.register,
     measure.register,
+    advise.register,
     sites.register,
     plan.register,
     cost.register,
     schedules.register,
     range_test.register,
+    assign.register,
     memory.register,
     tasks.register,
     train.register,

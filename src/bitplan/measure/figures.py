@@ -48,7 +48,9 @@ class OperandFigures:
     overflow: float
     kurtosis: float
     dynamic_range: float
+    #: Of the whole operand: its largest magnitude, and how many values it has.
     amax: float
+    elements: int
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,7 @@ def _operand_figures(
     return [
         OperandFigures(
             *(operand.slot, each.words, error.median, error.mean, error.p99, ratio, underflow),
-            *(_overflow(each, exact), kurtosis, spread, amax),
+            *(_overflow(each, exact), kurtosis, spread, amax, operand.whole.numel()),
         )
         for each, error, ratio, underflow in zip(specs, errors, ratios, lost, strict=True)
     ]

@@ -1,0 +1,64 @@
+"""``bitplan advise``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bitplan.plan import Plan
+
+TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny_task.py'}:Tiny"
+
+
+def test_a_plan_with_reasons_that_train_accepts(bitplan: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    ran = bitplan("advise", TINY, "--steps", 6, "-o", file)
+    assert ran.code == 0
+    for words in ("fprop.w of 0", "x worse than", "tau ", "What it does not see: bias against variance"):
+        assert words in ran.out
+    assert f"bitplan train {TINY} --plan {file}" in ran.err
+    made_by = Plan.load(file).made_by
+    assert isinstance(made_by, dict)
+    assert made_by["measured_by"] == f"bitplan measure {TINY} --stages --steps 6"
+    trained = bitplan("train", TINY, "--plan", file, "--out", tmp_path / "run", "--json")
+    assert trained.json["status"] == "finished"
+    assert trained.json["cost"]["relative_to_fp32"] < 0.5
+
+
+def test_json_and_a_measurement_made_before(bitplan: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "m.json"
+    assert bitplan("measure", TINY, "--stages", "--steps", 6, "-o", file).code == 0
+    options = ("--cost", "time", "--tau", 0.1, "--json")
+    found = bitplan("advise", TINY, "--measurement", file, *options).json
+    assert found == bitplan("advise", TINY, "--steps", 6, *options).json
+    assert (found["tau"], found["tau_from"], found["cost"]) == (0.1, "as given", "time")
+    assert {each["slot"] for each in found["slots"]} >= {"fprop.x", "fprop.w", "wgrad.dy"}
+    assert found["plan"]["rules"]
+
+
+def test_verification_trains_four_ways(bitplan: Callable[..., Any], tmp_path: Path) -> None:
+    found = bitplan(
+        *("advise", TINY, "--early", "--steps", 4, "--verify", "--verify-steps", 20, "--verify-seeds", 2),
+        *("--verify-out", tmp_path / "runs", "--json"),
+    ).json
+    rows = {row["label"]: row for row in found["verified"]}
+    assert list(rows) == ["high precision", "advice", "all E4M3", "all INT8"]
+    assert rows["high precision"]["gap"] == 0
+    assert rows["high precision"]["cost"] == 1
+    assert rows["advice"]["cost"] <= rows["all E4M3"]["cost"] < 0.5
+    assert len({row["loss"] for row in rows.values()}) == 4
+    assert bitplan("report", tmp_path / "runs", "-o", tmp_path / "page.html").code == 0
+
+
+def test_mistakes_are_one_sentence(bitplan: Callable[..., Any]) -> None:
+    for arguments, sentence in (
+        (["gpt-tiny", "--verify"], "needs a task"),
+        ([TINY, "--cost", "money", "--steps", 2], "there is no cost"),
+        ([TINY, "--measurement", "missing.json"], "cannot read missing.json"),
+        ([TINY, "--base", "missing.yaml"], "missing.yaml"),
+    ):
+        ran = bitplan("advise", *arguments)
+        assert ran.code == 2
+        assert sentence in ran.err
+        assert len(ran.err.strip().splitlines()) == 1
