@@ -179,6 +179,25 @@ def _one_direction(
     return torch.stack(steps), hidden
 
 
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """``F.cross_entropy`` of classes: the log-softmax, then the negative log-likelihood."""
+    if target.is_floating_point() or label_smoothing:
+        raise QuantizeError(
+            "a cross-entropy of probabilities or with label smoothing cannot be opened up: plan it as a whole."
+        )
+    logs = F.log_softmax(input, 1 if input.dim() > 1 else 0)
+    return F.nll_loss(logs, target, weight, size_average, ignore_index, reduce, reduction)
+
+
 #: torch's own function, whose body is Python; the copy does not ask a mode first and so runs inside it.
 multi_head_attention: Callable[..., Any] = FunctionType(
     F.multi_head_attention_forward.__code__,
@@ -197,6 +216,5 @@ OPENED: dict[str, Callable[..., Any]] = {
     "gru": gru,
     "rnn_tanh": _simple(torch.tanh),
     "rnn_relu": _simple(torch.relu),
+    "cross_entropy": cross_entropy,
 }
-#: Operations that appear only when a fused one is opened.
-INNER_OPS = ("matmul", "linear", "softmax")

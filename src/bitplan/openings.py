@@ -5,7 +5,7 @@ An operation such as ``lstm`` or ``scaled_dot_product_attention`` hides its prod
 
 * a rule gives it operand slots: then all products inside get those slots, or
 * a rule for its module names an operation that exists only inside it: ``matmul`` or ``softmax`` in attention,
-  ``linear`` in recurrent layers.
+  ``linear`` in recurrent layers, ``log_softmax`` or ``nll_loss`` in a cross-entropy.
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ from collections.abc import Callable
 from bitplan.opened import OPENED
 from bitplan.ops import PRODUCTS
 from bitplan.plan import SLOTS, Decision, Plan, Rule, compile_match
+
+_INSIDE = {
+    "scaled_dot_product_attention": ("matmul", "softmax"),
+    "cross_entropy": ("log_softmax", "nll_loss"),
+}
 
 
 def is_opened(plan: Plan, module: str, op: str) -> bool:
@@ -26,7 +31,7 @@ def is_opened(plan: Plan, module: str, op: str) -> bool:
 
 def inner_operations(op: str) -> tuple[str, ...]:
     """The operations inside the fused one that rules can ask for."""
-    return ("matmul", "softmax") if op == "scaled_dot_product_attention" else ("linear",)
+    return _INSIDE.get(op, ("linear",))
 
 
 def _asks_inside(rule: Rule, module: str, op: str) -> bool:

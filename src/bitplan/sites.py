@@ -33,6 +33,8 @@ from bitplan.watch import ProductWatch
 
 #: The path of a loss function's tensors.
 LOSS_PATH = "loss"
+#: Functions that cut a tensor into parts.
+_SPLITS = frozenset({"chunk", "split", "split_with_sizes", "tensor_split"})
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ class Operation:
     aten_products: tuple[str, ...] = ()
     #: Name of a parameter -> the parameter, of which `parameters` may have a view.
     wholes: dict[str, Tensor] = field(default_factory=dict)
+    #: What its result was split into. These are views, and no sites, but some accounts of memory count them.
+    parts: list[Tensor] = field(default_factory=list)
 
     @property
     def label(self) -> str:
@@ -137,6 +141,8 @@ class Recorder(Interceptor):
                 if id(tensor) not in self.made_by:
                     self.made_by[id(tensor)] = source
                     self.kept.append(tensor)
+            if getattr(func, "__name__", "") in _SPLITS:
+                self.operations[source].parts.extend(_tensors(result))
         return result
 
     def on_operation(

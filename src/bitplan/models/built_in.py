@@ -7,11 +7,13 @@ adjacency is made on the current default device, so ``with torch.device("meta")`
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from bitplan.errors import TargetError
 from bitplan.models.gcn import GCN, normalised_adjacency
 from bitplan.models.gpt import GPT, gpt2_small, next_token_loss
 from bitplan.models.lstm import LSTMModel
@@ -42,6 +44,29 @@ def _graph(nodes: int = 2048, edges: int = 8192) -> Target:
         adjacency = normalised_adjacency(torch.randint(nodes, (2, edges)), nodes)
         batch = ((torch.randn(nodes, 128), adjacency), torch.randint(40, (nodes,)))
         return Target(GCN((128, 512, 512, 40)), batch, F.cross_entropy)
+
+
+#: Networks for 32x32 images that are made in any width, for any number of classes.
+SIZED: dict[str, Callable[..., nn.Module]] = {
+    "resnet18": resnet18,
+    "squeezenet": SqueezeNet,
+    "mobilenet-v2": MobileNetV2,
+    "shufflenet-v2": ShuffleNetV2,
+    **{f"resnet{depth}": partial(cifar_resnet, depth) for depth in (20, 38, 56, 74, 110, 152)},
+}
+
+
+def sized_target(text: str, classes: int | None = None, width: float | None = None) -> Target:
+    """One of :data:`SIZED` in another size than its own: 100 classes where none are said (10 of the deep ResNets)."""
+    name = text.replace("_", "-")
+    if name not in SIZED:
+        raise TargetError(f"classes and width can be chosen of {', '.join(SIZED)}, not of {text}.")
+    own = 10 if isinstance(SIZED[name], partial) else 100
+    number = own if classes is None else classes
+    try:
+        return _images(SIZED[name](classes=number, width=1.0 if width is None else width), number)
+    except ValueError as error:
+        raise TargetError(str(error)) from error
 
 
 #: Name -> what makes the model, its batch and its loss.

@@ -1,0 +1,190 @@
+"""``bitplan assign``: a plan that keeps precision where it matters and memory under a ratio or a budget."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.table import Table
+
+from bitplan.cli.arguments import TargetArgument
+from bitplan.cli.output import JsonOption, Output, command_output
+from bitplan.errors import AccountError, nearest_names
+from bitplan.memory.step import OPTIMIZER_NAMES, OptimizerChoice
+from bitplan.models.built_in import sized_target
+from bitplan.placing import batch_size, placed
+from bitplan.planners.assign.assign import Asked, assignment, chosen_formats
+from bitplan.planners.assign.assignment import Assignment
+from bitplan.planners.assign.baselines import BASELINES, REMARKS
+from bitplan.planners.assign.levels import FORMATS
+from bitplan.planners.assign.orders import ORDERS
+from bitplan.planners.assign.probe import BATCHES, WARM
+from bitplan.sizes import byte_text
+from bitplan.targets import Target, load_target, running
+from bitplan.tasks.registry import find_task, task_names
+
+
+def register(app: typer.Typer) -> None:
+    app.command("assign")(assign_command)
+
+
+def _completing(names: tuple[str, ...]) -> Any:
+    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
+
+
+#: How tensors are chosen; ``bitplan train --assign`` takes the same.
+OrderOption = Annotated[
+    str,
+    typer.Option(
+        help=f"Which groups go down first: {', '.join(ORDERS)}. Sensitivity runs the model to measure damage.",
+        autocompletion=_completing(ORDERS),
+    ),
+]
+FormatsOption = Annotated[
+    str | None,
+    typer.Option(
+        help=f"{', '.join(FORMATS)}, or levels of your own such as bf16/8/4. By default paper; with a budget "
+        f"bf16/e4m3+e5m2.",
+        autocompletion=_completing(tuple(FORMATS)),
+        show_default=False,
+    ),
+]
+
+
+def assign_command(
+    target: TargetArgument,
+    ratio: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="The share of all values that is to be low, 0 to 1.")
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="What the peak of a packed step may be: 6GiB, or 70% of the peak without a plan."),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Instead of an assignment, one of {', '.join(BASELINES)}.", autocompletion=_completing(BASELINES)
+        ),
+    ] = None,
+    formats: FormatsOption = None,
+    levels: Annotated[
+        str | None,
+        typer.Option(help="The same as a list, the highest precision first: bf16,8,6,4.", show_default=False),
+    ] = None,
+    order: OrderOption = "largest",
+    seed: Annotated[int, typer.Option(help="Of the order random, and of the weights that sensitivity sees.")] = 0,
+    classes: Annotated[int | None, typer.Option(min=2, help="Of a built-in network for small images.")] = None,
+    width: Annotated[float | None, typer.Option(min=0.01, help="The same.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples a step, if not the target's own number.")] = None,
+    optimizer: Annotated[
+        str, typer.Option(help="What a budget counts in: sgd (with momentum), adamw or none.")
+    ] = "sgd",
+    compile: Annotated[bool, typer.Option("--compile", help="The budget is for the model compiled.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Show groups, sizes, order and the cut.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the plan there (default: print it).")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a plan for TARGET in which some tensors are low: as many as --ratio or --budget ask for.
+
+    Nothing is run, but with --order sensitivity. With --json: one object, the figures and the plan.
+    """
+    with command_output(as_json) as output:
+        asked = Asked(ratio, budget, baseline, order, seed)
+        if optimizer not in OPTIMIZER_NAMES:
+            raise AccountError(f"there is no optimizer {optimizer!r} here; {nearest_names(optimizer, OPTIMIZER_NAMES)}")
+        chosen = chosen_formats(
+            asked, formats, None if levels is None else [name for name in levels.split(",") if name]
+        )
+        is_run = order == "sensitivity" and baseline is None
+        if is_run:
+            torch.manual_seed(seed)
+        model = placed(_target(target, classes, width, shapes_only=not is_run), torch.device("cpu"), batch)
+        batches, make = _warm_up(target, model, seed, output) if is_run else (None, None)
+        with running(target):
+            found = assignment(
+                *(model.model, model.batch, model.loss, asked, chosen),
+                optimizer=make or optimizer,
+                compile=compile,
+                device="cpu",
+                batches=batches,
+                tell=output.note,
+            )
+        plan = found.plan
+        output.document(
+            {
+                "target": target,
+                "batch": batch_size(model.batch),
+                **found.facts(),
+                **{key: value for key, value in found.story.items() if key not in found.facts()},
+                **({"order_of_groups": found.rows()} if explain else {}),
+                "plan": plan.to_dict(),
+            }
+        )
+        if out is not None:
+            plan.save(out)
+            output.note(f"wrote {out}. {plan.description}")
+        if as_json:
+            return
+        if explain:
+            _explain(found, output)
+        elif out is None:
+            typer.echo(plan.to_yaml(), nl=False)
+
+
+def _target(text: str, classes: int | None, width: float | None, shapes_only: bool) -> Target:
+    if classes is None and width is None:
+        return load_target(text, shapes_only=shapes_only)
+    with torch.device("meta") if shapes_only else nullcontext():
+        return sized_target(text, classes, width)
+
+
+def _warm_up(target: str, shown: Target, seed: int, output: Output) -> tuple[list[Any] | None, OptimizerChoice]:
+    """What sensitivity is measured on: a task has data and a recipe, other targets only their batch."""
+    if target not in task_names():
+        output.note(f"{target} comes with random data: its sensitivity says little about real training. Name a task.")
+        return None, None
+    task = find_task(target, (), seed)
+    return [task.batch(step) for step in range(WARM + BATCHES)], task.optimizer
+
+
+def _explain(found: Assignment, output: Output) -> None:
+    facts = found.facts()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading, justify in (("group", "right"), ("begins at", "left"), ("tensors", "right"), ("values", "right")):
+        table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for heading in ("share", "together"):
+        table.add_column(heading, justify="right")
+    table.add_column("level", no_wrap=True)
+    together, is_cut = 0.0, False
+    for row in found.rows():
+        if found.group_levels is not None and not row["is_low"] and not is_cut:
+            is_cut = True
+            table.add_section()
+        together += row["share"]
+        cells = (str(row["group"]), row["start"], str(row["tensors"]), f"{row['elements']:,}")
+        table.add_row(*cells, f"{row['share']:.1%}", f"{together:.1%}", row["level"])
+    output.console.print(table)
+    name = found.story.get("baseline")
+    if name is not None:
+        output.console.print(
+            f"baseline {name}{f' ({REMARKS[name]})' if name in REMARKS else ''}: {found.plan.description}"
+        )
+    else:
+        output.console.print(
+            f"order {found.story['order']}: {facts['demoted']} of {facts['groups']} groups lie above the cut and are "
+            f"low, {facts['selection_ratio']:.1%} of all values. Against all-{found.formats.levels[0]}, the tensors "
+            f"of a step take {1 - facts['reported_ratio'] / 2:.1%} of the bits.",
+            soft_wrap=True,
+        )
+    if "peak_predicted" in found.story:
+        output.console.print(
+            f"peak: {byte_text(found.story['peak_predicted'])} predicted, packed, of a budget of "
+            f"{byte_text(found.story['budget_bytes'])}; without a plan {byte_text(found.story['peak_today'])}.",
+            soft_wrap=True,
+        )

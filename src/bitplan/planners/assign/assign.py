@@ -1,0 +1,209 @@
+"""Assignments under a budget: which tensors get a low precision, so that memory is saved where it costs least.
+
+Lee, Sharma & Aiken 2023 (arXiv 2301.13464): the tensors of a step lie in groups, cut at products; groups go down to the
+low precision one after the other, the largest first, until the ratio of low values is reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.errors import PlanError
+from bitplan.memory.step import OptimizerChoice
+from bitplan.plan import Plan
+from bitplan.planners.assign.assignment import Assignment, cut_for_ratio
+from bitplan.planners.assign.baselines import baseline as baseline_of
+from bitplan.planners.assign.budget import Budget, Step, fit
+from bitplan.planners.assign.groups import Account, account_of
+from bitplan.planners.assign.levels import Formats, Level, formats_of
+from bitplan.planners.assign.orders import Move, moves_by_damage, moves_of, require_order
+from bitplan.planners.assign.probe import BATCHES, WARM, Probe, probe
+
+#: What a budget in bytes is met with, where no formats are named: types that memory and hardware have.
+BUDGET_FORMATS = "bf16/e4m3+e5m2"
+#: The loss scale that the paper's runs begin with.
+LOSS_SCALE = 65536.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What an assignment is to be. One of ratio, budget and baseline is given."""
+
+    ratio: float | None = None
+    #: ``6GiB``, a number of bytes, or a share of today's peak such as ``70%``.
+    budget: str | int | Budget | None = None
+    baseline: str | None = None
+    order: str = "largest"
+    #: Of the order random, and of what a probe draws.
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("ratio", "budget", "baseline") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise PlanError(f"give one of ratio, budget and baseline, not {' and '.join(given) or 'none'}.")
+        if self.ratio is not None and not 0 <= self.ratio <= 1:
+            raise PlanError(f"ratio is {self.ratio:g}; it must be a share from 0 to 1.")
+        require_order(self.order)
+
+    def story(self, formats: Formats) -> dict[str, Any]:
+        """For the plan's ``made_by``."""
+        told: dict[str, Any] = {"formats": formats.name, "order": self.order}
+        if self.order == "random":
+            told["seed"] = self.seed
+        if self.ratio is not None:
+            told["ratio"] = self.ratio
+        return told
+
+
+def assign(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[..., Tensor] | None = None,
+    *,
+    ratio: float | None = None,
+    budget: str | int | None = None,
+    baseline: str | None = None,
+    formats: str | Formats | None = None,
+    levels: Sequence[str | Level] | None = None,
+    low: str | Level | None = None,
+    high: str | Level | None = None,
+    order: str = "largest",
+    seed: int = 0,
+    optimizer: OptimizerChoice = "default",
+    compile: bool = False,
+    device: torch.device | str | None = None,
+    batches: Iterable[Any] | None = None,
+) -> Plan:
+    """A plan that gives `model` a low precision where a ratio or a budget asks for it.
+
+    Nothing is run, but for the order ``sensitivity``; a model on the ``meta`` device can be planned. `batch` and `loss`
+    as :func:`bitplan.sites` takes them.
+
+    :param ratio: the share of all values of a step that are to be low, 0 to 1.
+    :param budget: what the peak of a packed step may be: ``"6GiB"``, bytes, or a share of the peak without a plan,
+        ``"70%"``. Weights, optimizer state and all else that lives is counted in.
+    :param baseline: in place of both, one of :data:`bitplan.planners.assign.baselines.BASELINES`.
+    :param formats: ``paper`` (the default with a ratio), ``bf16/e4m3+e5m2`` (the default with a budget),
+        ``bf16/mxfp8``, or levels of your own as in ``bf16/8/4``.
+    :param levels: the same as a list; or `low` and `high`, the two ends.
+    :param order: which groups go down first: ``largest``, ``smallest``, ``random`` (by `seed`), or ``sensitivity``,
+        which measures the damage of each group's rounding per byte that it saves.
+    :param optimizer: for a budget, as :func:`bitplan.predict_memory` takes it; for the order ``sensitivity`` a function
+        that makes one, with which a copy is warmed up before anything is measured.
+    :param compile: the budget is for the model compiled.
+    :param batches: what sensitivity is measured on; by default `batch` alone.
+
+    >>> net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> assign(net, torch.randn(4, 8), ratio=0.5).made_by["demoted"]
+    1
+    """
+    asked = Asked(ratio, budget, baseline, order, seed)
+    return assignment(
+        *(model, batch, loss, asked, chosen_formats(asked, formats, levels, low, high)),
+        optimizer=optimizer,
+        compile=compile,
+        device=device,
+        batches=batches,
+    ).plan
+
+
+def chosen_formats(
+    asked: Asked,
+    formats: str | Formats | None = None,
+    levels: Sequence[str | Level] | None = None,
+    low: str | Level | None = None,
+    high: str | Level | None = None,
+) -> Formats:
+    """The formats that were named, or those that suit what is asked."""
+    if asked.budget is not None and formats is None and levels is None and low is None and high is None:
+        formats = BUDGET_FORMATS
+    return formats_of(formats, levels, low, high)
+
+
+def assignment(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[..., Tensor] | None,
+    asked: Asked,
+    formats: Formats,
+    *,
+    optimizer: OptimizerChoice = "default",
+    compile: bool = False,
+    device: torch.device | str | None = None,
+    batches: Iterable[Any] | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> Assignment:
+    """:func:`assign` with the groups, their order and the figures beside the plan.
+
+    :param tell: told in sentences what is found on the way.
+    """
+    account = account_of(model, batch, loss, opens_loss=formats.opens_loss)
+    if asked.baseline is not None:
+        return baseline_of(asked.baseline, account, formats)
+    story = asked.story(formats)
+    if asked.order == "sensitivity":
+        found = _probed(model, [batch] if batches is None else batches, loss, account, formats, optimizer, asked.seed)
+        moves = moves_by_damage(found.damages, _savings(account, formats))
+        story |= {"probe": {"passes": found.passes, "warm_steps": found.warm}}
+        if tell is not None:
+            tell(f"sensitivity was measured by {found.passes} forward and backward passes after {found.warm} steps.")
+    else:
+        moves = moves_of(asked.order, account.groups, formats.low, asked.seed)
+
+    def after(made: int) -> Assignment:
+        return Assignment.after(account, formats, moves, made, story)
+
+    if asked.budget is None:
+        assert asked.ratio is not None
+        return after(cut_for_ratio(account, formats, moves, asked.ratio))
+    wanted = Budget.of(asked.budget)
+    step = Step(model, batch, loss, optimizer, compile, device)
+    fitted = fit(wanted, step, lambda made: after(made).plan, len(moves), tell)
+    story |= {
+        "budget": str(wanted),
+        "budget_bytes": fitted.limit,
+        "peak_today": fitted.today,
+        "peak_predicted": fitted.peak,
+        "compile": compile,
+    }
+    return after(fitted.made)
+
+
+def _probed(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss: Callable[..., Tensor] | None,
+    account: Account,
+    formats: Formats,
+    optimizer: OptimizerChoice,
+    seed: int,
+) -> Probe:
+    if loss is None:
+        raise PlanError("damage is measured in gradients: give a loss.")
+    moves = moves_of("largest", account.groups, formats.low)
+    return probe(
+        *(model, batches, loss),
+        lambda made: Assignment.after(account, formats, made, len(made), {}).plan,
+        moves,
+        optimizer=optimizer if callable(optimizer) else None,
+        measured=BATCHES,
+        warm=WARM,
+        loss_scale=LOSS_SCALE if formats.wants_loss_scale else 1.0,
+        seed=seed,
+    )
+
+
+def _savings(account: Account, formats: Formats) -> dict[Move, float]:
+    """Bytes that each move saves of all tensors of its group."""
+    found: dict[Move, float] = {}
+    for tensor in account.tensors:
+        for level in range(1, formats.low + 1):
+            before, now = (formats.levels[number].bits(tensor.role) for number in (level - 1, level))
+            move = Move(tensor.group, level)
+            found[move] = found.get(move, 0.0) + tensor.elements * (before - now) / 8
+    return found

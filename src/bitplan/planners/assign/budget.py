@@ -1,0 +1,137 @@
+"""Keeping the peak of a training step under a budget: the real one of packed execution, everything counted in.
+
+A ratio is an aggregate over all tensors of a step, which do not all live at once. A budget in bytes is about the *most*
+that lives at any moment: master weights, optimizer state, gradients, what is kept for the backward pass and what is on
+its way, as :func:`bitplan.predict_memory` foresees it for the very plan, on tensors without data. Down the list of
+moves the peak falls, so the least cut under the budget is found by halving.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.errors import PlanError
+from bitplan.memory import predict_memory
+from bitplan.memory.step import OptimizerChoice
+from bitplan.plan import Plan
+from bitplan.sizes import byte_text, read_bytes
+
+#: Halving trusts that the peak falls from cut to cut; where it does not, so many neighbours are looked at as well.
+_NEIGHBOURS = 2
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A number of bytes, or a share of the peak without a plan."""
+
+    bytes: int | None = None
+    share: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.bytes is None) == (self.share is None):
+            raise PlanError("a budget is either bytes or a share of today's peak.")
+        if self.share is not None and self.share <= 0:
+            raise PlanError("a share of today's peak is more than 0%: write it as 70%.")
+
+    @classmethod
+    def of(cls, given: str | int | Budget) -> Budget:
+        """What ``6GiB``, ``70%`` or a number of bytes means.
+
+        >>> Budget.of("70%").share, Budget.of("1KiB").bytes
+        (0.7, 1024)
+        """
+        if isinstance(given, Budget):
+            return given
+        if isinstance(given, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*%\s*", given)):
+            return cls(share=float(found[1]) / 100)
+        return cls(bytes=read_bytes(str(given)))
+
+    def limit(self, today: int) -> int:
+        """Bytes."""
+        return self.bytes if self.bytes is not None else int(today * (self.share or 0))
+
+    def __str__(self) -> str:
+        return byte_text(self.bytes).replace(" ", "") if self.bytes is not None else f"{100 * (self.share or 0):g}%"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A cut whose peak lies within the budget."""
+
+    made: int
+    #: Predicted bytes: without a plan, and with the plan of the cut; and what the budget allows.
+    today: int
+    peak: int
+    limit: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """The training step whose memory is asked about."""
+
+    model: nn.Module
+    batch: Any
+    loss: Callable[..., Tensor] | None = None
+    optimizer: OptimizerChoice = "default"
+    compile: bool = False
+    device: torch.device | str | None = None
+
+    def peak(self, plan: Plan | None) -> int:
+        """The predicted peak: packed under a plan, and as it is without one."""
+        execution = "emulate" if plan is None else "packed"
+        return predict_memory(
+            *(self.model, self.batch, self.loss, self.optimizer, plan, execution, self.compile), device=self.device
+        ).peak
+
+
+def fit(
+    budget: Budget, step: Step, plan_after: Callable[[int], Plan], moves: int, tell: Callable[[str], None] | None = None
+) -> Fit:
+    """The smallest cut whose plan keeps the step's peak within the budget.
+
+    :param plan_after: the plan after so many moves.
+    :param tell: told of each prediction in a sentence.
+    """
+    say = tell or (lambda sentence: None)
+    today = step.peak(None)
+    limit = budget.limit(today)
+    say(f"without a plan: a peak of {byte_text(today)}, predicted; the budget is {byte_text(limit)}.")
+    known: dict[int, int] = {}
+
+    def peak(made: int) -> int:
+        if made not in known:
+            known[made] = step.peak(plan_after(made))
+            say(f"{made} of {moves} moves: a peak of {byte_text(known[made])}, predicted.")
+        return known[made]
+
+    low, high = 0, moves
+    if peak(0) <= limit:
+        return Fit(0, today, peak(0), limit)
+    if peak(moves) > limit:
+        fitting = [made for made in range(moves - 1, max(moves - 1 - _NEIGHBOURS, 0), -1) if peak(made) <= limit]
+        if not fitting:
+            raise PlanError(_impossible(limit, today, known, moves))
+        high = fitting[-1]
+    while high - low > 1:
+        middle = (low + high) // 2
+        if peak(middle) <= limit:
+            high = middle
+        else:
+            low = middle
+    return Fit(high, today, peak(high), limit)
+
+
+def _impossible(limit: int, today: int, known: dict[int, int], moves: int) -> str:
+    best = min(known, key=lambda made: (known[made], made))
+    how = "with every group at the lowest level" if best == moves else f"after {best} of {moves} moves"
+    beside = f"; without a plan the peak is {byte_text(today)}, which fits" if today <= limit else ""
+    return (
+        f"no assignment keeps the peak within {byte_text(limit)}: the least is {byte_text(known[best])}, "
+        f"{how}{beside}. Raise the budget, add a lower level, or make the batch smaller."
+    )

@@ -1,0 +1,25 @@
+"""The accounts of the paper's networks, each made once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+
+from bitplan.models.built_in import sized_target
+from bitplan.planners.assign.groups import Account, account_of
+
+
+@cache
+def _network(name: str, width: float) -> Account:
+    with torch.device("meta"):
+        target = sized_target(name, 100, width)
+    return account_of(target.model, target.batch, target.loss)
+
+
+@pytest.fixture
+def network() -> Callable[..., Account]:
+    """Of a network's name and width: its account with 100 classes and 128 images."""
+    return lambda name, width=1.0: _network(name, width)

@@ -1,0 +1,153 @@
+"""Ratios, baselines and the plans that come of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import bitplan
+from bitplan.errors import PlanError
+from bitplan.openings import decision_for
+from bitplan.planners.assign.assignment import Assignment, cut_for_ratio
+from bitplan.planners.assign.baselines import BASELINES, baseline
+from bitplan.planners.assign.groups import Account, account_of, place_of
+from bitplan.planners.assign.levels import PAPER, formats_of
+from bitplan.planners.assign.orders import moves_of
+from bitplan.targets import load_target
+
+Network = Callable[..., Account]
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "operator", "prime"),
+    [
+        ("squeezenet", 1.0, 0.173, 0.344),
+        ("squeezenet", 0.1, 0.1635, 0.326),  # the facts cut .16346 to .163
+        ("resnet18", 1.0, 0.279, 0.538),
+        ("resnet18", 0.1, 0.266, 0.530),
+    ],
+)
+def test_ratios_of_the_operator_baselines(
+    network: Network, name: str, width: float, operator: float, prime: float
+) -> None:
+    account = network(name, width)
+    assert baseline("operator", account, PAPER).reported_ratio == pytest.approx(operator, abs=0.0005)
+    assert baseline("operator-prime", account, PAPER).reported_ratio == pytest.approx(prime, abs=0.0005)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("squeezenet", 0.998), ("resnet18", 0.979)])
+def test_ratios_of_the_uniform_baselines(network: Network, name: str, expected: float) -> None:
+    account = network(name)
+    low = baseline("uniform-low", account, PAPER)
+    assert low.reported_ratio == pytest.approx(expected, abs=0.0005)
+    assert (low.selection_ratio, low.demoted) == (1.0, len(account.groups))
+    assert baseline("all-high", account, PAPER).reported_ratio == 0.0
+    assert baseline("fp32", account, PAPER).reported_ratio == -2.0
+    assert not baseline("fp32", account, PAPER).plan.all_rules
+
+
+def test_the_reported_ratio_leaves_out_the_gradients_of_parameters(network: Network) -> None:
+    account = network("resnet18")
+    moves = moves_of("largest", account.groups, 1)
+    found = Assignment.after(account, PAPER, moves, cut_for_ratio(account, PAPER, moves, 0.5), {"ratio": 0.5})
+    low = [tensor for tensor in account.tensors if (found.levels or ())[tensor.unit]]
+    gradients = sum(tensor.elements for tensor in low if tensor.role == "grad_weight")
+    assert gradients
+    assert found.selection_ratio - found.reported_ratio == pytest.approx(gradients / account.elements)
+
+
+@pytest.mark.parametrize("target", ["resnet18", "shufflenet-v2", "gpt-tiny", "gcn"])
+@pytest.mark.parametrize("ratio", [0.0, 0.4, 0.8, 1.0])
+def test_the_plan_gives_every_tensor_what_was_meant(target: str, ratio: float) -> None:
+    made = load_target(target, shapes_only=True)
+    account = account_of(made.model, made.batch, made.loss)
+    moves = moves_of("largest", account.groups, 1)
+    found = Assignment.after(account, PAPER, moves, cut_for_ratio(account, PAPER, moves, ratio), {"ratio": ratio})
+    plan = bitplan.Plan.from_yaml(found.plan.to_yaml())
+    inside = {place_of(operation): operation.inside for operation in account.operations}
+    for unit, level in zip(account.units, found.levels or (), strict=True):
+        role = "fprop.x" if unit.kind == "input" else unit.kind
+        wanted = getattr(PAPER.levels[level], "activation" if unit.kind == "input" else unit.kind)
+        for place in unit.places:
+            decision = decision_for(plan.decide, *place, inside[place])
+            assert decision[role].quantizer == wanted
+            assert decision.grad_at == "consumer"
+    # And every rule says something.
+    bitplan.explain(made.model, plan, made.batch, made.loss)
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_baselines_are_plans_that_hold_on_their_model(name: str) -> None:
+    layers = (nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten())
+    net = nn.Sequential(*layers, nn.Linear(64, 3))
+    batch = torch.randn(2, 3, 8, 8), torch.randint(3, (2,))
+    plan = bitplan.assign(net, batch, F.cross_entropy, baseline=name)
+    rows = bitplan.explain(net, plan, batch, F.cross_entropy)
+    low = {row.site.name for row in rows if row.quantizer is not None and row.quantizer.target.bits == 8}
+    if name == "operator":  # the second convolution alone: the first and the last are exempt
+        assert low == {
+            *("2/relu.0:activation", "3/conv2d.0:weight", "3/conv2d.0:weight(bias)", "3/conv2d.0:grad_activation")
+        }
+    if name in ("fp32", "all-high"):
+        assert not low
+
+
+def test_levels_go_down_one_after_the_other() -> None:
+    made = load_target("gpt-tiny", shapes_only=True)
+    formats = formats_of("bf16/8/6/4")
+    plan = bitplan.assign(made.model, made.batch, made.loss, levels=["bf16", "8", "6", "4"], ratio=0.75)
+    assert isinstance(plan.made_by, dict)
+    used = {str(use) for rule in plan.rules for _, use in rule.quantizers}
+    assert plan.made_by["demoted"] == plan.made_by["groups"]  # all lie at 8 bits, and some below
+    assert any("mxfp6" in use for use in used)
+    assert not any("mxfp4" in use for use in used)
+    assert formats.gain(0) == 0
+    assert formats.gain(3) == 1
+    lowest = bitplan.assign(made.model, made.batch, made.loss, levels=["bf16", "8", "6", "4"], ratio=1.0)
+    assert isinstance(lowest.made_by, dict)
+    assert lowest.made_by["selection_ratio"] == 1.0
+
+
+def test_orders_differ_and_random_ones_repeat(network: Network) -> None:
+    groups = network("squeezenet").groups
+    assert moves_of("random", groups, 1, seed=1) == moves_of("random", groups, 1, seed=1)
+    assert moves_of("random", groups, 1, seed=1) != moves_of("random", groups, 1, seed=2)
+    assert sorted(move.group for move in moves_of("random", groups, 1)) == [group.number for group in groups]
+
+
+def test_a_model_too_large_for_memory_is_planned() -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(200_000, 200_000), nn.ReLU(), nn.Linear(200_000, 10))
+        batch = torch.randn(64, 200_000)
+    plan = bitplan.assign(net, batch, ratio=0.5)
+    assert isinstance(plan.made_by, dict)
+    assert plan.made_by["parameters"] == 200_000 * 200_011 + 10
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({}, "give one of ratio, budget and baseline, not none"),
+        ({"ratio": 0.5, "budget": "70%"}, "not ratio and budget"),
+        ({"ratio": 1.5}, "from 0 to 1"),
+        ({"ratio": 0.5, "order": "larger"}, "closest.*largest|did you mean|largest"),
+        ({"baseline": "hfp8"}, "there is no baseline"),
+        ({"ratio": 0.5, "formats": "papr"}, "there are no formats"),
+        ({"ratio": 0.5, "levels": ["8", "bf16"]}, "highest precision down|precision down"),
+        ({"ratio": 0.5, "levels": ["bf16"]}, "two or more"),
+        ({"budget": "a lot"}, "no number of bytes"),
+        ({"budget": "0%"}, "more than 0%"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(asked: dict[str, object], message: str) -> None:
+    with pytest.raises(bitplan.BitplanError, match=message):
+        bitplan.assign(nn.Linear(4, 2), torch.randn(3, 4), **asked)  # type: ignore[arg-type]
+
+
+def test_an_unknown_quantity_of_levels_is_refused() -> None:
+    with pytest.raises(PlanError, match="levels, or low and high"):
+        bitplan.assign(nn.Linear(4, 2), torch.randn(3, 4), ratio=0.5, levels=["bf16", "8"], low="4")
