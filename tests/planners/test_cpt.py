@@ -27,6 +27,7 @@ from bitplan.targets import load_target
             ["conv1", *(f"layer{number}.0.shortcut.0" for number in (1, 2, 3, 4)), "fc"],
         ),
         ("squeezenet", "convolutional", []),
+        ("detection", "convolutional", []),  # pyramid and heads, too
         ("lstm", "recurrent", []),
         ("gpt-tiny", "transformer", []),
         ("gcn", "graph", []),

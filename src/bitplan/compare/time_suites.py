@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from bitplan.compare.choice import Choice
 from bitplan.plan import Plan
 from bitplan.planners.cpt import Widths, operations_of, plan_of
@@ -18,19 +20,25 @@ EARLY = (25, 50, 100)
 STARTS = ("0%", "12.5%", "25%", "50%")
 
 
-def cpt_choices(task: Task) -> tuple[Choice, ...]:
-    """FP32, static controls, and all ten schedules at 3-8 bits with gradients at 8."""
+def cpt_choices(
+    task: Task, names: Sequence[str] = tuple(TEN), low: int = LOW, high: int = HIGH, static: Sequence[int] = (8, 6)
+) -> tuple[Choice, ...]:
+    """FP32, static controls, and cyclic schedules with gradients at the highest bits.
+
+    :param names: of schedules; CR, or else the first, has a static control at its own cost.
+    :param static: the widths of other controls.
+    """
     operations, steps = _operations(task), task.settings.all_steps
-    ten = {name: _plan(operations, schedule(name, low=LOW, high=HIGH), name) for name in TEN}
+    cyclic = {name: _plan(operations, schedule(name, low=low, high=high), name) for name in names}
+    like = "CR" if "CR" in cyclic else names[0]
     equal = equal_cost_plan(
-        operations, mean_bit_operations(operations, ten["CR"], steps), HIGH, name="static at the cost of CR"
+        operations, mean_bit_operations(operations, cyclic[like], steps), high, name=f"static at the cost of {like}"
     )
     return (
         Choice("FP32", None),
-        Choice("static 8", _static(operations, 8)),
-        Choice("static 6", _static(operations, 6)),
-        Choice("static at the cost of CR", equal),
-        *(Choice(name, plan) for name, plan in ten.items()),
+        *(Choice(f"static {bits}", _static(operations, bits)) for bits in static),
+        Choice(f"static at the cost of {like}", equal),
+        *(Choice(name, plan) for name, plan in cyclic.items()),
     )
 
 
