@@ -391,6 +391,11 @@ class Attachment:
             raise PlanError("statistics are off: attach with stats=True.")
         return self._all_tables.statistics()
 
+    @property
+    def promotes(self) -> bool:
+        """Whether the plan may promote tensors."""
+        return self._all_tables.promotes
+
     def promotions(self) -> list[Promoted]:
         """The tensors that were promoted so far, and when. Reading waits for the device."""
         return self._all_tables.promotions()

@@ -71,5 +71,6 @@ def progress_words(now: Progress, metric: str) -> str:
         return "the loss is not finite; looking for what broke first"
     words = [] if now.loss is None else [f"loss {now.loss:.3f}"]
     words += [] if now.metric is None else [f"{metric} {now.metric:.3f}"]
+    words += [f"{now.promoted} promoted"] if now.promoted else []
     words += [f"{now.bits:.3g} bits", f"cost {now.cost:.1%}", byte_text(now.peak)]
     return ", ".join(words)

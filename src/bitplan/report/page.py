@@ -15,7 +15,7 @@ from typing import Any
 from bitplan._version import __version__
 from bitplan.report.charts.common import plotly, styles_of
 from bitplan.report.page_charts import charts_html
-from bitplan.report.page_tables import badge, plans_html, runs_html
+from bitplan.report.page_tables import badge, plans_html, promotions_html, runs_html
 from bitplan.report.palette import dark_partners, sign_svg
 from bitplan.report.runs import Run
 from bitplan.report.summaries import Experiment, Report
@@ -30,13 +30,18 @@ _POLICY = (
 def page_html(report: Report) -> str:
     """The whole page."""
     plotly()  # says in a sentence where it is missing
-    from plotly.offline import get_plotlyjs
-
     drawings: dict[str, Any] = {}
     sections = "".join(
         _experiment_html(experiment, f"e{number}", drawings) for number, experiment in enumerate(report.experiments)
     )
     title = f"bitplan: {', '.join(dict.fromkeys(experiment.task for experiment in report.experiments))}"
+    return document(title, sections, drawings, counted(len(report.runs), "run"))
+
+
+def document(title: str, sections: str, drawings: dict[str, Any], source: str, name: str = "report") -> str:
+    """A page with these sections, each of class ``experiment``, and all that its charts need."""
+    from plotly.offline import get_plotlyjs
+
     data = {"drawings": drawings, "dark": dark_partners()}
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -44,11 +49,11 @@ def page_html(report: Report) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>{html.escape(title)}</title>\n<style>{_asset('page.css')}</style>\n</head>\n<body>\n"
-        '<header><h1>bitplan <span class="quiet">report</span></h1>'
+        f'<header><h1>bitplan <span class="quiet">{html.escape(name)}</span></h1>'
         '<button type="button" id="theme" class="plain">Light or dark</button></header>\n'
         f"<main>{sections}</main>\n"
         f'<footer class="quiet">Made by bitplan {html.escape(__version__)} from '
-        f"{counted(len(report.runs), 'run')}. This file needs no network.</footer>\n"
+        f"{html.escape(source)}. This file needs no network.</footer>\n"
         f'<script type="application/json" id="data">{script_json(data)}</script>\n'
         f"<script>{get_plotlyjs()}</script>\n<script>{_asset('page.js')}</script>\n</body>\n</html>\n"
     )
@@ -72,7 +77,7 @@ def _experiment_html(experiment: Experiment, key: str, drawings: dict[str, Any])
         f"{_emulation_note(experiment)}{_facts_html(experiment)}{_legend_html(experiment, key)}"
         f'<div class="charts">{charts_html(experiment, key, drawings)}</div>'
         f'<h3 class="part">Plans</h3>{plans_html(experiment)}'
-        f'<h3 class="part">Runs</h3>{runs_html(experiment)}</section>'
+        f'<h3 class="part">Runs</h3>{runs_html(experiment)}{promotions_html(experiment)}</section>'
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from bitplan.report.runs import Run
 from bitplan.report.summaries import Experiment, PlanSummary
 from bitplan.report.tables import COLUMNS_NOTE, Cell, plan_columns, table_html, verdict_words
-from bitplan.report.words import counted, duration_words, number_words
+from bitplan.report.words import counted, duration_words, number_words, percent_words
 
 
 def badge(plan: PlanSummary) -> str:
@@ -48,6 +48,29 @@ def runs_html(experiment: Experiment) -> str:
                 ]
             )
     return table_html(list(zip(titles, numbers, strict=True)), rows, f"runs on {experiment.task}", True)
+
+
+def promotions_html(experiment: Experiment) -> str:
+    """Which tensors were promoted in which run, and when; nothing where none was."""
+    rows = [
+        [
+            Cell(plan.label, plan.label),
+            Cell(str(run.seed), run.seed),
+            Cell(str(each.step), each.step),
+            Cell(each.site, each.site),
+            Cell(f"{each.measure} {percent_words(each.share)}", each.share),
+            Cell(each.to, each.to),
+        ]
+        for plan in experiment.plans
+        for run in plan.runs
+        for each in run.promotions
+    ]
+    if not rows:
+        return ""
+    titles = ("plan", "seed", "from step", "tensor", "because of", "promoted to")
+    numbers = (False, True, True, False, True, False)
+    table = table_html(list(zip(titles, numbers, strict=True)), rows, f"promotions on {experiment.task}", True)
+    return f'<h3 class="part">Promotions</h3>{table}'
 
 
 def _number(value: float | None, words: Callable[[float], str]) -> Cell:

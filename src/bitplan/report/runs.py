@@ -17,6 +17,7 @@ from bitplan.compare.folder import read_comparison
 from bitplan.errors import RunError
 from bitplan.tasks.task import Metric
 from bitplan.train.folder import RunFolder
+from bitplan.train.summary import PromotionRecord
 
 #: How deep runs may lie beneath a folder that is named: runs/comparison/run.
 _DEPTH = 3
@@ -87,6 +88,9 @@ class Run:
     #: The most bytes held, measured: on a GPU by torch's allocator, else by the whole process.
     peak: float | None = None
     seconds: float | None = None
+    #: 0: every tensor has 16 bits, 1: every tensor has 8; None before there is a summary.
+    low_precision_ratio: float | None = None
+    promotions: Sequence[PromotionRecord] = ()
     points: Sequence[Point] = ()
     sites: Sequence[SiteRecord] = ()
 
@@ -157,6 +161,8 @@ def read_run(path: Path, label: str | None = None) -> Run:
         memory={} if summary is None else summary.memory,
         peak=None if summary is None else float(summary.peak),
         seconds=None if summary is None else summary.seconds,
+        low_precision_ratio=cost.get("low_precision_ratio"),
+        promotions=() if summary is None else summary.promotions,
         points=points,
         sites=_sites(folder.sites_file),
     )

@@ -6,6 +6,7 @@ the plan and the seed. So a run that was killed and resumed ends with the very b
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import shlex
@@ -31,7 +32,9 @@ from bitplan.train.folder import RunFolder
 from bitplan.train.journal import Journal, read_lines
 from bitplan.train.session import Session, repeatable
 from bitplan.train.site_table import measured_sites, planned_sites
-from bitplan.train.summary import Phase, Progress, Status, Summary
+from bitplan.train.summary import Phase, Progress, PromotionRecord, Status, Summary
+
+log = logging.getLogger("bitplan")
 
 #: What the loop itself remembers from step to step.
 _OWN_STATE = ("loss", "metrics", "best", "told", "bits", "cost")
@@ -154,6 +157,7 @@ class _Loop:
         #: What steps had cost up to the last line of metrics.jsonl: see :func:`_sums`.
         self.told: tuple[float, ...] = (0, 0, 0, 0)
         self.bits = self.cost = 0.0
+        self.promoted = 0
         #: The step of the last line, and what one step adds to the cost since then.
         self._told_at, self._step_cost = 0, 0.0
         #: The step of the newest checkpoint; -1 before the first.
@@ -225,10 +229,22 @@ class _Loop:
             "bits": self.bits,
             "mean_bits": bits / elements if elements else 0.0,
             "cost": self.cost,
+            **self._promotions(cost),
         }
         self.journal.add(line)
         self.times.add({"step": step, "seconds": self._seconds(), "peak": self.session.peak()})
         self.events.add(line)
+
+    def _promotions(self, cost: Cost) -> dict[str, float]:
+        """How many tensors are promoted, and the ratio that falls by it; nothing where the plan promotes nothing."""
+        run = self.session.run
+        if not run.promotes:
+            return {}
+        known = run.promotions()
+        for each in known[self.promoted :]:
+            log.info("promoted: %s", each)
+        self.promoted = len(known)
+        return {"promoted": self.promoted, "low_precision_ratio": cost.low_precision_ratio}
 
     def _evaluate(self) -> None:
         self._tell("evaluating")
@@ -301,10 +317,13 @@ class _Loop:
     def _diverged(self) -> Summary:
         """The last good checkpoint stays the last one."""
         cost, step, loss = self.session.run.cost(), self.session.step, self.loss
+        promotions = self._promotion_records()  # the search makes steps again
         self.journal.add({"step": step + 1, "loss": loss, "diverged": True})
         fault = find_fault(self.session, self.place.checkpoints, lambda: self._tell("searching"))
         good = f" The checkpoint of step {self.saved} is good." if self.saved >= 0 else ""
-        summary = self._summary("diverged", cost, step=step, why=f"{fault}{good}", site=fault.site)
+        summary = self._summary(
+            "diverged", cost, step=step, why=f"{fault}{good}", site=fault.site, promotions=promotions
+        )
         self.place.write_summary(summary)
         return summary
 
@@ -322,12 +341,17 @@ class _Loop:
                 "relative_to_fp32": cost.relative,
                 "relative_to_bf16": cost.bit_operations / bf16 if bf16 else 0.0,
                 "mean_bits": cost.mean_bits,
+                "low_precision_ratio": cost.low_precision_ratio,
             },
             "memory": {role: part.bytes / max(cost.steps, 1) for role, part in cost.tensors.items()},
             "peak": self.session.peak(),
             "seconds": self._seconds(),
+            "promotions": self._promotion_records(),
         }
         return Summary(self.place.path, status, **{**facts, **more})
+
+    def _promotion_records(self) -> tuple[PromotionRecord, ...]:
+        return tuple(map(PromotionRecord.of, self.session.run.promotions()))
 
     def _seconds(self) -> float:
         return round(time.perf_counter() - self.began, 3)
@@ -346,6 +370,7 @@ class _Loop:
                 cost=self.cost + self._step_cost * (self.session.step - self._told_at),
                 peak=self.session.peak(),
                 seconds=self._seconds(),
+                promoted=self.promoted,
             )
         )
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from bitplan.errors import RunError
+from bitplan.promoting import Promoted
 
 #: *finished*: all steps made. *stopped*: on request, and can be resumed. *diverged*: the loss or the weights are no
 #: longer finite, and trying again would give the same.
@@ -36,6 +37,23 @@ class Progress:
     peak: int
     #: Since the run was first started, without the time it lay still.
     seconds: float
+    #: Tensors that were promoted so far, as of the last line of ``metrics.jsonl``.
+    promoted: int = 0
+
+
+@dataclass(frozen=True)
+class PromotionRecord:
+    """A tensor that was promoted, as files tell it; see :class:`bitplan.promoting.Promoted`."""
+
+    site: str
+    step: int
+    measure: str
+    share: float
+    to: str
+
+    @classmethod
+    def of(cls, promoted: Promoted) -> PromotionRecord:
+        return cls(promoted.site, promoted.step, promoted.measure, promoted.share, promoted.to)
 
 
 @dataclass(frozen=True)
@@ -52,7 +70,7 @@ class Summary:
     best: float | None = None
     #: Of the last step.
     loss: float | None = None
-    #: bitops, relative_to_fp32, relative_to_bf16 and mean_bits of the steps made.
+    #: bitops, relative_to_fp32, relative_to_bf16, mean_bits and low_precision_ratio of the steps made.
     cost: Mapping[str, float] = field(default_factory=dict)
     #: Bytes of each class of a step's tensors in the plan's formats: counted by :mod:`bitplan.cost`, not measured.
     memory: Mapping[str, float] = field(default_factory=dict)
@@ -63,6 +81,8 @@ class Summary:
     why: str | None = None
     #: Of a run that diverged: the tensor that was the first not to be finite.
     site: str | None = None
+    #: Tensors that were promoted, in the order of time.
+    promotions: tuple[PromotionRecord, ...] = ()
 
     def __post_init__(self) -> None:
         if self.status not in get_args(Status):
@@ -82,6 +102,7 @@ class Summary:
             "seconds": self.seconds,
             **({} if self.why is None else {"why": self.why}),
             **({} if self.site is None else {"site": self.site}),
+            **({"promotions": [asdict(each) for each in self.promotions]} if self.promotions else {}),
         }
 
     @classmethod
@@ -100,6 +121,7 @@ class Summary:
             seconds=float(content["seconds"]),
             why=content.get("why"),
             site=content.get("site"),
+            promotions=tuple(PromotionRecord(**each) for each in content.get("promotions", ())),
         )
 
 

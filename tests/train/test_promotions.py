@@ -1,0 +1,54 @@
+"""A run whose plan promotes: what its folder tells, and that a resumed run ends the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from bitplan import Plan
+from bitplan.report.page import page_html
+from bitplan.report.summaries import Report
+from bitplan.tasks.registry import find_task
+from bitplan.train.loop import train
+from bitplan.train.summary import Summary
+
+SETTINGS = ["steps=8", "batch=16", "evaluate_every=4", "model=resnet8", "width=0.25"]
+#: Its largest value is 1.75, so that some activations overflow at once.
+LOW = {"format": "e2m2b2none", "promote": {"to": "e6m9", "overflow": 0.02}}
+PLAN = Plan.from_dict({"version": 1, "rules": [{"match": "*", "activation": LOW, "weight": LOW}]})
+
+
+def run(folder: Path, stop_after: int | None = None) -> Summary:
+    seen = []
+    task = find_task("digits", SETTINGS, seed=3)
+    stop = None if stop_after is None else lambda: len(seen) >= stop_after
+    return train(task, PLAN, folder=folder, log_every=1, on_progress=lambda now: seen.append(now), stop=stop)
+
+
+def test_the_folder_tells_which_when_and_why_and_resuming_changes_nothing(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole")
+    lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    counts = [line["promoted"] for line in lines if "promoted" in line]
+    ratios = [line["low_precision_ratio"] for line in lines if "promoted" in line]
+    assert len(counts) == 8
+    assert 0 < counts[0] <= counts[-1] == len(whole.promotions)
+    assert ratios[0] > ratios[-1]
+    assert all(each.measure == "overflow" and each.share >= 0.02 for each in whole.promotions)
+    assert whole.cost["low_precision_ratio"] == ratios[-1]
+    assert Summary.from_dict(whole.folder, json.loads(json.dumps(whole.to_dict()))) == whole
+    promoted = {each.site: each for each in whole.promotions if not each.site.startswith("loss/")}
+    sites = json.loads((tmp_path / "whole" / "sites.json").read_text())
+    told = {site["site"]: site["format"] for site in sites if site["site"] in promoted}
+    assert set(told) == set(promoted)
+    assert all(words.endswith(f"until step {promoted[site].step}, then e6m9") for site, words in told.items())
+
+    assert run(tmp_path / "stopped", stop_after=3).status == "stopped"
+    again = run(tmp_path / "stopped")
+    assert again.promotions == whole.promotions
+    for name in ("metrics.jsonl", "model.safetensors"):
+        assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+    page = page_html(Report.of([tmp_path]))
+    assert '<h3 class="part">Promotions</h3>' in page
+    assert page.count("promotions on digits") == 2  # the caption and the label of its frame
+    assert all(each.site in page for each in whole.promotions)
