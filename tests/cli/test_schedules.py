@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,3 +86,26 @@ def test_mistakes_are_one_sentence(bitplan: Callable[..., Any], arguments: list[
     assert ran.code == 2
     assert sentence in ran.err
     assert len(ran.err.strip().splitlines()) == 1
+
+
+def test_a_page_is_written_beside_the_figures(bitplan: Callable[..., Any], tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    page = tmp_path / "new" / "rth.html"
+    ran = bitplan("schedules", "RTH", "--steps", 640, "--plot", page, "--json")
+    assert (ran.code, ran.json["name"]) == (0, "RTH")
+    assert ran.err == f"bitplan: wrote {page}\n"
+    assert "RTH 3-8 x8" in page.read_text()
+    assert bitplan("schedules", "--steps", 640, "--plot", tmp_path / "ten.html").code == 0
+    assert all(f"{name} 3-8 x8" in (tmp_path / "ten.html").read_text() for name in TEN)
+    assert bitplan("schedules", "--saving", 0.4, "--steps", 640, "--plot", tmp_path / "saving.html").code == 0
+    assert "RTH 3-8 x8" in (tmp_path / "saving.html").read_text()
+
+
+def test_a_page_needs_plotly(bitplan: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("plotly", "plotly.graph_objects"):
+        monkeypatch.setitem(sys.modules, module, None)
+    ran = bitplan("schedules", "CR", "--plot", tmp_path / "cr.html")
+    assert ran.code == 2
+    assert ran.err == "bitplan: drawing a schedule needs plotly, which is not installed: run 'pip install plotly'.\n"
+    assert not (tmp_path / "cr.html").exists()
+    assert bitplan("schedules", "CR").code == 0  # the terminal needs nothing

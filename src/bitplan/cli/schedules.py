@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich import box
 from rich.table import Table
 
-from bitplan.cli.output import JsonOption, Output, command_output
+from bitplan.cli.output import JsonOption, Output, command_output, make_folder, write_file
 from bitplan.errors import ScheduleError
 from bitplan.schedules import SCHEDULE_NAMES, TEN, Schedule, ScheduleSummary, schedule
 from bitplan.schedules.cyclic import DEFAULT_CYCLES, PROFILE_WORDS
@@ -60,6 +61,12 @@ def schedules(
             show_default=False,
         ),
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot", metavar="FILE", help="Also write a page that draws them (an .html file).", show_default=False
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the ten cyclic schedules side by side, or one of them drawn.
@@ -74,23 +81,38 @@ def schedules(
             if name is not None:
                 raise ScheduleError(f"--saving chooses a schedule by itself: drop {name}, or --saving.")
             advice = recommend(saving, low, high, steps, cycles)
+            chosen = _made(advice.summary.name, low, high, cycles)
+            _write_plot(plot, [chosen], steps, output)
             output.document({**asdict(advice.summary), "reason": advice.reason})
             if not as_json:
-                _print_one(_made(advice.summary.name, low, high, cycles), steps, output)
+                _print_one(chosen, steps, output)
                 output.console.print(advice.reason, soft_wrap=True)
         elif name is not None:
             chosen = _made(name, low, high, cycles)
+            _write_plot(plot, [chosen], steps, output)
             output.document(asdict(chosen.summary(steps)))
             if not as_json:
                 _print_one(chosen, steps, output)
         else:
             ten = {each: _made(each, low, high, cycles) for each in TEN}
+            _write_plot(plot, [ten[each] for names in GROUPS.values() for each in names], steps, output)
             records: list[dict[str, Any]] = [
                 {**asdict(each.summary(steps)), "group": group_of(each.name)} for each in ten.values()
             ]
             output.document(records)
             if not as_json:
                 _print_ten(ten, steps, output)
+
+
+def _write_plot(page: Path | None, shown: list[Schedule], steps: int, output: Output) -> None:
+    if page is None:
+        return
+    from bitplan.report.schedules_page import schedules_page
+
+    text = schedules_page(shown, steps)
+    make_folder(page.parent)
+    write_file(page, text)
+    output.note(f"wrote {page}")
 
 
 def _made(name: str, low: int, high: int, cycles: int) -> Schedule:

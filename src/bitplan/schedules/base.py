@@ -8,13 +8,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bitplan.errors import ScheduleError
 from bitplan.schedules.moments import Moment
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
 Whole = NDArray[np.int64]
 
@@ -130,6 +133,12 @@ class Schedule(ABC):
             float((bits == top).mean()),
             cost / (3 * top * top * total),
         )
+
+    def plot(self, total: int) -> Figure:
+        """A drawing of the bits over a run of `total` steps, as a plotly figure; needs plotly."""
+        from bitplan.schedules.figures import schedule_figure
+
+        return schedule_figure(self, total)
 
     def __str__(self) -> str:
         """A few words, such as ``CR 3-8 x8``."""
