@@ -12,6 +12,7 @@ from bitplan.report.charts.memory import class_words, memory_chart, memory_class
 from bitplan.report.charts.prices import price_chart
 from bitplan.report.charts.sites import measures_of, sites_chart
 from bitplan.report.figures import Drawing, chart_figure, memory_table, sites_table, time_table
+from bitplan.report.page_deficits import deficit_drawings
 from bitplan.report.palette import class_colour
 from bitplan.report.summaries import Experiment
 from bitplan.report.tables import plan_columns, table_html
@@ -59,6 +60,7 @@ def charts_html(experiment: Experiment, key: str, drawings: dict[str, Any]) -> s
             _class_legend(experiment),
         ),
     ]
+    charts += deficit_drawings(experiment)
     shown = [chart_figure(f"{key}-{number}", chart, drawings) for number, chart in enumerate(charts)]
     return "".join(shown) + _sites_html(experiment, key, drawings)
 

@@ -48,6 +48,11 @@ def bare_layout(height: int) -> dict[str, Any]:
     }
 
 
+def metric_axis(experiment: Experiment) -> dict[str, Any]:
+    unit = ", %" if experiment.metric_is_share else ""
+    return {"title": f"{safe(experiment.metric.name)}{unit} ({experiment.metric.better} is better)"}
+
+
 def shortened(label: str, most: int = 22) -> str:
     return label if len(label) <= most else f"{label[: most - 1]}…"
 

@@ -35,18 +35,18 @@ def _runs_chart(experiment: Experiment, name: str, title: str, scale: int, logar
     figure = go.Figure()
     known: list[float] = []
     for number, (plan, style) in enumerate(zip(experiment.plans, styles_of(experiment), strict=True)):
-        curves = [_scaled(run.curve(name), scale) for run in plan.runs]
+        curves = [scaled_curve(run.curve(name), scale) for run in plan.runs]
         for run, (steps, values) in zip(plan.runs, curves, strict=True):
             if not steps:
                 continue
             known += [value for value in values if math.isfinite(value)]
             alone = len(plan.runs) == 1
-            figure.add_trace(_line(go, number, plan, style, f"seed {run.seed}", steps, values, alone))
+            figure.add_trace(curve_line(go, number, plan, style, f"seed {run.seed}", steps, values, alone))
             if run.status == "diverged":
                 figure.add_trace(_end_of_diverged(go, number, plan, style, run, steps, values))
         judged = [curve for run, curve in zip(plan.runs, curves, strict=True) if run in plan.judged]
-        if len(plan.runs) > 1 and (mean := _mean_curve(judged)) is not None:
-            figure.add_trace(_line(go, number, plan, style, "mean", *mean, strong=True))
+        if len(plan.runs) > 1 and (mean := mean_curve(judged)) is not None:
+            figure.add_trace(curve_line(go, number, plan, style, "mean", *mean, strong=True))
     if not figure.data:
         return None
     axis: dict[str, Any] = {}
@@ -59,7 +59,7 @@ def _runs_chart(experiment: Experiment, name: str, title: str, scale: int, logar
     return figure
 
 
-def _scaled(curve: tuple[list[int], list[float]], scale: int) -> tuple[list[int], list[float]]:
+def scaled_curve(curve: tuple[list[int], list[float]], scale: int) -> tuple[list[int], list[float]]:
     return curve[0], [scale * value for value in curve[1]]
 
 
@@ -74,7 +74,7 @@ def bits_chart(experiment: Experiment) -> Figure | None:
         if not steps:
             continue
         highest = max([highest, *(each for each in bits if math.isfinite(each))])
-        line = _line(go, number, plan, style, "bits", steps, bits, strong=True)
+        line = curve_line(go, number, plan, style, "bits", steps, bits, strong=True)
         line.update(line={"shape": "hv"})
         figure.add_trace(line)
     if not figure.data:
@@ -89,7 +89,7 @@ def bits_chart(experiment: Experiment) -> Figure | None:
     return figure
 
 
-def _line(
+def curve_line(
     go: Any,
     number: int,
     plan: PlanSummary,
@@ -106,13 +106,13 @@ def _line(
         mode="lines" if len(steps) > 1 else "markers",
         line={"color": style.colour, "width": 2.2 if strong else 1, "dash": style.line},
         opacity=1.0 if strong else 0.35,
-        hovertemplate=f"step %{{x}}: %{{y:.4g}}<extra>{_template_safe(plan.label)}, {what}</extra>",
+        hovertemplate=f"step %{{x}}: %{{y:.4g}}<extra>{template_safe(plan.label)}, {what}</extra>",
         showlegend=False,
         meta={"plan": number},
     )
 
 
-def _template_safe(text: str) -> str:
+def template_safe(text: str) -> str:
     """A user's text within a hover template, where %{...} would be read."""
     return safe(text).replace("%{", "% {")
 
@@ -134,7 +134,7 @@ def _end_of_diverged(
     )
 
 
-def _mean_curve(curves: list[tuple[list[int], list[float]]]) -> tuple[list[int], list[float]] | None:
+def mean_curve(curves: list[tuple[list[int], list[float]]]) -> tuple[list[int], list[float]] | None:
     """The mean of several curves, at the steps that all of them have."""
     known = [dict(zip(*curve, strict=True)) for curve in curves]
     shared = [step for step in known[0] if all(step in curve for curve in known)]

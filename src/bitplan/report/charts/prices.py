@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from bitplan.report.charts.common import bare_layout, byte_unit, log_ticks, plotly, safe, styles_of
+from bitplan.report.charts.common import bare_layout, byte_unit, log_ticks, metric_axis, plotly, safe, styles_of
 from bitplan.report.palette import NEUTRAL, Style
 from bitplan.report.runs import Run
 from bitplan.report.summaries import Experiment, PlanSummary
@@ -71,7 +71,7 @@ def price_chart(experiment: Experiment, price: Price) -> Figure | None:
                 meta={"plan": number},
             )
         )
-    figure.update_layout(xaxis=axis, yaxis=_metric_axis(experiment), **bare_layout(380))
+    figure.update_layout(xaxis=axis, yaxis=metric_axis(experiment), **bare_layout(380))
     for number, plan, style in lost:
         figure.add_trace(_lost(go, experiment, plan, number, style, of_plan(plan)))
     if lost:
@@ -123,11 +123,6 @@ def _room(prices: list[float]) -> dict[str, Any]:
     low, high = math.log10(min(prices)), math.log10(max(prices))
     margin = max(0.12 * (high - low), (1 - (high - low)) / 2)
     return {"range": [low - margin, high + margin]}
-
-
-def _metric_axis(experiment: Experiment) -> dict[str, Any]:
-    unit = ", %" if experiment.metric_is_share else ""
-    return {"title": f"{safe(experiment.metric.name)}{unit} ({experiment.metric.better} is better)"}
 
 
 def _add_front(
