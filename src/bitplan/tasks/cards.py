@@ -50,6 +50,8 @@ class Card:
 
 _LIBRARY = "Python's standard library"
 _ANY_TEXT = "any text file, a folder of train and valid"
+_DOCSTRINGS = Floor(2.0, ("steps=80", "lr=2e-3", "length=24"))
+_BERT = "BERT, tiny to base, or pretrained"
 _GRAPH, _NPZ = "GCN or GraphSAGE", "a graph in an .npz file"
 
 #: Every built-in task's card, by its name.
@@ -67,6 +69,11 @@ CARDS: dict[str, Card] = {
     "lm": Card("GPT-like decoder", _LIBRARY, _ANY_TEXT, "perplexity", "lower", Floor(1.4, ("steps=100",))),
     "mlm": Card("BERT, tiny to base", _LIBRARY, _ANY_TEXT, "perplexity", "lower", Floor(1.08, ("steps=200",))),
     "bert-mini": Card("BERT-mini", _LIBRARY, _ANY_TEXT, "perplexity", "lower"),
+    "text-classification": Card(
+        _BERT, "docstrings of the library", "train.tsv and dev.tsv", "accuracy", "higher", _DOCSTRINGS
+    ),
+    "sst2": Card(_BERT, "", "SST-2's .tsv files", "accuracy", "higher"),
+    "xnli": Card(_BERT, "", "XNLI's .tsv or .jsonl files", "accuracy", "higher"),
     "graph": Card(_GRAPH, "1,797 digits and their neighbours", _NPZ, "accuracy", "higher", Floor(9.0, ("steps=60",))),
     "cora": Card(_GRAPH, "", "Cora's .npz file", "accuracy", "higher"),
     "citeseer": Card(_GRAPH, "", "Citeseer's .npz file", "accuracy", "higher"),

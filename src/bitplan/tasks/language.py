@@ -127,9 +127,11 @@ class TransformerSettings(LanguageSettings):
                 raise TaskError(f"{name} is {getattr(self, name)}; it must be at least 0.")
 
 
-def transformer_optimizer(model: nn.Module, settings: TransformerSettings) -> Optimizer:
+def transformer_optimizer(
+    model: nn.Module, settings: TransformerSettings, betas: tuple[float, float] = (0.9, 0.95)
+) -> Optimizer:
     """AdamW; matrices decay, biases and norms do not."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return AdamW(groups, lr=settings.lr, betas=(0.9, 0.95))
+    return AdamW(groups, lr=settings.lr, betas=betas)

@@ -58,23 +58,22 @@ class MaskedBert(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.model = _transformers().BertForMaskedLM(config)
+        self.model = transformers().BertForMaskedLM(config)
 
     def forward(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.model(input_ids=tokens).logits
         return logits
 
 
-def _transformers() -> Any:
+def transformers() -> Any:
+    """The package, or a sentence where it is not installed."""
     # Nothing is fetched here, so the library need not look for its hub.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
-        import transformers
+        import transformers as package
     except ModuleNotFoundError as error:
-        raise TaskError(
-            "masked language modelling needs transformers, which is not installed: run 'pip install transformers'."
-        ) from error
-    return transformers
+        raise TaskError("BERT needs transformers, which is not installed: run 'pip install transformers'.") from error
+    return package
 
 
 class MaskedLanguageModelling(LanguageTask):
@@ -93,7 +92,7 @@ class MaskedLanguageModelling(LanguageTask):
     def model(self) -> nn.Module:
         recipe = self.settings
         layers, features = SIZES[recipe.size]
-        config = _transformers().BertConfig(
+        config = transformers().BertConfig(
             vocab_size=self.tokens + 1,
             hidden_size=features,
             num_hidden_layers=layers,

@@ -15,7 +15,9 @@ from bitplan.tasks.lstm_lm import LSTMLanguageModelling, PennTreebank, WikiText
 from bitplan.tasks.mlm import BertMini, MaskedLanguageModelling
 from bitplan.tasks.public_graphs import AmazonPhoto, Citeseer, CoauthorCS, Cora, OgbnArxiv
 from bitplan.tasks.public_images import Cifar10, Cifar100, FashionMnist, ImageFolder
+from bitplan.tasks.public_texts import Sst2, Xnli
 from bitplan.tasks.task import Task
+from bitplan.tasks.text_classification import Docstrings
 from bitplan.tasks.voc import Voc
 from bitplan.user_code import in_words, named_file, public_name, run_file
 
@@ -26,6 +28,7 @@ TASKS: tuple[type[Task], ...] = (
     *(LSTMLanguageModelling, PennTreebank, WikiText),
     DecoderLanguageModelling,
     *(MaskedLanguageModelling, BertMini),
+    *(Docstrings, Sst2, Xnli),
     *(Graph, Cora, Citeseer, AmazonPhoto, CoauthorCS, OgbnArxiv),
 )
 

@@ -1,0 +1,41 @@
+"""Texts with classes: what text classification reads its batches from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bitplan.errors import TaskError
+
+#: A text, and a second one where classes are of pairs ("" where not).
+Sample = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class LabelledTexts:
+    """Samples and their classes."""
+
+    samples: tuple[Sample, ...]
+    labels: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+@dataclass(frozen=True)
+class TextData:
+    """A data set: what is trained on, what is held out, and the names of the classes."""
+
+    training: LabelledTexts
+    held_out: LabelledTexts
+    classes: Sequence[str]
+
+    def __post_init__(self) -> None:
+        for part, what in ((self.training, "to learn from"), (self.held_out, "held out")):
+            if not len(part):
+                raise TaskError(f"there are no texts {what}: name files that have some.")
+            if not 0 <= min(part.labels) <= max(part.labels) < len(self.classes):
+                raise TaskError(
+                    f"a text {what} is of class {max(part.labels)}, and there are {len(self.classes)} classes: this is "
+                    f"another set."
+                )
