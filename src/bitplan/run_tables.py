@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +11,10 @@ from bitplan.actions import Action, Here, PlaceAction
 from bitplan.decisions import ANY
 from bitplan.errors import PlanError
 from bitplan.intercept import state_of, without_wrappers
-from bitplan.noise import keys_of
 from bitplan.observe import COLUMNS, PROMOTED, SIGN, Statistics, fold, promotion_in, statistics
 from bitplan.promoting import Promoted, limit_of, sum_over_ranks
-from bitplan.tables import RECORD, TABLE, ModuleTables, write
+from bitplan.sheet import Sheet, with_twins
+from bitplan.tables import RECORD, ModuleTables
 
 
 class RunTables:
@@ -27,6 +25,7 @@ class RunTables:
         self.each: list[ModuleTables] = []
         #: Whether anything may be promoted.
         self.promotes = False
+        self._sheet: Sheet | None = None
         self._parameter_names = {id(tensor): without_wrappers(name) for name, tensor in model.named_parameters()}
 
     def device(self) -> torch.device:
@@ -34,37 +33,19 @@ class RunTables:
 
     # --- what a step reads ---
 
-    def rows(self, tables: Sequence[ModuleTables], seed: int, step: int) -> list[list[list[int]]]:
-        """The rows of several modules: all keys are mixed at once, since a step of a small model takes milliseconds."""
-        names: list[str] = []
-        for each in tables:
-            own = each.module._parameters
-            known = (self._parameter_names.get(id(own[name]), name) for name in each.parameters)
-            names += [each.path, *(f"parameter {name}" for name in known)]
-        keys = iter(keys_of(seed, step, [zlib.crc32(name.encode()) for name in names]))
-        return [each.rows([next(keys) for _ in range(1 + len(each.parameters))]) for each in tables]
-
     def install(self, tables: ModuleTables, seed: int, step: int) -> None:
         """Give a module, and every copy that was made of it, its buffers."""
-        (rows,) = self.rows([tables], seed, step)
-        for module in (tables.module, *state_of(tables.module).twins):
+        self._sheet = None
+        rows = Sheet([tables], self._parameter_names).at(seed, step)
+        for module in with_twins(tables.module):
             device = next(module.parameters(), torch.empty(0, device=self.device())).device
             tables.install(rows, device, module)
 
     def write(self, seed: int, step: int) -> None:
         """The tables of the model, and of every copy that was made of it."""
-        buffers: list[Tensor] = []
-        rows: list[list[list[int]]] = []
-        written = [tables for tables in self.each if tables.has_table]
-        for tables, new in zip(written, self.rows(written, seed, step), strict=True):
-            for module in (tables.module, *state_of(tables.module).twins):
-                buffer = module._buffers.get(TABLE)
-                if buffer is not None:
-                    buffers.append(buffer)
-                    rows.append(new)
-        for device in {buffer.device for buffer in buffers}:
-            here = [number for number, buffer in enumerate(buffers) if buffer.device == device]
-            write([buffers[number] for number in here], [rows[number] for number in here])
+        if self._sheet is None:
+            self._sheet = Sheet([tables for tables in self.each if tables.has_table], self._parameter_names)
+        self._sheet.write(seed, step)
 
     # --- what a step leaves ---
 
@@ -83,7 +64,7 @@ class RunTables:
         folded = torch.split(fold(whole, step), [len(record) for _, record in found])
         torch._foreach_copy_([record for _, record in found], list(folded))
         for (tables, _), record in zip(found, folded, strict=True):
-            for twin in state_of(tables.module).twins:  # a copy evaluates with the same ranges and promotions
+            for twin in with_twins(tables.module)[1:]:  # a copy evaluates with the same ranges and promotions
                 known = twin._buffers.get(RECORD)
                 if known is not None and known.shape == record.shape:
                     known.copy_(record)

@@ -103,22 +103,16 @@ class ModuleTables:
     def live_row(self, row: int) -> LiveRow:
         return self.formats[row - len(self.parameters) - 1]
 
-    def rows(self, keys: list[list[int]]) -> list[list[int]]:
-        """The whole table; `keys` are the module's own and those of its parameters."""
-        pad = [0] * (ROW_FIELDS - 2)
-        return [[*key, *pad] for key in keys] + [row.values for row in self.formats]
-
     @property
     def has_table(self) -> bool:
         return self.needs_keys or bool(self.formats)
 
-    def install(self, rows: list[list[int]], device: torch.device, module: nn.Module | None = None) -> None:
+    def install(self, rows: Tensor, device: torch.device, module: nn.Module | None = None) -> None:
         """Give the module, or a copy of it, its table; one of the same size is left where it lies, to be written."""
         module = self.module if module is None else module
         known = module._buffers.get(TABLE)
         if self.has_table and (known is None or len(known) != len(rows)):
-            table = torch.tensor(rows, dtype=torch.int32, device=device)
-            module.register_buffer(TABLE, table, persistent=False)
+            module.register_buffer(TABLE, rows.clone().to(device), persistent=False)
 
     def record_row(self, site: str, device: torch.device, limit: float = math.inf) -> int:
         """The row of a site, a new one if it was not met before.
@@ -138,12 +132,3 @@ class ModuleTables:
         for name in (TABLE, RECORD):
             self.module._buffers.pop(name, None)
             self.module._non_persistent_buffers_set.discard(name)
-
-
-def write(buffers: list[Tensor], rows: list[list[list[int]]]) -> None:
-    """New rows into the buffers: one small copy to the device, which nothing waits for."""
-    if not buffers:
-        return
-    flat = torch.tensor([row for table in rows for row in table], dtype=torch.int32)
-    parts = torch.split(flat.to(buffers[0].device, non_blocking=True), [len(table) for table in rows])
-    torch._foreach_copy_(buffers, list(parts))
