@@ -73,4 +73,5 @@ def progress_words(now: Progress, metric: str) -> str:
     words += [] if now.metric is None else [f"{metric} {now.metric:.3f}"]
     words += [f"{now.promoted} promoted"] if now.promoted else []
     words += [f"{now.bits:.3g} bits", f"cost {now.cost:.1%}", byte_text(now.peak)]
+    words += [] if now.error is None else [f"error {now.error:.1e}"]
     return ", ".join(words)

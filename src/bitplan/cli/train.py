@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +26,7 @@ from bitplan.plan.find import find_plan
 from bitplan.sizes import byte_text
 from bitplan.tasks.registry import find_task, task_names
 from bitplan.tasks.task import Task
-from bitplan.train import RunFolder, Summary, fresh_folder, train
+from bitplan.train import Progress, RunFolder, Summary, fresh_folder, train
 from bitplan.train.checkpoint import checkpoints_in
 from bitplan.train.config import command_of, plan_name
 from bitplan.train.loop import chosen_device
@@ -80,6 +80,13 @@ def train_command(
     checkpoint_every: Annotated[
         int | None, typer.Option(min=0, help="Steps between checkpoints (default: as evaluations; 0: at the end).")
     ] = None,
+    measure_every: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Look at every product before every so many steps, on a copy: errors by format, and an alarm (0: no).",
+        ),
+    ] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and do not.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -99,7 +106,9 @@ def train_command(
             made = find_task(task, settings or (), seed)
             name = None if found is None else plan_name(found, plan)
             folder = out or fresh_folder(made.name, name, seed)
-            asked = _Asked(made, task, found, plan, folder, execution, device, compile, checkpoint_every)
+            asked = _Asked(
+                *(made, task, found, plan, folder, execution, device, compile, checkpoint_every, measure_every)
+            )
         if dry_run:
             _describe(asked, output)
             return
@@ -122,6 +131,7 @@ class _Asked:
         device: str,
         compile: bool,
         checkpoint_every: int | None,
+        measure_every: int = 0,
     ) -> None:
         self.task = task
         self.task_source = task_source
@@ -132,6 +142,7 @@ class _Asked:
         self.device = device
         self.compile = compile
         self.checkpoint_every = checkpoint_every
+        self.measure_every = measure_every
 
     @classmethod
     def from_folder(cls, folder: Path, checkpoint_every: int | None) -> _Asked:
@@ -142,7 +153,7 @@ class _Asked:
         task = find_task(known.task_source, settings, known.seed)
         return cls(
             *(task, known.task_source, place.plan(), known.plan_source, folder),
-            *(known.execution, known.device, known.compile, checkpoint_every),
+            *(known.execution, known.device, known.compile, checkpoint_every, known.measure_every),
         )
 
     @property
@@ -173,9 +184,10 @@ def _train(asked: _Asked, output: Output) -> int:
             device=asked.device,
             compile=asked.compile,
             checkpoint_every=asked.checkpoint_every,
+            measure_every=asked.measure_every,
             task_source=asked.task_source,
             plan_source=asked.plan_source,
-            on_progress=progress,
+            on_progress=_with_alarms(progress, output),
             stop=request,
         )
     output.document(_record(asked, summary))
@@ -190,6 +202,19 @@ def _train(asked: _Asked, output: Output) -> int:
         return DIVERGED
     output.note(str(summary.why))
     return STOPPED + (request.signal or 0)
+
+
+def _with_alarms(show: Callable[[Progress], None], output: Output) -> Callable[[Progress], None]:
+    """What shows progress, and every new alarm as a remark."""
+    told: set[str] = set()
+
+    def on_progress(now: Progress) -> None:
+        if now.alarm is not None and now.alarm not in told:
+            told.add(now.alarm)
+            output.note(f"alarm: {now.alarm}")
+        show(now)
+
+    return on_progress
 
 
 def _record(asked: _Asked, summary: Summary) -> dict[str, Any]:
@@ -262,6 +287,7 @@ def _describe(asked: _Asked, output: Output) -> None:
         execution=asked.execution,
         device=chosen_device(asked.device),
         compile=asked.compile,
+        measure_every=asked.measure_every,
     )
     output.document(
         {

@@ -7,9 +7,9 @@ one granularity of scales, and a rounding, which may differ for the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import get_args
+from typing import Protocol, get_args
 
 from bitplan.errors import BitplanError, MetricError, nearest_names
 from bitplan.formats import BlockFormat
@@ -24,6 +24,18 @@ UNSCALED = "unscaled"
 #: Behind a rounding in a candidate's words: of the gradient alone.
 _OF_GRADIENT = "-dy"
 _SCALES = ("tensor", "vector", "channel")
+
+
+class Tried(Hashable, Protocol):
+    """What can be tried on a product."""
+
+    def specs(self, pass_: str) -> tuple[QuantizerSpec, QuantizerSpec]:
+        """What the left and the right operand of that pass get."""
+        ...
+
+    def is_of_its_own(self, pass_: str) -> bool:
+        """Whether there is anything to measure in that pass."""
+        ...
 
 
 @dataclass(frozen=True)

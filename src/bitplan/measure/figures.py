@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bitplan.axes import resolve
 from bitplan.formats import BlockFormat, FloatFormat, IntFormat
-from bitplan.measure.candidate import Candidate
+from bitplan.measure.candidate import Tried
 from bitplan.measure.operands import Operand
 from bitplan.metrics import ErrorSummary, dynamic_range, excess_kurtosis, overflow_share
 from bitplan.noise import random_bits
@@ -57,7 +57,7 @@ class OperandFigures:
 class PassFigures:
     """One candidate in one pass."""
 
-    candidate: Candidate
+    candidate: Tried
     median: float
     mean: float
     p99: float
@@ -83,10 +83,12 @@ class Sums:
 
 
 def pass_figures(
-    pass_: str, op: str, left: Operand, right: Operand, candidates: tuple[Candidate, ...], seed: int
+    pass_: str, op: str, left: Operand, right: Operand, candidates: tuple[Tried, ...], seed: int
 ) -> tuple[Sums, list[PassFigures]]:
     """The figures of all candidates that are of their own in that pass."""
     wanted = _wanted(pass_, candidates)
+    if not wanted.candidates:
+        return Sums(left.values.shape[-1], left.length, 0.0), []
     rounder = _Rounder(left, right, op, seed)
     copies = [rounder.copies(wanted.specs[side], side) for side in (0, 1)]
     exact_left, exact_right = rounder.exact
@@ -124,7 +126,7 @@ def pass_figures(
 class _Wanted(NamedTuple):
     """What a pass has to compute: the same for every product."""
 
-    candidates: list[Candidate]
+    candidates: list[Tried]
     #: Of the left and of the right operand: every quantizer once.
     specs: tuple[list[_Spec], list[_Spec]]
     #: Of each side: which of these each candidate has.
@@ -143,7 +145,7 @@ class _Spec(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _wanted(pass_: str, candidates: tuple[Candidate, ...]) -> _Wanted:
+def _wanted(pass_: str, candidates: tuple[Tried, ...]) -> _Wanted:
     own = [candidate for candidate in candidates if candidate.is_of_its_own(pass_)]
     pairs = [candidate.specs(pass_) for candidate in own]
     sides = [list(dict.fromkeys(pair[side] for pair in pairs)) for side in (0, 1)]

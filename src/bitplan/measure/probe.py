@@ -11,14 +11,16 @@ from torch import Tensor
 
 from bitplan.errors import MetricError, QuantizeError
 from bitplan.intercept import Interceptor, Scope, state_of
-from bitplan.measure.candidate import Candidate
+from bitplan.measure.candidate import Tried
 from bitplan.measure.figures import pass_figures
 from bitplan.measure.layouts import layout_of
 from bitplan.measure.operands import Layout
+from bitplan.measure.planned import Planned
 from bitplan.measure.result import Row, row_of
 from bitplan.measure.sampling import Sampling
 from bitplan.opened import OPENED
 from bitplan.ops import FUSED, PRODUCTS
+from bitplan.plan import Plan
 
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 #: Operations that multiply, in a way that is not looked into.
@@ -35,12 +37,19 @@ class Probe(Interceptor):
     """An interceptor that changes nothing, and measures every product it sees."""
 
     def __init__(
-        self, candidates: tuple[Candidate, ...], sampling: Sampling, stage: str = "now", step: int = 0
+        self,
+        candidates: tuple[Tried, ...],
+        sampling: Sampling,
+        stage: str = "now",
+        step: int = 0,
+        plan: Plan | None = None,
     ) -> None:
         self.candidates = candidates
         self.sampling = sampling
         self.stage = stage
         self.step = step
+        #: Whose own formats are tried as well.
+        self.plan = plan
         self.rows: list[Row] = []
         self.skipped: dict[str, str] = {}
         self._met: dict[str, _Product] = {}
@@ -109,7 +118,7 @@ class Probe(Interceptor):
         with torch.no_grad(), _plain_functions():
             draw = self.sampling.draw(product.label, pass_, product.tensors["x"].device)
             left, right = product.layout.operands(pass_, product.tensors, self.sampling, draw)
-            sums, found = pass_figures(pass_, product.op, left, right, self.candidates, self.sampling.seed)
+            sums, found = pass_figures(pass_, product.op, left, right, product.candidates, self.sampling.seed)
         self.rows += [row_of(product.label, pass_, sums, each, self.stage, self.step, product.inside) for each in found]
 
 
@@ -149,6 +158,9 @@ class _Product:
         self.needs = {"dgrad": x.requires_grad, "wgrad": w.requires_grad}
         self.tensors = {"x": x.detach(), "w": w.detach()}
         self._is_followed = False
+        module, _, numbered = label.rpartition("/")
+        own = None if probe.plan is None else Planned.of(probe.plan, module, numbered, inside)
+        self.candidates = probe.candidates if own is None else (*probe.candidates, own)
 
     def measure(self, pass_: str) -> None:
         try:

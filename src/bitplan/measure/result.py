@@ -14,6 +14,7 @@ from bitplan.errors import MetricError
 from bitplan.files import write_whole
 from bitplan.measure.candidate import Candidate
 from bitplan.measure.figures import OperandFigures, PassFigures, Sums
+from bitplan.measure.planned import PLANNED
 from bitplan.plan.places import PASSES
 from bitplan.strict_json import json_text
 
@@ -118,7 +119,7 @@ class Measurement:
 
     def select(self, **wanted: str) -> list[Row]:
         """The rows with these values: ``measurement.select(pass_="wgrad", candidate="e4m3 tensor")``."""
-        if "candidate" in wanted:
+        if wanted.get("candidate", PLANNED) != PLANNED:
             wanted["candidate"] = str(Candidate.of(wanted["candidate"]))
         return [row for row in self.rows if all(getattr(row, name) == value for name, value in wanted.items())]
 

@@ -39,6 +39,8 @@ class RunConfig:
     device: str = "cpu"
     compile: bool = False
     log_every: int = LOG_EVERY
+    #: Steps between two looks at every product (:mod:`bitplan.train.monitor`); 0: none.
+    measure_every: int = 0
     #: What makes such a run again, in a folder of its own.
     command: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -47,6 +49,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.log_every < 1:
             raise RunError(f"log_every is {self.log_every}; it must be at least 1.")
+        if self.measure_every < 0:
+            raise RunError(f"measure_every is {self.measure_every}; it must be at least 0 (which measures nothing).")
 
     def to_dict(self) -> dict[str, Any]:
         return {"bitplan_run": VERSION, **asdict(self)}
@@ -58,7 +62,7 @@ class RunConfig:
 
     def difference(self, other: RunConfig) -> str | None:
         """The first thing in which two runs differ that decides their numbers, in words; None where they are one."""
-        for key in ("task", "seed", "execution", "device", "compile", "log_every"):
+        for key in ("task", "seed", "execution", "device", "compile", "log_every", "measure_every"):
             mine, theirs = getattr(self, key), getattr(other, key)
             if mine != theirs:
                 return f"{key} {mine}, not {theirs}"
@@ -79,6 +83,7 @@ def config_of(
     device: torch.device,
     compile: bool,
     log_every: int,
+    measure_every: int = 0,
 ) -> RunConfig:
     """The config of a run that is about to start on this machine."""
     from bitplan.train.environment import machine, versions
@@ -96,7 +101,14 @@ def config_of(
         device=str(device),
         compile=compile,
         log_every=log_every,
-        command=command_of(task, source, plan_source, execution=execution, device=device, compile=compile),
+        measure_every=measure_every,
+        command=command_of(
+            *(task, source, plan_source),
+            execution=execution,
+            device=device,
+            compile=compile,
+            measure_every=measure_every,
+        ),
         versions=versions(),
         machine=machine(device),
     )
@@ -114,7 +126,14 @@ def plan_name(plan: Plan, source: str | None) -> str:
 
 
 def command_of(
-    task: Task, source: str, plan_source: str | None, *, execution: str, device: torch.device, compile: bool
+    task: Task,
+    source: str,
+    plan_source: str | None,
+    *,
+    execution: str,
+    device: torch.device,
+    compile: bool,
+    measure_every: int = 0,
 ) -> str:
     """The command line that makes such a run; what it leaves out is the default."""
     words = ["bitplan", "train", source]
@@ -126,6 +145,8 @@ def command_of(
         words += ["--device", str(device)]
     if compile:
         words.append("--compile")
+    if measure_every:
+        words += ["--measure-every", str(measure_every)]
     words += ["--seed", str(task.seed)]
     recipe = asdict(task.settings_class())
     for key, value in asdict(task.settings).items():

@@ -18,6 +18,9 @@ class Events:
     def add(self, line: Mapping[str, Any]) -> None:
         return None
 
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Single figures by name."""
+
     def close(self) -> None:
         return None
 
@@ -45,6 +48,10 @@ class TensorBoardEvents(Events):
         for name, value in line.items():
             if name not in ("step", "evaluation"):
                 self._writer.add_scalar(f"{kind}/{name}", value, line["step"])
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(f"measured/{name}", value, step)
 
     def close(self) -> None:
         self._writer.close()

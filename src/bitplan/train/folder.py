@@ -1,17 +1,18 @@
 """Run folders: where a run keeps everything, and what is refused there.
 
-====================  ====================================================================================
-``run.json``          what the run is: :class:`~bitplan.train.config.RunConfig`
-``plan.yaml``         the plan with all that it extends; absent without a plan
-``metrics.jsonl``     loss, learning rate, bits, cost and figures by step: the same for the same run, always
-``times.jsonl``       seconds by step, which differ from one time to the next
-``sites.json``        what every tensor got and, at the end, what rounding did to it
-``summary.json``      what came of it; absent while the run is under way
-``checkpoints/``      see :mod:`bitplan.train.checkpoint`
-``model.safetensors`` the trained weights under their own names
-``tensorboard/``      events, where tensorboard is installed
-``lock``              held by the process that is at work here; the system frees it when that process dies
-====================  ====================================================================================
+======================  ===================================================================================
+``run.json``            what the run is: :class:`~bitplan.train.config.RunConfig`
+``plan.yaml``           the plan with all that it extends; absent without a plan
+``metrics.jsonl``       loss, learning rate, bits, cost and figures by step: the same for the same run, always
+``measurements.jsonl``  figures of every product at a cadence, if asked for: :mod:`bitplan.train.monitor`
+``times.jsonl``         seconds by step, which differ from one time to the next
+``sites.json``          what every tensor got and, at the end, what rounding did to it
+``summary.json``        what came of it; absent while the run is under way
+``checkpoints/``        see :mod:`bitplan.train.checkpoint`
+``model.safetensors``   the trained weights under their own names
+``tensorboard/``        events, where tensorboard is installed
+``lock``                held by the process that is at work here; the system frees it when that process dies
+======================  ===================================================================================
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class RunFolder:
         self.plan_file = self.path / "plan.yaml"
         self.metrics_file = self.path / "metrics.jsonl"
         self.times_file = self.path / "times.jsonl"
+        self.measurements_file = self.path / "measurements.jsonl"
         self.sites_file = self.path / "sites.json"
         self.summary_file = self.path / "summary.json"
         self.model_file = self.path / "model.safetensors"

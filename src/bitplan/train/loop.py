@@ -13,6 +13,7 @@ import shlex
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from bitplan.train.events import Events, open_events
 from bitplan.train.fault import find_fault
 from bitplan.train.folder import RunFolder
 from bitplan.train.journal import Journal, read_lines
+from bitplan.train.monitor import Monitor
 from bitplan.train.session import Session, repeatable
 from bitplan.train.site_table import measured_sites, planned_sites
 from bitplan.train.summary import Phase, Progress, PromotionRecord, Status, Summary
@@ -53,6 +55,7 @@ def train(
     seed: int | None = None,
     checkpoint_every: int | None = None,
     log_every: int = LOG_EVERY,
+    measure_every: int = 0,
     task_source: str | None = None,
     plan_source: str | None = None,
     on_progress: OnProgress | None = None,
@@ -69,6 +72,7 @@ def train(
     :param seed: for asserting the task's own, which decides the run's initial weights, data and random bits.
     :param checkpoint_every: steps between checkpoints, by default those between evaluations; 0: only at the end.
     :param log_every: steps between lines of ``metrics.jsonl``.
+    :param measure_every: steps between two looks at every product, with an alarm, into ``measurements.jsonl``; 0: none.
     :param task_source: what names the task on the command line, if not its name (``my_task.py:MyTask``).
     :param plan_source: the same for the plan; by default what is given as `plan`, or the file that it came from.
     :param on_progress: called after every step.
@@ -89,6 +93,7 @@ def train(
         device=chosen,
         compile=compile,
         log_every=log_every,
+        measure_every=measure_every,
     )
     with place.locked():
         is_known = place.require_room_for(config, found)
@@ -162,6 +167,7 @@ class _Loop:
         self._told_at, self._step_cost = 0, 0.0
         #: The step of the newest checkpoint; -1 before the first.
         self.saved = -1
+        self.monitor: Monitor | None = None
         self.began = time.perf_counter()
 
     # --- the whole ---
@@ -177,7 +183,10 @@ class _Loop:
         earlier = read_lines(self.place.times_file)
         self.began = time.perf_counter() - (float(earlier[-1]["seconds"]) if earlier else 0.0)
         self.events: Events = open_events(self.place.events, step)
-        with self.journal, self.times, self.events:
+        every = self.config.measure_every
+        if every:
+            self.monitor = Monitor(self.session, every, self.place.measurements_file, self.events)
+        with self.journal, self.times, self.events, self.monitor or nullcontext():
             try:
                 return self._run()
             except DiskError as error:
@@ -200,6 +209,8 @@ class _Loop:
 
     def _step(self) -> None:
         session = self.session
+        if self.monitor is not None:
+            self.monitor.before_step()
         self.loss = session.forward_backward()
         if not math.isfinite(self.loss):
             raise _Diverged
@@ -286,6 +297,8 @@ class _Loop:
         if self.session.broken_weight() is not None:
             raise _Diverged
         self.journal.sync()
+        if self.monitor is not None:
+            self.monitor.journal.sync()
         own = {name: getattr(self, name) for name in _OWN_STATE}
         Checkpoint(self.place.checkpoints, step).save({**self.session.state(), "loop": own})
         self.saved = step
@@ -370,6 +383,8 @@ class _Loop:
                 cost=self.cost + self._step_cost * (self.session.step - self._told_at),
                 peak=self.session.peak(),
                 seconds=self._seconds(),
+                error=None if self.monitor is None else self.monitor.worst,
+                alarm=None if self.monitor is None or self.monitor.alarm is None else str(self.monitor.alarm),
                 promoted=self.promoted,
             )
         )

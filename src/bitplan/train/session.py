@@ -18,10 +18,13 @@ from torch.utils._pytree import tree_map_only
 
 from bitplan.attach import Attachment, attach
 from bitplan.errors import RunError, TaskError
+from bitplan.measure.measure import look_at_step
+from bitplan.measure.probe import Probe
 from bitplan.noise import key_of
 from bitplan.optimizer_state import load_plain_state, plain_state
 from bitplan.optimizers import set_rate
 from bitplan.plan import Plan
+from bitplan.randomness import randomness_kept
 from bitplan.sites import call_arguments
 from bitplan.tasks.task import Task
 
@@ -130,6 +133,12 @@ class Session:
             return kept[2]
 
         return tree_map_only(Tensor, moved, batch)
+
+    def look(self, probe: Probe) -> None:
+        """Make the next step's passes, in the task's own precision, on a copy of the model under `probe`."""
+        with randomness_kept():
+            _seed(self.task.seed, self.step, _TRAINING, self.device)
+            look_at_step(self.model, self.next_batch(), self.task.loss, probe)
 
     # --- state ---
 

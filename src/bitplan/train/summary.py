@@ -37,6 +37,10 @@ class Progress:
     peak: int
     #: Since the run was first started, without the time it lay still.
     seconds: float
+    #: Where the run is looked at: the largest median backward error of its formats (of E4M3 without a plan).
+    error: float | None = None
+    #: The last alarm, in a sentence.
+    alarm: str | None = None
     #: Tensors that were promoted so far, as of the last line of ``metrics.jsonl``.
     promoted: int = 0
 
