@@ -21,22 +21,28 @@ STARTS = ("0%", "12.5%", "25%", "50%")
 
 
 def cpt_choices(
-    task: Task, names: Sequence[str] = tuple(TEN), low: int = LOW, high: int = HIGH, static: Sequence[int] = (8, 6)
+    task: Task,
+    names: Sequence[str] = tuple(TEN),
+    low: int = LOW,
+    high: int = HIGH,
+    static: Sequence[int] = (8, 6),
+    quantized_aggregation: bool = False,
 ) -> tuple[Choice, ...]:
     """FP32, static controls, and cyclic schedules with gradients at the highest bits.
 
     :param names: of schedules; CR, or else the first, has a static control at its own cost.
     :param static: the widths of other controls.
+    :param quantized_aggregation: of graph networks, round what is summed over neighbours, too.
     """
     operations, steps = _operations(task), task.settings.all_steps
-    cyclic = {name: _plan(operations, schedule(name, low=low, high=high), name) for name in names}
+    q_agg = quantized_aggregation
+    cyclic = {name: _plan(operations, schedule(name, low=low, high=high), name, q_agg) for name in names}
     like = "CR" if "CR" in cyclic else names[0]
-    equal = equal_cost_plan(
-        operations, mean_bit_operations(operations, cyclic[like], steps), high, name=f"static at the cost of {like}"
-    )
+    price = mean_bit_operations(operations, cyclic[like], steps)
+    equal = equal_cost_plan(operations, price, high, name=f"static at the cost of {like}", quantized_aggregation=q_agg)
     return (
         Choice("FP32", None),
-        *(Choice(f"static {bits}", _static(operations, bits)) for bits in static),
+        *(Choice(f"static {bits}", _static(operations, bits, None, q_agg)) for bits in static),
         Choice(f"static at the cost of {like}", equal),
         *(Choice(name, plan) for name, plan in cyclic.items()),
     )
@@ -81,9 +87,11 @@ def _operations(task: Task) -> list[Operation]:
     return operations_of(target.model, target.batch, target.loss)
 
 
-def _plan(operations: list[Operation], moving: Schedule, name: str) -> Plan:
-    return plan_of(operations, Widths(moving, moving, moving.highest), name=name)
+def _plan(operations: list[Operation], moving: Schedule, name: str, q_agg: bool = False) -> Plan:
+    widths = Widths(moving, moving, moving.highest)
+    return plan_of(operations, widths, name=name, quantized_aggregation=q_agg)
 
 
-def _static(operations: list[Operation], bits: int, name: str | None = None) -> Plan:
-    return plan_of(operations, Widths(bits, bits, bits), name=name or f"static {bits}")
+def _static(operations: list[Operation], bits: int, name: str | None = None, q_agg: bool = False) -> Plan:
+    widths = Widths(bits, bits, bits)
+    return plan_of(operations, widths, name=name or f"static {bits}", quantized_aggregation=q_agg)

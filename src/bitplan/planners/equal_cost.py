@@ -24,16 +24,23 @@ def mean_bit_operations(operations: Sequence[Operation], plan: Plan, steps: int)
 
 
 def equal_cost_plan(
-    operations: Sequence[Operation], bit_operations: float, backward: int, *, name: str | None = None
+    operations: Sequence[Operation],
+    bit_operations: float,
+    backward: int,
+    *,
+    name: str | None = None,
+    quantized_aggregation: bool = False,
 ) -> Plan:
     """The papers' quantiser with constant widths, at most two that are neighbours, at the price given.
 
     :param bit_operations: of a step.
     :param backward: bits of gradients.
+    :param quantized_aggregation: of graph networks, round what is summed over neighbours, too, at the lower width.
     """
 
     def static(bits: int) -> Plan:
-        return plan_of(operations, Widths(bits, bits, backward), name=name)
+        widths = Widths(bits, bits, backward)
+        return plan_of(operations, widths, name=name, quantized_aggregation=quantized_aggregation)
 
     def price(plan: Plan) -> int:
         return step_cost(operations, plan.decide).bit_operations
