@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 import bitplan
+from bitplan import rounding as by_parts
 from bitplan.errors import FormatError, QuantizeError
 from bitplan.formats import FloatFormat, IntFormat
-from bitplan.packing import decode, encode, pack_bits, unpack_bits
+from bitplan.packing import decode, encode, pack_bits, pack_rounded, unpack_bits
+from bitplan.quantizer import make_quantizer
 from bitplan.reference import ROUNDINGS
 
 PATTERN = {
@@ -296,3 +298,22 @@ def test_a_packed_tensor_has_no_history() -> None:
 def test_what_cannot_be_packed_says_so(x: Tensor, name: str, more: dict[str, Any], sentence: str) -> None:
     with pytest.raises(QuantizeError, match=sentence):
         bitplan.pack(x, name, **more)
+
+
+@pytest.mark.parametrize("name", ["e4m3b4", "e3m2", "int5", "e6m9b0"])
+@pytest.mark.parametrize("scale", [None, "tensor"])
+def test_a_large_tensor_is_packed_part_by_part_and_the_same(
+    name: str, scale: Literal["tensor"] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "int5" and scale is None:
+        pytest.skip("integers need a scale")
+    torch.manual_seed(0)
+    x = torch.randn(3, 11, 6007) * 9  # no whole number of parts, nor of bytes
+    quantizer = make_quantizer(name, "nearest-away", scale, overflow="saturate" if name.startswith("e") else None)
+    y = quantizer.round_values(x, None)
+    scales = quantizer.encode(x).scales
+    packed = pack_rounded(quantizer, y, scales)
+    assert torch.equal(packed.unpack(), y)
+    monkeypatch.setattr(by_parts, "parts_of", lambda whole: (whole,))
+    assert torch.equal(pack_rounded(quantizer, y, scales).payload, packed.payload)
+    assert torch.equal(quantizer.round_values(x, None), y)

@@ -8,13 +8,14 @@ gap, first code in the lowest bits; ``n`` codes of ``w`` bits take ``ceil(n * w 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from bitplan import rounding
 from bitplan.errors import QuantizeError
 from bitplan.formats import BlockFormat, FloatFormat, Format, IntFormat, Overflow
 from bitplan.live import LiveFormat
@@ -61,6 +62,8 @@ class Packed:
         if not like.numel():
             return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
         element = _element(self.format)
+        if self._is_elementwise() and like.is_contiguous():
+            return self._unpacked_in_parts(element, self.quantizer._carrier_dtype(like))
         codes = unpack_bits(self.payload, element.bits, like.numel()).view(self.shape)
         blocks = self.quantizer.blocks(like)
         if blocks is not None:
@@ -70,6 +73,22 @@ class Packed:
         if isinstance(self.format, BlockFormat) and self.format.scale == "e4m3":
             scales = (decode(scales[0], _E4M3, carrier), scales[1])
         return self.quantizer.decode(Encoded(decode(codes, element, carrier), scales), like)
+
+    def _is_elementwise(self) -> bool:
+        """Whether every element stands for itself, so that a CPU can go through them part by part."""
+        return not is_traced() and self.payload.device.type == "cpu" and _is_elementwise(self.quantizer, self.scales)
+
+    def _unpacked_in_parts(self, element: FloatFormat | IntFormat, carrier: torch.dtype) -> Tensor:
+        result = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        single = tuple(scale.reshape(()) for scale in self.scales)
+        numbers = _decoder(element, carrier, self.device)
+        start = 0
+        for part in rounding.parts_of(result):  # all but the last have whole bytes
+            size = (part.numel() * element.bits + 7) // 8
+            codes = unpack_bits(self.payload[start : start + size], element.bits, part.numel()).view(part.shape)
+            part.copy_(self.quantizer.decode(Encoded(numbers(codes), single), part))
+            start += size
+        return result
 
     def to(self, device: torch.device | str) -> Packed:
         """The same on another device."""
@@ -140,7 +159,32 @@ def pack_rounded(quantizer: Quantizer, y: Tensor, scales: Sequence[Tensor]) -> P
     assert not isinstance(quantizer.format, LiveFormat)
     source = y.detach()
     _require_codes(quantizer, _element(quantizer.format), source)
+    if not is_traced() and _is_elementwise(quantizer, scales):
+        parts = rounding.parts_of(source)
+        if len(parts) > 1:
+            return _packed_in_parts(quantizer, source, parts, scales)
     return _packed(quantizer, source, Encoded(_elements_of(quantizer, source, scales), tuple(scales)))
+
+
+def _is_elementwise(quantizer: Quantizer, scales: Sequence[Tensor]) -> bool:
+    if isinstance(quantizer.format, BlockFormat) or not all(scale.numel() == 1 for scale in scales):
+        return False
+    return quantizer.scaling is None or quantizer.scaling.granularity == "tensor"
+
+
+def _packed_in_parts(quantizer: Quantizer, source: Tensor, parts: Sequence[Tensor], scales: Sequence[Tensor]) -> Packed:
+    """The same, part by part: what encoding needs on its way is several times what it leaves."""
+    element = _element(quantizer.format)  # type: ignore[arg-type]
+    payload = torch.empty((source.numel() * element.bits + 7) // 8, dtype=torch.uint8, device=source.device)
+    single = [scale.reshape(()) for scale in scales]
+    start = 0
+    for part in parts:  # all but the last have a power of two of elements, and so whole bytes
+        codes = pack_bits(encode(_elements_of(quantizer, part, single), element), element.bits)
+        payload[start : start + codes.numel()] = codes
+        start += codes.numel()
+    own = tuple(scale.clone() for scale in scales)
+    stride = torch.empty_like(source, device="meta").stride()
+    return Packed(payload, own, quantizer, source.shape, stride, source.dtype)
 
 
 def _packed(quantizer: Quantizer, source: Tensor, encoded: Encoded) -> Packed:
@@ -223,10 +267,14 @@ def encode(elements: Tensor, target: FloatFormat | IntFormat) -> Tensor:
 
 def decode(codes: Tensor, target: FloatFormat | IntFormat, dtype: torch.dtype) -> Tensor:
     """The numbers that codes of `target` stand for; floats, eager, by a table of all of them."""
+    return _decoder(target, dtype, codes.device)(codes)
+
+
+def _decoder(target: FloatFormat | IntFormat, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor]:
     if is_traced() or isinstance(target, IntFormat):
-        return _decode(codes.to(torch.int32), target, dtype)
-    table = _decode(torch.arange(1 << target.bits, dtype=torch.int32, device=codes.device), target, dtype)
-    return table[codes.to(torch.int32)]
+        return lambda codes: _decode(codes.to(torch.int32), target, dtype)
+    table = _decode(torch.arange(1 << target.bits, dtype=torch.int32, device=device), target, dtype)
+    return lambda codes: table[codes.to(torch.int32)]
 
 
 def stored(encoded: Encoded, quantizer: Quantizer, like: Tensor) -> Encoded:

@@ -146,8 +146,19 @@ def round_float(
         stopped = _bit_addition(x, float_row(target, carrier, "saturate"), carrier, rounding, bits)
         special = torch.full_like(x, target.overflow_value).copysign_(x)
         return torch.where(x.isinf(), special, stopped)
-    rounded = _bit_addition(x, float_row(target, carrier, overflow), carrier, rounding, bits)
-    return rounded if overflow == "saturate" else _to_special(rounded, target, carrier)
+    row = float_row(target, carrier, overflow)
+
+    def whole(x: Tensor, bits: Tensor | None) -> Tensor:
+        rounded = _bit_addition(x, row, carrier, rounding, bits)
+        return rounded if overflow == "saturate" else _to_special(rounded, target, carrier)
+
+    parts = () if is_traced() or bits is not None else parts_of(x)
+    if len(parts) < 2:
+        return whole(x, bits)
+    result = torch.empty_like(x)
+    for part, rounded in zip(parts, parts_of(result), strict=True):
+        rounded.copy_(whole(part, None))
+    return result
 
 
 # --- nearest-even with a constant format ------------------------------------------------------------------
@@ -179,7 +190,7 @@ def _magic_addition(x: Tensor, target: FloatFormat, carrier: Carrier, overflow: 
         signed = (((x + magic) - magic).view(carrier.int_dtype) | sign).view(carrier.dtype)
         return signed.clamp(-target.max, target.max) if overflow == "saturate" else _to_special(signed, target, carrier)
     result = torch.empty_like(x)
-    for part, rounded in zip(_parts(x), _parts(result), strict=True):
+    for part, rounded in zip(parts_of(x), parts_of(result), strict=True):
         exponent = part.view(carrier.int_dtype) & carrier.exponent_mask
         lifted = ((exponent - lowest).bitwise_right_shift_(carrier.bits - 1)).bitwise_and_(lift) if lift else None
         exponent.clamp_(lowest, highest)
@@ -194,15 +205,28 @@ def _magic_addition(x: Tensor, target: FloatFormat, carrier: Carrier, overflow: 
     return result if overflow == "saturate" else _to_special(result, target, carrier)
 
 
-#: A part of a large tensor that a CPU core's cache holds together with what is made of it on the way.
-_PART = 1 << 18
+#: As powers of two: the largest part of a tensor that is gone through at once, which a CPU core's cache holds together
+#: with what is made of it on the way, and the smallest, below which calls cost more than arithmetic.
+_LARGEST_PART, _SMALLEST_PART = 18, 15
+#: What is made on the way takes several times a part: of a quarter of the tensor, about the tensor itself.
+_QUARTER = 2
 
 
-def _parts(x: Tensor) -> tuple[Tensor, ...]:
+def part_size(elements: int) -> int:
+    """How many elements of a tensor are gone through at once: a power of two.
+
+    >>> part_size(10), part_size(1 << 19), part_size(1 << 25)
+    (32768, 131072, 262144)
+    """
+    return 1 << min(max(elements.bit_length() - 1 - _QUARTER, _SMALLEST_PART), _LARGEST_PART)
+
+
+def parts_of(x: Tensor) -> tuple[Tensor, ...]:
     """`x` in parts for a CPU, where the memory of intermediate results costs more than the arithmetic."""
-    if x.is_cuda or x.numel() <= _PART or not x.is_contiguous():
+    size = part_size(x.numel())
+    if x.is_cuda or x.numel() <= size or not x.is_contiguous():
         return (x,)
-    return torch.split(x.view(-1), _PART)
+    return torch.split(x.view(-1), size)
 
 
 def _is_prefix(target: FloatFormat, carrier: Carrier) -> bool:

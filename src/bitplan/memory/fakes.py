@@ -108,18 +108,19 @@ def rounding_in_two_parts() -> Iterator[None]:
 
     Of a fake tensor, which has no values to be rounded, two parts do: all others take and give back the same memory.
     """
-    whole = rounding._parts
+    whole = rounding.parts_of
 
     def first_parts(x: Tensor) -> tuple[Tensor, ...]:
-        if not isinstance(x, FakeTensor) or x.is_cuda or x.numel() <= rounding._PART or not x.is_contiguous():
+        size = rounding.part_size(x.numel())
+        if not isinstance(x, FakeTensor) or x.is_cuda or x.numel() <= size or not x.is_contiguous():
             return whole(x)
-        return torch.split(x.view(-1)[: 2 * rounding._PART], rounding._PART)
+        return torch.split(x.view(-1)[: 2 * size], size)
 
-    rounding._parts = first_parts
+    rounding.parts_of = first_parts
     try:
         yield
     finally:
-        rounding._parts = whole
+        rounding.parts_of = whole
 
 
 @contextmanager
