@@ -366,3 +366,25 @@ def test_a_loss_that_is_brought_in_follows() -> None:
             found.append(loss(model(X)).item())
             run.step()
     assert len(set(found)) > 2
+
+
+def test_plans_that_differ_in_their_schedules_share_one_graph() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    outputs = []
+    for name in ("CR", "RR", "static"):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(4, 8)
+        bits = {"bits": 3} if name == "static" else {"low": 3, "high": 8}
+        moved = {"format": "int", "bits": "cpt", "scale": "tensor"}
+        rule = {"match": "*", "op": "linear", "x": moved, "w": moved}
+        plan = Plan.from_dict({"version": 1, "schedules": {"cpt": {"name": name, **bits}}, "rules": [rule]})
+        with attach(model, plan, steps=16, example=x) as run:
+            called = torch.compile(model, fullgraph=True, backend="aot_eager")
+            for _ in range(15):
+                called(x).sum().backward()
+                run.step()
+            outputs.append(called(x).detach())
+            assert torch.equal(outputs[-1], model(x))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not torch.equal(outputs[0], outputs[2])

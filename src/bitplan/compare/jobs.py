@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,15 @@ class Job:
     #: What it changes in the task's recipe, as ``key=value``.
     settings: tuple[str, ...] = ()
 
+    @property
+    def graphs(self) -> str:
+        """What the compiled graphs of the run depend on: the plan, but for how its schedules move."""
+        if self.plan is None:
+            return ""
+        content = self.plan.flattened().to_dict()
+        told = ("rules", "quantizers", "optimizer")
+        return json.dumps([{key: content.get(key) for key in told}, sorted(content.get("schedules", {}))])
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -57,8 +67,9 @@ class Update:
 class Trainer:
     """Makes runs one after the other in this process, and keeps for the next what the next can use.
 
-    Tasks are kept by seed, with the data they have read. A compiled graph serves all seeds of a plan; another plan
-    makes other graphs, and those of the last one are dropped before torch counts too many.
+    Tasks are kept by seed, with the data they have read. A compiled graph serves all seeds of a plan, and all plans that
+    differ in their schedules only; other plans make other graphs, and those of the last one are dropped before torch
+    counts too many.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -68,9 +79,10 @@ class Trainer:
 
     def run(self, job: Job, on_progress: Callable[[Progress], None], stop: Callable[[], bool]) -> Summary:
         """What came of the job; a run that is over already is only read."""
-        if self.setting.compile and self._last not in (None, job.label):
+        graphs = job.graphs
+        if self.setting.compile and self._last not in (None, graphs):
             torch.compiler.reset()
-        self._last = job.label
+        self._last = graphs
         try:
             return train(
                 self.task(job.seed, job.settings),

@@ -56,7 +56,7 @@ def run_in_workers(
                 connection = idle.pop()
                 job = _next_job(pending, last.get(connection) if setting.compile else None)
                 pending.remove(job)
-                busy[connection], last[connection] = job, job.label
+                busy[connection], last[connection] = job, job.graphs
                 connection.send(job)
             for ready in wait(list(busy), _PAUSE):
                 connection = next(each for each in busy if each is ready)
@@ -69,9 +69,9 @@ def run_in_workers(
     return summaries
 
 
-def _next_job(pending: Sequence[Job], label: str | None) -> Job:
-    """The next; or the next of a plan whose compiled graphs the worker has."""
-    return next((job for job in pending if job.label == label), pending[0])
+def _next_job(pending: Sequence[Job], graphs: str | None) -> Job:
+    """The next; or the next whose compiled graphs the worker has."""
+    return next((job for job in pending if graphs is not None and job.graphs == graphs), pending[0])
 
 
 def _received(connection: Connection, job: Job) -> Update:

@@ -115,6 +115,12 @@ class QuantizerSpec:
         """The same quantizer at one width; `top_bits` are the most that it ever has, if it has others."""
         return replace(self, bits=bits, moved_by=None, top_bits=top_bits)
 
+    @property
+    def without_width(self) -> tuple[Any, ...]:
+        """What two quantizers of one kind have in common that differ only in their widths, or in what moves these."""
+        others = (f.name for f in fields(self) if f.name not in ("format", "bits", "moved_by", "top_bits"))
+        return self.stored(self.target).kind, *(getattr(self, name) for name in others)
+
     def at_the_top(self) -> QuantizerSpec | None:
         """What ``eval: top`` evaluates with, where that is another width than the one of the moment."""
         highest = self.top_bits if self.moved_by is None else self.moved_by.highest
