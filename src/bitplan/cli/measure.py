@@ -22,6 +22,7 @@ from bitplan.measure import DEFAULT_CANDIDATES, Measurement, measure
 from bitplan.measure.candidate import checked_candidates
 from bitplan.measure.result import Row
 from bitplan.measure.sampling import Sampling
+from bitplan.report.measured import FILE
 from bitplan.targets import load_target, running
 from bitplan.tasks.registry import find_task, task_names
 from bitplan.tasks.task import Task
@@ -87,10 +88,10 @@ def measure_command(
         asked = Asked(target, stages, steps, wanted if candidates else None, rows, terms, tuple(settings or ()), seed)
         found = asked.measured(output, device)
         if file is not None:
-            place = file / "measurement.json" if file.is_dir() or not file.suffix else file
+            place = file / FILE if file.is_dir() or not file.suffix else file
             make_folder(place.parent)
             found.save(place)
-            output.note(f"wrote {place}")
+            output.note(f"wrote {place}: draw it with: bitplan report {place}")
         output.document([row.to_dict() for row in found.rows])
         if not as_json:
             _print(found, output)

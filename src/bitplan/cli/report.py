@@ -11,9 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from bitplan.cli.output import JsonOption, command_output, make_folder, write_file
+from bitplan.measure import Measurement
+from bitplan.report.measured import FILE
 from bitplan.report.records import csv_text, report_record
 from bitplan.report.summaries import Experiment, Report
 from bitplan.report.tables import COLUMNS_NOTE, plan_columns
+from bitplan.train.folder import RunFolder
 
 
 def register(app: typer.Typer) -> None:
@@ -24,7 +27,9 @@ def report_command(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUNS...", help="Run folders, comparison folders, or folders that hold some.", show_default=False
+            metavar="RUNS...",
+            help="Run folders, comparison folders, or folders that hold some; or a file of bitplan measure -o.",
+            show_default=False,
         ),
     ],
     page: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The page to write.")] = Path(
@@ -41,6 +46,14 @@ def report_command(
     The page needs no network. With --json: one object with plans, runs and the answer.
     """
     with command_output(as_json) as output:
+        file = measurement_file(runs)
+        if file is not None:
+            found = Measurement.load(file)
+            write_measurement_page(found, page)
+            output.document({"page": page, **found.to_dict()})
+            if not as_json:
+                output.console.print(f"The page: {page}", soft_wrap=True)
+            return
         report = Report.of(runs)
         write_page(report, page)
         if csv is not None:
@@ -58,6 +71,24 @@ def write_page(report: Report, page: Path) -> None:
     from bitplan.report.page import page_html
 
     text = page_html(report)
+    make_folder(page.parent)
+    write_file(page, text)
+
+
+def measurement_file(paths: list[Path]) -> Path | None:
+    """The measurement that is asked about, where it is one: a file, or a folder that holds nothing else."""
+    if len(paths) != 1:
+        return None
+    (path,) = paths
+    inside = path / FILE
+    return path if path.is_file() else inside if inside.is_file() and not RunFolder(path).is_run else None
+
+
+def write_measurement_page(found: Measurement, page: Path) -> None:
+    """Write the page of a measurement."""
+    from bitplan.report.measured_page import measurement_page_html
+
+    text = measurement_page_html(found)
     make_folder(page.parent)
     write_file(page, text)
 

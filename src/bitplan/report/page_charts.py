@@ -8,10 +8,12 @@ from typing import Any
 
 from bitplan.report.answer import best_plan
 from bitplan.report.charts.curves import bits_chart, loss_chart, metric_chart
+from bitplan.report.charts.measured import measured_drawing
 from bitplan.report.charts.memory import class_words, memory_chart, memory_classes
 from bitplan.report.charts.prices import price_chart
 from bitplan.report.charts.sites import measures_of, sites_chart
 from bitplan.report.figures import Drawing, chart_figure, memory_table, sites_table, time_table
+from bitplan.report.measured import measured_in_run
 from bitplan.report.page_deficits import deficit_drawings
 from bitplan.report.palette import class_colour
 from bitplan.report.summaries import Experiment
@@ -62,7 +64,7 @@ def charts_html(experiment: Experiment, key: str, drawings: dict[str, Any]) -> s
     ]
     charts += deficit_drawings(experiment)
     shown = [chart_figure(f"{key}-{number}", chart, drawings) for number, chart in enumerate(charts)]
-    return "".join(shown) + _sites_html(experiment, key, drawings)
+    return "".join(shown) + _sites_html(experiment, key, drawings) + _measured_html(experiment, key, drawings)
 
 
 def _class_legend(experiment: Experiment) -> str:
@@ -98,6 +100,16 @@ def _sites_html(experiment: Experiment, key: str, drawings: dict[str, Any]) -> s
     )
     drawing = Drawing("tensors by format and by error", words, None, sites_table(experiment), controls, is_wide=True)
     return chart_figure(place, drawing, drawings, choices)
+
+
+def _measured_html(experiment: Experiment, key: str, drawings: dict[str, Any]) -> str:
+    """Beside it, what each format would do: of the first run of each plan that was looked at while it ran."""
+    shown = []
+    for number, plan in enumerate(experiment.plans):
+        measured = next((found for run in plan.runs if (found := measured_in_run(run.folder)) is not None), None)
+        if measured is not None:
+            shown.append(chart_figure(f"{key}-measured{number}", measured_drawing(measured, plan.label), drawings))
+    return "".join(shown)
 
 
 def _plan_rows(experiment: Experiment) -> str:
