@@ -137,7 +137,8 @@ class PlaceAction:
             self.higher.settle()
         width = self.format_now().name if self.is_packed and self.format_now is not None else None
         # A format that lies in a table is no part of the graph, so plans that differ in their schedules share graphs.
-        spec = self.spec if self.live is None or self.is_packed else (self.spec.without_width, self.spec.at_the_top())
+        top = None if self.top is None else self.top.spec
+        spec = self.spec if self.live is None or self.is_packed else (self.spec.without_width, top)
         key = (spec, self.place, self.op, self.live is not None, self.row, self.watched, self.is_packed, width)
         if key not in _numbers:
             _numbers[key] = len(_settled)
