@@ -84,6 +84,14 @@ def assign_command(
         str, typer.Option(help="What a budget counts in: sgd (with momentum), adamw or none.")
     ] = "sgd",
     compile: Annotated[bool, typer.Option("--compile", help="The budget is for the model compiled.")] = False,
+    promotion: Annotated[
+        float | None,
+        typer.Option(
+            help="The share of overflowing values from which on a tensor is promoted; 0: none is. By default 0.01 with "
+            "--ratio (0.05 of values that become zero, where there are scales), and none with --budget.",
+            show_default=False,
+        ),
+    ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show groups, sizes, order and the cut.")] = False,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the plan there (default: print it).")
@@ -95,7 +103,7 @@ def assign_command(
     Nothing is run, but with --order sensitivity. With --json: one object, the figures and the plan.
     """
     with command_output(as_json) as output:
-        asked = Asked(ratio, budget, baseline, order, seed)
+        asked = Asked(ratio, budget, baseline, order, seed, True if promotion is None else promotion or False)
         if optimizer not in OPTIMIZER_NAMES:
             raise AccountError(f"there is no optimizer {optimizer!r} here; {nearest_names(optimizer, OPTIMIZER_NAMES)}")
         chosen = chosen_formats(

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.errors import PlanError
+from bitplan.formats import BlockFormat
 from bitplan.memory.step import OptimizerChoice
 from bitplan.plan import Plan
+from bitplan.plan.promotion import DEFAULT_OVERFLOW
 from bitplan.planners.assign.assignment import Assignment, cut_for_ratio
 from bitplan.planners.assign.baselines import baseline as baseline_of
 from bitplan.planners.assign.budget import Budget, Step, fit
@@ -26,6 +28,8 @@ from bitplan.planners.assign.probe import BATCHES, WARM, Probe, probe
 
 #: What a budget in bytes is met with, where no formats are named: types that memory and hardware have.
 BUDGET_FORMATS = "bf16/e4m3+e5m2"
+#: The share of values that become zero, from which on a tensor with a scale is promoted.
+PROMOTED_UNDERFLOW = 0.05
 #: The loss scale that the paper's runs begin with.
 LOSS_SCALE = 65536.0
 
@@ -41,6 +45,8 @@ class Asked:
     order: str = "largest"
     #: Of the order random, and of what a probe draws.
     seed: int = 0
+    #: The share from which on a tensor is promoted; True: as suits what is asked, see :meth:`share`.
+    promotion: float | bool = True
 
     def __post_init__(self) -> None:
         given = [name for name in ("ratio", "budget", "baseline") if getattr(self, name) is not None]
@@ -49,6 +55,21 @@ class Asked:
         if self.ratio is not None and not 0 <= self.ratio <= 1:
             raise PlanError(f"ratio is {self.ratio:g}; it must be a share from 0 to 1.")
         require_order(self.order)
+        if not isinstance(self.promotion, bool) and not 0 < self.promotion <= 1:
+            raise PlanError(f"promotion is {self.promotion:g}; it must be a share above 0, at most 1, or False.")
+
+    def share(self, formats: Formats) -> float | None:
+        """The share from which on a tensor is promoted: where scales leave nothing to overflow, one that becomes zero.
+
+        Under a budget nothing is promoted unless that is asked for: a promoted tensor takes more memory.
+        """
+        if not isinstance(self.promotion, bool):
+            return self.promotion
+        if not self.promotion or self.budget is not None or self.baseline is not None:
+            return None
+        low = formats.levels[-1].activation
+        is_scaled = low is not None and (low.scale is not None or isinstance(low.target, BlockFormat))
+        return PROMOTED_UNDERFLOW if is_scaled else DEFAULT_OVERFLOW
 
     def story(self, formats: Formats) -> dict[str, Any]:
         """For the plan's ``made_by``."""
@@ -57,6 +78,8 @@ class Asked:
             told["seed"] = self.seed
         if self.ratio is not None:
             told["ratio"] = self.ratio
+        if (share := self.share(formats)) is not None:
+            told["promotion"] = share
         return told
 
 
@@ -78,6 +101,7 @@ def assign(
     compile: bool = False,
     device: torch.device | str | None = None,
     batches: Iterable[Any] | None = None,
+    promotion: float | bool = True,
 ) -> Plan:
     """A plan that gives `model` a low precision where a ratio or a budget asks for it.
 
@@ -97,12 +121,14 @@ def assign(
         that makes one, with which a copy is warmed up before anything is measured.
     :param compile: the budget is for the model compiled.
     :param batches: what sensitivity is measured on; by default `batch` alone.
+    :param promotion: from which share of values on that overflow (with a scale: that become zero) a low tensor gets the
+        highest level for the rest of the run. By default 0.01 (0.05) with a ratio, and never with a budget.
 
     >>> net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> assign(net, torch.randn(4, 8), ratio=0.5).made_by["demoted"]
     1
     """
-    asked = Asked(ratio, budget, baseline, order, seed)
+    asked = Asked(ratio, budget, baseline, order, seed, promotion)
     return assignment(
         *(model, batch, loss, asked, chosen_formats(asked, formats, levels, low, high)),
         optimizer=optimizer,
@@ -156,7 +182,7 @@ def assignment(
         moves = moves_of(asked.order, account.groups, formats.low, asked.seed)
 
     def after(made: int) -> Assignment:
-        return Assignment.after(account, formats, moves, made, story)
+        return Assignment.after(account, formats, moves, made, story, asked.share(formats))
 
     if asked.budget is None:
         assert asked.ratio is not None

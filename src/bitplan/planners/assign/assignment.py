@@ -30,10 +30,19 @@ class Assignment:
     #: The moves in their order, and how many of them were made.
     moves: tuple[Move, ...] = ()
     made: int = 0
+    #: The share of values that overflow (with a scale: that become zero) from which on a low tensor is promoted to the
+    #: highest level; None: none is.
+    promotion: float | None = None
 
     @classmethod
     def after(
-        cls, account: Account, formats: Formats, moves: Sequence[Move], made: int, story: Mapping[str, Any]
+        cls,
+        account: Account,
+        formats: Formats,
+        moves: Sequence[Move],
+        made: int,
+        story: Mapping[str, Any],
+        promotion: float | None = None,
     ) -> Assignment:
         """The assignment after the first `made` of the moves."""
         groups = [0] * len(account.groups)
@@ -41,7 +50,7 @@ class Assignment:
             groups[move.group] = max(groups[move.group], move.level)
         # A unit of several groups gets the highest precision that any of them has.
         levels = tuple(min(groups[number] for number in unit.groups) for unit in account.units)
-        return cls(account, formats, levels, tuple(groups), story, tuple(moves), made)
+        return cls(account, formats, levels, tuple(groups), story, tuple(moves), made, promotion)
 
     @property
     def demoted(self) -> int:
@@ -87,7 +96,7 @@ class Assignment:
         made_by = {"planner": "bitplan assign", **self.story, **self.facts()}
         if self.levels is None:
             return Plan(name=self.name, description=self._description, made_by=made_by)
-        names, rules = rules_of(self.account, self.formats, self.levels)
+        names, rules = rules_of(self.account, self.formats, self.levels, self.promotion)
         return Plan(tuple(rules), quantizers=names, name=self.name, description=self._description, made_by=made_by)
 
     @property

@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bitplan.errors import PlanError
+from bitplan.formats import BlockFormat
 from bitplan.openings import decision_for, inner_operations
 from bitplan.plan import KEEP, Plan, QuantizerSpec, Rule, compile_match
+from bitplan.plan.promotion import Promotion
 from bitplan.plan.uses import Use
 from bitplan.planners.assign.groups import Account, place_of
 from bitplan.planners.assign.levels import Formats
@@ -37,13 +39,18 @@ class _Entry:
     comes_late: bool = False
 
 
-def rules_of(account: Account, formats: Formats, levels: Sequence[int]) -> tuple[dict[str, QuantizerSpec], list[Rule]]:
-    """(names, rules) of a plan in which each unit has the level given."""
-    return _Writing(account, formats, levels).written()
+def rules_of(
+    account: Account, formats: Formats, levels: Sequence[int], promotion: float | None = None
+) -> tuple[dict[str, QuantizerSpec], list[Rule]]:
+    """(names, rules) of a plan in which each unit has the level given.
+
+    :param promotion: the share from which on a low tensor is promoted to the highest level; None: none is.
+    """
+    return _Writing(account, formats, levels, promotion).written()
 
 
 class _Writing:
-    def __init__(self, account: Account, formats: Formats, levels: Sequence[int]) -> None:
+    def __init__(self, account: Account, formats: Formats, levels: Sequence[int], promotion: float | None) -> None:
         self.account, self.formats, self.levels = account, formats, levels
         self.wanted = _wanted(account, levels)
         self.trained = {
@@ -52,7 +59,7 @@ class _Writing:
             if any(tensor.requires_grad for _, tensor in operation.parameters)
         }
         self.base = _agreed(self.wanted.values()) or (0, 0, 0)
-        self.names, self.specs = _named(formats)
+        self.names, self.specs = _named(formats, promotion)
 
     def written(self) -> tuple[dict[str, QuantizerSpec], list[Rule]]:
         rules = [self._rule(("*",), (), self.base, list(self.wanted), is_base=True)]
@@ -68,6 +75,8 @@ class _Writing:
             rules.append(self._rule(match, ops, wanted, speaks_of, says_all=comes_late))
         found = [rule for rule in [*rules, *self._of_data()] if rule is not None]
         used = {use for rule in found for _, use in rule.quantizers if isinstance(use, str)}
+        promotions = [spec.promote for name, spec in self.names.items() if name in used and spec.promote is not None]
+        used |= {promotion.to for promotion in promotions if isinstance(promotion.to, str)}
         names = {name: spec for name, spec in self.names.items() if name in used}
         self._check(Plan(tuple(found), quantizers=names))
         return names, found
@@ -178,7 +187,8 @@ class _Writing:
                 if number is None:
                     continue
                 meant = getattr(self.formats.levels[number], role)
-                if decision[role].quantizer != meant:
+                found = decision[role].quantizer
+                if (None if found is None else replace(found, promote=None)) != meant:
                     raise PlanError(
                         f"the plan would give {'/'.join(place)}:{role} {decision[role].words} in place of {meant}; "
                         f"this is a mistake of bitplan's: please report it."
@@ -230,7 +240,16 @@ def _child(module: str, path: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _named(formats: Formats) -> tuple[dict[str, QuantizerSpec], list[dict[str, str | QuantizerSpec]]]:
+def _promoted(spec: QuantizerSpec, high: str | QuantizerSpec, share: float) -> QuantizerSpec:
+    """Where a scale follows the data nothing overflows, and what becomes zero is watched instead."""
+    is_scaled = spec.scale is not None or isinstance(spec.target, BlockFormat)
+    sign = {"underflow" if is_scaled else "overflow": share}
+    return replace(spec, promote=Promotion(high, **sign))
+
+
+def _named(
+    formats: Formats, promotion: float | None
+) -> tuple[dict[str, QuantizerSpec], list[dict[str, str | QuantizerSpec]]]:
     """(name -> quantizer, for each level what stands in a rule); plain formats need no name."""
     names: dict[str, QuantizerSpec] = {}
     uses: list[dict[str, str | QuantizerSpec]] = []
@@ -240,6 +259,8 @@ def _named(formats: Formats) -> tuple[dict[str, QuantizerSpec], list[dict[str, s
         given: dict[str, str | QuantizerSpec] = {}
         for role, suffix in suffixes.items():
             spec: QuantizerSpec | None = getattr(level, role)
+            if spec is not None and number > 0 and promotion is not None and role in ("activation", "weight"):
+                spec = _promoted(spec, uses[0][role], promotion)
             if spec is None:
                 given[role] = KEEP
             elif isinstance(spec.to_data(), str):
