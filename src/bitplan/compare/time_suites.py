@@ -9,6 +9,7 @@ from bitplan.plan import Plan
 from bitplan.planners.cpt import Widths, operations_of, plan_of
 from bitplan.planners.equal_cost import equal_cost_plan, mean_bit_operations
 from bitplan.schedules import TEN, Deficit, Moment, Schedule, schedule
+from bitplan.schedules.cyclic import DEFAULT_CYCLES
 from bitplan.sites import Operation
 from bitplan.tasks.task import Task
 
@@ -27,16 +28,19 @@ def cpt_choices(
     high: int = HIGH,
     static: Sequence[int] = (8, 6),
     quantized_aggregation: bool = False,
+    cycles: int = DEFAULT_CYCLES,
 ) -> tuple[Choice, ...]:
     """FP32, static controls, and cyclic schedules with gradients at the highest bits.
 
     :param names: of schedules; CR, or else the first, has a static control at its own cost.
     :param static: the widths of other controls.
     :param quantized_aggregation: of graph networks, round what is summed over neighbours, too.
+    :param cycles: of each schedule; the papers have 2 in a fine-tune of two epochs.
     """
     operations, steps = _operations(task), task.settings.all_steps
     q_agg = quantized_aggregation
-    cyclic = {name: _plan(operations, schedule(name, low=low, high=high), name, q_agg) for name in names}
+    moving = {name: schedule(name, low=low, high=high, cycles=cycles) for name in names}
+    cyclic = {name: _plan(operations, moving[name], name, q_agg) for name in names}
     like = "CR" if "CR" in cyclic else names[0]
     price = mean_bit_operations(operations, cyclic[like], steps)
     equal = equal_cost_plan(operations, price, high, name=f"static at the cost of {like}", quantized_aggregation=q_agg)
