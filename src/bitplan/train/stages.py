@@ -75,5 +75,5 @@ def measure_task(
                             target=task.name,
                         )
         finally:
-            session.run.detach()
+            session.close()
     return found
