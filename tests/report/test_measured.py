@@ -44,7 +44,7 @@ def test_rows_are_passes_and_columns_are_candidates(found: Measurement) -> None:
     assert measured.when == "as it is"
     figure = json.loads(measured_chart(measured).to_json())  # type: ignore[union-attr]
     (heat,) = figure["data"]
-    assert [name.replace("<br>", " ") for name in heat["x"]] == found.candidates
+    assert [name.replace("-<br>", "-").replace("<br>", " ") for name in heat["x"]] == found.candidates
     assert figure["layout"]["yaxis"]["ticktext"] == [
         "0/linear.0  fprop",
         "0/linear.0  wgrad",

@@ -46,7 +46,7 @@ def measured_chart(measured: Measured) -> Figure | None:
     figure = go.Figure(
         go.Heatmap(
             z=grid(lambda cell: _heat(cell) if math.isfinite(cell.level) else None, None),
-            x=[safe(each).replace(" ", "<br>") for each in candidates],
+            x=[safe(each).replace(" ", "<br>").replace("/", "/<br>").replace("-dy", "-<br>dy") for each in candidates],
             y=list(range(len(rows))),
             text=grid(lambda cell: f"{cell.median:.0e}".replace("e-0", "e-")),
             texttemplate="%{text}",

@@ -1,0 +1,360 @@
+"""Does the measured error rank what formats do to training? BERT on text, and a ResNet on CIFAR-10.
+
+    python experiments/metrics.py --text FOLDER --images cifar10_jpeg_pack.npz --device cuda
+    python experiments/metrics.py --text FOLDER --images cifar10_jpeg_pack.npz --quick     # a rehearsal on a CPU
+
+Of each model (our set-up: BERT-mini of four layers of 256 on pieces of words; ResNet-20 on CIFAR-10 as JPEGs): backward
+errors of all candidates are measured early, in the middle and late in a run of its own precision (`bitplan measure`).
+Then the model is trained in BF16 and FP32, under thirteen configurations of low precision, which round operands of
+products and leave all else in FP32, and under the plan that `bitplan advise` makes of the measurement, with two seeds
+each. A configuration's predicted error is, slot by slot, the mean level (error times the root of the sums' length) of
+its quantizers with that operand alone quantised; all of it, the root of the sum of their squares. Spearman's
+correlation of predicted error with the gap of the held-out loss to BF16, over configurations and by slot, says whether
+the metric ranks.
+
+Runs are comparisons': the same command goes on where it was interrupted, and `bitplan report` draws their folders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bitplan.compare import Choice, Update, compare
+from bitplan.compare.correlation import LEAST, cost_correlation
+from bitplan.compare.verify import final_loss
+from bitplan.errors import BitplanError
+from bitplan.files import write_whole
+from bitplan.measure import DEFAULT_CANDIDATES, Measurement
+from bitplan.plan import SLOTS, Plan, QuantizerSpec
+from bitplan.planners.advise import Advice, advise_on
+from bitplan.planners.advise.choice import SlotAdvice
+from bitplan.planners.advise.rules import plan_of
+from bitplan.planners.advise.slots import Slot, pairs_of
+from bitplan.strict_json import strict
+from bitplan.tasks.registry import find_task
+from bitplan.tasks.task import Task
+from bitplan.train.environment import machine, versions
+from bitplan.train.stages import measure_task
+
+BASELINE, CONTROL = "bf16", "fp32"
+PACK = str(Path(__file__).with_name("cifar_pack.py")) + ":CifarPack"
+MODELS = ("bert", "resnet")
+
+#: Name -> what each operand gets; an operand that is not named stays as it is.
+CONFIGURATIONS: dict[str, dict[str, str]] = {
+    "weights int8": {"w": "int8 tensor"},
+    "weights e4m3": {"w": "e4m3 tensor"},
+    "activations int8": {"x": "int8 tensor"},
+    "gradients int8": {"dy": "int8 tensor"},
+    "gradients int8 vector": {"dy": "int8 vector"},
+    "gradients e5m2": {"dy": "e5m2 tensor"},
+    "all int8": dict.fromkeys(("x", "w", "dy"), "int8 tensor"),
+    "all int8 vector": dict.fromkeys(("x", "w", "dy"), "int8 vector"),
+    "all int8 vector, stochastic dy": {"x": "int8 vector", "w": "int8 vector", "dy": "int8 vector stochastic"},
+    "all e4m3": dict.fromkeys(("x", "w", "dy"), "e4m3 tensor"),
+    "all e5m2": dict.fromkeys(("x", "w", "dy"), "e5m2 tensor"),
+    "e4m3, gradients e5m2": {"x": "e4m3 tensor", "w": "e4m3 tensor", "dy": "e5m2 tensor"},
+    "all int4 vector": dict.fromkeys(("x", "w", "dy"), "int4 vector"),
+}
+ADVICE = "advice"
+#: A rehearsal tries these.
+FEW = ("weights int8", "gradients int8", "all int8", "all int4 vector")
+
+#: Steps are bound by launches on a GPU, so that large batches cost little and learn more.
+BERT = ("steps=500", "evaluate_every=250", "warmup=50", "batch=256", "lr=2e-3", "vocabulary=1000", "evaluation=8")
+RESNET = ("steps=500", "evaluate_every=200", "decay=cosine", "warmup=20", "batch=256", "lr=0.2")
+QUICK_BERT = ("steps=6", "evaluate_every=6", "size=tiny", "length=16", "batch=4", "vocabulary=300", "evaluation=2")
+QUICK_RESNET = ("steps=6", "evaluate_every=6", "model=resnet8", "width=0.25", "batch=16", "most=64")
+#: Below this share of the trivial predictor's loss the baseline's must come, or the runs were too short to conclude from.
+FLOOR = 0.85
+
+
+@dataclass(frozen=True)
+class Study:
+    """One model with its recipe."""
+
+    model: str
+    task: str
+    settings: tuple[str, ...]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", default="", help="a folder of text, or a text file (default: Python's own sources)")
+    parser.add_argument("--images", help="CIFAR-10 as cifar_pack.py reads it (without: the digits that come along)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--compile", action="store_true", help="run training steps through torch.compile")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--steps", type=int, help="of every run (default: 500)")
+    parser.add_argument("--quick", action="store_true", help="six tiny steps and one seed: does everything work?")
+    parser.add_argument("--runs", type=Path, help="where the runs lie (default: runs/experiment-metrics[-quick])")
+    parser.add_argument(
+        "--out", type=Path, help="the results (default: docs/results/metrics.json; quick: with the runs)"
+    )
+    asked = parser.parse_args()
+    runs = asked.runs or Path("runs") / f"experiment-metrics{'-quick' * asked.quick}"
+    out = asked.out or (runs / "metrics.json" if asked.quick else Path("docs/results/metrics.json"))
+    began = time.perf_counter()
+    studies: list[dict[str, Any]] = []
+    try:
+        for model in asked.models:
+            studies.append(studied(asked, study_of(asked, model), runs / model))
+            out.parent.mkdir(parents=True, exist_ok=True)
+            # After every study, so that an interruption leaves what is known.
+            content = strict(result(asked, studies, time.perf_counter() - began))
+            write_whole(out, json.dumps(content, indent=2) + "\n")
+    except BitplanError as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
+    for each in studies:
+        print(f"{each['model']}: {' '.join(each['reading'])}")
+    print(f"All of it is in {out}.")
+
+
+def study_of(asked: argparse.Namespace, model: str) -> Study:
+    if model == "bert":
+        recipe = QUICK_BERT if asked.quick else BERT
+        task, data = ("mlm" if asked.quick else "bert-mini"), asked.text
+    else:
+        recipe = QUICK_RESNET if asked.quick else RESNET
+        task, data = (PACK if asked.images else "digits"), asked.images
+        if not asked.images:
+            recipe = tuple(each for each in recipe if not each.startswith(("most=", "model=", "batch=", "lr=")))
+    changed = (
+        recipe if asked.steps is None else (*(r for r in recipe if not r.startswith("steps=")), f"steps={asked.steps}")
+    )
+    return Study(model, task, (*([f"data={data}"] if data else []), *changed))
+
+
+def result(asked: argparse.Namespace, studies: Sequence[dict[str, Any]], seconds: float) -> dict[str, Any]:
+    return {
+        "experiment": "metrics",
+        "command": command(asked),
+        "machine": machine(torch.device(asked.device)),
+        "versions": versions(),
+        "seeds": list(seeds_of(asked)),
+        "candidates": list(map(str, DEFAULT_CANDIDATES)),
+        "configurations": CONFIGURATIONS,
+        "gap": "held-out loss after the last step, less the baseline's of the same seeds",
+        "studies": list(studies),
+        "seconds": seconds,
+    }
+
+
+def studied(asked: argparse.Namespace, study: Study, folder: Path) -> dict[str, Any]:
+    """Measure, train, correlate."""
+    task = find_task(study.task, study.settings)
+    steps = task.settings.all_steps
+    print(f"{study.model}: measuring at three stages of {steps} steps", flush=True)
+    began = time.perf_counter()
+    found = measure_task(task, steps=steps, device=asked.device)
+    seconds = time.perf_counter() - began
+    folder.mkdir(parents=True, exist_ok=True)
+    found.save(folder / "measurement.json")
+    advice = advise_on(found)
+    names = FEW if asked.quick else tuple(CONFIGURATIONS)
+    choices = [Choice(BASELINE, "bf16-all"), Choice(CONTROL, None)]
+    choices += [Choice(name, configured(advice, CONFIGURATIONS[name])) for name in names]
+    choices.append(Choice(ADVICE, advice.plan))
+    seen: dict[str, dict[int, Update]] = {}
+    compare(
+        study.task,
+        choices,
+        folder=folder / "runs",
+        seeds=seeds_of(asked),
+        settings=study.settings,
+        device=asked.device,
+        compile=asked.compile,
+        command=command(asked),
+        on_update=lambda update: noted(update, seen),
+    )
+    errors = {name: slot_errors(found, CONFIGURATIONS[name]) for name in names}
+    errors[ADVICE] = advised_errors(advice)
+    plans = [record(choice.label, seen[choice.label].values(), errors.get(choice.label)) for choice in choices]
+    with_gaps(plans)
+    return {
+        "model": study.model,
+        "task": Path(study.task.partition(":")[0]).stem if ".py" in study.task else study.task,
+        "settings": [setting for setting in study.settings if not setting.startswith("data=")],
+        "measurement": {"seconds": seconds, "products": len(found.products), "stages": levels_by_stage(found)},
+        "advice": {"tau": advice.tau, "counts": advice.counts},
+        "trivial_loss": trivial_loss(task),
+        "plans": plans,
+        "spearman": correlations(plans),
+        "reading": ["A rehearsal: nothing follows from it."] if asked.quick else reading(plans, trivial_loss(task)),
+    }
+
+
+# --- configurations, and what was measured of them ---
+
+
+def configured(advice: Advice, operands: dict[str, str]) -> Plan:
+    """A plan for every product that was measured."""
+    specs = {operand: spec_of(words) for operand, words in operands.items()}
+    slots = [
+        SlotAdvice(each.product, each.slot, specs[operand], 0.0, "", each.inside)
+        for each in advice.slots
+        if (operand := each.slot.split(".")[1]) in specs
+    ]
+    return plan_of(slots)
+
+
+def spec_of(words: str) -> QuantizerSpec:
+    name, scale, *rounding = words.split()
+    return QuantizerSpec(name, scale=scale, rounding=rounding[0] if rounding else "nearest")  # type: ignore[arg-type]
+
+
+def slot_errors(found: Measurement, operands: dict[str, str]) -> dict[str, float]:
+    """Slot -> mean level over products, each at its worst stage, with that operand alone quantised."""
+    levels: dict[str, list[float]] = {}
+    for slot in (slot for pair in pairs_of(found) for slot in pair):
+        words = operands.get(slot.slot.split(".")[1])
+        level = None if words is None else level_of(slot, words)
+        if level is not None:
+            levels.setdefault(slot.slot, []).append(level)
+    return {name: statistics.mean(values) for name, values in levels.items()}
+
+
+def level_of(slot: Slot, words: str) -> float | None:
+    """Of a quantizer that was tried there; where stochastic rounding was not, nearest stands in."""
+    option = slot.option(words) or slot.option(words.removesuffix(" stochastic"))
+    return option.level if option is not None and math.isfinite(option.level) else None
+
+
+def advised_errors(advice: Advice) -> dict[str, float]:
+    levels: dict[str, list[float]] = {}
+    for each in advice.slots:
+        levels.setdefault(each.slot, []).append(each.level)
+    return {name: statistics.mean(values) for name, values in levels.items()}
+
+
+def levels_by_stage(found: Measurement) -> dict[str, dict[str, dict[str, float]]]:
+    """Stage -> candidate -> pass -> median level over products."""
+    table: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for row in found.rows:
+        table.setdefault(row.stage, {}).setdefault(row.candidate, {}).setdefault(row.pass_, []).append(row.level)
+    return {
+        stage: {
+            name: {pass_: statistics.median(each) for pass_, each in passes.items()} for name, passes in rows.items()
+        }
+        for stage, rows in table.items()
+    }
+
+
+# --- what came of the runs ---
+
+
+def noted(update: Update, seen: dict[str, dict[int, Update]]) -> None:
+    if update.summary is not None:
+        seen.setdefault(update.job.label, {})[update.job.seed] = update
+        loss = update.summary.metrics.get("validation_loss")
+        words = update.summary.status if loss is None else f"held-out loss {loss:.4f}"
+        print(f"  {update.job.label}, seed {update.job.seed}: {words}, {update.summary.seconds:.1f} s", flush=True)
+
+
+def record(label: str, updates: Iterable[Update], errors: dict[str, float] | None) -> dict[str, Any]:
+    """One plan over its seeds."""
+    ended = {each.job.seed: each.summary for each in updates if each.summary is not None}
+    losses = {
+        seed: each.metrics["validation_loss"] if each.status == "finished" else math.inf for seed, each in ended.items()
+    }
+    return {
+        "plan": label,
+        "predicted": None if errors is None else {"all": math.hypot(*errors.values()), **errors},
+        "losses": losses,
+        "training_losses": {seed: final_loss(each) for seed, each in ended.items()},
+        "metrics": {seed: dict(each.metrics) for seed, each in ended.items()},
+        "diverged": [seed for seed, each in ended.items() if each.status == "diverged"],
+        "relative_to_fp32": statistics.mean(each.cost["relative_to_fp32"] for each in ended.values()),
+        "seconds": sum(each.seconds for each in ended.values()),
+    }
+
+
+def with_gaps(plans: list[dict[str, Any]]) -> None:
+    """Add to each plan how far its losses lie above the baseline's, seed by seed and on average."""
+    baseline = plans[0]["losses"]
+    for plan in plans:
+        gaps = {seed: loss - baseline[seed] for seed, loss in plan["losses"].items() if seed in baseline}
+        plan["gaps"], plan["gap"] = gaps, statistics.mean(gaps.values())
+
+
+def correlations(plans: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of predicted error with loss gap, overall and by slot; a plan that diverged has the largest gap of all."""
+    known = [plan for plan in plans if plan["predicted"] is not None]
+    found: dict[str, Any] = {}
+    for name in ("all", *SLOTS):
+        own = [plan for plan in known if name in plan["predicted"]]
+        if len(own) < LEAST or len({plan["predicted"][name] for plan in own}) < LEAST:
+            found[name] = None
+            continue
+        gaps = [[min(gap, 1e9) for gap in plan["gaps"].values()] for plan in own]
+        each = cost_correlation([plan["predicted"][name] for plan in own], gaps)
+        found[name] = {"value": each.value, "interval": [each.low, each.high], "plans": each.plans}
+    return found
+
+
+def trivial_loss(task: Task) -> float:
+    """What the predictor loses that knows only how frequent tokens, or classes, are."""
+    trivial = task.metric.trivial
+    return math.log(trivial) if task.metric.name == "perplexity" else -math.log(trivial)
+
+
+def reading(plans: Sequence[dict[str, Any]], trivial: float) -> list[str]:
+    """What held, in sentences."""
+    known = {plan["plan"]: plan for plan in plans}
+    base = statistics.mean(plans[0]["losses"].values())
+    if not base < FLOOR * trivial:
+        return [
+            f"A short run: the baseline's held-out loss is {base:.2f}, the trivial predictor's {trivial:.2f}, so nothing "
+            f"follows from it."
+        ]
+    spread = statistics.stdev(plans[0]["losses"].values()) if len(plans[0]["losses"]) > 1 else 0.0
+    noise = max(spread, 0.005 * base)
+    words = [f"BF16 {base:.4f}; gaps below {noise:.4f} are within its spread or half a per cent."]
+
+    def verdict(name: str) -> str:
+        gap = known[name]["gap"]
+        return f"{name} {'diverged' if math.isinf(gap) else f'{gap:+.4f}'}{'' if gap > noise else ' (lossless)'}"
+
+    words.append(f"FP32: {verdict(CONTROL)}.")
+    if "weights int8" in known:
+        words.append(f"INT8 weights: {verdict('weights int8')}.")
+    gradients = [name for name in known if name.startswith("gradients")]
+    if gradients:
+        words.append(f"Gradients: {', '.join(map(verdict, gradients))}.")
+    words.append(
+        f"The advice: {verdict(ADVICE)}, with {known[ADVICE]['relative_to_fp32']:.1%} of FP32's bit operations."
+    )
+    found = correlations(plans)
+    for name in ("all", *SLOTS):
+        if found[name] is not None:
+            low, high = found[name]["interval"]
+            words.append(f"Spearman, {name}: {found[name]['value']:+.2f} ({low:+.2f} to {high:+.2f}).")
+    return words
+
+
+def seeds_of(asked: argparse.Namespace) -> range:
+    return range(1 if asked.quick else asked.seeds)
+
+
+def command(asked: argparse.Namespace) -> str:
+    """What makes it again; where the data lay is nobody's business."""
+    given = (asked.text, asked.images)
+    words = [Path(word).name if word in given and word else word for word in sys.argv[1:]]
+    return shlex.join(["python", "experiments/metrics.py", *words])
+
+
+if __name__ == "__main__":
+    main()
