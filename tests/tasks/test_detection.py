@@ -76,7 +76,7 @@ def test_batches_are_a_function_of_seed_and_step() -> None:
     assert labels.shape == offsets.shape[:2] == (4, len(one.anchors.boxes))
 
 
-def test_mirrored_images_have_mirrored_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mirrored_images_have_mirrored_objects() -> None:
     plain, mirroring = (find_task("detection", [*SMALL, f"mirror={mirror}"]) for mirror in ("no", "yes"))
     pairs = zip(plain.batch(0)[0], mirroring.batch(0)[0], strict=True)
     turned = [not torch.equal(one, other) for one, other in pairs]

@@ -46,16 +46,15 @@ class Anchors:
     @cached_property
     def boxes(self) -> Tensor:
         """(anchors, 4)."""
-        made = []
-        for stride, cells in level_grids(self.side, self.levels):
-            places = (torch.arange(cells) + 0.5) * stride
-            middle = torch.stack([places.expand(cells, cells), places[:, None].expand(cells, cells)], -1)
-            half = torch.tensor(
-                [[scale / ratio**0.5 / 2, scale * ratio**0.5 / 2] for scale in SCALES for ratio in RATIOS]
-            )
-            half = half * stride * self.smallest
-            made.append(torch.cat([middle[:, :, None] - half, middle[:, :, None] + half], -1).view(-1, 4))
-        return torch.cat(made)
+        with torch.device("cpu"):  # where only shapes are asked for, models are made on another device
+            return torch.cat([self._of_level(*grid) for grid in level_grids(self.side, self.levels)])
+
+    def _of_level(self, stride: int, cells: int) -> Tensor:
+        places = (torch.arange(cells) + 0.5) * stride
+        middle = torch.stack([places.expand(cells, cells), places[:, None].expand(cells, cells)], -1)[:, :, None]
+        sides = [(scale / ratio**0.5, scale * ratio**0.5) for scale in SCALES for ratio in RATIOS]
+        half = torch.tensor(sides) * stride * self.smallest / 2
+        return torch.cat([middle - half, middle + half], -1).view(-1, 4)
 
     def wanted(self, objects: Objects) -> Wanted:
         """What to say of an image with these objects.
