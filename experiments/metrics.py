@@ -77,7 +77,7 @@ BERT = ("steps=500", "evaluate_every=250", "warmup=50", "batch=256", "lr=2e-3", 
 RESNET = ("steps=500", "evaluate_every=200", "decay=cosine", "warmup=20", "batch=256", "lr=0.2")
 QUICK_BERT = ("steps=6", "evaluate_every=6", "size=tiny", "length=16", "batch=4", "vocabulary=300", "evaluation=2")
 QUICK_RESNET = ("steps=6", "evaluate_every=6", "model=resnet8", "width=0.25", "batch=16", "most=64")
-#: Below this share of the trivial predictor's loss the baseline's must come, or the runs were too short to conclude from.
+#: Below this share of the trivial predictor's loss the baseline's must come, or the runs were too short.
 FLOOR = 0.85
 
 
@@ -317,8 +317,8 @@ def reading(plans: Sequence[dict[str, Any]], trivial: float) -> list[str]:
     base = statistics.mean(plans[0]["losses"].values())
     if not base < FLOOR * trivial:
         return [
-            f"A short run: the baseline's held-out loss is {base:.2f}, the trivial predictor's {trivial:.2f}, so nothing "
-            f"follows from it."
+            f"A short run: the baseline's held-out loss is {base:.2f}, the trivial predictor's {trivial:.2f}, so "
+            f"nothing follows from it."
         ]
     spread = statistics.stdev(plans[0]["losses"].values()) if len(plans[0]["losses"]) > 1 else 0.0
     noise = max(spread, 0.005 * base)
