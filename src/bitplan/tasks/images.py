@@ -122,6 +122,10 @@ class ImageClassification(Task):
         recipe = self.settings
         return decayed(recipe.decay, step, recipe.steps, recipe.warmup)
 
+    def epoch(self) -> int:
+        """So many batches see every image once."""
+        return -(-len(self.data.training) // self.settings.batch)
+
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         device = next(model.parameters()).device
         pictures, size = self.data.held_out, self.settings.batch

@@ -52,6 +52,11 @@ class Settings:
     #: Steps at the peak learning rate before the recipe begins, on top of `steps`: low precision for a while, and then
     #: the whole budget.
     hold: int = 0
+    #: Multiply the loss by this, to begin with, so that small gradients reach low formats (65536 in many papers). It is
+    #: halved, and the step skipped, where a gradient is not finite. 0 does not scale.
+    loss_scale: float = 0.0
+    #: Double the loss scale after so many clean steps in a row; 0: after an epoch.
+    scale_window: int = 0
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "evaluate_every"):
@@ -63,6 +68,10 @@ class Settings:
             raise TaskError(f"clip is {self.clip}; it must be at least 0 (which does not clip).")
         if self.hold < 0:
             raise TaskError(f"hold is {self.hold}; it must be at least 0.")
+        if not 0 <= self.loss_scale < float("inf"):
+            raise TaskError(f"loss_scale is {self.loss_scale}; it must be at least 0 (which does not scale).")
+        if self.scale_window < 0:
+            raise TaskError(f"scale_window is {self.scale_window}; it must be at least 0 (which is an epoch).")
 
     @property
     def all_steps(self) -> int:
@@ -115,6 +124,10 @@ class Task(ABC):
     def learning_rate(self, step: int) -> float:
         """The factor of the peak learning rate at training step `step`: a function of the step and of the memory."""
         return 1.0
+
+    def epoch(self) -> int:
+        """Steps of an epoch; by default, the steps between two evaluations."""
+        return int(self.settings.evaluate_every)
 
     def after_evaluation(self, figures: dict[str, float]) -> None:  # noqa: B027 - most tasks remember nothing
         """Told the figures of each evaluation during training, right after it: the place to change the memory."""

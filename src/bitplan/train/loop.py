@@ -108,7 +108,7 @@ def train(
                 every = task.settings.evaluate_every if checkpoint_every is None else checkpoint_every
                 return _Loop(place, place.config(), session, every, on_progress, stop).go()
             finally:
-                session.run.detach()
+                session.close()
 
 
 def chosen_device(device: str | torch.device) -> torch.device:
@@ -218,6 +218,8 @@ class _Loop:
         step = session.step
         if step == 1 or step % self.config.log_every == 0 or step == self.steps:
             self._log(rate)
+            if session.scale.is_lost:
+                raise _Diverged
         if step % session.task.settings.evaluate_every == 0 or step == self.steps:
             self._evaluate()
         if step == self.steps or (self.checkpoint_every and step % self.checkpoint_every == 0):
@@ -242,6 +244,8 @@ class _Loop:
             "cost": self.cost,
             **self._promotions(cost),
         }
+        if self.session.scale.is_used:
+            line["loss_scale"] = self.session.scale.value
         self.journal.add(line)
         self.times.add({"step": step, "seconds": self._seconds(), "peak": self.session.peak()})
         self.events.add(line)

@@ -27,6 +27,8 @@ from bitplan.plan import Plan
 from bitplan.randomness import randomness_kept
 from bitplan.sites import call_arguments
 from bitplan.tasks.task import Task
+from bitplan.train.ahead import Ahead
+from bitplan.train.loss_scale import LossScale
 
 #: What torch's generator is seeded for.
 _TRAINING, _EVALUATION = 1, 2
@@ -54,12 +56,16 @@ class Session:
             execution=execution,
         )
         self.optimizer = self._new_optimizer()
+        self.scale = self._new_scale()
         self.loss = self.run.loss(task.loss)
         # A mask may hold infinities from the start, and rightly so.
         self._finite = {name for name, tensor in self._floats() if first_not_finite([(name, tensor)]) is None}
         # torch.compile cannot follow a fused recurrent layer; one that a plan opens up is plain operations.
         whole = bool(plan.all_rules) or not any(isinstance(module, nn.RNNBase) for module in self.model.modules())
-        self._called: nn.Module = self.run.compile(fullgraph=whole) if compile else self.model
+        # Small models are bound by launches, which CUDA graphs spare; they hold memory that packed execution is about.
+        mode = "reduce-overhead" if device.type == "cuda" and execution == "emulate" else None
+        self._called: nn.Module = self.run.compile(fullgraph=whole, mode=mode) if compile else self.model
+        self._ahead = Ahead(task.batch, task.settings.all_steps) if device.type == "cuda" else None
 
     def _new_optimizer(self) -> Optimizer:
         """The task's optimizer, with its state as the plan wants it."""
@@ -67,6 +73,16 @@ class Session:
         # Before the twin is made: it holds its rates in float32.
         self._peaks = [float(group["lr"]) for group in plain.param_groups]
         return self.run.optimizer(plain)
+
+    def _new_scale(self) -> LossScale:
+        recipe = self.task.settings
+        return LossScale(self.device, recipe.loss_scale, recipe.scale_window or self.task.epoch())
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        if self._ahead is not None:
+            self._ahead.close()
+        self.run.detach()
 
     # --- a step ---
 
@@ -78,7 +94,7 @@ class Session:
         args, kwargs = call_arguments(inputs)
         loss: Tensor = self.loss(self._called(*args, **kwargs), target)
         reading = _Reading(loss)
-        loss.backward()  # type: ignore[no-untyped-call]
+        self.scale.of(loss).backward()  # type: ignore[no-untyped-call]
         return reading.value()
 
     def apply(self) -> float:
@@ -88,9 +104,10 @@ class Session:
         groups = self.optimizer.param_groups
         for group, peak in zip(groups, self._peaks, strict=True):
             set_rate(group, peak * factor)
+        self.scale.undone(self.optimizer)
         if self.task.settings.clip > 0:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.task.settings.clip)
-        self.optimizer.step()
+        self.scale.step(self.optimizer)
         self.run.step()
         self.step += 1
         return self._peaks[0] * factor
@@ -117,7 +134,7 @@ class Session:
 
     def next_batch(self) -> Any:
         """The inputs and the target of the next step, where the model is."""
-        return self._moved(self.task.batch(self.step))
+        return self._moved((self.task.batch if self._ahead is None else self._ahead)(self.step))
 
     def _moved(self, batch: Any) -> Any:
         if self.device.type == "cpu":
@@ -149,6 +166,7 @@ class Session:
             "optimizer": plain_state(self.optimizer),
             "attachment": self.run.state_dict(),
             "memory": dict(self.task.memory),
+            "loss_scale": self.scale.state(),
         }
 
     def load(self, step: int, state: dict[str, Any]) -> None:
@@ -164,6 +182,7 @@ class Session:
             ) from error
         self.run.load_state_dict(state["attachment"])
         self.task.memory = dict(state["memory"])
+        self.scale.load(state.get("loss_scale", {}))
         self.step = step
 
     def restart(self) -> None:
@@ -171,6 +190,7 @@ class Session:
         torch.manual_seed(self.task.seed)
         self.model.load_state_dict(self.task.model().state_dict())
         self.optimizer = self._new_optimizer()
+        self.scale = self._new_scale()
         self.task.memory = dict(self._first_memory)
         self.run.load_state_dict({**self.run.state_dict(), "step": 0})
         self.step = 0
