@@ -192,6 +192,30 @@ def test_the_worst_micro_batch_counts_and_recomputation_counts_nothing_twice() -
         assert each.share == pytest.approx(0.01)
 
 
+class Spread(nn.Module):
+    """One operation with two results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.var_mean(x * self.weight, 0)
+
+
+@pytest.mark.parametrize("execution", ["emulate", "packed"])
+def test_all_results_of_an_operation_are_promoted_when_the_largest_is(execution: str) -> None:
+    model = Spread()
+    x = torch.tensor([[-20.0, 1.37], [20.0, 1.37]])
+    run = bitplan.attach(model, plan_of({"match": "*", "op": "var_mean", "activation": LOW}), execution=execution)
+    for means in (torch.tensor([0.0, 1.375]), torch.tensor([0.0, 1.37])):
+        variance, mean = model(x)
+        torch.testing.assert_close(mean.detach(), means, rtol=0, atol=1e-3)
+        (variance.sum() + mean.sum()).backward()
+        run.step()
+    assert [each.site for each in run.promotions()] == ["/var_mean.0:activation"]
+
+
 def test_a_resumed_run_knows_its_promotions() -> None:
     _, run, model = train("eager", plan_of(RULE), 4)
     state, weights = run.state_dict(), copy.deepcopy(model.state_dict())

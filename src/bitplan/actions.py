@@ -74,11 +74,14 @@ class Here:
         other.part = "" if name == "weight" else f"({name})"
         return other
 
-    def unrecorded(self) -> Here:
-        """This place for one more tensor in it, beside the one whose record is kept."""
+    def unrecorded(self, follows: bool = False) -> Here:
+        """This place for one more tensor in it, beside the one whose record is kept.
+
+        :param follows: it is promoted when that one is.
+        """
         assert self.module is not None
         other = Here(self.site, self.module)
-        other.is_recorded = other.observing = False
+        other.is_recorded, other.observing = follows, False
         return other
 
     def towards(self, consumer: Here) -> Here:
@@ -298,7 +301,10 @@ class Action:
         shared_slots = [slot for operand in self.shared for slot in OPERANDS[operand]]
         self.slots_apart = any(slot in self.places and slot not in shared_slots for slot in SLOTS)
         self.promotes = any(action.promotion is not None for action in self.places.values())
-        self.observes = self.promotes or any(action.uses_mean_range for action in self.places.values())
+        uses_means = any(action.uses_mean_range for action in self.places.values())
+        self.observes = self.promotes or uses_means
+        #: Whether all results are promoted when the largest is. Ranges belong to one tensor, and so do their records.
+        self.promotes_together = self.promotes and not uses_means
         #: Sites that were met, eagerly.
         self.met: set[str] = set()
         self.needs_key = any(action.draws for action in self.places.values())

@@ -83,9 +83,8 @@ class Rounder(Interceptor):
         result = func(*args, **kwargs)
         if action.rounds_output(here.training):
             main = _largest(result, Tensor)
-            result = _map(
-                lambda t: self._rounded_output(action, here if t is main else here.unrecorded(), t, args), result
-            )
+            other = here.unrecorded(follows=action.promotes_together)
+            result = _map(lambda t: self._rounded_output(action, here if t is main else other, t, args), result)
         return _written(target, result)
 
     @staticmethod
