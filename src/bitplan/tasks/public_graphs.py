@@ -16,7 +16,8 @@ from bitplan.tasks.graph import GraphSettings, NodeClassification
 from bitplan.tasks.graph_data import GraphData
 from bitplan.tasks.graph_sampling import Sampler
 from bitplan.tasks.sources.graphs import read_npz, read_ogb, with_ogb
-from bitplan.tasks.sources.places import Sought, read_set
+from bitplan.tasks.sources.places import DOWNLOADS, Sought, read_set
+from bitplan.tasks.sources.planetoid import read_planetoid
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,13 @@ class PublicGraph(NodeClassification):
         if self.settings.data and path.is_file():
             return self._fitting(read_npz(path))
         names = [f"{name}.npz" for name in self.files]
-        for folder in [path] if self.settings.data else [Path("data")]:
-            for name in names:
-                if (folder / name).is_file():
-                    return self._fitting(read_npz(folder / name))
+        folder = path if self.settings.data else Path(DOWNLOADS)
+        for name in names:
+            if (folder / name).is_file():
+                return self._fitting(read_npz(folder / name))
+        graph = read_planetoid(folder, self.name)
+        if graph is not None:
+            return self._fitting(graph)
         where = f"{self.settings.data} holds no {self.name}" if self.settings.data else f"{self.name} is not here"
         raise TaskError(f"{where}: set data= to its file, {' or '.join(names)}, or to the folder that has it.")
 

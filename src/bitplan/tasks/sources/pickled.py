@@ -36,6 +36,8 @@ _LITERALS = {
     *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
 }
 _EMPTY = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
+#: How NumPy calls the types of numbers.
+_NUMBERS = frozenset({"u1", "uint8", "i1", "i2", "i4", "i8", "f4", "f8", "b1"})
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
@@ -72,6 +74,9 @@ def _follow(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) ->
         stack.append(_EMPTY[name]())
     elif name in _TUPLES:
         stack[-_TUPLES[name] :] = [tuple(stack[-_TUPLES[name] :])]
+    elif name == "DICT":
+        items = _down_to_mark(stack)
+        stack.append(dict(zip(items[::2], items[1::2], strict=True)))
     elif name in ("TUPLE", "LIST"):
         items = _down_to_mark(stack)
         stack.append(tuple(items) if name == "TUPLE" else items)
@@ -90,7 +95,10 @@ def _follow(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) ->
         stack.append(Call(text.replace(" ", "."), None))
     elif name == "REDUCE":
         arguments, function = stack.pop(), stack.pop()
-        stack.append(_encoded(arguments) if function.name == "_codecs.encode" else Call(function.name, arguments))
+        stack.append(_reduced(function.name, arguments))
+    elif name == "NEWOBJ":
+        arguments, kind = stack.pop(), stack.pop()
+        stack.append(Call(kind.name, arguments))
     elif name == "BUILD":
         state = stack.pop()
         stack[-1].state = state
@@ -105,6 +113,14 @@ def _down_to_mark(stack: list[Any]) -> list[Any]:
     return items
 
 
+def _reduced(name: str, arguments: Any) -> Any:
+    if name == "_codecs.encode":
+        return _encoded(arguments)
+    if name == "collections.defaultdict":
+        return {}  # filled by what follows; what it would say of keys that it lacks nobody asks
+    return Call(name, arguments)
+
+
 def _encoded(arguments: Any) -> bytes:
     """How Python 3 writes bytes in Python 2's protocol."""
     match arguments:
@@ -115,17 +131,35 @@ def _encoded(arguments: Any) -> bytes:
 
 def bytes_array(call: Any) -> NDArray[np.uint8]:
     """The NumPy array of unsigned bytes that `call` would make."""
+    array = any_array(call)
+    if array.dtype != np.uint8:
+        raise NotPlainData("no array of bytes")
+    return array
+
+
+def any_array(call: Any) -> NDArray[Any]:
+    """The NumPy array of numbers that `call` would make."""
     match call:
         case Call(
-            name=name, state=(_, tuple(shape), Call(name="numpy.dtype", arguments=("u1" | "uint8", *_)), fortran, data)
+            name=name, state=(_, tuple(shape), Call(name="numpy.dtype", arguments=(kind, *_)) as of, fortran, data)
         ):
             if not name.endswith("multiarray._reconstruct"):
                 raise NotPlainData(f"a call of {name}")
-            array = np.frombuffer(_bytes(data), np.uint8)
+            array = np.frombuffer(_bytes(data), _number_type(kind, of.state))
             if array.size != np.prod(shape):
                 raise NotPlainData("an array whose data and shape differ")
             return array.reshape(shape, order="F" if fortran else "C")
-    raise NotPlainData("no array of bytes")
+    raise NotPlainData("no array of numbers")
+
+
+def _number_type(kind: Any, state: Any) -> np.dtype[Any]:
+    """The type that NumPy calls `kind`; its state's second value is the order of bytes."""
+    name = kind.decode("latin-1") if isinstance(kind, bytes) else str(kind)
+    if name not in _NUMBERS:
+        raise NotPlainData(f"an array of {name}")
+    order = state[1] if isinstance(state, tuple) and len(state) > 1 else "="
+    order = order.decode("latin-1") if isinstance(order, bytes) else str(order)
+    return np.dtype(f"{order}{name}") if order in ("<", ">") else np.dtype(name)
 
 
 def _bytes(data: Any) -> bytes:
