@@ -212,7 +212,11 @@ def seeds_of(asked: argparse.Namespace) -> range:
 
 def command(asked: argparse.Namespace) -> str:
     """What makes it again; where the graphs lay is nobody's business."""
-    words = [Path(word).name if word == asked.data else word for word in sys.argv[1:]]
+    told = argparse.ArgumentParser(add_help=False)
+    for where in ("--runs", "--out"):
+        told.add_argument(where)
+    _, rest = told.parse_known_args(sys.argv[1:])
+    words = [Path(word).name if word == asked.data else word for word in rest]
     return shlex.join(["python", "experiments/graphs.py", *words])
 
 

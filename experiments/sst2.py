@@ -31,6 +31,7 @@ from bitplan.files import write_whole
 from bitplan.report import Report
 from bitplan.report.records import metric_record, plan_record
 from bitplan.tasks.registry import find_task
+from bitplan.tasks.sources.pretrained import PretrainedFolder
 from bitplan.train.environment import machine, versions
 
 RANGE = (5, 8)
@@ -113,7 +114,7 @@ def experiment(asked: argparse.Namespace, runs: Path) -> dict[str, Any]:
         "machine": machine(torch.device(asked.device)),
         "versions": versions(),
         "data": "SST-2",
-        "began_with": f"the weights of {Path(asked.pretrained).name}" if asked.pretrained else "random weights",
+        "began_with": weights_of(asked),
         "is_fine_tune": bool(asked.pretrained),
         "settings": settings,
         "seeds": list(seeds),
@@ -129,9 +130,20 @@ def experiment(asked: argparse.Namespace, runs: Path) -> dict[str, Any]:
     }
 
 
+def weights_of(asked: argparse.Namespace) -> str:
+    if not asked.pretrained:
+        return "random weights"
+    config = PretrainedFolder(asked.pretrained).config
+    return f"the weights of {config.get('_name_or_path') or Path(asked.pretrained).name}"
+
+
 def command(asked: argparse.Namespace) -> str:
     """What makes it again; where the files lay is nobody's business."""
-    words = [Path(word).name if word in (asked.data, asked.pretrained) else word for word in sys.argv[1:]]
+    told = argparse.ArgumentParser(add_help=False)
+    for where in ("--runs", "--out"):
+        told.add_argument(where)
+    _, rest = told.parse_known_args(sys.argv[1:])
+    words = [Path(word).name if word in (asked.data, asked.pretrained) else word for word in rest]
     return shlex.join(["python", "experiments/sst2.py", *words])
 
 
