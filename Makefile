@@ -30,9 +30,10 @@ types: $(VENV)/.stamp-dev
 	@echo "== mypy --strict src"
 	@$(BIN)/mypy --strict src
 
+# A process for each core, with one thread each: most tests are small. make unit PYTEST_ARGS="-n 0 tests/plan" has one.
 unit: $(VENV)/.stamp-dev
 	@echo "== pytest"
-	@$(BIN)/pytest $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
 
 bench: $(VENV)/.stamp-bench
 	@$(BIN)/bitplan bench formats
