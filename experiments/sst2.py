@@ -134,7 +134,8 @@ def weights_of(asked: argparse.Namespace) -> str:
     if not asked.pretrained:
         return "random weights"
     config = PretrainedFolder(asked.pretrained).config
-    return f"the weights of {config.get('_name_or_path') or Path(asked.pretrained).name}"
+    known_as = config.get("_name_or_path")
+    return f"the weights in {Path(asked.pretrained).name}{f' (made from {known_as})' if known_as else ''}"
 
 
 def command(asked: argparse.Namespace) -> str:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ def test_example_of_samples_has_their_shapes(monkeypatch: pytest.MonkeyPatch, tm
     assert [part.shape for part in real[0]] == [part.shape for part in example[0]]
 
 
-def ogb(folder: Path, edges: str = "0,1\n1,2\n") -> None:
+def ogb(folder: Path, edges: str = "0,1\n1,2\n", name: str = "ogbn_arxiv") -> None:
     tables = {
         "raw/edge": edges,
         "raw/node-feat": "0.0,2.0,0.0\n1,0,3\n0,0,0\n4,0,0\n",
@@ -148,8 +149,8 @@ def ogb(folder: Path, edges: str = "0,1\n1,2\n") -> None:
         "split/time/valid": "2\n",
         "split/time/test": "3\n",
     }
-    for name, text in tables.items():
-        path = folder / "ogbn_arxiv" / f"{name}.csv.gz"
+    for table, text in tables.items():
+        path = folder / name / f"{table}.csv.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(gzip.compress(text.encode()))
 
@@ -176,6 +177,42 @@ def test_damaged_text_is_told_of(tmp_path: Path, edges: str, sentence: str) -> N
     ogb(tmp_path, edges)
     with pytest.raises(TaskError, match=sentence):
         read_ogb(tmp_path, "ogbn_arxiv")
+
+
+def test_the_archive_as_it_unpacks_is_read(tmp_path: Path) -> None:
+    ogb(tmp_path, name="arxiv")
+    assert read_ogb(tmp_path, "ogbn_arxiv") is not None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ogb_s_package_fetches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fails: bool) -> None:
+    """What it makes of the files afterwards does not matter: only they are read."""
+
+    def fetch(name: str, root: str) -> None:
+        assert name == "ogbn-arxiv"
+        ogb(Path(root))
+        if fails:
+            raise RuntimeError("its own file cannot be loaded")
+
+    module = types.ModuleType("ogb.nodeproppred")
+    module.NodePropPredDataset = fetch  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ogb", types.ModuleType("ogb"))
+    monkeypatch.setitem(sys.modules, "ogb.nodeproppred", module)
+    monkeypatch.setattr(public_graphs.OgbnArxiv, "known", (4, 3, 2, 4))
+    task = find_task("ogbn-arxiv", ["download=true", f"data={tmp_path / 'new'}"])
+    assert task.batch(0)[1].tolist() == [0, 1, -100, -100]
+
+
+def test_what_ogb_could_not_fetch_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(name: str, root: str) -> None:
+        raise OSError("no network.")
+
+    module = types.ModuleType("ogb.nodeproppred")
+    module.NodePropPredDataset = fail  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ogb", types.ModuleType("ogb"))
+    monkeypatch.setitem(sys.modules, "ogb.nodeproppred", module)
+    with pytest.raises(TaskError, match=r"ogb could not fetch ogbn-arxiv into .* \(no network\): unpack its archive"):
+        find_task("ogbn-arxiv", ["download=true", f"data={tmp_path}"]).batch(0)
 
 
 def test_without_ogb_the_user_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ split         ``idx_train idx_val idx_test``, numbers of nodes; without them the
 
 from __future__ import annotations
 
+import io
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -100,9 +101,9 @@ def _rows(path: Path, ends: NDArray[Any], count: int) -> NDArray[np.int64]:
 def read_ogb(folder: Path, name: str) -> GraphData | None:
     """A node property graph of OGB from the text files that its archive unpacks to; None where they are not there.
 
-    :param name: as the folder is called: ``ogbn_arxiv``.
+    :param name: as the package ogb calls the folder: ``ogbn_arxiv``. The archive itself calls it ``arxiv``.
     """
-    for place in (folder / name, folder):
+    for place in (folder / name, folder / name.removeprefix("ogbn_"), folder):
         raw = place / "raw"
         if (raw / "edge.csv.gz").is_file():
             splits = sorted(path for path in (place / "split").glob("*") if path.is_dir())
@@ -123,12 +124,13 @@ def read_ogb(folder: Path, name: str) -> GraphData | None:
 def _numbers(path: Path, kind: type[np.generic], columns: int | None = None) -> NDArray[Any]:
     """A table of numbers with commas, which has no heading."""
     content = read_bytes(path)
-    width = content.partition(b"\n")[0].count(b",") + 1
     try:
-        values = np.array(content.replace(b"\n", b",").rstrip(b",").split(b","), dtype=np.float64)
-        table = values.reshape(-1, width).astype(kind)
+        # Whole numbers may be written as 4.0.
+        as_read = np.float64 if issubclass(kind, np.integer) else kind
+        table = np.loadtxt(io.BytesIO(content), as_read, delimiter=",", comments=None, ndmin=2).astype(kind)
     except ValueError as error:
         raise TaskError(f"{path} is damaged ({error}): get it again.") from error
+    width = table.shape[1]
     if columns not in (None, width):
         raise TaskError(f"{path} has {width} columns, and {columns} are wanted: it is another file.")
     return table
