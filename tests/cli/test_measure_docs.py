@@ -29,6 +29,8 @@ def test_the_commands_run_one_after_the_other(
     ):
         words = shlex.split(line, comments=True)
         assert words[0] == "bitplan"
+        if words[1] == "train" or "--verify" in words:
+            continue  # tests of training and of verifying do that on less
         with pytest.raises(SystemExit) as ended:
             main(words[1:])
         assert not ended.value.code, line
