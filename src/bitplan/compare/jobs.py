@@ -67,7 +67,7 @@ class Update:
 class Trainer:
     """Makes runs one after the other in this process, and keeps for the next what the next can use.
 
-    Tasks are kept by seed, with the data they have read. A compiled graph serves all seeds of a plan, and all plans that
+    Tasks are kept by seed, with the data they have read. A compiled graph serves all seeds of a plan, and plans that
     differ in their schedules only; other plans make other graphs, and those of the last one are dropped before torch
     counts too many.
     """
