@@ -6,7 +6,7 @@
 FP32, 8 bits throughout, a static plan that costs what CR costs, and all ten schedules between 3 and 8 bits (the range
 of Wolfe & Kyrillidis for OGBN-Arxiv, arXiv 2403.02243), each with three seeds. FP-Agg rounds the linear products only,
 Q-Agg also what is summed over neighbours. A graph is one batch, so bits change every epoch. Of each study, Spearman's
-correlation of cost with accuracy over the rounded plans, and its interval by a bootstrap over plans.
+correlation of cost with accuracy over the rounded plans, and its interval by a bootstrap over plans and seeds.
 
 The runs are comparisons': the same command goes on where it was interrupted, and `bitplan report` draws their folders.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import statistics
 import sys
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 
 from bitplan.compare import Choice, Update, compare
-from bitplan.compare.correlation import LEAST, cost_correlation
+from bitplan.compare.correlation import LEAST, Correlation, cost_correlation, seed_share
 from bitplan.compare.time_suites import cpt_choices
 from bitplan.errors import BitplanError
 from bitplan.files import write_whole
@@ -42,6 +43,8 @@ CONTROL, STATIC = "FP32", f"static {RANGE[1]}"
 
 #: FP32 must reach this accuracy; where it does not, the runs were too short to conclude anything from.
 FLOORS = {("cora", "gcn"): 0.78, ("cora", "sage"): 0.76, ("coauthor-cs", "gcn"): 0.85, ("coauthor-cs", "sage"): 0.85}
+#: Where seeds alone would make so much of the variance between plans, an order of the plans may be chance's.
+LARGE_SHARE = 0.5
 RECIPE = ("steps=200", "evaluate_every=100", "features=64")
 QUICK = ("steps=3", "evaluate_every=3", "features=8")
 
@@ -128,11 +131,11 @@ def study(
     control = statistics.mean(controls.values())
     is_short = control < FLOORS[graph, model]
     rounded = [plan for plan in plans if plan["plan"] != CONTROL and plan["accuracy"] is not None]
+    values = [[*plan["values"].values()] for plan in rounded]
     found = None
     if len(rounded) >= LEAST:
-        found = cost_correlation(
-            [plan["relative_to_fp32"] for plan in rounded], [[*plan["values"].values()] for plan in rounded]
-        )
+        found = cost_correlation([plan["relative_to_fp32"] for plan in rounded], values)
+    share = seed_share(values) if len(rounded) > 1 else 0.0
     return {
         "graph": graph,
         "model": model,
@@ -142,7 +145,9 @@ def study(
         "floor": FLOORS[graph, model],
         "short_run": is_short,
         "spearman": None if found is None else {"value": found.value, "interval": [found.low, found.high]},
-        "reading": reading(plans, control, is_short, None if found is None else (str(found), found.is_sure)),
+        # Of the variance between plans, what seeds alone would make; 1 or more: plans do not differ.
+        "seed_share": share if math.isfinite(share) else None,
+        "reading": reading(plans, control, is_short, found, share),
         "plans": plans,
     }
 
@@ -171,7 +176,7 @@ def record(choice: Choice, updates: Iterable[Update]) -> dict[str, Any]:
 
 
 def reading(
-    plans: Sequence[dict[str, Any]], control: float, is_short: bool, correlation: tuple[str, bool] | None
+    plans: Sequence[dict[str, Any]], control: float, is_short: bool, found: Correlation | None, share: float
 ) -> str:
     """What held, in a few sentences."""
     if is_short:
@@ -194,9 +199,11 @@ def reading(
         f"Of the schedules, best {best['plan']} ({best['accuracy']:.4f}) and worst {worst['plan']} "
         f"({worst['accuracy']:.4f})."
     )
-    if correlation is not None:
-        told, is_sure = correlation
-        words.append(f"Spearman of cost with accuracy {told}: {'an order' if is_sure else 'no order that is sure'}.")
+    if share >= LARGE_SHARE:
+        words.append(f"Seeds alone would make {min(share, 1):.0%} of the variance between plans.")
+    if found is not None:
+        kind = "an order" if found.is_sure and share < LARGE_SHARE else "no order that is sure"
+        words.append(f"Spearman of cost with accuracy {found}: {kind}.")
     return " ".join(words)
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from bitplan.compare.correlation import LEAST, cost_correlation, spearman
+from bitplan.compare.correlation import LEAST, cost_correlation, seed_share, spearman
 from bitplan.errors import RunError
 
 
@@ -32,6 +32,20 @@ def test_a_clear_order_is_sure_and_chance_is_not() -> None:
 def test_the_same_figures_give_the_same_interval() -> None:
     values = [[1.0, 2.0], [2.0, 1.0], [3.0, 3.0], [2.5, 4.0]]
     assert cost_correlation([1, 2, 3, 4], values) == cost_correlation([1, 2, 3, 4], values)
+
+
+def test_seeds_that_disagree_about_the_order_make_it_unsure() -> None:
+    costs = [1.0, 2.0, 3.0, 4.0, 5.0]
+    falls = [[cost, -cost, cost] for cost in costs]
+    assert cost_correlation(costs, falls).low < 0 < cost_correlation(costs, falls).value
+
+
+def test_how_much_of_the_differences_seeds_make() -> None:
+    draws = random.Random(0)
+    alike = [[draws.gauss(0, 1) for _ in range(3)] for _ in range(200)]
+    assert seed_share(alike) == pytest.approx(1, abs=0.25)
+    assert seed_share([[plan + value / 10 for value in each] for plan, each in enumerate(alike)]) < 0.01
+    assert seed_share([[1.0, 2.0], [1.0, 2.0]]) == float("inf")
 
 
 def test_too_few_plans_are_refused() -> None:

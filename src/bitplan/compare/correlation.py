@@ -53,10 +53,24 @@ def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return means[place.reshape(-1)]
 
 
+def seed_share(values: Sequence[Sequence[float]]) -> float:
+    """How much of the variance between plans' means the seeds alone would make: 1 and more where plans do not differ.
+
+    Infinite where the means are all alike; 0 where there is one seed, which says nothing.
+
+    >>> seed_share([[1.0, 3.0], [1.0, 3.0], [2.0, 6.0]])
+    1.5
+    """
+    between = float(np.var([np.mean(each) for each in values], ddof=1))
+    within = float(np.mean([np.var(each, ddof=1) / len(each) if len(each) > 1 else 0.0 for each in values]))
+    return within / between if between else float("inf")
+
+
 def cost_correlation(costs: Sequence[float], values: Sequence[Sequence[float]], seed: int = 0) -> Correlation:
     """Of plans' costs with the means of their metric over seeds.
 
-    The interval is that of a bootstrap over plans: as many are drawn, with replacement, again and again.
+    The interval is that of a bootstrap over plans and seeds: as many of both are drawn, with replacement, again and
+    again. All plans of a draw have the same seeds, since a seed that is kind to one plan is often kind to others.
 
     :param values: of each plan, its metric with every seed.
     """
@@ -65,10 +79,11 @@ def cost_correlation(costs: Sequence[float], values: Sequence[Sequence[float]], 
             f"a correlation takes at least {LEAST} plans with their metrics, not {len(costs)}: run more of them."
         )
     draws = np.random.default_rng(seed)
-    means = [float(np.mean(each)) for each in values]
+    means, most = [float(np.mean(each)) for each in values], max(map(len, values))
     found = []
     for _ in range(DRAWS):
-        chosen = draws.integers(len(costs), size=len(costs))
-        found.append(spearman([costs[plan] for plan in chosen], [means[plan] for plan in chosen]))
+        chosen, seeds = draws.integers(len(costs), size=len(costs)), draws.integers(most, size=most)
+        again = {plan: float(np.mean([values[plan][place % len(values[plan])] for place in seeds])) for plan in chosen}
+        found.append(spearman([costs[plan] for plan in chosen], [again[plan] for plan in chosen]))
     low, high = (float(each) for each in np.quantile(found, [(1 - SURE) / 2, (1 + SURE) / 2]))
     return Correlation(spearman(costs, means), low, high, len(costs))
