@@ -25,7 +25,7 @@ from bitplan.errors import (
 from bitplan.explain import Explanation, explain
 from bitplan.formats import BlockFormat, FloatFormat, Format, IntFormat
 from bitplan.live import LiveFormat
-from bitplan.measure import Measurement, measure
+from bitplan.measure import Measurement, Watch, measure
 from bitplan.memory import Memory, measure_memory, predict_memory
 from bitplan.names import format
 from bitplan.packing import Packed, pack
@@ -68,6 +68,7 @@ __all__ = [
     "Site",
     "Target",
     "TargetError",
+    "Watch",
     "__version__",
     "advise",
     "assign",

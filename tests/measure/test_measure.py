@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bitplan
 from bitplan.errors import MetricError
-from bitplan.measure import DEFAULT_CANDIDATES, Candidate, Measurement, measure
+from bitplan.measure import DEFAULT_CANDIDATES, Candidate, Measurement, Watch, measure
 from bitplan.plan.places import PASSES
 
 FEW = ("int8 tensor", "e4m3 vector")
@@ -219,3 +219,22 @@ def test_misfits_are_one_sentence() -> None:
             measure(model, **given)  # type: ignore[arg-type]
     with pytest.raises(MetricError, match="no product"):
         measure(nn.ReLU(), [torch.ones(1, 2)])
+
+
+def test_a_watch_in_a_loop_of_ones_own() -> None:
+    """A weight that grows a thousandfold is named at the next look, and other steps cost nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+    watch = Watch(model, every=2, rows=8)
+    for step in range(10):
+        if step == 7:
+            with torch.no_grad():
+                model[2].weight[0, 0] = 1000 * model[2].weight.abs().max()
+        alarm = watch.step(torch.randn(64, 16))
+        assert (alarm is not None) == (step == 8)
+    assert [each.site for each in watch.alarms] == ["2/linear.0:fprop.w"]
+    assert watch.alarms[0].step == 8
+    assert watch.measurement is not None
+    assert watch.measurement.candidates == ["int8 tensor", "e4m3 tensor"]
+    with pytest.raises(MetricError, match="every is 0"):
+        Watch(model, every=0)

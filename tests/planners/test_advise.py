@@ -180,6 +180,22 @@ def test_advice_joins_an_assignment_and_keeps_its_budget() -> None:
     assert advice.plan.decide("conv", "conv2d.0")["fprop.w"].quantizer is not None
 
 
+def test_advice_joins_an_assignment_that_was_made_for_a_ratio() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.Flatten(), nn.Linear(256, 10))
+    batch = torch.randn(8, 3, 8, 8), torch.randint(10, (8,))
+    base = bitplan.assign(model, batch, F.cross_entropy, ratio=0.5)
+    advice = advise(model, [batch], F.cross_entropy, candidates=["int8 tensor", "e4m3 tensor"], base=base)
+    joined, alone = (bitplan.cost(model, plan, batch, F.cross_entropy) for plan in (advice.plan, base))
+    assert joined.tensors == alone.tensors
+    assert joined.bit_operations < alone.bit_operations
+    peaks = [
+        bitplan.predict_memory(model, batch, F.cross_entropy, plan=plan, execution="packed").peak
+        for plan in (advice.plan, base)
+    ]
+    assert peaks[0] <= peaks[1]
+
+
 def test_integers_follow_a_schedule() -> None:
     model, x, advice = advised_net(
         schedule=bitplan.schedule("CR", low=4, high=8), candidates=["int8 tensor", "e4m3 tensor"]
