@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from bitplan.compare import Choice, compare, find_suite
+from bitplan.compare.jobs import Job
 from bitplan.cost import cost
 from bitplan.plan import Plan
+from bitplan.plan.find import find_plan
 from bitplan.report.runs import read_runs
-from bitplan.schedules import TEN
+from bitplan.schedules import TEN, Deficit
 from bitplan.tasks.registry import find_task
 from bitplan.tasks.task import Task
 from bitplan.train import RunFolder
@@ -39,13 +41,22 @@ def test_all_ten_beside_static_controls(digits: Task) -> None:
     assert price(found["static 6"], digits) < price(found["static 8"], digits)
     control = found["static at the cost of CR"].plan
     assert isinstance(control, Plan)
-    assert not control.moves
+    assert {each.name for each in control.followed.values()} == {"static"}
     for name in TEN:
         plan = found[name].plan
         assert isinstance(plan, Plan)
         assert plan.rules[-1].match == ("fc",)
         assert plan.followed["cpt"].name == name
         assert Plan.from_yaml(plan.to_yaml()) == plan
+
+
+@pytest.mark.parametrize("suite", ["cpt", "deficits"])
+def test_all_plans_of_a_suite_share_compiled_graphs(suite: str, digits: Task) -> None:
+    found = choices(suite, digits)
+    jobs = [Job(label, plan, None, 0, Path(label)) for label, c in found.items() if isinstance(plan := c.plan, Plan)]
+    assert len({job.graphs for job in jobs}) == 1
+    fixed = Job("fixed", find_plan("int8-all"), None, 0, Path("fixed"))
+    assert fixed.graphs != jobs[0].graphs
 
 
 def test_windows_controls_and_single_roundings(digits: Task) -> None:
@@ -67,7 +78,7 @@ def test_windows_controls_and_single_roundings(digits: Task) -> None:
         moved = [
             slot
             for slot in ("fprop.w", "fprop.x", "dgrad.dy")
-            if (spec := decision[slot].quantizer) is not None and spec.moved_by is not None
+            if (spec := decision[slot].quantizer) is not None and isinstance(spec.moved_by, Deficit)
         ]
         assert moved == [moving]
 

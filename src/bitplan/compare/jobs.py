@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,12 +35,28 @@ class Job:
 
     @property
     def graphs(self) -> str:
-        """What the compiled graphs of the run depend on: the plan, but for how its schedules move."""
+        """What the compiled graphs of the run depend on: the plan, but for its schedules and for who follows which."""
         if self.plan is None:
             return ""
         content = self.plan.flattened().to_dict()
-        told = ("rules", "quantizers", "optimizer")
-        return json.dumps([{key: content.get(key) for key in told}, sorted(content.get("schedules", {}))])
+        rules: list[dict[str, Any]] = []
+        for rule in _without_followed(content.get("rules", [])):
+            repeats = bool(rules) and rules[-1]["match"] == "*" and {**rule, "match": "*"} == rules[-1]
+            if not repeats:  # some modules follow another schedule than the rest, and that is all
+                rules.append(rule)
+        return json.dumps([rules, _without_followed(content.get("quantizers")), content.get("optimizer")])
+
+
+def _without_followed(content: Any) -> Any:
+    """Part of a plan's content, with any schedule for the one that gives a quantizer its bits."""
+    if isinstance(content, list):
+        return [_without_followed(each) for each in content]
+    if not isinstance(content, dict):
+        return content
+    return {
+        key: "any" if key == "bits" and isinstance(value, str) else _without_followed(value)
+        for key, value in content.items()
+    }
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,8 @@
-"""Suites of plans that change over time, made for a task: what it leaves alone and costs follow from its model."""
+"""Suites of plans that change over time, made for a task: what it leaves alone and costs follow from its model.
+
+Widths that stay are schedules here, too: all plans of a suite then differ in their schedules only, and share one
+compiled graph.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from bitplan.compare.choice import Choice
 from bitplan.plan import Plan
 from bitplan.planners.cpt import Widths, operations_of, plan_of
 from bitplan.planners.equal_cost import equal_cost_plan, mean_bit_operations
-from bitplan.schedules import TEN, Deficit, Moment, Schedule, schedule
+from bitplan.schedules import TEN, Deficit, Moment, Schedule, Static, schedule
 from bitplan.schedules.cyclic import DEFAULT_CYCLES
 from bitplan.sites import Operation
 from bitplan.tasks.task import Task
@@ -68,10 +72,11 @@ def deficit_choices(task: Task) -> tuple[Choice, ...]:
     first = half[STARTS[0]]
     price = mean_bit_operations(operations, _plan(operations, first, ""), budget)
     choices.append(Choice("static at the cost of half", equal_cost_plan(operations, price, HIGH, name="equal cost")))
+    high = Static(HIGH)
     parts = {
-        "weights": Widths(first, HIGH, HIGH),
-        "activations": Widths(HIGH, first, HIGH),
-        "gradients": Widths(HIGH, HIGH, first),
+        "weights": Widths(first, high, high),
+        "activations": Widths(high, first, high),
+        "gradients": Widths(high, high, first),
     }
     choices += [
         Choice(f"half from 0%, {part} only", plan_of(operations, widths, name=f"half from 0%, {part} only"))
@@ -92,10 +97,9 @@ def _operations(task: Task) -> list[Operation]:
 
 
 def _plan(operations: list[Operation], moving: Schedule, name: str, q_agg: bool = False) -> Plan:
-    widths = Widths(moving, moving, moving.highest)
+    widths = Widths(moving, moving, Static(moving.highest))
     return plan_of(operations, widths, name=name, quantized_aggregation=q_agg)
 
 
 def _static(operations: list[Operation], bits: int, name: str | None = None, q_agg: bool = False) -> Plan:
-    widths = Widths(bits, bits, bits)
-    return plan_of(operations, widths, name=name or f"static {bits}", quantized_aggregation=q_agg)
+    return _plan(operations, Static(bits), name or f"static {bits}", q_agg)

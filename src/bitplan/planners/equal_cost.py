@@ -11,9 +11,14 @@ from dataclasses import replace
 from bitplan.cost import step_cost
 from bitplan.errors import PlanError
 from bitplan.macs import multiplications
-from bitplan.plan import Plan, Rule
+from bitplan.plan import Plan, QuantizerSpec, Rule
+from bitplan.plan.uses import Use
 from bitplan.planners.cpt import Widths, exempt, kind_of, plan_of
+from bitplan.schedules import Static
 from bitplan.sites import Operation
+
+#: The schedule, which stays, of the layers with one bit more.
+RAISED = "raised"
 
 
 def mean_bit_operations(operations: Sequence[Operation], plan: Plan, steps: int) -> float:
@@ -39,7 +44,7 @@ def equal_cost_plan(
     """
 
     def static(bits: int) -> Plan:
-        widths = Widths(bits, bits, backward)
+        widths = Widths(Static(bits), Static(bits), Static(backward))
         return plan_of(operations, widths, name=name, quantized_aggregation=quantized_aggregation)
 
     def price(plan: Plan) -> int:
@@ -62,10 +67,16 @@ def equal_cost_plan(
             budget -= more
     if not raised:
         return plan
-    first, ops = plan.rules[0], plan.rules[0].op
-    higher = static(width + 1).rules[0]
+    first = plan.rules[0]
     places = tuple(module for module in macs if module in raised)
-    return replace(plan, rules=(first, Rule(places, ops, higher.quantizers), *plan.rules[1:]))
+    higher = tuple((place, _raised(use) if place in ("w", "x") else use) for place, use in first.quantizers)
+    schedules = {**plan.schedules, RAISED: Static(width + 1)}
+    return replace(plan, rules=(first, Rule(places, first.op, higher), *plan.rules[1:]), schedules=schedules)
+
+
+def _raised(use: Use) -> Use:
+    assert isinstance(use, QuantizerSpec)
+    return replace(use, bits=RAISED)
 
 
 def _macs_by_module(operations: Sequence[Operation], plan: Plan) -> dict[str, int]:

@@ -5,14 +5,14 @@ Everything is read from the runs' plans and settings, so that plans of a user's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bitplan.errors import BitplanError
 from bitplan.plan import Plan, QuantizerSpec
 from bitplan.report.runs import Run
 from bitplan.report.summaries import Experiment, PlanSummary
-from bitplan.schedules import Deficit
+from bitplan.schedules import Deficit, Schedule, Static
 
 #: What is rounded, and how plans call it.
 _PARTS = {
@@ -149,9 +149,17 @@ def _specs(plan: Plan) -> Iterator[tuple[str, QuantizerSpec]]:
 
 
 def _width(plan: Plan) -> int | None:
-    formats = {spec.format for _, spec in _specs(plan)}
-    (only,) = formats if len(formats) == 1 else {None}
-    return int(only[3:]) if only is not None and only.startswith("int") and only[3:].isdigit() else None
+    widths = {_constant_width(spec, plan.all_schedules) for _, spec in _specs(plan)}
+    return widths.pop() if len(widths) == 1 else None
+
+
+def _constant_width(spec: QuantizerSpec, schedules: Mapping[str, Schedule]) -> int | None:
+    """Of integers that have one width throughout, as their format's name or a schedule that stays says."""
+    if spec.format == "int":
+        followed = schedules.get(spec.bits) if isinstance(spec.bits, str) else spec.bits
+        return followed.width if isinstance(followed, Static) else followed if isinstance(followed, int) else None
+    digits = spec.format.removeprefix("int")
+    return int(digits) if digits.isdigit() else None
 
 
 def _whole(run: Run, name: str) -> int:
