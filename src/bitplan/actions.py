@@ -99,7 +99,9 @@ class PlaceAction:
         self.spec = spec
         self.place = place
         self.op = op
+        # Not asked of the spec at work: a compiled graph would be one for places that share their spec, only.
         self.is_stochastic = spec.rounding == "stochastic"
+        self.uses_mean_range = spec.eval == "ema"
         self.live = live
         self.live_kind = None if live is None else live.kind
         #: The row of the module's table that holds the format, where it may change.
@@ -156,10 +158,6 @@ class PlaceAction:
         fixed = copy.copy(self)
         fixed.format_now = lambda: now
         return fixed
-
-    @property
-    def uses_mean_range(self) -> bool:
-        return self.spec.eval == "ema"
 
     @property
     def draws(self) -> bool:
