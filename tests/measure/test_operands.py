@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 
 from bitplan import metrics
 from bitplan.measure import Candidate, measure
-from bitplan.measure.figures import pass_figures
+from bitplan.measure.figures import _tails, group_figures, pass_figures
 from bitplan.measure.layouts import layout_of
 from bitplan.measure.operands import Operand
 from bitplan.measure.sampling import Sampling
@@ -143,6 +144,40 @@ def test_block_formats_and_formats_without_a_scale() -> None:
     assert found[2].overflow == pytest.approx(expected)
     assert found[2].overflow > 0
     assert 0 < found[0].median < found[2].median
+
+
+def numbers(figures: Any) -> list[float]:
+    return [value for value in asdict(figures).values() if isinstance(value, float)]
+
+
+def test_products_measured_together_are_those_measured_alone() -> None:
+    pairs = []
+    for seed in range(3):
+        args = drawn(3, 5, 7, seed=seed), drawn(4, 7, seed=seed + 10)
+        pairs.append(operands_of("linear", F.linear, args, "wgrad")[:2])
+    candidates = tuple(map(Candidate.of, ("int8 tensor", "e4m3 vector", "e5m2/e4m3 tensor", "e2m1 unscaled", "mxfp8")))
+    together = group_figures("wgrad", "linear", pairs, candidates, 0)
+    light = group_figures("wgrad", "", [(left.light(), right.light()) for left, right in pairs], candidates[:4], 0)
+    for number, pair in enumerate(pairs):
+        sums, figures = pass_figures("wgrad", "linear", *pair, candidates, 0)
+        assert together[number][0] == light[number][0] == sums
+        for other in (together[number][1], light[number][1]):
+            for one, alone in zip(other, figures, strict=False):
+                for part in ("left", "right", None):
+                    found, expected = (each if part is None else getattr(each, part) for each in (one, alone))
+                    assert numbers(found) == pytest.approx(numbers(expected), rel=1e-9, nan_ok=True)
+    for (left, _), (_, figures) in zip(pairs, together, strict=True):
+        assert figures[0].left.kurtosis == pytest.approx(metrics.excess_kurtosis(left.values), rel=1e-9)
+        assert figures[0].left.dynamic_range == pytest.approx(metrics.dynamic_range(left.values), rel=1e-9)
+        assert figures[0].left.elements == 60
+
+
+def test_tails_of_odd_tensors() -> None:
+    nan = float("nan")
+    rows = torch.tensor([[0.0, 0.0, 0.0], [2.0, 2.0, 2.0], [0.0, -0.25, 8.0], [1.0, nan, 2.0]], dtype=torch.float64)
+    kurtoses, ranges = _tails(rows)
+    assert str(kurtoses) == str([nan, nan, metrics.excess_kurtosis(rows[2]), nan])
+    assert str(ranges) == str([0.0, 0.0, 5.0, nan])
 
 
 def test_sums_are_cut_and_rows_are_few_and_the_seed_decides_which() -> None:

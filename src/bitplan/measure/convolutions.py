@@ -48,8 +48,9 @@ class Convolution:
             places = of_x if pass_ == "dgrad" else self._places_of_y(of_x, kernel)
             left, right, length = self._of_images(w, data, places, over_patches, sampling, draw)
         found = [
-            Operand(slot, tensors[slot.split(".")[1]], rows.gather, rows.vector_amax, rows.tensor_amax, length)
+            Operand(slot, whole, rows.gather, rows.vector_amax, rows.tensor_amax, length, whole.numel())
             for slot, rows in zip(PASSES[pass_], (left, right), strict=True)
+            for whole in (tensors[slot.split(".")[1]],)
         ]
         return found[0], found[1]
 

@@ -14,16 +14,19 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bitplan.axes import resolve
-from bitplan.formats import BlockFormat, FloatFormat, IntFormat
+from bitplan.formats import BlockFormat, FloatFormat, Format, IntFormat
+from bitplan.live import LiveFormat
 from bitplan.measure.candidate import Tried
 from bitplan.measure.operands import Operand
-from bitplan.metrics import ErrorSummary, dynamic_range, excess_kurtosis, overflow_share
+from bitplan.metrics import ErrorSummary
 from bitplan.noise import random_bits
 from bitplan.plan.spec import QuantizerSpec
 from bitplan.quantizer import Quantizer
+from bitplan.reference import Rounding
 from bitplan.rounding import carrier_for
 from bitplan.scaling import divide, step_scale
 
@@ -86,25 +89,53 @@ def pass_figures(
     pass_: str, op: str, left: Operand, right: Operand, candidates: tuple[Tried, ...], seed: int
 ) -> tuple[Sums, list[PassFigures]]:
     """The figures of all candidates that are of their own in that pass."""
+    return group_figures(pass_, op, [(left, right)], candidates, seed)[0]
+
+
+def group_figures(
+    pass_: str, op: str, pairs: Sequence[tuple[Operand, Operand]], candidates: tuple[Tried, ...], seed: int
+) -> list[tuple[Sums, list[PassFigures]]]:
+    """The same of several products at once, whose sampled rows have the same shapes: far faster than one by one."""
     wanted = _wanted(pass_, candidates)
     if not wanted.candidates:
-        return Sums(left.values.shape[-1], left.length, 0.0), []
-    rounder = _Rounder(left, right, op, seed)
+        return [(Sums(left.values.shape[-1], left.length, 0.0), []) for left, _ in pairs]
+    rounder = _Rounder(pairs, op, seed)
     copies = [rounder.copies(wanted.specs[side], side) for side in (0, 1)]
-    exact_left, exact_right = rounder.exact
-    exact = exact_left @ exact_right.mT
-    magnitude = exact_left.abs() @ exact_right.abs().mT
+    left, right = rounder.exact  # (products, matrices, rows, terms); copies have quantizers in front
+    exact = left @ right.mT
+    magnitude = left.abs() @ right.abs().mT
     both = copies[0][wanted.places[0]] @ copies[1][wanted.places[1]].mT
-    computed = torch.cat([both, copies[0] @ exact_right.mT, exact_left @ copies[1].mT])
+    computed = torch.cat([both, copies[0] @ right.mT, left @ copies[1].mT])
     errors = _summaries(exact, magnitude, computed)
     ratios = _decibels(exact, both)
-    figures: list[list[OperandFigures]] = []
-    start = len(wanted.candidates)
-    for side, operand in enumerate((left, right)):
-        specs, end = wanted.specs[side], start + len(wanted.specs[side])
-        figures.append(_operand_figures(operand, rounder.exact[side], specs, copies[side], errors[start:end]))
-        start = end
-    weights = [each.numel() for each in rounder.exact]
+    terms = ((left != 0).double() @ (right != 0).double().mT).flatten(1).sum(1).tolist()
+    counts = (magnitude != 0).flatten(1).sum(1).tolist()
+    count = len(wanted.candidates)
+    ends = (count, count + len(wanted.specs[0]), count + len(wanted.specs[0]) + len(wanted.specs[1]))
+    figures = [
+        _operand_figures(
+            *([pair[side] for pair in pairs], rounder.exact[side], wanted.specs[side], copies[side]),
+            [own[ends[side] : ends[side + 1]] for own in errors],
+        )
+        for side in (0, 1)
+    ]
+    weights = [each[0].numel() for each in rounder.exact]
+    return [
+        (
+            Sums(pair[0].values.shape[-1], pair[0].length, terms[number] / max(counts[number], 1)),
+            _made(wanted, errors[number], ratios[number], [figures[side][number] for side in (0, 1)], weights),
+        )
+        for number, pair in enumerate(pairs)
+    ]
+
+
+def _made(
+    wanted: _Wanted,
+    errors: Sequence[ErrorSummary],
+    ratios: Sequence[float],
+    figures: Sequence[Sequence[OperandFigures]],
+    weights: Sequence[int],
+) -> list[PassFigures]:
     made = []
     for number, candidate in enumerate(wanted.candidates):
         one, other = (figures[side][wanted.places[side][number]] for side in (0, 1))
@@ -118,9 +149,12 @@ def pass_figures(
                 right=other,
             )
         )
-    terms = (exact_left != 0).double() @ (exact_right != 0).double().mT
-    nonzero = float(terms.sum() / max(int((magnitude != 0).sum()), 1))
-    return Sums(left.values.shape[-1], left.length, nonzero), made
+    return made
+
+
+def needs_whole(pass_: str, candidates: tuple[Tried, ...]) -> bool:
+    """Whether some candidate cannot be tried on sampled rows alone."""
+    return any(not each.is_simple for side in _wanted(pass_, candidates).specs for each in side)
 
 
 class _Wanted(NamedTuple):
@@ -162,115 +196,156 @@ def _looked_up(spec: QuantizerSpec) -> _Spec:
 
 
 class _Rounder:
-    """Rounds the sampled rows of both operands at once, each format once."""
+    """Rounds the sampled rows of both operands of all products at once, each format once."""
 
-    def __init__(self, left: Operand, right: Operand, op: str, seed: int) -> None:
-        self.operands = (left, right)
+    def __init__(self, pairs: Sequence[tuple[Operand, Operand]], op: str, seed: int) -> None:
+        self.pairs = pairs
         self.op = op
         self.seed = seed
-        self.dtype = torch.promote_types(left.values.dtype, right.values.dtype)
-        self.exact = (left.values.double(), right.values.double())
+        values = [torch.stack([pair[side].values for pair in pairs]) for side in (0, 1)]
+        self.dtype = torch.promote_types(values[0].dtype, values[1].dtype)
+        self.exact = (values[0].double(), values[1].double())
         #: Rows of the left operand; those of the right one lie behind them.
-        self.split = left.values.shape[1]
-        self._rows: dict[bool, Tensor] = {}
-        self._rounded: dict[tuple[bool, QuantizerSpec], Tensor] = {}
+        self.split = values[0].shape[-2]
+        self._values = torch.cat([each.to(self.dtype) for each in values], -2)
+        self._rounded: dict[tuple[Format, str | None, Rounding, int], Tensor] = {}
 
     def copies(self, specs: Sequence[_Spec], side: int) -> Tensor:
         """What a plan would make of one operand's rows under each quantizer, in float64."""
+        for target in dict.fromkeys(each.plain for each in specs if each.is_simple):
+            self._round(target, [each.spec.scale for each in specs if each.is_simple and each.plain == target], side)
         return torch.stack([self._copy(each, side) for each in specs])
 
     def _copy(self, wanted: _Spec, side: int) -> Tensor:
-        if not wanted.is_simple:
-            operand = self.operands[side]
+        if wanted.is_simple:
+            rounded = self._rounded[self._key(wanted.plain, wanted.spec.scale, side)]
+            return rounded if wanted.plain.rounding == "stochastic" else rounded[..., self._of(side), :]
+        found = []
+        for operand in (pair[side] for pair in self.pairs):
             quantizer = resolve(wanted.spec, operand.slot, self.op, operand.whole.dim())
-            return operand.gather(quantizer.quantize(operand.whole, seed=self.seed)).double()
-        # Stochastic rounding is mostly asked for of the gradient alone.
-        together = wanted.spec.rounding != "stochastic"
-        key = (together or side == 0, wanted.spec)
-        if key not in self._rounded:
-            self._rounded[key] = self._round(wanted, slice(None) if together else self._of(side))
-        whole = self._rounded[key]
-        return whole[:, self._of(side)] if together else whole
+            found.append(operand.gather(quantizer.quantize(operand.whole, seed=self.seed)))
+        return torch.stack(found).double()
+
+    def _key(self, plain: Quantizer, scale: str | None, side: int) -> tuple[Format, str | None, Rounding, int]:
+        """Stochastic rounding is mostly asked for of the gradient alone; all else is done for both sides."""
+        assert not isinstance(plain.format, LiveFormat)
+        return plain.format, scale, plain.rounding, side if plain.rounding == "stochastic" else 0
 
     def _of(self, side: int) -> slice:
         return slice(self.split, None) if side else slice(self.split)
 
-    def _round(self, wanted: _Spec, rows: slice) -> Tensor:
-        spec, target = wanted.spec, wanted.plain.format
+    def _round(self, plain: Quantizer, scales: Sequence[str | None], side: int) -> None:
+        """Round rows to one format under several scales in one go."""
+        missing = [scale for scale in dict.fromkeys(scales) if self._key(plain, scale, side) not in self._rounded]
+        if not missing:
+            return
+        target = plain.format
         assert isinstance(target, (FloatFormat, IntFormat))
-        work = self._work(carrier_for(self.dtype, target, spec.rounding).dtype == torch.float64)[:, rows]
-        bits = random_bits(work, self.seed) if spec.rounding == "stochastic" else None
-        if spec.scale is None:
-            return wanted.plain.round_values(work, bits).to(self.dtype).double()
-        scale = step_scale(self._amax(spec.scale)[:, rows].to(work.dtype), wanted.largest, power_of_two=False)
-        elements = wanted.plain.round_values(divide(work, scale), bits)
-        return (elements * scale).to(self.dtype).double()
+        rows = self._of(side) if plain.rounding == "stochastic" else slice(None)
+        work = self._values[..., rows, :].to(carrier_for(self.dtype, target, plain.rounding).dtype)
+        steps = torch.stack([self._step(scale, target.max, work.dtype)[..., rows, :] for scale in missing])
+        ready = divide(work, steps)
+        bits = random_bits(ready, self.seed) if plain.rounding == "stochastic" else None
+        rounded = (plain.round_values(ready, bits) * steps).to(self.dtype).double()
+        for number, scale in enumerate(missing):
+            self._rounded[self._key(plain, scale, side)] = rounded[number]
 
-    def _work(self, wide: bool) -> Tensor:
-        if wide not in self._rows:
-            carrier = torch.float64 if wide else torch.float32
-            self._rows[wide] = torch.cat([operand.values.to(carrier) for operand in self.operands], 1)
-        return self._rows[wide]
-
-    def _amax(self, scale: str) -> Tensor:
-        """The largest magnitude that each row's scale follows from: (matrices, rows, 1)."""
-        found = []
-        for operand in self.operands:
-            rows = operand.vector_amax
-            found.append(rows if scale == "vector" else operand.tensor_amax.reshape(1, 1, 1).expand_as(rows))
-        return torch.cat(found, 1)
+    def _step(self, scale: str | None, largest: float, dtype: torch.dtype) -> Tensor:
+        """The scale of each row: (products, matrices, rows, 1)."""
+        rows = [torch.stack([pair[side].vector_amax for pair in self.pairs]) for side in (0, 1)]
+        if scale is None:
+            return torch.ones_like(torch.cat(rows, -2), dtype=dtype)
+        if scale == "tensor":
+            wholes = [torch.stack([pair[side].tensor_amax for pair in self.pairs]) for side in (0, 1)]
+            rows = [whole.view(-1, 1, 1, 1).expand_as(row) for whole, row in zip(wholes, rows, strict=True)]
+        return step_scale(torch.cat([row.to(dtype) for row in rows], -2), largest, power_of_two=False)
 
 
 def _operand_figures(
-    operand: Operand, exact: Tensor, specs: Sequence[_Spec], copies: Tensor, errors: Sequence[ErrorSummary]
-) -> list[OperandFigures]:
+    operands: Sequence[Operand],
+    exact: Tensor,
+    specs: Sequence[_Spec],
+    copies: Tensor,
+    errors: Sequence[Sequence[ErrorSummary]],
+) -> list[list[OperandFigures]]:
+    """Of each product one for each quantizer."""
     ratios = _decibels(exact, copies)
-    lost = ((exact != 0) & (copies == 0)).flatten(1).double().mean(1).tolist()
-    some = exact.flatten()[:_LOOKED_AT]
-    kurtosis, spread = excess_kurtosis(some), dynamic_range(some)
-    amax = float(operand.tensor_amax)
-    if math.isnan(amax):
-        lost = [math.nan] * len(lost)
-    return [
-        OperandFigures(
-            *(operand.slot, each.words, error.median, error.mean, error.p99, ratio, underflow),
-            *(_overflow(each, exact), kurtosis, spread, amax, operand.whole.numel()),
-        )
-        for each, error, ratio, underflow in zip(specs, errors, ratios, lost, strict=True)
-    ]
+    lost = ((exact != 0) & (copies == 0)).flatten(2).double().mean(2).t().tolist()
+    beyond = [_overflows(each, exact) for each in specs]
+    kurtoses, ranges = _tails(exact.flatten(1)[:, :_LOOKED_AT])
+    largest = torch.stack([operand.tensor_amax for operand in operands]).tolist()
+    found = []
+    for number, operand in enumerate(operands):
+        amax = float(largest[number])
+        own = []
+        for place, each in enumerate(specs):
+            error, underflow = errors[number][place], lost[number][place]
+            own.append(
+                OperandFigures(
+                    *(operand.slot, each.words, error.median, error.mean, error.p99, ratios[number][place]),
+                    underflow=math.nan if math.isnan(amax) else underflow,
+                    overflow=math.nan if math.isnan(amax) else beyond[place][number],
+                    kurtosis=kurtoses[number],
+                    dynamic_range=ranges[number],
+                    amax=amax,
+                    elements=operand.elements,
+                )
+            )
+        found.append(own)
+    return found
 
 
-def _overflow(wanted: _Spec, exact: Tensor) -> float:
-    """A scale makes room for all."""
-    if wanted.spec.scale is not None or math.isinf(wanted.largest):
-        return 0.0
-    return overflow_share(exact, wanted.largest)
+def _overflows(wanted: _Spec, exact: Tensor) -> list[float]:
+    """Of each product; a scale makes room for all."""
+    if wanted.spec.scale is not None or math.isinf(wanted.largest) or not exact.numel():
+        return [0.0] * len(exact)
+    shares: list[float] = (exact.abs() > wanted.largest).flatten(1).double().mean(1).tolist()
+    return shares
 
 
-def _summaries(exact: Tensor, magnitude: Tensor, computed: Tensor) -> list[ErrorSummary]:
-    """Of the backward error of each computed product: :func:`bitplan.metrics.backward_error`, many at once.
+def _tails(values: Tensor) -> tuple[list[float], list[float]]:
+    """:func:`bitplan.metrics.excess_kurtosis` and :func:`bitplan.metrics.dynamic_range` of each row."""
+    if not values.shape[1]:
+        return [math.nan] * len(values), [0.0] * len(values)
+    deviation = values - values.mean(1, keepdim=True)
+    square = (deviation / deviation.abs().amax(1, keepdim=True)).square()
+    kurtosis = square.square().mean(1) / square.mean(1).square() - 3.0
+    alike = values.amax(1) == values.amin(1)
+    magnitude = values.abs()
+    most, least = magnitude.amax(1), torch.where(magnitude == 0, math.inf, magnitude).amin(1)
+    spread = torch.where(most == 0, 0.0, torch.log2(most) - torch.log2(least))
+    return torch.where(alike, math.nan, kurtosis).tolist(), spread.tolist()
+
+
+def _summaries(exact: Tensor, magnitude: Tensor, computed: Tensor) -> list[list[ErrorSummary]]:
+    """Of each product, of the backward error of everything computed for it: :func:`bitplan.metrics.backward_error`.
 
     Elements that have no term but zeros are no sums, and do not count: of a strided convolution's gradient they may be
     most. Where there are no others, errors are 0.
     """
-    size = magnitude.flatten()
-    if not size.numel():
-        return [ErrorSummary(math.nan, math.nan, math.nan)] * len(computed)
+    errors = (computed - exact).abs().flatten(2).numpy(force=True)
+    sizes = magnitude.flatten(1).numpy(force=True)
+    return [_summary_of(errors[:, number], size) for number, size in enumerate(sizes)]
+
+
+def _summary_of(error: NDArray[np.float64], size: NDArray[np.float64]) -> list[ErrorSummary]:
+    if not size.size:
+        return [ErrorSummary(math.nan, math.nan, math.nan)] * len(error)
     counts = size != 0
-    error = (computed - exact).abs().flatten(1)
-    if not bool(counts.any()):
-        error, size = error[:, :1], torch.ones_like(size[:1])
-    elif not bool(counts.all()):
+    if not counts.any():
+        error, size = error[:, :1], np.ones(1)
+    elif not counts.all():
         error, size = error[:, counts], size[counts]
-    found = (error / size).numpy(force=True)
+    found = error / size
     medians, p99s = np.quantile(found, (0.5, 0.99), axis=1)
     return [ErrorSummary(*map(float, each)) for each in zip(medians, found.mean(1), p99s, strict=True)]
 
 
-def _decibels(exact: Tensor, copies: Tensor) -> list[float]:
-    """:func:`bitplan.metrics.sqnr` of several approximations."""
-    signal = float(exact.square().sum())
-    return [_ratio(signal, each) for each in (copies - exact).flatten(1).square().sum(1).tolist()]
+def _decibels(exact: Tensor, copies: Tensor) -> list[list[float]]:
+    """:func:`bitplan.metrics.sqnr` of several approximations, of each product."""
+    signals = exact.flatten(1).square().sum(1).tolist()
+    noises = (copies - exact).flatten(2).square().sum(2).t().tolist()
+    return [[_ratio(signal, noise) for noise in own] for signal, own in zip(signals, noises, strict=True)]
 
 
 def _ratio(signal: float, noise: float) -> float:

@@ -67,7 +67,7 @@ def _matrix_operand(
         found = whole_rows(tensor)
         return found if terms is None else found[..., terms]
 
-    return Operand(slot, whole, gather, largest(whole_rows(whole), -1), largest(whole), length)
+    return Operand(slot, whole, gather, largest(whole_rows(whole), -1), largest(whole), length, whole.numel())
 
 
 def linear_layout() -> Matrices:

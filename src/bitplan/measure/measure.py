@@ -91,6 +91,7 @@ def look_at_step(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | Non
             raise MetricError(f"the loss is a {type(value).__name__}, not a tensor, so that nothing can be sent back.")
         if value.requires_grad:  # inside, where checkpointed regions are made again
             value.backward()  # type: ignore[no-untyped-call]
+    probe.finish()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ which only the sampled rows are ever made (:mod:`bitplan.measure.convolutions`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -44,9 +44,16 @@ class Operand:
     #: Terms of the sum before it was cut.
     length: int
 
+    #: Values of the whole tensor.
+    elements: int
+
     @cached_property
     def values(self) -> Tensor:
         return self.gather(self.whole)
+
+    def light(self) -> Operand:
+        """The same without the whole tensor, which may be let go: what rounding rows alone needs."""
+        return replace(self, whole=self.values, gather=lambda tensor: tensor)
 
 
 class Layout(Protocol):

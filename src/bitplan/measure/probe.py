@@ -12,15 +12,18 @@ from torch import Tensor
 from bitplan.errors import MetricError, QuantizeError
 from bitplan.intercept import Interceptor, Scope, state_of
 from bitplan.measure.candidate import Tried
-from bitplan.measure.figures import pass_figures
+from bitplan.measure.figures import group_figures, needs_whole
 from bitplan.measure.layouts import layout_of
-from bitplan.measure.operands import Layout
+from bitplan.measure.operands import Layout, Operand
 from bitplan.measure.planned import Planned
 from bitplan.measure.result import Row, row_of
 from bitplan.measure.sampling import Sampling
 from bitplan.opened import OPENED
 from bitplan.ops import FUSED, PRODUCTS
 from bitplan.plan import Plan
+
+#: Sampled values of one side that are measured at once: what a CPU's caches hold, or on a GPU what keeps it busy.
+_AT_ONCE = {True: 2**17, False: 2**21}
 
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 #: Operations that multiply, in a way that is not looked into.
@@ -53,6 +56,8 @@ class Probe(Interceptor):
         self.rows: list[Row] = []
         self.skipped: dict[str, str] = {}
         self._met: dict[str, _Product] = {}
+        #: Sampled passes by all that must be alike for them to be measured together.
+        self._waiting: dict[Any, list[tuple[_Product, tuple[Operand, Operand]]]] = {}
         self._recurrences = _Recurrences()
 
     def written_out(self, scope: Scope, op: str) -> Callable[..., Any] | None:
@@ -117,9 +122,36 @@ class Probe(Interceptor):
     def note(self, product: _Product, pass_: str) -> None:
         with torch.no_grad(), _plain_functions():
             draw = self.sampling.draw(product.label, pass_, product.tensors["x"].device)
-            left, right = product.layout.operands(pass_, product.tensors, self.sampling, draw)
-            sums, found = pass_figures(pass_, product.op, left, right, product.candidates, self.sampling.seed)
-        self.rows += [row_of(product.label, pass_, sums, each, self.stage, self.step, product.inside) for each in found]
+            pair = product.layout.operands(pass_, product.tensors, self.sampling, draw)
+            if needs_whole(pass_, product.candidates):
+                self._measure(pass_, product.op, product.candidates, [(product, pair)])
+                return
+            light = pair[0].light(), pair[1].light()
+        kinds = [(operand.values.shape, operand.values.dtype, operand.values.device) for operand in light]
+        self._waiting.setdefault((pass_, product.candidates, *kinds), []).append((product, light))
+
+    def finish(self) -> None:
+        """Measure all that was sampled: products whose rows have the same shapes together."""
+        with torch.no_grad(), _plain_functions():
+            for (pass_, candidates, kind, *_), waiting in self._waiting.items():
+                most = max(1, _AT_ONCE[kind[2].type == "cpu"] // max(kind[0].numel(), 1))
+                for start in range(0, len(waiting), most):
+                    # No candidate that waits needs to know the operation.
+                    self._measure(pass_, "", candidates, waiting[start : start + most])
+        self._waiting = {}
+
+    def _measure(
+        self,
+        pass_: str,
+        op: str,
+        candidates: tuple[Tried, ...],
+        group: list[tuple[_Product, tuple[Operand, Operand]]],
+    ) -> None:
+        found = group_figures(pass_, op, [pair for _, pair in group], candidates, self.sampling.seed)
+        for (product, _), (sums, figures) in zip(group, found, strict=True):
+            self.rows += [
+                row_of(product.label, pass_, sums, each, self.stage, self.step, product.inside) for each in figures
+            ]
 
 
 class _Recurrences:
