@@ -2,8 +2,7 @@
 
 A graph comes in one of two forms. A sparse matrix is the shorter one, but torch.compile follows no sparse tensor. So
 graphs that are trained on are three plain tensors: from which node each edge comes, to which it goes, and a number by
-which the sum of each node is scaled. What torch.compile makes of these (a gather within the sum) was also the fastest
-of all on a CPU.
+which the sum of each node is scaled. Compiled, the gather becomes part of the sum.
 """
 
 from __future__ import annotations

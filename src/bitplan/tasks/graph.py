@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -97,9 +98,12 @@ class NodeClassification(Task):
     settings_class: ClassVar[type[GraphSettings]] = GraphSettings
     settings: GraphSettings
 
+    #: The whole graph on the device that evaluation was last on.
+    _there: tuple[torch.device, tuple[Tensor, ...]] | None = None
+
+    @abstractmethod
     def load(self) -> GraphData:
         """The graph."""
-        raise NotImplementedError
 
     @cached_property
     def data(self) -> GraphData:
@@ -189,14 +193,12 @@ class NodeClassification(Task):
         }
 
     def _whole_on(self, device: torch.device) -> tuple[Tensor, ...]:
-        """The whole graph there; a device that was asked for last has it still."""
+        """The whole graph there, copied once."""
         if device.type == "cpu":
             return self._whole
-        kept: tuple[torch.device, tuple[Tensor, ...]] | None = self.__dict__.get("_kept")
-        if kept is None or kept[0] != device:
-            kept = device, tuple(part.to(device) for part in self._whole)
-            self.__dict__["_kept"] = kept
-        return kept[1]
+        if self._there is None or self._there[0] != device:
+            self._there = device, tuple(part.to(device) for part in self._whole)
+        return self._there[1]
 
 
 @dataclass(frozen=True)
