@@ -184,6 +184,35 @@ class PlaceAction:
             return self.top.round(x, here, weight_key)
         if self.changes_nothing_in(x):
             return x
+        quantizer, bits, row, span, record = self._prepared(x, here, weight_key)
+        if self.is_packed:
+            rounded = low = self._packed(quantizer, x, bits, row, span)
+        elif self.promotion is None or record is None:
+            rounded = low = straight_through(quantizer, x, bits, row, span)
+        else:
+            either = Either(quantizer, lambda x: self._promoted(x, here, weight_key), record[PROMOTED])
+            rounded = straight_through(either, x, bits, row, span)
+            low = rounded if either.low_values is None else either.low_values
+        if record is not None and here.observing:
+            self._observe(record, quantizer, x, rounded, low, row)
+        return mark(rounded, self.grid)
+
+    def encode(self, x: Tensor, here: Here, weight_key: Tensor | None = None) -> tuple[Encoded, Quantizer]:
+        """`x` as elements and scales, for units that multiply these; without a gradient."""
+        if self.top is not None and not here.training:
+            return self.top.encode(x, here, weight_key)
+        quantizer, bits, row, span, record = self._prepared(x, here, weight_key)
+        encoded = quantizer.encode(x.detach(), bits, row, span)
+        if record is not None and here.observing:
+            rounded = quantizer.decode(encoded, x)
+            self._observe(record, quantizer, x, rounded, rounded, row)
+        return encoded, quantizer
+
+    def _prepared(
+        self, x: Tensor, here: Here, weight_key: Tensor | None
+    ) -> tuple[Quantizer, Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None, Tensor | None]:
+        """The quantizer, its random bits, the row of a format that may change, a range from the past, and the row of
+        the record."""
         dims = x.dim()
         known = self._resolved
         quantizer = known[dims] if dims in known else resolve(self.spec, self.place, self.op, dims, self.live)
@@ -202,27 +231,22 @@ class PlaceAction:
                 row = row.view(torch.float32)
         record = here.record
         seen = here.seen if here.module is None else self.seen_at(here)
-        if record is None or (seen is not None and seen >= len(record)):
-            seen = None  # a copy of the model that was made before the site was met
-        if seen is not None and record is not None and self.uses_mean_range and not here.training:
+        if record is None or seen is None or seen >= len(record):
+            return quantizer, bits, row, None, None  # or a copy of the model that was made before the site was met
+        if self.uses_mean_range and not here.training:
             span = mean_range(record[seen], x)
-        if self.is_packed:
-            rounded = low = self._packed(quantizer, x, bits, row, span)
-        elif self.promotion is None or seen is None or record is None:
-            rounded = low = straight_through(quantizer, x, bits, row, span)
-        else:
-            either = Either(quantizer, lambda x: self._promoted(x, here, weight_key), record[seen, PROMOTED])
-            rounded = straight_through(either, x, bits, row, span)
-            low = rounded if either.low_values is None else either.low_values
-        if seen is not None and record is not None and here.observing:
-            if self.uses_mean_range:
-                observe_range(record[seen], x)
-            if self.watched:
-                observe_rounding(record[seen], x, rounded, quantizer.reach(row))
-            if self.promotion is not None and x.numel():
-                threshold = quantizer.overflow_threshold(row)
-                observe_sign(record[seen], *sign_of(self.promotion, x, low, threshold))
-        return mark(rounded, self.grid)
+        return quantizer, bits, row, span, record[seen]
+
+    def _observe(
+        self, record: Tensor, quantizer: Quantizer, x: Tensor, rounded: Tensor, low: Tensor, row: Tensor | None
+    ) -> None:
+        """Write down what is remembered of a tensor; `low` is what its own format made of it, before a promotion."""
+        if self.uses_mean_range:
+            observe_range(record, x)
+        if self.watched:
+            observe_rounding(record, x, rounded, quantizer.reach(row))
+        if self.promotion is not None and x.numel():
+            observe_sign(record, *sign_of(self.promotion, x, low, quantizer.overflow_threshold(row)))
 
     def _promoted(self, x: Tensor, here: Here, weight_key: Tensor | None) -> Tensor:
         return x if self.higher is None else self.higher.round(x.detach(), here, weight_key)
@@ -288,13 +312,12 @@ class Action:
             if choice.quantizer is not None
         }
         self.at_consumer = decision.grad_at == "consumer"
-        shares = {place: choice.share for place, choice in decision.choices.items()}
         #: Operand -> the place that rounds it once for both of its products.
-        self.shared = {
-            operand: pair[0]
-            for operand, pair in OPERANDS.items()
-            if shares[pair[0]] is not None and shares[pair[0]] == shares[pair[1]]
-        }
+        self.shared = decision.shared
+        #: In native execution: kind of device, and dimensions of x -> which pass runs on which unit.
+        self.native: dict[tuple[str, int], dict[str, str]] = {}
+        #: Multiplications from which on that pays.
+        self.native_from = 0
         self.has_slots = any(place in self.places for place in SLOTS)
         shared_slots = [slot for operand in self.shared for slot in OPERANDS[operand]]
         self.slots_apart = any(slot in self.places and slot not in shared_slots for slot in SLOTS)

@@ -10,9 +10,12 @@ from torch import Tensor
 from bitplan.actions import Action, Here, PlaceAction, keeps_little, numbered
 from bitplan.grids import mark
 from bitplan.keeping import note_copy
-from bitplan.plan import SLOTS
+from bitplan.native.product import native_linear
+from bitplan.native.units import unit_named
+from bitplan.plan import OPERANDS, SLOTS
 from bitplan.products import Product, slot_product
 from bitplan.sparing import Passes, sparing_relu
+from bitplan.straight import Encoded
 from bitplan.tracing import taken_whole
 
 
@@ -32,6 +35,25 @@ class Slots:
         if keeps_little(action) and action.changes_nothing_in(tensor):
             return tensor  # not rounded again, so that the one packed copy serves this product, too
         return action.round(tensor.detach(), here, self.weight_key if slot.endswith(".w") else None)
+
+
+class NativeSlots(Slots):
+    """The same for products on low-precision units, which take elements and scales instead of rounded values."""
+
+    def __init__(
+        self, chosen: dict[str, tuple[PlaceAction, Here]], weight_key: Tensor | None, units: dict[str, str]
+    ) -> None:
+        super().__init__(chosen, weight_key)
+        self.units = {one: unit_named(name) for one, name in units.items()}
+        dy = [chosen[slot][0] for slot in OPERANDS["dy"] if slot in chosen]
+        self.shares_dy = len(dy) == 2 and dy[0] is dy[1]
+
+    def encode(self, slot: str, tensor: Tensor) -> tuple[Encoded, torch.dtype]:
+        action, here = self.chosen[slot]
+        encoded, _ = action.encode(tensor, here, self.weight_key if slot.endswith(".w") else None)
+        dtype = self.units[slot.partition(".")[0]].dtype_of(action.spec.target)
+        assert dtype is not None
+        return encoded, dtype
 
 
 class RoundedGradient(torch.autograd.Function):
@@ -174,6 +196,26 @@ def _slot_product_in_graph(
     return slot_product(x, w, bias, Product(op, settings), Slots(chosen, weight_key))
 
 
+@taken_whole
+def _native_product_in_graph(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    units: tuple[tuple[str, str], ...],
+    tickets: tuple[Ticket, ...],
+    here: Circumstances,
+    table: Tensor | None,
+    record: Tensor | None,
+    weight_key: Tensor | None,
+) -> Tensor:
+    chosen: dict[str, tuple[PlaceAction, Here]] = {}
+    for slot, ticket in zip(SLOTS, tickets, strict=True):
+        action = _action(ticket)
+        if action is not None:
+            chosen[slot] = action, _there(here, ticket, table, record)
+    return native_linear(x, w, bias, NativeSlots(chosen, weight_key, dict(units)))
+
+
 # --- what the rounder asks for --------------------------------------------------------------------------------
 
 
@@ -224,6 +266,31 @@ def rounded_product(
     tickets = tuple(_ticket(applied.get(slot), here) for slot in SLOTS)
     return _slot_product_in_graph(
         *(x, w, bias, product.op, product.settings, tickets, _circumstances(here)),
+        *(here.table, here.record, weight_key),
+    )
+
+
+def native_product(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    units: dict[str, str],
+    action: Action,
+    here: Here,
+    weight_key: Tensor | None,
+) -> Tensor:
+    """y = x w of a linear layer, the passes in `units` on low-precision units, the others emulated."""
+    applied: dict[str, PlaceAction] = {}
+    for slot in SLOTS:
+        place = action.shared.get(slot.split(".")[1], slot)
+        if action.applies(place, here.training):
+            applied[slot] = action.places[place]
+    if not torch.compiler.is_compiling():
+        slots = NativeSlots({slot: (place, here) for slot, place in applied.items()}, weight_key, units)
+        return native_linear(x, w, bias, slots)
+    tickets = tuple(_ticket(applied.get(slot), here) for slot in SLOTS)
+    return _native_product_in_graph(
+        *(x, w, bias, tuple(units.items()), tickets, _circumstances(here)),
         *(here.table, here.record, weight_key),
     )
 

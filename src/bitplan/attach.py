@@ -2,19 +2,24 @@
 
 ``execution="emulate"`` rounds values and computes in the model's own precision: the numbers of low precision, none of
 its savings in memory or time. ``execution="packed"`` computes the same numbers and keeps them small.
+``execution="native"`` multiplies the same operands on the machine's own low-precision units.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from bitplan.attachment import Attachment
 from bitplan.errors import PlanError, nearest_names
 from bitplan.intercept import is_planned, unwrapped
+from bitplan.native.crossover import remembered
+from bitplan.native.fallbacks import Fallback
 from bitplan.openings import is_opened
 from bitplan.plan import Plan
 from bitplan.plan.find import find_plan
@@ -29,6 +34,7 @@ log = logging.getLogger("bitplan")
 EXECUTIONS = {
     "emulate": "values are rounded, but no memory or time is saved.",
     "packed": "values are rounded, and what is kept for the backward pass lies in memory in its low-precision form.",
+    "native": "linear layers multiply on the machine's low-precision units where it has them; the rest is emulated.",
 }
 
 
@@ -42,6 +48,8 @@ def attach(
     live: bool = False,
     stats: bool = False,
     execution: str = "emulate",
+    native_from: int | None = None,
+    strict_native: bool = False,
 ) -> Attachment:
     """Put `plan` (a plan, a preset's name or a file) to work on `model`.
 
@@ -53,6 +61,10 @@ def attach(
     :param seed: of stochastic rounding.
     :param live: every float and integer format may be changed during the run, see :meth:`Attachment.set_format`.
     :param stats: gather what rounding does at every site, see :meth:`Attachment.stats`.
+    :param execution: ``emulate``, ``packed`` or ``native``.
+    :param native_from: of native execution: products of so many multiplications (tokens x inputs x outputs) and more go
+        to the units; by default from where on that pays on this machine, which is measured once and remembered.
+    :param strict_native: raise where a product that the plan gives formats would be emulated; needs an `example`.
     """
     if execution not in EXECUTIONS:
         raise PlanError(f"there is no execution {execution!r}; {nearest_names(execution, EXECUTIONS)}")
@@ -70,14 +82,36 @@ def attach(
             raise PlanError(
                 f"the model does not run on the example ({reason}): give a batch as the model takes it."
             ) from error
-    run = Attachment(model, found, steps, seed, live, stats, execution)
+    if execution != "native" and (native_from is not None or strict_native):
+        raise PlanError("native_from and strict_native go with execution='native': give that, too, or drop them.")
+    if execution == "native" and native_from is None:
+        first = next(model.parameters(), torch.empty(0))
+        native_from = remembered(first.device, first.dtype)
+    run = Attachment(model, found, steps, seed, live, stats, execution, native_from)
     if example is not None:
         run.expect(example)
     if operations is not None:
         try:
             run.check(operations)
+            if execution == "native":
+                _tell_fallbacks(run.fallbacks(), strict_native)
         except BaseException:
             run.detach()
             raise
+    elif strict_native:
+        run.detach()
+        raise PlanError("strict_native needs to know the products: give attach() an example= batch.")
     log.info("plan attached, execution %s: %s", execution, EXECUTIONS[execution])
     return run
+
+
+def _tell_fallbacks(found: list[Fallback], strict: bool) -> None:
+    """Say once, in one sentence, what is emulated."""
+    if not found:
+        return
+    reasons = Counter(fallback.reason for fallback in found)
+    words = "; ".join(f"{reason} ({count}x)" if count > 1 else reason for reason, count in reasons.most_common(3))
+    message = f"{len(found)} products are emulated: {words}. run.fallbacks() lists them."
+    if strict:
+        raise PlanError(f"{message} Drop strict_native to run them so.")
+    log.warning(message)

@@ -9,11 +9,14 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import torch
 import torch.overrides
 
 from bitplan.actions import Action
 from bitplan.formats import BlockFormat
 from bitplan.live import LiveFormat
+from bitplan.native.fallbacks import passes_of
+from bitplan.native.units import Unit, units_of
 from bitplan.opened import OPENED
 from bitplan.openings import decision_for, has_slots, is_opened
 from bitplan.ops import PRODUCTS, name_of
@@ -26,6 +29,8 @@ from bitplan.tables import ModuleTables
 ANY = "any other"
 #: A pattern over numbered operations, such as ``relu.[02]``, is spelled out up to this number.
 _HIGHEST_NUMBER = 64
+#: Inputs of linear layers have fewer dimensions than this.
+_MOST_DIMS = 6
 
 
 def inner_key(fused: str, op: str) -> str:
@@ -62,18 +67,31 @@ class Decider:
     """Makes the actions of modules, and the rows of their tables on the way."""
 
     def __init__(
-        self, plan: Plan, live: bool, watched: bool, packed: bool = False, whole: Decider | None = None
+        self,
+        plan: Plan,
+        live: bool,
+        watched: bool,
+        packed: bool = False,
+        whole: Decider | None = None,
+        native_from: int | None = None,
     ) -> None:
         """`live`: every float and integer format may change; else only those whose ``bits`` the plan leaves open.
         `watched`: statistics are wanted. `packed`: what is rounded is kept in its format's own bits.
-        `whole`: the decider of the plan that this one is a phase of."""
+        `whole`: the decider of the plan that this one is a phase of. `native_from`: products of at least so many
+        multiplications go to low-precision units; None: none do."""
         self.plan = plan
         self.whole = self if whole is None else whole
         self.live = live
         self.watched = watched
         self.packed = packed
+        self.native_from = native_from
         self._named = named_operations(plan)
         self._live_formats: dict[QuantizerSpec, LiveFormat] = {} if whole is None else whole._live_formats
+
+    @property
+    def ways(self) -> tuple[bool, bool, bool]:
+        """How it decides: live, watched, packed."""
+        return self.live, self.watched, self.packed
 
     def actions(self, tables: ModuleTables) -> dict[str, Any]:
         """Operation -> action; under :data:`ANY` what every operation gets that is not named."""
@@ -95,6 +113,8 @@ class Decider:
         if decision.changes_nothing:
             return None
         action = Action(decision, op, self._live_format(decision))
+        if self.native_from is not None and op == "linear" and action.has_slots:
+            action.native, action.native_from = native_passes(decision), self.native_from
         tables.needs_keys |= action.needs_key
         for place, place_action in action.places.items():
             choice = decision[place]
@@ -118,3 +138,14 @@ class Decider:
             return self._live_formats.setdefault(spec, spec.live())
 
         return live_format
+
+
+def native_passes(decision: Decision) -> dict[tuple[str, int], dict[str, str]]:
+    """Kind of device, and dimensions of a linear layer's input -> which of its passes run on which unit there."""
+    devices = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+    found = {}
+    for device in devices:
+        for dims in range(1, _MOST_DIMS):
+            chosen = passes_of(decision, dims, units_of(device))
+            found[device.type, dims] = {one: unit.name for one, unit in chosen.items() if isinstance(unit, Unit)}
+    return {key: units for key, units in found.items() if units}

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.actions import Action, Here, PlaceAction
-from bitplan.applying import rounded, rounded_both_ways, rounded_gradient, rounded_product, rounded_relu
+from bitplan.applying import (
+    native_product,
+    rounded,
+    rounded_both_ways,
+    rounded_gradient,
+    rounded_product,
+    rounded_relu,
+)
 from bitplan.decisions import ANY, inner_key
 from bitplan.errors import QuantizeError
 from bitplan.formats import FloatFormat, IntFormat
@@ -215,7 +222,11 @@ class Rounder(Interceptor):
         args, kwargs = self._rounded_weights(module, action, here, args, kwargs)
         x = args[x_at] if len(args) > x_at else kwargs[x_name]
         w = args[w_at] if len(args) > w_at else kwargs[w_name]
-        if action.slots_apart:
+        units = action.native.get((x.device.type, x.dim()), {}) if op == "linear" else {}
+        if units and x.numel() * w.shape[0] >= action.native_from and w.dim() == 2:
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            result = native_product(x, w, bias, units, action, here, key)
+        elif action.slots_apart:
             product, bias = product_of(op, args, kwargs)
             result = rounded_product(x, w, bias, product, action, here, key)
         else:

@@ -65,6 +65,12 @@ class Decision:
         return self.choices[place]
 
     @property
+    def shared(self) -> dict[str, str]:
+        """Operand -> the slot whose quantizer rounds it once for both of its products."""
+        shares = {operand: [self[slot].share for slot in pair] for operand, pair in OPERANDS.items()}
+        return {operand: OPERANDS[operand][0] for operand, (one, other) in shares.items() if one and one == other}
+
+    @property
     def changes_nothing(self) -> bool:
         return all(choice.quantizer is None for choice in self.choices.values())
 

@@ -243,8 +243,7 @@ def _child(module: str, path: str) -> str:
 def _promoted(spec: QuantizerSpec, high: str | QuantizerSpec, share: float) -> QuantizerSpec:
     """Where a scale follows the data nothing overflows, and what becomes zero is watched instead."""
     is_scaled = spec.scale is not None or isinstance(spec.target, BlockFormat)
-    sign = {"underflow" if is_scaled else "overflow": share}
-    return replace(spec, promote=Promotion(high, **sign))
+    return replace(spec, promote=Promotion(high, underflow=share) if is_scaled else Promotion(high, overflow=share))
 
 
 def _named(

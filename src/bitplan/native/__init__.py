@@ -1,0 +1,1 @@
+"""Products on the machine's own low-precision units (execution ``native``)."""

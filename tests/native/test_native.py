@@ -1,0 +1,221 @@
+"""Native execution: the operands of emulation on low-precision units, held against float64."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bitplan
+from bitplan import Plan, PlanError
+from bitplan.native import crossover, units
+from bitplan.native.units import Float8Unit, Int8Unit
+
+INT8_VECTOR = {"format": "int8", "scale": "vector"}
+INT8 = {"format": "int8", "scale": "tensor"}
+NOISY = {"format": "int8", "scale": "tensor", "rounding": "stochastic"}
+APART: dict[str, Any] = dict.fromkeys(("fprop", "dgrad", "wgrad"), INT8_VECTOR)
+
+
+@pytest.fixture(autouse=True)
+def _units_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every unit computes on a CPU, if slowly: torch emulates what the chip lacks."""
+    monkeypatch.setattr(Int8Unit, "is_on", lambda self, device: True)
+    monkeypatch.setattr(Float8Unit, "is_on", lambda self, device: True)
+    torch._dynamo.reset()
+
+
+def plan_of(**rule: Any) -> Plan:
+    return Plan.from_dict({"version": 1, "rules": [{"match": "*", "op": "linear", **rule}]})
+
+
+class Calls:
+    """Counts what the units are asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.dtypes: list[tuple[torch.dtype, torch.dtype]] = []
+        for kind in (Int8Unit, Float8Unit):
+            monkeypatch.setattr(kind, "multiply", self._counted(kind.multiply))
+
+    def _counted(self, multiply: Any) -> Any:
+        def counted(unit: Any, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+            self.dtypes.append((a.dtype, b.dtype))
+            return multiply(unit, a, b, *rest)  # type: ignore[no-any-return]
+
+        return counted
+
+
+def step(model: nn.Module, called: Any, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    given = x.clone().requires_grad_()
+    y = called(given)
+    (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
+    return [y.detach(), given.grad, *(p.grad.clone() for p in model.parameters())]  # type: ignore[list-item,union-attr]
+
+
+def results(plan: Plan, execution: str, compiled: bool = False, shape: tuple[int, ...] = (6, 32)) -> list[Tensor]:
+    torch.manual_seed(0)
+    model, x = nn.Linear(32, 16), torch.randn(shape)
+    options = {"native_from": 0} if execution == "native" else {}
+    with bitplan.attach(model, plan, example=x, execution=execution, **options):  # type: ignore[arg-type]
+        return step(model, torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model, x)
+
+
+E4M3 = {"format": "e4m3", "scale": "tensor"}
+E5M2 = {"format": "e5m2", "scale": "tensor"}
+PLANS = {
+    "int8 tensor": (plan_of(x=INT8, w=INT8, dy=INT8), 3),
+    "int8 vector": (plan_of(**APART), 3),
+    "stochastic": (plan_of(x=NOISY, w=NOISY, dy=NOISY), 3),
+    "six bits": (plan_of(x={"format": "int6", "scale": "tensor"}, w=INT8, dy=INT8), 3),
+    "bits that move": (plan_of(x={"format": "int", "bits": 5, "scale": "tensor"}, w=INT8, dy=INT8), 3),
+    "fp8": (plan_of(x=E4M3, w=E4M3, dy=E5M2), 3),
+    "weight gradient in full": (plan_of(fprop=INT8_VECTOR, dgrad=INT8_VECTOR), 2),
+    "forward only": (plan_of(fprop=INT8), 1),
+}
+
+
+@pytest.mark.parametrize("shape", [(6, 32), (2, 3, 32)])
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_native_differs_from_emulate_by_the_order_of_accumulation_only(
+    name: str, compiled: bool, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Calls(monkeypatch)
+    plan, passes = PLANS[name]
+    native = results(plan, "native", compiled, shape)
+    assert len(calls.dtypes) >= passes  # tracing may look twice
+    wanted = {torch.float8_e4m3fn, torch.float8_e5m2} if name == "fp8" else {torch.int8}
+    assert {dtype for pair in calls.dtypes for dtype in pair} == wanted
+    emulated = results(plan, "emulate", shape=shape)
+    for ours, theirs in zip(native, emulated, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
+    plain = results(Plan.from_dict({"version": 1}), "emulate", shape=shape)
+    assert not torch.allclose(native[0], plain[0], rtol=1e-4, atol=1e-4)
+
+
+def test_the_products_are_those_of_the_rounded_operands_in_float64() -> None:
+    """Scales along the right axes, by hand: (token | output), (token | input), (output | input)."""
+    torch.manual_seed(0)
+    x, w = torch.randn(6, 32).double(), torch.randn(16, 32).double()
+
+    def rounded(t: Tensor, axis: int) -> Tensor:
+        scale = t.float().abs().amax(axis, keepdim=True) / 127
+        return (torch.round(t.float() / scale) * scale.double()).double()
+
+    model = nn.Linear(32, 16, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(w)
+    with bitplan.attach(model, plan_of(**APART), execution="native", native_from=0):
+        y, dx, dw = step(model, model, x.float())
+    dy = torch.linspace(-1, 1, y.numel()).view_as(y).double()
+    for ours, exact in (
+        (y, rounded(x, 1) @ rounded(w, 1).t()),
+        (dx, rounded(dy, 1) @ rounded(w, 0)),
+        (dw, rounded(dy, 0).t() @ rounded(x, 0)),
+    ):
+        assert (ours.double() - exact).abs().max() <= 32 * 2**-23 * exact.abs().max()
+
+
+def test_what_is_kept_for_the_backward_pass_is_codes() -> None:
+    model, x = nn.Linear(64, 8), torch.randn(128, 64, requires_grad=True)
+    kept: list[Tensor] = []
+    with (
+        bitplan.attach(model, plan_of(x=INT8, w=INT8, dy=INT8), execution="native", native_from=0),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+    ):
+        model(x).sum().backward()
+    activations = [t for t in kept if t.numel() == x.numel()]
+    assert [t.dtype for t in activations] == [torch.int8]
+
+
+@pytest.mark.parametrize(
+    ("rule", "one", "reason"),
+    [
+        ({"x": INT8, "w": INT8}, "dgrad", "dgrad.dy has no format"),
+        ({"x": INT8_VECTOR, "w": INT8, "dy": INT8}, "wgrad", "the scale of wgrad.x changes along the sum"),
+        ({"fprop": {"format": "int8", "scale": "tensor", "range": "minmax"}}, "fprop", "least value"),
+        ({"fprop": {"format": "int8", "scale": "block", "block": 8}}, "fprop", "changes along the sum"),
+        ({"fprop": "mxfp8"}, "fprop", "changes along the sum"),
+        ({"fprop": {"format": "int12", "scale": "tensor"}}, "fprop", "no unit here multiplies int12 by int12"),
+        ({"fprop": "e5m2"}, "fprop", "no unit here multiplies e5m2 by e5m2"),
+        ({"fprop": {**INT8, "promote": {"to": "bf16", "error": 0.5}}}, "fprop", "may be promoted"),
+    ],
+)
+def test_a_fallback_says_which_pass_and_why(rule: dict[str, Any], one: str, reason: str) -> None:
+    model, x = nn.Sequential(nn.Linear(32, 16)), torch.randn(6, 32)
+    plan = plan_of(**rule)
+    with bitplan.attach(model, plan, example=x, execution="native", native_from=0) as run:
+        found = [fallback for fallback in run.fallbacks() if fallback.one == one]
+        assert len(found) == 1
+        assert found[0].site == "0/linear.0"
+        assert reason in found[0].reason
+    with pytest.raises(PlanError, match="strict_native"):
+        bitplan.attach(model, plan, example=x, execution="native", native_from=0, strict_native=True)
+    emulated, native = (results(plan, execution) for execution in ("emulate", "native"))
+    for ours, theirs in zip(native, emulated, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
+
+
+def test_convolutions_and_small_products_are_emulated_and_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5))
+    x = torch.randn(2, 3, 8, 8)
+    plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "x": INT8, "w": INT8, "dy": INT8}]})
+    with caplog.at_level(logging.WARNING, "bitplan"):
+        run = bitplan.attach(model, plan, example=x, execution="native", native_from=10**6)
+    assert [fallback.site for fallback in run.fallbacks()] == ["0/conv2d.0", "2/linear.0"]
+    assert "2 x 144 x 5 is too small" in str(run.fallbacks()[1])
+    assert len(caplog.records) == 1
+    assert "2 products are emulated" in caplog.text
+    run.detach()
+
+
+def test_on_a_machine_without_units_the_same_plan_is_emulated_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (Int8Unit, Float8Unit):
+        monkeypatch.setattr(kind, "is_on", lambda self, device: False)
+    plan = PLANS["int8 tensor"][0]
+    for ours, theirs in zip(results(plan, "native"), results(plan, "emulate"), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_options_of_native_execution_need_it() -> None:
+    with pytest.raises(PlanError, match="execution='native'"):
+        bitplan.attach(nn.Linear(4, 4), plan_of(x=INT8), native_from=0)
+    with pytest.raises(PlanError, match="example="):
+        bitplan.attach(nn.Linear(4, 4), plan_of(x=INT8), execution="native", native_from=0, strict_native=True)
+    with bitplan.attach(nn.Linear(4, 4), plan_of(x=INT8)) as run, pytest.raises(PlanError, match="native execution"):
+        run.fallbacks()
+
+
+def test_a_late_switch_runs_native_and_then_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch)
+    model, x = nn.Linear(32, 16), torch.randn(6, 32)
+    late = {"until": "50%", "use": INT8, "then": "keep"}
+    with bitplan.attach(
+        model, plan_of(x=late, w=late, dy=late), steps=4, example=x, execution="native", native_from=0
+    ) as run:
+        counts = []
+        for _ in range(4):
+            before = len(calls.dtypes)
+            step(model, model, x)
+            run.step()
+            counts.append(len(calls.dtypes) - before)
+    assert counts == [3, 3, 0, 0]
+
+
+def test_the_crossover_is_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BITPLAN_CACHE", str(tmp_path))
+    monkeypatch.setattr(crossover, "SIZES", (8, 16))
+    first = crossover.remembered(torch.device("cpu"), torch.float32)
+    (rows,) = json.loads((tmp_path / "crossover.json").read_text()).values()
+    assert {(row["unit"], row["size"]) for row in rows} == {(u.name, s) for u in units.UNITS for s in (8, 16)}
+    monkeypatch.setattr(crossover, "measured", lambda *given: pytest.fail("measured again"))
+    assert crossover.remembered(torch.device("cpu"), torch.float32) == first
+    (tmp_path / "crossover.json").write_text("damaged")
+    monkeypatch.setattr(crossover, "measured", lambda *given: [crossover.Crossing("int8", 8, 2.0, 1.0)])
+    assert crossover.remembered(torch.device("cpu"), torch.float32) == 512
