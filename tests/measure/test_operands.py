@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bitplan import metrics
+from bitplan.axes import resolve
 from bitplan.measure import Candidate, measure
 from bitplan.measure.figures import _tails, group_figures, pass_figures
 from bitplan.measure.layouts import layout_of
 from bitplan.measure.operands import Operand
+from bitplan.measure.planned import Planned
 from bitplan.measure.sampling import Sampling
 from bitplan.ops import PRODUCTS
+from bitplan.plan import QuantizerSpec
 
 #: So many rows that every element of a small product is looked at.
 ALL = Sampling(rows=4096, terms=10**6)
@@ -117,8 +120,6 @@ def test_six_slots_against_scales_by_hand(layer: str, pass_: str, scale: str) ->
 @pytest.mark.parametrize("layer", ["linear", "conv2d", "bmm", "transposed"])
 @pytest.mark.parametrize("name", ["e4m3", "int4", "bf16"])
 def test_rounding_rows_is_rounding_all_as_an_attached_plan_does(layer: str, name: str) -> None:
-    from bitplan.axes import resolve
-
     op, function, args = CASES[layer]
     for pass_ in ("fprop", "dgrad", "wgrad"):
         left, right, _ = operands_of(op, function, args, pass_, Sampling(rows=6, terms=20, seed=3))
@@ -144,6 +145,28 @@ def test_block_formats_and_formats_without_a_scale() -> None:
     assert found[2].overflow == pytest.approx(expected)
     assert found[2].overflow > 0
     assert 0 < found[0].median < found[2].median
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"format": "int4", "scale": "tensor", "range": "minmax"},
+        {"format": "int6", "scale": "channel", "range": "minmax"},
+        {"format": "uint4", "scale": "tensor"},
+        {"format": "e4m3", "scale": "tensor", "power_of_two": True},
+        {"format": "int4", "scale": "block", "block": 3},
+    ],
+)
+def test_a_plans_quantizers_are_tried_as_the_plan_has_them(words: dict[str, Any]) -> None:
+    spec = QuantizerSpec(**words)
+    op, function, args = CASES["linear"]
+    left, right, _ = operands_of(op, function, args, "fprop")
+    _, (found,) = pass_figures("fprop", op, left, right, (Planned((("fprop.x", spec),)),), 0)
+    rounded = left.gather(resolve(spec, "fprop.x", op, left.whole.dim()).quantize(left.whole))
+    error = metrics.backward_error(left.values, right.values.mT, rounded.double() @ right.values.double().mT)
+    assert found.median == pytest.approx(metrics.summarize(error).median, rel=1e-9)
+    assert found.right.median == 0
+    assert (found.left.quantizer, found.right.quantizer) == (str(spec), "fp32")
 
 
 def numbers(figures: Any) -> list[float]:

@@ -23,6 +23,7 @@ from bitplan.live import LiveFormat
 from bitplan.measure.candidate import Tried
 from bitplan.measure.operands import Operand
 from bitplan.metrics import ErrorSummary
+from bitplan.names import format as format_named
 from bitplan.noise import random_bits
 from bitplan.plan.spec import QuantizerSpec
 from bitplan.quantizer import Quantizer
@@ -190,8 +191,11 @@ def _wanted(pass_: str, candidates: tuple[Tried, ...]) -> _Wanted:
 
 def _looked_up(spec: QuantizerSpec) -> _Spec:
     target = spec.target
-    is_simple = spec.scale in (None, "tensor", "vector") and not isinstance(target, BlockFormat)
-    plain = Quantizer(target, spec.rounding, None, spec.overflow)
+    is_usual = (
+        spec.range != "minmax" and not spec.power_of_two and spec.axis is None and not getattr(target, "affine", False)
+    )
+    is_simple = spec.scale in (None, "tensor", "vector") and not isinstance(target, BlockFormat) and is_usual
+    plain = Quantizer(target, spec.rounding, None, spec.overflow) if is_simple else Quantizer(format_named("fp32"))
     return _Spec(spec, str(spec), plain, math.inf if isinstance(target, BlockFormat) else target.max, is_simple)
 
 
