@@ -149,3 +149,18 @@ def test_the_model_is_as_before() -> None:
     explained({"match": "*", "weight": "e3m2"}, model=model)
     assert type(model) is Net
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_a_rule_for_the_second_user_of_a_weight_has_an_effect() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+            self.two.weight = self.one.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.two(self.one(x))
+            return y
+
+    plan = Plan.from_dict({"version": 1, "rules": [{"match": "two", "weight": "e4m3", "grad_weight": "bf16"}]})
+    explain(Tied(), plan, torch.randn(2, 4))

@@ -133,6 +133,11 @@ def _useless(
 
     meant = [site for site in sites if is_meant(site)]
     roles = {site.role for site in meant}
+    # A parameter is listed with the operation that uses it first, but others that use it round it too.
+    for operation in operations:
+        if operation.parameters and matches(operation.module, f"{operation.op}.{operation.index}"):
+            is_trained = any(tensor.requires_grad for _, tensor in operation.parameters)
+            roles |= {"weight", "grad_weight"} if is_trained else {"weight"}
     for key, _ in rule.quantizers:
         if not roles.intersection(KEYS[key]):
             return lacking_message(rule, index, key, [site.op for site in meant], roles)

@@ -256,18 +256,20 @@ def record(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     twins: dict[int, Tensor] = {}
     fakes = {name: twins.setdefault(id(tensor), fake(tensor)) for name, tensor in parameters.items()}
-    buffers = {name: fake(tensor) for name, tensor in model.named_buffers(remove_duplicate=False)}
+    held = dict(model.named_buffers(remove_duplicate=False))
+    buffers = {name: twins.setdefault(id(tensor), fake(tensor)) for name, tensor in held.items()}
     names: dict[int, str] = {}
     for name, tensor in fakes.items():
         names.setdefault(id(tensor), name)
     recorder = Recorder(names, opens, faker.nonzeros)
-    recorder.whole_parameters = {name: tensor for tensor, name in ((t, names[id(t)]) for t in twins.values())}
+    recorder.whole_parameters = {names[id(tensor)]: tensor for tensor in fakes.values()}
     if isinstance(batch, FakeInputs):
         arguments, target = (batch.args, batch.kwargs), None
     else:
         inputs, target = split_batch(tree_map(fake, batch), loss)
         arguments = call_arguments(inputs)
-    with _told_of_missing_values(), looking_away(model), faker.mode, followed(model, recorder):
+    kept = _recurrent_weights_kept(model)
+    with _told_of_missing_values(), looking_away(model), kept, faker.mode, followed(model, recorder):
         output = torch.func.functional_call(model, {**fakes, **buffers}, *arguments)
         if loss is not None:
             holder = nn.Module()
@@ -275,6 +277,19 @@ def record(
             with Scope(recorder, holder):
                 call_loss(loss, output, target)
     return recorder.operations
+
+
+@contextmanager
+def _recurrent_weights_kept(model: nn.Module) -> Iterator[None]:
+    """Recurrent layers list their weights; those of a functional call would stay there, and cost a recompilation."""
+    layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    lists = ("_flat_weights", "_flat_weight_refs")
+    kept = [{name: layer.__dict__[name] for name in lists if name in layer.__dict__} for layer in layers]
+    try:
+        yield
+    finally:
+        for layer, content in zip(layers, kept, strict=True):
+            layer.__dict__.update(content)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from rich import box
 from rich.table import Table
 
 from bitplan.cli.arguments import complete_plan
+from bitplan.cli.assign import FormatsOption, OrderOption
 from bitplan.cli.output import JsonOption, Output, command_output
 from bitplan.cli.run_progress import RunProgress
 from bitplan.cost import cost as cost_of
@@ -23,7 +24,10 @@ from bitplan.errors import BitplanError, BitplanWarning, RunError, TaskError
 from bitplan.explain import explain
 from bitplan.plan import ROLES, Plan
 from bitplan.plan.find import find_plan
+from bitplan.planners.assign.assign import LOSS_SCALE
+from bitplan.planners.assign.of_task import AssignWords, assign_task
 from bitplan.sizes import byte_text
+from bitplan.targets import running
 from bitplan.tasks.registry import find_task, task_names
 from bitplan.tasks.task import Task
 from bitplan.train import Progress, RunFolder, Summary, fresh_folder, train
@@ -64,6 +68,29 @@ def train_command(
             "--plan", "-p", help="A plan's file or a preset; without one, FP32.", autocompletion=complete_plan
         ),
     ] = None,
+    assign: Annotated[
+        str | None,
+        typer.Option(
+            help="Make the plan first: low precision for this ratio of all values (0.9), under a budget (70%, 6GiB), "
+            "or as a baseline (operator).",
+            show_default=False,
+        ),
+    ] = None,
+    order: OrderOption = "largest",
+    formats: FormatsOption = None,
+    promotion: Annotated[
+        float | None,
+        typer.Option(help="Of --assign, as of bitplan assign; 0: nothing is promoted.", show_default=False),
+    ] = None,
+    loss_scale: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Multiply the loss by this, adapted as the run goes on; 0: no. By default 65536 with --assign and the "
+            "formats paper. The same as --set loss_scale=.",
+            show_default=False,
+        ),
+    ] = None,
     execution: Annotated[str, typer.Option(help="How the plan is carried out.")] = "emulate",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")] = "cpu",
     compile: Annotated[bool, typer.Option("--compile", help="Run training steps through torch.compile.")] = False,
@@ -97,13 +124,19 @@ def train_command(
     """
     with command_output(as_json) as output, _warnings_as_notes(output):
         if resume is not None:
-            _require_nothing_else(task, plan, settings, out)
+            _require_nothing_else(task, plan, settings, out, assign, loss_scale is not None)
             asked = _Asked.from_folder(resume, checkpoint_every)
         elif task is None:
             raise TaskError(f"name a task to train, such as {', '.join(task_names())}, or a run with --resume.")
         else:
+            if assign is not None and plan is not None:
+                raise RunError("give --plan or --assign, not both.")
+            words = None if assign is None else AssignWords(assign, order, formats, promotion)
+            recipe = _with_loss_scale(settings or [], loss_scale, words)
+            made = find_task(task, recipe, seed)
             found = None if plan is None else find_plan(plan)
-            made = find_task(task, settings or (), seed)
+            if words is not None:
+                plan, found = words.source, _assigned(words, made, task, compile, device, output)
             name = None if found is None else plan_name(found, plan)
             folder = out or fresh_folder(made.name, name, seed)
             asked = _Asked(
@@ -115,6 +148,29 @@ def train_command(
         code = _train(asked, output)
     if code:
         raise typer.Exit(code)
+
+
+def _with_loss_scale(settings: list[str], given: float | None, words: AssignWords | None) -> list[str]:
+    """The recipe with its loss scale: the one given, or the paper's where the formats want one and none is said."""
+    said = any(setting.partition("=")[0].strip() == "loss_scale" for setting in settings)
+    if given is not None:
+        if said:
+            raise RunError("the loss scale is given twice: drop --set loss_scale or --loss-scale.")
+        return [*settings, f"loss_scale={given:g}"]
+    wanted = words is not None and words.what != "fp32" and words.chosen_formats().wants_loss_scale
+    return [*settings, f"loss_scale={LOSS_SCALE:g}"] if wanted and not said else settings
+
+
+def _assigned(words: AssignWords, task: Task, source: str, compile: bool, device: str, output: Output) -> Plan:
+    with running(source):
+        found = assign_task(
+            *(task, words.asked(task.seed), words.chosen_formats()),
+            compile=compile,
+            device=chosen_device(device),
+            tell=output.note,
+        )
+    output.note(f"{found.name}: {found.plan.description}")
+    return found.plan
 
 
 class _Asked:
@@ -163,7 +219,9 @@ class _Asked:
 
 def _require_nothing_else(*given: object) -> None:
     if any(given):
-        raise RunError("--resume takes everything from the run's folder: leave out TASK, --plan, --set and --out.")
+        raise RunError(
+            "--resume takes everything from the run's folder: leave out TASK, --plan, --assign, --set and --out."
+        )
 
 
 # --- training ---

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from bitplan.compare.assign_suite import assign_choices
 from bitplan.compare.choice import Choice
 from bitplan.compare.time_suites import cpt_choices, deficit_choices
 from bitplan.errors import RunError, nearest_names
@@ -51,6 +52,11 @@ SUITES: dict[str, Suite] = {
             "deficits",
             "critical learning periods: 3 bits for a while, early or later, of all or of one rounding, and 8 otherwise",
             make=deficit_choices,
+        ),
+        Suite(
+            "assign",
+            "assignments of low precision: FP32, operator, uniform low, and 0.3 to 1.0 of all values with promotion",
+            make=assign_choices,
         ),
     )
 }

@@ -12,6 +12,7 @@ import torch
 
 from bitplan.errors import RunError
 from bitplan.plan import Plan
+from bitplan.planners.assign.of_task import AssignWords
 from bitplan.strict_json import strict
 from bitplan.tasks.task import Task
 
@@ -137,7 +138,9 @@ def command_of(
 ) -> str:
     """The command line that makes such a run; what it leaves out is the default."""
     words = ["bitplan", "train", source]
-    if plan_source is not None:
+    if (assigned := AssignWords.of_source(plan_source)) is not None:
+        words += assigned.command()
+    elif plan_source is not None:
         words += ["--plan", plan_source]
     if execution != "emulate":
         words += ["--execution", execution]

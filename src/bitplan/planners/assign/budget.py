@@ -22,6 +22,9 @@ from bitplan.memory.step import OptimizerChoice
 from bitplan.plan import Plan
 from bitplan.sizes import byte_text, read_bytes
 
+#: A predicted peak has been up to a hundredth below what the allocator then counted, for kernels take memory of their
+#: own; a promise should hold, so this share of the budget is spared.
+_SPARE = 0.02
 #: Halving trusts that the peak falls from cut to cut; where it does not, so many neighbours are looked at as well.
 _NEIGHBOURS = 2
 
@@ -110,17 +113,18 @@ def fit(
             say(f"{made} of {moves} moves: a peak of {byte_text(known[made])}, predicted.")
         return known[made]
 
+    allowed = int(limit * (1 - _SPARE))
     low, high = 0, moves
-    if peak(0) <= limit:
+    if peak(0) <= allowed:
         return Fit(0, today, peak(0), limit)
-    if peak(moves) > limit:
-        fitting = [made for made in range(moves - 1, max(moves - 1 - _NEIGHBOURS, 0), -1) if peak(made) <= limit]
+    if peak(moves) > allowed:
+        fitting = [made for made in range(moves - 1, max(moves - 1 - _NEIGHBOURS, 0), -1) if peak(made) <= allowed]
         if not fitting:
             raise PlanError(_impossible(limit, today, known, moves))
         high = fitting[-1]
     while high - low > 1:
         middle = (low + high) // 2
-        if peak(middle) <= limit:
+        if peak(middle) <= allowed:
             high = middle
         else:
             low = middle

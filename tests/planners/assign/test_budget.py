@@ -1,0 +1,84 @@
+"""Budgets: the measured peak of a packed step stays under them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import bitplan
+from bitplan.errors import PlanError
+from bitplan.models.gpt import GPT, next_token_loss
+from bitplan.plan import Plan
+from bitplan.planners.assign import Asked, assignment, chosen_formats
+from bitplan.planners.assign.budget import Budget, Step, fit
+
+
+def cnn() -> tuple[nn.Module, Any, Any]:
+    layers = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(4)]
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *layers, nn.Flatten(), nn.Linear(8 * 256, 10))
+    return net, (torch.randn(32, 3, 16, 16), torch.randint(10, (32,))), F.cross_entropy
+
+
+def gpt() -> tuple[nn.Module, Any, Any]:
+    model = GPT(tokens=32, length=64, layers=2, heads=2, features=32)
+    return model, (torch.randint(32, (32, 64)), torch.randint(32, (32, 64))), next_token_loss
+
+
+@pytest.mark.parametrize(("make", "budget"), [(cnn, "80%"), (gpt, "80%")], ids=["cnn", "gpt"])
+def test_what_is_measured_lies_within_the_budget(make: Callable[[], tuple[Any, ...]], budget: str) -> None:
+    torch.manual_seed(0)
+    model, batch, loss = make()
+    asked = Asked(budget=budget)
+    found = assignment(model, batch, loss, asked, chosen_formats(asked))
+    plain = bitplan.measure_memory(model, batch, loss)
+    packed = bitplan.measure_memory(model, batch, loss, plan=found.plan, execution="packed")
+    assert packed.peak <= Budget.of(budget).limit(plain.peak)
+    assert found.demoted  # BF16 alone would not do
+    assert packed.peak == pytest.approx(found.story["peak_predicted"], rel=0.02)
+
+
+class FakeStep(Step):
+    """A step whose peaks are known."""
+
+    def __init__(self, peaks: list[int]) -> None:
+        super().__init__(nn.Identity(), None)
+        object.__setattr__(self, "peaks", peaks)
+        object.__setattr__(self, "asked", [])
+
+    def peak(self, plan: Plan | None) -> int:
+        if plan is None:
+            return 1000
+        number = int(plan.name or "")
+        self.asked.append(number)  # type: ignore[attr-defined]
+        return int(self.peaks[number])  # type: ignore[attr-defined]
+
+
+def fitted(peaks: list[int], budget: str) -> tuple[int, list[int]]:
+    step = FakeStep(peaks)
+    return fit(Budget.of(budget), step, lambda made: Plan(name=str(made)), len(peaks) - 1).made, step.asked  # type: ignore[attr-defined]
+
+
+def test_the_smallest_cut_that_fits_is_found_by_halving() -> None:
+    peaks = list(range(900, 100, -10))
+    made, asked = fitted(peaks, "70%")
+    assert peaks[made] <= 0.98 * 700 < peaks[made - 1]
+    assert len(asked) < 12
+    assert fitted(peaks, "95%")[0] == 0
+    assert fitted(peaks, "113B")[0] == len(peaks) - 1
+
+
+def test_what_is_impossible_says_the_least() -> None:
+    with pytest.raises(PlanError, match=r"within 100 B: the least is 500 B, with every group at the lowest level\."):
+        fitted([900, 700, 500], "10%")
+    with pytest.raises(PlanError, match=r"the least is 800 B, after 1 of 2 moves"):
+        fitted([900, 800, 850], "10%")
+
+
+@pytest.mark.parametrize(("text", "limit"), [("70%", 700), ("1.5KiB", 1536), (64, 64), ("12.5 %", 125)])
+def test_budgets_are_bytes_or_shares(text: str | int, limit: int) -> None:
+    assert Budget.of(text).limit(1000) == limit
