@@ -262,3 +262,10 @@ def test_a_compiled_model_is_listed_under_the_paths_it_has_uncompiled() -> None:
     plain = [(site.name, site.role, site.shape) for site in sites(model, X)]
     model[1] = torch.compile(model[1], backend="aot_eager", fullgraph=True)
     assert [(site.name, site.role, site.shape) for site in sites(model, X)] == plain
+
+
+def test_recurrent_layers_keep_their_lists_of_weights() -> None:
+    layer = nn.LSTM(4, 4)
+    sites(layer, torch.randn(2, 1, 4))
+    assert layer._flat_weights[0] is layer.weight_ih_l0
+    assert not layer._weights_have_changed()
