@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from bitplan.attach import Attachment
 from bitplan.errors import TaskError
+from bitplan.planners.cpt import cpt_plan
 from bitplan.sites import sites
 from bitplan.tasks.lstm_lm import CarriedLSTM, LSTMLanguageModelling, LSTMSettings
 from bitplan.tasks.registry import find_task
+from bitplan.train import RunFolder, train
 
 SMALL = LSTMSettings(batch=3, length=5, features=8, dropout=0.0, evaluation=4)
 
@@ -157,3 +161,36 @@ def test_penn_treebank_s_files_are_read(tmp_path: Path) -> None:
         assert task.evaluate(task.model().eval())["perplexity"] > 1
     assert task.metric.trivial < 10
     assert following.max() < 10
+
+
+def test_the_test_text_is_read_once_at_the_end(tmp_path: Path) -> None:
+    for part, words in (("train", "a b c d"), ("valid", "a b c d"), ("test", "d c b a")):
+        (tmp_path / f"ptb.{part}.txt").write_text((words + "\n") * 30)
+    recipe = ["steps=4", "evaluate_every=2", "batch=2", "length=3", "features=4", f"data={tmp_path}", "vocabulary=9"]
+    run = tmp_path / "run"
+    summary = train(find_task("ptb", recipe), folder=run)
+    told = [line for line in RunFolder(run).metrics() if line.get("evaluation")]
+    assert ["test_perplexity" in line for line in told] == [False, True]
+    assert summary.metrics["test_perplexity"] != summary.metrics["perplexity"]
+    (tmp_path / "ptb.test.txt").unlink()
+    assert "test_perplexity" not in train(find_task("ptb", recipe), folder=tmp_path / "without").metrics
+
+
+def test_a_compiled_run_evaluates_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for part in ("train", "valid"):
+        (tmp_path / f"ptb.{part}.txt").write_text("a b c d\nb d a\n" * 20)
+    recipe = ["steps=2", "evaluate_every=2", "batch=2", "length=2", "features=4", f"data={tmp_path}", "vocabulary=9"]
+    task = find_task("ptb", recipe)
+    target = task.target()
+    plan = cpt_plan(target.model, target.batch, target.loss, low=5, high=8)
+    plain = train(task, plan, folder=tmp_path / "plain")
+    made: list[bool] = []
+
+    def traced(graph: torch.fx.GraphModule, example: object) -> Callable[..., object]:
+        made.append(torch.is_grad_enabled())
+        return graph.forward
+
+    monkeypatch.setattr(Attachment, "compile", lambda run, **_: torch.compile(run.model, backend=traced))
+    compiled = train(find_task("ptb", recipe), plan, folder=tmp_path / "compiled", compile=True)
+    assert made == [True, False]
+    assert compiled.metrics == plain.metrics

@@ -56,8 +56,12 @@ class LanguageTask(Task):
         return read_texts(self.settings.data) if self.settings.data else library_text()
 
     @cached_property
+    def _text(self) -> Text:
+        return self.load()
+
+    @cached_property
     def _tokenised(self) -> tuple[int, Tensor, Tensor]:
-        return tokenised(self.load(), self.settings.level, self.settings.vocabulary)
+        return tokenised(self._text, self.settings.level, self.settings.vocabulary)
 
     @property
     def tokens(self) -> int:

@@ -16,6 +16,7 @@ from bitplan.models.gpt import next_token_loss
 from bitplan.models.lstm import LSTMModel
 from bitplan.tasks.language import LanguageSettings, LanguageTask, perplexity_figures
 from bitplan.tasks.sources.texts import Text, fetched_wikitext
+from bitplan.tasks.tokens import tokens_to_test
 
 
 class CarriedLSTM(LSTMModel):
@@ -123,10 +124,13 @@ class LSTMLanguageModelling(LanguageTask):
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Read the held-out text from its start, with an empty memory; training goes on with its own afterwards."""
+        return perplexity_figures(self._mean_loss(model, self.held_out))
+
+    def _mean_loss(self, model: nn.Module, tokens: Tensor) -> float:
         device = next(model.parameters()).device
-        state = [model.get_buffer(name) for name in ("hidden", "cell")]
+        # By name, and not among its own buffers: a compiled model only passes them on.
+        state: list[Tensor] = [getattr(model, name) for name in ("hidden", "cell")]
         kept = [buffer.clone() for buffer in state]
-        tokens = self.held_out
         chunks = self._chunks(tokens)
         count = min(chunks, self.settings.evaluation or chunks)
         total = 0.0
@@ -139,7 +143,7 @@ class LSTMLanguageModelling(LanguageTask):
         finally:
             for buffer, content in zip(state, kept, strict=True):
                 buffer.copy_(content)
-        return perplexity_figures(total / count)
+        return total / count
 
 
 @dataclass(frozen=True)
@@ -161,6 +165,7 @@ class PennTreebank(LSTMLanguageModelling):
     name = "ptb"
     summary = "the next word of Penn Treebank"
     settings_class = PennTreebankSettings
+    evaluates_compiled = True  # thousands of small steps
     advice: ClassVar[str] = "set data= to a folder with ptb.train.txt and ptb.valid.txt (.gz is fine)"
 
     def load(self) -> Text:
@@ -172,6 +177,15 @@ class PennTreebank(LSTMLanguageModelling):
     def tokens(self) -> int:
         """The vocabulary that the set is known for; so shapes can be asked without the files."""
         return self.settings.vocabulary
+
+    def final_figures(self, model: nn.Module) -> dict[str, float]:
+        """The perplexity on the test text, where the folder has one."""
+        text = self._text
+        if not text.test:
+            return {}
+        tokens = tokens_to_test(text, self.settings.level, self.settings.vocabulary)
+        loss = self._mean_loss(model, self._enough(tokens, "to test on"))
+        return {"test_perplexity": perplexity_figures(loss)["perplexity"]}
 
     def example(self) -> tuple[Tensor, Tensor]:
         words = torch.zeros(self.settings.length, self.settings.batch, dtype=torch.long)

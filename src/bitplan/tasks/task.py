@@ -88,6 +88,9 @@ class Task(ABC):
     summary: ClassVar[str]
     #: The class of its settings, whose defaults are the recipe.
     settings_class: ClassVar[type[Settings]] = Settings
+    #: Whether a compiled run evaluates with compiled code, too: worth its compilation where evaluations are many small
+    #: operations, all of one shape. Figures then differ in their last bits from those of uncompiled code.
+    evaluates_compiled: ClassVar[bool] = False
 
     def __init__(self, settings: Settings | None = None, seed: int = 0) -> None:
         self.settings: Any = self.settings_class() if settings is None else settings
@@ -120,6 +123,10 @@ class Task(ABC):
     @abstractmethod
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Figures on held-out data, the metric's among them. The model is in evaluation mode, without gradients."""
+
+    def final_figures(self, model: nn.Module) -> dict[str, float]:
+        """Figures that are wanted once, after the last step, beside those of its evaluation: on a test set, say."""
+        return {}
 
     def learning_rate(self, step: int) -> float:
         """The factor of the peak learning rate at training step `step`: a function of the step and of the memory."""

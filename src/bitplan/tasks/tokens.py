@@ -116,5 +116,17 @@ LEVELS: dict[str, Callable[[str, int], Vocabulary]] = {
 def tokenised(text: Text, level: str, most: int) -> tuple[int, Tensor, Tensor]:
     """The size of the vocabulary, the training tokens and the held-out ones. The vocabulary is the training text's."""
     with torch.device("cpu"):  # where only shapes are asked for, models are made on another device
-        vocabulary = LEVELS[level](text.training, most)
+        vocabulary = _vocabulary(text.training, level, most)
         return vocabulary.size, vocabulary.encode(text.training), vocabulary.encode(text.held_out)
+
+
+@lru_cache(maxsize=4)
+def tokens_to_test(text: Text, level: str, most: int) -> Tensor:
+    """The tokens of the part that is looked at once, at the end."""
+    with torch.device("cpu"):
+        return _vocabulary(text.training, level, most).encode(text.test)
+
+
+@lru_cache(maxsize=4)
+def _vocabulary(training: str, level: str, most: int) -> Vocabulary:
+    return LEVELS[level](training, most)

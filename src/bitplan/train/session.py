@@ -65,6 +65,8 @@ class Session:
         # Small models are bound by launches, which CUDA graphs spare; they hold memory that packed execution is about.
         mode = "reduce-overhead" if device.type == "cuda" and execution == "emulate" else None
         self._called: nn.Module = self.run.compile(fullgraph=whole, mode=mode) if compile else self.model
+        #: What evaluations call.
+        self._evaluated = self._called if task.evaluates_compiled and whole else self.model
         self._ahead = Ahead(task.batch, task.settings.all_steps) if device.type == "cuda" else None
 
     def _new_optimizer(self) -> Optimizer:
@@ -112,14 +114,20 @@ class Session:
         self.step += 1
         return self._peaks[0] * factor
 
-    def evaluate(self) -> dict[str, float]:
-        """The task's figures after the steps made; the task is told, and remembers what it wants."""
+    def evaluate(self, last: bool = False) -> dict[str, float]:
+        """The task's figures after the steps made; the task is told, and remembers what it wants.
+
+        :param last: also those that are wanted once, at the end.
+        """
         _seed(self.task.seed, self.step, _EVALUATION, self.device)
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
             with torch.no_grad():
-                figures = {name: float(value) for name, value in self.task.evaluate(self.model).items()}
+                found = self.task.evaluate(self._evaluated)
+                if last:
+                    found = {**found, **self.task.final_figures(self._evaluated)}
+                figures = {name: float(value) for name, value in found.items()}
         finally:
             for module, training in modes:
                 module.training = training
@@ -211,7 +219,7 @@ class Session:
         self.run.expect(self._moved(self.task.batch(0)[0]))
         self.loss = self.run.loss(self.task.loss)
         self.run.load_state_dict(state)
-        self._called = self.model
+        self._called = self._evaluated = self.model
 
     def broken_weight(self) -> str | None:
         """The first parameter or buffer that is no longer finite; None where all are."""

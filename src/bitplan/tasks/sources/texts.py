@@ -30,6 +30,7 @@ HELD_OUT = 0.1
 
 #: How held-out files are called; training files are called "train".
 _HELD_OUT = ("valid", "val", "dev")
+_TEST = "test"
 _ENDINGS = (".txt", ".txt.gz", ".tokens", ".tokens.gz")
 
 
@@ -39,6 +40,8 @@ class Text:
 
     training: str
     held_out: str
+    #: Held out as well, and looked at once, at the end; empty where there is none.
+    test: str = ""
 
     def __post_init__(self) -> None:
         for part, words in ((self.training, "to learn from"), (self.held_out, "to hold out")):
@@ -78,18 +81,24 @@ def read_texts(data: str) -> Text:
         return split(read_text(path))
     if not path.is_dir():
         raise TaskError(f"there is no file or folder {data}: set data= to a text file, or to a folder of its parts.")
-    return Text(*(read_text(part) for part in _parts(path)))
+    training, held_out = _parts(path)
+    test = path / _sibling(training, _TEST)
+    return Text(read_text(training), read_text(held_out), read_text(test) if test.is_file() else "")
+
+
+def _sibling(training: Path, name: str) -> str:
+    words = training.name.split(".")
+    words[words.index("train")] = name
+    return ".".join(words)
 
 
 def _parts(folder: Path) -> tuple[Path, Path]:
     """The training file and the held-out one beside it, which differ in one word of their names."""
     pairs = []
     for path in sorted(folder.iterdir()):
-        words = path.name.split(".")
-        if "train" not in words or not path.name.endswith(_ENDINGS):
+        if "train" not in path.name.split(".") or not path.name.endswith(_ENDINGS):
             continue
-        place = words.index("train")
-        siblings = [folder / ".".join([*words[:place], name, *words[place + 1 :]]) for name in _HELD_OUT]
+        siblings = [folder / _sibling(path, name) for name in _HELD_OUT]
         pairs += [(path, sibling) for sibling in siblings if sibling.is_file()][:1]
     if len(pairs) != 1:
         names = " or ".join(path.name for path, _ in pairs)
@@ -112,7 +121,7 @@ def fetched_wikitext() -> Text:
         ) from error
     try:
         parts: Any = load_dataset("Salesforce/wikitext", "wikitext-2-v1")
-        texts = ["".join(parts[name]["text"]) for name in ("train", "validation")]
+        texts = ["".join(parts[name]["text"]) for name in ("train", "validation", "test") if name in parts]
     except Exception as error:  # no network, no room, a changed address: the reason is in the words
         first = str(error).strip().partition("\n")[0] or type(error).__name__
         raise TaskError(
