@@ -256,12 +256,13 @@ def record(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     twins: dict[int, Tensor] = {}
     fakes = {name: twins.setdefault(id(tensor), fake(tensor)) for name, tensor in parameters.items()}
-    buffers = {name: fake(tensor) for name, tensor in model.named_buffers(remove_duplicate=False)}
+    held = dict(model.named_buffers(remove_duplicate=False))
+    buffers = {name: twins.setdefault(id(tensor), fake(tensor)) for name, tensor in held.items()}
     names: dict[int, str] = {}
     for name, tensor in fakes.items():
         names.setdefault(id(tensor), name)
     recorder = Recorder(names, opens, faker.nonzeros)
-    recorder.whole_parameters = {name: tensor for tensor, name in ((t, names[id(t)]) for t in twins.values())}
+    recorder.whole_parameters = {names[id(tensor)]: tensor for tensor in fakes.values()}
     if isinstance(batch, FakeInputs):
         arguments, target = (batch.args, batch.kwargs), None
     else:
