@@ -8,6 +8,7 @@ its savings in memory or time. ``execution="packed"`` computes the same numbers 
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from bitplan.attachment import Attachment
-from bitplan.errors import PlanError, nearest_names
+from bitplan.errors import BitplanWarning, PlanError, nearest_names
 from bitplan.intercept import is_planned, unwrapped
 from bitplan.native.crossover import remembered
 from bitplan.native.fallbacks import Fallback
@@ -114,4 +115,4 @@ def _tell_fallbacks(found: list[Fallback], strict: bool) -> None:
     message = f"{len(found)} products are emulated: {words}. run.fallbacks() lists them."
     if strict:
         raise PlanError(f"{message} Drop strict_native to run them so.")
-    log.warning(message)
+    warnings.warn(message, BitplanWarning, stacklevel=3)

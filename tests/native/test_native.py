@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 import bitplan
 from bitplan import Plan, PlanError
+from bitplan.errors import BitplanWarning
 from bitplan.native import crossover, units
 from bitplan.native.units import Float8Unit, Int8Unit
 
@@ -20,6 +20,9 @@ INT8_VECTOR = {"format": "int8", "scale": "vector"}
 INT8 = {"format": "int8", "scale": "tensor"}
 NOISY = {"format": "int8", "scale": "tensor", "rounding": "stochastic"}
 APART: dict[str, Any] = dict.fromkeys(("fprop", "dgrad", "wgrad"), INT8_VECTOR)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*are emulated:bitplan.BitplanWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -162,16 +165,15 @@ def test_a_fallback_says_which_pass_and_why(rule: dict[str, Any], one: str, reas
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
 
 
-def test_convolutions_and_small_products_are_emulated_and_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_convolutions_and_small_products_are_emulated_and_told_of_once() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5))
     x = torch.randn(2, 3, 8, 8)
     plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "x": INT8, "w": INT8, "dy": INT8}]})
-    with caplog.at_level(logging.WARNING, "bitplan"):
+    with pytest.warns(BitplanWarning, match="2 products are emulated") as told:
         run = bitplan.attach(model, plan, example=x, execution="native", native_from=10**6)
     assert [fallback.site for fallback in run.fallbacks()] == ["0/conv2d.0", "2/linear.0"]
     assert "2 x 144 x 5 is too small" in str(run.fallbacks()[1])
-    assert len(caplog.records) == 1
-    assert "2 products are emulated" in caplog.text
+    assert len(told) == 1
     run.detach()
 
 

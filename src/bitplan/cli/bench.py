@@ -16,6 +16,8 @@ from bitplan.bench.contenders import VARIANTS
 from bitplan.bench.formats import DEFAULT_FORMATS, Row, bench_formats
 from bitplan.bench.measure import DEFAULT_TARGETS, bench_measure
 from bitplan.bench.memory import OWN_PLAN, bench_memory
+from bitplan.bench.speed import OWN_PLANS as SPEED_PLANS
+from bitplan.bench.speed import SHAPES, bench_speed
 from bitplan.cli.output import JsonOption, Output, command_output, json_text, write_file
 from bitplan.errors import BitplanError
 from bitplan.names import format as format_of
@@ -107,6 +109,55 @@ def memory(
             *(model, variants, plan, device, batch, optimizer, autocast, turns, loss_steps), on_news=output.note
         )
         _finish(output, document, output_file, as_json, _print_memory)
+
+
+@group.command("speed")
+def speed(
+    shapes: Annotated[
+        list[str] | None, typer.Option("--shape", help=f"One of {', '.join(SHAPES)}; repeatable.")
+    ] = None,
+    plans: Annotated[
+        list[str] | None,
+        typer.Option("--plan", "-p", help=f"{', '.join(SPEED_PLANS)}, a preset or a file; repeatable."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each variant; the best one counts.")] = 8,
+    as_json: JsonOption = False,
+    output_file: OutputFile = None,
+) -> None:
+    """Time forward and backward on the machine's low-precision units, against BF16 and torchao."""
+    with command_output(as_json) as output:
+        _require_device(device)
+        document = bench_speed(
+            *(shapes or ("linear-1024",), plans or (), device, turns),
+            on_row=lambda shape, row: output.note(
+                f"{shape}, {row.variant}: {row.milliseconds:.2f} ms, {row.ratio:.3f}x"
+            ),
+        )
+        _finish(output, document, output_file, as_json, _print_speed)
+
+
+def _print_speed(output: Output, document: dict[str, Any]) -> None:
+    for shape, rows in document["rows"].items():
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=shape, title_justify="left")
+        table.add_column("variant", no_wrap=True)
+        for heading in ("ms", "times bf16", "peak", "emulated passes", "first step, s"):
+            table.add_column(heading, justify="right")
+        for row in rows:
+            peak = "" if row["peak"] is None else byte_text(row["peak"])
+            table.add_row(
+                *(row["variant"], f"{row['milliseconds']:.2f}", f"{row['ratio']:.3f}", peak, str(row["fallbacks"])),
+                f"{row['first_seconds']:.1f}",
+            )
+        output.console.print(table)
+        for name, reason in document["failed"].get(shape, {}).items():
+            output.console.print(f"{name} failed: {reason}", soft_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="square products, one by one", title_justify="left")
+    for heading in ("unit", "size", "ms plain", "ms native"):
+        table.add_column(heading, justify="right")
+    for row in document["crossover"]:
+        table.add_row(row["unit"], str(row["size"]), f"{row['plain']:.3f}", f"{row['native']:.3f}")
+    output.console.print(table)
 
 
 @group.command("measure")
