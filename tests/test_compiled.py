@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import bitplan
 from bitplan.reference import ROUNDINGS, Rounding
@@ -159,3 +159,26 @@ def test_the_gradient_is_straight_through() -> None:
     x, weight = spread(6, 50).requires_grad_(), spread(6, 50)
     (ours,) = torch.autograd.grad(torch.compile(loss, fullgraph=True)(x, weight), x)
     assert torch.equal(ours, 2 * weight)
+
+
+def test_gradients_are_rounded_per_consumer_of_the_parts_of_a_tensor() -> None:
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            one, two = self.first(x).chunk(2, -1)
+            return one * two.tanh()
+
+    torch.manual_seed(0)
+    model, x = Split(), torch.randn(4, 8)
+    rule = {"match": "*", "activation": "e4m3b4", "grad_activation": "e5m2b0", "grad_at": "consumer"}
+    gradients = []
+    with bitplan.attach(model, bitplan.Plan.from_dict({"version": 1, "rules": [rule]}), example=x):
+        for called in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+            model.zero_grad()
+            called(x).square().sum().backward()
+            assert model.first.weight.grad is not None
+            gradients.append(model.first.weight.grad.clone())
+    assert torch.equal(*gradients)

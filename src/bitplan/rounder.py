@@ -114,6 +114,9 @@ class Rounder(Interceptor):
         if self.tags_gradients:
             gradient = getattr(args[0], _GRAD_TAG, None)
             if gradient is not None:
+                if isinstance(result, (tuple, list)) and torch.compiler.is_compiling():
+                    # Dynamo lets nothing be noted of one of several results, but of a view of it.
+                    result = tuple(part.view_as(part) if isinstance(part, Tensor) else part for part in result)
                 for view in result if isinstance(result, (tuple, list)) else [result]:
                     if isinstance(view, Tensor):
                         setattr(view, _GRAD_TAG, gradient)
