@@ -15,6 +15,7 @@ from bitplan.report.charts.sites import measures_of, sites_chart
 from bitplan.report.figures import Drawing, chart_figure, memory_table, sites_table, time_table
 from bitplan.report.measured import measured_in_run
 from bitplan.report.page_deficits import deficit_drawings
+from bitplan.report.page_ratios import ratio_drawings
 from bitplan.report.palette import class_colour
 from bitplan.report.summaries import Experiment
 from bitplan.report.tables import plan_columns, table_html
@@ -63,6 +64,7 @@ def charts_html(experiment: Experiment, key: str, drawings: dict[str, Any]) -> s
         ),
     ]
     charts += deficit_drawings(experiment)
+    charts += ratio_drawings(experiment)
     shown = [chart_figure(f"{key}-{number}", chart, drawings) for number, chart in enumerate(charts)]
     return "".join(shown) + _sites_html(experiment, key, drawings) + _measured_html(experiment, key, drawings)
 
