@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -43,18 +44,22 @@ class CifarPack(ImageClassification):
         path = Path(self.settings.data).expanduser()
         if not path.is_file():
             raise TaskError(f"there is no file {self.settings.data!r}: set data= to the .npz file of the images.")
-        with np.load(path, allow_pickle=False) as stored:
-            header, body = stored["header"].tobytes(), stored["body"].tobytes()
-            starts, labels, held_out = stored["off"], stored["y"], stored["is_test"].astype(bool)
-        most = self.settings.most or len(labels)
-        parts = []
-        for wanted in (~held_out, held_out):
-            # Sorted by class: a seeded few are some of each.
-            chosen = np.random.default_rng(0).permutation(np.flatnonzero(wanted))[:most]
-            images = np.stack([_pixels(header + body[starts[i] : starts[i + 1]]) for i in chosen])
-            pixels = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
-            parts.append(StoredPictures(pixels, torch.from_numpy(labels[chosen].astype(np.int64))))
-        return PictureData(parts[0], parts[1], CLASSES)
+        return _read(path, self.settings.most)
+
+
+@lru_cache(maxsize=1)  # the tasks of all seeds share it
+def _read(path: Path, most: int) -> PictureData:
+    with np.load(path, allow_pickle=False) as stored:
+        header, body = stored["header"].tobytes(), stored["body"].tobytes()
+        starts, labels, held_out = stored["off"], stored["y"], stored["is_test"].astype(bool)
+    parts = []
+    for wanted in (~held_out, held_out):
+        # Sorted by class: a seeded few are some of each.
+        chosen = np.random.default_rng(0).permutation(np.flatnonzero(wanted))[: most or len(labels)]
+        images = np.stack([_pixels(header + body[starts[i] : starts[i + 1]]) for i in chosen])
+        pixels = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
+        parts.append(StoredPictures(pixels, torch.from_numpy(labels[chosen].astype(np.int64))))
+    return PictureData(parts[0], parts[1], CLASSES)
 
 
 def _pixels(data: bytes) -> np.ndarray:

@@ -1,0 +1,106 @@
+"""Cyclic precision on CIFAR-10: ResNet-20, all ten schedules between 3 and 8 bits.
+
+    python experiments/cifar.py cifar10_jpeg_pack.npz --device cuda --compile --jobs 3
+    python experiments/cifar.py cifar10_jpeg_pack.npz --device cuda --compile --jobs 3 --long
+    python experiments/cifar.py cifar10_jpeg_pack.npz --quick          # a rehearsal: a few tiny steps on a CPU
+
+The images are a pack of JPEGs (see cifar_pack.py) or a folder with CIFAR-10's own files. FP32, static 8, static 6, a
+static plan that costs what CR costs, and the ten schedules of Wolfe & Kyrillidis (arXiv 2403.02243), 8,000 iterations
+of 128 images with three seeds each; their recipe otherwise, which has 64,000 iterations of a deeper network.
+Spearman's correlation of cost with accuracy over the rounded plans, and its interval by a bootstrap over plans and
+seeds. --long adds 24,000 iterations of FP32, static 8, CR and RR with one seed.
+
+Compiled, all rounded plans share one graph, so each process compiles twice: FP32, and the rest. What it takes on a GPU
+at 3 ms an iteration, were processes to take turns: 42 runs of 24 s, 17 minutes, and 5 more for --long. Where processes
+share the GPU at the same time (NVIDIA's MPS: `nvidia-cuda-mps-control -d` beforehand), four of them should take 5 to 7
+minutes.
+
+The same command goes on where it was interrupted, and `bitplan report` draws the folders of the runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from common import (
+    CIFAR_PACK,
+    EVALUATION,
+    Experiment,
+    against,
+    arguments,
+    in_sentences,
+    is_short,
+    metric_record,
+    order_by_cost,
+    short_words,
+)
+
+from bitplan.compare.time_suites import cpt_choices
+from bitplan.schedules import TEN
+from bitplan.tasks.registry import find_task
+
+RANGE = (3, 8)
+STATIC = f"static {RANGE[1]}"
+#: FP32 must reach these accuracies; where it does not, the runs were too short to conclude anything from.
+FLOORS = {"all ten": 0.83, "longer": 0.86}
+
+RECIPE = ("model=resnet20", "batch=128", "steps=8000", "evaluate_every=4000")
+LONGER = ("steps=24000", "evaluate_every=8000")
+QUICK = ("width=0.25", "model=resnet8", "batch=16", "steps=4", "evaluate_every=4")
+LONG = ("CR", "RR")
+
+
+def main() -> None:
+    parser = arguments(__doc__, seeds=3, data="a .npz pack of JPEGs, or a folder with CIFAR-10's files")
+    parser.add_argument("--long", action="store_true", help="also 24,000 iterations of FP32, static 8, CR and RR")
+    experiment = Experiment("cifar", parser.parse_args())
+    studies = []
+    for name in ("all ten", "longer") if experiment.asked.long else ("all ten",):
+        studies.append(study(experiment, name))
+        experiment.write(studies, bits=list(RANGE), evaluation=EVALUATION)
+    experiment.conclude(studies, "accuracy")
+
+
+def data_of(experiment: Experiment) -> tuple[str, list[str]]:
+    """The task that reads what was given, and the settings that say where it is."""
+    given = experiment.asked.data
+    if Path(given).is_dir():
+        return "cifar10", [f"data={given}"]
+    return CIFAR_PACK, [f"data={given}", *(["most=64"] if experiment.asked.quick else [])]
+
+
+def study(experiment: Experiment, name: str) -> dict[str, Any]:
+    is_long = name == "longer"
+    task_name, place = data_of(experiment)
+    settings = experiment.settings((*RECIPE, *(LONGER if is_long else ())), QUICK)
+    task = find_task(task_name, [*place, *settings])
+    names = LONG if is_long or experiment.asked.quick else tuple(TEN)
+    choices = cpt_choices(task, names, *RANGE, static=(8,) if is_long else (8, 6))
+    if is_long:
+        choices = tuple(choice for choice in choices if not choice.label.startswith("static at"))
+        # One seed: a run takes minutes.
+        experiment = Experiment(experiment.name, type(experiment.asked)(**{**vars(experiment.asked), "seeds": 1}))
+    folder = name.replace(" ", "-")
+    plans = experiment.compared(task_name, choices, folder=folder, settings=[*place, *settings], metric=task.metric)
+    floor, found = FLOORS[name], order_by_cost(plans)
+    short = is_short(plans, floor, task.metric)
+    reading = [short_words(floor, task.metric)] if short else [against(plans, names, STATIC, task.metric)]
+    if found is not None and not short:
+        reading.append(found["words"])
+    return {
+        "study": name,
+        "settings": settings,
+        "seeds": list(experiment.seeds),
+        "metric": metric_record(task.metric, "held-out images, after the last iteration"),
+        "floor": floor,
+        "short_run": short,
+        "spearman": found,
+        "reading": " ".join(reading),
+        "plans": plans,
+        "curves": experiment.curves(folder, task.metric.name),
+    }
+
+
+if __name__ == "__main__":
+    in_sentences(main)

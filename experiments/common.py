@@ -1,0 +1,277 @@
+"""What all experiments share: their arguments, their record, and how plans over seeds become a table and a reading.
+
+An experiment is a list of studies; a study is one comparison of plans on a task. Results are written after every
+study, so that an interruption leaves what is known, and the same command goes on where it stopped: the runs are a
+comparison's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bitplan.compare import Choice, Update, compare
+from bitplan.compare.correlation import LEAST, cost_correlation, seed_share
+from bitplan.errors import BitplanError
+from bitplan.files import write_whole
+from bitplan.report.runs import read_runs
+from bitplan.strict_json import strict
+from bitplan.tasks.task import Metric
+from bitplan.train import Summary
+from bitplan.train.environment import machine, versions
+
+CONTROL = "FP32"
+RESULTS = Path("docs/results")
+#: CIFAR-10 as JPEGs in one file.
+CIFAR_PACK = f"{Path(__file__).with_name('cifar_pack.py')}:CifarPack"
+#: Where seeds alone would make so much of the variance between plans, an order of the plans may be chance's.
+LARGE_SHARE = 0.5
+#: Schedules that end on a growing part, which all of the papers' do, end at their highest bits.
+EVALUATION = "at the bits of the moment, which are the highest ones at the end of every schedule here"
+
+
+def arguments(words: str | None, seeds: int, data: str | None = None) -> argparse.ArgumentParser:
+    """The options that every experiment has; more may be added.
+
+    :param words: the script's docstring.
+    :param data: what the first argument is; None: there is none.
+    """
+    parser = argparse.ArgumentParser(description=words, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if data is not None:
+        parser.add_argument("data", help=data)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--compile", action="store_true", help="run training steps through torch.compile")
+    parser.add_argument("--seeds", type=int, default=seeds)
+    parser.add_argument("--jobs", type=int, default=1, help="processes side by side, on one device")
+    parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes and one seed: does everything work?")
+    parser.add_argument("--runs", type=Path, help="where the runs lie (default: runs/experiment-NAME[-quick])")
+    parser.add_argument("--out", type=Path, help="the results (default: docs/results/NAME.json; quick: with the runs)")
+    return parser
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A script at work: what was asked of it, and where everything goes."""
+
+    name: str
+    asked: argparse.Namespace
+
+    @property
+    def runs(self) -> Path:
+        return self.asked.runs or Path("runs") / f"experiment-{self.name}{'-quick' * self.asked.quick}"
+
+    @property
+    def out(self) -> Path:
+        return self.asked.out or (self.runs if self.asked.quick else RESULTS) / f"{self.name}.json"
+
+    @property
+    def seeds(self) -> range:
+        return range(1 if self.asked.quick else self.asked.seeds)
+
+    @property
+    def command(self) -> str:
+        """What makes it again; where data, runs and results lay is nobody's business."""
+        told = argparse.ArgumentParser(add_help=False)
+        for where in ("--runs", "--out"):
+            told.add_argument(where)
+        _, words = told.parse_known_args(sys.argv[1:])
+        words = [Path(word).name if "/" in word and Path(word).exists() else word for word in words]
+        return shlex.join(["python", f"experiments/{self.name}.py", *words])
+
+    def settings(self, recipe: Sequence[str], quick: Sequence[str] = ()) -> list[str]:
+        """The recipe as ``key=value``, with what a rehearsal changes, and with what --set says instead."""
+        chosen = dict(each.split("=", 1) for each in recipe)
+        chosen |= dict(each.split("=", 1) for each in quick) if self.asked.quick else {}
+        chosen |= dict(each.split("=", 1) for each in self.asked.settings)
+        return [f"{key}={value}" for key, value in chosen.items()]
+
+    def compared(
+        self,
+        task: str,
+        choices: Sequence[Choice],
+        *,
+        folder: str,
+        settings: Sequence[str],
+        metric: Metric,
+        compiles: bool = True,
+    ) -> list[dict[str, Any]]:
+        """Make what is left of a comparison's runs, telling each; a record for every plan.
+
+        :param compiles: whether --compile is for this one.
+        """
+        print(f"{folder}: {len(choices)} plans, seeds {', '.join(map(str, self.seeds))}", flush=True)
+        seen: dict[str, dict[int, Summary]] = {choice.label: {} for choice in choices}
+
+        def note(update: Update) -> None:
+            if update.summary is not None:
+                seen[update.job.label][update.job.seed] = update.summary
+                print(f"  {told(update, metric)}", flush=True)
+
+        asked = self.asked
+        compare(
+            task,
+            choices,
+            folder=self.runs / folder,
+            seeds=self.seeds,
+            settings=settings,
+            jobs=asked.jobs,
+            device=asked.device,
+            compile=asked.compile and compiles,
+            command=self.command,
+            on_update=note,
+        )
+        return [plan_record(choice.label, seen[choice.label], metric) for choice in choices]
+
+    def curves(self, folder: str, metric: str) -> dict[str, dict[int, list[list[float]]]]:
+        """Plan -> seed -> pairs of a step and the metric there."""
+        found: dict[str, dict[int, list[list[float]]]] = {}
+        for run in read_runs([self.runs / folder]):
+            pairs = zip(*run.curve(metric), strict=True)
+            found.setdefault(run.label, {})[run.seed] = [list(pair) for pair in pairs]
+        return found
+
+    def write(self, studies: Sequence[dict[str, Any]], **more: Any) -> None:
+        """All of it so far, into one file, at once."""
+        content = {
+            "experiment": self.name,
+            "command": self.command,
+            "machine": machine(torch.device(self.asked.device)),
+            "versions": versions(),
+            "seeds": list(self.seeds),
+            "processes": self.asked.jobs,
+            "rehearsal": self.asked.quick,
+            **more,
+            "studies": list(studies),
+            # Of the runs, whenever they were made; those of several processes ran at the same time.
+            "seconds": sum(plan["seconds"] for study in studies for plan in study["plans"]),
+        }
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self.out, json.dumps(strict(content), indent=2) + "\n")
+
+    def conclude(self, studies: Iterable[dict[str, Any]], metric: str) -> None:
+        """Print a table and a reading of each study."""
+        for study in studies:
+            print(f"\n{study['study']}")
+            for plan in study["plans"]:
+                print(f"  {row(plan, metric)}")
+            print(study["reading"])
+        print(f"All of it is in {self.out}.")
+
+
+def in_sentences(main: Callable[[], None]) -> None:
+    """Run a script: a user's mistake ends it with a sentence."""
+    try:
+        main()
+    except BitplanError as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
+
+
+# --- plans over seeds ---
+
+
+def told(update: Update, metric: Metric) -> str:
+    summary = update.summary
+    assert summary is not None
+    reached = summary.metrics.get(metric.name)
+    words = summary.status if reached is None or summary.status != "finished" else f"{metric.name} {reached:.4f}"
+    return f"{update.job.label}, seed {update.job.seed}: {words}, {summary.seconds:.1f} s"
+
+
+def plan_record(label: str, ended: Mapping[int, Summary], metric: Metric) -> dict[str, Any]:
+    """One plan over its seeds: the metric after the last step, of each and on average."""
+    finished = {seed: each for seed, each in sorted(ended.items()) if each.status == "finished"}
+    values = {seed: each.metrics[metric.name] for seed, each in finished.items()}
+    return {
+        "plan": label,
+        "metric": statistics.mean(values.values()) if values else None,
+        "deviation": statistics.stdev(values.values()) if len(values) > 1 else 0.0,
+        "values": values,
+        "metrics": {seed: dict(each.metrics) for seed, each in finished.items()},
+        "diverged": [seed for seed, each in sorted(ended.items()) if each.status == "diverged"],
+        "relative_to_fp32": statistics.mean(each.cost["relative_to_fp32"] for each in ended.values()),
+        "mean_bits": statistics.mean(each.cost["mean_bits"] for each in ended.values()),
+        "seconds": sum(each.seconds for each in ended.values()),
+    }
+
+
+def row(plan: Mapping[str, Any], metric: str) -> str:
+    """A line of a table."""
+    reached = "diverged" if plan["metric"] is None else f"{metric} {plan['metric']:.4f} ± {plan['deviation']:.4f}"
+    return f"{plan['plan']:34} {reached:32} cost {plan['relative_to_fp32']:.4f}"
+
+
+def metric_record(metric: Metric, of: str) -> dict[str, Any]:
+    return {"name": metric.name, "better": metric.better, "trivial": metric.trivial, "of": of}
+
+
+def is_short(plans: Sequence[Mapping[str, Any]], floor: float, metric: Metric, control: str = CONTROL) -> bool:
+    """Whether the control missed its floor, so that nothing follows from the runs."""
+    reached = next(plan["metric"] for plan in plans if plan["plan"] == control)
+    return reached is None or metric.is_better(floor, reached)
+
+
+def short_words(floor: float, metric: Metric, control: str = CONTROL) -> str:
+    return f"A short run: {control} did not reach {metric.name} {floor:g}, so nothing follows from it."
+
+
+def order_by_cost(plans: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Spearman's correlation of cost with the metric over rounded plans, and whether it may be the seeds' doing."""
+    known = [plan for plan in plans if plan["plan"] != CONTROL and plan["metric"] is not None]
+    if len(known) < LEAST:
+        return None
+    values = [[*plan["values"].values()] for plan in known]
+    found = cost_correlation([plan["relative_to_fp32"] for plan in known], values)
+    share = seed_share(values)
+    is_sure = found.is_sure and share < LARGE_SHARE
+    return {
+        "value": found.value,
+        "interval": [found.low, found.high],
+        "plans": found.plans,
+        # Of the variance between plans, what seeds alone would make; 1 or more: plans do not differ.
+        "seed_share": share if math.isfinite(share) else None,
+        "is_sure": is_sure,
+        "words": f"Spearman of cost with the metric {found}: "
+        + ("an order." if is_sure else "no order that is sure.")
+        + (f" Seeds alone would make {share:.0%} of the variance between plans." if share >= LARGE_SHARE else ""),
+    }
+
+
+def against(plans: Sequence[Mapping[str, Any]], names: Sequence[str], static: str, metric: Metric) -> str:
+    """How plans compare with one of them, in sentences."""
+    known = {plan["plan"]: plan for plan in plans if plan["metric"] is not None}
+    lost = [plan["plan"] for plan in plans if plan["metric"] is None or plan["diverged"]]
+    words = [f"Diverged: {', '.join(lost)}."] if lost else []
+    base = known.get(static)
+    if base is None or static in lost:
+        return " ".join([*words, f"Without {static} there is nothing to compare with."])
+    if CONTROL in known:
+        words.append(f"{CONTROL} {known[CONTROL]['metric']:.4f}, {static} {spread(base)}.")
+    kinds: dict[str, list[str]] = {"better than": [], "worse than": [], "within the spread of": []}
+    for name in (name for name in names if name in known and name not in lost):
+        kinds[_kind(known[name], base, metric)].append(f"{name} ({known[name]['metric'] - base['metric']:+.4f})")
+    words += [f"{kind.capitalize()} {static}: {', '.join(found)}." for kind, found in kinds.items() if found]
+    costs = {known[name]["relative_to_fp32"] / base["relative_to_fp32"] for name in names if name in known}
+    if costs:
+        words.append(f"They cost {min(costs):.0%} to {max(costs):.0%} of {static}.")
+    return " ".join(words)
+
+
+def spread(plan: Mapping[str, Any]) -> str:
+    return f"{plan['metric']:.4f} ± {plan['deviation']:.4f}"
+
+
+def _kind(plan: Mapping[str, Any], base: Mapping[str, Any], metric: Metric) -> str:
+    if abs(plan["metric"] - base["metric"]) <= max(plan["deviation"], base["deviation"]):
+        return "within the spread of"
+    return "better than" if metric.is_better(plan["metric"], base["metric"]) else "worse than"
