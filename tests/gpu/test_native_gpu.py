@@ -53,7 +53,7 @@ def test_native_agrees_with_emulate(name: str, compiled: bool) -> None:
     torch._dynamo.reset()
     plan = plan_of(PLANS[name])
     for native, emulated in zip(gradients("native", plan, compiled), gradients("emulate", plan, False), strict=True):
-        # Emulation rounds the scaled operands to bfloat16 before it multiplies them; a flip in between rounds elsewhere.
+        # Emulation rounds scaled operands to bfloat16 before it multiplies them; what lies between may round elsewhere.
         assert (native - emulated).norm() <= 2e-2 * emulated.norm()
 
 
