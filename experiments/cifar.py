@@ -30,10 +30,8 @@ from common import (
     against,
     arguments,
     in_sentences,
-    is_short,
     metric_record,
     order_by_cost,
-    short_words,
 )
 
 from bitplan.compare.time_suites import cpt_choices
@@ -84,19 +82,17 @@ def study(experiment: Experiment, name: str) -> dict[str, Any]:
     folder = name.replace(" ", "-")
     plans = experiment.compared(task_name, choices, folder=folder, settings=[*place, *settings], metric=task.metric)
     floor, found = FLOORS[name], order_by_cost(plans)
-    short = is_short(plans, floor, task.metric)
-    reading = [short_words(floor, task.metric)] if short else [against(plans, names, STATIC, task.metric)]
-    if found is not None and not short:
-        reading.append(found["words"])
+    short = experiment.why_short(plans, floor, task.metric)
+    words = [against(plans, names, STATIC, task.metric), *([found["words"]] if found is not None else [])]
     return {
         "study": name,
         "settings": settings,
         "seeds": list(experiment.seeds),
         "metric": metric_record(task.metric, "held-out images, after the last iteration"),
         "floor": floor,
-        "short_run": short,
+        "short_run": short is not None,
         "spearman": found,
-        "reading": " ".join(reading),
+        "reading": short or " ".join(words),
         "plans": plans,
         "curves": experiment.curves(folder, task.metric.name),
     }

@@ -133,6 +133,12 @@ class Experiment:
         )
         return [plan_record(choice.label, seen[choice.label], metric) for choice in choices]
 
+    def why_short(self, plans: Sequence[Mapping[str, Any]], floor: float, metric: Metric) -> str | None:
+        """Why nothing follows from these runs; None where something may."""
+        if self.asked.quick:
+            return "A rehearsal: nothing follows from it."
+        return short_words(floor, metric) if is_short(plans, floor, metric) else None
+
     def curves(self, folder: str, metric: str) -> dict[str, dict[int, list[list[float]]]]:
         """Plan -> seed -> pairs of a step and the metric there."""
         found: dict[str, dict[int, list[list[float]]]] = {}
@@ -217,7 +223,7 @@ def metric_record(metric: Metric, of: str) -> dict[str, Any]:
 
 def is_short(plans: Sequence[Mapping[str, Any]], floor: float, metric: Metric, control: str = CONTROL) -> bool:
     """Whether the control missed its floor, so that nothing follows from the runs."""
-    reached = next(plan["metric"] for plan in plans if plan["plan"] == control)
+    reached = next((plan["metric"] for plan in plans if plan["plan"] == control), None)
     return reached is None or metric.is_better(floor, reached)
 
 

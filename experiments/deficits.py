@@ -29,9 +29,7 @@ from common import (
     Experiment,
     arguments,
     in_sentences,
-    is_short,
     metric_record,
-    short_words,
     spread,
 )
 
@@ -55,7 +53,7 @@ class Subject:
     quick: tuple[str, ...]
     #: What FP32 must reach for anything to follow.
     floor: float
-    #: Sparse products gain nothing by it.
+    #: Whether --compile is for it: where all runs together are over before a graph is compiled, it is not.
     compiles: bool
 
 
@@ -104,14 +102,14 @@ def study(experiment: Experiment, subject: Subject, place: str) -> dict[str, Any
         metric=task.metric,
         compiles=subject.compiles,
     )
-    short = is_short(plans, subject.floor, task.metric)
+    short = experiment.why_short(plans, subject.floor, task.metric)
     return {
         "study": subject.name,
         "settings": settings,
         "metric": metric_record(task.metric, "held out, after the last step"),
         "floor": subject.floor,
-        "short_run": short,
-        "reading": short_words(subject.floor, task.metric) if short else reading(plans, task.metric),
+        "short_run": short is not None,
+        "reading": short or reading(plans, task.metric),
         "plans": plans,
         "curves": experiment.curves(subject.option, task.metric.name),
     }

@@ -23,10 +23,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from common import EVALUATION, Experiment, against, arguments, in_sentences, is_short, metric_record, short_words
+from common import EVALUATION, Experiment, against, arguments, in_sentences, metric_record
 
 from bitplan.compare.time_suites import cpt_choices
 from bitplan.tasks.registry import find_task
+from bitplan.tasks.task import Metric
 
 RANGE = (5, 8)
 SCHEDULES = ("CR", "RR", "ER")
@@ -61,24 +62,21 @@ def study(experiment: Experiment) -> dict[str, Any]:
     for plan in plans:
         tested = [each["test_perplexity"] for each in plan["metrics"].values() if "test_perplexity" in each]
         plan["test_perplexity"] = sum(tested) / len(tested) if tested else None
-    has_control = any(plan["plan"] == "FP32" for plan in plans)
-    short = not has_control or is_short(plans, FLOOR, task.metric)
+    short = experiment.why_short(plans, FLOOR, task.metric)
     return {
         "study": f"{epochs} epochs",
         "settings": settings,
         "metric": metric_record(task.metric, "the validation text, after the last epoch"),
         "floor": FLOOR,
-        "short_run": short,
-        "reading": reading(plans, short, task.metric, epochs),
+        "short_run": short is not None,
+        "reading": short or reading(plans, task.metric, epochs),
         "plans": plans,
         "curves": experiment.curves(folder, task.metric.name),
     }
 
 
-def reading(plans: list[dict[str, Any]], short: bool, metric: Any, epochs: int) -> str:
+def reading(plans: list[dict[str, Any]], metric: Metric, epochs: int) -> str:
     """What held, in a few sentences."""
-    if short:
-        return short_words(FLOOR, metric)
     words = [against(plans, SCHEDULES, STATIC, metric)]
     static = next((plan for plan in plans if plan["plan"] == STATIC), None)
     if static is not None and static["test_perplexity"] is not None and epochs == EPOCHS:

@@ -1,0 +1,129 @@
+"""The scripts under experiments/, and the results that they left."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bitplan.tasks.task import Metric
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted(path for path in (ROOT / "experiments").glob("*.py") if "__main__" in path.read_text(encoding="utf-8"))
+RESULTS = sorted((ROOT / "docs" / "results").glob("*.json"))
+ACCURACY, PERPLEXITY = Metric("accuracy", "higher", 0.1), Metric("perplexity", "lower", 500.0)
+
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """What a script defines, after it ran with these words."""
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+
+    def ran(script: Path, *words: object) -> dict[str, Any]:
+        monkeypatch.setattr(sys, "argv", [str(script), *map(str, words)])
+        return runpy.run_path(str(script), run_name="__main__")
+
+    return ran
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_every_script_says_what_it_does(script: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(script, "--help")
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    assert f"experiments/{script.name}" in told
+    assert "--quick" in told
+    assert script.name in (ROOT / "docs" / "results" / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda path: path.stem)
+def test_every_result_says_how_it_was_made(file: Path) -> None:
+    content = json.loads(file.read_text(encoding="utf-8"))
+    assert content["command"].startswith("python experiments/")
+    assert "/" not in content["command"].removeprefix("python experiments/")
+    assert content["machine"]
+    assert content["versions"]["torch"]
+    assert content["seeds"]
+    assert all(isinstance(seed, int) for seed in content["seeds"])
+
+
+def test_an_experiment_is_rehearsed_and_gone_on_with(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for part in ("train", "valid", "test"):
+        (tmp_path / f"ptb.{part}.txt").write_text("a b c d\nb d a\n" * 20, encoding="utf-8")
+    words = (tmp_path, "--quick", "--runs", tmp_path / "runs", "--set", "vocabulary=9")
+    run(ROOT / "experiments" / "ptb.py", *words, "--plans", "FP32", "CR")
+    first = json.loads((tmp_path / "runs" / "ptb.json").read_text(encoding="utf-8"))
+    (study,) = first["studies"]
+    assert [plan["plan"] for plan in study["plans"]] == ["FP32", "CR"]
+    assert study["short_run"]
+    assert study["reading"] == "A rehearsal: nothing follows from it."
+    assert study["plans"][1]["test_perplexity"] == study["plans"][1]["metrics"]["0"]["test_perplexity"]
+    assert str(tmp_path) not in json.dumps(first)
+    assert f"python experiments/ptb.py {tmp_path.name} --quick" in first["command"]
+    run(ROOT / "experiments" / "ptb.py", *words)
+    (study,) = json.loads((tmp_path / "runs" / "ptb.json").read_text(encoding="utf-8"))["studies"]
+    assert [plan["plan"] for plan in study["plans"]] == ["FP32", "static 8", "CR", "RR", "ER"]
+    assert study["plans"][0]["seconds"] == first["studies"][0]["plans"][0]["seconds"]  # not made again
+    assert "All of it is in" in capsys.readouterr().out
+
+
+def test_a_mistake_is_told_in_a_sentence(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"ptb\.py: there is no file or folder"):
+        run(ROOT / "experiments" / "ptb.py", tmp_path / "nowhere", "--quick", "--runs", tmp_path / "runs")
+
+
+@pytest.fixture
+def common(run: Run) -> Namespace:
+    return Namespace(**run(ROOT / "experiments" / "common.py"))
+
+
+def plan(name: str, *values: float, cost: float = 0.05, deviation: float = 0.0) -> dict[str, Any]:
+    return {
+        "plan": name,
+        "metric": sum(values) / len(values) if values else None,
+        "deviation": deviation,
+        "values": dict(enumerate(values)),
+        "diverged": [] if values else [0],
+        "relative_to_fp32": cost,
+    }
+
+
+def test_a_control_below_its_floor_makes_a_short_run(common: Namespace) -> None:
+    assert common.is_short([plan("FP32", 0.8)], 0.85, ACCURACY)
+    assert not common.is_short([plan("FP32", 0.85)], 0.85, ACCURACY)
+    assert common.is_short([plan("FP32", 95.0)], 92.0, PERPLEXITY)
+    assert not common.is_short([plan("FP32", 90.0)], 92.0, PERPLEXITY)
+    assert common.is_short([plan("FP32")], 92.0, PERPLEXITY)
+    assert common.is_short([plan("CR", 80.0)], 92.0, PERPLEXITY)
+
+
+def test_plans_are_read_against_the_static_one(common: Namespace) -> None:
+    plans = [plan("FP32", 90.0), plan("static 8", 91.0, deviation=0.5), plan("CR", 90.0), plan("RR", 93.0), plan("ER")]
+    told = common.against(plans, ("CR", "RR", "ER"), "static 8", PERPLEXITY)
+    assert "Diverged: ER." in told
+    assert "Better than static 8: CR (-1.0000)." in told
+    assert "Worse than static 8: RR (+2.0000)." in told
+    plans[1]["deviation"] = 1.0
+    assert "Within the spread of static 8: CR" in common.against(plans, ("CR",), "static 8", PERPLEXITY)
+
+
+def test_an_order_that_seeds_would_make_is_not_sure(common: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bitplan.compare.correlation.DRAWS", 100)
+    clear = [plan(str(n), n, n + 0.01, cost=n) for n in range(1, 9)]
+    assert common.order_by_cost(clear)["is_sure"]
+    noisy = [plan(str(n), n * 0.01, 5.0 - n * 0.001, cost=n) for n in range(1, 9)]
+    found = common.order_by_cost(noisy)
+    assert not found["is_sure"]
+    assert "Seeds alone" in found["words"]
+    assert common.order_by_cost(clear[:2]) is None
