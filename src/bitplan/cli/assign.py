@@ -92,6 +92,9 @@ def assign_command(
             show_default=False,
         ),
     ] = None,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="With --compile and a budget: measure the step, which runs it.")
+    ] = True,
     explain: Annotated[bool, typer.Option("--explain", help="Show groups, sizes, order and the cut.")] = False,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the plan there (default: print it).")
@@ -109,11 +112,13 @@ def assign_command(
         chosen = chosen_formats(
             asked, formats, None if levels is None else [name for name in levels.split(",") if name]
         )
-        is_run = order == "sensitivity" and baseline is None
-        if is_run:
+        is_probed = order == "sensitivity" and baseline is None
+        is_checked = compile and check and budget is not None
+        if is_probed:
             torch.manual_seed(seed)
-        model = placed(_target(target, classes, width, shapes_only=not is_run), torch.device("cpu"), batch)
-        batches, make = _warm_up(target, model, seed, output) if is_run else (None, None)
+        shapes_only = not (is_probed or is_checked)
+        model = placed(_target(target, classes, width, shapes_only), torch.device("cpu"), batch)
+        batches, make = _warm_up(target, model, seed, output) if is_probed else (None, None)
         with running(target):
             found = assignment(
                 *(model.model, model.batch, model.loss, asked, chosen),
@@ -122,6 +127,7 @@ def assign_command(
                 device="cpu",
                 batches=batches,
                 tell=output.note,
+                checks=is_checked,
             )
         plan = found.plan
         output.document(

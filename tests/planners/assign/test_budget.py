@@ -72,6 +72,24 @@ def test_the_smallest_cut_that_fits_is_found_by_halving() -> None:
     assert fitted(peaks, "113B")[0] == len(peaks) - 1
 
 
+class Deceiving(FakeStep):
+    """One whose peaks come out a tenth above what was predicted."""
+
+    def measured(self, plan: Plan) -> int | None:
+        return int(1.1 * self.peak(plan))
+
+
+def test_what_is_measured_above_the_budget_goes_further_down() -> None:
+    peaks = list(range(900, 100, -10))
+    step = Deceiving(peaks)
+    found = fit(Budget.of("70%"), step, lambda made: Plan(name=str(made)), len(peaks) - 1, checks=True)
+    assert found.measured is not None
+    assert found.measured <= 700
+    assert found.peak > 600  # and no further than needed
+    with pytest.raises(PlanError, match=r"the least measured is 121 B"):
+        fit(Budget.of("115B"), Deceiving(peaks), lambda made: Plan(name=str(made)), len(peaks) - 1, checks=True)
+
+
 def test_what_is_impossible_says_the_least() -> None:
     with pytest.raises(PlanError, match=r"within 100 B: the least is 500 B, with every group at the lowest level\."):
         fitted([900, 700, 500], "10%")

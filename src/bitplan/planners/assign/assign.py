@@ -163,10 +163,13 @@ def assignment(
     device: torch.device | str | None = None,
     batches: Iterable[Any] | None = None,
     tell: Callable[[str], None] | None = None,
+    checks: bool | None = None,
 ) -> Assignment:
     """:func:`assign` with the groups, their order and the figures beside the plan.
 
     :param tell: told in sentences what is found on the way.
+    :param checks: measure what a budget promises, and go further down where it does not hold; by default where the
+        model is compiled, for whose peak there is an estimate only, and has weights.
     """
     account = account_of(model, batch, loss, opens_loss=formats.opens_loss)
     if asked.baseline is not None:
@@ -189,13 +192,14 @@ def assignment(
         return after(cut_for_ratio(account, formats, moves, asked.ratio))
     wanted = Budget.of(asked.budget)
     step = Step(model, batch, loss, optimizer, compile, device)
-    fitted = fit(wanted, step, lambda made: after(made).plan, len(moves), tell)
+    fitted = fit(wanted, step, lambda made: after(made).plan, len(moves), tell, compile if checks is None else checks)
     story |= {
         "budget": str(wanted),
         "budget_bytes": fitted.limit,
         "peak_today": fitted.today,
         "peak_predicted": fitted.peak,
         "compile": compile,
+        **({} if fitted.measured is None else {"peak_measured": fitted.measured}),
     }
     return after(fitted.made)
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bitplan.errors import PlanError
-from bitplan.memory import predict_memory
+from bitplan.memory import measure_memory, predict_memory
 from bitplan.memory.step import OptimizerChoice
 from bitplan.plan import Plan
 from bitplan.sizes import byte_text, read_bytes
@@ -25,6 +25,10 @@ from bitplan.sizes import byte_text, read_bytes
 #: A predicted peak has been up to a hundredth below what the allocator then counted, for kernels take memory of their
 #: own; a promise should hold, so this share of the budget is spared.
 _SPARE = 0.02
+#: So often a cut is measured, and a lower one tried.
+_CHECKS = 3
+#: Among known peaks: the one without a plan.
+_TODAY = -1
 #: Halving trusts that the peak falls from cut to cut; where it does not, so many neighbours are looked at as well.
 _NEIGHBOURS = 2
 
@@ -72,6 +76,8 @@ class Fit:
     today: int
     peak: int
     limit: int
+    #: What was measured with the plan of the cut; None where nothing was.
+    measured: int | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,14 @@ class Step:
     compile: bool = False
     device: torch.device | str | None = None
 
+    def measured(self, plan: Plan) -> int | None:
+        """The peak of a packed step that is really made; None where the model has no weights here."""
+        if any(parameter.is_meta for parameter in self.model.parameters()):
+            return None
+        return measure_memory(
+            *(self.model, self.batch, self.loss, self.optimizer, plan, "packed", self.compile), steps=2
+        ).peak
+
     def peak(self, plan: Plan | None) -> int:
         """The predicted peak: packed under a plan, and as it is without one."""
         execution = "emulate" if plan is None else "packed"
@@ -94,18 +108,64 @@ class Step:
 
 
 def fit(
-    budget: Budget, step: Step, plan_after: Callable[[int], Plan], moves: int, tell: Callable[[str], None] | None = None
+    budget: Budget,
+    step: Step,
+    plan_after: Callable[[int], Plan],
+    moves: int,
+    tell: Callable[[str], None] | None = None,
+    checks: bool = False,
 ) -> Fit:
     """The smallest cut whose plan keeps the step's peak within the budget.
 
     :param plan_after: the plan after so many moves.
     :param tell: told of each prediction in a sentence.
+    :param checks: make the step as well, and go further down where its measured peak lies above the budget.
     """
     say = tell or (lambda sentence: None)
-    today = step.peak(None)
-    limit = budget.limit(today)
-    say(f"without a plan: a peak of {byte_text(today)}, predicted; the budget is {byte_text(limit)}.")
     known: dict[int, int] = {}
+    found = _predicted_fit(budget, step, plan_after, moves, say, known, 1 - _SPARE)
+    if not checks:
+        return found
+    share, least = 1 - _SPARE, None
+    for _ in range(_CHECKS):
+        measured = step.measured(plan_after(found.made))
+        if measured is None:
+            return found
+        say(f"{found.made} of {moves} moves: a peak of {byte_text(measured)}, measured.")
+        if measured <= found.limit:
+            return replace(found, measured=measured)
+        least = measured if least is None else min(least, measured)
+        if found.made == moves:
+            break
+        # As much lower as the estimate was too low, and one move further at least.
+        share = min(share * found.peak / measured, (found.peak - 1) / found.limit)
+        try:
+            found = _predicted_fit(budget, step, plan_after, moves, say, known, share)
+        except PlanError:
+            found = replace(found, made=moves, peak=known[moves])
+    raise PlanError(
+        f"no assignment was found that keeps the measured peak within {byte_text(found.limit)}: the least measured is "
+        f"{byte_text(least or 0)}. Raise the budget, choose formats without a scale per tensor, or leave the model "
+        f"uncompiled."
+    )
+
+
+def _predicted_fit(
+    budget: Budget,
+    step: Step,
+    plan_after: Callable[[int], Plan],
+    moves: int,
+    say: Callable[[str], None],
+    known: dict[int, int],
+    share: float,
+) -> Fit:
+    """The smallest cut whose predicted peak lies within a share of the budget; `known` are peaks predicted so far."""
+    if _TODAY not in known:
+        known[_TODAY] = step.peak(None)
+    today = known[_TODAY]
+    limit = budget.limit(today)
+    if len(known) == 1:
+        say(f"without a plan: a peak of {byte_text(today)}, predicted; the budget is {byte_text(limit)}.")
 
     def peak(made: int) -> int:
         if made not in known:
@@ -113,14 +173,15 @@ def fit(
             say(f"{made} of {moves} moves: a peak of {byte_text(known[made])}, predicted.")
         return known[made]
 
-    allowed = int(limit * (1 - _SPARE))
+    allowed = int(limit * share)
     low, high = 0, moves
     if peak(0) <= allowed:
         return Fit(0, today, peak(0), limit)
     if peak(moves) > allowed:
         fitting = [made for made in range(moves - 1, max(moves - 1 - _NEIGHBOURS, 0), -1) if peak(made) <= allowed]
         if not fitting:
-            raise PlanError(_impossible(limit, today, known, moves))
+            peaks = {made: bytes_ for made, bytes_ in known.items() if made != _TODAY}
+            raise PlanError(_impossible(limit, today, peaks, moves))
         high = fitting[-1]
     while high - low > 1:
         middle = (low + high) // 2
