@@ -18,38 +18,28 @@ Runs are comparisons': the same command goes on where it was interrupted, and `b
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import shlex
 import statistics
-import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
+from common import CIFAR_PACK, Experiment, arguments, in_sentences
 
-from bitplan.compare import Choice, Update, compare
+from bitplan.compare import Choice
 from bitplan.compare.correlation import LEAST, cost_correlation
-from bitplan.compare.verify import final_loss
-from bitplan.errors import BitplanError
-from bitplan.files import write_whole
 from bitplan.measure import DEFAULT_CANDIDATES, Measurement
 from bitplan.plan import SLOTS, Plan, QuantizerSpec
 from bitplan.planners.advise import Advice, advise_on
 from bitplan.planners.advise.choice import SlotAdvice
 from bitplan.planners.advise.rules import plan_of
 from bitplan.planners.advise.slots import Slot, pairs_of
-from bitplan.strict_json import strict
 from bitplan.tasks.registry import find_task
 from bitplan.tasks.task import Task
-from bitplan.train.environment import machine, versions
 from bitplan.train.stages import measure_task
 
 BASELINE, CONTROL = "bf16", "fp32"
-PACK = str(Path(__file__).with_name("cifar_pack.py")) + ":CifarPack"
 MODELS = ("bert", "resnet")
 
 #: Name -> what each operand gets; an operand that is not named stays as it is.
@@ -74,9 +64,10 @@ FEW = ("weights int8", "gradients int8", "all int8", "all int4 vector")
 
 #: Steps are bound by launches on a GPU, so that large batches cost little and learn more.
 BERT = ("steps=500", "evaluate_every=250", "warmup=50", "batch=256", "lr=2e-3", "vocabulary=1000", "evaluation=8")
-RESNET = ("steps=500", "evaluate_every=200", "decay=cosine", "warmup=20", "batch=256", "lr=0.2")
-QUICK_BERT = ("steps=6", "evaluate_every=6", "size=tiny", "length=16", "batch=4", "vocabulary=300", "evaluation=2")
-QUICK_RESNET = ("steps=6", "evaluate_every=6", "model=resnet8", "width=0.25", "batch=16", "most=64")
+RESNET = ("steps=500", "evaluate_every=250", "decay=cosine", "warmup=20", "batch=256", "lr=0.2")
+QUICK = ("steps=6", "evaluate_every=6", "warmup=2")
+QUICK_BERT = (*QUICK, "size=tiny", "length=16", "batch=4", "vocabulary=300", "evaluation=2")
+QUICK_RESNET = (*QUICK, "model=resnet8", "width=0.25", "batch=16")
 #: Below this share of the trivial predictor's loss the baseline's must come, or the runs were too short.
 FLOORS = {"bert": 0.9, "resnet": 0.7}
 
@@ -91,112 +82,74 @@ class Study:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, seeds=2)
     parser.add_argument("--text", default="", help="a folder of text, or a text file (default: Python's own sources)")
     parser.add_argument("--images", help="CIFAR-10 as cifar_pack.py reads it (without: the digits that come along)")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--compile", action="store_true", help="run training steps through torch.compile")
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--steps", type=int, help="of every run (default: 500)")
-    parser.add_argument("--quick", action="store_true", help="six tiny steps and one seed: does everything work?")
-    parser.add_argument("--runs", type=Path, help="where the runs lie (default: runs/experiment-metrics[-quick])")
-    parser.add_argument(
-        "--out", type=Path, help="the results (default: docs/results/metrics.json; quick: with the runs)"
-    )
-    asked = parser.parse_args()
-    runs = asked.runs or Path("runs") / f"experiment-metrics{'-quick' * asked.quick}"
-    out = asked.out or (runs / "metrics.json" if asked.quick else Path("docs/results/metrics.json"))
-    began = time.perf_counter()
+    experiment = Experiment("metrics", parser.parse_args())
     studies: list[dict[str, Any]] = []
-    try:
-        for model in asked.models:
-            studies.append(studied(asked, study_of(asked, model), runs / model))
-            out.parent.mkdir(parents=True, exist_ok=True)
-            # After every study, so that an interruption leaves what is known.
-            content = strict(result(asked, studies, time.perf_counter() - began))
-            write_whole(out, json.dumps(content, indent=2) + "\n")
-    except BitplanError as error:
-        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
-    for each in studies:
-        print(f"{each['model']}: {' '.join(each['reading'])}")
-    print(f"All of it is in {out}.")
+    for model in experiment.asked.models:
+        studies.append(studied(experiment, study_of(experiment, model)))
+        experiment.write(
+            studies,
+            candidates=list(map(str, DEFAULT_CANDIDATES)),
+            configurations=CONFIGURATIONS,
+            gap="held-out loss after the last step, less the baseline's of the same seed",
+        )
+    experiment.conclude(studies, "metric")
 
 
-def study_of(asked: argparse.Namespace, model: str) -> Study:
+def study_of(experiment: Experiment, model: str) -> Study:
+    asked = experiment.asked
     if model == "bert":
-        recipe = QUICK_BERT if asked.quick else BERT
-        task, data = ("mlm" if asked.quick else "bert-mini"), asked.text
+        task, data, settings = "bert-mini", asked.text, experiment.settings(BERT, QUICK_BERT)
     else:
-        recipe = QUICK_RESNET if asked.quick else RESNET
-        task, data = (PACK if asked.images else "digits"), asked.images
-        if not asked.images:
-            recipe = tuple(each for each in recipe if not each.startswith(("most=", "model=", "batch=", "lr=")))
-    changed = (
-        recipe if asked.steps is None else (*(r for r in recipe if not r.startswith("steps=")), f"steps={asked.steps}")
-    )
-    return Study(model, task, (*([f"data={data}"] if data else []), *changed))
+        task, data = (CIFAR_PACK if asked.images else "digits"), asked.images
+        settings = experiment.settings(RESNET, (*QUICK_RESNET, *(["most=64"] if asked.images else [])))
+    return Study(model, task, (*([f"data={data}"] if data else []), *settings))
 
 
-def result(asked: argparse.Namespace, studies: Sequence[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    return {
-        "experiment": "metrics",
-        "command": command(asked),
-        "machine": machine(torch.device(asked.device)),
-        "versions": versions(),
-        "seeds": list(seeds_of(asked)),
-        "candidates": list(map(str, DEFAULT_CANDIDATES)),
-        "configurations": CONFIGURATIONS,
-        "gap": "held-out loss after the last step, less the baseline's of the same seeds",
-        "studies": list(studies),
-        "seconds": seconds,
-    }
-
-
-def studied(asked: argparse.Namespace, study: Study, folder: Path) -> dict[str, Any]:
+def studied(experiment: Experiment, study: Study) -> dict[str, Any]:
     """Measure, train, correlate."""
     task = find_task(study.task, study.settings)
-    steps = task.settings.all_steps
-    print(f"{study.model}: measuring at three stages of {steps} steps", flush=True)
-    began = time.perf_counter()
-    found = measure_task(task, steps=steps, device=asked.device)
-    seconds = time.perf_counter() - began
-    folder.mkdir(parents=True, exist_ok=True)
-    found.save(folder / "measurement.json")
+    found, seconds = measured(experiment, study, task)
     advice = advise_on(found)
-    names = FEW if asked.quick else tuple(CONFIGURATIONS)
+    names = FEW if experiment.asked.quick else tuple(CONFIGURATIONS)
     choices = [Choice(BASELINE, "bf16-all"), Choice(CONTROL, None)]
     choices += [Choice(name, configured(advice, CONFIGURATIONS[name])) for name in names]
     choices.append(Choice(ADVICE, advice.plan))
-    seen: dict[str, dict[int, Update]] = {}
-    compare(
-        study.task,
-        choices,
-        folder=folder / "runs",
-        seeds=seeds_of(asked),
-        settings=study.settings,
-        device=asked.device,
-        compile=asked.compile,
-        command=command(asked),
-        on_update=lambda update: noted(update, seen),
+    plans = experiment.compared(
+        study.task, choices, folder=f"{study.model}/runs", settings=study.settings, metric=task.metric
     )
     errors = {name: slot_errors(found, CONFIGURATIONS[name]) for name in names}
     errors[ADVICE] = advised_errors(advice)
-    plans = [record(choice.label, seen[choice.label].values(), errors.get(choice.label)) for choice in choices]
-    with_gaps(plans)
+    with_gaps(plans, errors)
     return {
-        "model": study.model,
-        "task": Path(study.task.partition(":")[0]).stem if ".py" in study.task else study.task,
+        "study": study.model,
         "settings": [setting for setting in study.settings if not setting.startswith("data=")],
         "measurement": {"seconds": seconds, "products": len(found.products), "stages": levels_by_stage(found)},
         "advice": {"tau": advice.tau, "counts": advice.counts},
         "trivial_loss": trivial_loss(task),
         "plans": plans,
         "spearman": correlations(plans),
-        "reading": ["A rehearsal: nothing follows from it."]
-        if asked.quick
-        else reading(plans, trivial_loss(task), FLOORS[study.model]),
+        "reading": reading(plans, trivial_loss(task), FLOORS[study.model], experiment.asked),
     }
+
+
+def measured(experiment: Experiment, study: Study, task: Task) -> tuple[Measurement, float]:
+    """The measurement, and the seconds it took, training included. One that lies there is used again: a second one on a
+    GPU may differ in last bits, and runs that were begun under its advice would not be gone on with."""
+    folder = experiment.runs / study.model
+    file, clock = folder / "measurement.json", folder / "measurement.seconds"
+    if not file.exists():
+        steps = task.settings.all_steps
+        print(f"{study.model}: measuring at three stages of {steps} steps", flush=True)
+        began = time.perf_counter()
+        found = measure_task(task, steps=steps, device=experiment.asked.device)
+        folder.mkdir(parents=True, exist_ok=True)
+        clock.write_text(f"{time.perf_counter() - began:.3f}")
+        found.save(file)
+    return Measurement.load(file), float(clock.read_text())
 
 
 # --- configurations, and what was measured of them ---
@@ -258,34 +211,13 @@ def levels_by_stage(found: Measurement) -> dict[str, dict[str, dict[str, float]]
 # --- what came of the runs ---
 
 
-def noted(update: Update, seen: dict[str, dict[int, Update]]) -> None:
-    if update.summary is not None:
-        seen.setdefault(update.job.label, {})[update.job.seed] = update
-        loss = update.summary.metrics.get("validation_loss")
-        words = update.summary.status if loss is None else f"held-out loss {loss:.4f}"
-        print(f"  {update.job.label}, seed {update.job.seed}: {words}, {update.summary.seconds:.1f} s", flush=True)
-
-
-def record(label: str, updates: Iterable[Update], errors: dict[str, float] | None) -> dict[str, Any]:
-    """One plan over its seeds."""
-    ended = {each.job.seed: each.summary for each in updates if each.summary is not None}
-    losses = {
-        seed: each.metrics["validation_loss"] if each.status == "finished" else math.inf for seed, each in ended.items()
-    }
-    return {
-        "plan": label,
-        "predicted": None if errors is None else {"all": math.hypot(*errors.values()), **errors},
-        "losses": losses,
-        "training_losses": {seed: final_loss(each) for seed, each in ended.items()},
-        "metrics": {seed: dict(each.metrics) for seed, each in ended.items()},
-        "diverged": [seed for seed, each in ended.items() if each.status == "diverged"],
-        "relative_to_fp32": statistics.mean(each.cost["relative_to_fp32"] for each in ended.values()),
-        "seconds": sum(each.seconds for each in ended.values()),
-    }
-
-
-def with_gaps(plans: list[dict[str, Any]]) -> None:
-    """Add to each plan how far its losses lie above the baseline's, seed by seed and on average."""
+def with_gaps(plans: list[dict[str, Any]], errors: dict[str, dict[str, float]]) -> None:
+    """Add to each plan what was predicted of it, and how far its losses lie above the baseline's, seed by seed."""
+    for plan in plans:
+        own = errors.get(plan["plan"])
+        plan["predicted"] = None if own is None else {"all": math.hypot(*own.values()), **own}
+        plan["losses"] = {seed: each["validation_loss"] for seed, each in plan["metrics"].items()}
+        plan["losses"] |= dict.fromkeys(plan["diverged"], math.inf)
     baseline = plans[0]["losses"]
     for plan in plans:
         gaps = {seed: loss - baseline[seed] for seed, loss in plan["losses"].items() if seed in baseline}
@@ -313,15 +245,17 @@ def trivial_loss(task: Task) -> float:
     return math.log(trivial) if task.metric.name == "perplexity" else -math.log(trivial)
 
 
-def reading(plans: Sequence[dict[str, Any]], trivial: float, floor: float) -> list[str]:
+def reading(plans: Sequence[dict[str, Any]], trivial: float, floor: float, asked: argparse.Namespace) -> str:
     """What held, in sentences."""
+    if asked.quick:
+        return "A rehearsal: nothing follows from it."
     known = {plan["plan"]: plan for plan in plans}
     base = statistics.mean(plans[0]["losses"].values())
     if not base < floor * trivial:
-        return [
+        return (
             f"A short run: the baseline's held-out loss is {base:.2f}, the trivial predictor's {trivial:.2f}, so "
             f"nothing follows from it."
-        ]
+        )
     spread = statistics.stdev(plans[0]["losses"].values()) if len(plans[0]["losses"]) > 1 else 0.0
     noise = max(spread, 0.005 * base)
     words = [f"BF16 {base:.4f}; gaps below {noise:.4f} are within its spread or half a per cent."]
@@ -330,12 +264,8 @@ def reading(plans: Sequence[dict[str, Any]], trivial: float, floor: float) -> li
         gap = known[name]["gap"]
         return f"{name} {'diverged' if math.isinf(gap) else f'{gap:+.4f}'}{'' if gap > noise else ' (lossless)'}"
 
-    words.append(f"FP32: {verdict(CONTROL)}.")
-    if "weights int8" in known:
-        words.append(f"INT8 weights: {verdict('weights int8')}.")
-    gradients = [name for name in known if name.startswith("gradients")]
-    if gradients:
-        words.append(f"Gradients: {', '.join(map(verdict, gradients))}.")
+    words.append(f"FP32: {verdict(CONTROL)}. INT8 weights: {verdict('weights int8')}.")
+    words.append(f"Gradients: {', '.join(verdict(name) for name in known if name.startswith('gradients'))}.")
     words.append(
         f"The advice: {verdict(ADVICE)}, with {known[ADVICE]['relative_to_fp32']:.1%} of FP32's bit operations."
     )
@@ -344,19 +274,8 @@ def reading(plans: Sequence[dict[str, Any]], trivial: float, floor: float) -> li
         if found[name] is not None:
             low, high = found[name]["interval"]
             words.append(f"Spearman, {name}: {found[name]['value']:+.2f} ({low:+.2f} to {high:+.2f}).")
-    return words
-
-
-def seeds_of(asked: argparse.Namespace) -> range:
-    return range(1 if asked.quick else asked.seeds)
-
-
-def command(asked: argparse.Namespace) -> str:
-    """What makes it again; where the data lay is nobody's business."""
-    given = (asked.text, asked.images)
-    words = [Path(word).name if word in given and word else word for word in sys.argv[1:]]
-    return shlex.join(["python", "experiments/metrics.py", *words])
+    return " ".join(words)
 
 
 if __name__ == "__main__":
-    main()
+    in_sentences(main)
