@@ -1,4 +1,4 @@
-"""Plans that ``bitplan assign`` made, with the ratios that their runs ended with."""
+"""Plans that ``bitplan assign`` made, with the ratios of their runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Assigned:
     #: Its place among the comparison's plans.
     number: int
     plan: PlanSummary
-    #: 2 (bits all high - bits now) / bits all high, mean over its runs: promotion lowers it.
+    #: 2 (bits all high - bits now) / bits all high, mean over the steps of its runs: promotion lowers it.
     ratio: float
     #: What was asked for; None for baselines.
     asked: float | None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def ratio_chart(experiment: Experiment) -> Figure | None:
-    """A point for each plan at the ratio that its run ended with; assignments of one order are joined."""
+    """A point for each plan at the ratio of its runs; assignments of one order are joined."""
     go = plotly()
     figure, styles = go.Figure(), styles_of(experiment)
     scale = 100 if experiment.metric_is_share else 1
@@ -62,7 +62,7 @@ def ratio_chart(experiment: Experiment) -> Figure | None:
     if reference is not None and reference.value is not None and math.isfinite(reference.value.mean):
         figure.add_hline(y=scale * reference.value.mean, line={"color": NEUTRAL[0], "width": 1.5, "dash": "dot"})
     figure.update_layout(
-        xaxis={"title": "low-precision ratio at the end of the run", "range": [-0.04, 1.06]},
+        xaxis={"title": "low-precision ratio, mean over the run", "range": [-0.04, 1.06]},
         yaxis=metric_axis(experiment),
         **bare_layout(380),
     )
