@@ -217,6 +217,9 @@ def test_misfits_are_one_sentence() -> None:
     ):
         with pytest.raises(MetricError, match=sentence):
             measure(model, **given)  # type: ignore[arg-type]
+    model.last = model(torch.ones(1, 2))
+    with pytest.raises(MetricError, match="the model cannot be copied"):
+        measure(model, [torch.ones(1, 2)])
     with pytest.raises(MetricError, match="no product"):
         measure(nn.ReLU(), [torch.ones(1, 2)])
 

@@ -79,7 +79,11 @@ def measure(
 
 def look_at_step(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None, probe: Probe) -> None:
     """One forward and backward pass of a copy of `model` under `probe`; the caller keeps the random states."""
-    twin = copy.deepcopy(unwrapped(model))
+    try:
+        twin = copy.deepcopy(unwrapped(model))
+    except (RuntimeError, TypeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].strip().removesuffix(".")
+        raise MetricError(f"the model cannot be copied ({reason}): keep no results of its own in it.") from error
     twin.zero_grad(set_to_none=True)
     inputs, target = split_batch(batch, loss)
     args, kwargs = call_arguments(inputs)

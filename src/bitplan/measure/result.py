@@ -58,11 +58,6 @@ class Row:
         return self.product.rpartition("/")[0]
 
     @property
-    def op(self) -> str:
-        """The operation without its number."""
-        return self.product.rpartition("/")[2].partition(".")[0]
-
-    @property
     def level(self) -> float:
         """The median error times the root of the terms that are not zero: fair between sums of different lengths."""
         return self.median * math.sqrt(max(self.nonzero, 1.0))

@@ -42,15 +42,6 @@ class Slot:
     inside: str | None = None
 
     @property
-    def module(self) -> str:
-        return self.product.rpartition("/")[0]
-
-    @property
-    def op(self) -> str:
-        """The operation, with its number among its equals."""
-        return self.product.rpartition("/")[2]
-
-    @property
     def elements(self) -> int:
         return self.options[0].figures.elements
 
