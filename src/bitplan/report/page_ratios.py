@@ -28,8 +28,8 @@ def ratio_drawings(experiment: Experiment) -> list[Drawing]:
     ]
     words = (
         "The ratio is 0 where every tensor has 16 bits and 1 where every one has 8; memory against 16 bits is 1 - "
-        "ratio / 2, an aggregate and not a peak. It is a mean over the run, which promotions lower. Joined: assignments "
-        "of one order; dotted: the reference; a cross: a plan that fails."
+        "ratio / 2, an aggregate and not a peak. It is a mean over the run, which promotions lower. Joined: "
+        "assignments of one order; dotted: the reference; a cross: a plan that fails."
     )
     table = table_html([*head, (experiment.metric.name, True)], rows, "assignments", False)
     return [Drawing(f"{experiment.metric.name} against the low-precision ratio", words, ratio_chart(experiment), table)]
