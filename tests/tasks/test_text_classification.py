@@ -164,6 +164,11 @@ def test_batches_are_a_function_of_seed_and_step() -> None:
     assert [part.dtype for part in example[0]] == [part.dtype for part in third[0]]
 
 
+def test_an_epoch_sees_every_text() -> None:
+    task = quick("batch=100")
+    assert (task.epoch() - 1) * 100 < len(task.data.training) <= task.epoch() * 100
+
+
 def test_filling_is_not_looked_at() -> None:
     pytest.importorskip("transformers")
     torch.manual_seed(0)

@@ -174,6 +174,10 @@ class TextClassification(Task):
         recipe = self.settings
         return decayed(recipe.decay, step, recipe.steps, recipe.warmup)
 
+    def epoch(self) -> int:
+        """So many batches see every text once."""
+        return -(-len(self.data.training) // self.settings.batch)
+
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         device = next(model.parameters()).device
         size, whole = self.settings.batch, len(self.held_out[2])
