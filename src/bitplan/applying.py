@@ -175,6 +175,18 @@ def _relu_in_graph(
     return _relu(x, _action(forward), _action(backward), there, back)
 
 
+def _chosen(
+    tickets: tuple[Ticket, ...], here: Circumstances, table: Tensor | None, record: Tensor | None
+) -> dict[str, tuple[PlaceAction, Here]]:
+    """Slot -> what rounds it and where, for the slots that have a ticket."""
+    actions = {slot: (_action(ticket), ticket) for slot, ticket in zip(SLOTS, tickets, strict=True)}
+    return {
+        slot: (action, _there(here, ticket, table, record))
+        for slot, (action, ticket) in actions.items()
+        if action is not None
+    }
+
+
 @taken_whole
 def _slot_product_in_graph(
     x: Tensor,
@@ -188,11 +200,7 @@ def _slot_product_in_graph(
     record: Tensor | None,
     weight_key: Tensor | None,
 ) -> Tensor:
-    chosen: dict[str, tuple[PlaceAction, Here]] = {}
-    for slot, ticket in zip(SLOTS, tickets, strict=True):
-        action = _action(ticket)
-        if action is not None:
-            chosen[slot] = action, _there(here, ticket, table, record)
+    chosen = _chosen(tickets, here, table, record)
     return slot_product(x, w, bias, Product(op, settings), Slots(chosen, weight_key))
 
 
@@ -208,11 +216,7 @@ def _native_product_in_graph(
     record: Tensor | None,
     weight_key: Tensor | None,
 ) -> Tensor:
-    chosen: dict[str, tuple[PlaceAction, Here]] = {}
-    for slot, ticket in zip(SLOTS, tickets, strict=True):
-        action = _action(ticket)
-        if action is not None:
-            chosen[slot] = action, _there(here, ticket, table, record)
+    chosen = _chosen(tickets, here, table, record)
     return native_linear(x, w, bias, NativeSlots(chosen, weight_key, dict(units)))
 
 
