@@ -19,6 +19,26 @@ from bitplan.tasks.sources.texts import Text, fetched_wikitext
 from bitplan.tasks.tokens import tokens_to_test
 
 
+@torch.library.custom_op("bitplan::kept_copy", mutates_args=())
+def _kept_copy(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@_kept_copy.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _copy(state: Tensor) -> Tensor:
+    """A copy that is not what it was copied from, in compiled code, too.
+
+    There a plain copy may be made again in backward, when the forward pass has long overwritten the state: gradients
+    came out a third off. What torch does not know it does not make again.
+    """
+    copied: Tensor = _kept_copy(state) if torch.compiler.is_compiling() else state.clone()
+    return copied
+
+
 class CarriedLSTM(LSTMModel):
     """An LSTM that reads on where the batch before ended.
 
@@ -35,7 +55,7 @@ class CarriedLSTM(LSTMModel):
     def forward(self, words: Tensor) -> Tensor:
         x = F.dropout(self.embedding(words), self.dropout, self.training)
         # Copies: what is overwritten below is still wanted in backward.
-        x, (hidden, cell) = self.lstm(x, (self.hidden.clone(), self.cell.clone()))
+        x, (hidden, cell) = self.lstm(x, (_copy(self.hidden), _copy(self.cell)))
         with torch.no_grad():
             self.hidden.copy_(hidden.detach())
             self.cell.copy_(cell.detach())
