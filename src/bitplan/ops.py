@@ -24,7 +24,7 @@ _NO_NEW_VALUES = frozenset(
     alias lift_fresh requires_grad_ retain_grad register_hook data pin_memory identity numpy index_select gather
     tile repeat repeat_interleave roll flip masked_select take take_along_dim empty_like zeros_like ones_like full_like
     rand_like randn_like randint_like new_empty new_zeros new_ones new_full new_tensor zero_ fill_ copy_ set_ resize_
-    setitem constant_pad_nd pad to_sparse to_dense coalesce indices values crow_indices col_indices
+    setitem constant_pad_nd pad kept_copy to_sparse to_dense coalesce indices values crow_indices col_indices
     """.split()  # noqa: SIM905 - a paragraph of names reads better than a page of quotes
 )
 

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from bitplan.attach import Attachment
 from bitplan.errors import TaskError
@@ -15,6 +18,7 @@ from bitplan.sites import sites
 from bitplan.tasks.lstm_lm import CarriedLSTM, LSTMLanguageModelling, LSTMSettings
 from bitplan.tasks.registry import find_task
 from bitplan.train import RunFolder, train
+from bitplan.train.session import Session
 
 SMALL = LSTMSettings(batch=3, length=5, features=8, dropout=0.0, evaluation=4)
 
@@ -194,3 +198,29 @@ def test_a_compiled_run_evaluates_compiled(tmp_path: Path, monkeypatch: pytest.M
     compiled = train(find_task("ptb", recipe), plan, folder=tmp_path / "compiled", compile=True)
     assert made == [True, False]
     assert compiled.metrics == plain.metrics
+
+
+def test_a_compiled_backward_sees_the_state_that_forward_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What Inductor does, too: it keeps as little as it can for backward, and makes the rest again from what there is.
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: make_boxed_func(graph.forward), partition_fn=min_cut_rematerialization_partition
+    )
+    monkeypatch.setattr(
+        Attachment, "compile", lambda run, **_: torch.compile(run.model, fullgraph=True, backend=backend)
+    )
+    gradients = []
+    for compiled in (False, True):
+        task = small(length=2, vocabulary=20)
+        target = task.target()
+        plan = cpt_plan(target.model, target.batch, target.loss)
+        session = Session(task, plan, execution="emulate", device=torch.device("cpu"), compile=compiled)
+        assert isinstance(session.model, CarriedLSTM)
+        torch.manual_seed(0)
+        session.model.hidden.normal_()
+        session.model.cell.normal_()
+        session.forward_backward()
+        gradients.append([parameter.grad for parameter in session.model.parameters()])
+        session.close()
+    for plain, compiled_one in zip(*gradients, strict=True):
+        assert plain is not None
+        assert torch.equal(plain, compiled_one)
