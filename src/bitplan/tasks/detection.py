@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -20,10 +19,11 @@ from bitplan.tasks.average_precision import Detections, mean_average_precision
 from bitplan.tasks.boxes import kept_of, moved_by
 from bitplan.tasks.decay import DECAYS, decayed
 from bitplan.tasks.draws import generator, shuffled
+from bitplan.tasks.loading import LoadingTask
 from bitplan.tasks.pictures import Normalisation, digits
 from bitplan.tasks.scenes import Objects, SceneData, digit_scenes
 from bitplan.tasks.sources.backbones import read_backbone
-from bitplan.tasks.task import Metric, Settings, Task
+from bitplan.tasks.task import Metric, Settings
 
 NORMS = ("batch", "frozen")
 
@@ -99,7 +99,7 @@ class DetectionSettings(Settings):
             raise TaskError("weights are those of a whole ResNet-18: drop width, or the weights.")
 
 
-class Detection(Task):
+class Detection(LoadingTask[SceneData]):
     """Find the objects of an image. A set of images derives from this and says where its data come from."""
 
     settings_class: ClassVar[type[DetectionSettings]] = DetectionSettings
@@ -109,15 +109,6 @@ class Detection(Task):
         super().__init__(settings, seed)
         # Matching thousands of anchors takes longer than a small step on a GPU, and images come again.
         self._known = lru_cache(maxsize=4096)(self._wanted)
-
-    @abstractmethod
-    def load(self) -> SceneData:
-        """The images, squares of the settings' size."""
-
-    @cached_property
-    def data(self) -> SceneData:
-        with torch.device("cpu"):  # where only shapes are asked for, models are made on another device
-            return self.load()
 
     @property
     def classes(self) -> int:

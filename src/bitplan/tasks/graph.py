@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,8 +20,9 @@ from bitplan.tasks.decay import decayed
 from bitplan.tasks.draws import generator, shuffled
 from bitplan.tasks.graph_data import GraphData, digits_graph
 from bitplan.tasks.graph_sampling import Sampler
+from bitplan.tasks.loading import LoadingTask
 from bitplan.tasks.sources.graphs import read_graph
-from bitplan.tasks.task import Metric, Settings, Task
+from bitplan.tasks.task import Metric, Settings
 
 #: Name -> the network, and what it wants to know of the edges.
 NETWORKS: dict[str, tuple[Callable[..., nn.Module], Callable[[Tensor, int], Neighbours]]] = {
@@ -92,7 +92,7 @@ class GraphSettings(Settings):
         return tuple(map(int, numbers))
 
 
-class NodeClassification(Task):
+class NodeClassification(LoadingTask[GraphData]):
     """Tell the class of every node. A graph derives from this and says where it comes from."""
 
     settings_class: ClassVar[type[GraphSettings]] = GraphSettings
@@ -100,15 +100,6 @@ class NodeClassification(Task):
 
     #: The whole graph on the device that evaluation was last on.
     _there: tuple[torch.device, tuple[Tensor, ...]] | None = None
-
-    @abstractmethod
-    def load(self) -> GraphData:
-        """The graph."""
-
-    @cached_property
-    def data(self) -> GraphData:
-        with torch.device("cpu"):  # where only shapes are asked for, models are made on another device
-            return self.load()
 
     @property
     def classes(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,8 +19,9 @@ from bitplan.models.shufflenet import ShuffleNetV2
 from bitplan.models.squeezenet import SqueezeNet
 from bitplan.tasks.decay import DECAYS, decayed
 from bitplan.tasks.draws import shuffled
+from bitplan.tasks.loading import LoadingTask
 from bitplan.tasks.pictures import Normalisation, PictureData, digits, moved_and_mirrored
-from bitplan.tasks.task import Metric, Settings, Task
+from bitplan.tasks.task import Metric, Settings
 
 #: Name -> what makes the network; each takes classes= and width=. Names are those of ``bitplan sites``.
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
@@ -71,20 +71,11 @@ class ImageSettings(Settings):
                 raise TaskError(f"{name} is {getattr(self, name)}; it must be at least 0.")
 
 
-class ImageClassification(Task):
+class ImageClassification(LoadingTask[PictureData]):
     """Tell an image's class. A set of images derives from this and says where its data come from."""
 
     settings_class: ClassVar[type[ImageSettings]] = ImageSettings
     settings: ImageSettings
-
-    @abstractmethod
-    def load(self) -> PictureData:
-        """The images."""
-
-    @cached_property
-    def data(self) -> PictureData:
-        with torch.device("cpu"):  # where only shapes are asked for, models are made on another device
-            return self.load()
 
     @property
     def classes(self) -> int:

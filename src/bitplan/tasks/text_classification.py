@@ -17,11 +17,12 @@ from bitplan.tasks.decay import decayed
 from bitplan.tasks.draws import shuffled
 from bitplan.tasks.labelled_texts import LabelledTexts, TextData
 from bitplan.tasks.language import TransformerSettings, transformer_optimizer
+from bitplan.tasks.loading import LoadingTask
 from bitplan.tasks.mlm import SIZES, transformers
 from bitplan.tasks.sources.docstrings import PACKAGES, library_docstrings
 from bitplan.tasks.sources.pretrained import PretrainedFolder, no_weights
 from bitplan.tasks.sources.tables import read_tables
-from bitplan.tasks.task import Metric, Task
+from bitplan.tasks.task import Metric
 from bitplan.tasks.text_encoding import PAD, SPECIAL, LearntEncoder, TextEncoder
 
 #: What a token's row may be called with before texts are there: any token but the filling.
@@ -66,7 +67,7 @@ class ClassifyingBert(nn.Module):
         return logits
 
 
-class TextClassification(Task):
+class TextClassification(LoadingTask[TextData]):
     """Tell the class of a text. A set of texts derives from this and says where its data come from."""
 
     settings_class: ClassVar[type[TextSettings]] = TextSettings
@@ -76,15 +77,6 @@ class TextClassification(Task):
     @abstractmethod
     def classes(self) -> int:
         """How many."""
-
-    @abstractmethod
-    def load(self) -> TextData:
-        """The texts."""
-
-    @cached_property
-    def data(self) -> TextData:
-        with torch.device("cpu"):  # where only shapes are asked for, models are made on another device
-            return self.load()
 
     @cached_property
     def metric(self) -> Metric:
