@@ -20,43 +20,54 @@ The same command goes on where it was interrupted, and `bitplan report` draws th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from common import (
-    CIFAR_PACK,
-    EVALUATION,
-    Experiment,
-    against,
-    arguments,
-    in_sentences,
-    metric_record,
-    order_by_cost,
-)
+from common import CIFAR_PACK, Experiment, arguments, cyclic_study, in_sentences
 
-from bitplan.compare.time_suites import cpt_choices
 from bitplan.schedules import TEN
-from bitplan.tasks.registry import find_task
 
 RANGE = (3, 8)
-STATIC = f"static {RANGE[1]}"
 #: FP32 must reach these accuracies; where it does not, the runs were too short to conclude anything from.
-FLOORS = {"all ten": 0.83, "longer": 0.86}
+FLOOR, LONGER_FLOOR = 0.83, 0.86
 
 RECIPE = ("model=resnet20", "batch=128", "steps=8000", "evaluate_every=4000")
-LONGER = ("steps=24000", "evaluate_every=8000")
+LONGER = (*RECIPE, "steps=24000", "evaluate_every=8000")
 QUICK = ("width=0.25", "model=resnet8", "batch=16", "steps=4", "evaluate_every=4")
-LONG = ("CR", "RR")
+FEW = ("CR", "RR")
+OF = "held-out images, after the last iteration"
 
 
 def main() -> None:
     parser = arguments(__doc__, seeds=3, data="a .npz pack of JPEGs, or a folder with CIFAR-10's files")
     parser.add_argument("--long", action="store_true", help="also 24,000 iterations of FP32, static 8, CR and RR")
     experiment = Experiment("cifar", parser.parse_args())
-    studies = []
-    for name in ("all ten", "longer") if experiment.asked.long else ("all ten",):
-        studies.append(study(experiment, name))
-        experiment.write(studies, bits=list(RANGE), evaluation=EVALUATION)
+    task, place = data_of(experiment)
+    names = FEW if experiment.asked.quick else tuple(TEN)
+    recipe = experiment.settings(RECIPE, QUICK)
+    studies = [
+        cyclic_study(
+            *(experiment, "all ten", task, place, recipe),
+            names=names,
+            bits=RANGE,
+            static=(8, 6),
+            floor=FLOOR,
+            of=OF,
+        )
+    ]
+    experiment.write(studies)
+    if experiment.asked.long:
+        studies.append(
+            cyclic_study(
+                *(replace(experiment, most_seeds=1), "longer", task, place, experiment.settings(LONGER, QUICK)),
+                names=FEW,
+                bits=RANGE,
+                floor=LONGER_FLOOR,
+                of=OF,
+                wanted=lambda label: not label.startswith("static at"),
+            )
+        )
+        experiment.write(studies)
     experiment.conclude(studies, "accuracy")
 
 
@@ -66,36 +77,6 @@ def data_of(experiment: Experiment) -> tuple[str, list[str]]:
     if Path(given).is_dir():
         return "cifar10", [f"data={given}"]
     return CIFAR_PACK, [f"data={given}", *(["most=64"] if experiment.asked.quick else [])]
-
-
-def study(experiment: Experiment, name: str) -> dict[str, Any]:
-    is_long = name == "longer"
-    task_name, place = data_of(experiment)
-    settings = experiment.settings((*RECIPE, *(LONGER if is_long else ())), QUICK)
-    task = find_task(task_name, [*place, *settings])
-    names = LONG if is_long or experiment.asked.quick else tuple(TEN)
-    choices = cpt_choices(task, names, *RANGE, static=(8,) if is_long else (8, 6))
-    if is_long:
-        choices = tuple(choice for choice in choices if not choice.label.startswith("static at"))
-        # One seed: a run takes minutes.
-        experiment = Experiment(experiment.name, type(experiment.asked)(**{**vars(experiment.asked), "seeds": 1}))
-    folder = name.replace(" ", "-")
-    plans = experiment.compared(task_name, choices, folder=folder, settings=[*place, *settings], metric=task.metric)
-    floor, found = FLOORS[name], order_by_cost(plans)
-    short = experiment.why_short(plans, floor, task.metric)
-    words = [against(plans, names, STATIC, task.metric), *([found["words"]] if found is not None else [])]
-    return {
-        "study": name,
-        "settings": settings,
-        "seeds": list(experiment.seeds),
-        "metric": metric_record(task.metric, "held-out images, after the last iteration"),
-        "floor": floor,
-        "short_run": short is not None,
-        "spearman": found,
-        "reading": short or " ".join(words),
-        "plans": plans,
-        "curves": experiment.curves(folder, task.metric.name),
-    }
 
 
 if __name__ == "__main__":

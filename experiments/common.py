@@ -22,10 +22,13 @@ import torch
 
 from bitplan.compare import Choice, Update, compare
 from bitplan.compare.correlation import LEAST, cost_correlation, seed_share
+from bitplan.compare.time_suites import cpt_choices
 from bitplan.errors import BitplanError
 from bitplan.files import write_whole
 from bitplan.report.runs import read_runs
+from bitplan.schedules.cyclic import DEFAULT_CYCLES
 from bitplan.strict_json import strict
+from bitplan.tasks.registry import find_task
 from bitplan.tasks.task import Metric
 from bitplan.train import Summary
 from bitplan.train.environment import machine, versions
@@ -66,6 +69,8 @@ class Experiment:
 
     name: str
     asked: argparse.Namespace
+    #: Where a study is dear; 0: as many as asked.
+    most_seeds: int = 0
 
     @property
     def runs(self) -> Path:
@@ -77,7 +82,8 @@ class Experiment:
 
     @property
     def seeds(self) -> range:
-        return range(1 if self.asked.quick else self.asked.seeds)
+        count = 1 if self.asked.quick else self.asked.seeds
+        return range(min(count, self.most_seeds or count))
 
     @property
     def command(self) -> str:
@@ -181,6 +187,53 @@ def in_sentences(main: Callable[[], None]) -> None:
         main()
     except BitplanError as error:
         sys.exit(f"{Path(sys.argv[0]).name}: {error}")
+
+
+def cyclic_study(
+    experiment: Experiment,
+    name: str,
+    task_name: str,
+    place: Sequence[str],
+    settings: Sequence[str],
+    *,
+    names: Sequence[str],
+    bits: tuple[int, int],
+    floor: float,
+    of: str,
+    static: Sequence[int] = (8,),
+    cycles: int = DEFAULT_CYCLES,
+    wanted: Callable[[str], bool] = lambda label: True,
+) -> dict[str, Any]:
+    """FP32, static plans and cyclic schedules on one task: made, counted and read.
+
+    :param place: the settings that say where data are, which results do not tell.
+    :param names: of the schedules.
+    :param floor: what FP32 must reach for anything to follow.
+    :param of: what the metric is taken of.
+    :param wanted: of a plan's label, whether it is made; by default all of :func:`cpt_choices` are.
+    """
+    task = find_task(task_name, [*place, *settings])
+    choices = cpt_choices(task, names, *bits, static=static, cycles=cycles)
+    chosen = [choice for choice in choices if wanted(choice.label)]
+    folder = name.replace(" ", "-")
+    plans = experiment.compared(task_name, chosen, folder=folder, settings=[*place, *settings], metric=task.metric)
+    found, short = order_by_cost(plans), experiment.why_short(plans, floor, task.metric)
+    words = [against(plans, names, f"static {bits[1]}", task.metric), *([found["words"]] if found is not None else [])]
+    return {
+        "study": name,
+        "settings": list(settings),
+        "seeds": list(experiment.seeds),
+        "metric": metric_record(task.metric, of),
+        "bits": list(bits),
+        "cycles": cycles,
+        "evaluation": EVALUATION,
+        "floor": floor,
+        "short_run": short is not None,
+        "spearman": found,
+        "reading": short or " ".join(words),
+        "plans": plans,
+        "curves": experiment.curves(folder, task.metric.name),
+    }
 
 
 # --- plans over seeds ---

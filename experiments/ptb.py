@@ -23,11 +23,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common import EVALUATION, Experiment, against, arguments, in_sentences, metric_record
-
-from bitplan.compare.time_suites import cpt_choices
-from bitplan.tasks.registry import find_task
-from bitplan.tasks.task import Metric
+from common import Experiment, arguments, cyclic_study, in_sentences
 
 RANGE = (5, 8)
 SCHEDULES = ("CR", "RR", "ER")
@@ -45,47 +41,38 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--plans", nargs="+", metavar="PLAN", help="only these, such as FP32 CR (default: all)")
     experiment = Experiment("ptb", parser.parse_args())
-    studies = [study(experiment)]
-    experiment.write(studies, bits=list(RANGE), evaluation=EVALUATION, published=PUBLISHED)
-    experiment.conclude(studies, "perplexity")
+    epochs, wanted = experiment.asked.epochs, experiment.asked.plans or ("FP32", STATIC, *SCHEDULES)
+    study = cyclic_study(
+        *(experiment, f"{epochs} epochs", "ptb", [f"data={experiment.asked.data}"]),
+        experiment.settings((f"steps={epochs * EPOCH}", f"evaluate_every={EPOCH}"), QUICK),
+        names=SCHEDULES,
+        bits=RANGE,
+        floor=FLOOR,
+        of="the validation text, after the last epoch",
+        wanted=lambda label: label in wanted,
+    )
+    tested(study, epochs)
+    experiment.write([study], published=PUBLISHED)
+    experiment.conclude([study], "perplexity")
 
 
-def study(experiment: Experiment) -> dict[str, Any]:
-    epochs = experiment.asked.epochs
-    settings = experiment.settings((f"steps={epochs * EPOCH}", f"evaluate_every={EPOCH}"), QUICK)
-    place = [f"data={experiment.asked.data}"]
-    task = find_task("ptb", [*place, *settings])
-    wanted = experiment.asked.plans or ("FP32", STATIC, *SCHEDULES)
-    choices = [c for c in cpt_choices(task, SCHEDULES, *RANGE, static=(RANGE[1],)) if c.label in wanted]
-    folder = f"{epochs}-epochs"
-    plans = experiment.compared("ptb", choices, folder=folder, settings=[*place, *settings], metric=task.metric)
-    for plan in plans:
-        tested = [each["test_perplexity"] for each in plan["metrics"].values() if "test_perplexity" in each]
-        plan["test_perplexity"] = sum(tested) / len(tested) if tested else None
-    short = experiment.why_short(plans, FLOOR, task.metric)
-    return {
-        "study": f"{epochs} epochs",
-        "settings": settings,
-        "metric": metric_record(task.metric, "the validation text, after the last epoch"),
-        "floor": FLOOR,
-        "short_run": short is not None,
-        "reading": short or reading(plans, task.metric, epochs),
-        "plans": plans,
-        "curves": experiment.curves(folder, task.metric.name),
-    }
-
-
-def reading(plans: list[dict[str, Any]], metric: Metric, epochs: int) -> str:
-    """What held, in a few sentences."""
-    words = [against(plans, SCHEDULES, STATIC, metric)]
-    static = next((plan for plan in plans if plan["plan"] == STATIC), None)
-    if static is not None and static["test_perplexity"] is not None and epochs == EPOCHS:
+def tested(study: dict[str, Any], epochs: int) -> None:
+    """Add test perplexities to plans and to the reading, and what was published."""
+    for plan in study["plans"]:
+        found = [each["test_perplexity"] for each in plan["metrics"].values() if "test_perplexity" in each]
+        plan["test_perplexity"] = sum(found) / len(found) if found else None
+    known = {plan["plan"]: plan for plan in study["plans"] if plan["test_perplexity"] is not None}
+    if study["short_run"] or not known:
+        return
+    words = [study["reading"]]
+    figures = [f"{name} {plan['test_perplexity']:.2f}" for name, plan in known.items()]
+    words.append(f"Test: {', '.join(figures)}.")
+    if STATIC in known and epochs == EPOCHS:
         words.append(
-            f"Static 8 has {static['metric']:.2f} in validation and {static['test_perplexity']:.2f} in the test; "
-            f"published are {PUBLISHED['perplexity']} and {PUBLISHED['test_perplexity']}."
+            f"Static 8 has {known[STATIC]['metric']:.2f} in validation and {known[STATIC]['test_perplexity']:.2f} in "
+            f"the test; published are {PUBLISHED['perplexity']} and {PUBLISHED['test_perplexity']}."
         )
-    tested = [f"{p['plan']} {p['test_perplexity']:.2f}" for p in plans if p["test_perplexity"] is not None]
-    return " ".join([*words, f"Test perplexities: {', '.join(tested)}." if tested else ""]).strip()
+    study["reading"] = " ".join(words)
 
 
 if __name__ == "__main__":
