@@ -217,22 +217,30 @@ def cyclic_study(
     chosen = [choice for choice in choices if wanted(choice.label)]
     folder = name.replace(" ", "-")
     plans = experiment.compared(task_name, chosen, folder=folder, settings=[*place, *settings], metric=task.metric)
-    found, short = order_by_cost(plans), experiment.why_short(plans, floor, task.metric)
-    words = [against(plans, names, f"static {bits[1]}", task.metric), *([found["words"]] if found is not None else [])]
+    told = {"settings": list(settings), "metric": metric_record(task.metric, of), "bits": list(bits), "cycles": cycles}
+    read = cyclic_reading(experiment, plans, names, f"static {bits[1]}", floor, task.metric)
+    return {"study": name, **told, **read, "curves": experiment.curves(folder, task.metric.name)}
+
+
+def cyclic_reading(
+    experiment: Experiment,
+    plans: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    static: str,
+    floor: float,
+    metric: Metric,
+) -> dict[str, Any]:
+    """What the plans of a study say: of schedules against a static plan, and of cost against the metric."""
+    found, short = order_by_cost(plans), experiment.why_short(plans, floor, metric)
+    words = [against(plans, names, static, metric), *([found["words"]] if found is not None else [])]
     return {
-        "study": name,
-        "settings": list(settings),
         "seeds": list(experiment.seeds),
-        "metric": metric_record(task.metric, of),
-        "bits": list(bits),
-        "cycles": cycles,
         "evaluation": EVALUATION,
         "floor": floor,
         "short_run": short is not None,
         "spearman": found,
         "reading": short or " ".join(words),
-        "plans": plans,
-        "curves": experiment.curves(folder, task.metric.name),
+        "plans": list(plans),
     }
 
 
