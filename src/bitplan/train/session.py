@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from bitplan.attach import Attachment, attach
 from bitplan.errors import RunError, TaskError
@@ -28,6 +27,7 @@ from bitplan.randomness import randomness_kept
 from bitplan.sites import call_arguments
 from bitplan.tasks.task import Task
 from bitplan.train.ahead import Ahead
+from bitplan.train.copies import Copies, pinned
 from bitplan.train.loss_scale import LossScale
 
 #: What torch's generator is seeded for.
@@ -44,8 +44,7 @@ class Session:
         self._first_memory = dict(task.memory)
         #: Steps made.
         self.step = 0
-        #: The last batch: id of each tensor -> the tensor, its version, and its copy on the device.
-        self._there: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._there = Copies(lambda tensor: tensor.to(device, non_blocking=True))
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         torch.manual_seed(task.seed)
@@ -67,7 +66,9 @@ class Session:
         self._called: nn.Module = self.run.compile(fullgraph=whole, mode=mode) if compile else self.model
         #: What evaluations call.
         self._evaluated = self._called if task.evaluates_compiled and whole else self.model
-        self._ahead = Ahead(task.batch, task.settings.all_steps) if device.type == "cuda" else None
+        ready = Copies(pinned)
+        is_gpu = device.type == "cuda"
+        self._ahead = Ahead(lambda step: ready(task.batch(step)), task.settings.all_steps) if is_gpu else None
 
     def _new_optimizer(self) -> Optimizer:
         """The task's optimizer, with its state as the plan wants it."""
@@ -145,19 +146,7 @@ class Session:
         return self._moved((self.task.batch if self._ahead is None else self._ahead)(self.step))
 
     def _moved(self, batch: Any) -> Any:
-        if self.device.type == "cpu":
-            return batch
-        before, self._there = self._there, {}
-
-        def moved(tensor: Tensor) -> Tensor:
-            # What a task gives again, such as a whole graph every step, is there already.
-            kept = before.get(id(tensor))
-            if kept is None or kept[0] is not tensor or kept[1] != tensor._version:
-                kept = tensor, tensor._version, tensor.to(self.device, non_blocking=True)
-            self._there[id(tensor)] = kept
-            return kept[2]
-
-        return tree_map_only(Tensor, moved, batch)
+        return batch if self.device.type == "cpu" else self._there(batch)
 
     def look(self, probe: Probe) -> None:
         """Make the next step's passes, in the task's own precision, on a copy of the model under `probe`."""
