@@ -31,7 +31,7 @@ RANGE = (3, 8)
 #: FP32 must reach these accuracies; where it does not, the runs were too short to conclude anything from.
 FLOOR, LONGER_FLOOR = 0.83, 0.86
 
-RECIPE = ("model=resnet20", "batch=128", "steps=8000", "evaluate_every=4000")
+RECIPE = ("model=resnet20", "batch=128", "steps=8000", "evaluate_every=8000")
 LONGER = (*RECIPE, "steps=24000", "evaluate_every=8000")
 QUICK = ("width=0.25", "model=resnet8", "batch=16", "steps=4", "evaluate_every=4")
 FEW = ("CR", "RR")
