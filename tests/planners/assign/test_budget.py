@@ -29,14 +29,14 @@ def gpt() -> tuple[nn.Module, Any, Any]:
     return model, (torch.randint(32, (32, 64)), torch.randint(32, (32, 64))), next_token_loss
 
 
-@pytest.mark.parametrize(("make", "budget"), [(cnn, "80%"), (gpt, "80%")], ids=["cnn", "gpt"])
+@pytest.mark.parametrize(("make", "budget"), [(cnn, "80%"), (gpt, "78%")], ids=["cnn", "gpt"])
 def test_what_is_measured_lies_within_the_budget(make: Callable[[], tuple[Any, ...]], budget: str) -> None:
     torch.manual_seed(0)
     model, batch, loss = make()
     asked = Asked(budget=budget)
     found = assignment(model, batch, loss, asked, chosen_formats(asked))
-    plain = bitplan.measure_memory(model, batch, loss)
-    packed = bitplan.measure_memory(model, batch, loss, plan=found.plan, execution="packed")
+    plain = bitplan.measure_memory(model, batch, loss, steps=2)
+    packed = bitplan.measure_memory(model, batch, loss, plan=found.plan, execution="packed", steps=2)
     assert packed.peak <= Budget.of(budget).limit(plain.peak)
     assert found.demoted  # BF16 alone would not do
     assert packed.peak == pytest.approx(found.story["peak_predicted"], rel=0.02)
