@@ -13,6 +13,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from bitplan.attach import Attachment
 from bitplan.errors import TaskError
+from bitplan.plan import Plan
+from bitplan.plan.find import find_plan
 from bitplan.planners.cpt import cpt_plan
 from bitplan.sites import sites
 from bitplan.tasks.lstm_lm import CarriedLSTM, LSTMLanguageModelling, LSTMSettings
@@ -224,3 +226,21 @@ def test_a_compiled_backward_sees_the_state_that_forward_began_with(monkeypatch:
     for plain, compiled_one in zip(*gradients, strict=True):
         assert plain is not None
         assert torch.equal(plain, compiled_one)
+
+
+@pytest.mark.parametrize(("plan", "is_whole"), [("int8-all", False), ("cpt", True), (None, False)])
+def test_only_a_layer_that_is_written_out_is_one_graph(
+    plan: str | None, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def noted(run: Attachment, *, fullgraph: bool, mode: str | None) -> nn.Module:
+        asked.append(fullgraph)
+        return run.model
+
+    monkeypatch.setattr(Attachment, "compile", noted)
+    task = small(vocabulary=20)
+    target = task.target()
+    chosen = cpt_plan(target.model, target.batch, target.loss) if plan == "cpt" else find_plan(plan) if plan else Plan()
+    Session(task, chosen, execution="emulate", device=torch.device("cpu"), compile=True).close()
+    assert asked == [is_whole]

@@ -20,6 +20,7 @@ from bitplan.errors import RunError, TaskError
 from bitplan.measure.measure import look_at_step
 from bitplan.measure.probe import Probe
 from bitplan.noise import key_of
+from bitplan.openings import is_opened
 from bitplan.optimizer_state import load_plain_state, plain_state
 from bitplan.optimizers import set_rate
 from bitplan.plan import Plan
@@ -60,7 +61,8 @@ class Session:
         # A mask may hold infinities from the start, and rightly so.
         self._finite = {name for name, tensor in self._floats() if first_not_finite([(name, tensor)]) is None}
         # torch.compile cannot follow a fused recurrent layer; one that a plan opens up is plain operations.
-        whole = bool(plan.all_rules) or not any(isinstance(module, nn.RNNBase) for module in self.model.modules())
+        recurrent = [(path, each) for path, each in self.model.named_modules() if isinstance(each, nn.RNNBase)]
+        whole = all(is_opened(plan, path, layer.mode.lower()) for path, layer in recurrent)
         # Small models are bound by launches, which CUDA graphs spare; they hold memory that packed execution is about.
         mode = "reduce-overhead" if device.type == "cuda" and execution == "emulate" else None
         self._called: nn.Module = self.run.compile(fullgraph=whole, mode=mode) if compile else self.model
