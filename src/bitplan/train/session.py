@@ -64,7 +64,8 @@ class Session:
         recurrent = [(path, each) for path, each in self.model.named_modules() if isinstance(each, nn.RNNBase)]
         whole = all(is_opened(plan, path, layer.mode.lower()) for path, layer in recurrent)
         # Small models are bound by launches, which CUDA graphs spare; they hold memory that packed execution is about.
-        mode = "reduce-overhead" if device.type == "cuda" and execution == "emulate" else None
+        # Pieces of a model would hand their memory to what runs between them.
+        mode = "reduce-overhead" if device.type == "cuda" and execution == "emulate" and whole else None
         self._called: nn.Module = self.run.compile(fullgraph=whole, mode=mode) if compile else self.model
         #: What evaluations call.
         self._evaluated = self._called if task.evaluates_compiled and whole else self.model
