@@ -171,7 +171,15 @@ def formats_of(
     if levels is None:
         levels = (PAPER.levels[0] if high is None else high, PAPER.levels[-1] if low is None else low)
     chosen = tuple(map(level, levels))
-    return Formats("/".join(each.name for each in chosen), chosen)
+    wants = any(_has_no_scale(each.grad_activation) for each in chosen)
+    return Formats("/".join(each.name for each in chosen), chosen, wants_loss_scale=wants)
+
+
+def _has_no_scale(spec: QuantizerSpec | None) -> bool:
+    """Whether small values are lost in a narrow format, for nothing brings them into its range."""
+    if spec is None or spec.scale is not None or isinstance(spec.target, BlockFormat):
+        return False
+    return spec.target.bits < _UNSCALED_BITS
 
 
 def _named(name: str) -> Formats:
