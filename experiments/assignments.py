@@ -71,7 +71,7 @@ def study(experiment: Experiment, name: str) -> dict[str, Any]:
     ratios = RATIOS if name != "gpt" else ABLATED
     choices = [*assign_choices(task, (0.5,) if experiment.asked.quick else ratios)]
     if name == "squeezenet":
-        choices += _ablations(task, experiment.asked.quick)
+        choices += _ablations(task, experiment.asked.device, experiment.asked.quick)
     plans = experiment.compared(task_name, choices, folder=name, settings=settings, metric=task.metric)
     runs = _by_label(read_runs([experiment.runs / name]))
     peaks = _peaks(experiment, task, choices)
@@ -104,14 +104,14 @@ def _recipe(experiment: Experiment, name: str) -> tuple[str, list[str]]:
     return CIFAR_PACK, [f"data={given}", *(["most=64"] if experiment.asked.quick else []), *settings]
 
 
-def _ablations(task: Task, quick: bool) -> list[Choice]:
+def _ablations(task: Task, device: str, quick: bool) -> list[Choice]:
     scale = (f"loss_scale={LOSS_SCALE:g}",)
     found = []
     for ratio in ABLATED[:1] if quick else ABLATED:
         asked = {"no promotion": Asked(ratio=ratio, promotion=False)}
         asked |= {order: Asked(ratio=ratio, order=order) for order in ORDERS}
         for words, each in asked.items():
-            found.append(Choice(f"r = {ratio:g}, {words}", assign_task(task, each, PAPER).plan, scale))
+            found.append(Choice(f"r = {ratio:g}, {words}", assign_task(task, each, PAPER, device=device).plan, scale))
     return found
 
 

@@ -95,12 +95,16 @@ def assign_task(
     device: torch.device | str = "cpu",
     tell: Callable[[str], None] | None = None,
 ) -> Assignment:
-    """The assignment for a task's training step, with its own optimizer."""
+    """The assignment for a task's training step, with its own optimizer.
+
+    :param device: where the step is to run, and where sensitivity is measured.
+    """
     if asked.order == "sensitivity" and asked.baseline is None:
         with torch.random.fork_rng([]):
             torch.manual_seed(task.seed)
-            model = task.model()
-        batches = [task.batch(step) for step in range(WARM + BATCHES)]
+            model = task.model().to(device)
+        drawn = [task.batch(step) for step in range(WARM + BATCHES)]
+        batches = [tree_map_only(Tensor, lambda tensor: tensor.to(device), each) for each in drawn]
         batch = batches[0]
     else:
         with torch.device("meta"):
