@@ -56,7 +56,7 @@ def main() -> None:
         )
     ]
     experiment.write(studies)
-    if experiment.asked.long:
+    if experiment.asked.long and not experiment.is_late:
         studies.append(
             cyclic_study(
                 *(replace(experiment, most_seeds=1), "longer", task, place, experiment.settings(LONGER, QUICK)),

@@ -13,8 +13,9 @@ import math
 import shlex
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from bitplan.compare import Choice, Update, compare
 from bitplan.compare.correlation import LEAST, cost_correlation, seed_share
 from bitplan.compare.time_suites import cpt_choices
-from bitplan.errors import BitplanError
+from bitplan.errors import BitplanError, TaskError
 from bitplan.files import write_whole
 from bitplan.report.runs import read_runs
 from bitplan.schedules.cyclic import DEFAULT_CYCLES
@@ -57,6 +58,9 @@ def arguments(words: str | None, seeds: int, data: str | None = None) -> argpars
     parser.add_argument("--seeds", type=int, default=seeds)
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side, on one device")
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument(
+        "--minutes", type=float, help="stop after so long, and tell what is known; go on by the same command"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny sizes and one seed: does everything work?")
     parser.add_argument("--runs", type=Path, help="where the runs lie (default: runs/experiment-NAME[-quick])")
     parser.add_argument("--out", type=Path, help="the results (default: docs/results/NAME.json; quick: with the runs)")
@@ -71,6 +75,12 @@ class Experiment:
     asked: argparse.Namespace
     #: Where a study is dear; 0: as many as asked.
     most_seeds: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the minutes that were given are over."""
+        return self.asked.minutes is not None and time.monotonic() - self.began > 60 * self.asked.minutes
 
     @property
     def runs(self) -> Path:
@@ -99,6 +109,9 @@ class Experiment:
         """The recipe as ``key=value``, with what a rehearsal changes, and with what --set says instead."""
         chosen = dict(each.split("=", 1) for each in recipe)
         chosen |= dict(each.split("=", 1) for each in quick) if self.asked.quick else {}
+        for each in self.asked.settings:
+            if "=" not in each:
+                raise TaskError(f"--set {each} says nothing: write --set key=value.")
         chosen |= dict(each.split("=", 1) for each in self.asked.settings)
         return [f"{key}={value}" for key, value in chosen.items()]
 
@@ -112,7 +125,7 @@ class Experiment:
         metric: Metric,
         compiles: bool = True,
     ) -> list[dict[str, Any]]:
-        """Make what is left of a comparison's runs, telling each; a record for every plan.
+        """Make what is left of a comparison's runs, telling each; a record for every plan that was run.
 
         :param compiles: whether --compile is for this one.
         """
@@ -121,7 +134,8 @@ class Experiment:
 
         def note(update: Update) -> None:
             if update.summary is not None:
-                seen[update.job.label][update.job.seed] = update.summary
+                if update.summary.status != "stopped":
+                    seen[update.job.label][update.job.seed] = update.summary
                 print(f"  {told(update, metric)}", flush=True)
 
         asked = self.asked
@@ -136,19 +150,23 @@ class Experiment:
             compile=asked.compile and compiles,
             command=self.command,
             on_update=note,
+            stop=lambda: self.is_late,
         )
-        return [plan_record(choice.label, seen[choice.label], metric) for choice in choices]
+        return [plan_record(label, ended, metric) for label, ended in seen.items() if ended]
 
     def why_short(self, plans: Sequence[Mapping[str, Any]], floor: float, metric: Metric) -> str | None:
         """Why nothing follows from these runs; None where something may."""
         if self.asked.quick:
             return "A rehearsal: nothing follows from it."
+        if all(plan["plan"] != CONTROL for plan in plans):
+            return f"{CONTROL} was not run, so nothing follows from the rest."
         return short_words(floor, metric) if is_short(plans, floor, metric) else None
 
     def curves(self, folder: str, metric: str) -> dict[str, dict[int, list[list[float]]]]:
         """Plan -> seed -> pairs of a step and the metric there."""
         found: dict[str, dict[int, list[list[float]]]] = {}
-        for run in read_runs([self.runs / folder]):
+        begun = any((self.runs / folder).glob("*/run.json"))
+        for run in read_runs([self.runs / folder]) if begun else ():
             pairs = zip(*run.curve(metric), strict=True)
             found.setdefault(run.label, {})[run.seed] = [list(pair) for pair in pairs]
         return found
@@ -163,6 +181,8 @@ class Experiment:
             "seeds": list(self.seeds),
             "processes": self.asked.jobs,
             "rehearsal": self.asked.quick,
+            # Whether the time was over before every run was made.
+            "is_part": self.is_late,
             **more,
             "studies": list(studies),
             # Of the runs, whenever they were made; those of several processes ran at the same time.

@@ -83,7 +83,7 @@ def main() -> None:
     studies: list[dict[str, Any]] = []
     for subject in SUBJECTS:
         place = getattr(experiment.asked, subject.option)
-        if place:
+        if place and not experiment.is_late:
             studies.append(study(experiment, subject, place))
             experiment.write(studies, bits=[LOW, HIGH])
     if not studies:
@@ -119,15 +119,15 @@ def reading(plans: Sequence[Mapping[str, Any]], metric: Metric) -> str:
     """What held, in plain words."""
     known = {plan["plan"]: plan for plan in plans}
     lost = [name for name, plan in known.items() if plan["metric"] is None]
-    if NONE in lost or LONGER in lost:
+    if any(name in lost or name not in known for name in (NONE, LONGER)):
         return "The runs without a deficit did not get to their end, so there is nothing to compare with."
     words = [f"Diverged: {', '.join(lost)}."] if lost else []
     base, longer = known[NONE], known[LONGER]
     words.append(f"FP32 {spread(known[CONTROL])}, 8 bits without a deficit {spread(base)}.")
 
     def verdict(name: str, other: Mapping[str, Any]) -> str:
-        if name in lost:
-            return "diverged"
+        if name in lost or name not in known:
+            return "diverged" if name in lost else "not run"
         found = known[name]
         difference = found["metric"] - other["metric"]
         within = abs(difference) <= max(found["deviation"], other["deviation"])

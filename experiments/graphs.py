@@ -43,8 +43,10 @@ def main() -> None:
     for graph, model in ((graph, model) for graph in asked.graphs for model in asked.models):
         control: dict[str, Any] | None = None
         for aggregation in asked.aggregations:
+            if experiment.is_late:
+                break
             studies.append(study(experiment, graph, model, aggregation, control))
-            control = studies[-1]["plans"][0]
+            control = next((plan for plan in studies[-1]["plans"] if plan["plan"] == CONTROL), None)
             experiment.write(studies)
     experiment.conclude(studies, "accuracy")
 

@@ -62,9 +62,14 @@ def test_an_experiment_is_rehearsed_and_gone_on_with(
     for part in ("train", "valid", "test"):
         (tmp_path / f"ptb.{part}.txt").write_text("a b c d\nb d a\n" * 20, encoding="utf-8")
     words = (tmp_path, "--quick", "--runs", tmp_path / "runs", "--set", "vocabulary=9")
+    run(ROOT / "experiments" / "ptb.py", *words, "--minutes", "0")  # over before it began
+    nothing = json.loads((tmp_path / "runs" / "ptb.json").read_text(encoding="utf-8"))
+    assert nothing["is_part"]
+    assert nothing["studies"][0]["plans"] == []
     run(ROOT / "experiments" / "ptb.py", *words, "--plans", "FP32", "CR")
     first = json.loads((tmp_path / "runs" / "ptb.json").read_text(encoding="utf-8"))
     (study,) = first["studies"]
+    assert not first["is_part"]
     assert [plan["plan"] for plan in study["plans"]] == ["FP32", "CR"]
     assert study["short_run"]
     assert study["reading"] == "A rehearsal: nothing follows from it."
@@ -81,6 +86,8 @@ def test_an_experiment_is_rehearsed_and_gone_on_with(
 def test_a_mistake_is_told_in_a_sentence(run: Run, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"ptb\.py: there is no file or folder"):
         run(ROOT / "experiments" / "ptb.py", tmp_path / "nowhere", "--quick", "--runs", tmp_path / "runs")
+    with pytest.raises(SystemExit, match=r"ptb\.py: --set steps says nothing"):
+        run(ROOT / "experiments" / "ptb.py", tmp_path, "--quick", "--set", "steps", "--runs", tmp_path / "runs")
 
 
 @pytest.fixture
