@@ -125,6 +125,24 @@ def test_the_products_are_those_of_the_rounded_operands_in_float64() -> None:
         assert (ours.double() - exact).abs().max() <= 32 * 2**-23 * exact.abs().max()
 
 
+@pytest.mark.parametrize("name", ["int8 tensor", "int8 vector", "forward only"])
+def test_under_autocast_results_have_its_type(name: str) -> None:
+    found = []
+    for execution, options in (("native", {"native_from": 0}), ("emulate", {})):
+        torch.manual_seed(0)
+        model, x = nn.Linear(32, 16), torch.randn(6, 32)
+        with (
+            bitplan.attach(model, PLANS[name][0], example=x, execution=execution, **options),  # type: ignore[arg-type]
+            torch.autocast("cpu", torch.bfloat16),
+        ):
+            found.append(step(model, model, x))
+    assert found[0][0].dtype == torch.bfloat16
+    for native, emulated in zip(*found, strict=True):
+        assert native.dtype == emulated.dtype
+        # Emulation's operands are rounded once more, to bfloat16, before they are multiplied.
+        assert (native - emulated).float().norm() <= 2e-2 * emulated.float().norm()
+
+
 def test_what_is_kept_for_the_backward_pass_is_codes() -> None:
     model, x = nn.Linear(64, 8), torch.randn(128, 64, requires_grad=True)
     kept: list[Tensor] = []

@@ -35,9 +35,9 @@ class NativeLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, slots: NativeSlots) -> Tensor:
         ctx.slots, ctx.shape, ctx.dtype = slots, x.shape, x.dtype
         if "fprop" in slots.units:
-            rows = slots.units["fprop"].multiply(*_matrices(slots, "fprop", x, w), x.dtype)
+            rows = slots.units["fprop"].multiply(*_matrices(slots, "fprop", x, w), _result_dtype(x))
             y = rows.reshape(*x.shape[:-1], -1)
-            y = y if bias is None else y + bias
+            y = y if bias is None else y + bias.to(y.dtype)
         else:
             y = _LINEAR.forward(slots.round("fprop.x", x), slots.round("fprop.w", w), bias)
         if "wgrad" in slots.units and ctx.needs_input_grad[1]:
@@ -71,6 +71,12 @@ class NativeLinear(torch.autograd.Function):
             arrived = slots.round("dgrad.dy", dy) if slots.shares_dy else dy
             grad_bias = _LINEAR.grad_bias(arrived, bias).to(bias.dtype)
         return grad_x, grad_w, grad_bias, None
+
+
+def _result_dtype(x: Tensor) -> torch.dtype:
+    """As a linear layer's own: autocast decides, where there is one."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def native_linear(x: Tensor, w: Tensor, bias: Tensor | None, slots: NativeSlots) -> Tensor:
