@@ -44,6 +44,7 @@ from bitplan.straight import Between, Encoded, straight_through
 from bitplan.torch_casts import round_by_torch
 from bitplan.tracing import is_traced
 
+_IS_2_11 = torch.__version__.startswith("2.11.")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -121,9 +122,12 @@ class Quantizer:
                 return _in_layout_of(x, by_torch)
         encoded = self.encode(x, bits, row, span)
         rounded = self.decode(encoded if between is None else between(encoded), x)
+        if not is_traced():
+            return rounded
         # torch 2.11 compiles a function of autograd whose result was changed in place to one without a gradient;
-        # a copy, which Inductor makes no copy of, has not been changed.
-        return rounded.clone() if is_traced() else rounded
+        # a copy, which Inductor makes no copy of, has not been changed. Its convolutions on a CPU refuse a bias that is
+        # a view of another type, which the result of a bound that changes nothing is not.
+        return rounded.clamp(max=torch.inf) if _IS_2_11 and not x.is_cuda else rounded.clone()
 
     def check(self, x: Tensor) -> None:
         """Raise one sentence where this quantizer cannot serve `x`."""
