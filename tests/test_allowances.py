@@ -41,6 +41,16 @@ def test_less_than_there_is_changes_nothing() -> None:
     assert before == CONFIG.recompile_limit
 
 
+def test_what_somebody_else_set_meanwhile_is_left_alone() -> None:
+    before = CONFIG.recompile_limit
+    owner = Owner()
+    need = Allowance("recompile_limit", 2, owner)
+    with CONFIG.patch(recompile_limit=before + 5):
+        need.remove()
+        assert before + 5 == CONFIG.recompile_limit
+    assert before == CONFIG.recompile_limit
+
+
 def test_an_owner_that_is_thrown_away_needs_nothing() -> None:
     before = CONFIG.fail_on_recompile_limit_hit
     owner = Owner()

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bitplan.attach import attach
 from bitplan.errors import BitplanWarning, PlanError
 from bitplan.explain import Explanation, explain
 from bitplan.plan import Plan
+from bitplan.quantizer import quantize
 
 
 class Net(nn.Module):
@@ -163,4 +165,9 @@ def test_a_rule_for_the_second_user_of_a_weight_has_an_effect() -> None:
             return y
 
     plan = Plan.from_dict({"version": 1, "rules": [{"match": "two", "weight": "e4m3", "grad_weight": "bf16"}]})
-    explain(Tied(), plan, torch.randn(2, 4))
+    model, x = Tied(), torch.randn(2, 4)
+    explain(model, plan, x)  # does not raise
+    plain = model(x)
+    with attach(model, plan, example=x):
+        assert torch.equal(model(x), model.one(x) @ quantize(model.two.weight, "e4m3").t())
+        assert not torch.equal(model(x), plain)

@@ -15,6 +15,8 @@ import torch
 
 _needs: dict[str, dict[int, int]] = {}
 _before: dict[str, int] = {}
+#: What was last written here: another value is somebody else's, and is left alone.
+_written: dict[str, int] = {}
 _numbers = itertools.count()
 
 
@@ -24,7 +26,7 @@ class Allowance:
     def __init__(self, name: str, value: int, owner: object) -> None:
         needs = _needs.setdefault(name, {})
         if not needs:
-            _before[name] = getattr(torch._dynamo.config, name)
+            _before[name] = _written[name] = getattr(torch._dynamo.config, name)
         number = next(_numbers)
         needs[number] = value
         _settle(name)
@@ -38,4 +40,7 @@ def _give_up(name: str, number: int) -> None:
 
 def _settle(name: str) -> None:
     kind = type(_before[name])
-    setattr(torch._dynamo.config, name, kind(max([_before[name], *_needs[name].values()])))
+    wanted = kind(max([_before[name], *_needs[name].values()]))
+    if getattr(torch._dynamo.config, name) == _written[name]:
+        setattr(torch._dynamo.config, name, wanted)
+    _written[name] = wanted

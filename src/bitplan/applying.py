@@ -10,6 +10,7 @@ from torch import Tensor
 from bitplan.actions import Action, Here, PlaceAction, keeps_little, numbered
 from bitplan.grids import mark
 from bitplan.keeping import note_copy
+from bitplan.native.operands import PASSES
 from bitplan.native.product import native_linear
 from bitplan.native.units import unit_named
 from bitplan.plan import OPERANDS, SLOTS
@@ -289,6 +290,8 @@ def native_product(
         place = action.shared.get(slot.split(".")[1], slot)
         if action.applies(place, here.training):
             applied[slot] = action.places[place]
+    # What evaluation leaves unrounded is multiplied as it is.
+    units = {one: name for one, name in units.items() if all(slot in applied for slot in PASSES[one])}
     if not torch.compiler.is_compiling():
         slots = NativeSlots({slot: (place, here) for slot, place in applied.items()}, weight_key, units)
         return native_linear(x, w, bias, slots)

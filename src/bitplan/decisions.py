@@ -114,7 +114,8 @@ class Decider:
             return None
         action = Action(decision, op, self._live_format(decision))
         if self.native_from is not None and op == "linear" and action.has_slots:
-            action.native, action.native_from = native_passes(decision), self.native_from
+            # An empty batch has nothing to take a scale from.
+            action.native, action.native_from = native_passes(decision), max(self.native_from, 1)
         tables.needs_keys |= action.needs_key
         for place, place_action in action.places.items():
             choice = decision[place]

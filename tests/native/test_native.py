@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import bitplan
 from bitplan import Plan, PlanError
@@ -28,8 +29,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*are emulated:bitplan.BitplanWa
 @pytest.fixture(autouse=True)
 def _units_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every unit computes on a CPU, if slowly: torch emulates what the chip lacks."""
-    monkeypatch.setattr(Int8Unit, "is_on", lambda self, device: True)
-    monkeypatch.setattr(Float8Unit, "is_on", lambda self, device: True)
+    monkeypatch.setattr(Int8Unit, "is_on", lambda self, device: device.type == "cpu")
+    monkeypatch.setattr(Float8Unit, "is_on", lambda self, device: device.type == "cpu")
     torch._dynamo.reset()
 
 
@@ -143,6 +144,42 @@ def test_under_autocast_results_have_its_type(name: str) -> None:
         assert (native - emulated).float().norm() <= 2e-2 * emulated.float().norm()
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", ["int8 tensor", "int8 vector", "fp8"])
+def test_what_is_not_finite_stays_so(name: str, bad: float) -> None:
+    model, x = nn.Linear(32, 16), torch.randn(6, 32)
+    x[2, 3] = bad
+    with bitplan.attach(model, PLANS[name][0], execution="native", native_from=0):
+        assert not model(x)[2].isfinite().any()
+
+
+def test_an_empty_batch_is_one() -> None:
+    model = nn.Linear(32, 16)
+    with bitplan.attach(model, PLANS["int8 tensor"][0], execution="native", native_from=0):
+        y = model(torch.empty(0, 32))
+        y.sum().backward()
+    assert y.shape == (0, 16)
+    assert model.weight.grad is not None
+    assert not model.weight.grad.any()
+
+
+def test_evaluation_that_is_not_rounded_is_plain() -> None:
+    off = {**INT8, "eval": "off"}
+    model, x = nn.Linear(32, 16).eval(), torch.randn(6, 32)
+    plain = model(x)
+    with bitplan.attach(model, plan_of(x=off, w=off, dy=off), example=x, execution="native", native_from=0):
+        assert torch.equal(model(x), plain)
+        assert not torch.equal(model.train()(x), plain)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    model, x = nn.Linear(32, 16), torch.randn(6, 32, requires_grad=True)
+    with bitplan.attach(model, PLANS["int8 tensor"][0], execution="native", native_from=0):
+        y = model(x).sum()
+        with pytest.raises(PlanError, match="second derivative"):
+            torch.autograd.grad(y, x, create_graph=True)
+
+
 def test_what_is_kept_for_the_backward_pass_is_codes() -> None:
     model, x = nn.Linear(64, 8), torch.randn(128, 64, requires_grad=True)
     kept: list[Tensor] = []
@@ -162,6 +199,7 @@ def test_what_is_kept_for_the_backward_pass_is_codes() -> None:
         ({"x": INT8_VECTOR, "w": INT8, "dy": INT8}, "wgrad", "the scale of wgrad.x changes along the sum"),
         ({"fprop": {"format": "int8", "scale": "tensor", "range": "minmax"}}, "fprop", "least value"),
         ({"fprop": {"format": "int8", "scale": "block", "block": 8}}, "fprop", "changes along the sum"),
+        ({"fprop": "int8"}, "fprop", "has no scale"),
         ({"fprop": "mxfp8"}, "fprop", "changes along the sum"),
         ({"fprop": {"format": "int12", "scale": "tensor"}}, "fprop", "no unit here multiplies int12 by int12"),
         ({"fprop": "e5m2"}, "fprop", "no unit here multiplies e5m2 by e5m2"),
@@ -236,6 +274,22 @@ def test_the_crossover_is_measured_once_and_remembered(tmp_path: Path, monkeypat
     assert {(row["unit"], row["size"]) for row in rows} == {(u.name, s) for u in units.UNITS for s in (8, 16)}
     monkeypatch.setattr(crossover, "measured", lambda *given: pytest.fail("measured again"))
     assert crossover.remembered(torch.device("cpu"), torch.float32) == first
+    assert crossover.remembered(torch.device("meta"), torch.float32) == crossover.NEVER
+    assert len(json.loads((tmp_path / "crossover.json").read_text())) == 1
     (tmp_path / "crossover.json").write_text("damaged")
     monkeypatch.setattr(crossover, "measured", lambda *given: [crossover.Crossing("int8", 8, 2.0, 1.0)])
     assert crossover.remembered(torch.device("cpu"), torch.float32) == 512
+
+
+def test_the_crossover_is_measured_on_real_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BITPLAN_CACHE", str(tmp_path))
+    monkeypatch.setattr(crossover, "SIZES", (8,))
+    kinds: list[bool] = []
+    multiply = Int8Unit.multiply
+    monkeypatch.setattr(
+        Int8Unit, "multiply", lambda unit, a, *rest: kinds.append(isinstance(a, FakeTensor)) or multiply(unit, a, *rest)
+    )
+    with FakeTensorMode():
+        crossover.remembered(torch.device("cpu"), torch.float32)
+    assert kinds
+    assert not any(kinds)

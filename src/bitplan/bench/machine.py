@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import platform
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from bitplan._version import __version__
+from bitplan.processor import cpu_name
 
 _PACKAGES = ("torch", "triton", "numpy", "torchao", "qtorch", "ml_dtypes", "gfloat")
 
@@ -22,17 +22,8 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    described: dict[str, Any] = {"cpu": _cpu_name(), "system": platform.platform(), "versions": versions}
+    described: dict[str, Any] = {"cpu": cpu_name(), "system": platform.platform(), "versions": versions}
     if device.type == "cuda":
         described["gpu"] = torch.cuda.get_device_name(device)
         described["cuda"] = torch.version.cuda
     return described
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

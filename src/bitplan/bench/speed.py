@@ -178,7 +178,8 @@ def _shape(
     model, x = model.to(device, torch.bfloat16), x.to(device, torch.bfloat16)
     changes: dict[str, Callable[[nn.Module, Tensor], Attachment | None]] = {PLAIN: lambda model, x: None}
     changes |= {name: partial(_planned, own_plan(name)) for name in plans}
-    changes |= {name: partial(_changed, change) for name, change in peers(device).items()}
+    theirs = peers(device)
+    changes |= {name: partial(_changed, change) for name, change in theirs.items()}
     runners: dict[str, Runner] = {}
     first: dict[str, float] = {}
     failed: dict[str, str] = {}
@@ -188,7 +189,9 @@ def _shape(
             runners[name] = Runner(model, x, change)
             first[name] = runners[name].seconds(1)
             runners[name].measure_peak()
-        except Exception as error:  # a peer that does not work here is a row that says so
+        except Exception as error:  # a peer that does not work here is told of; what is ours must work
+            if name not in theirs:
+                raise
             runners.pop(name, None)
             failed[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     best = dict.fromkeys(runners, float("inf"))

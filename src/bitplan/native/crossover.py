@@ -7,8 +7,8 @@ grow. Products of fewer multiplications than the smallest size that won, and won
 from __future__ import annotations
 
 import json
+import logging
 import os
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,11 +17,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from bitplan.files import write_whole
 from bitplan.native.operands import codes_of
 from bitplan.native.units import Unit, units_of
+from bitplan.processor import cpu_name
 from bitplan.quantizer import make_quantizer
+
+log = logging.getLogger("bitplan")
 
 SIZES = (128, 256, 512, 1024, 2048)
 #: Where no size that was measured won.
@@ -65,16 +69,19 @@ def least_work(table: list[Crossing]) -> int:
 
 def remembered(device: torch.device, dtype: torch.dtype) -> int:
     """:func:`least_work` of this machine, from the file that an earlier run left, or measured now."""
+    if not units_of(device):
+        return NEVER
     file = cache_file()
     key = f"{_machine(device)}, {dtype}, torch {torch.__version__}, {torch.get_num_threads()} threads"
     known = _read(file)
     if key not in known:
-        known[key] = [asdict(row) for row in measured(device, dtype)]
+        with unset_fake_temporarily():  # a model may be planned on tensors that only have shapes; time is real
+            known[key] = [asdict(row) for row in measured(device, dtype)]
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, json.dumps(known, indent=2) + "\n")
-        except OSError:
-            pass  # it will be measured again
+        except OSError as error:
+            log.info("the crossover is not remembered, and will be measured again: %s", error)
     return least_work([Crossing(**row) for row in known[key]])
 
 
@@ -98,7 +105,7 @@ def _read(file: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _machine(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 def _crossing(unit: Unit, size: int, device: torch.device, dtype: torch.dtype) -> Crossing:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from bitplan.axes import resolve
+from bitplan.formats import IntFormat
 from bitplan.live import LiveFormat
 from bitplan.native.operands import PASSES, summed_axes, varying_axes
 from bitplan.native.units import Unit
@@ -93,6 +94,8 @@ def unit_or_reason(left: Operand, right: Operand, units: Sequence[Unit]) -> Unit
             return f"{operand.slot} may be promoted"
         if quantizer.scaling is not None and quantizer.scaling.range == "minmax":
             return f"{operand.slot} counts from its least value (range: minmax), which the units do not"
+        if quantizer.scaling is None and isinstance(quantizer.format, IntFormat):
+            return f"{operand.slot} has no scale, and a NaN in it would become a number"
         varying = varying_axes(quantizer, operand.dims)
         if varying is None or varying & summed_axes(operand.slot, operand.dims):
             return f"the scale of {operand.slot} changes along the sum"

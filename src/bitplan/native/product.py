@@ -7,10 +7,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from bitplan.errors import PlanError
 from bitplan.native.operands import PASSES, Codes, codes_of
 from bitplan.native.units import Unit
 from bitplan.products import Product
 from bitplan.straight import Encoded
+from bitplan.tracing import is_traced
 
 _LINEAR = Product("linear")
 
@@ -48,6 +50,10 @@ class NativeLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not is_traced():
+            raise PlanError(
+                "native execution has no second derivative: attach with execution='emulate' for create_graph=True."
+            )
         kept, scale, w, bias = ctx.saved_tensors
         slots, dy = ctx.slots, grads[0]
         grad_x = grad_w = grad_bias = None

@@ -46,7 +46,13 @@ def read_npz(path: Path) -> GraphData:
     except (OSError, ValueError, KeyError, IndexError, TypeError, EOFError, zipfile.BadZipFile) as error:
         if isinstance(error, TaskError):
             raise
-        words = " ".join(str(error).split()) or type(error).__name__
+        # numpy's own words would advise to unpickle it, which runs what it holds.
+        is_pickled = "pickle" in str(error)
+        words = (
+            "no .npz file, or one of pickled objects"
+            if is_pickled
+            else " ".join(str(error).split()) or type(error).__name__
+        )
         raise TaskError(
             f"{path} is not a graph that can be read ({words}): it wants "
             f"x_data, x_indices, x_indptr, x_shape, adj_indptr, adj_indices and y."
