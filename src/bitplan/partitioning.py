@@ -25,6 +25,9 @@ from torch._functorch.partitioners import get_default_op_list, min_cut_remateria
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 
+from bitplan import fusing
+from bitplan.fusing import fuse_moments
+
 #: How many codes in a row are computed again rather than kept.
 LONGEST_CHAIN = 2
 #: A tensor with at most this share of the elements of its inputs is small.
@@ -46,10 +49,13 @@ class PackedPartitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         mark_what_is_kept(gm.graph)
         with functorch_config.patch(LIFTED_BANS):
-            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+            forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        if fuse_moments(forward.graph):
+            forward.recompile()
+        return forward, backward
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__,), str(LONGEST_CHAIN))
+        return get_hash_for_files((__file__, fusing.__file__), str(LONGEST_CHAIN))
 
 
 def mark_what_is_kept(graph: fx.Graph) -> None:
