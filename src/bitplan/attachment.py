@@ -203,6 +203,7 @@ class Attachment:
         fullgraph: bool = True,
         mode: str | None = None,
         dynamic: bool | None = None,
+        options: dict[str, Any] | None = None,
     ) -> Any:
         """The model compiled as its execution wants it; packed, what the graph keeps is chosen by the plan's codes.
 
@@ -210,16 +211,17 @@ class Attachment:
         plan says; by ``torch.compile``, every attribute of every module's actions.
 
         :param module: a module that has the model in it, such as one that returns the loss; by default the model.
+        :param options: of Inductor, as ``torch.compile`` takes them; those that `mode` stands for come first.
         """
         from torch._inductor import list_mode_options
 
-        options: dict[str, Any] = dict(list_mode_options(mode, dynamic)) if mode is not None else {}
+        of_mode = {} if mode is None else list_mode_options(mode, dynamic)
         return torch.compile(
             self.model if module is None else module,
             fullgraph=fullgraph,
             dynamic=dynamic,
             backend=BACKEND if self.execution == "packed" else "inductor",
-            options={**options, "guard_filter_fn": guarded_by_version},
+            options={"guard_filter_fn": guarded_by_version, **of_mode, **(options or {})},
         )
 
     # --- the loop ---
