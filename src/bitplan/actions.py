@@ -21,6 +21,7 @@ from bitplan.formats import BlockFormat, Format
 from bitplan.grids import lies_on, mark
 from bitplan.keeping import is_smaller, note_rounded
 from bitplan.live import LiveFormat
+from bitplan.native.float8_cast import FORMATS, READ
 from bitplan.noise import bits_of_key, key_of
 from bitplan.observe import PROMOTED, mean_range, observe_range, observe_rounding, observe_sign
 from bitplan.packing import stored
@@ -207,6 +208,14 @@ class PlaceAction:
             rounded = quantizer.decode(encoded, x)
             self._observe(record, quantizer, x, rounded, rounded, row)
         return encoded, quantizer
+
+    def is_plain_cast(self, x: Tensor, dtype: torch.dtype) -> bool:
+        """Whether nothing but a scale of the whole tensor and rounding to nearest makes codes of that type of `x`."""
+        if dtype not in FORMATS or x.dtype not in READ or self.is_stochastic or self.live_kind is not None:
+            return False
+        spec = self.spec
+        is_rounding = spec.rounding == "nearest" and spec.overflow in (None, "saturate")
+        return is_rounding and spec.scale in (None, "tensor") and not self.observes
 
     def _prepared(
         self, x: Tensor, here: Here, weight_key: Tensor | None

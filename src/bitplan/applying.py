@@ -10,13 +10,13 @@ from torch import Tensor
 from bitplan.actions import Action, Here, PlaceAction, keeps_little, numbered
 from bitplan.grids import mark
 from bitplan.keeping import note_copy
-from bitplan.native.operands import PASSES
+from bitplan.native.float8_cast import cast_float8
+from bitplan.native.operands import BY_ROW, PASSES, Codes, codes_of
 from bitplan.native.product import native_linear
 from bitplan.native.units import unit_named
 from bitplan.plan import OPERANDS, SLOTS
 from bitplan.products import Product, slot_product
 from bitplan.sparing import Passes, sparing_relu
-from bitplan.straight import Encoded
 from bitplan.tracing import taken_whole
 
 
@@ -42,19 +42,53 @@ class NativeSlots(Slots):
     """The same for products on low-precision units, which take elements and scales instead of rounded values."""
 
     def __init__(
-        self, chosen: dict[str, tuple[PlaceAction, Here]], weight_key: Tensor | None, units: dict[str, str]
+        self,
+        chosen: dict[str, tuple[PlaceAction, Here]],
+        weight_key: Tensor | None,
+        units: dict[str, str],
+        casts_again: bool = False,
     ) -> None:
         super().__init__(chosen, weight_key)
         self.units = {one: unit_named(name) for one, name in units.items()}
+        self.casts_again = casts_again
         dy = [chosen[slot][0] for slot in OPERANDS["dy"] if slot in chosen]
         self.shares_dy = len(dy) == 2 and dy[0] is dy[1]
 
-    def encode(self, slot: str, tensor: Tensor) -> tuple[Encoded, torch.dtype]:
-        action, here = self.chosen[slot]
-        encoded, _ = action.encode(tensor, here, self.weight_key if slot.endswith(".w") else None)
-        dtype = self.units[slot.partition(".")[0]].dtype_of(action.spec.target)
+    def codes(self, slots: list[str], tensor: Tensor, after: Tensor | None = None) -> list[Codes]:
+        if len(slots) == 2 and not self._are_alike(*slots):
+            return [*self.codes(slots[:1], tensor, after), *self.codes(slots[1:], tensor, after)]
+        if not slots:
+            return []
+        action, here = self.chosen[slots[0]]
+        dtype = self.units[slots[0].partition(".")[0]].dtype_of(action.spec.target)
         assert dtype is not None
-        return encoded, dtype
+        if action.is_plain_cast(tensor, dtype):
+            return self._cast(slots, tensor, dtype, after)
+        encoded, _ = action.encode(tensor, here, self.weight_key if slots[0].endswith(".w") else None)
+        return [codes_of(encoded, dtype)] * len(slots)
+
+    def _are_alike(self, one: str, other: str) -> bool:
+        """Whether the two slots of a tensor get the same codes, with one scale."""
+        action, another = self.chosen[one][0], self.chosen[other][0]
+        if action is another:
+            return True
+        is_certain = not action.is_stochastic and not action.observes and action.live_kind is None
+        return is_certain and action.spec == another.spec and action.spec.scale in (None, "tensor")
+
+    def _cast(self, slots: list[str], tensor: Tensor, dtype: torch.dtype, after: Tensor | None) -> list[Codes]:
+        """One reading of the tensor gives the layouts of all its slots."""
+        spec = self.chosen[slots[0]][0].spec
+        by_row = [slot in BY_ROW for slot in slots]
+        cast = cast_float8(
+            tensor.reshape(-1, tensor.shape[-1]),
+            dtype,
+            scaled=spec.scale is not None,
+            power_of_two=spec.power_of_two,
+            as_rows=any(by_row),
+            as_columns=not all(by_row),
+            after=after,
+        )
+        return [Codes(cast.rows if is_by_row else cast.columns.t(), cast.scale) for is_by_row in by_row]
 
 
 class RoundedGradient(torch.autograd.Function):
@@ -211,6 +245,7 @@ def _native_product_in_graph(
     w: Tensor,
     bias: Tensor | None,
     units: tuple[tuple[str, str], ...],
+    casts_again: bool,
     tickets: tuple[Ticket, ...],
     here: Circumstances,
     table: Tensor | None,
@@ -218,7 +253,7 @@ def _native_product_in_graph(
     weight_key: Tensor | None,
 ) -> Tensor:
     chosen = _chosen(tickets, here, table, record)
-    return native_linear(x, w, bias, NativeSlots(chosen, weight_key, dict(units)))
+    return native_linear(x, w, bias, NativeSlots(chosen, weight_key, dict(units), casts_again))
 
 
 # --- what the rounder asks for --------------------------------------------------------------------------------
@@ -283,8 +318,12 @@ def native_product(
     action: Action,
     here: Here,
     weight_key: Tensor | None,
+    casts_again: bool = False,
 ) -> Tensor:
-    """y = x w of a linear layer, the passes in `units` on low-precision units, the others emulated."""
+    """y = x w of a linear layer, the passes in `units` on low-precision units, the others emulated.
+
+    :param casts_again: of compiled code: the backward pass casts x and w again rather than keep their codes.
+    """
     applied: dict[str, PlaceAction] = {}
     for slot in SLOTS:
         place = action.shared.get(slot.split(".")[1], slot)
@@ -297,7 +336,7 @@ def native_product(
         return native_linear(x, w, bias, slots)
     tickets = tuple(_ticket(applied.get(slot), here) for slot in SLOTS)
     return _native_product_in_graph(
-        *(x, w, bias, tuple(units.items()), tickets, _circumstances(here)),
+        *(x, w, bias, tuple(units.items()), casts_again, tickets, _circumstances(here)),
         *(here.table, here.record, weight_key),
     )
 

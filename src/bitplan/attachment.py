@@ -175,10 +175,28 @@ class Attachment:
     def __exit__(self, *exception: object) -> None:
         self.detach()
 
-    def compile(self, *, fullgraph: bool = True, mode: str | None = None, dynamic: bool | None = None) -> Any:
-        """The model compiled as its execution wants it; packed, what the graph keeps is chosen by the plan's codes."""
+    def compile(
+        self,
+        *,
+        fullgraph: bool = True,
+        mode: str | None = None,
+        dynamic: bool | None = None,
+        spare_memory: bool = False,
+    ) -> Any:
+        """The model compiled as its execution wants it; packed, what the graph keeps is chosen by the plan's codes.
+
+        :param spare_memory: of native execution: nothing is kept of a linear layer's input and weight that the backward
+            pass can have from what is kept anyway; it casts them again, which takes a few per cent more time.
+        """
+        if spare_memory and self.execution != "native":
+            raise PlanError("spare_memory goes with execution='native': give attach() that, too, or drop it.")
+        self._rounder.casts_again = spare_memory
         if self.execution == "packed":
             return torch.compile(self.model, fullgraph=fullgraph, mode=mode, dynamic=dynamic, backend=BACKEND)
+        if spare_memory:
+            from bitplan.native.sparing_backend import compile_sparing
+
+            return torch.compile(self.model, fullgraph=fullgraph, mode=mode, dynamic=dynamic, backend=compile_sparing)
         return torch.compile(self.model, fullgraph=fullgraph, mode=mode, dynamic=dynamic)
 
     # --- the loop ---
