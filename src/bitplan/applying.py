@@ -14,6 +14,7 @@ from bitplan.native.float8_cast import cast_float8
 from bitplan.native.operands import BY_ROW, PASSES, Codes, codes_of
 from bitplan.native.product import native_linear
 from bitplan.native.units import unit_named
+from bitplan.observe import observe_amax
 from bitplan.plan import OPERANDS, SLOTS
 from bitplan.products import Product, slot_product
 from bitplan.sparing import Passes, sparing_relu
@@ -77,17 +78,24 @@ class NativeSlots(Slots):
 
     def _cast(self, slots: list[str], tensor: Tensor, dtype: torch.dtype, after: Tensor | None) -> list[Codes]:
         """One reading of the tensor gives the layouts of all its slots."""
-        spec = self.chosen[slots[0]][0].spec
+        action, here = self.chosen[slots[0]]
+        spec = action.spec
+        record, reach = action.remembered(here)
+        gathers = action.is_delayed and record is not None and here.observing and after is None
         by_row = [slot in BY_ROW for slot in slots]
         cast = cast_float8(
             tensor.reshape(-1, tensor.shape[-1]),
             dtype,
             scaled=spec.scale is not None,
             power_of_two=spec.power_of_two,
+            reach=reach,
             as_rows=any(by_row),
             as_columns=not all(by_row),
+            gathers=gathers,
             after=after,
         )
+        if gathers and record is not None:
+            observe_amax(record, cast.tops.amax())
         return [Codes(cast.rows if is_by_row else cast.columns.t(), cast.scale) for is_by_row in by_row]
 
 
@@ -172,11 +180,19 @@ def _action(ticket: Ticket) -> PlaceAction | None:
     return None if ticket[0] < 0 else numbered(ticket[0])
 
 
-def _there(here: Circumstances, ticket: Ticket, table: Tensor | None, record: Tensor | None) -> Here:
+#: What lies beside a module's weights, as a graph is given it: table, record and reach.
+Buffers = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def _buffers(here: Here) -> Buffers:
+    return here.table, here.record, here.reach
+
+
+def _there(here: Circumstances, ticket: Ticket, buffers: Buffers) -> Here:
     there = Here.__new__(Here)
     there.module = None
     there.site, there.salt, there.training, there.observing = here
-    there.table, there._record = table, record
+    there.table, there._record, there._reach = buffers
     there.seen = None if ticket[1] < 0 else ticket[1]
     return there
 
@@ -194,29 +210,24 @@ def _both_ways_in_graph(
     forward: Ticket,
     backward: Ticket,
     here: Circumstances,
-    table: Tensor | None,
-    record: Tensor | None,
+    buffers: Buffers,
     weight_key: Tensor | None,
 ) -> Tensor:
-    there, back = (_there(here, ticket, table, record) for ticket in (forward, backward))
+    there, back = (_there(here, ticket, buffers) for ticket in (forward, backward))
     return _both_ways(x, _action(forward), _action(backward), there, back, weight_key)
 
 
 @taken_whole
-def _relu_in_graph(
-    x: Tensor, forward: Ticket, backward: Ticket, here: Circumstances, table: Tensor | None, record: Tensor | None
-) -> Tensor:
-    there, back = (_there(here, ticket, table, record) for ticket in (forward, backward))
+def _relu_in_graph(x: Tensor, forward: Ticket, backward: Ticket, here: Circumstances, buffers: Buffers) -> Tensor:
+    there, back = (_there(here, ticket, buffers) for ticket in (forward, backward))
     return _relu(x, _action(forward), _action(backward), there, back)
 
 
-def _chosen(
-    tickets: tuple[Ticket, ...], here: Circumstances, table: Tensor | None, record: Tensor | None
-) -> dict[str, tuple[PlaceAction, Here]]:
+def _chosen(tickets: tuple[Ticket, ...], here: Circumstances, buffers: Buffers) -> dict[str, tuple[PlaceAction, Here]]:
     """Slot -> what rounds it and where, for the slots that have a ticket."""
     actions = {slot: (_action(ticket), ticket) for slot, ticket in zip(SLOTS, tickets, strict=True)}
     return {
-        slot: (action, _there(here, ticket, table, record))
+        slot: (action, _there(here, ticket, buffers))
         for slot, (action, ticket) in actions.items()
         if action is not None
     }
@@ -231,11 +242,10 @@ def _slot_product_in_graph(
     settings: tuple[Any, ...],
     tickets: tuple[Ticket, ...],
     here: Circumstances,
-    table: Tensor | None,
-    record: Tensor | None,
+    buffers: Buffers,
     weight_key: Tensor | None,
 ) -> Tensor:
-    chosen = _chosen(tickets, here, table, record)
+    chosen = _chosen(tickets, here, buffers)
     return slot_product(x, w, bias, Product(op, settings), Slots(chosen, weight_key))
 
 
@@ -248,11 +258,10 @@ def _native_product_in_graph(
     casts_again: bool,
     tickets: tuple[Ticket, ...],
     here: Circumstances,
-    table: Tensor | None,
-    record: Tensor | None,
+    buffers: Buffers,
     weight_key: Tensor | None,
 ) -> Tensor:
-    chosen = _chosen(tickets, here, table, record)
+    chosen = _chosen(tickets, here, buffers)
     return native_linear(x, w, bias, NativeSlots(chosen, weight_key, dict(units), casts_again))
 
 
@@ -280,7 +289,7 @@ def rounded_both_ways(
         return _both_ways(x, forward, backward, here, here, weight_key)
     return _both_ways_in_graph(
         *(x, _ticket(forward, here), _ticket(backward, here), _circumstances(here)),
-        *(here.table, here.record, weight_key),
+        *(_buffers(here), weight_key),
     )
 
 
@@ -289,9 +298,7 @@ def rounded_relu(x: Tensor, forward: PlaceAction | None, backward: PlaceAction |
     forward, backward = _now(forward, here), _now(backward, here)
     if not torch.compiler.is_compiling():
         return _relu(x, forward, backward, here, here)
-    return _relu_in_graph(
-        x, _ticket(forward, here), _ticket(backward, here), _circumstances(here), here.table, here.record
-    )
+    return _relu_in_graph(x, _ticket(forward, here), _ticket(backward, here), _circumstances(here), _buffers(here))
 
 
 def rounded_product(
@@ -306,7 +313,7 @@ def rounded_product(
     tickets = tuple(_ticket(applied.get(slot), here) for slot in SLOTS)
     return _slot_product_in_graph(
         *(x, w, bias, product.op, product.settings, tickets, _circumstances(here)),
-        *(here.table, here.record, weight_key),
+        *(_buffers(here), weight_key),
     )
 
 
@@ -337,7 +344,7 @@ def native_product(
     tickets = tuple(_ticket(applied.get(slot), here) for slot in SLOTS)
     return _native_product_in_graph(
         *(x, w, bias, tuple(units.items()), casts_again, tickets, _circumstances(here)),
-        *(here.table, here.record, weight_key),
+        *(_buffers(here), weight_key),
     )
 
 

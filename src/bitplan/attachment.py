@@ -144,6 +144,7 @@ class Attachment:
         if self._watched or any(action.observes for action in actions):
             self._rounder.on_new_site = self._all_tables.make_room
         self._all_tables.promotes |= any(action.promotes for action in actions)
+        self._all_tables.delays |= any(action.delays for action in actions)
         self._all_tables.install(tables, self.seed, self._step)
 
     def _let_recurrent_layers_compile(self) -> None:
