@@ -22,15 +22,17 @@ from bitplan.grids import lies_on, mark
 from bitplan.intercept import state_of
 from bitplan.keeping import is_smaller, note_rounded
 from bitplan.live import LiveFormat
+from bitplan.native.float8_cast import FORMATS, READ
 from bitplan.noise import bits_of_key, key_of
-from bitplan.observe import PROMOTED, mean_range, observe_range, observe_rounding, observe_sign
+from bitplan.observe import PROMOTED, mean_range, observe_amax, observe_range, observe_rounding, observe_sign
 from bitplan.packing import stored
 from bitplan.plan import OPERANDS, SLOTS, Decision
 from bitplan.plan.spec import QuantizerSpec
 from bitplan.promoting import Either, sign_of
 from bitplan.quantizer import Quantizer
-from bitplan.straight import Encoded, straight_through
-from bitplan.tables import RECORD, TABLE
+from bitplan.scaling import amax_of
+from bitplan.straight import Encoded, Span, straight_through
+from bitplan.tables import REACH, RECORD, TABLE
 from bitplan.torch_casts import is_cast_small
 from bitplan.tracing import is_traced
 
@@ -51,10 +53,11 @@ class Here:
         self.salt = site
         self.module: nn.Module | None = module
         self.training = module.training
-        self.table = self._record = None
+        self.table = self._record = self._reach = None
         if not torch.compiler.is_compiling() or state_of(module).has_buffers:
             self.table = module._buffers.get(TABLE)
             self._record = module._buffers.get(RECORD)
+            self._reach = module._buffers.get(REACH)
         # Evaluation, and forwards that nothing will learn from, leave no trace in what was observed.
         self.observing = module.training and torch.is_grad_enabled()
 
@@ -64,6 +67,13 @@ class Here:
         if not self.is_recorded:
             return None
         return self._record if self.module is None or is_traced() else self.module._buffers.get(RECORD)
+
+    @property
+    def reach(self) -> Tensor | None:
+        """For which magnitudes scales make room, a number for each row of the record; looked up as late as that."""
+        if not self.is_recorded:
+            return None
+        return self._reach if self.module is None or is_traced() else self.module._buffers.get(REACH)
 
     @property
     def tensor(self) -> str:
@@ -105,6 +115,8 @@ class PlaceAction:
         # Not asked of the spec at work: a compiled graph would be one for places that share their spec, only.
         self.is_stochastic = spec.rounding == "stochastic"
         self.uses_mean_range = spec.eval == "ema"
+        #: Whether the scale comes from past steps.
+        self.is_delayed = spec.history is not None
         self.live = live
         self.live_kind = None if live is None else live.kind
         #: The row of the module's table that holds the format, where it may change.
@@ -177,7 +189,7 @@ class PlaceAction:
     @property
     def observes(self) -> bool:
         """Whether something is remembered of the tensors that are rounded here."""
-        return self.watched or self.uses_mean_range or self.promotion is not None
+        return self.watched or self.uses_mean_range or self.is_delayed or self.promotion is not None
 
     def now(self, here: Here) -> PlaceAction | None:
         """What rounds that tensor: this, or where it was promoted in packed execution, what it was promoted to."""
@@ -204,7 +216,7 @@ class PlaceAction:
             rounded = straight_through(either, x, bits, row, span)
             low = rounded if either.low_values is None else either.low_values
         if record is not None and here.observing:
-            self._observe(record, quantizer, x, rounded, low, row)
+            self._observe(record, quantizer, x, rounded, low, row, span)
         return mark(rounded, self.grid)
 
     def encode(self, x: Tensor, here: Here, weight_key: Tensor | None = None) -> tuple[Encoded, Quantizer]:
@@ -215,12 +227,21 @@ class PlaceAction:
         encoded = quantizer.encode(x.detach(), bits, row, span)
         if record is not None and here.observing:
             rounded = quantizer.decode(encoded, x)
-            self._observe(record, quantizer, x, rounded, rounded, row)
+            self._observe(record, quantizer, x, rounded, rounded, row, span)
         return encoded, quantizer
+
+    def is_plain_cast(self, x: Tensor, dtype: torch.dtype) -> bool:
+        """Whether nothing but a scale of the whole tensor and rounding to nearest makes codes of that type of `x`."""
+        if dtype not in FORMATS or x.dtype not in READ or self.is_stochastic or self.live_kind is not None:
+            return False
+        spec = self.spec
+        is_rounding = spec.rounding == "nearest" and spec.overflow in (None, "saturate")
+        is_watched = self.watched or self.uses_mean_range or self.promotion is not None
+        return is_rounding and spec.scale in (None, "tensor") and not is_watched
 
     def _prepared(
         self, x: Tensor, here: Here, weight_key: Tensor | None
-    ) -> tuple[Quantizer, Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None, Tensor | None]:
+    ) -> tuple[Quantizer, Tensor | None, Tensor | None, Span | None, Tensor | None]:
         """The quantizer, its random bits, the row of a format that may change, a range from the past, and the row of
         the record."""
         dims = x.dim()
@@ -233,28 +254,45 @@ class PlaceAction:
             first, second = _salt(f"{here.salt if weight_key is None else ''}:{self.place}")
             key = here.table[0] if weight_key is None else weight_key
             bits = bits_of_key(x, key[0] ^ first, key[1] ^ second)
-        row = span = None
+        row: Tensor | None = None
         if self.live_kind is not None:
             assert here.table is not None
             row = here.table[self.row]
             if self.live_kind == "int":
                 row = row.view(torch.float32)
-        record = here.record
+        record, reach = self.remembered(here)
+        span: Span | None = reach
+        if record is not None and self.uses_mean_range and not here.training:
+            span = mean_range(record, x)
+        return quantizer, bits, row, span, record
+
+    def remembered(self, here: Here) -> tuple[Tensor | None, Tensor | None]:
+        """The row of the record, and where past steps decide the scale, the magnitude for which it makes room."""
+        record, reach = here.record, here.reach
         seen = here.seen if here.module is None else self.seen_at(here)
         if record is None or seen is None or seen >= len(record):
-            return quantizer, bits, row, None, None  # or a copy of the model that was made before the site was met
-        if self.uses_mean_range and not here.training:
-            span = mean_range(record[seen], x)
-        return quantizer, bits, row, span, record[seen]
+            return None, None  # or a copy of the model that was made before the site was met
+        is_known = self.is_delayed and reach is not None and seen < len(reach)
+        return record[seen], reach[seen] if is_known and reach is not None else None
 
     def _observe(
-        self, record: Tensor, quantizer: Quantizer, x: Tensor, rounded: Tensor, low: Tensor, row: Tensor | None
+        self,
+        record: Tensor,
+        quantizer: Quantizer,
+        x: Tensor,
+        rounded: Tensor,
+        low: Tensor,
+        row: Tensor | None,
+        span: Span | None,
     ) -> None:
         """Write down what is remembered of a tensor; `low` is what its own format made of it, before a promotion."""
         if self.uses_mean_range:
             observe_range(record, x)
+        if self.is_delayed and x.numel():
+            observe_amax(record, amax_of(x.detach(), tuple(range(x.dim()))).reshape(()))
         if self.watched:
-            observe_rounding(record, x, rounded, quantizer.reach(row))
+            largest = quantizer.reach_of_scale(span, row) if isinstance(span, Tensor) else quantizer.reach(row)
+            observe_rounding(record, x, rounded, largest)
         if self.promotion is not None and x.numel():
             observe_sign(record, *sign_of(self.promotion, x, low, quantizer.overflow_threshold(row)))
 
@@ -267,7 +305,7 @@ class PlaceAction:
         x: Tensor,
         bits: Tensor | None,
         row: Tensor | None,
-        span: tuple[Tensor, Tensor] | None,
+        span: Span | None,
     ) -> Tensor:
         """`x` rounded, in a form that can be kept small."""
         target = quantizer.format if self.format_now is None else self.format_now()
@@ -333,9 +371,11 @@ class Action:
         self.slots_apart = any(slot in self.places and slot not in shared_slots for slot in SLOTS)
         self.promotes = any(action.promotion is not None for action in self.places.values())
         uses_means = any(action.uses_mean_range for action in self.places.values())
-        self.observes = self.promotes or uses_means
+        #: Whether a scale comes from past steps.
+        self.delays = any(action.is_delayed for action in self.places.values())
+        self.observes = self.promotes or uses_means or self.delays
         #: Whether all results are promoted when the largest is. Ranges belong to one tensor, and so do their records.
-        self.promotes_together = self.promotes and not uses_means
+        self.promotes_together = self.promotes and not uses_means and not self.delays
         #: Sites that were met, eagerly.
         self.met: set[str] = set()
         self.needs_key = any(action.draws for action in self.places.values())

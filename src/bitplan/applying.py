@@ -10,13 +10,14 @@ from torch import Tensor
 from bitplan.actions import Action, Here, PlaceAction, keeps_little, numbered
 from bitplan.grids import mark
 from bitplan.keeping import note_copy
-from bitplan.native.operands import PASSES
+from bitplan.native.float8_cast import cast_float8
+from bitplan.native.operands import BY_ROW, PASSES, Codes, codes_of
 from bitplan.native.product import native_linear
 from bitplan.native.units import unit_named
+from bitplan.observe import observe_amax
 from bitplan.plan import OPERANDS, SLOTS
 from bitplan.products import Product, slot_product
 from bitplan.sparing import Passes, sparing_relu
-from bitplan.straight import Encoded
 from bitplan.tracing import taken_whole
 
 
@@ -42,19 +43,60 @@ class NativeSlots(Slots):
     """The same for products on low-precision units, which take elements and scales instead of rounded values."""
 
     def __init__(
-        self, chosen: dict[str, tuple[PlaceAction, Here]], weight_key: Tensor | None, units: dict[str, str]
+        self,
+        chosen: dict[str, tuple[PlaceAction, Here]],
+        weight_key: Tensor | None,
+        units: dict[str, str],
+        casts_again: bool = False,
     ) -> None:
         super().__init__(chosen, weight_key)
         self.units = {one: unit_named(name) for one, name in units.items()}
+        self.casts_again = casts_again
         dy = [chosen[slot][0] for slot in OPERANDS["dy"] if slot in chosen]
         self.shares_dy = len(dy) == 2 and dy[0] is dy[1]
 
-    def encode(self, slot: str, tensor: Tensor) -> tuple[Encoded, torch.dtype]:
-        action, here = self.chosen[slot]
-        encoded, _ = action.encode(tensor, here, self.weight_key if slot.endswith(".w") else None)
-        dtype = self.units[slot.partition(".")[0]].dtype_of(action.spec.target)
+    def codes(self, slots: list[str], tensor: Tensor, after: Tensor | None = None) -> list[Codes]:
+        if len(slots) == 2 and not self._are_alike(*slots):
+            return [*self.codes(slots[:1], tensor, after), *self.codes(slots[1:], tensor, after)]
+        if not slots:
+            return []
+        action, here = self.chosen[slots[0]]
+        dtype = self.units[slots[0].partition(".")[0]].dtype_of(action.spec.target)
         assert dtype is not None
-        return encoded, dtype
+        if action.is_plain_cast(tensor, dtype):
+            return self._cast(slots, tensor, dtype, after)
+        encoded, _ = action.encode(tensor, here, self.weight_key if slots[0].endswith(".w") else None)
+        return [codes_of(encoded, dtype)] * len(slots)
+
+    def _are_alike(self, one: str, other: str) -> bool:
+        """Whether the two slots of a tensor get the same codes, with one scale."""
+        action, another = self.chosen[one][0], self.chosen[other][0]
+        if action is another:
+            return True
+        is_certain = not action.is_stochastic and not action.observes and action.live_kind is None
+        return is_certain and action.spec == another.spec and action.spec.scale in (None, "tensor")
+
+    def _cast(self, slots: list[str], tensor: Tensor, dtype: torch.dtype, after: Tensor | None) -> list[Codes]:
+        """One reading of the tensor gives the layouts of all its slots."""
+        action, here = self.chosen[slots[0]]
+        spec = action.spec
+        record, reach = action.remembered(here)
+        gathers = action.is_delayed and record is not None and here.observing and after is None
+        by_row = [slot in BY_ROW for slot in slots]
+        cast = cast_float8(
+            tensor.reshape(-1, tensor.shape[-1]),
+            dtype,
+            scaled=spec.scale is not None,
+            power_of_two=spec.power_of_two,
+            reach=reach,
+            as_rows=any(by_row),
+            as_columns=not all(by_row),
+            gathers=gathers,
+            after=after,
+        )
+        if gathers and record is not None:
+            observe_amax(record, cast.tops.amax())
+        return [Codes(cast.rows if is_by_row else cast.columns.t(), cast.scale) for is_by_row in by_row]
 
 
 class RoundedGradient(torch.autograd.Function):
@@ -138,11 +180,19 @@ def _action(ticket: Ticket) -> PlaceAction | None:
     return None if ticket[0] < 0 else numbered(ticket[0])
 
 
-def _there(here: Circumstances, ticket: Ticket, table: Tensor | None, record: Tensor | None) -> Here:
+#: What lies beside a module's weights, as a graph is given it: table, record and reach.
+Buffers = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def _buffers(here: Here) -> Buffers:
+    return here.table, here.record, here.reach
+
+
+def _there(here: Circumstances, ticket: Ticket, buffers: Buffers) -> Here:
     there = Here.__new__(Here)
     there.module = None
     there.site, there.salt, there.training, there.observing = here
-    there.table, there._record = table, record
+    there.table, there._record, there._reach = buffers
     there.seen = None if ticket[1] < 0 else ticket[1]
     return there
 
@@ -160,29 +210,24 @@ def _both_ways_in_graph(
     forward: Ticket,
     backward: Ticket,
     here: Circumstances,
-    table: Tensor | None,
-    record: Tensor | None,
+    buffers: Buffers,
     weight_key: Tensor | None,
 ) -> Tensor:
-    there, back = (_there(here, ticket, table, record) for ticket in (forward, backward))
+    there, back = (_there(here, ticket, buffers) for ticket in (forward, backward))
     return _both_ways(x, _action(forward), _action(backward), there, back, weight_key)
 
 
 @taken_whole
-def _relu_in_graph(
-    x: Tensor, forward: Ticket, backward: Ticket, here: Circumstances, table: Tensor | None, record: Tensor | None
-) -> Tensor:
-    there, back = (_there(here, ticket, table, record) for ticket in (forward, backward))
+def _relu_in_graph(x: Tensor, forward: Ticket, backward: Ticket, here: Circumstances, buffers: Buffers) -> Tensor:
+    there, back = (_there(here, ticket, buffers) for ticket in (forward, backward))
     return _relu(x, _action(forward), _action(backward), there, back)
 
 
-def _chosen(
-    tickets: tuple[Ticket, ...], here: Circumstances, table: Tensor | None, record: Tensor | None
-) -> dict[str, tuple[PlaceAction, Here]]:
+def _chosen(tickets: tuple[Ticket, ...], here: Circumstances, buffers: Buffers) -> dict[str, tuple[PlaceAction, Here]]:
     """Slot -> what rounds it and where, for the slots that have a ticket."""
     actions = {slot: (_action(ticket), ticket) for slot, ticket in zip(SLOTS, tickets, strict=True)}
     return {
-        slot: (action, _there(here, ticket, table, record))
+        slot: (action, _there(here, ticket, buffers))
         for slot, (action, ticket) in actions.items()
         if action is not None
     }
@@ -197,11 +242,10 @@ def _slot_product_in_graph(
     settings: tuple[Any, ...],
     tickets: tuple[Ticket, ...],
     here: Circumstances,
-    table: Tensor | None,
-    record: Tensor | None,
+    buffers: Buffers,
     weight_key: Tensor | None,
 ) -> Tensor:
-    chosen = _chosen(tickets, here, table, record)
+    chosen = _chosen(tickets, here, buffers)
     return slot_product(x, w, bias, Product(op, settings), Slots(chosen, weight_key))
 
 
@@ -211,14 +255,14 @@ def _native_product_in_graph(
     w: Tensor,
     bias: Tensor | None,
     units: tuple[tuple[str, str], ...],
+    casts_again: bool,
     tickets: tuple[Ticket, ...],
     here: Circumstances,
-    table: Tensor | None,
-    record: Tensor | None,
+    buffers: Buffers,
     weight_key: Tensor | None,
 ) -> Tensor:
-    chosen = _chosen(tickets, here, table, record)
-    return native_linear(x, w, bias, NativeSlots(chosen, weight_key, dict(units)))
+    chosen = _chosen(tickets, here, buffers)
+    return native_linear(x, w, bias, NativeSlots(chosen, weight_key, dict(units), casts_again))
 
 
 # --- what the rounder asks for --------------------------------------------------------------------------------
@@ -245,7 +289,7 @@ def rounded_both_ways(
         return _both_ways(x, forward, backward, here, here, weight_key)
     return _both_ways_in_graph(
         *(x, _ticket(forward, here), _ticket(backward, here), _circumstances(here)),
-        *(here.table, here.record, weight_key),
+        *(_buffers(here), weight_key),
     )
 
 
@@ -254,9 +298,7 @@ def rounded_relu(x: Tensor, forward: PlaceAction | None, backward: PlaceAction |
     forward, backward = _now(forward, here), _now(backward, here)
     if not torch.compiler.is_compiling():
         return _relu(x, forward, backward, here, here)
-    return _relu_in_graph(
-        x, _ticket(forward, here), _ticket(backward, here), _circumstances(here), here.table, here.record
-    )
+    return _relu_in_graph(x, _ticket(forward, here), _ticket(backward, here), _circumstances(here), _buffers(here))
 
 
 def rounded_product(
@@ -271,7 +313,7 @@ def rounded_product(
     tickets = tuple(_ticket(applied.get(slot), here) for slot in SLOTS)
     return _slot_product_in_graph(
         *(x, w, bias, product.op, product.settings, tickets, _circumstances(here)),
-        *(here.table, here.record, weight_key),
+        *(_buffers(here), weight_key),
     )
 
 
@@ -283,8 +325,12 @@ def native_product(
     action: Action,
     here: Here,
     weight_key: Tensor | None,
+    casts_again: bool = False,
 ) -> Tensor:
-    """y = x w of a linear layer, the passes in `units` on low-precision units, the others emulated."""
+    """y = x w of a linear layer, the passes in `units` on low-precision units, the others emulated.
+
+    :param casts_again: of compiled code: the backward pass casts x and w again rather than keep their codes.
+    """
     applied: dict[str, PlaceAction] = {}
     for slot in SLOTS:
         place = action.shared.get(slot.split(".")[1], slot)
@@ -297,8 +343,8 @@ def native_product(
         return native_linear(x, w, bias, slots)
     tickets = tuple(_ticket(applied.get(slot), here) for slot in SLOTS)
     return _native_product_in_graph(
-        *(x, w, bias, tuple(units.items()), tickets, _circumstances(here)),
-        *(here.table, here.record, weight_key),
+        *(x, w, bias, tuple(units.items()), casts_again, tickets, _circumstances(here)),
+        *(_buffers(here), weight_key),
     )
 
 

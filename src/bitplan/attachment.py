@@ -123,7 +123,8 @@ class Attachment:
     def _set_version(self, tables: ModuleTables) -> None:
         rounder, state = self._rounder, state_of(tables.module)
         state.has_buffers = tables.has_table or bool(tables.records)
-        flags = (rounder.enabled, rounder.keeper is not None, rounder.tags_gradients, rounder.tags_weights)
+        tags = (rounder.tags_gradients, rounder.tags_weights)
+        flags = (rounder.enabled, rounder.keeper is not None, rounder.casts_again, *tags)
         facts = tuple((op, _facts(action)) for op, action in state.actions.items())
         version = version_of((flags, state.has_buffers, facts))
         for module in with_twins(tables.module):
@@ -164,6 +165,7 @@ class Attachment:
         if self._watched or any(action.observes for action in actions):
             self._rounder.on_new_site = self._meet
         self._all_tables.promotes |= any(action.promotes for action in actions)
+        self._all_tables.delays |= any(action.delays for action in actions)
         self._all_tables.install(tables, self.seed, self._step)
 
     def _let_recurrent_layers_compile(self) -> None:
@@ -204,6 +206,7 @@ class Attachment:
         mode: str | None = None,
         dynamic: bool | None = None,
         options: dict[str, Any] | None = None,
+        spare_memory: bool = False,
     ) -> Any:
         """The model compiled as its execution wants it; packed, what the graph keeps is chosen by the plan's codes.
 
@@ -212,15 +215,24 @@ class Attachment:
 
         :param module: a module that has the model in it, such as one that returns the loss; by default the model.
         :param options: of Inductor, as ``torch.compile`` takes them; those that `mode` stands for come first.
+        :param spare_memory: of native execution: nothing is kept of a linear layer's input and weight that the backward
+            pass can have from what is kept anyway; it casts them again, which takes a few per cent more time.
         """
         from torch._inductor import list_mode_options
 
+        from bitplan.native.sparing_backend import compile_sparing
+
+        if spare_memory and self.execution != "native":
+            raise PlanError("spare_memory goes with execution='native': give attach() that, too, or drop it.")
+        self._rounder.casts_again = spare_memory
+        self._tell_compiled_code()
+        backend: Any = BACKEND if self.execution == "packed" else compile_sparing if spare_memory else "inductor"
         of_mode = {} if mode is None else list_mode_options(mode, dynamic)
         return torch.compile(
             self.model if module is None else module,
             fullgraph=fullgraph,
             dynamic=dynamic,
-            backend=BACKEND if self.execution == "packed" else "inductor",
+            backend=backend,
             options={"guard_filter_fn": guarded_by_version, **of_mode, **(options or {})},
         )
 

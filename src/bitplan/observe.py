@@ -4,8 +4,8 @@ An observation is one row of float32 numbers in a buffer of the module, written 
 passes, eager or compiled. Writing is idempotent: recomputing a checkpointed region writes the same numbers again and
 counts nothing twice. :func:`fold`, once a step, adds them up.
 
-With several micro-batches in a step, shares are those of the last one, and ranges those of all. Where an operation
-has several weights or several results, the record is that of the largest.
+With several micro-batches in a step, shares are those of the last one, and ranges and largest magnitudes those of all.
+Where an operation has several weights or several results, the record is that of the largest.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from bitplan.scaling import LONGEST_HISTORY
 
 #: Columns of a record: fresh, then five measures of this step; steps and their sums; the range of this step;
 #: whether an average range exists, and that; the sign that a promotion watches, as part and whole, and its limit; since
@@ -27,7 +30,11 @@ _KNOWN, _MEAN_LOW, _MEAN_SPAN = 14, 15, 16
 SIGN = slice(17, 19)
 _PART, _WHOLE, LIMIT = 17, 18, 19
 PROMOTED, _REACHED = 20, 21
-COLUMNS = 22
+#: For scales that come from past steps: the largest magnitude of this step so far; of how many steps it is remembered,
+#: and how many times that magnitude is made room for; those of past steps, the last one first, 0 where there was none.
+_NOW, LENGTH, MARGIN = 22, 23, 24
+_PAST = slice(25, 25 + LONGEST_HISTORY)
+COLUMNS = 25 + LONGEST_HISTORY
 
 #: Weight of the past in a running mean of ranges, as in Fu et al. 2021 and Wolfe & Kyrillidis 2024.
 MOMENTUM = 0.9
@@ -46,6 +53,11 @@ def observe_range(row: Tensor, x: Tensor) -> None:
         low = torch.minimum(row[_LOW], x.detach().amin().float())
         high = torch.maximum(row[_HIGH], x.detach().amax().float())
         row[_RANGE].copy_(torch.stack((low, high)))  # one write: each is a kernel of its own in a compiled step
+
+
+def observe_amax(row: Tensor, amax: Tensor) -> None:
+    """Raise this step's largest magnitude."""
+    row[_NOW].copy_(torch.maximum(row[_NOW], amax.float()))
 
 
 def observe_rounding(row: Tensor, x: Tensor, rounded: Tensor, largest: float | Tensor) -> None:
@@ -113,7 +125,31 @@ def fold(record: Tensor, step: int) -> Tensor:
     after[:, PROMOTED] = torch.where(promotes, float(step), record[:, PROMOTED])
     after[:, _REACHED] = torch.where(promotes, sign, record[:, _REACHED])
     after[:, SIGN] = 0.0
+    now, past = record[:, _NOW], record[:, _PAST]
+    is_told = (now > 0) & now.isfinite()
+    after[:, _PAST] = torch.where(is_told[:, None], torch.cat((now[:, None], past[:, :-1]), 1), past)
+    after[:, _NOW] = 0.0
     return after
+
+
+def reach(record: Tensor) -> Tensor:
+    """For which magnitude the next step's scales make room, a number a row; 0 where there is no past."""
+    past = record[:, _PAST]
+    is_remembered = torch.arange(past.shape[1], device=record.device) < record[:, LENGTH, None]
+    return torch.where(is_remembered, past, 0.0).amax(1) * record[:, MARGIN]
+
+
+def share_amax(record: Tensor) -> None:
+    """Let all processes of a training know the largest magnitude that any of them met in this step."""
+    record[:, _NOW] = largest_over_ranks(record[:, _NOW])
+
+
+def largest_over_ranks(values: Tensor) -> Tensor:
+    """The largest of what all processes of a training hold; `values` itself where there is one process."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        values = values.contiguous()
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+    return values
 
 
 def promotion_in(row: list[float]) -> tuple[int, float] | None:

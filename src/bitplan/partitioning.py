@@ -31,7 +31,7 @@ from bitplan.fusing import fuse_moments
 #: How many codes in a row are computed again rather than kept.
 LONGEST_CHAIN = 2
 #: A tensor with at most this share of the elements of its inputs is small.
-_SMALL_SHARE = 1 / 8
+SMALL_SHARE = 1 / 8
 _CODE_TYPES = frozenset((torch.uint8, torch.int8, torch.int16, torch.float8_e4m3fn, torch.float8_e5m2))
 #: Operations that move values about, which torch's rule does not count among the cheap ones.
 _REARRANGING = frozenset(
@@ -60,7 +60,7 @@ class PackedPartitioner(CustomPartitionerFn):
 
 def mark_what_is_kept(graph: fx.Graph) -> None:
     """Set torch's own marks for selective checkpointing on the nodes of a joint graph."""
-    backward = _backward_nodes(graph)
+    backward = backward_nodes(graph)
     forward = [node for node in graph.nodes if node not in backward and node.op == "call_function"]
     again = _Recomputable(forward)
     wanted = [given for node in backward for given in node.all_input_nodes if given not in backward]
@@ -134,8 +134,8 @@ class _Recomputable:
         if not isinstance(node.meta.get("val"), Tensor) or self._kinds.is_view(node):
             return False
         made_by = node.all_input_nodes[0] if node.target is operator.getitem else node
-        largest = max((_elements(given) for given in made_by.all_input_nodes), default=0)
-        return _elements(node) <= largest * _SMALL_SHARE
+        largest = max((elements_of(given) for given in made_by.all_input_nodes), default=0)
+        return elements_of(node) <= largest * SMALL_SHARE
 
 
 def _is_code(node: fx.Node) -> bool:
@@ -160,12 +160,12 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
     return value.dtype if isinstance(value, Tensor) else None
 
 
-def _elements(node: fx.Node) -> int:
+def elements_of(node: fx.Node) -> int:
     value = node.meta.get("val")
     return int(value.numel()) if isinstance(value, Tensor) else 0
 
 
-def _backward_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
+def backward_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
     """The nodes of the backward pass, in the graph's order: all that depend on a gradient that comes in."""
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:

@@ -17,7 +17,7 @@ from torch import Tensor
 from bitplan.plan.promotion import Promotion
 from bitplan.plan.spec import QuantizerSpec
 from bitplan.quantizer import Quantizer
-from bitplan.straight import Between
+from bitplan.straight import Between, Span
 
 
 class Either:
@@ -35,7 +35,7 @@ class Either:
         x: Tensor,
         bits: Tensor | None,
         row: Tensor | None = None,
-        span: tuple[Tensor, Tensor] | None = None,
+        span: Span | None = None,
         between: Between | None = None,
     ) -> Tensor:
         self.low_values = self.low.round_values(x, bits, row, span, between)

@@ -30,6 +30,7 @@ from bitplan.scaling import (
     Granularity,
     Range,
     Scaling,
+    amax_of,
     amax_scale,
     block_amax,
     checked_axis,
@@ -40,7 +41,7 @@ from bitplan.scaling import (
     shared_exponent,
     step_scale,
 )
-from bitplan.straight import Between, Encoded, straight_through
+from bitplan.straight import Between, Encoded, Span, straight_through
 from bitplan.torch_casts import round_by_torch
 from bitplan.tracing import is_traced
 
@@ -107,7 +108,7 @@ class Quantizer:
         x: Tensor,
         bits: Tensor | None,
         row: Tensor | None = None,
-        span: tuple[Tensor, Tensor] | None = None,
+        span: Span | None = None,
         between: Between | None = None,
     ) -> Tensor:
         """:meth:`quantize` with the random bits at hand, without checks and without a gradient.
@@ -156,6 +157,14 @@ class Quantizer:
             return self.format.overflow_threshold
         return self.format.overflow_threshold_in(row)
 
+    def reach_of_scale(self, span: Tensor, row: Tensor | None = None) -> Tensor:
+        """The largest magnitude that has a place beside a scale from the past; infinite where there is no past."""
+        assert self.scaling is not None
+        assert not isinstance(self.format, BlockFormat)
+        largest = self.format.max if row is None or not isinstance(self.format, LiveFormat) else self.format.max_in(row)
+        scale = step_scale(span.float(), largest, self.scaling.power_of_two)
+        return torch.where(span > 0, scale * largest, torch.inf)
+
     def noise(self, x: Tensor, seed: Counter | None, step: Counter, site: Counter) -> Tensor | None:
         """The random bits this call needs. Without a seed one is drawn from torch's generator."""
         if self.rounding != "stochastic":
@@ -169,12 +178,12 @@ class Quantizer:
         x: Tensor,
         bits: Tensor | None = None,
         row: Tensor | None = None,
-        span: tuple[Tensor, Tensor] | None = None,
+        span: Span | None = None,
     ) -> Encoded:
         """The first half: elements and scales.
 
         :param row: stands in for a live format's own row.
-        :param span: (least, largest) value of a ``tensor`` scale, where they are not to be taken from `x`.
+        :param span: of a ``tensor`` scale, where it is not to be taken from `x`.
         """
         work = x.to(self._carrier_dtype(x))
         blocks = self.blocks(x)
@@ -186,6 +195,11 @@ class Quantizer:
         if self.scaling is None:
             return Encoded(self._round(work, bits, row), ())
         largest = self.format.max if row is None or not isinstance(self.format, LiveFormat) else self.format.max_in(row)
+        if isinstance(span, Tensor):
+            present = amax_of(work, tuple(range(work.dim())))
+            room = torch.where(span > 0, span.to(present.dtype), present)
+            scale = step_scale(room, largest, self.scaling.power_of_two)
+            return Encoded(self._round(divide(work, scale), bits, row), (scale,))
         if span is not None:
             shape = (1,) * work.dim()
             work = torch.minimum(torch.maximum(work, span[0]), span[1])

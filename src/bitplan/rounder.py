@@ -47,6 +47,8 @@ class Rounder(Interceptor):
         self.tags_gradients = False
         #: Set when some plan rounds weights, so that views of them must be known.
         self.tags_weights = False
+        #: In native execution: compiled code casts again in its backward pass rather than keep codes.
+        self.casts_again = False
         #: Called eagerly when a module is entered, as long as it is wanted.
         self.on_first_call: Callable[[nn.Module, Any, dict[str, Any]], None] | None = None
         #: Called eagerly for every operation (and the tensors it is given), as long as it is wanted.
@@ -227,7 +229,7 @@ class Rounder(Interceptor):
         units = action.native.get((x.device.type, x.dim()), {}) if op == "linear" else {}
         if units and x.numel() * w.shape[0] >= action.native_from and w.dim() == 2:
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            result = native_product(x, w, bias, units, action, here, key)
+            result = native_product(x, w, bias, units, action, here, key, self.casts_again)
         elif action.slots_apart:
             product, bias = product_of(op, args, kwargs)
             result = rounded_product(x, w, bias, product, action, here, key)

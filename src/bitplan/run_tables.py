@@ -11,10 +11,20 @@ from bitplan.actions import Action, Here, PlaceAction
 from bitplan.decisions import ANY
 from bitplan.errors import PlanError
 from bitplan.intercept import state_of, without_wrappers
-from bitplan.observe import COLUMNS, PROMOTED, SIGN, Statistics, fold, promotion_in, statistics
+from bitplan.observe import (
+    COLUMNS,
+    PROMOTED,
+    SIGN,
+    Statistics,
+    fold,
+    promotion_in,
+    reach,
+    share_amax,
+    statistics,
+)
 from bitplan.promoting import Promoted, limit_of, sum_over_ranks
 from bitplan.sheet import Sheet, with_twins
-from bitplan.tables import RECORD, ModuleTables
+from bitplan.tables import REACH, RECORD, ModuleTables, show_reach
 
 
 class RunTables:
@@ -27,6 +37,8 @@ class RunTables:
         self.promotes = False
         #: Whether anything was ever observed: a step must not ask every module where nothing is.
         self._observes = False
+        #: Whether any scale comes from past steps.
+        self.delays = False
         self._sheet: Sheet | None = None
         self._parameter_names = {id(tensor): without_wrappers(name) for name, tensor in model.named_parameters()}
 
@@ -66,8 +78,17 @@ class RunTables:
         whole = torch.cat([record for _, record in found])
         if self.promotes:
             whole[:, SIGN] = sum_over_ranks(whole[:, SIGN])
-        folded = torch.split(fold(whole, step), [len(record) for _, record in found])
+        if self.delays:
+            share_amax(whole)
+        after = fold(whole, step)
+        sizes = [len(record) for _, record in found]
+        folded = torch.split(after, sizes)
         torch._foreach_copy_([record for _, record in found], list(folded))
+        if self.delays:
+            reaches = [tables.module._buffers.get(REACH) for tables, _ in found]
+            pairs = zip(reaches, torch.split(reach(after), sizes), strict=True)
+            read = [(buffer, now) for buffer, now in pairs if buffer is not None]
+            torch._foreach_copy_([buffer for buffer, _ in read], [now for _, now in read])
         for (tables, _), record in zip(found, folded, strict=True):
             for twin in with_twins(tables.module)[1:]:  # a copy evaluates with the same ranges and promotions
                 known = twin._buffers.get(RECORD)
@@ -75,6 +96,8 @@ class RunTables:
                     known.copy_(record)
                 else:
                     twin.register_buffer(RECORD, record.clone(), persistent=False)
+                if REACH in tables.module._buffers:
+                    show_reach(twin, record)
 
     def statistics(self) -> dict[str, Statistics]:
         """Per site and place, what rounding did to its values. Reading waits for the device."""
@@ -97,7 +120,10 @@ class RunTables:
             limit = math.inf if place_action.promotion is None else limit_of(place_action.promotion)
             for part in _parts(place_action, module) if place_action.observes else ():
                 self._observes = True
-                row = tables.record_row(f"{here.site}:{place}{part}", self.device(), limit)
+                row = tables.record_row(
+                    *(f"{here.site}:{place}{part}", self.device(), limit),
+                    *(place_action.spec.history or 0, place_action.spec.margin),
+                )
                 place_action.records[here.site + part] = row
         return tables
 
@@ -140,6 +166,8 @@ class RunTables:
         self._observes = True
         tables.records = dict(names)
         tables.module.register_buffer(RECORD, kept.to(self.device()), persistent=False)
+        if self.delays:
+            show_reach(tables.module, tables.module._buffers[RECORD])  # type: ignore[arg-type]
         restore_rows(tables)
 
 

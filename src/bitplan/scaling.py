@@ -34,6 +34,10 @@ from bitplan.tracing import is_traced
 Granularity = Literal["tensor", "channel", "vector", "block"]
 Range = Literal["amax", "minmax"]
 
+#: Of how many past steps the largest magnitudes may be remembered for a scale, and the highest power of two by which it
+#: may make room for more; beyond that few formats have any numbers left for the present.
+LONGEST_HISTORY, MOST_MARGIN = 32, 16
+
 
 @dataclass(frozen=True)
 class Scaling:
@@ -117,7 +121,7 @@ def reduced_dims(x: Tensor, scaling: Scaling) -> tuple[int, ...]:
 
 def amax_scale(x: Tensor, largest: float | Tensor, dims: tuple[int, ...], power_of_two: bool) -> Tensor:
     """amax / fmax, dimensions kept."""
-    return step_scale(_amax(x, dims), largest, power_of_two)
+    return step_scale(amax_of(x, dims), largest, power_of_two)
 
 
 def minmax_scale(x: Tensor, steps: float | Tensor, dims: tuple[int, ...], power_of_two: bool) -> tuple[Tensor, Tensor]:
@@ -137,7 +141,8 @@ def step_scale(span: Tensor, steps: float | Tensor, power_of_two: bool) -> Tenso
     return raised.view(carrier.dtype) + scale * 0  # NaN stays NaN
 
 
-def _amax(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+def amax_of(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The largest magnitude, dimensions kept."""
     if is_traced():
         return torch.amax(x.abs(), dims, keepdim=True) if dims else x.abs()
     # Eagerly two reductions read the input twice; one of |x| would write it once and read it twice.
@@ -154,7 +159,7 @@ def _least(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 def block_amax(blocks: Tensor) -> Tensor:
     """Largest magnitude of each block, last dimension kept."""
-    return _amax(blocks, (blocks.dim() - 1,))
+    return amax_of(blocks, (blocks.dim() - 1,))
 
 
 def divide(a: Tensor, b: float | Tensor) -> Tensor:

@@ -17,6 +17,10 @@ class Encoded(NamedTuple):
     scales: tuple[Tensor, ...]
 
 
+#: The range of a ``tensor`` scale where it is not to be taken from the tensor: (least, largest) value, to which values
+#: are bound; or the largest magnitude for which it makes room, beyond which values overflow, and 0 where none is known.
+Span = tuple[Tensor, Tensor] | Tensor
+
 #: Looks at what lies between the two halves of rounding, or changes the form that it has there.
 Between = Callable[[Encoded], Encoded]
 
@@ -29,7 +33,7 @@ class RoundsValues(Protocol):
         x: Tensor,
         bits: Tensor | None,
         row: Tensor | None = None,
-        span: tuple[Tensor, Tensor] | None = None,
+        span: Span | None = None,
         between: Between | None = None,
     ) -> Tensor: ...
 
@@ -39,7 +43,7 @@ def straight_through(
     x: Tensor,
     bits: Tensor | None,
     row: Tensor | None = None,
-    span: tuple[Tensor, Tensor] | None = None,
+    span: Span | None = None,
     between: Between | None = None,
 ) -> Tensor:
     """The rounded `x`, whose gradient is that of `x` itself."""
@@ -59,7 +63,7 @@ class _StraightThrough(torch.autograd.Function):
         quantizer: RoundsValues,
         bits: Tensor | None,
         row: Tensor | None,
-        span: tuple[Tensor, Tensor] | None,
+        span: Span | None,
         between: Between | None,
     ) -> Tensor:
         return quantizer.round_values(x, bits, row, span, between)

@@ -1,11 +1,13 @@
 """What lies beside a module's weights while a plan is at work: keys of random bits, rows of formats, records.
 
-Two buffers a module, both non-persistent, so that the model's ``state_dict`` is untouched, and both *buffers*, so that
-equal blocks share one compiled graph and CUDA graphs see static inputs:
+Up to three buffers a module, all non-persistent, so that the model's ``state_dict`` is untouched, and all *buffers*, so
+that equal blocks share one compiled graph and CUDA graphs see static inputs:
 
 * ``TABLE`` (int32): row 0 the module's key, one row for the key of each of its parameters, then a row for each
   format that may change while the run goes on. The graph only reads it; :meth:`Attachment.step` writes it.
 * ``RECORD`` (float32): what was observed at each site, see :mod:`bitplan.observe`.
+* ``REACH`` (float32): for each row of the record, for which magnitude this step's scale makes room, where past steps
+  decide that. The graph only reads it, so that equal casts stay equal; :meth:`RunTables.fold` writes it.
 """
 
 from __future__ import annotations
@@ -18,13 +20,14 @@ from torch import Tensor, nn
 
 from bitplan.formats import Format
 from bitplan.live import LiveFormat
-from bitplan.observe import LIMIT, blank_record
+from bitplan.observe import LENGTH, LIMIT, MARGIN, blank_record, reach
 from bitplan.plan.document import Phase
 from bitplan.plan.spec import QuantizerSpec
 from bitplan.rounding import ROW_FIELDS
 
 TABLE = "_bitplan_table"
 RECORD = "_bitplan_record"
+REACH = "_bitplan_reach"
 
 
 class LiveRow:
@@ -114,10 +117,14 @@ class ModuleTables:
         if self.has_table and (known is None or len(known) != len(rows)):
             module.register_buffer(TABLE, rows.clone().to(device), persistent=False)
 
-    def record_row(self, site: str, device: torch.device, limit: float = math.inf) -> int:
+    def record_row(
+        self, site: str, device: torch.device, limit: float = math.inf, history: int = 0, margin: int = 0
+    ) -> int:
         """The row of a site, a new one if it was not met before.
 
         :param limit: of the sign that a promotion watches there.
+        :param history: of how many past steps the largest magnitude is remembered, for the next one's scale.
+        :param margin: by which power of two the scale makes room for more than that.
         """
         if site not in self.records:
             self.records[site] = len(self.records)
@@ -125,10 +132,25 @@ class ModuleTables:
             fresh = blank_record(1, device)
             grown = fresh if known is None else torch.cat((known, fresh))
             self.module.register_buffer(RECORD, grown, persistent=False)
-        self.module._buffers[RECORD][self.records[site], LIMIT] = limit  # type: ignore[index]
-        return self.records[site]
+        record, row = self.module._buffers[RECORD], self.records[site]
+        assert record is not None
+        for column, value in ((LIMIT, limit), (LENGTH, history), (MARGIN, 2.0**margin)):
+            record[row, column] = value
+        known = self.module._buffers.get(REACH)
+        if history or known is not None:
+            show_reach(self.module, record)
+        return row
 
     def remove(self) -> None:
-        for name in (TABLE, RECORD):
+        for name in (TABLE, RECORD, REACH):
             self.module._buffers.pop(name, None)
             self.module._non_persistent_buffers_set.discard(name)
+
+
+def show_reach(module: nn.Module, record: Tensor) -> None:
+    """Write what the module's record says of this step's scales where its graphs read it."""
+    now, known = reach(record), module._buffers.get(REACH)
+    if known is not None and known.shape == now.shape:
+        known.copy_(now)
+    else:
+        module.register_buffer(REACH, now, persistent=False)

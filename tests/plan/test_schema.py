@@ -165,6 +165,8 @@ QUANTIZERS = st.fixed_dictionaries(
         "block": st.integers(0, 33),
         "range": st.sampled_from(["amax", "minmax"]),
         "power_of_two": st.booleans(),
+        "history": st.integers(0, 40),
+        "margin": st.integers(-1, 20),
         "overflow": st.sampled_from(["saturate", "special"]),
         "eval": st.sampled_from(["same", "ema", "off", "top"]),
     },
@@ -175,7 +177,12 @@ QUANTIZERS = st.fixed_dictionaries(
 def sparse_quantizers(draw: st.DrawFn) -> dict[str, Any]:
     """Few options at a time, so that many are valid."""
     whole = draw(QUANTIZERS)
-    kept = draw(st.lists(st.sampled_from(["bits", "scale", "block", "axis", "range", "overflow", "eval"]), max_size=3))
+    kept = draw(
+        st.lists(
+            st.sampled_from(["bits", "scale", "block", "axis", "range", "overflow", "eval", "history", "margin"]),
+            max_size=3,
+        )
+    )
     family = str(whole["format"]).strip().lower() in ("int", "float")
     kept += ["bits", "exponent_bits"] if family and draw(st.booleans()) else []
     return {key: value for key, value in whole.items() if key == "format" or key in kept}

@@ -26,11 +26,22 @@ from bitplan.straight import Encoded
 PASSES = {"fprop": ("fprop.x", "fprop.w"), "dgrad": ("dgrad.dy", "dgrad.w"), "wgrad": ("wgrad.dy", "wgrad.x")}
 
 
+#: Slots whose products read a row of features at a time; the others read one feature of all rows.
+BY_ROW = ("fprop.x", "fprop.w", "dgrad.dy")
+
+
 class Codes(NamedTuple):
-    """A matrix of codes, (rows, features), and its scale: a number, (rows, 1) or (1, features)."""
+    """A matrix of codes, (rows, features), and its scale: a number, (rows, 1) or (1, features).
+
+    In memory either the features of a row lie side by side or, where a product wants it so, the rows of a feature.
+    """
 
     values: Tensor
     scale: Tensor
+
+    def decoded(self) -> Tensor:
+        """The numbers that the codes stand for, in float32."""
+        return self.values.float() * self.scale
 
     def transposed(self) -> Codes:
         return Codes(self.values.t(), self.scale.t() if self.scale.dim() == 2 else self.scale)

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from bitplan.errors import PlanError
-from bitplan.native.operands import PASSES, Codes, codes_of
+from bitplan.native.operands import Codes
 from bitplan.native.units import Unit
 from bitplan.products import Product
-from bitplan.straight import Encoded
 from bitplan.tracing import is_traced
 
 _LINEAR = Product("linear")
@@ -24,28 +23,34 @@ class NativeSlots(Protocol):
     units: dict[str, Unit]
     #: Whether both backward products get one rounded gradient.
     shares_dy: bool
+    #: Whether the backward pass casts x and w again from what they were, rather than keep their codes.
+    casts_again: bool
 
     def round(self, slot: str, tensor: Tensor) -> Tensor: ...
 
-    def encode(self, slot: str, tensor: Tensor) -> tuple[Encoded, torch.dtype]: ...
+    def codes(self, slots: list[str], tensor: Tensor, after: Tensor | None = None) -> list[Codes]:
+        """The codes of a tensor for each of these slots; `after`: once more, and not before that tensor is there."""
+        ...
 
 
 class NativeLinear(torch.autograd.Function):
-    """y = x w forward, dx = dy w and dw = dy x backward. Of x, the codes that the weight's gradient wants are kept."""
+    """y = x w forward, dx = dy w and dw = dy x backward. Of x and w, the codes that backward products want are kept."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, slots: NativeSlots) -> Tensor:
-        ctx.slots, ctx.shape, ctx.dtype = slots, x.shape, x.dtype
+        ctx.slots, ctx.shape, ctx.dtypes = slots, x.shape, (x.dtype, w.dtype)
+        wanted_x = _slots_of("x", slots, fprop=True, wgrad=ctx.needs_input_grad[1] and not slots.casts_again)
+        wanted_w = _slots_of("w", slots, fprop=True, dgrad=ctx.needs_input_grad[0] and not slots.casts_again)
+        of_x = dict(zip(wanted_x, slots.codes(wanted_x, x), strict=True))
+        of_w = dict(zip(wanted_w, slots.codes(wanted_w, w), strict=True))
         if "fprop" in slots.units:
-            rows = slots.units["fprop"].multiply(*_matrices(slots, "fprop", x, w), _result_dtype(x))
+            left, right = of_x["fprop.x"], of_w["fprop.w"].transposed()
+            rows = slots.units["fprop"].multiply(*_operands(left, right), _result_dtype(x))
             y = rows.reshape(*x.shape[:-1], -1)
             y = y if bias is None else y + bias.to(y.dtype)
         else:
             y = _LINEAR.forward(slots.round("fprop.x", x), slots.round("fprop.w", w), bias)
-        if "wgrad" in slots.units and ctx.needs_input_grad[1]:
-            ctx.save_for_backward(*_codes(slots, "wgrad.x", x), w, bias)
-        else:
-            ctx.save_for_backward(x, None, w, bias)
+        ctx.save_for_backward(*of_x.get("wgrad.x", (x, None)), *of_w.get("dgrad.w", (w, None)), bias)
         return y
 
     @staticmethod
@@ -54,29 +59,39 @@ class NativeLinear(torch.autograd.Function):
             raise PlanError(
                 "native execution has no second derivative: attach with execution='emulate' for create_graph=True."
             )
-        kept, scale, w, bias = ctx.saved_tensors
-        slots, dy = ctx.slots, grads[0]
+        x, x_scale, w, w_scale, bias = ctx.saved_tensors
+        slots, dy, units = ctx.slots, grads[0], ctx.slots.units
+        x_dtype, w_dtype = ctx.dtypes
         grad_x = grad_w = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            if "dgrad" in slots.units:
-                rows = slots.units["dgrad"].multiply(*_matrices(slots, "dgrad", dy, w), ctx.dtype)
-                grad_x = rows.reshape(ctx.shape)
-            else:
-                grad_x = torch.matmul(slots.round("dgrad.dy", dy), slots.round("dgrad.w", w).to(dy.dtype))
-                grad_x = grad_x.to(ctx.dtype)
-        if ctx.needs_input_grad[1]:
-            if scale is not None:
-                left, right = _codes(slots, "wgrad.dy", dy).transposed(), Codes(kept, scale)
-                unit = slots.units["wgrad"]
-                grad_w = unit.multiply(left.values, right.values, (left.scale, right.scale), w.dtype)
-            else:
-                rounded = slots.round("wgrad.x", kept).to(dy.dtype)
-                grad_w = _LINEAR.grad_w(slots.round("wgrad.dy", dy), rounded, w).to(w.dtype)
+        wanted = _slots_of("dy", slots, dgrad=ctx.needs_input_grad[0], wgrad=ctx.needs_input_grad[1])
+        of_dy = dict(zip(wanted, slots.codes(wanted, dy), strict=True))
+        if "dgrad.dy" in of_dy:
+            (right,) = slots.codes(["dgrad.w"], w, after=dy) if w_scale is None else [Codes(w, w_scale)]
+            grad_x = units["dgrad"].multiply(*_operands(of_dy["dgrad.dy"], right), x_dtype).reshape(ctx.shape)
+        elif ctx.needs_input_grad[0]:
+            grad_x = torch.matmul(slots.round("dgrad.dy", dy), slots.round("dgrad.w", w).to(dy.dtype)).to(x_dtype)
+        if "wgrad.dy" in of_dy:
+            (right,) = slots.codes(["wgrad.x"], x, after=dy) if x_scale is None else [Codes(x, x_scale)]
+            grad_w = units["wgrad"].multiply(*_operands(of_dy["wgrad.dy"].transposed(), right), w_dtype)
+        elif ctx.needs_input_grad[1]:
+            rounded = slots.round("wgrad.x", x).to(dy.dtype)
+            grad_w = _LINEAR.grad_w(slots.round("wgrad.dy", dy), rounded, w).to(w_dtype)
         if bias is not None and ctx.needs_input_grad[2]:
-            # A gradient that is rounded once, where it arrives, is so for the bias, too.
-            arrived = slots.round("dgrad.dy", dy) if slots.shares_dy else dy
-            grad_bias = _LINEAR.grad_bias(arrived, bias).to(bias.dtype)
+            arrived = dy
+            if slots.shares_dy:  # a gradient that is rounded once, where it arrives, is so for the bias, too
+                known = next(iter(of_dy.values()), None)
+                arrived = slots.round("dgrad.dy", dy) if known is None else known.decoded().to(dy.dtype)
+            grad_bias = _LINEAR.grad_bias(arrived.reshape(dy.shape), bias).to(bias.dtype)
         return grad_x, grad_w, grad_bias, None
+
+
+def _slots_of(operand: str, slots: NativeSlots, **wanted: bool) -> list[str]:
+    """The slots of an operand in the passes that are wanted and run on a unit."""
+    return [f"{one}.{operand}" for one, is_wanted in wanted.items() if is_wanted and one in slots.units]
+
+
+def _operands(left: Codes, right: Codes) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    return left.values, right.values, (left.scale, right.scale)
 
 
 def _result_dtype(x: Tensor) -> torch.dtype:
@@ -89,17 +104,3 @@ def native_linear(x: Tensor, w: Tensor, bias: Tensor | None, slots: NativeSlots)
     """y = x w + bias, its products on the units that `slots` names."""
     y: Tensor = NativeLinear.apply(x, w, bias, slots)  # type: ignore[no-untyped-call]
     return y
-
-
-def _codes(slots: NativeSlots, slot: str, tensor: Tensor) -> Codes:
-    return codes_of(*slots.encode(slot, tensor))
-
-
-def _matrices(
-    slots: NativeSlots, one: str, left: Tensor, right: Tensor
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """The two matrices of a pass of which the right one is the weight, and their scales."""
-    names = PASSES[one]
-    a, b = _codes(slots, names[0], left), _codes(slots, names[1], right)
-    b = b.transposed() if one == "fprop" else b
-    return a.values, b.values, (a.scale, b.scale)

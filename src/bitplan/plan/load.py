@@ -49,7 +49,7 @@ from bitplan.plan.time_grammar import NAME_PATTERN, Scheduled, When, Width
 from bitplan.plan.tree import MAX_CHARACTERS, Node, tree_from_data, tree_from_json, tree_from_yaml
 from bitplan.plan.uses import Choosing, Names, Switch, Use, leaves, use_from_text
 from bitplan.reference import ROUNDINGS
-from bitplan.scaling import Granularity, Range
+from bitplan.scaling import LONGEST_HISTORY, MOST_MARGIN, Granularity, Range
 from bitplan.schedules import Schedule
 
 Syntax = Literal["yaml", "json"]
@@ -86,6 +86,11 @@ QUANTIZER = Record(
         "block": Whole("How many neighbours share a scale; with scale: block.", 1, 2**31 - 1),
         "range": Choice("What a scale covers: the largest magnitude, or least to largest (integers).", get_args(Range)),
         "power_of_two": Flag("Round the scale up to a power of two."),
+        "history": Whole(
+            "The scale comes from the largest magnitudes of so many past steps (delayed); with scale: tensor.",
+            *(1, LONGEST_HISTORY),
+        ),
+        "margin": Whole("The scale makes room for 2^margin times those magnitudes; with history.", 0, MOST_MARGIN),
         "overflow": Choice("What lies beyond the largest value becomes it, or infinity / NaN.", get_args(Overflow)),
         "eval": Choice(
             "In evaluation: the same, running ranges, no rounding, or the top precision.", get_args(Evaluation)

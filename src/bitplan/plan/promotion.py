@@ -83,6 +83,8 @@ class Promotion:
         if target is not None:
             if target.promote is not None:
                 raise PlanError("a promoted tensor is not promoted again: promote to a quantizer without promote.")
+            if target.history is not None:
+                raise PlanError("a promoted tensor has no past: promote to a quantizer without history.")
             if isinstance(target.bits, str) or target.moved_by is not None:
                 raise PlanError("a promoted tensor keeps its format: promote to a quantizer that follows no schedule.")
             if not isinstance(low.bits, str) and low.target.bits_per_value > target.target.bits_per_value:

@@ -69,9 +69,17 @@ def _quantizer(shape: Schema) -> Schema:
         _if({"not": {"anyOf": [{"required": ["scale"]}, _fits("format", blocks)]}}, _without("axis")),
         _if(_is("power_of_two", True), {"required": ["scale"]}),
         _if(_is("eval", "ema"), _is("scale", "tensor")),
+        _if({"required": ["history"]}, _is("scale", "tensor") | _amax_of_steps()),
+        _if({"required": ["margin"], "properties": {"margin": {"minimum": 1}}}, {"required": ["history"]}),
         _if({"anyOf": [{"required": ["scale"]}, _fits("format", blocks)]}, _promotes_by("underflow", "error")),
     ]
     return shape
+
+
+def _amax_of_steps() -> Schema:
+    """What a history of largest magnitudes does not go with."""
+    ranged = {"required": ["range"], "properties": {"range": {"const": "minmax"}}}
+    return {"not": {"anyOf": [ranged, _fits("format", _AFFINE), _is("eval", "ema")]}}
 
 
 def _promotes_by(*measures: str) -> Schema:

@@ -21,7 +21,7 @@ from bitplan.plan.places import CONFLICTS, KEYS, GradAt
 from bitplan.plan.promotion import Promotion
 from bitplan.quantizer import Quantizer, make_quantizer
 from bitplan.reference import Rounding
-from bitplan.scaling import Granularity, Range
+from bitplan.scaling import LONGEST_HISTORY, MOST_MARGIN, Granularity, Range
 from bitplan.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -65,6 +65,10 @@ class QuantizerSpec:
     block: int | None = None
     range: Range | None = None
     power_of_two: bool = False
+    #: The scale comes from the largest magnitudes of so many past steps rather than from the tensor itself.
+    history: int | None = None
+    #: It makes room for 2^margin times as much.
+    margin: int = 0
     rounding: Rounding = "nearest"
     overflow: Overflow | None = None
     eval: Evaluation = "same"
@@ -90,6 +94,7 @@ class QuantizerSpec:
             raise PlanError(f"there is no eval {self.eval!r}; {nearest_names(str(self.eval), get_args(Evaluation))}")
         if self.eval == "ema" and self.scale != "tensor":
             raise PlanError("eval: ema averages the range of a whole tensor: it needs scale: tensor.")
+        self._check_history()
         if self.promote is not None:
             self.promote.require_can_fire(scaled=self.scale is not None or self._is_block)
         for width in self._widths():
@@ -97,6 +102,23 @@ class QuantizerSpec:
                 width.resolve(axis_default=0)
             except BitplanError as error:
                 raise PlanError(str(error)) from None
+
+    def _check_history(self) -> None:
+        if self.history is None:
+            if self.margin:
+                raise PlanError("margin makes room beyond the past's largest magnitudes: give history, too.")
+            return
+        if not 1 <= self.history <= LONGEST_HISTORY:
+            raise PlanError(f"history is 1 to {LONGEST_HISTORY} steps, not {self.history}.")
+        if not 0 <= self.margin <= MOST_MARGIN:
+            raise PlanError(f"margin is 0 to {MOST_MARGIN}, not {self.margin}.")
+        if self.scale != "tensor":
+            raise PlanError("history remembers the largest magnitude of a whole tensor: it needs scale: tensor.")
+        is_affine = not is_family(self.format) and getattr(self.target, "affine", False)
+        if self.range == "minmax" or is_affine:
+            raise PlanError("history remembers largest magnitudes, not ranges: it needs range: amax.")
+        if self.eval == "ema":
+            raise PlanError("history and eval: ema both decide the range of evaluation: drop one of them.")
 
     @property
     def _is_block(self) -> bool:
@@ -219,6 +241,8 @@ class QuantizerSpec:
             words += [] if value is None else [str(value)]
         words += [] if self.axis is None else [f"axis={self.axis}"]
         words += ["power-of-two"] if self.power_of_two else []
+        words += [f"of {self.history} steps"] if self.history is not None else []
+        words += [f"margin={self.margin}"] if self.margin else []
         words += [self.overflow] if self.overflow else []
         words += [f"eval={self.eval}"] if self.eval != "same" else []
         words += [f"(promoted {self.promote})"] if self.promote is not None else []

@@ -1,0 +1,179 @@
+"""The kernels of :mod:`bitplan.native.float8_cast`; imported only where Triton is.
+
+Magnitudes are compared as the bits of float32 numbers without their signs: these grow with the magnitude, and NaN lies
+above all of them. Nothing is added up and no two programs write to one place, so results are the same at every call.
+
+Two things are written otherwise than one would first think, after a look at the machine code for Hopper, where 39
+instructions an element became about 20, which memory can just about keep up with:
+
+* A correctly rounded division takes about 11 instructions and a branch. All elements have one divisor, so its inverse
+  is found once, and five multiplications and additions give the same quotient (:func:`_quotient`).
+* A tile is read in two halves. Triton would otherwise exchange the numbers between the threads *before* they are
+  widened, and compute every code twice, once for each layout; it does not where two loads are widened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bitplan.native.float8_cast import FORMATS, PARTS, TILE, tiles_of
+
+#: Elements that a program of :func:`_amax_of_parts` reads at once.
+_BLOCK = 8192
+_KINDS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+
+
+@triton.jit
+def _magnitude_bits(value):  # type: ignore[no-untyped-def]
+    return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _amax_of_parts(x, reach, tops, count, has_reach: tl.constexpr, parts: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    part = tl.program_id(0)
+    end = count.to(tl.int64)
+    if has_reach:
+        end = tl.where(tl.load(reach) > 0, 0, end)  # the past decides: there is nothing to look for
+    top = tl.zeros([block], tl.int32)
+    for start in range(part.to(tl.int64) * block, end, parts * block):
+        at = start + tl.arange(0, block)
+        top = tl.maximum(top, _magnitude_bits(tl.load(x + at, mask=at < end, other=0.0).to(tl.float32)))
+    tl.store(tops + part, tl.max(top, 0).to(tl.float32, bitcast=True))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scale_of(span, largest: tl.constexpr, power_of_two: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As :func:`bitplan.scaling.step_scale`: every comparison with NaN is false, so that NaN stays."""
+    scale = tl.div_rn(span, tl.full([], largest, tl.float32))
+    smallest = tl.full([], 1.1754943508222875e-38, tl.float32)
+    scale = tl.where(scale < smallest, smallest, scale)
+    if power_of_two:
+        raised = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+        scale = raised.to(tl.float32, bitcast=True) + scale * 0.0
+    return scale
+
+
+@triton.jit
+def _quotient(value, scale):  # type: ignore[no-untyped-def]
+    """value / scale, correctly rounded, for scales of at least 2^-60 and at most 2^100 and quotients below 2^127.
+
+    With the correctly rounded inverse and a quotient that is off by less than one unit in the last place, one more
+    correction gives the correctly rounded quotient (Markstein 1990); the first correction brings it there. The numbers
+    that are left over are exact as long as none is subnormal, hence the bounds: only quotients below 2^-18, which
+    become zero in any float8, could leave such ones. Corrections lose the sign of a zero.
+    """
+    inverse = tl.div_rn(tl.full([], 1.0, tl.float32), scale)
+    quotient = value * inverse
+    quotient = tl.fma(tl.fma(quotient, -scale, value), inverse, quotient)
+    quotient = tl.fma(tl.fma(quotient, -scale, value), inverse, quotient)
+    sign = value.to(tl.int32, bitcast=True) & -0x80000000
+    return (_magnitude_bits(quotient) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cast_tile(  # type: ignore[no-untyped-def]
+    x,
+    as_rows,
+    as_columns,
+    scale_out,
+    tops,
+    parts,
+    reach,
+    rows,
+    features,
+    kind: tl.constexpr,
+    largest: tl.constexpr,
+    power_of_two: tl.constexpr,
+    has_parts: tl.constexpr,
+    has_reach: tl.constexpr,
+    writes_rows: tl.constexpr,
+    writes_columns: tl.constexpr,
+    gathers: tl.constexpr,
+    part_count: tl.constexpr,
+    tile: tl.constexpr,
+):
+    number = tl.program_id(0)
+    across = tl.cdiv(features, tile)
+    row = (number // across).to(tl.int64) * tile + tl.arange(0, tile)
+    column = (number % across).to(tl.int64) * tile + tl.arange(0, tile)
+    inside = (row < rows)[:, None] & (column < features)[None, :]
+    place = row[:, None] * features + column[None, :]
+    is_left = (tl.arange(0, tile) < tile // 2)[None, :]
+    left = tl.load(x + place, mask=inside & is_left, other=0.0).to(tl.float32)
+    right = tl.load(x + place, mask=inside & (is_left == 0), other=0.0).to(tl.float32)
+    value = tl.where(is_left, left, right)
+    if gathers:
+        top = tl.max(tl.max(_magnitude_bits(value), 1), 0)
+        tl.store(tops + number, top.to(tl.float32, bitcast=True))
+    if has_parts:
+        span = tl.max(_magnitude_bits(tl.load(parts + tl.arange(0, part_count))), 0).to(tl.float32, bitcast=True)
+        if has_reach:
+            known = tl.load(reach)
+            span = tl.where(known > 0, known, span)
+        scale = _scale_of(span, largest, power_of_two)
+        if (scale >= 2.0**-60) & (scale <= 2.0**100):
+            if has_reach:
+                # What lies far beyond saturates anyway; comparisons with NaN are false, so that NaN stays.
+                edge = scale * (2 * largest)
+                value = tl.where(value > edge, edge, tl.where(value < -edge, -edge, value))
+            value = _quotient(value, scale)
+        else:
+            value = tl.div_rn(value, scale)
+    else:
+        scale = tl.full([], 1.0, tl.float32)
+    if number == 0:
+        tl.store(scale_out, scale)
+    codes = value.to(kind).to(tl.uint8, bitcast=True)  # saturates, as the hardware's conversion does
+    if writes_rows:
+        tl.store(as_rows + place, codes, mask=inside)
+    if writes_columns:
+        outside = (column < features)[:, None] & (row < rows)[None, :]
+        tl.store(as_columns + column[:, None] * rows + row[None, :], tl.trans(codes), mask=outside)
+
+
+def amax_by_kernel(x: Tensor, reach: Tensor | None) -> Tensor:
+    """Largest magnitudes of :data:`PARTS` parts of `x`, which is contiguous."""
+    tops = x.new_empty(PARTS, dtype=torch.float32)
+    with _on(x):
+        _amax_of_parts[(PARTS,)](
+            x, tops if reach is None else reach, tops, x.numel(), reach is not None, PARTS, _BLOCK, num_warps=8
+        )
+    return tops
+
+
+def cast_by_kernel(
+    x: Tensor,
+    dtype: torch.dtype,
+    parts: Tensor | None,
+    reach: Tensor | None,
+    power_of_two: bool,
+    as_rows: bool,
+    as_columns: bool,
+    gathers: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As :func:`bitplan.native.float8_cast.cast_in_torch`; `x` is contiguous and not empty."""
+    rows, features = x.shape
+    tiles = tiles_of(rows, features)
+    by_row = x.new_empty((rows, features) if as_rows else (0, 0), dtype=torch.uint8)
+    by_column = x.new_empty((features, rows) if as_columns else (0, 0), dtype=torch.uint8)
+    scale = x.new_empty((), dtype=torch.float32)
+    tops = x.new_empty(tiles if gathers else 0, dtype=torch.float32)
+    given = (tensor if tensor is not None else scale for tensor in (parts, reach))
+    with _on(x):
+        _cast_tile[(tiles,)](
+            *(x, by_row, by_column, scale, tops, *given, rows, features),
+            *(_KINDS[dtype], FORMATS[dtype].max, power_of_two, parts is not None, reach is not None),
+            *(as_rows, as_columns, gathers, PARTS, TILE),
+            num_warps=8,
+        )
+    return by_row.view(dtype), by_column.view(dtype), scale, tops
+
+
+def _on(x: Tensor) -> Any:
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
