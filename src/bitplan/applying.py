@@ -16,9 +16,13 @@ from bitplan.native.product import native_linear
 from bitplan.native.units import unit_named
 from bitplan.observe import observe_amax
 from bitplan.plan import OPERANDS, SLOTS
+from bitplan.plan.spec import QuantizerSpec
 from bitplan.products import Product, slot_product
 from bitplan.sparing import Passes, sparing_relu
-from bitplan.tracing import taken_whole
+from bitplan.tracing import is_traced, taken_whole
+
+#: The attribute by which a tensor of a graph in the making tells what :func:`_told_first` needs.
+_REACHES = "_bitplan_reaches"
 
 
 class Slots:
@@ -81,6 +85,8 @@ class NativeSlots(Slots):
         action, here = self.chosen[slots[0]]
         spec = action.spec
         record, reach = action.remembered(here)
+        if reach is not None and is_traced():
+            reach = _told_first(tensor, spec, reach)
         gathers = action.is_delayed and record is not None and here.observing and after is None
         by_row = [slot in BY_ROW for slot in slots]
         cast = cast_float8(
@@ -97,6 +103,16 @@ class NativeSlots(Slots):
         if gathers and record is not None:
             observe_amax(record, cast.tops.amax())
         return [Codes(cast.rows if is_by_row else cast.columns.t(), cast.scale) for is_by_row in by_row]
+
+
+def _told_first(tensor: Tensor, spec: QuantizerSpec, reach: Tensor) -> Tensor:
+    """While a graph is made: the reach that the first reader of a tensor with such a quantizer has.
+
+    Readers of one tensor have met the same magnitudes, so theirs is the same number; as one and the same node of the
+    graph it lets torch.compile see that their casts are one.
+    """
+    known: dict[QuantizerSpec, Tensor] = tensor.__dict__.setdefault(_REACHES, {})
+    return known.setdefault(spec, reach)
 
 
 class RoundedGradient(torch.autograd.Function):
