@@ -11,9 +11,9 @@ from bitplan.actions import Action, Here, PlaceAction, keeps_little, numbered
 from bitplan.grids import mark
 from bitplan.keeping import note_copy
 from bitplan.native.float8_cast import cast_float8
-from bitplan.native.operands import BY_ROW, PASSES, Codes, codes_of
+from bitplan.native.operands import BY_ROW, PASSES, Codes, codes_of, sizes_of
 from bitplan.native.product import native_linear
-from bitplan.native.units import unit_named
+from bitplan.native.units import suits, unit_named
 from bitplan.observe import observe_amax
 from bitplan.plan import OPERANDS, SLOTS
 from bitplan.plan.spec import QuantizerSpec
@@ -354,6 +354,11 @@ def native_product(
             applied[slot] = action.places[place]
     # What evaluation leaves unrounded is multiplied as it is.
     units = {one: name for one, name in units.items() if all(slot in applied for slot in PASSES[one])}
+    inputs, outputs = w.shape[1], w.shape[0]
+    tokens = x.numel() // inputs
+    units = {
+        one: name for one, name in units.items() if suits(name, x.device.type, sizes_of(one, tokens, inputs, outputs))
+    }
     if not torch.compiler.is_compiling():
         slots = NativeSlots({slot: (place, here) for slot, place in applied.items()}, weight_key, units)
         return native_linear(x, w, bias, slots)

@@ -26,8 +26,8 @@ from bitplan.native.float8_cast import FORMATS, PARTS, TILE, tiles_of
 
 #: Elements that a program of :func:`_amax_of_parts` reads at once.
 _BLOCK = 8192
-#: With at most so many registers a thread, a multiprocessor of Hopper works on two tiles of 16-bit numbers at once, one of
-#: which can be read while the other is cast; tiles of float32 would not fit into them.
+#: With at most so many registers a thread, a multiprocessor of Hopper works on two tiles of 16-bit numbers at once: one
+#: is read while the other is cast. Tiles of float32 would not fit into them.
 _REGISTERS = 128
 _KINDS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
