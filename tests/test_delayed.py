@@ -209,3 +209,12 @@ def test_a_plan_says_it_as_it_was_written() -> None:
     assert plan.to_dict()["rules"][0]["x"] == LATE
     with bitplan.attach(nn.Linear(2, 2), plan, example=torch.randn(1, 2)) as run:
         assert any("e4m3 tensor of 2 steps margin=1" in str(row) for row in run.table())
+
+
+def test_processes_tell_each_other_their_largest_magnitudes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bitplan.observe.largest_over_ranks", lambda values: values.clamp_min(7.0))
+    model = nn.Linear(2, 1, bias=False)
+    run = bitplan.attach(model, plan_of(**{"fprop.x": LATE}))
+    model(torch.ones(1, 2)).sum().backward()
+    run.step()
+    assert model._buffers["_bitplan_reach"].tolist() == [14.0]  # type: ignore[union-attr]

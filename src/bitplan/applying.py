@@ -11,14 +11,18 @@ from bitplan.actions import Action, Here, PlaceAction, keeps_little, numbered
 from bitplan.grids import mark
 from bitplan.keeping import note_copy
 from bitplan.native.float8_cast import cast_float8
-from bitplan.native.operands import BY_ROW, PASSES, Codes, codes_of
+from bitplan.native.operands import BY_ROW, PASSES, Codes, codes_of, sizes_of
 from bitplan.native.product import native_linear
-from bitplan.native.units import unit_named
+from bitplan.native.units import suits, unit_named
 from bitplan.observe import observe_amax
 from bitplan.plan import OPERANDS, SLOTS
+from bitplan.plan.spec import QuantizerSpec
 from bitplan.products import Product, slot_product
 from bitplan.sparing import Passes, sparing_relu
-from bitplan.tracing import taken_whole
+from bitplan.tracing import is_traced, taken_whole
+
+#: The attribute by which a tensor of a graph in the making tells what :func:`_told_first` needs.
+_REACHES = "_bitplan_reaches"
 
 
 class Slots:
@@ -81,6 +85,8 @@ class NativeSlots(Slots):
         action, here = self.chosen[slots[0]]
         spec = action.spec
         record, reach = action.remembered(here)
+        if reach is not None and is_traced():
+            reach = _told_first(tensor, spec, reach)
         gathers = action.is_delayed and record is not None and here.observing and after is None
         by_row = [slot in BY_ROW for slot in slots]
         cast = cast_float8(
@@ -97,6 +103,16 @@ class NativeSlots(Slots):
         if gathers and record is not None:
             observe_amax(record, cast.tops.amax())
         return [Codes(cast.rows if is_by_row else cast.columns.t(), cast.scale) for is_by_row in by_row]
+
+
+def _told_first(tensor: Tensor, spec: QuantizerSpec, reach: Tensor) -> Tensor:
+    """While a graph is made: the reach that the first reader of a tensor with such a quantizer has.
+
+    Readers of one tensor have met the same magnitudes, so theirs is the same number; as one and the same node of the
+    graph it lets torch.compile see that their casts are one.
+    """
+    known: dict[QuantizerSpec, Tensor] = tensor.__dict__.setdefault(_REACHES, {})
+    return known.setdefault(spec, reach)
 
 
 class RoundedGradient(torch.autograd.Function):
@@ -338,6 +354,11 @@ def native_product(
             applied[slot] = action.places[place]
     # What evaluation leaves unrounded is multiplied as it is.
     units = {one: name for one, name in units.items() if all(slot in applied for slot in PASSES[one])}
+    inputs, outputs = w.shape[1], w.shape[0]
+    tokens = x.numel() // inputs
+    units = {
+        one: name for one, name in units.items() if suits(name, x.device.type, sizes_of(one, tokens, inputs, outputs))
+    }
     if not torch.compiler.is_compiling():
         slots = NativeSlots({slot: (place, here) for slot, place in applied.items()}, weight_key, units)
         return native_linear(x, w, bias, slots)

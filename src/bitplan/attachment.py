@@ -464,7 +464,7 @@ class Attachment:
             raise PlanError("only native execution has fallbacks: attach with execution='native'.")
         device = next(self.model.parameters(), torch.empty(0)).device
         plan = self._timeline.plan_in(self._phase)
-        return fallbacks_of(self._ledger.operations(), plan.decide, units_of(device), self._native_from)
+        return fallbacks_of(self._ledger.operations(), plan.decide, units_of(device), self._native_from, device.type)
 
     def stats(self) -> dict[str, Statistics]:
         """Per site and place, what rounding did to its values. Reading waits for the device."""

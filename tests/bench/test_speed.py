@@ -29,6 +29,18 @@ def test_every_variant_has_a_row_and_what_fails_is_told(monkeypatch: pytest.Monk
     assert set(document["plans"]) == {"native-int8", "native-int8-tensor"}
 
 
+def test_every_plan_may_spare_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "peers", lambda device: {})
+    monkeypatch.setitem(speed.SHAPES, "small", lambda: (nn.Linear(16, 16, bias=False), torch.randn(8, 16)))
+    monkeypatch.setattr("bitplan.native.crossover.SIZES", (8,))
+    backends: list[str] = []
+    monkeypatch.setattr(torch, "compile", lambda model, **given: backends.append(str(given.get("backend"))) or model)
+    document = speed.bench_speed(["small"], ["native-int8"], turns=1, sparing=True)
+    variants = [row["variant"] for row in document["rows"]["small"]]
+    assert variants == ["bf16", "native-int8", "native-int8, sparing memory"]
+    assert ["compile_sparing" in backend for backend in backends] == [False, False, True]
+
+
 def test_a_shape_that_does_not_exist_is_one_sentence() -> None:
     with pytest.raises(BitplanError, match="there is no shape 'llama-4069'; did you mean llama-4096"):
         speed.bench_speed(["llama-4069"])

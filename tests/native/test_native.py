@@ -221,6 +221,19 @@ def test_a_fallback_says_which_pass_and_why(rule: dict[str, Any], one: str, reas
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
 
 
+def test_sizes_that_do_not_suit_a_unit_are_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("bitplan.native.fallbacks.suits", "bitplan.applying.suits"):
+        monkeypatch.setattr(place, lambda name, kind, sizes: units.suits(name, "cuda", sizes))
+    calls = Calls(monkeypatch)
+    plan = PLANS["fp8"][0]
+    native = results(plan, "native")
+    assert len(calls.dtypes) == 2
+    for ours, theirs in zip(native, results(plan, "emulate"), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
+    with bitplan.attach(nn.Linear(32, 16), plan, example=torch.randn(6, 32), execution="native", native_from=0) as run:
+        assert [str(each) for each in run.fallbacks()] == ["/linear.0, wgrad: 16 x 6 x 32 does not suit the fp8 unit"]
+
+
 def test_convolutions_and_small_products_are_emulated_and_told_of_once() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5))
     x = torch.randn(2, 3, 8, 8)

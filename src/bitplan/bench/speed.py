@@ -34,8 +34,10 @@ SHAPES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "llama-4096": lambda: (LlamaBlocks(4096, 4, 14336), random_states(4, 4096, 4096)),
     "llama-2048": lambda: (LlamaBlocks(2048, 8, 8192), random_states(8, 2048, 2048)),
 }
-OWN_PLANS = ("native-int8", "native-int8-tensor", "native-fp8")
+OWN_PLANS = ("native-int8", "native-int8-tensor", "native-fp8", "native-fp8-delayed")
 PLAIN = "bf16"
+#: What follows a plan's name where memory is spared.
+SPARING = ", sparing memory"
 #: Shape -> milliseconds to reach, and on what.
 AIMS = {
     "linear-1024": ("2 CPU cores", 26.0),
@@ -71,12 +73,20 @@ def own_plan(name: str) -> Plan:
 class Runner:
     """A copy of the model, compiled, with what it is fed and what comes back."""
 
-    def __init__(self, model: nn.Module, x: Tensor, change: Callable[[nn.Module, Tensor], Attachment | None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        x: Tensor,
+        change: Callable[[nn.Module, Tensor], Attachment | None],
+        spare_memory: bool = False,
+    ) -> None:
+        #: What lies on the GPU for other variants' sake.
+        self._others = torch.cuda.memory_allocated() if x.is_cuda else 0
         self.model = copy.deepcopy(model)
         self.x = x.detach().clone().requires_grad_()
         self.dy = torch.randn_like(x[..., :1]).expand_as(x).contiguous()
         self.run = change(self.model, self.x)
-        self.called = torch.compile(self.model) if self.run is None else self.run.compile()
+        self.called = torch.compile(self.model) if self.run is None else self.run.compile(spare_memory=spare_memory)
         self.peak: int | None = None
 
     def step(self) -> None:
@@ -100,7 +110,7 @@ class Runner:
             torch.cuda.reset_peak_memory_stats()
             self.step()
             torch.cuda.synchronize()
-            self.peak = torch.cuda.max_memory_allocated()
+            self.peak = torch.cuda.max_memory_allocated() - self._others
 
 
 def _nothing() -> None:
@@ -144,9 +154,13 @@ def bench_speed(
     device: str = "cpu",
     turns: int = 8,
     seed: int = 0,
+    sparing: bool = False,
     on_row: Callable[[str, Row], None] = lambda shape, row: None,
 ) -> dict[str, Any]:
-    """Measure everything; a document with machine, versions, the crossover table and one entry a row."""
+    """Measure everything; a document with machine, versions, the crossover table and one entry a row.
+
+    :param sparing: measure every plan a second time, compiled so that it spares memory.
+    """
     torch.manual_seed(seed)
     where = torch.device(device)
     chosen = plans or (OWN_PLANS[:2] if where.type == "cpu" else OWN_PLANS)
@@ -154,7 +168,7 @@ def bench_speed(
     for shape in shapes:
         if shape not in SHAPES:
             raise BitplanError(f"there is no shape {shape!r}; {nearest_names(shape, SHAPES)}")
-        rows, failures = _shape(shape, chosen, where, turns, partial(on_row, shape))
+        rows, failures = _shape(shape, chosen, where, turns, sparing, partial(on_row, shape))
         measured[shape], failed[shape] = rows, failures
     return {
         "benchmark": "speed",
@@ -172,12 +186,19 @@ def bench_speed(
 
 
 def _shape(
-    shape: str, plans: Sequence[str], device: torch.device, turns: int, on_row: Callable[[Row], None]
+    shape: str,
+    plans: Sequence[str],
+    device: torch.device,
+    turns: int,
+    sparing: bool,
+    on_row: Callable[[Row], None],
 ) -> tuple[list[Row], dict[str, str]]:
     model, x = SHAPES[shape]()
     model, x = model.to(device, torch.bfloat16), x.to(device, torch.bfloat16)
     changes: dict[str, Callable[[nn.Module, Tensor], Attachment | None]] = {PLAIN: lambda model, x: None}
     changes |= {name: partial(_planned, own_plan(name)) for name in plans}
+    spared = {f"{name}{SPARING}": changes[name] for name in plans if sparing}
+    changes |= spared
     theirs = peers(device)
     changes |= {name: partial(_changed, change) for name, change in theirs.items()}
     runners: dict[str, Runner] = {}
@@ -186,7 +207,7 @@ def _shape(
     torch.compiler.reset()
     for name, change in changes.items():
         try:
-            runners[name] = Runner(model, x, change)
+            runners[name] = Runner(model, x, change, name in spared)
             first[name] = runners[name].seconds(1)
             runners[name].measure_peak()
         except Exception as error:  # a peer that does not work here is told of; what is ours must work

@@ -126,6 +126,10 @@ def speed(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
     turns: Annotated[int, typer.Option(min=1, help="Turns of each variant; the best one counts.")] = 8,
+    sparing: Annotated[
+        bool,
+        typer.Option("--spare-memory", help="Measure every plan a second time, compiled so that it spares memory."),
+    ] = False,
     as_json: JsonOption = False,
     output_file: OutputFile = None,
 ) -> None:
@@ -134,6 +138,7 @@ def speed(
         _require_device(device)
         document = bench_speed(
             *(shapes or ("linear-1024",), plans or (), device, turns),
+            sparing=sparing,
             on_row=lambda shape, row: output.note(
                 f"{shape}, {row.variant}: {row.milliseconds:.2f} ms, {row.ratio:.3f}x"
             ),

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from bitplan.files import write_whole
-from bitplan.native.operands import codes_of
+from bitplan.native.float8_cast import FORMATS, READ, cast_float8
+from bitplan.native.operands import Codes, codes_of
 from bitplan.native.units import Unit, units_of
 from bitplan.processor import cpu_name
 from bitplan.quantizer import make_quantizer
@@ -114,8 +115,14 @@ def _crossing(unit: Unit, size: int, device: torch.device, dtype: torch.dtype) -
     kind = unit.dtype_of(quantizer.format)  # type: ignore[arg-type]  # a constant one
     assert kind is not None
 
+    def codes(matrix: Tensor) -> Codes:
+        if kind in FORMATS and dtype in READ:
+            cast = cast_float8(matrix, kind, as_columns=False)
+            return Codes(cast.rows, cast.scale)
+        return codes_of(quantizer.encode(matrix), kind)
+
     def native() -> Tensor:
-        one, other = (codes_of(quantizer.encode(each), kind) for each in (a, b))
+        one, other = codes(a), codes(b)
         return unit.multiply(one.values, other.values.t(), (one.scale, other.scale), dtype)
 
     return Crossing(unit.name, size, _milliseconds(lambda: a @ b.t(), device), _milliseconds(native, device))

@@ -10,8 +10,8 @@ from torch import Tensor
 from bitplan.axes import resolve
 from bitplan.formats import IntFormat
 from bitplan.live import LiveFormat
-from bitplan.native.operands import PASSES, summed_axes, varying_axes
-from bitplan.native.units import Unit
+from bitplan.native.operands import PASSES, sizes_of, summed_axes, varying_axes
+from bitplan.native.units import Unit, suits
 from bitplan.openings import decision_for, has_slots
 from bitplan.ops import PRODUCTS
 from bitplan.plan import Decision
@@ -59,9 +59,16 @@ def passes_of(decision: Decision, dims: int, units: Sequence[Unit]) -> dict[str,
 
 
 def fallbacks_of(
-    operations: Sequence[Operation], decide: Callable[[str, str], Decision], units: Sequence[Unit], least: int
+    operations: Sequence[Operation],
+    decide: Callable[[str, str], Decision],
+    units: Sequence[Unit],
+    least: int,
+    kind: str = "cpu",
 ) -> list[Fallback]:
-    """Every pass of every product with operand slots that is emulated; `least` multiplications are worth a unit."""
+    """Every pass of every product with operand slots that is emulated; `least` multiplications are worth a unit.
+
+    :param kind: of device.
+    """
     found = []
     for operation in operations:
         decision = decision_for(decide, operation.module, f"{operation.op}.{operation.index}", operation.inside)
@@ -75,7 +82,13 @@ def fallbacks_of(
             found.append(Fallback(operation.label, "all passes", f"{_size(x, w)} is too small to gain by it"))
         else:
             chosen = passes_of(decision, x.dim(), units)
-            found += [Fallback(operation.label, one, why) for one, why in chosen.items() if isinstance(why, str)]
+            sizes = {one: sizes_of(one, x.numel() // w.shape[1], w.shape[1], w.shape[0]) for one in chosen}
+            for one, unit in chosen.items():
+                if isinstance(unit, str):
+                    found.append(Fallback(operation.label, one, unit))
+                elif not suits(unit.name, kind, sizes[one]):
+                    words = " x ".join(map(str, sizes[one]))
+                    found.append(Fallback(operation.label, one, f"{words} does not suit the {unit.name} unit"))
     return found
 
 

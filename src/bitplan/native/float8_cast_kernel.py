@@ -4,10 +4,10 @@ Magnitudes are compared as the bits of float32 numbers without their signs: thes
 above all of them. Nothing is added up and no two programs write to one place, so results are the same at every call.
 
 Two things are written otherwise than one would first think, after a look at the machine code for Hopper, where 39
-instructions an element became about 20, which memory can just about keep up with:
+instructions an element became 25, which is about what memory can keep up with:
 
 * A correctly rounded division takes about 11 instructions and a branch. All elements have one divisor, so its inverse
-  is found once, and five multiplications and additions give the same quotient (:func:`_quotient`).
+  is found once, and six multiplications and additions give the same quotient (:func:`_quotient`).
 * A tile is read in two halves. Triton would otherwise exchange the numbers between the threads *before* they are
   widened, and compute every code twice, once for each layout; it does not where two loads are widened.
 """
@@ -26,6 +26,9 @@ from bitplan.native.float8_cast import FORMATS, PARTS, TILE, tiles_of
 
 #: Elements that a program of :func:`_amax_of_parts` reads at once.
 _BLOCK = 8192
+#: With at most so many registers a thread, a multiprocessor of Hopper works on two tiles of 16-bit numbers at once: one
+#: is read while the other is cast. Tiles of float32 would not fit into them.
+_REGISTERS = 128
 _KINDS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
@@ -37,7 +40,7 @@ def _magnitude_bits(value):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _amax_of_parts(x, reach, tops, count, has_reach: tl.constexpr, parts: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
     part = tl.program_id(0)
-    end = count.to(tl.int64)
+    end = tl.cast(count, tl.int64)  # Triton makes a constant of a count of one
     if has_reach:
         end = tl.where(tl.load(reach) > 0, 0, end)  # the past decides: there is nothing to look for
     top = tl.zeros([block], tl.int32)
@@ -59,19 +62,27 @@ def _scale_of(span, largest: tl.constexpr, power_of_two: tl.constexpr):  # type:
     return scale
 
 
-@triton.jit
-def _quotient(value, scale):  # type: ignore[no-untyped-def]
-    """value / scale, correctly rounded, for scales of at least 2^-60 and at most 2^100 and quotients below 2^127.
+@triton.jit  # type: ignore[untyped-decorator]
+def _quotient(value, scale, largest: tl.constexpr, may_exceed: tl.constexpr):  # type: ignore[no-untyped-def]
+    """value / scale, correctly rounded where that is at least 2^-18; what is less becomes zero in any float8.
 
-    With the correctly rounded inverse and a quotient that is off by less than one unit in the last place, one more
-    correction gives the correctly rounded quotient (Markstein 1990); the first correction brings it there. The numbers
-    that are left over are exact as long as none is subnormal, hence the bounds: only quotients below 2^-18, which
-    become zero in any float8, could leave such ones. Corrections lose the sign of a zero.
+    Both are multiplied by the power of two that brings the scale to between 1 and 2, which is exact. With the correctly
+    rounded inverse and a quotient that is off by less than one unit in the last place, a correction gives the correctly
+    rounded one (Markstein 1990); an earlier correction brings it there. Corrections lose the sign of a zero.
     """
-    inverse = tl.div_rn(tl.full([], 1.0, tl.float32), scale)
-    quotient = value * inverse
-    quotient = tl.fma(tl.fma(quotient, -scale, value), inverse, quotient)
-    quotient = tl.fma(tl.fma(quotient, -scale, value), inverse, quotient)
+    bits = scale.to(tl.int32, bitcast=True)
+    is_finite = (bits & 0x7F800000) != 0x7F800000
+    power = (0x7F000000 - (bits & 0x7F800000)).to(tl.float32, bitcast=True)
+    power = tl.where(is_finite, power, tl.where(scale == scale, 0.0, scale))  # x / infinity is zero, x / NaN is NaN
+    divisor = tl.where(is_finite, (bits & 0x7FFFFF) | 0x3F800000, 0x3F800000).to(tl.float32, bitcast=True)
+    dividend = value * power
+    if may_exceed:  # what lies far beyond saturates anyway; comparisons with NaN are false, so that NaN stays
+        edge = divisor * (2 * largest)
+        dividend = tl.where(dividend > edge, edge, tl.where(dividend < -edge, -edge, dividend))
+    inverse = tl.div_rn(tl.full([], 1.0, tl.float32), divisor)
+    quotient = dividend * inverse
+    quotient = tl.fma(tl.fma(quotient, -divisor, dividend), inverse, quotient)
+    quotient = tl.fma(tl.fma(quotient, -divisor, dividend), inverse, quotient)
     sign = value.to(tl.int32, bitcast=True) & -0x80000000
     return (_magnitude_bits(quotient) | sign).to(tl.float32, bitcast=True)
 
@@ -117,14 +128,7 @@ def _cast_tile(  # type: ignore[no-untyped-def]
             known = tl.load(reach)
             span = tl.where(known > 0, known, span)
         scale = _scale_of(span, largest, power_of_two)
-        if (scale >= 2.0**-60) & (scale <= 2.0**100):
-            if has_reach:
-                # What lies far beyond saturates anyway; comparisons with NaN are false, so that NaN stays.
-                edge = scale * (2 * largest)
-                value = tl.where(value > edge, edge, tl.where(value < -edge, -edge, value))
-            value = _quotient(value, scale)
-        else:
-            value = tl.div_rn(value, scale)
+        value = _quotient(value, scale, largest, has_reach)
     else:
         scale = tl.full([], 1.0, tl.float32)
     if number == 0:
@@ -171,6 +175,7 @@ def cast_by_kernel(
             *(_KINDS[dtype], FORMATS[dtype].max, power_of_two, parts is not None, reach is not None),
             *(as_rows, as_columns, gathers, PARTS, TILE),
             num_warps=8,
+            maxnreg=_REGISTERS if x.element_size() == 2 else None,
         )
     return by_row.view(dtype), by_column.view(dtype), scale, tops
 

@@ -47,6 +47,17 @@ class Codes(NamedTuple):
         return Codes(self.values.t(), self.scale.t() if self.scale.dim() == 2 else self.scale)
 
 
+def sizes_of(one: str, tokens: int, inputs: int, outputs: int) -> tuple[int, int, int]:
+    """(m, k, n) of a pass.
+
+    >>> sizes_of("wgrad", 6, 32, 16)
+    (16, 6, 32)
+    """
+    if one == "fprop":
+        return tokens, inputs, outputs
+    return (tokens, outputs, inputs) if one == "dgrad" else (outputs, tokens, inputs)
+
+
 def summed_axes(slot: str, dims: int) -> set[int]:
     """The axes of a linear layer's operand that its product sums over."""
     if slot in ("fprop.x", "dgrad.dy"):

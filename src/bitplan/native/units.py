@@ -97,6 +97,20 @@ def unit_named(name: str) -> Unit:
     return next(unit for unit in UNITS if unit.name == name)
 
 
+def suits(name: str, kind: str, sizes: tuple[int, int, int]) -> bool:
+    """Whether the unit of that name multiplies (m, k) by (k, n) on that kind of device; else it is emulated.
+
+    >>> suits("fp8", "cuda", (5, 32, 16)), suits("fp8", "cuda", (32, 5, 16)), suits("int8", "cpu", (1, 2, 3))
+    (True, False, True)
+    """
+    if kind != "cuda":
+        return True
+    m, k, n = sizes
+    if name == "fp8":
+        return k % 16 == 0 and n % 16 == 0
+    return m > 16 and k % 8 == 0 and n % 8 == 0
+
+
 def _columns(b: Tensor) -> Tensor:
     """The same matrix, with the numbers of a column side by side in memory."""
     return b if b.t().is_contiguous() else b.t().contiguous().t()
