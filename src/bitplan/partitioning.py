@@ -9,8 +9,8 @@ codes decide:
 * after :data:`LONGEST_CHAIN` codes in a row the next one is kept. Without that, a residual network would be recomputed
   from its first layer on when backward begins, and all of it would lie in memory in full at once.
 
-Reductions (means, scales) are small and kept, and so are casts of small parameters and inputs, as autocast makes them: to launch
-their kernels again would take longer than the bytes are worth. Everything else is torch's own choice.
+Reductions (means, scales) are small and kept, and so are casts of small parameters and inputs, as autocast makes them:
+to launch their kernels again would take longer than the bytes are worth. Everything else is torch's own choice.
 """
 
 from __future__ import annotations
