@@ -17,7 +17,7 @@ from bitplan.actions import Action, Here
 from bitplan.allowances import Allowance
 from bitplan.cost import Cost
 from bitplan.decisions import Decider
-from bitplan.errors import BitplanWarning, PlanError
+from bitplan.errors import BitplanWarning, PlanError, nearest_names
 from bitplan.explain import Explanation, require_effect, require_seen
 from bitplan.intercept import (
     ModuleState,
@@ -47,6 +47,9 @@ from bitplan.sites import LOSS_PATH, FakeInputs, Operation, call_arguments
 from bitplan.tables import ModuleTables
 from bitplan.timeline import Timeline, Total
 from bitplan.unseen import unseen_modules
+
+#: What compiled native execution casts again in its backward pass, by how much memory it is to spare.
+SPARING: dict[str, tuple[str, ...]] = {"no": (), "weights": ("w",), "all": ("x", "w")}
 
 
 class Attachment:
@@ -182,19 +185,22 @@ class Attachment:
         fullgraph: bool = True,
         mode: str | None = None,
         dynamic: bool | None = None,
-        spare_memory: bool = False,
+        spare_memory: str = "no",
     ) -> Any:
         """The model compiled as its execution wants it; packed, what the graph keeps is chosen by the plan's codes.
 
-        :param spare_memory: of native execution: nothing is kept of a linear layer's input and weight that the backward
-            pass can have from what is kept anyway; it casts them again, which takes a few per cent more time.
+        :param spare_memory: of native execution: ``weights`` keeps no codes of a linear layer's weight, which is there
+            anyway and is cast again in the backward pass; ``all`` keeps none of its input either, and computes that
+            again where it can be had from what is kept. Each takes a little more time.
         """
-        if spare_memory and self.execution != "native":
+        if spare_memory not in SPARING:
+            raise PlanError(f"there is no spare_memory={spare_memory!r}; {nearest_names(str(spare_memory), SPARING)}")
+        if spare_memory != "no" and self.execution != "native":
             raise PlanError("spare_memory goes with execution='native': give attach() that, too, or drop it.")
-        self._rounder.casts_again = spare_memory
+        self._rounder.casts_again = SPARING[spare_memory]
         if self.execution == "packed":
             return torch.compile(self.model, fullgraph=fullgraph, mode=mode, dynamic=dynamic, backend=BACKEND)
-        if spare_memory:
+        if spare_memory == "all":
             from bitplan.native.sparing_backend import compile_sparing
 
             return torch.compile(self.model, fullgraph=fullgraph, mode=mode, dynamic=dynamic, backend=compile_sparing)

@@ -1,7 +1,7 @@
 """Inductor, with the graph of a native model cut so that its backward pass casts again what it can have cheaply.
 
 Kept codes cost a byte an element. Where a linear layer's input is a norm or an activation function of something that
-the backward pass keeps anyway, computing it again and casting it again costs time instead (``spare_memory``).
+the backward pass keeps anyway, computing it again and casting it again costs time instead (``spare_memory="all"``).
 """
 
 from __future__ import annotations
