@@ -49,7 +49,7 @@ from bitplan.timeline import Timeline, Total
 from bitplan.unseen import unseen_modules
 
 #: What compiled native execution casts again in its backward pass, by how much memory it is to spare.
-SPARING: dict[str, tuple[str, ...]] = {"no": (), "weights": ("w",), "all": ("x", "w")}
+SPARING: dict[str, tuple[str, ...]] = {"no": (), "weights": ("w",), "inputs": ("x", "w"), "products": ("x", "w")}
 
 
 class Attachment:
@@ -190,8 +190,9 @@ class Attachment:
         """The model compiled as its execution wants it; packed, what the graph keeps is chosen by the plan's codes.
 
         :param spare_memory: of native execution: ``weights`` keeps no codes of a linear layer's weight, which is there
-            anyway and is cast again in the backward pass; ``all`` keeps none of its input either, and computes that
-            again where it can be had from what is kept. Each takes a little more time.
+            anyway and is cast again in the backward pass; ``inputs`` keeps none of its input either, and computes that
+            again where it can be had from what is kept; ``products`` also makes a product again whose result only
+            pointwise operations read, where another one has the same input (half of a gate). Each takes more time.
         """
         if spare_memory not in SPARING:
             raise PlanError(f"there is no spare_memory={spare_memory!r}; {nearest_names(str(spare_memory), SPARING)}")
@@ -200,10 +201,11 @@ class Attachment:
         self._rounder.casts_again = SPARING[spare_memory]
         if self.execution == "packed":
             return torch.compile(self.model, fullgraph=fullgraph, mode=mode, dynamic=dynamic, backend=BACKEND)
-        if spare_memory == "all":
-            from bitplan.native.sparing_backend import compile_sparing
+        if spare_memory in ("inputs", "products"):
+            from bitplan.native.sparing_backend import compile_sparing, compile_sparing_products
 
-            return torch.compile(self.model, fullgraph=fullgraph, mode=mode, dynamic=dynamic, backend=compile_sparing)
+            backend = compile_sparing if spare_memory == "inputs" else compile_sparing_products
+            return torch.compile(self.model, fullgraph=fullgraph, mode=mode, dynamic=dynamic, backend=backend)
         return torch.compile(self.model, fullgraph=fullgraph, mode=mode, dynamic=dynamic)
 
     # --- the loop ---

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.attach import Attachment, attach
+from bitplan.attachment import SPARING
 from bitplan.bench.machine import describe_machine
 from bitplan.errors import BitplanError, BitplanWarning, nearest_names
 from bitplan.models.llama import LlamaBlocks, random_states
@@ -157,7 +158,7 @@ def bench_speed(
 ) -> dict[str, Any]:
     """Measure everything; a document with machine, versions, the crossover table and one entry a row.
 
-    :param sparing: measure every plan twice more, compiled so that it spares the memory of weights' codes, and of all.
+    :param sparing: measure every plan also with each of the ways to spare memory.
     """
     torch.manual_seed(seed)
     where = torch.device(device)
@@ -195,7 +196,7 @@ def _shape(
     model, x = model.to(device, torch.bfloat16), x.to(device, torch.bfloat16)
     changes: dict[str, Callable[[nn.Module, Tensor], Attachment | None]] = {PLAIN: lambda model, x: None}
     changes |= {name: partial(_planned, own_plan(name)) for name in plans}
-    spared = {f"{name}, sparing {what}": (name, what) for name in plans for what in ("weights", "all") if sparing}
+    spared = {f"{name}, sparing {what}": (name, what) for name in plans for what in SPARING if sparing and what != "no"}
     changes |= {name: changes[plan] for name, (plan, _) in spared.items()}
     theirs = peers(device)
     changes |= {name: partial(_changed, change) for name, change in theirs.items()}
