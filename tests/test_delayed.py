@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 import bitplan
 from bitplan import Plan, PlanError
@@ -218,3 +219,23 @@ def test_processes_tell_each_other_their_largest_magnitudes(monkeypatch: pytest.
     model(torch.ones(1, 2)).sum().backward()
     run.step()
     assert model._buffers["_bitplan_reach"].tolist() == [14.0]  # type: ignore[union-attr]
+
+
+def test_a_checkpointed_model_is_the_same() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    found = []
+    for wrap in (nn.Sequential, Checkpointed):
+        torch.manual_seed(0)
+        model = wrap(nn.Sequential(nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 4)))
+        run = bitplan.attach(model, plan_of(**ALL))
+        found.append(training(model, model, run, FACTORS[:4]))
+        run.detach()
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)

@@ -51,7 +51,7 @@ class NativeSlots(Slots):
         chosen: dict[str, tuple[PlaceAction, Here]],
         weight_key: Tensor | None,
         units: dict[str, str],
-        casts_again: bool = False,
+        casts_again: tuple[str, ...] = (),
     ) -> None:
         super().__init__(chosen, weight_key)
         self.units = {one: unit_named(name) for one, name in units.items()}
@@ -271,7 +271,7 @@ def _native_product_in_graph(
     w: Tensor,
     bias: Tensor | None,
     units: tuple[tuple[str, str], ...],
-    casts_again: bool,
+    casts_again: tuple[str, ...],
     tickets: tuple[Ticket, ...],
     here: Circumstances,
     buffers: Buffers,
@@ -341,11 +341,11 @@ def native_product(
     action: Action,
     here: Here,
     weight_key: Tensor | None,
-    casts_again: bool = False,
+    casts_again: tuple[str, ...] = (),
 ) -> Tensor:
     """y = x w of a linear layer, the passes in `units` on low-precision units, the others emulated.
 
-    :param casts_again: of compiled code: the backward pass casts x and w again rather than keep their codes.
+    :param casts_again: of compiled code: operands, of x and w, that the backward pass casts again.
     """
     applied: dict[str, PlaceAction] = {}
     for slot in SLOTS:

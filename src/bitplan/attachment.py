@@ -17,7 +17,7 @@ from bitplan.actions import Action, Here
 from bitplan.allowances import Allowance
 from bitplan.cost import Cost
 from bitplan.decisions import Decider
-from bitplan.errors import BitplanWarning, PlanError
+from bitplan.errors import BitplanWarning, PlanError, nearest_names
 from bitplan.explain import Explanation, require_effect, require_seen
 from bitplan.intercept import (
     ModuleState,
@@ -49,6 +49,9 @@ from bitplan.tables import ModuleTables
 from bitplan.timeline import Timeline, Total
 from bitplan.unseen import unseen_modules
 from bitplan.versions import VERSION, depend_on, guarded_by_version, version_of
+
+#: What compiled native execution casts again in its backward pass, by how much memory it is to spare.
+SPARING: dict[str, tuple[str, ...]] = {"no": (), "weights": ("w",), "inputs": ("x", "w"), "products": ("x", "w")}
 
 
 class Attachment:
@@ -206,7 +209,7 @@ class Attachment:
         mode: str | None = None,
         dynamic: bool | None = None,
         options: dict[str, Any] | None = None,
-        spare_memory: bool = False,
+        spare_memory: str = "no",
     ) -> Any:
         """The model compiled as its execution wants it; packed, what the graph keeps is chosen by the plan's codes.
 
@@ -215,26 +218,36 @@ class Attachment:
 
         :param module: a module that has the model in it, such as one that returns the loss; by default the model.
         :param options: of Inductor, as ``torch.compile`` takes them; those that `mode` stands for come first.
-        :param spare_memory: of native execution: nothing is kept of a linear layer's input and weight that the backward
-            pass can have from what is kept anyway; it casts them again, which takes a few per cent more time.
+        :param spare_memory: of native execution: ``weights`` keeps no codes of a linear layer's weight, which is there
+            anyway and is cast again in the backward pass; ``inputs`` keeps none of its input either, and computes that
+            again where it can be had from what is kept; ``products`` also makes a product again whose result only
+            pointwise operations read, where another one has the same input (half of a gate). Each takes more time.
         """
         from torch._inductor import list_mode_options
 
-        from bitplan.native.sparing_backend import compile_sparing
-
-        if spare_memory and self.execution != "native":
+        if spare_memory not in SPARING:
+            raise PlanError(f"there is no spare_memory={spare_memory!r}; {nearest_names(str(spare_memory), SPARING)}")
+        if spare_memory != "no" and self.execution != "native":
             raise PlanError("spare_memory goes with execution='native': give attach() that, too, or drop it.")
-        self._rounder.casts_again = spare_memory
+        self._rounder.casts_again = SPARING[spare_memory]
         self._tell_compiled_code()
-        backend: Any = BACKEND if self.execution == "packed" else compile_sparing if spare_memory else "inductor"
         of_mode = {} if mode is None else list_mode_options(mode, dynamic)
         return torch.compile(
             self.model if module is None else module,
             fullgraph=fullgraph,
             dynamic=dynamic,
-            backend=backend,
+            backend=self._backend(spare_memory),
             options={"guard_filter_fn": guarded_by_version, **of_mode, **(options or {})},
         )
+
+    def _backend(self, spare_memory: str) -> Any:
+        if self.execution == "packed":
+            return BACKEND
+        if spare_memory not in ("inputs", "products"):
+            return "inductor"
+        from bitplan.native.sparing_backend import compile_sparing, compile_sparing_products
+
+        return compile_sparing if spare_memory == "inputs" else compile_sparing_products
 
     # --- the loop ---
 

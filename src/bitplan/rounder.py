@@ -47,8 +47,8 @@ class Rounder(Interceptor):
         self.tags_gradients = False
         #: Set when some plan rounds weights, so that views of them must be known.
         self.tags_weights = False
-        #: In native execution: compiled code casts again in its backward pass rather than keep codes.
-        self.casts_again = False
+        #: In native execution: operands that compiled code casts again in its backward pass rather than keep codes.
+        self.casts_again: tuple[str, ...] = ()
         #: Called eagerly when a module is entered, as long as it is wanted.
         self.on_first_call: Callable[[nn.Module, Any, dict[str, Any]], None] | None = None
         #: Called eagerly for every operation (and the tensors it is given), as long as it is wanted.

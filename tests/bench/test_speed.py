@@ -37,8 +37,9 @@ def test_every_plan_may_spare_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda model, **given: backends.append(str(given.get("backend"))) or model)
     document = speed.bench_speed(["small"], ["native-int8"], turns=1, sparing=True)
     variants = [row["variant"] for row in document["rows"]["small"]]
-    assert variants == ["bf16", "native-int8", "native-int8, sparing memory"]
-    assert ["compile_sparing" in backend for backend in backends] == [False, False, True]
+    sparing = [f"native-int8, sparing {what}" for what in ("weights", "inputs", "products")]
+    assert variants == ["bf16", "native-int8", *sparing]
+    assert ["compile_sparing" in backend for backend in backends] == [False, False, False, True, True]
 
 
 def test_a_shape_that_does_not_exist_is_one_sentence() -> None:

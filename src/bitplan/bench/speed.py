@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.attach import Attachment, attach
+from bitplan.attachment import SPARING
 from bitplan.bench.machine import describe_machine
 from bitplan.errors import BitplanError, BitplanWarning, nearest_names
 from bitplan.models.llama import LlamaBlocks, random_states
@@ -36,8 +37,6 @@ SHAPES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 }
 OWN_PLANS = ("native-int8", "native-int8-tensor", "native-fp8", "native-fp8-delayed")
 PLAIN = "bf16"
-#: What follows a plan's name where memory is spared.
-SPARING = ", sparing memory"
 #: Shape -> milliseconds to reach, and on what.
 AIMS = {
     "linear-1024": ("2 CPU cores", 26.0),
@@ -78,7 +77,7 @@ class Runner:
         model: nn.Module,
         x: Tensor,
         change: Callable[[nn.Module, Tensor], Attachment | None],
-        spare_memory: bool = False,
+        spare_memory: str = "no",
     ) -> None:
         #: What lies on the GPU for other variants' sake.
         self._others = torch.cuda.memory_allocated() if x.is_cuda else 0
@@ -159,7 +158,7 @@ def bench_speed(
 ) -> dict[str, Any]:
     """Measure everything; a document with machine, versions, the crossover table and one entry a row.
 
-    :param sparing: measure every plan a second time, compiled so that it spares memory.
+    :param sparing: measure every plan also with each of the ways to spare memory.
     """
     torch.manual_seed(seed)
     where = torch.device(device)
@@ -197,8 +196,8 @@ def _shape(
     model, x = model.to(device, torch.bfloat16), x.to(device, torch.bfloat16)
     changes: dict[str, Callable[[nn.Module, Tensor], Attachment | None]] = {PLAIN: lambda model, x: None}
     changes |= {name: partial(_planned, own_plan(name)) for name in plans}
-    spared = {f"{name}{SPARING}": changes[name] for name in plans if sparing}
-    changes |= spared
+    spared = {f"{name}, sparing {what}": (name, what) for name in plans for what in SPARING if sparing and what != "no"}
+    changes |= {name: changes[plan] for name, (plan, _) in spared.items()}
     theirs = peers(device)
     changes |= {name: partial(_changed, change) for name, change in theirs.items()}
     runners: dict[str, Runner] = {}
@@ -207,7 +206,7 @@ def _shape(
     torch.compiler.reset()
     for name, change in changes.items():
         try:
-            runners[name] = Runner(model, x, change, name in spared)
+            runners[name] = Runner(model, x, change, spared[name][1] if name in spared else "no")
             first[name] = runners[name].seconds(1)
             runners[name].measure_peak()
         except Exception as error:  # a peer that does not work here is told of; what is ours must work

@@ -128,7 +128,7 @@ def speed(
     turns: Annotated[int, typer.Option(min=1, help="Turns of each variant; the best one counts.")] = 8,
     sparing: Annotated[
         bool,
-        typer.Option("--spare-memory", help="Measure every plan a second time, compiled so that it spares memory."),
+        typer.Option("--spare-memory", help="Measure every plan also with each way to spare memory."),
     ] = False,
     as_json: JsonOption = False,
     output_file: OutputFile = None,

@@ -14,6 +14,8 @@ from bitplan.products import Product
 from bitplan.tracing import is_traced
 
 _LINEAR = Product("linear")
+#: The attribute by which the readers of a tensor, in a graph in the making, know of each other.
+_FIRST_DY = "_bitplan_first_dy"
 
 
 class NativeSlots(Protocol):
@@ -23,8 +25,8 @@ class NativeSlots(Protocol):
     units: dict[str, Unit]
     #: Whether both backward products get one rounded gradient.
     shares_dy: bool
-    #: Whether the backward pass casts x and w again from what they were, rather than keep their codes.
-    casts_again: bool
+    #: Operands, of x and w, that the backward pass casts again from what they were, rather than keep their codes.
+    casts_again: tuple[str, ...]
 
     def round(self, slot: str, tensor: Tensor) -> Tensor: ...
 
@@ -39,8 +41,10 @@ class NativeLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, slots: NativeSlots) -> Tensor:
         ctx.slots, ctx.shape, ctx.dtypes = slots, x.shape, (x.dtype, w.dtype)
-        wanted_x = _slots_of("x", slots, fprop=True, wgrad=ctx.needs_input_grad[1] and not slots.casts_again)
-        wanted_w = _slots_of("w", slots, fprop=True, dgrad=ctx.needs_input_grad[0] and not slots.casts_again)
+        #: Begins with the first gradient that comes to any reader of x: they cast x again after that, once for all.
+        ctx.first_dy = x.__dict__.setdefault(_FIRST_DY, []) if "x" in slots.casts_again and is_traced() else []
+        wanted_x = _slots_of("x", slots, fprop=True, wgrad=ctx.needs_input_grad[1] and "x" not in slots.casts_again)
+        wanted_w = _slots_of("w", slots, fprop=True, dgrad=ctx.needs_input_grad[0] and "w" not in slots.casts_again)
         of_x = dict(zip(wanted_x, slots.codes(wanted_x, x), strict=True))
         of_w = dict(zip(wanted_w, slots.codes(wanted_w, w), strict=True))
         if "fprop" in slots.units:
@@ -71,7 +75,11 @@ class NativeLinear(torch.autograd.Function):
         elif ctx.needs_input_grad[0]:
             grad_x = torch.matmul(slots.round("dgrad.dy", dy), slots.round("dgrad.w", w).to(dy.dtype)).to(x_dtype)
         if "wgrad.dy" in of_dy:
-            (right,) = slots.codes(["wgrad.x"], x, after=dy) if x_scale is None else [Codes(x, x_scale)]
+            if x_scale is None:
+                ctx.first_dy.append(dy)
+                (right,) = slots.codes(["wgrad.x"], x, after=ctx.first_dy[0])
+            else:
+                right = Codes(x, x_scale)
             grad_w = units["wgrad"].multiply(*_operands(of_dy["wgrad.dy"].transposed(), right), w_dtype)
         elif ctx.needs_input_grad[1]:
             rounded = slots.round("wgrad.x", x).to(dy.dtype)
