@@ -77,7 +77,7 @@ def coded_moments_on_gpu(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor,
     parts = triton.cdiv(rows, stretch)
     code = torch.empty_like(y, dtype=dtype)
     moments = torch.empty((2, parts, channels), dtype=torch.float32, device=y.device)
-    var, mean = torch.empty((2, 1, channels, 1, 1), dtype=torch.float32, device=y.device)
+    var, mean = (torch.empty((1, channels, 1, 1), dtype=torch.float32, device=y.device) for _ in range(2))
     with torch.cuda.device(y.device):
         _coded_and_summed[(parts, columns)](
             *(y, code, moments[0], moments[1], rows, channels, stretch), _KINDS[dtype], tall, wide, num_warps=8
