@@ -16,10 +16,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from earlier import Earlier
 
 from bitplan.compare import Choice, Update, compare
 from bitplan.compare.correlation import LEAST, cost_correlation, seed_share
@@ -61,6 +63,9 @@ def arguments(words: str | None, seeds: int, data: str | None = None) -> argpars
     parser.add_argument(
         "--minutes", type=float, help="stop after so long, and tell what is known; go on by the same command"
     )
+    parser.add_argument(
+        "--go-on-from", type=Path, metavar="FILE", help="a result whose plans with all seeds are not run again"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny sizes and one seed: does everything work?")
     parser.add_argument("--runs", type=Path, help="where the runs lie (default: runs/experiment-NAME[-quick])")
     parser.add_argument("--out", type=Path, help="the results (default: docs/results/NAME.json; quick: with the runs)")
@@ -82,6 +87,10 @@ class Experiment:
         """Whether the minutes that were given are over."""
         return self.asked.minutes is not None and time.monotonic() - self.began > 60 * self.asked.minutes
 
+    @cached_property
+    def earlier(self) -> Earlier:
+        return Earlier(self.asked.go_on_from, self.name, machine(torch.device(self.asked.device)), versions())
+
     @property
     def runs(self) -> Path:
         return self.asked.runs or Path("runs") / f"experiment-{self.name}{'-quick' * self.asked.quick}"
@@ -99,7 +108,7 @@ class Experiment:
     def command(self) -> str:
         """What makes it again; where data, runs and results lay is nobody's business."""
         told = argparse.ArgumentParser(add_help=False)
-        for where in ("--runs", "--out"):
+        for where in ("--runs", "--out", "--go-on-from"):
             told.add_argument(where)
         _, words = told.parse_known_args(sys.argv[1:])
         words = [Path(word).name if "/" in word and Path(word).exists() else word for word in words]
@@ -129,8 +138,12 @@ class Experiment:
 
         :param compiles: whether --compile is for this one.
         """
+        known = self.earlier.plans(folder, settings, self.seeds)
         print(f"{folder}: {len(choices)} plans, seeds {', '.join(map(str, self.seeds))}", flush=True)
-        seen: dict[str, dict[int, Summary]] = {choice.label: {} for choice in choices}
+        if known:
+            print(f"  {', '.join(known)}: taken from {self.asked.go_on_from}", flush=True)
+        left = [choice for choice in choices if choice.label not in known]
+        seen: dict[str, dict[int, Summary]] = {choice.label: {} for choice in left}
 
         def note(update: Update) -> None:
             if update.summary is not None:
@@ -141,7 +154,7 @@ class Experiment:
         asked = self.asked
         compare(
             task,
-            choices,
+            left,
             folder=self.runs / folder,
             seeds=self.seeds,
             settings=settings,
@@ -152,7 +165,8 @@ class Experiment:
             on_update=note,
             stop=lambda: self.is_late,
         )
-        return [plan_record(label, ended, metric) for label, ended in seen.items() if ended]
+        made = {label: plan_record(label, ended, metric) for label, ended in seen.items() if ended} | known
+        return [made[choice.label] for choice in choices if choice.label in made]
 
     def why_short(self, plans: Sequence[Mapping[str, Any]], floor: float, metric: Metric) -> str | None:
         """Why nothing follows from these runs; None where something may."""
@@ -169,6 +183,8 @@ class Experiment:
         for run in read_runs([self.runs / folder]) if begun else ():
             pairs = zip(*run.curve(metric), strict=True)
             found.setdefault(run.label, {})[run.seed] = [list(pair) for pair in pairs]
+        for label, curves in self.earlier.curves(folder).items():
+            found[label] = curves | found.get(label, {})
         return found
 
     def write(self, studies: Sequence[dict[str, Any]], **more: Any) -> None:
@@ -183,6 +199,7 @@ class Experiment:
             "rehearsal": self.asked.quick,
             # Whether the time was over before every run was made.
             "is_part": self.is_late,
+            **self.earlier.told(),
             **more,
             "studies": list(studies),
             # Of the runs, whenever they were made; those of several processes ran at the same time.

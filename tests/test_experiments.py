@@ -56,6 +56,27 @@ def test_every_result_says_how_it_was_made(file: Path) -> None:
     assert all(isinstance(seed, int) for seed in content["seeds"])
 
 
+def test_an_experiment_goes_on_from_a_result(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for part in ("train", "valid", "test"):
+        (tmp_path / f"ptb.{part}.txt").write_text("a b c d\nb d a\n" * 20, encoding="utf-8")
+    words = (tmp_path, "--quick", "--set", "vocabulary=9")
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    run(ROOT / "experiments" / "ptb.py", *words, "--runs", tmp_path / "a", "--out", first, "--plans", "FP32", "CR")
+    run(ROOT / "experiments" / "ptb.py", *words, "--runs", tmp_path / "b", "--out", second, "--go-on-from", first)
+    assert "FP32, CR: taken from" in capsys.readouterr().out
+    assert not list((tmp_path / "b").glob("**/cr-s0"))
+    assert list((tmp_path / "b").glob("**/rr-s0"))
+    before, after = (json.loads(file.read_text(encoding="utf-8")) for file in (first, second))
+    known = {plan["plan"]: plan for plan in after["studies"][0]["plans"]}
+    assert list(known) == ["FP32", "static 8", "CR", "RR", "ER"]
+    assert [known["FP32"], known["CR"]] == before["studies"][0]["plans"]
+    assert after["studies"][0]["curves"]["CR"] == before["studies"][0]["curves"]["CR"]
+    assert after["goes_on_from"] == before["command"]
+    first.write_text(json.dumps({**before, "experiment": "cifar"}), encoding="utf-8")
+    with pytest.raises(SystemExit, match="is a result of cifar"):
+        run(ROOT / "experiments" / "ptb.py", *words, "--runs", tmp_path / "c", "--go-on-from", first)
+
+
 def test_an_experiment_is_rehearsed_and_gone_on_with(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
 import bitplan
-from bitplan import intercept
+from bitplan import intercept, partitioning
 from bitplan.models.gpt import GPT
 from bitplan.models.resnet import BasicBlock
 from bitplan.partitioning import PackedPartitioner
@@ -128,6 +128,18 @@ def test_a_packed_graph_computes_the_same_bits_and_keeps_codes(name: str, monkey
     small = sum(size for dtype, size in packed.types.items() if dtype.itemsize <= 2)
     assert small > 0.6 * packed.kept
     assert packed.kept < emulated.kept / (1.9 if name == "sixteen bits" else 3.5)
+
+
+@pytest.mark.parametrize("largest", [0, 1 << 20])
+def test_casts_of_small_parameters_are_not_made_twice(largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intercept, "refuse_other_backends", lambda: None)
+    monkeypatch.setattr(partitioning, "LARGEST_CAST", largest)
+    packed = Graphs(PackedPartitioner())
+    model, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)), torch.randn(64, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        trained((model, x), PLANS["unscaled"], "packed", packed)
+    # The input's own cast, too; but not the first layer's weight, which backward does not want.
+    assert packed.types.get(torch.bfloat16, 0) == (2 * (64 * 16 + 8 * 32) if largest else 0)
 
 
 @pytest.mark.parametrize("made", [residual, transformer])

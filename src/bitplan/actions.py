@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from bitplan.axes import resolve
 from bitplan.errors import QuantizeError
-from bitplan.formats import BlockFormat, Format
+from bitplan.formats import BlockFormat, FloatFormat, Format, IntFormat
 from bitplan.grids import lies_on, mark
+from bitplan.intercept import state_of
 from bitplan.keeping import is_smaller, note_rounded
 from bitplan.live import LiveFormat
 from bitplan.native.float8_cast import FORMATS, READ
@@ -52,9 +53,11 @@ class Here:
         self.salt = site
         self.module: nn.Module | None = module
         self.training = module.training
-        self.table = module._buffers.get(TABLE)
-        self._record = module._buffers.get(RECORD)
-        self._reach = module._buffers.get(REACH)
+        self.table = self._record = self._reach = None
+        if not torch.compiler.is_compiling() or state_of(module).has_buffers:
+            self.table = module._buffers.get(TABLE)
+            self._record = module._buffers.get(RECORD)
+            self._reach = module._buffers.get(REACH)
         # Evaluation, and forwards that nothing will learn from, leave no trace in what was observed.
         self.observing = module.training and torch.is_grad_enabled()
 
@@ -170,6 +173,13 @@ class PlaceAction:
         fixed = copy.copy(self)
         fixed.format_now = lambda: now
         return fixed
+
+    def facts(self) -> Hashable:
+        """All that tracing reads of it, see :mod:`bitplan.versions`."""
+        higher = None if self.higher is None else self.higher.number
+        finer = tuple(is_finer(self.spec.target, dtype) for dtype in (torch.bfloat16, torch.float16))
+        fixed = (self.number, self.spec.eval, finer, self.promotion is None, higher)
+        return (*fixed, tuple(self.records.items()), tuple(self.promoted))
 
     @property
     def draws(self) -> bool:
@@ -370,12 +380,25 @@ class Action:
         self.met: set[str] = set()
         self.needs_key = any(action.draws for action in self.places.values())
 
+    def facts(self) -> Hashable:
+        """All that tracing reads of it, see :mod:`bitplan.versions`."""
+        native = tuple((key, tuple(units.items())) for key, units in self.native.items())
+        places = tuple((place, action.facts()) for place, action in self.places.items())
+        return self.at_consumer, tuple(self.shared.items()), native, self.native_from, places
+
     def applies(self, place: str, training: bool) -> bool:
         action = self.places.get(place)
         return action is not None and (training or action.spec.eval != "off")
 
     def rounds_output(self, training: bool) -> bool:
         return self.applies("activation", training) or "grad_activation" in self.places
+
+
+def is_finer(target: Format, dtype: torch.dtype) -> bool:
+    """Whether a cast to `dtype` would round a tensor of that format once more."""
+    if isinstance(target, IntFormat):
+        return target.max > 2.0 / torch.finfo(dtype).eps
+    return isinstance(target, FloatFormat) and target.epsilon < torch.finfo(dtype).eps
 
 
 def keeps_little(*actions: PlaceAction | None) -> bool:

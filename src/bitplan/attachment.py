@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -43,10 +43,12 @@ from bitplan.roll_call import RollCall
 from bitplan.rounder import Rounder
 from bitplan.run_tables import RunTables, restore_rows
 from bitplan.schedules import Schedule
+from bitplan.sheet import with_twins
 from bitplan.sites import LOSS_PATH, FakeInputs, Operation, call_arguments
 from bitplan.tables import ModuleTables
 from bitplan.timeline import Timeline, Total
 from bitplan.unseen import unseen_modules
+from bitplan.versions import VERSION, depend_on, guarded_by_version, version_of
 
 #: What compiled native execution casts again in its backward pass, by how much memory it is to spare.
 SPARING: dict[str, tuple[str, ...]] = {"no": (), "weights": ("w",), "inputs": ("x", "w"), "products": ("x", "w")}
@@ -92,6 +94,8 @@ class Attachment:
         self._roll_call = RollCall(plan, unseen_modules(self.model))
         self._checked = not plan.all_rules
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        #: Optimizers of the model's parameters: going through all of these takes a while, and nothing is taken out.
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._warned = False
         self._ledger = Ledger(self.model, plan, self._tables, self._timeline, self._all_tables.promotions)
         self._promise = OptimizerPromise(plan, self.model)
@@ -112,6 +116,23 @@ class Attachment:
         self._rounder.on_first_call = self._note_call
         self._let_recurrent_layers_compile()
         self._let_phases_compile()
+        self._tell_compiled_code()
+
+    def _tell_compiled_code(self) -> None:
+        """Graphs hold for what tracing reads now, until this is called again."""
+        for tables in self._tables:
+            self._set_version(tables)
+
+    def _set_version(self, tables: ModuleTables) -> None:
+        rounder, state = self._rounder, state_of(tables.module)
+        state.has_buffers = tables.has_table or bool(tables.records)
+        tags = (rounder.tags_gradients, rounder.tags_weights)
+        flags = (rounder.enabled, rounder.keeper is not None, rounder.casts_again, *tags)
+        facts = tuple((op, _facts(action)) for op, action in state.actions.items())
+        version = version_of((flags, state.has_buffers, facts))
+        for module in with_twins(tables.module):
+            if module.__dict__.get(VERSION) != version:  # or torch would check all of its dictionary again
+                module.__dict__[VERSION] = version
 
     def _watch_optimizers(self) -> None:
         watcher = weakref.WeakMethod(self._before_optimizer_step)
@@ -145,7 +166,7 @@ class Attachment:
         self._rounder.tags_gradients |= any(a.at_consumer and "grad_activation" in a.places for a in actions)
         self._rounder.tags_weights |= any("weight" in a.places or "grad_weight" in a.places for a in actions)
         if self._watched or any(action.observes for action in actions):
-            self._rounder.on_new_site = self._all_tables.make_room
+            self._rounder.on_new_site = self._meet
         self._all_tables.promotes |= any(action.promotes for action in actions)
         self._all_tables.delays |= any(action.delays for action in actions)
         self._all_tables.install(tables, self.seed, self._step)
@@ -163,11 +184,12 @@ class Attachment:
     def detach(self) -> None:
         """Leave the model exactly as it was."""
         if self._modules:
+            self._rounder.enabled = False  # copies that were made of the model become plain, too
+            self._tell_compiled_code()
             for tables in self._tables:
                 tables.remove()
             uninstall(self._modules)
             checkpointing.restore()
-        self._rounder.enabled = False  # copies that were made of the model become plain, too
         self._modules = []
         for hook in self._hooks:
             hook.remove()
@@ -181,32 +203,51 @@ class Attachment:
 
     def compile(
         self,
+        module: nn.Module | None = None,
         *,
         fullgraph: bool = True,
         mode: str | None = None,
         dynamic: bool | None = None,
+        options: dict[str, Any] | None = None,
         spare_memory: str = "no",
     ) -> Any:
         """The model compiled as its execution wants it; packed, what the graph keeps is chosen by the plan's codes.
 
+        Before every call torch checks whether its graph still holds. Compiled here, it checks one word for all that the
+        plan says; by ``torch.compile``, every attribute of every module's actions.
+
+        :param module: a module that has the model in it, such as one that returns the loss; by default the model.
+        :param options: of Inductor, as ``torch.compile`` takes them; those that `mode` stands for come first.
         :param spare_memory: of native execution: ``weights`` keeps no codes of a linear layer's weight, which is there
             anyway and is cast again in the backward pass; ``inputs`` keeps none of its input either, and computes that
             again where it can be had from what is kept; ``products`` also makes a product again whose result only
             pointwise operations read, where another one has the same input (half of a gate). Each takes more time.
         """
+        from torch._inductor import list_mode_options
+
         if spare_memory not in SPARING:
             raise PlanError(f"there is no spare_memory={spare_memory!r}; {nearest_names(str(spare_memory), SPARING)}")
         if spare_memory != "no" and self.execution != "native":
             raise PlanError("spare_memory goes with execution='native': give attach() that, too, or drop it.")
         self._rounder.casts_again = SPARING[spare_memory]
-        if self.execution == "packed":
-            return torch.compile(self.model, fullgraph=fullgraph, mode=mode, dynamic=dynamic, backend=BACKEND)
-        if spare_memory in ("inputs", "products"):
-            from bitplan.native.sparing_backend import compile_sparing, compile_sparing_products
+        self._tell_compiled_code()
+        of_mode = {} if mode is None else list_mode_options(mode, dynamic)
+        return torch.compile(
+            self.model if module is None else module,
+            fullgraph=fullgraph,
+            dynamic=dynamic,
+            backend=self._backend(spare_memory),
+            options={"guard_filter_fn": guarded_by_version, **of_mode, **(options or {})},
+        )
 
-            backend = compile_sparing if spare_memory == "inputs" else compile_sparing_products
-            return torch.compile(self.model, fullgraph=fullgraph, mode=mode, dynamic=dynamic, backend=backend)
-        return torch.compile(self.model, fullgraph=fullgraph, mode=mode, dynamic=dynamic)
+    def _backend(self, spare_memory: str) -> Any:
+        if self.execution == "packed":
+            return BACKEND
+        if spare_memory not in ("inputs", "products"):
+            return "inductor"
+        from bitplan.native.sparing_backend import compile_sparing, compile_sparing_products
+
+        return compile_sparing if spare_memory == "inputs" else compile_sparing_products
 
     # --- the loop ---
 
@@ -249,8 +290,8 @@ class Attachment:
 
     def _promote(self) -> None:
         """What is kept has one width, so that packed execution must know on the host what was promoted."""
-        if self.execution == "packed" and self._all_tables.promotes:
-            self._all_tables.show_promotions()
+        if self.execution == "packed" and self._all_tables.promotes and self._all_tables.show_promotions():
+            self._tell_compiled_code()
 
     def _move(self) -> None:
         """Bring formats, and where whole quantizers change the actions, to where the run is; tables are not written."""
@@ -264,6 +305,7 @@ class Attachment:
                 restore_rows(tables)
             self._make_room_for(self._operations)
             self._promote()
+            self._tell_compiled_code()
             self._ledger.formats_changed()
         widths = {schedule: self._timeline.bits_of(schedule) for schedule in self.plan.followed.values()}
         if widths != self._widths:
@@ -314,11 +356,14 @@ class Attachment:
                 if isinstance(action, Action):
                     for place in action.places.values():
                         place.settle()
+        self._tell_compiled_code()
 
     def _before_optimizer_step(self, optimizer: Optimizer) -> None:
-        mine = {id(parameter) for parameter in self.model.parameters()}
-        if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-            return
+        if optimizer not in self._optimizers:
+            mine = {id(parameter) for parameter in self.model.parameters()}
+            if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+                return
+            self._optimizers.add(optimizer)
         self._promise.before_step(optimizer)
         self._check_seen()
         if not self._checked:
@@ -357,9 +402,16 @@ class Attachment:
         self._ledger.use(operations)
         self._operations = operations
         self._make_room_for(operations)
+        self._tell_compiled_code()
         self._checked = not waiting
         if self._checked:
             self._rounder.on_site = self._rounder.on_first_call = None
+
+    def _meet(self, module: nn.Module, action: Action, here: Here) -> None:
+        """An operation is met for the first time, eagerly: tables have to grow."""
+        tables = self._all_tables.make_room(module, action, here)
+        if tables is not None:
+            self._set_version(tables)
 
     def _make_room_for(self, operations: list[Operation]) -> None:
         """Rows of the record for all that is observed in these operations."""
@@ -386,9 +438,12 @@ class Attachment:
         holder = nn.Module()
         holder.__dict__["_bitplan"] = ModuleState(self._rounder, LOSS_PATH)
         self._prepare(LOSS_PATH, holder)
+        self._tell_compiled_code()
         rounder = self._rounder
 
         def planned_loss(*args: Any, **kwargs: Any) -> Tensor:
+            if torch.compiler.is_compiling():
+                depend_on(holder.__dict__[VERSION])
             if rounder.keeper is not None and not torch.compiler.is_compiling() and innermost_scope() is None:
                 with rounder.keeper.hooks(), Scope(rounder, holder):
                     return function(*args, **kwargs)
@@ -492,9 +547,14 @@ class Attachment:
             if tables.path in state["records"]:
                 self._all_tables.take(tables, *state["records"][tables.path])
         self._promote()
+        self._tell_compiled_code()
         self._ledger.load(state["steps"])
         self._write_tables()
 
 
 def _nothing(*given: object) -> None:
     return None
+
+
+def _facts(action: Any) -> Hashable:
+    return action.facts() if isinstance(action, Action) else action

@@ -32,6 +32,7 @@ from bitplan.opened import TRANSPARENT
 from bitplan.ops import REGIONS, name_of, traceable
 from bitplan.packed_backend import refuse_other_backends
 from bitplan.tracing import constant_when_traced
+from bitplan.versions import VERSION, depend_on
 
 _STATE = "_bitplan"
 
@@ -43,6 +44,8 @@ class ModuleState:
         self.interceptor = interceptor
         self.path = path
         self.actions: dict[str, Any] = {}
+        #: Whether the module has buffers of ours, which tracing has to look for.
+        self.has_buffers = True
         #: Copies that were made of the module; they follow the plan, and its changes reach them.
         self.twins: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -217,6 +220,8 @@ class _Planned:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         interceptor = self.__dict__[_STATE].interceptor
         interceptor.on_call(self, args, kwargs)
+        if torch.compiler.is_compiling():
+            depend_on(self.__dict__[VERSION])
         if interceptor.keeper is not None:
             if torch.compiler.is_compiling():
                 refuse_other_backends()
@@ -254,7 +259,7 @@ class _Planned:
         state: Any = plain.__getstate__(self)  # type: ignore[arg-type, no-untyped-call]
         if not isinstance(state, dict):
             return copyreg._reconstructor, (plain, object, None), state  # type: ignore[attr-defined]
-        own = {key: value for key, value in state.items() if key != _STATE}
+        own = {key: value for key, value in state.items() if key not in (_STATE, VERSION)}
         for kind, copied in (("_buffers", dict), ("_non_persistent_buffers_set", set)):
             kept = copied(own[kind])
             for name in [name for name in kept if name.startswith(_STATE)]:
@@ -309,6 +314,7 @@ def install(model: nn.Module, interceptor: Interceptor) -> list[tuple[str, nn.Mo
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules:
             continue  # cannot be seen, or is torch.compile's wrapper around one that follows
+        module.__dict__[VERSION] = ""
         module.__dict__[_STATE] = ModuleState(interceptor, without_wrappers(path))
         module.__class__ = planned_class(type(module))
         followed.append((without_wrappers(path), module))
@@ -339,7 +345,7 @@ def uninstall(followed: Iterable[tuple[str, nn.Module]]) -> None:
     """Give every module its own class back."""
     for _, module in followed:
         module.__class__ = original_class(type(module))
-        del module.__dict__[_STATE]
+        del module.__dict__[_STATE], module.__dict__[VERSION]
 
 
 def is_planned(module: object) -> bool:

@@ -25,6 +25,7 @@ FRESH, OVERFLOW, UNDERFLOW, AMAX, ERROR, POWER = range(6)
 _MEASURES = slice(0, 6)
 _SUMS = slice(6, 12)
 _LOW, _HIGH = 12, 13
+_RANGE = slice(12, 14)
 _KNOWN, _MEAN_LOW, _MEAN_SPAN = 14, 15, 16
 SIGN = slice(17, 19)
 _PART, _WHOLE, LIMIT = 17, 18, 19
@@ -49,8 +50,9 @@ def blank_record(rows: int, device: torch.device) -> Tensor:
 def observe_range(row: Tensor, x: Tensor) -> None:
     """Widen this step's range by the values of `x`."""
     if x.numel():
-        row[_LOW].copy_(torch.minimum(row[_LOW], x.detach().amin().float()))
-        row[_HIGH].copy_(torch.maximum(row[_HIGH], x.detach().amax().float()))
+        low = torch.minimum(row[_LOW], x.detach().amin().float())
+        high = torch.maximum(row[_HIGH], x.detach().amax().float())
+        row[_RANGE].copy_(torch.stack((low, high)))  # one write: each is a kernel of its own in a compiled step
 
 
 def observe_amax(row: Tensor, amax: Tensor) -> None:

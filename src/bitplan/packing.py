@@ -29,6 +29,7 @@ from bitplan.tracing import is_traced
 
 #: The widest code that can be packed.
 MAX_PACKED_BITS = 16
+_BFLOAT16 = FloatFormat(8, 7)
 
 
 @dataclass(frozen=True)
@@ -278,9 +279,16 @@ def _decoder(target: FloatFormat | IntFormat, dtype: torch.dtype, device: torch.
 
 
 def stored(encoded: Encoded, quantizer: Quantizer, like: Tensor) -> Encoded:
-    """The same elements by way of their codes, for a compiled graph: its partitioner then keeps the codes."""
+    """The same elements by way of their codes, for a compiled graph: its partitioner then keeps the codes.
+
+    BF16 is the upper half of float32, so two shifts do; so cheap a way back is also taken again wherever the values are
+    read, instead of writing them down beside their codes.
+    """
     assert not isinstance(quantizer.format, LiveFormat)
     element, blocks = _element(quantizer.format), quantizer.blocks(like)
+    if element == _BFLOAT16 and blocks is None and encoded.elements.dtype == torch.float32:
+        upper = (encoded.elements.view(torch.int32) >> 16).to(torch.int16)
+        return Encoded((upper.to(torch.int32) << 16).view(torch.float32), encoded.scales)
     codes = encode(encoded.elements, element)
     if blocks is not None:  # what a ragged last block is padded with is not kept
         codes = blocks.join(codes, like.shape)

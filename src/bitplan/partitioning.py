@@ -9,7 +9,8 @@ codes decide:
 * after :data:`LONGEST_CHAIN` codes in a row the next one is kept. Without that, a residual network would be recomputed
   from its first layer on when backward begins, and all of it would lie in memory in full at once.
 
-Reductions (means, scales) are small and kept. Everything else is torch's own choice.
+Reductions (means, scales) are small and kept, and so are casts of small parameters and inputs, as autocast makes them:
+to launch their kernels again would take longer than the bytes are worth. Everything else is torch's own choice.
 """
 
 from __future__ import annotations
@@ -25,8 +26,13 @@ from torch._functorch.partitioners import get_default_op_list, min_cut_remateria
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 
+from bitplan import fusing
+from bitplan.fusing import fuse_moments
+
 #: How many codes in a row are computed again rather than kept.
 LONGEST_CHAIN = 2
+#: Parameters of at most so many elements are kept as they are cast.
+LARGEST_CAST = 1 << 20
 #: A tensor with at most this share of the elements of its inputs is small.
 SMALL_SHARE = 1 / 8
 _CODE_TYPES = frozenset((torch.uint8, torch.int8, torch.int16, torch.float8_e4m3fn, torch.float8_e5m2))
@@ -46,10 +52,13 @@ class PackedPartitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         mark_what_is_kept(gm.graph)
         with functorch_config.patch(LIFTED_BANS):
-            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+            forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        if fuse_moments(forward.graph):
+            forward.recompile()
+        return forward, backward
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__,), str(LONGEST_CHAIN))
+        return get_hash_for_files((__file__, fusing.__file__), f"{LONGEST_CHAIN} {LARGEST_CAST}")
 
 
 def mark_what_is_kept(graph: fx.Graph) -> None:
@@ -64,7 +73,7 @@ def mark_what_is_kept(graph: fx.Graph) -> None:
         if node in seen:
             continue
         seen.add(node)
-        if node in again.kept:
+        if node in again.kept or _is_small_cast(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         elif node in again.levels and node.op == "call_function":
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
@@ -130,6 +139,13 @@ class _Recomputable:
         made_by = node.all_input_nodes[0] if node.target is operator.getitem else node
         largest = max((elements_of(given) for given in made_by.all_input_nodes), default=0)
         return elements_of(node) <= largest * SMALL_SHARE
+
+
+def _is_small_cast(node: fx.Node) -> bool:
+    """Whether it is a parameter or an input in another type, of few elements."""
+    if node.target is not torch.ops.prims.convert_element_type.default or elements_of(node) > LARGEST_CAST:
+        return False
+    return node.all_input_nodes[0].op == "placeholder"
 
 
 def _is_code(node: fx.Node) -> bool:

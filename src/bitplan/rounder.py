@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.actions import Action, Here, PlaceAction
+from bitplan.actions import Action, Here, PlaceAction, is_finer
 from bitplan.applying import (
     native_product,
     rounded,
@@ -23,7 +23,6 @@ from bitplan.applying import (
 )
 from bitplan.decisions import ANY, inner_key
 from bitplan.errors import QuantizeError
-from bitplan.formats import FloatFormat, IntFormat
 from bitplan.grids import mark_copy
 from bitplan.intercept import Interceptor, Scope, state_of
 from bitplan.keeping import note_copy, note_of
@@ -398,11 +397,7 @@ def _require_room_under_autocast(action: Action, args: Any) -> None:
     for place in ("weight", *SLOTS):
         if place in action.places:
             target = action.places[place].spec.target
-            if isinstance(target, IntFormat):
-                is_finer = target.max > 2.0 / torch.finfo(dtype).eps
-            else:
-                is_finer = isinstance(target, FloatFormat) and target.epsilon < torch.finfo(dtype).eps
-            if is_finer:
+            if is_finer(target, dtype):
                 raise QuantizeError(
                     f"autocast computes {action.op} in {dtype}, which is coarser than {target.name} in {place}: "
                     f"choose a coarser format, or leave autocast."

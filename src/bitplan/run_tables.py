@@ -35,6 +35,8 @@ class RunTables:
         self.each: list[ModuleTables] = []
         #: Whether anything may be promoted.
         self.promotes = False
+        #: Whether anything was ever observed: a step must not ask every module where nothing is.
+        self._observes = False
         #: Whether any scale comes from past steps.
         self.delays = False
         self._sheet: Sheet | None = None
@@ -57,11 +59,14 @@ class RunTables:
         """The tables of the model, and of every copy that was made of it."""
         if self._sheet is None:
             self._sheet = Sheet([tables for tables in self.each if tables.has_table], self._parameter_names)
-        self._sheet.write(seed, step)
+        if self._sheet.each:
+            self._sheet.write(seed, step)
 
     # --- what a step leaves ---
 
     def records(self) -> list[tuple[ModuleTables, Tensor]]:
+        if not self._observes:
+            return []
         found = ((tables, tables.module._buffers.get(RECORD)) for tables in self.each)
         return [(tables, record) for tables, record in found if record is not None]
 
@@ -105,20 +110,22 @@ class RunTables:
                     found[f"{tables.path}/{name}"] = seen
         return found
 
-    def make_room(self, module: nn.Module, action: Action, here: Here) -> None:
-        """A row of the record for each place of an operation that is observed."""
+    def make_room(self, module: nn.Module, action: Action, here: Here) -> ModuleTables | None:
+        """A row of the record for each place of an operation that is observed; the tables that have grown."""
         tables = next((tables for tables in self.each if tables.path == state_of(module).path), None)
         if tables is None or tables.module is not module:
-            return  # a copy of the model leaves no traces
+            return None  # a copy of the model leaves no traces
         action.met.add(here.site)
         for place, place_action in action.places.items():
             limit = math.inf if place_action.promotion is None else limit_of(place_action.promotion)
             for part in _parts(place_action, module) if place_action.observes else ():
+                self._observes = True
                 row = tables.record_row(
                     *(f"{here.site}:{place}{part}", self.device(), limit),
                     *(place_action.spec.history or 0, place_action.spec.margin),
                 )
                 place_action.records[here.site + part] = row
+        return tables
 
     def promotions(self) -> list[Promoted]:
         """The tensors that were promoted, in the order of time. Reading waits for the device."""
@@ -134,11 +141,12 @@ class RunTables:
                     found.append(Promoted(site, known[0], promotion.measure, share, promotion.target))
         return sorted(found, key=lambda each: each.step)
 
-    def show_promotions(self) -> None:
-        """Let the actions of packed execution know what is promoted. Waits for the device."""
+    def show_promotions(self) -> bool:
+        """Let the actions of packed execution know what is promoted; whether that is news. Waits for the device."""
         found = self.records() if self.promotes else []
         if not found:
-            return
+            return False
+        is_news = False
         steps = iter(torch.cat([record[:, PROMOTED] for _, record in found]).tolist())
         for tables, _ in found:
             for name in tables.records:
@@ -146,13 +154,16 @@ class RunTables:
                     continue
                 tensor, place = _tensor_and_place(name)
                 for action in _actions(tables):
-                    if place in action.places:
+                    if place in action.places and tensor not in action.places[place].promoted:
                         action.places[place].promoted[tensor] = True
+                        is_news = True
+        return is_news
 
     def take(self, tables: ModuleTables, names: dict[str, int], kept: Tensor) -> None:
         """A record that was saved goes on in this module."""
         if kept.shape[1] != COLUMNS:
             raise PlanError("this state was saved by another version of bitplan: go on with that version.")
+        self._observes = True
         tables.records = dict(names)
         tables.module.register_buffer(RECORD, kept.to(self.device()), persistent=False)
         if self.delays:

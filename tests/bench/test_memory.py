@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import bitplan
 import bitplan.bench.memory as bench
 from bitplan.bench.contenders import VARIANTS, Checkpointed, Contender, WithLoss, checkpoint_blocks, with_own_code
 from bitplan.bench.memory import Aim, Row, aim_reached, bench_memory, chosen_variants, headline, own_plan
@@ -44,6 +45,13 @@ def test_a_row_has_memory_speed_and_loss() -> None:
     assert found["aim"] is None
     assert len(found["curves"]["bf16-eager"]) == 3
     assert any("ready after" in sentence for sentence in news)
+
+
+@pytest.mark.parametrize("model", ["mobilenet-v2-imagenet", "gpt-1024-bytes"])
+def test_the_plan_of_a_model_rounds_something_in_it(model: str) -> None:
+    target = load_target(model)
+    explained = bitplan.explain(target.model, own_plan(bench._PLAN_OF[model]), target.batch, target.loss)
+    assert sum(row.quantizer is not None for row in explained) > 20
 
 
 def test_all_contenders_train_from_the_same_weights_on_the_same_data() -> None:

@@ -27,7 +27,6 @@ from bitplan.memory.account import Memory
 from bitplan.memory.measure import measure_step
 from bitplan.memory.step import TrainingStep
 from bitplan.optimizers import set_rate
-from bitplan.packed_backend import BACKEND
 from bitplan.plan import Plan
 from bitplan.sites import call_arguments, call_loss, split_batch
 from bitplan.targets import Target
@@ -131,8 +130,7 @@ class Contender:
             self.run = attach(model, plan, example=inputs, execution="packed")
         forward: Callable[..., Any] | None = None
         if variant.compiled:
-            backend = "inductor" if self.run is None else BACKEND
-            forward = torch.compile(self.module, fullgraph=True, backend=backend)
+            forward = torch.compile(self.module, fullgraph=True) if self.run is None else self.run.compile(self.module)
         self.step = TrainingStep(
             *(self.module, (*self._call(target.batch), None), _itself, optimizer, self.run, forward),
             autocast=torch.bfloat16 if autocast else None,

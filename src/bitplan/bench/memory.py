@@ -28,8 +28,14 @@ from bitplan.targets import load_target
 
 log = logging.getLogger(__name__)
 
-#: The plan that comes with the benchmark.
-OWN_PLAN = "packed"
+#: The plans that come with the benchmark, and which of them each model gets; others get the first.
+OWN_PLANS = ("packed", "packed-cnn", "packed-gpt")
+_PLAN_OF = {
+    "resnet50": "packed-cnn",
+    "mobilenet-v2-imagenet": "packed-cnn",
+    "gpt-1024": "packed-gpt",
+    "gpt-1024-bytes": "packed-gpt",
+}
 
 #: Of the last steps of a training run, the share whose mean loss is compared.
 _COMPARED_SHARE = 0.05
@@ -78,8 +84,8 @@ class Row:
 
 
 def own_plan(name: str) -> Plan:
-    """:data:`OWN_PLAN`, or whatever plan the name stands for."""
-    if name != OWN_PLAN:
+    """One of :data:`OWN_PLANS`, or whatever plan the name stands for."""
+    if name not in OWN_PLANS:
         return find_plan(name)
     text = files("bitplan.bench").joinpath("plans", f"{name}.yaml").read_text(encoding="utf-8")
     return Plan.from_yaml(text, f"{name}.yaml")
@@ -109,7 +115,7 @@ def _has_torchao() -> bool:
 def bench_memory(
     model: str = "resnet20",
     variants: Sequence[str] | None = None,
-    plan: str = OWN_PLAN,
+    plan: str | None = None,
     device: str = "cpu",
     batch: int | None = None,
     optimizer: str | None = None,
@@ -122,6 +128,7 @@ def bench_memory(
     """Measure everything; a document with machine, versions, settings and one entry a row.
 
     :param model: a target, see :func:`bitplan.targets.load_target`.
+    :param plan: one of :data:`OWN_PLANS`, a preset or a file; by default the one of ours that suits the model.
     :param optimizer: ``sgd`` or ``adamw``; by default AdamW where the model reads tokens.
     :param loss_steps: steps on real data; by default 1,000 on a GPU and none on a CPU.
     """
@@ -134,7 +141,7 @@ def bench_memory(
     steps = (1000 if where.type == "cuda" else 0) if loss_steps is None else loss_steps
     if steps and stream is None:
         raise BitplanError(f"there is no real data in the shape of {model}'s batch: run with --loss-steps 0.")
-    precision = own_plan(plan)
+    precision = own_plan(plan or _PLAN_OF.get(model, OWN_PLANS[0]))
     samples = batch_size(target.batch)
 
     torch.compiler.reset()

@@ -15,7 +15,8 @@ from bitplan.bench.attach import OWN_PLANS, Mode, bench_attach
 from bitplan.bench.contenders import VARIANTS
 from bitplan.bench.formats import DEFAULT_FORMATS, Row, bench_formats
 from bitplan.bench.measure import DEFAULT_TARGETS, bench_measure
-from bitplan.bench.memory import OWN_PLAN, bench_memory
+from bitplan.bench.memory import OWN_PLANS as MEMORY_PLANS
+from bitplan.bench.memory import bench_memory
 from bitplan.bench.speed import OWN_PLANS as SPEED_PLANS
 from bitplan.bench.speed import SHAPES, bench_speed
 from bitplan.cli.output import JsonOption, Output, command_output, json_text, write_file
@@ -90,7 +91,10 @@ def memory(
         list[str] | None,
         typer.Option("--variant", help=f"One of {', '.join(VARIANTS)}; repeatable (default: the compiled ones)."),
     ] = None,
-    plan: Annotated[str, typer.Option("--plan", "-p", help="packed, a preset or a file.")] = OWN_PLAN,
+    plan: Annotated[
+        str | None,
+        typer.Option("--plan", "-p", help=f"{', '.join(MEMORY_PLANS)}, a preset or a file (default: by the model)."),
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
     batch: Annotated[int | None, typer.Option(min=1, help="Samples a step, if not the model's own number.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="sgd or adamw (default: adamw for models of tokens).")] = None,

@@ -102,6 +102,8 @@ class TrainingStep:
         :param forward: what is called instead of the model, such as the model compiled.
         """
         self.model = model
+        #: Looked up once: going through a model's modules takes as long as launching some kernels.
+        self._parameters = list(model.parameters())
         self.args, self.kwargs, self.expected = call
         self.loss = loss
         self.optimizer = make_optimizer(optimizer, model, run)
@@ -147,7 +149,7 @@ class TrainingStep:
         return next(self.model.parameters(), torch.empty(0)).device
 
     def forget_gradients(self) -> None:
-        for parameter in self.model.parameters():
+        for parameter in self._parameters:
             parameter.grad = None
 
     # --- what is counted tensor by tensor ---

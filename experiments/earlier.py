@@ -1,0 +1,58 @@
+"""Results that an experiment goes on from: plans whose runs are all there are not run again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bitplan.errors import BitplanError
+
+
+class Earlier:
+    """A result of the same experiment, on the same kind of device and with the same torch; or nothing."""
+
+    def __init__(self, file: Path | None, name: str, machine: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
+        self.content: dict[str, Any] = {}
+        if file is None:
+            return
+        if not file.is_file():
+            raise BitplanError(f"there is no result {file}: leave out --go-on-from, and run all of it.")
+        self.content = json.loads(file.read_text(encoding="utf-8"))
+        was = (self.content["experiment"], _device(self.content["machine"]), self.content["versions"]["torch"])
+        if was != (name, _device(machine), versions["torch"]):
+            raise BitplanError(
+                f"{file} is a result of {was[0]} on {was[1]} with torch {was[2]}: leave out --go-on-from here."
+            )
+
+    def plans(self, folder: str, settings: Sequence[str], seeds: Iterable[int]) -> dict[str, dict[str, Any]]:
+        """The records of plans that were run with these settings and at least these seeds."""
+        study = self._study(folder)
+        told = [setting for setting in settings if not setting.startswith(("data=", "pretrained="))]
+        if study.get("settings") != told:
+            return {}
+        found = {}
+        for plan in study["plans"]:
+            ended = {int(seed) for seed in plan["values"]} | set(plan["diverged"])
+            if ended >= set(seeds):
+                by_seed = {key: {int(seed): each for seed, each in plan[key].items()} for key in ("values", "metrics")}
+                found[plan["plan"]] = {**plan, **by_seed}
+        return found
+
+    def curves(self, folder: str) -> dict[str, dict[int, list[list[float]]]]:
+        """Plan -> seed -> pairs of a step and the metric there."""
+        curves = self._study(folder).get("curves", {})
+        return {label: {int(seed): curve for seed, curve in known.items()} for label, known in curves.items()}
+
+    def told(self) -> dict[str, str]:
+        """What a result says of it."""
+        return {"goes_on_from": self.content["command"]} if self.content else {}
+
+    def _study(self, folder: str) -> dict[str, Any]:
+        named = {study["study"].replace(",", "").replace(" ", "-"): study for study in self.content.get("studies", ())}
+        return named.get(folder, {})
+
+
+def _device(machine: Mapping[str, Any]) -> str:
+    return str(machine.get("gpu") or machine["cpu"])
