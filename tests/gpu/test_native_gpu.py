@@ -70,8 +70,8 @@ def test_the_products_are_those_of_the_rounded_operands_in_float64(name: str, co
     for which, (ours, left, right) in exact.items():
         assert ours is not None
         product, magnitude = left @ right, left.abs() @ right.abs()
-        # bfloat16 rounds to within 2^-9 of the result; the unit's adders lose about 2^-13 of what they add up.
-        allowed = 2**-9 * product.abs() + 2**-11 * magnitude
+        # bfloat16 rounds to within 2^-8 of the result; the unit's adders lose about 2^-13 of what they add up.
+        allowed = 2**-8 * product.abs() + 2**-11 * magnitude
         assert ((ours.double() - product).abs() <= allowed).all(), which
         assert (ours.double() - product).norm() <= 2**-8 * product.norm(), which
 
