@@ -234,7 +234,7 @@ def test_scales_of_the_past_are_those_of_emulation(compiled: bool) -> None:
     (native, ours), (emulated, theirs) = found
     torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=0)  # dy follows y, whose last bits differ
     for one, other in zip(native, emulated, strict=True):
-        assert (one - other).norm() <= 2e-2 * other.norm()
+        assert (one - other).norm() <= 4e-2 * other.norm()
 
 
 def test_blocks_that_spare_memory_take_less_than_those_that_keep_codes_and_than_bfloat16() -> None:
