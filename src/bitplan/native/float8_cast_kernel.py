@@ -161,7 +161,10 @@ def cast_by_kernel(
     as_columns: bool,
     gathers: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`bitplan.native.float8_cast.cast_in_torch`; `x` is contiguous and not empty."""
+    """As :func:`bitplan.native.float8_cast.cast_in_torch`; `x` is contiguous and not empty.
+
+    There may be any power of two of `parts`: one, where the largest magnitude is known from elsewhere.
+    """
     rows, features = x.shape
     tiles = tiles_of(rows, features)
     by_row = x.new_empty((rows, features) if as_rows else (0, 0), dtype=torch.uint8)
@@ -173,7 +176,7 @@ def cast_by_kernel(
         _cast_tile[(tiles,)](
             *(x, by_row, by_column, scale, tops, *given, rows, features),
             *(_KINDS[dtype], FORMATS[dtype].max, power_of_two, parts is not None, reach is not None),
-            *(as_rows, as_columns, gathers, PARTS, TILE),
+            *(as_rows, as_columns, gathers, 1 if parts is None else parts.numel(), TILE),
             num_warps=8,
             maxnreg=_REGISTERS if x.element_size() == 2 else None,
         )
