@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import bitplan
 from bitplan import Plan, actions, fusing, partitioning, quantizer
-from bitplan.fusing import fuse_moments
+from bitplan.fusing import fold_batch_norms, fuse_moments
 from bitplan.moments import coded_moments, plain_coded_moments
 
 PLAN = Plan.from_dict({"version": 1, "rules": [{"match": "*", "op": "conv2d", "activation": "e4m3"}]})
@@ -39,7 +39,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
 
     def fused(graph: torch.fx.Graph) -> int:
-        counts.append(fuse_moments(graph, "cpu"))
+        counts.append(fuse_moments(graph, "cpu", least=0))
         return counts[-1]
 
     monkeypatch.setattr(actions, "is_cast_small", lambda target, device: True)
@@ -81,10 +81,38 @@ def test_a_packed_graph_has_them_fused(as_on_a_gpu: list[int], monkeypatch: pyte
     assert apart[1].norm() > 0
 
 
-def test_float32_is_left_as_it_is(as_on_a_gpu: list[int]) -> None:
+def test_float32_is_left_as_it_is(as_on_a_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
+    folded: list[int] = []
+
+    def fold(graph: torch.fx.Graph) -> int:
+        folded.append(fold_batch_norms(graph))
+        return folded[-1]
+
+    monkeypatch.setattr(partitioning, "fold_batch_norms", fold)
     trained(net(), torch.randn(4, 3, 8, 8), autocast=False)
-    assert as_on_a_gpu == [0]
+    assert (as_on_a_gpu, folded) == ([0], [0])
+
+
+def test_batch_norm_is_a_factor_and_a_summand(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[set[tuple[int, ...]]] = []
+
+    def fold(graph: torch.fx.Graph) -> int:
+        found = fold_batch_norms(graph)
+        kept.append({tuple(node.meta["val"].shape) for node in graph.nodes if node.meta.get(fusing.KEPT)})
+        return found
+
+    torch._dynamo.reset()
+    x = torch.randn(4, 3, 8, 8)
+    monkeypatch.setattr(partitioning, "fold_batch_norms", fold)
+    folded = trained(net(), x, autocast=True)
+    assert kept == [{(1, 8, 1, 1), (1, 4, 1, 1)}]
+    monkeypatch.setattr(partitioning, "fold_batch_norms", lambda graph: 0)
+    torch._dynamo.reset()
+    apart = trained(net(), x, autocast=True)
+    for one, other in zip(folded, apart, strict=True):
+        assert (one - other).norm() <= 4e-3 * other.norm()
+    assert apart[0].norm() > 0
 
 
 def test_other_moments_are_left_as_they_are() -> None:
@@ -103,11 +131,12 @@ def test_other_moments_are_left_as_they_are() -> None:
         graph.output((mean, code))
         return graph
 
-    assert fuse_moments(graph_of([0, 2, 3], torch.bfloat16, True), "cpu") == 1
-    assert fuse_moments(graph_of([0, 2, 3], torch.bfloat16, True), "cuda") == 0
-    assert fuse_moments(graph_of([0, 2], torch.bfloat16, True), "cpu") == 0
-    assert fuse_moments(graph_of([0, 2, 3], torch.float32, True), "cpu") == 0
-    assert fuse_moments(graph_of([0, 2, 3], torch.bfloat16, False), "cpu") == 0
+    assert fuse_moments(graph_of([0, 2, 3], torch.bfloat16, True), "cpu", least=0) == 1
+    assert fuse_moments(graph_of([0, 2, 3], torch.bfloat16, True), "cuda", least=0) == 0
+    assert fuse_moments(graph_of([0, 2, 3], torch.bfloat16, True), "cpu") == 0  # too few
+    assert fuse_moments(graph_of([0, 2], torch.bfloat16, True), "cpu", least=0) == 0
+    assert fuse_moments(graph_of([0, 2, 3], torch.float32, True), "cpu", least=0) == 0
+    assert fuse_moments(graph_of([0, 2, 3], torch.bfloat16, False), "cpu", least=0) == 0
 
 
 def test_the_twin_saturates() -> None:

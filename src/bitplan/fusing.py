@@ -10,21 +10,26 @@ from torch import Tensor, fx
 
 from bitplan.moments import coded_moments
 
+_aten: Any = torch.ops.aten
 _convert: Any = torch.ops.prims.convert_element_type.default
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _HALF = (torch.bfloat16, torch.float16)
+#: From so many elements on, the pass that is saved takes longer than it takes the host to call an operation of ours.
+LEAST = 1 << 25
+#: The mark of a node that is kept for the backward pass whatever it costs to compute.
+KEPT = "bitplan_kept"
 
 
-def fuse_moments(graph: fx.Graph, device: str = "cuda") -> int:
-    """In the forward graph of packed execution: where a tensor is rounded to float8 and batch norm wants the moments of
-    the rounded values, make codes and moments in one pass. How many there were.
+def fuse_moments(graph: fx.Graph, device: str = "cuda", least: int = LEAST) -> int:
+    """In the forward graph of packed execution: where a tensor of at least so many elements is rounded to float8 and
+    batch norm wants the moments of the rounded values, make codes and moments in one pass. How many there were.
 
     Only of 16-bit tensors: sums are added up in another order, and packed float32 equals emulation bit for bit.
     """
     found = 0
     for node in list(graph.nodes):
         code = _rounded_before(node) if _is_moments(node) else None
-        if code is None or code.meta["val"].device.type != device:
+        if code is None or code.meta["val"].device.type != device or code.meta["val"].numel() < least:
             continue
         values = (code.meta["val"], *node.meta["val"])
         with graph.inserting_before(code):
@@ -40,6 +45,66 @@ def fuse_moments(graph: fx.Graph, device: str = "cuda") -> int:
     if found:
         graph.eliminate_dead_code()
     return found
+
+
+def fold_batch_norms(graph: fx.Graph) -> int:
+    """In the joint graph of packed execution: let batch norm be one factor and one summand for each channel, which are
+    kept. How many there were.
+
+    Batch norm is computed again in backward, and there every element would read five tensors (itself, mean, variance,
+    weight and bias) and take a root: so many readers that Inductor writes results into memory which it could compute
+    where they are wanted, at the peak of the step. Folded it reads three. Only of 16-bit tensors, as above.
+    """
+    found = 0
+    for node in list(graph.nodes):
+        parts = _normalised(node)
+        if parts is None:
+            continue
+        x, mean, deviation, weight, bias = parts
+        with graph.inserting_before(node):
+            factor = _call(graph, _aten.mul.Tensor, deviation, weight)
+            summand = _call(graph, _aten.sub.Tensor, bias, _call(graph, _aten.mul.Tensor, mean, factor))
+            scaled = _call(graph, _aten.mul.Tensor, x, factor)
+            folded = _call(graph, _aten.add.Tensor, scaled, summand)
+        for small in (factor, summand):
+            small.meta[KEPT] = True
+        node.replace_all_uses_with(folded)
+        found += 1
+    if found:
+        graph.eliminate_dead_code()
+    return found
+
+
+def _normalised(node: fx.Node) -> tuple[fx.Node, ...] | None:
+    """x, mean, inverse deviation, weight and bias, where `node` is their batch norm in training, of a 16-bit x."""
+    weighted, bias = _inputs_of(node, _aten.add.Tensor)
+    normal, weight = _inputs_of(weighted, _aten.mul.Tensor)
+    centred, deviation = _inputs_of(normal, _aten.mul.Tensor)
+    x, mean = _inputs_of(centred, _aten.sub.Tensor)
+    if x is None or deviation is None or weight is None or bias is None or mean is None:
+        return None
+    if deviation.target is not _aten.rsqrt.default or mean.target is not operator.getitem:
+        return None
+    value: Any = x.meta.get("val")
+    if not isinstance(value, Tensor) or value.dim() != 4 or value.dtype not in _HALF:
+        return None
+    channels = (value.shape[1], 1, 1)
+    small = (tuple(each.meta["val"].shape[-3:]) for each in (mean, deviation, weight, bias))
+    return (x, mean, deviation, weight, bias) if all(shape == channels for shape in small) else None
+
+
+def _inputs_of(node: fx.Node | None, target: Any) -> tuple[fx.Node | None, fx.Node | None]:
+    """Both operands, where `node` is that operation of two tensors."""
+    if node is None or node.target is not target or len(node.args) != 2 or node.kwargs:
+        return None, None
+    one, other = node.args
+    return (one, other) if isinstance(one, fx.Node) and isinstance(other, fx.Node) else (None, None)
+
+
+def _call(graph: fx.Graph, target: Any, *given: fx.Node) -> fx.Node:
+    node = graph.call_function(target, given)
+    node.meta["val"] = target(*(each.meta["val"] for each in given))
+    return node
 
 
 def _part(graph: fx.Graph, whole: fx.Node, number: int, value: Tensor) -> fx.Node:

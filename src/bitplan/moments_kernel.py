@@ -21,32 +21,50 @@ _CHANNELS, _COMBINED = 128, 16
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _coded_and_summed(  # type: ignore[no-untyped-def]
-    y, code, means, squares, rows, channels, stretch, kind: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr
+    y,
+    code,
+    means,
+    squares,
+    rows,
+    channels,
+    stretch,
+    kind: tl.constexpr,
+    tall: tl.constexpr,
+    wide: tl.constexpr,
+    is_whole: tl.constexpr,
 ):
     part = tl.program_id(0)
+    first = part * stretch
+    count = tl.minimum(stretch, rows - first)
     column = tl.program_id(1) * wide + tl.arange(0, wide)
     is_column = column < channels
-    first = part * stretch
-    last = tl.minimum(first + stretch, rows)
-    start = tl.load(y + first.to(tl.int64) * channels + column, mask=is_column, other=0.0)
+    # Within a stretch 32 bits are enough to count elements; where it begins, they may not be.
+    begin = first.to(tl.int64) * channels
+    row = tl.arange(0, tall)
+    place = row[:, None] * channels + column[None, :]
+    start = tl.load(y + begin + column, mask=is_column, other=0.0)
     # An infinite or missing first value would spoil the sums of all others, which have their own.
     pivot = start.to(tl.float32).to(kind).to(tl.float32)
     pivot = tl.where(tl.abs(pivot) < 65536.0, pivot, 0.0)
     sums = tl.zeros([tall, wide], tl.float32)
     sums_of_squares = tl.zeros([tall, wide], tl.float32)
-    for at in range(0, stretch, tall):
-        row = first + at + tl.arange(0, tall)
-        inside = (row < last)[:, None] & is_column[None, :]
-        place = row.to(tl.int64)[:, None] * channels + column[None, :]
-        small = tl.load(y + place, mask=inside, other=0.0).to(tl.float32).to(kind)
-        tl.store(code + place, small, mask=inside)
-        away = tl.where(inside, small.to(tl.float32) - pivot[None, :], 0.0)
+    for at in range(0, count, tall):
+        here = begin + at * channels
+        if is_whole:  # tiles fit, and nothing has to be masked
+            small = tl.load(y + here + place).to(tl.float32).to(kind)
+            tl.store(code + here + place, small)
+            away = small.to(tl.float32) - pivot[None, :]
+        else:
+            inside = (at + row < count)[:, None] & is_column[None, :]
+            small = tl.load(y + here + place, mask=inside, other=0.0).to(tl.float32).to(kind)
+            tl.store(code + here + place, small, mask=inside)
+            away = tl.where(inside, small.to(tl.float32) - pivot[None, :], 0.0)
         sums += away
         sums_of_squares += away * away
-    count = (last - first).to(tl.float32)
     total = tl.sum(sums, 0)
-    tl.store(means + part * channels + column, pivot + total / count, mask=is_column)
-    tl.store(squares + part * channels + column, tl.sum(sums_of_squares, 0) - total * total / count, mask=is_column)
+    number = count.to(tl.float32)
+    tl.store(means + part * channels + column, pivot + total / number, mask=is_column)
+    tl.store(squares + part * channels + column, tl.sum(sums_of_squares, 0) - total * total / number, mask=is_column)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -80,7 +98,9 @@ def coded_moments_on_gpu(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor,
     var, mean = (torch.empty((1, channels, 1, 1), dtype=torch.float32, device=y.device) for _ in range(2))
     with torch.cuda.device(y.device):
         _coded_and_summed[(parts, columns)](
-            *(y, code, moments[0], moments[1], rows, channels, stretch), _KINDS[dtype], tall, wide, num_warps=8
+            *(y, code, moments[0], moments[1], rows, channels, stretch),
+            *(_KINDS[dtype], tall, wide, rows % tall == 0 and channels % wide == 0),
+            num_warps=8,
         )
         _put_together[(triton.cdiv(channels, _COMBINED),)](
             *(moments[0], moments[1], var, mean, rows, channels, stretch, parts),

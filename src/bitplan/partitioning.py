@@ -27,7 +27,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch.utils.checkpoint import CheckpointPolicy
 
 from bitplan import fusing
-from bitplan.fusing import fuse_moments
+from bitplan.fusing import KEPT, fold_batch_norms, fuse_moments
 
 #: How many codes in a row are computed again rather than kept.
 LONGEST_CHAIN = 2
@@ -50,6 +50,8 @@ class PackedPartitioner(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        if fold_batch_norms(gm.graph):
+            gm.recompile()
         mark_what_is_kept(gm.graph)
         with functorch_config.patch(LIFTED_BANS):
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
@@ -73,7 +75,7 @@ def mark_what_is_kept(graph: fx.Graph) -> None:
         if node in seen:
             continue
         seen.add(node)
-        if node in again.kept or _is_small_cast(node):
+        if node in again.kept or _is_small_cast(node) or node.meta.get(KEPT):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         elif node in again.levels and node.op == "call_function":
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
