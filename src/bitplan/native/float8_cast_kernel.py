@@ -7,7 +7,8 @@ Two things are written otherwise than one would first think, after a look at the
 instructions an element became 25, which is about what memory can keep up with:
 
 * A correctly rounded division takes about 11 instructions and a branch. All elements have one divisor, so its inverse
-  is found once, and six multiplications and additions give the same quotient (:func:`_quotient`).
+  is found once, and six multiplications and additions give the same quotient (:func:`_quotient`); by a power of two,
+  one multiplication does.
 * A tile is read in two halves. Triton would otherwise exchange the numbers between the threads *before* they are
   widened, and compute every code twice, once for each layout; it does not where two loads are widened.
 """
@@ -63,6 +64,14 @@ def _scale_of(span, largest: tl.constexpr, power_of_two: tl.constexpr):  # type:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _inverse_power(scale):  # type: ignore[no-untyped-def]
+    """1 / 2^e, e being the scale's exponent: exact. Of infinity it is zero, of NaN NaN."""
+    bits = scale.to(tl.int32, bitcast=True)
+    power = (0x7F000000 - (bits & 0x7F800000)).to(tl.float32, bitcast=True)
+    return tl.where((bits & 0x7F800000) != 0x7F800000, power, tl.where(scale == scale, 0.0, scale))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _quotient(value, scale, largest: tl.constexpr, may_exceed: tl.constexpr):  # type: ignore[no-untyped-def]
     """value / scale, correctly rounded where that is at least 2^-18; what is less becomes zero in any float8.
 
@@ -72,10 +81,8 @@ def _quotient(value, scale, largest: tl.constexpr, may_exceed: tl.constexpr):  #
     """
     bits = scale.to(tl.int32, bitcast=True)
     is_finite = (bits & 0x7F800000) != 0x7F800000
-    power = (0x7F000000 - (bits & 0x7F800000)).to(tl.float32, bitcast=True)
-    power = tl.where(is_finite, power, tl.where(scale == scale, 0.0, scale))  # x / infinity is zero, x / NaN is NaN
     divisor = tl.where(is_finite, (bits & 0x7FFFFF) | 0x3F800000, 0x3F800000).to(tl.float32, bitcast=True)
-    dividend = value * power
+    dividend = value * _inverse_power(scale)
     if may_exceed:  # what lies far beyond saturates anyway; comparisons with NaN are false, so that NaN stays
         edge = divisor * (2 * largest)
         dividend = tl.where(dividend > edge, edge, tl.where(dividend < -edge, -edge, dividend))
@@ -128,7 +135,10 @@ def _cast_tile(  # type: ignore[no-untyped-def]
             known = tl.load(reach)
             span = tl.where(known > 0, known, span)
         scale = _scale_of(span, largest, power_of_two)
-        value = _quotient(value, scale, largest, has_reach)
+        if power_of_two:
+            value = value * _inverse_power(scale)
+        else:
+            value = _quotient(value, scale, largest, has_reach)
     else:
         scale = tl.full([], 1.0, tl.float32)
     if number == 0:
