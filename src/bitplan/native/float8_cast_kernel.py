@@ -135,7 +135,7 @@ def _cast_tile(  # type: ignore[no-untyped-def]
             known = tl.load(reach)
             span = tl.where(known > 0, known, span)
         scale = _scale_of(span, largest, power_of_two)
-        if power_of_two:
+        if power_of_two:  # noqa: SIM108 - Triton leaves out the branch that is not taken
             value = value * _inverse_power(scale)
         else:
             value = _quotient(value, scale, largest, has_reach)
