@@ -63,7 +63,7 @@ def _scale_of(span, largest: tl.constexpr, power_of_two: tl.constexpr):  # type:
     return scale
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _inverse_power(scale):  # type: ignore[no-untyped-def]
     """1 / 2^e, e being the scale's exponent: exact. Of infinity it is zero, of NaN NaN."""
     bits = scale.to(tl.int32, bitcast=True)
