@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from bitplan.moments import coded_moments
+from bitplan import moments  # noqa: F401 - defines the operation
 
 _aten: Any = torch.ops.aten
 _convert: Any = torch.ops.prims.convert_element_type.default
@@ -33,7 +33,7 @@ def fuse_moments(graph: fx.Graph, device: str = "cuda", least: int = LEAST) -> i
             continue
         values = (code.meta["val"], *node.meta["val"])
         with graph.inserting_before(code):
-            both = graph.call_function(coded_moments._opoverload, code.args)
+            both = graph.call_function(torch.ops.bitplan.coded_moments.default, code.args)
             both.meta["val"] = values
             parts = [_part(graph, both, number, value) for number, value in enumerate(values)]
         for user in list(node.users):

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+# Defined by hand: torch's decorator for custom operations looks at every result of every call.
+_LIBRARY: Any = torch.library.Library("bitplan", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(
+    "coded_moments(Tensor y, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
+)
 
-@torch.library.custom_op("bitplan::coded_moments", mutates_args=(), tags=(torch.Tag.flexible_layout,))
+
 def coded_moments(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, variance, mean) of `y`, (samples, channels, height, width): its values in a float8 type, saturating, and
     of these the moments of each channel, shaped (1, channels, 1, 1), the variance without Bessel's correction."""
-    if y.is_cuda and y.is_contiguous(memory_format=torch.channels_last) and y.numel():
-        from bitplan.moments_kernel import coded_moments_on_gpu
-
-        return coded_moments_on_gpu(y, dtype)
-    return plain_coded_moments(y, dtype)
-
-
-@coded_moments.register_fake
-def _(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    var = y.new_empty((1, y.shape[1], 1, 1), dtype=torch.float32)
-    return torch.empty_like(y, dtype=dtype), var, torch.empty_like(var)
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.bitplan.coded_moments(y, dtype)
+    return found
 
 
 def plain_coded_moments(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,3 +28,21 @@ def plain_coded_moments(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, 
     code = y.clamp(-largest, largest).to(dtype)
     var, mean = torch.var_mean(code.float(), (0, 2, 3), correction=0, keepdim=True)
     return code, var, mean
+
+
+def _on_gpu(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    if not y.numel() or not y.is_contiguous(memory_format=torch.channels_last):
+        return plain_coded_moments(y, dtype)
+    from bitplan.moments_kernel import coded_moments_on_gpu
+
+    return coded_moments_on_gpu(y, dtype)
+
+
+def _of_shape(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    var = y.new_empty((1, y.shape[1], 1, 1), dtype=torch.float32)
+    return torch.empty_like(y, dtype=dtype), var, torch.empty_like(var)
+
+
+_LIBRARY.impl("coded_moments", plain_coded_moments, "CompositeExplicitAutograd")
+_LIBRARY.impl("coded_moments", _on_gpu, "CUDA")
+torch.library.register_fake("bitplan::coded_moments", _of_shape, lib=_LIBRARY)
