@@ -58,6 +58,8 @@ class Session:
             seed=task.seed,
             execution=execution,
         )
+        #: Walking through all modules of a deep model takes as long as its optimizer's step.
+        self._parameters = list(self.model.parameters())
         self.optimizer = self._new_optimizer()
         self.scale = self._new_scale()
         self.loss = self.run.loss(task.loss)
@@ -115,7 +117,7 @@ class Session:
             set_rate(group, peak * factor)
         self.scale.undone(self.optimizer)
         if self.task.settings.clip > 0:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.task.settings.clip)
+            nn.utils.clip_grad_norm_(self._parameters, self.task.settings.clip)
         self.scale.step(self.optimizer)
         self.run.step()
         self.step += 1
