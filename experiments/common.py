@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shlex
 import statistics
 import sys
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from earlier import Earlier
+from earlier import FLOAT32, TF32, Earlier
 
 from bitplan.compare import Choice, Update, compare
 from bitplan.compare.correlation import LEAST, cost_correlation, seed_share
@@ -82,6 +83,14 @@ class Experiment:
     most_seeds: int = 0
     began: float = field(default_factory=time.monotonic)
 
+    def __post_init__(self) -> None:
+        let_products_be(self.products)
+
+    @property
+    def products(self) -> str:
+        """In which format a product multiplies float32: on a GPU, in TF32."""
+        return TF32 if torch.device(self.asked.device).type == "cuda" else FLOAT32
+
     @property
     def is_late(self) -> bool:
         """Whether the minutes that were given are over."""
@@ -89,7 +98,8 @@ class Experiment:
 
     @cached_property
     def earlier(self) -> Earlier:
-        return Earlier(self.asked.go_on_from, self.name, machine(torch.device(self.asked.device)), versions())
+        device = machine(torch.device(self.asked.device))
+        return Earlier(self.asked.go_on_from, self.name, device, versions(), self.products)
 
     @property
     def runs(self) -> Path:
@@ -194,6 +204,7 @@ class Experiment:
             "command": self.command,
             "machine": machine(torch.device(self.asked.device)),
             "versions": versions(),
+            "float32_products": self.products,
             "seeds": list(self.seeds),
             "processes": self.asked.jobs,
             "rehearsal": self.asked.quick,
@@ -216,6 +227,16 @@ class Experiment:
                 print(f"  {row(plan, metric)}")
             print(study["reading"])
         print(f"All of it is in {self.out}.")
+
+
+def let_products_be(products: str) -> None:
+    """TF32: of all products of this process, and of those that it starts; torch's own default has only convolutions so.
+
+    A step of an LSTM is mostly products, and in float32 these do not run on tensor cores.
+    """
+    if products == TF32:
+        os.environ["TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"] = "1"
+        torch.set_float32_matmul_precision("high")
 
 
 def in_sentences(main: Callable[[], None]) -> None:

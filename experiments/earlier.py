@@ -9,11 +9,23 @@ from typing import Any
 
 from bitplan.errors import BitplanError
 
+#: The formats in which products other than convolutions multiply float32. A result that says nothing is of the former.
+FLOAT32, TF32 = "float32", "TF32"
+#: Experiments that are all convolutions, which torch multiplies in TF32 by itself, but for a classifier.
+_CONVOLUTIONS = ("cifar", "detection")
+
 
 class Earlier:
     """A result of the same experiment, on the same kind of device and with the same torch; or nothing."""
 
-    def __init__(self, file: Path | None, name: str, machine: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        file: Path | None,
+        name: str,
+        machine: Mapping[str, Any],
+        versions: Mapping[str, Any],
+        products: str = FLOAT32,
+    ) -> None:
         self.content: dict[str, Any] = {}
         if file is None:
             return
@@ -24,6 +36,11 @@ class Earlier:
         if was != (name, _device(machine), versions["torch"]):
             raise BitplanError(
                 f"{file} is a result of {was[0]} on {was[1]} with torch {was[2]}: leave out --go-on-from here."
+            )
+        before = self.content.get("float32_products", FLOAT32)
+        if before != products and name not in _CONVOLUTIONS:
+            raise BitplanError(
+                f"{file} has products in {before}, and here they are in {products}: leave out --go-on-from here."
             )
 
     def plans(self, folder: str, settings: Sequence[str], seeds: Iterable[int]) -> dict[str, dict[str, Any]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import runpy
 import sys
 from argparse import Namespace
@@ -11,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from bitplan.errors import BitplanError
 from bitplan.tasks.task import Metric
 
 ROOT = Path(__file__).parent.parent
@@ -75,6 +79,39 @@ def test_an_experiment_goes_on_from_a_result(run: Run, tmp_path: Path, capsys: p
     first.write_text(json.dumps({**before, "experiment": "cifar"}), encoding="utf-8")
     with pytest.raises(SystemExit, match="is a result of cifar"):
         run(ROOT / "experiments" / "ptb.py", *words, "--runs", tmp_path / "c", "--go-on-from", first)
+    assert before["float32_products"] == "float32"
+    first.write_text(json.dumps({**before, "float32_products": "TF32"}), encoding="utf-8")
+    with pytest.raises(SystemExit, match="has products in TF32, and here they are in float32"):
+        run(ROOT / "experiments" / "ptb.py", *words, "--runs", tmp_path / "c", "--go-on-from", first)
+
+
+@pytest.mark.parametrize(("device", "products"), [("cuda", "TF32"), ("cuda:1", "TF32"), ("cpu", "float32")])
+def test_products_on_a_gpu_are_in_tf32_here_and_in_workers(
+    run: Run, monkeypatch: pytest.MonkeyPatch, device: str, products: str
+) -> None:
+    monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "0")
+    chosen: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", chosen.append)
+    common = Namespace(**run(ROOT / "experiments" / "common.py"))
+    assert common.Experiment("ptb", Namespace(device=device)).products == products
+    assert (os.environ["TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"] == "1") is (products == "TF32")
+    assert chosen == (["high"] if products == "TF32" else [])
+
+
+def test_only_convolutions_go_on_from_a_result_with_other_products(run: Run, tmp_path: Path) -> None:
+    run(ROOT / "experiments" / "common.py")
+    earlier = importlib.import_module("earlier")
+    facts = {"machine": {"gpu": "H200"}, "versions": {"torch": "2.11.0"}}
+    for name in ("cifar", "ptb"):
+        old = tmp_path / f"{name}.json"  # from before results told their products
+        old.write_text(json.dumps({"experiment": name, "studies": [], "command": "", **facts}), encoding="utf-8")
+        arguments = (old, name, facts["machine"], facts["versions"])
+        assert earlier.Earlier(*arguments, "float32").content
+        if name == "cifar":
+            assert earlier.Earlier(*arguments, "TF32").content
+        else:
+            with pytest.raises(BitplanError, match="has products in float32, and here they are in TF32"):
+                earlier.Earlier(*arguments, "TF32")
 
 
 def test_an_experiment_is_rehearsed_and_gone_on_with(

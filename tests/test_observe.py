@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import bitplan
 from bitplan.attach import Attachment, attach
-from bitplan.observe import MOMENTUM, Statistics
+from bitplan.observe import COLUMNS, MOMENTUM, Statistics, Watched, blank_record, fold
 from bitplan.plan import Plan
 
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
@@ -244,3 +245,99 @@ def test_evaluation_before_any_training_uses_the_values_own_range() -> None:
     model = nn.Tanh().eval()
     with attached(model, {"match": "*", "activation": {"format": "int4", "scale": "tensor", "eval": "ema"}}):
         assert torch.equal(model(X), bitplan.quantize(torch.tanh(X), "int4", scale="tensor"))
+
+
+# --- folding ---
+
+
+def folded(row: list[float], step: int) -> list[float]:
+    """One row after a step, in single numbers, by the words of :mod:`bitplan.observe`."""
+    after, single = list(row), np.float32
+    if row[0] > 0 and np.isfinite(row[:6]).all():
+        after[6:12] = [float(single(then) + single(now)) for then, now in zip(row[6:12], row[:6], strict=True)]
+        after[9] = max(row[9], row[3])
+    after[0] = 0.0
+    low, span = single(row[12]), single(row[13]) - single(row[12])
+    if np.isfinite(low) and np.isfinite(span) and span >= 0:
+        after[14] = 1.0
+        for column, now in ((15, low), (16, span)):
+            mean = single(MOMENTUM) * single(row[column]) + single(1 - MOMENTUM) * now
+            after[column] = float(mean if row[14] else now)
+    after[12:14] = [np.inf, -np.inf]
+    sign = single(row[17]) / single(row[18])
+    if sign >= row[19] and not row[20]:
+        after[20:22] = [float(step), float(sign)]
+    after[17:19] = [0.0, 0.0]
+    if row[22] > 0 and np.isfinite(row[22]):
+        after[25:] = [row[22], *row[25:-1]]
+    after[22] = 0.0
+    return after
+
+
+def records_of_all_kinds() -> Tensor:
+    """Rows with and without each thing that may have been written, some of it not finite."""
+    own = torch.Generator().manual_seed(5)
+    rows = blank_record(64, torch.device("cpu"))
+    rows[:, 6:12] = torch.rand(64, 6, generator=own)
+    rows[::2, :6] = torch.rand(32, 6, generator=own)
+    rows[::2, 0] = 1.0
+    rows[4, 2], rows[6, 3] = torch.nan, torch.inf
+    rows[::3, 12:14] = torch.randn(22, 2, generator=own).sort(1).values
+    rows[3, 12], rows[9, 13], rows[12, 12:14], rows[15, 12:14] = -torch.inf, torch.inf, torch.nan, torch.inf
+    rows[18, 12:14] = torch.tensor([-3e38, 3e38])
+    rows[::4, 14], rows[::4, 15:17] = 1.0, torch.rand(16, 2, generator=own)
+    rows[::5, 17:19], rows[::5, 19] = torch.rand(13, 2, generator=own), 0.5
+    rows[::10, 20:22] = torch.tensor([3.0, 0.7])
+    rows[::7, 22] = torch.rand(10, generator=own)
+    rows[7, 22], rows[14, 22] = torch.inf, torch.nan
+    rows[:, 25:] = torch.rand(64, COLUMNS - 25, generator=own)
+    return rows
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+def test_folding_does_to_each_row_what_is_written_of_it() -> None:
+    rows = records_of_all_kinds()
+    expected = torch.tensor([folded(row, 8) for row in rows.tolist()])
+    fold(rows, 8, Watched(True, True, True, True))
+    assert torch.equal(rows.view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize("part", ["rounding", "ranges", "signs", "amax"])
+def test_what_is_not_watched_is_left_as_it_is(part: str) -> None:
+    columns = {
+        "rounding": range(12),
+        "ranges": range(12, 17),
+        "signs": range(17, 22),
+        "amax": (22, *range(25, COLUMNS)),
+    }
+    alone, whole, before = (records_of_all_kinds() for _ in range(3))
+    fold(alone, 8, Watched(**{part: True}))
+    fold(whole, 8, Watched(True, True, True, True))
+    mine = torch.tensor([column in columns[part] for column in range(COLUMNS)])
+    expected = torch.where(mine, whole, before)
+    assert torch.equal(alone.view(torch.int32), expected.view(torch.int32))
+    assert not torch.equal(whole, expected)
+
+
+def test_a_step_asks_little_of_torch() -> None:
+    """On a GPU each operation is a launch, and takes longer on the host than all that it computes."""
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(20)))
+    noisy = {"format": "int4", "scale": "tensor", "rounding": "stochastic"}
+    rule = {"match": "*", "activation": {"format": "int4", "scale": "tensor", "eval": "ema"}, "grad_activation": noisy}
+    with attached(model, rule, example=X) as run, Operations() as operations:
+        for _ in range(3):
+            model(X).sum().backward()
+            operations.names.clear()
+            run.step()
+    assert operations.names.count("aten._foreach_copy_.default") == 2
+    assert len(operations.names) < 30
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))

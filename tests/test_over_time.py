@@ -16,7 +16,8 @@ from bitplan.attach import Attachment, attach
 from bitplan.cost import Cost, cost
 from bitplan.errors import BitplanWarning, CostError, PlanError, ScheduleError
 from bitplan.plan import Plan
-from bitplan.schedules import Position, schedule
+from bitplan.schedules import TEN, Deficit, Function, Moment, Position, schedule
+from bitplan.timeline import Timeline
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
 STEPS = 12
@@ -388,3 +389,24 @@ def test_plans_that_differ_in_their_schedules_share_one_graph() -> None:
             assert torch.equal(outputs[-1], model(x))
     assert counters["stats"]["unique_graphs"] == 1
     assert not torch.equal(outputs[0], outputs[2])
+
+
+@pytest.mark.parametrize("total", [1, 7, 256, 700])
+@pytest.mark.parametrize("name", [*TEN, "deficit"])
+def test_bits_are_those_of_the_schedule_at_every_step_in_any_order(name: str, total: int) -> None:
+    window = Deficit(3, 8, Moment.of("25%"), Moment.of("50%"))
+    moving = window if name == "deficit" else schedule(name, low=3, high=8)
+    timeline = Timeline(BITS, total, fixed=False)
+    for step in (*range(total), total - 1, 0, total // 2, total, total + 300):
+        timeline.position = Position(step, total)
+        assert timeline.bits_of(moving) == moving.bits(step, total)
+
+
+def test_a_function_is_asked_when_its_step_has_come() -> None:
+    asked: list[int] = []
+    own = Function(lambda step, total: asked.append(step) or 4, 3, 8)  # type: ignore[func-returns-value]
+    timeline = Timeline(BITS, 9, fixed=False)
+    for step in range(3):
+        timeline.position = Position(step, 9)
+        assert timeline.bits_of(own) == 4
+    assert asked == [0, 1, 2]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import bitplan
 from bitplan import Plan, sheet
@@ -19,9 +19,9 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     plain = sheet._copy
 
-    def counted(buffers: list[Tensor], rows: list[Tensor], device: torch.device) -> None:
-        counts.append(len(buffers))
-        plain(buffers, rows, device)
+    def counted(way: sheet._Way) -> None:
+        counts.append(len(way.buffers))
+        plain(way)
 
     monkeypatch.setattr(sheet, "_copy", counted)
     return counts
@@ -73,3 +73,30 @@ def test_a_copy_of_the_model_is_served(sent: list[int]) -> None:
     run.step()
     assert torch.equal(twin(x), model(x))
     assert sent[-1] == 2 * sent[0]
+
+
+def test_a_model_that_was_moved_is_served(sent: list[int]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    run = attached(model)
+    run.step()
+    model._apply(torch.clone)
+    x = torch.tensor([[1.0625, 1.1875, 3.3, 0.7]])
+    for _ in range(2):
+        model(x)
+        run.step()
+    assert len(sent) == 2  # the new buffers are not known to hold what the old ones did
+    run.set_format("q", "e5m2")
+    y = model(x).detach()
+    assert torch.equal(y, bitplan.quantize(y, "e5m2"))
+    assert not torch.equal(y, bitplan.quantize(y, "e3m1"))
+
+
+def test_another_device_gets_the_sheet_as_a_whole() -> None:
+    numbers = torch.arange(12, dtype=torch.int32).view(6, 2)
+    parts = torch.split(numbers, [1, 2, 3])
+    here = [(number, torch.empty_like(parts[number], device="meta")) for number in (0, 2, 1, 2)]
+    way = sheet._Way(numbers, parts, torch.device("meta"), here)
+    sheet._copy(way)
+    assert [row.shape for row in way.rows] == [parts[number].shape for number, _ in here]
+    assert all(row.untyped_storage() is not numbers.untyped_storage() for row in way.rows)
+    assert [row.storage_offset() for row in way.rows] == [0, 6, 2, 6]

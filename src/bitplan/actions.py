@@ -370,12 +370,12 @@ class Action:
         shared_slots = [slot for operand in self.shared for slot in OPERANDS[operand]]
         self.slots_apart = any(slot in self.places and slot not in shared_slots for slot in SLOTS)
         self.promotes = any(action.promotion is not None for action in self.places.values())
-        uses_means = any(action.uses_mean_range for action in self.places.values())
+        self.uses_means = any(action.uses_mean_range for action in self.places.values())
         #: Whether a scale comes from past steps.
         self.delays = any(action.is_delayed for action in self.places.values())
-        self.observes = self.promotes or uses_means or self.delays
+        self.observes = self.promotes or self.uses_means or self.delays
         #: Whether all results are promoted when the largest is. Ranges belong to one tensor, and so do their records.
-        self.promotes_together = self.promotes and not uses_means and not self.delays
+        self.promotes_together = self.promotes and not self.uses_means and not self.delays
         #: Sites that were met, eagerly.
         self.met: set[str] = set()
         self.needs_key = any(action.draws for action in self.places.values())

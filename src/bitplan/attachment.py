@@ -33,7 +33,7 @@ from bitplan.ledger import Ledger
 from bitplan.names import format as format_of
 from bitplan.native.fallbacks import Fallback, fallbacks_of
 from bitplan.native.units import units_of
-from bitplan.observe import Statistics
+from bitplan.observe import Statistics, Watched
 from bitplan.optimizers import OptimizerPromise
 from bitplan.packed_backend import BACKEND, register_backend
 from bitplan.plan import Plan
@@ -167,8 +167,12 @@ class Attachment:
         self._rounder.tags_weights |= any("weight" in a.places or "grad_weight" in a.places for a in actions)
         if self._watched or any(action.observes for action in actions):
             self._rounder.on_new_site = self._meet
-        self._all_tables.promotes |= any(action.promotes for action in actions)
-        self._all_tables.delays |= any(action.delays for action in actions)
+        self._all_tables.watched |= Watched(
+            rounding=self._watched,
+            ranges=any(action.uses_means for action in actions),
+            signs=any(action.promotes for action in actions),
+            amax=any(action.delays for action in actions),
+        )
         self._all_tables.install(tables, self.seed, self._step)
 
     def _let_recurrent_layers_compile(self) -> None:
@@ -306,13 +310,17 @@ class Attachment:
             self._make_room_for(self._operations)
             self._promote()
             self._tell_compiled_code()
-            self._ledger.formats_changed()
+            self._formats_changed()
         widths = {schedule: self._timeline.bits_of(schedule) for schedule in self.plan.followed.values()}
         if widths != self._widths:
             self._widths = widths
             for tables in self._tables:
                 self._follow(tables)
-            self._ledger.formats_changed()
+            self._formats_changed()
+
+    def _formats_changed(self) -> None:
+        self._ledger.formats_changed()
+        self._all_tables.formats_changed()
 
     def _follow(self, tables: ModuleTables) -> None:
         """Give a module's formats the bits that their schedules have come to."""
@@ -340,7 +348,7 @@ class Attachment:
         for row in rows:
             row.change(target)
         self._settle_again()
-        self._ledger.formats_changed()
+        self._formats_changed()
         self._write_tables()
 
     def _write_tables(self) -> None:
@@ -549,6 +557,7 @@ class Attachment:
         self._promote()
         self._tell_compiled_code()
         self._ledger.load(state["steps"])
+        self._formats_changed()
         self._write_tables()
 
 

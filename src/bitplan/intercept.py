@@ -16,7 +16,7 @@ import copy
 import copyreg
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import FunctionType
@@ -47,7 +47,11 @@ class ModuleState:
         #: Whether the module has buffers of ours, which tracing has to look for.
         self.has_buffers = True
         #: Copies that were made of the module; they follow the plan, and its changes reach them.
-        self.twins: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.twins: weakref.WeakSet[nn.Module] | None = None
+
+    def copies(self) -> Sequence[nn.Module]:
+        """Those of the copies that still exist."""
+        return () if self.twins is None else tuple(self.twins)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
         return self  # a copy of the model follows the same plan, on its own weights
@@ -247,10 +251,13 @@ class _Planned:
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        twin = self.__class__.__new__(self.__class__)
+        twin: Any = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        self.__dict__[_STATE].twins.add(twin)
+        state: ModuleState = self.__dict__[_STATE]
+        if state.twins is None:
+            state.twins = weakref.WeakSet()
+        state.twins.add(twin)
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -14,8 +14,11 @@ torch's eager kernels, in Inductor's C++ and in Triton.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bitplan.tracing import is_traced
@@ -26,6 +29,7 @@ Counter = int | Tensor
 _FIRST = 0x7FEB352D
 _SECOND = 0x846CA68B - (1 << 32)  # as a signed 32-bit number
 _FOLD = 0x9E3779B1 - (1 << 32)
+_ADDED = 0x5BD1E995
 _ELEMENTS_PER_KEY = 1 << 31
 
 
@@ -40,16 +44,31 @@ def key_of(seed: int, step: int, site: int = 0) -> tuple[int, int]:
     return int(low), int(high)
 
 
-def keys_of(seed: int, step: int, sites: Tensor) -> Tensor:
-    """:func:`key_of` for many sites at once (int64), a row each, which takes little longer than for one.
+def keys_of(seed: int, step: int, sites: NDArray[np.uint32]) -> NDArray[np.int32]:
+    """:func:`key_of` for many sites below 2^32 at once, a row each.
 
-    >>> keys_of(1, 2, torch.tensor([3, 2**32 - 1])).tolist() == [list(key_of(1, 2, 3)), list(key_of(1, 2, 2**32 - 1))]
+    By numpy, whose operations on short arrays take a tenth of torch's time.
+
+    >>> keys_of(1, 2, np.array([3, 2**32 - 1], np.uint32)).tolist() == [[*key_of(1, 2, 3)], [*key_of(1, 2, 2**32 - 1)]]
     True
     """
-    low, high = _key(seed, step, sites, sites.device)
-    assert isinstance(low, Tensor)
-    assert isinstance(high, Tensor)
-    return torch.stack((low, high), 1)
+    first, second = _mixed_counters((seed, step), torch.device("cpu"))
+    assert isinstance(first, int)
+    assert isinstance(second, int)
+    low = _mix_array(np.uint32(first & 0xFFFFFFFF) ^ sites)
+    high = _mix_array(np.uint32(second & 0xFFFFFFFF) ^ low)
+    return np.stack((low, high), 1).view(np.int32)
+
+
+def _mix_array(mixed: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """:func:`_mix` after its exclusive or: unsigned numbers wrap, and their shifts are logical ones."""
+    bits = mixed + np.uint32(_ADDED)
+    bits ^= bits >> np.uint32(16)
+    bits *= np.uint32(_FIRST)
+    bits ^= bits >> np.uint32(15)
+    bits *= np.uint32(_SECOND & 0xFFFFFFFF)
+    bits ^= bits >> np.uint32(16)
+    return bits
 
 
 def bits_of_key(like: Tensor, low: Counter, high: Counter) -> Tensor:
@@ -105,19 +124,24 @@ def _mix_int(value: int) -> int:
 
 def _key(seed: Counter, step: Counter, site: Counter, device: torch.device) -> tuple[Counter, Counter]:
     """Two int32 numbers from the three counters, each wholly mixed before the next is added."""
-    low: Counter = 0
-    high: Counter = 0x3C6EF372
-    for counter in (seed, step, site):
-        low = _mix(low, _word(counter, device))
-        high = _mix(high, low)
+    low, high = _mixed_counters((seed, step, site), device)
     if isinstance(low, Tensor) and isinstance(high, Tensor) and is_traced():
         # Inductor would mix the key anew for every element; a view of another width makes it write the key down.
         low, high = torch.stack((low, high)).view(torch.int64).view(torch.int32)
     return low, high
 
 
+def _mixed_counters(counters: Iterable[Counter], device: torch.device) -> tuple[Counter, Counter]:
+    low: Counter = 0
+    high: Counter = 0x3C6EF372
+    for counter in counters:
+        low = _mix(low, _word(counter, device))
+        high = _mix(high, low)
+    return low, high
+
+
 def _mix(state: Counter, word: Counter) -> Counter:
-    mixed = (state ^ word) + 0x5BD1E995
+    mixed = (state ^ word) + _ADDED
     return _mix_tensor(mixed) if isinstance(mixed, Tensor) else _mix_int(mixed)
 
 

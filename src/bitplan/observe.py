@@ -95,41 +95,79 @@ def mean_range(row: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def fold(record: Tensor, step: int) -> Tensor:
-    """The record after a step: sums and running means hold it, promotions are decided, and the next one starts fresh.
+@dataclass(frozen=True)
+class Watched:
+    """What a run writes into its records: only that has to be folded, and each part is a dozen launches on a GPU."""
+
+    #: Measures of what rounding does.
+    rounding: bool = False
+    #: Ranges, for running means of them.
+    ranges: bool = False
+    #: Signs of promotions.
+    signs: bool = False
+    #: Largest magnitudes, for scales of later steps.
+    amax: bool = False
+
+    def __or__(self, other: Watched) -> Watched:
+        return Watched(
+            *(self.rounding or other.rounding, self.ranges or other.ranges),
+            *(self.signs or other.signs, self.amax or other.amax),
+        )
+
+
+def fold(record: Tensor, step: int, watched: Watched) -> None:
+    """After a step, in place: sums and running means hold it, promotions are decided, and the next one starts fresh.
 
     What was not finite is left out: a ``GradScaler`` skips such a step, and one would spoil all others.
 
     :param step: the one that comes next, from which on a promotion holds.
     """
-    measures = record[:, _MEASURES]
+    if watched.rounding:
+        _add_measures(record)
+    if watched.ranges:
+        _blend_ranges(record)
+    if watched.signs:
+        _decide_promotions(record, step)
+    if watched.amax:
+        _remember_amax(record)
+
+
+def _add_measures(record: Tensor) -> None:
+    measures, sums = record[:, _MEASURES], record[:, _SUMS]
     counts = (record[:, FRESH] > 0) & measures.isfinite().all(1)
     measures = torch.where(counts[:, None], measures, 0.0)
-    sums = record[:, _SUMS] + measures
-    peak = torch.maximum(record[:, 6 + AMAX], measures[:, AMAX])
-    low, span = record[:, _LOW], record[:, _HIGH] - record[:, _LOW]
-    seen = low.isfinite() & span.isfinite() & (span >= 0)
-    known = record[:, _KNOWN] > 0
-    blended = [
-        torch.where(known, MOMENTUM * mean + (1 - MOMENTUM) * now, now)
-        for mean, now in ((record[:, _MEAN_LOW], low), (record[:, _MEAN_SPAN], span))
-    ]
-    after = record.clone()
-    after[:, _SUMS], after[:, 6 + AMAX], after[:, FRESH] = sums, peak, 0.0
-    after[:, _KNOWN] = torch.where(seen, 1.0, record[:, _KNOWN])
-    after[:, _MEAN_LOW] = torch.where(seen, blended[0], record[:, _MEAN_LOW])
-    after[:, _MEAN_SPAN] = torch.where(seen, blended[1], record[:, _MEAN_SPAN])
-    after[:, _LOW], after[:, _HIGH] = torch.inf, -torch.inf
+    peak = torch.maximum(sums[:, AMAX], measures[:, AMAX])
+    sums += measures
+    sums[:, AMAX] = peak
+    record[:, FRESH] = 0.0
+
+
+def _blend_ranges(record: Tensor) -> None:
+    low, known = record.select(1, _LOW), record.select(1, _KNOWN)
+    now, mean = record.narrow(1, _LOW, 2), record.narrow(1, _MEAN_LOW, 2)
+    span = record.select(1, _HIGH).sub_(low)  # so that `now` holds least value and span, as `mean` does
+    seen = (span >= 0).logical_and_(span < torch.inf)  # an end that is not finite gives no such span
+    blended = (mean * MOMENTUM).add_(now * (1 - MOMENTUM))
+    blended = torch.where((known > 0).unsqueeze(1), blended, now)
+    torch.where(seen.unsqueeze(1), blended, mean, out=mean)
+    known.masked_fill_(seen, 1.0)
+    low.fill_(torch.inf)
+    span.fill_(-torch.inf)
+
+
+def _decide_promotions(record: Tensor, step: int) -> None:
     sign = record[:, _PART] / record[:, _WHOLE]  # 0 / 0, where nothing was watched, reaches no limit
     promotes = (sign >= record[:, LIMIT]) & (record[:, PROMOTED] == 0)
-    after[:, PROMOTED] = torch.where(promotes, float(step), record[:, PROMOTED])
-    after[:, _REACHED] = torch.where(promotes, sign, record[:, _REACHED])
-    after[:, SIGN] = 0.0
+    record[:, PROMOTED].masked_fill_(promotes, float(step))
+    record[:, _REACHED] = torch.where(promotes, sign, record[:, _REACHED])
+    record[:, SIGN] = 0.0
+
+
+def _remember_amax(record: Tensor) -> None:
     now, past = record[:, _NOW], record[:, _PAST]
-    is_told = (now > 0) & now.isfinite()
-    after[:, _PAST] = torch.where(is_told[:, None], torch.cat((now[:, None], past[:, :-1]), 1), past)
-    after[:, _NOW] = 0.0
-    return after
+    is_told = (now > 0) & (now < torch.inf)
+    record[:, _PAST] = torch.where(is_told[:, None], torch.cat((now[:, None], past[:, :-1]), 1), past)
+    record[:, _NOW] = 0.0
 
 
 def reach(record: Tensor) -> Tensor:

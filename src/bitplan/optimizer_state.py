@@ -35,6 +35,8 @@ from bitplan.errors import PlanError
 
 #: torchao's class of a moment -> the plan's word for it.
 _FORMATS = {"OptimState8bit": "int8", "OptimState4bit": "int4", "OptimStateFp8": "e4m3"}
+#: What a group of parameters says of torch's ways to make the same step.
+_IMPLEMENTATION = ("foreach", "fused", "capturable")
 
 
 def _format_of(value: object) -> str | None:
@@ -84,10 +86,24 @@ def load_plain_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         key: {name: _small(value, optimizer) for name, value in each.items()} for key, each in state["state"].items()
     }
     _require_fit(optimizer, parameters, small)
-    optimizer.load_state_dict({**state, "state": small})
+    groups = [dict(group) for group in state["param_groups"]]
+    # How a step is made is this optimizer's own affair: the state may come from another device, or an older version.
+    for group, own in zip(groups, optimizer.param_groups, strict=False):  # torch says where they do not fit
+        group.update({name: own[name] for name in _IMPLEMENTATION if name in own})
+    optimizer.load_state_dict({**state, "state": small, "param_groups": groups})
+    _lie_as_parameters(optimizer)
     if _block_size(optimizer) is not None:
         for group in optimizer.param_groups:  # torchao wants a tensor, which steps may not be shared with
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).clone()
+
+
+def _lie_as_parameters(optimizer: Optimizer) -> None:
+    """Give moments the memory layout of their parameters, which files do not know, and fused steps rely on."""
+    for parameter, each in optimizer.state.items():
+        for name, value in each.items():
+            is_moment = isinstance(value, Tensor) and value.shape == parameter.shape and not is_small(value)
+            if is_moment and value.stride() != parameter.stride():
+                each[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _block_size(optimizer: Any) -> int | None:

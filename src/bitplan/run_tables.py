@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from bitplan.observe import (
     PROMOTED,
     SIGN,
     Statistics,
+    Watched,
     fold,
     promotion_in,
     reach,
@@ -33,17 +35,29 @@ class RunTables:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.each: list[ModuleTables] = []
-        #: Whether anything may be promoted.
-        self.promotes = False
+        #: What the plan writes into records.
+        self.watched = Watched()
         #: Whether anything was ever observed: a step must not ask every module where nothing is.
         self._observes = False
-        #: Whether any scale comes from past steps.
-        self.delays = False
+        #: The records that were last folded, and memory for all of them, in parts as large as they are.
+        self._folded: list[Tensor] = []
+        self._whole = torch.empty(0)
+        self._parts: tuple[Tensor, ...] = ()
         self._sheet: Sheet | None = None
         self._parameter_names = {id(tensor): without_wrappers(name) for name, tensor in model.named_parameters()}
 
     def device(self) -> torch.device:
         return next(self.model.parameters(), torch.empty(0)).device
+
+    @property
+    def promotes(self) -> bool:
+        """Whether anything may be promoted."""
+        return self.watched.signs
+
+    @property
+    def delays(self) -> bool:
+        """Whether any scale comes from past steps."""
+        return self.watched.amax
 
     # --- what a step reads ---
 
@@ -62,12 +76,17 @@ class RunTables:
         if self._sheet.each:
             self._sheet.write(seed, step)
 
+    def formats_changed(self) -> None:
+        """Formats are other ones than when the tables were last written."""
+        if self._sheet is not None:
+            self._sheet.formats_changed()
+
     # --- what a step leaves ---
 
     def records(self) -> list[tuple[ModuleTables, Tensor]]:
         if not self._observes:
             return []
-        found = ((tables, tables.module._buffers.get(RECORD)) for tables in self.each)
+        found = [(tables, tables.module._buffers.get(RECORD)) for tables in self.each]
         return [(tables, record) for tables, record in found if record is not None]
 
     def fold(self, step: int) -> None:
@@ -75,22 +94,26 @@ class RunTables:
         found = self.records()
         if not found:
             return
-        whole = torch.cat([record for _, record in found])
+        records = [record for _, record in found]
+        if len(records) != len(self._folded) or not all(map(operator.is_, records, self._folded)):
+            self._folded, self._whole = records, torch.cat(records)
+            self._parts = torch.split(self._whole, [len(record) for record in records])
+        else:
+            torch.cat(records, out=self._whole)
+        whole, parts = self._whole, self._parts
         if self.promotes:
             whole[:, SIGN] = sum_over_ranks(whole[:, SIGN])
         if self.delays:
             share_amax(whole)
-        after = fold(whole, step)
-        sizes = [len(record) for _, record in found]
-        folded = torch.split(after, sizes)
-        torch._foreach_copy_([record for _, record in found], list(folded))
+        fold(whole, step, self.watched)
+        torch._foreach_copy_(records, parts)
         if self.delays:
             reaches = [tables.module._buffers.get(REACH) for tables, _ in found]
-            pairs = zip(reaches, torch.split(reach(after), sizes), strict=True)
+            pairs = zip(reaches, torch.split(reach(whole), list(map(len, parts))), strict=True)
             read = [(buffer, now) for buffer, now in pairs if buffer is not None]
             torch._foreach_copy_([buffer for buffer, _ in read], [now for _, now in read])
-        for (tables, _), record in zip(found, folded, strict=True):
-            for twin in with_twins(tables.module)[1:]:  # a copy evaluates with the same ranges and promotions
+        for (tables, _), record in zip(found, parts, strict=True):
+            for twin in state_of(tables.module).copies():  # a copy evaluates with the same ranges and promotions
                 known = twin._buffers.get(RECORD)
                 if known is not None and known.shape == record.shape:
                     known.copy_(record)

@@ -43,55 +43,89 @@ class Sheet:
             self._formats += list(enumerate(tables.formats, after_keys))
             first += size
         self._keys = np.array(keys, np.int64)
-        self._sites = torch.tensor([zlib.crc32(site.encode()) for site in sites], dtype=torch.int64)
+        self._sites = np.array([zlib.crc32(site.encode()) for site in sites], np.uint32)
         #: The values that each format's row was last written with: a row keeps its list as long as it stays the same.
         self._written: list[list[int] | None] = [None] * len(self._formats)
         self._draws = any(tables.needs_keys for tables in each)
-        #: The buffers that hold the numbers as they are now.
-        self._up_to_date: list[Tensor] = []
+        self._changed = True
+        self._sheet = torch.from_numpy(self.numbers)
+        self._modules = [tables.module for tables in each]
+        self._states = [state_of(module) for module in self._modules]
+        #: Where the numbers go, each device's tables together.
+        self._ways: list[_Way] = []
+        self._buffers: list[Tensor | None] = []
+        #: Whether these hold the numbers as they are now.
+        self._is_up_to_date = False
+
+    def formats_changed(self) -> None:
+        """Look at the formats before the next writing: there are hundreds in a small model, and they seldom change."""
+        self._changed = True
 
     def at(self, seed: int, step: int) -> Tensor:
         """The numbers at that step, in memory that the next call writes over."""
-        self.numbers[self._keys, :2] = keys_of(seed, step, self._sites).numpy()
-        for number, (place, row) in enumerate(self._formats):
-            values = row.values
-            if values is not self._written[number]:
-                self._written[number] = values
-                self.numbers[place] = values
-                self._up_to_date = []
-        return torch.from_numpy(self.numbers)
+        if self._draws:
+            self.numbers[self._keys, :2] = keys_of(seed, step, self._sites)
+        if self._changed:
+            self._changed = False
+            for number, (place, row) in enumerate(self._formats):
+                values = row.values
+                if values is not self._written[number]:
+                    self._written[number] = values
+                    self.numbers[place] = values
+                    self._is_up_to_date = False
+        return self._sheet
 
     def write(self, seed: int, step: int) -> None:
         """The numbers at that step into the modules' buffers, and into those of every copy."""
-        parts = torch.split(self.at(seed, step), self.sizes)
-        buffers: dict[torch.device, list[Tensor]] = {}
-        rows: dict[torch.device, list[Tensor]] = {}
-        for tables, part in zip(self.each, parts, strict=True):
-            for module in with_twins(tables.module):
-                buffer = module._buffers.get(TABLE)
-                if buffer is not None:
-                    buffers.setdefault(buffer.device, []).append(buffer)
-                    rows.setdefault(buffer.device, []).append(part)
-        wanted = [buffer for here in buffers.values() for buffer in here]
-        known = self._up_to_date
-        if not self._draws and len(wanted) == len(known) and all(map(operator.is_, wanted, known)):
+        self.at(seed, step)
+        self._find_buffers()
+        if self._is_up_to_date and not self._draws:
             return
-        for device, here in buffers.items():
-            _copy(here, rows[device], device)
-        self._up_to_date = wanted
+        for way in self._ways:
+            _copy(way)
+        self._is_up_to_date = True
+
+    def _find_buffers(self) -> None:
+        """Look where the tables are: a model may have been moved, or copied, since."""
+        found = [module._buffers.get(TABLE) for module in self._modules]
+        places = list(range(len(found)))
+        for number, state in enumerate(self._states):
+            for twin in state.copies():
+                found.append(twin._buffers.get(TABLE))
+                places.append(number)
+        if len(found) == len(self._buffers) and all(map(operator.is_, found, self._buffers)):
+            return
+        self._buffers, self._is_up_to_date = found, False
+        by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
+        for number, buffer in zip(places, found, strict=True):
+            if buffer is not None:
+                by_device.setdefault(buffer.device, []).append((number, buffer))
+        parts = torch.split(self._sheet, self.sizes)
+        self._ways = [_Way(self._sheet, parts, device, here) for device, here in by_device.items()]
 
 
-def _copy(buffers: list[Tensor], rows: list[Tensor], device: torch.device) -> None:
-    if device.type != "cpu":
-        flat = torch.cat(rows)
-        if device.type == "cuda":  # from memory that is not pinned, a copy waits until the GPU has done all before it
-            flat = flat.pin_memory()
-        flat = flat.to(device, non_blocking=True)
-        rows = list(torch.split(flat, [len(part) for part in rows]))
-    torch._foreach_copy_(buffers, rows)
+class _Way:
+    """The numbers' way into the tables of one device: as a whole, and from there into each."""
+
+    def __init__(
+        self, sheet: Tensor, parts: Sequence[Tensor], device: torch.device, here: Sequence[tuple[int, Tensor]]
+    ) -> None:
+        self.sheet = sheet
+        self.buffers = [buffer for _, buffer in here]
+        #: The sheet itself, or its copy on the device.
+        self.there = sheet if device.type == "cpu" else torch.empty_like(sheet, device=device)
+        there = parts if device.type == "cpu" else torch.split(self.there, [len(part) for part in parts])
+        self.rows = [there[number] for number, _ in here]
+
+
+def _copy(way: _Way) -> None:
+    if way.there is not way.sheet:
+        # From memory that is not pinned, a copy waits until the GPU has done all before it.
+        sent = way.sheet.pin_memory() if way.there.is_cuda else way.sheet
+        way.there.copy_(sent, non_blocking=way.there.is_cuda)
+    torch._foreach_copy_(way.buffers, way.rows)
 
 
 def with_twins(module: nn.Module) -> list[nn.Module]:
     """A module and the copies that were made of it."""
-    twins = state_of(module).twins
-    return [module, *twins] if len(twins) else [module]
+    return [module, *state_of(module).copies()]

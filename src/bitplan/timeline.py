@@ -17,13 +17,15 @@ import numpy as np
 from bitplan.errors import BitplanWarning, PlanError
 from bitplan.plan import Plan
 from bitplan.plan.document import Phase
-from bitplan.schedules import Moment, Position, Schedule
+from bitplan.schedules import Function, Moment, Position, Schedule
 
 #: The optimizer steps of the whole run, or the word for a run whose loop tells its progress as a share.
 Total = int | Literal["progress"]
 
 #: At so many steps of a run it is looked which phases there are.
 _SAMPLES = 10_000
+#: Bits are looked up for so many steps at once: one takes as long as a hundred, and a step of a small model is short.
+_STRETCH = 256
 
 
 class Timeline:
@@ -36,6 +38,8 @@ class Timeline:
         self.fixed = fixed
         self.moves = plan.moves
         self._plans: dict[Phase, Plan] = {}
+        #: Of each schedule, the number of the stretch that was last looked up, and the bits of its steps.
+        self._ahead: dict[Schedule, tuple[int, list[int]]] = {}
         self._warned = False
         if self.moves:
             self._check()
@@ -121,4 +125,13 @@ class Timeline:
         return combined * math.prod(len(switch.cases) for switch in self.plan.switches)
 
     def bits_of(self, schedule: Schedule) -> int:
-        return schedule.bits(self.position.step, self.position.total)
+        step, total = self.position.step, self.position.total
+        # A user's own function may look at the run: it is asked when its step has come.
+        if isinstance(schedule, Function) or not isinstance(self.steps, int) or not 0 <= step < total:
+            return schedule.bits(step, total)
+        number, place = divmod(step, _STRETCH)
+        known = self._ahead.get(schedule)
+        if known is None or known[0] != number:
+            steps = np.arange(number * _STRETCH, min((number + 1) * _STRETCH, total), dtype=np.int64)
+            known = self._ahead[schedule] = number, schedule.at(steps, total).tolist()
+        return known[1][place]

@@ -20,6 +20,7 @@ from bitplan.tasks.boxes import kept_of, moved_by
 from bitplan.tasks.decay import DECAYS, decayed
 from bitplan.tasks.draws import generator, shuffled
 from bitplan.tasks.loading import LoadingTask
+from bitplan.tasks.optimizing import fused_for
 from bitplan.tasks.pictures import Normalisation, digits
 from bitplan.tasks.scenes import Objects, SceneData, digit_scenes
 from bitplan.tasks.sources.backbones import read_backbone
@@ -177,7 +178,8 @@ class Detection(LoadingTask[SceneData]):
         return (classes + (boxes.mean(-1) * is_object).sum()) / is_object.sum().clamp(min=1)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        return Adam([each for each in model.parameters() if each.requires_grad], self.settings.lr)
+        trained = [each for each in model.parameters() if each.requires_grad]
+        return Adam(trained, self.settings.lr, fused=fused_for(trained))
 
     def learning_rate(self, step: int) -> float:
         recipe = self.settings

@@ -21,6 +21,7 @@ from bitplan.tasks.draws import generator, shuffled
 from bitplan.tasks.graph_data import GraphData, digits_graph
 from bitplan.tasks.graph_sampling import Sampler
 from bitplan.tasks.loading import LoadingTask
+from bitplan.tasks.optimizing import fused_for
 from bitplan.tasks.sources.graphs import read_graph
 from bitplan.tasks.task import Metric, Settings
 
@@ -164,7 +165,8 @@ class NodeClassification(LoadingTask[GraphData]):
         return F.cross_entropy(output, target, ignore_index=NOT_ASKED)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        return Adam(model.parameters(), self.settings.lr, weight_decay=self.settings.weight_decay)
+        recipe, trained = self.settings, list(model.parameters())
+        return Adam(trained, recipe.lr, weight_decay=recipe.weight_decay, fused=fused_for(trained))
 
     def learning_rate(self, step: int) -> float:
         last = self.settings.last

@@ -20,6 +20,7 @@ from bitplan.models.squeezenet import SqueezeNet
 from bitplan.tasks.decay import DECAYS, decayed
 from bitplan.tasks.draws import shuffled
 from bitplan.tasks.loading import LoadingTask
+from bitplan.tasks.optimizing import fused_for
 from bitplan.tasks.pictures import Normalisation, PictureData, digits, moved_and_mirrored
 from bitplan.tasks.task import Metric, Settings
 
@@ -107,7 +108,8 @@ class ImageClassification(LoadingTask[PictureData]):
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         recipe = self.settings
-        return SGD(model.parameters(), recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay)
+        trained = list(model.parameters())
+        return SGD(trained, recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay, fused=fused_for(trained))
 
     def learning_rate(self, step: int) -> float:
         recipe = self.settings

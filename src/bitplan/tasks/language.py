@@ -13,6 +13,7 @@ from torch.optim import AdamW, Optimizer
 
 from bitplan.errors import TaskError, nearest_names
 from bitplan.tasks.decay import DECAYS
+from bitplan.tasks.optimizing import fused_for
 from bitplan.tasks.sources.texts import Text, library_text, read_texts
 from bitplan.tasks.task import Metric, Settings, Task
 from bitplan.tasks.tokens import LEVELS, tokenised
@@ -138,4 +139,4 @@ def transformer_optimizer(
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return AdamW(groups, lr=settings.lr, betas=betas)
+    return AdamW(groups, lr=settings.lr, betas=betas, fused=fused_for(model.parameters()))

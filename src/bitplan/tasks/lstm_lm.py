@@ -15,6 +15,7 @@ from bitplan.errors import TaskError
 from bitplan.models.gpt import next_token_loss
 from bitplan.models.lstm import LSTMModel
 from bitplan.tasks.language import LanguageSettings, LanguageTask, perplexity_figures
+from bitplan.tasks.optimizing import fused_for
 from bitplan.tasks.sources.texts import Text, fetched_wikitext
 from bitplan.tasks.tokens import tokens_to_test
 
@@ -129,7 +130,7 @@ class LSTMLanguageModelling(LanguageTask):
         return next_token_loss(output, target)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        return SGD(model.parameters(), self.settings.lr)
+        return SGD(model.parameters(), self.settings.lr, fused=fused_for(model.parameters()))
 
     def learning_rate(self, step: int) -> float:
         return self.memory.get("learning rate", 1.0)

@@ -29,6 +29,7 @@ from bitplan.sites import call_arguments
 from bitplan.tasks.task import Task
 from bitplan.train.ahead import Ahead
 from bitplan.train.copies import Copies, pinned
+from bitplan.train.layout import laid_out, lay_out, layout_for
 from bitplan.train.loss_scale import LossScale
 
 #: What torch's generator is seeded for.
@@ -45,16 +46,20 @@ class Session:
         self._first_memory = dict(task.memory)
         #: Steps made.
         self.step = 0
-        self._there = Copies(lambda tensor: tensor.to(device, non_blocking=True))
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         torch.manual_seed(task.seed)
-        self.model: nn.Module = task.model().to(device)
+        plain = task.model().to(device)
+        layout = layout_for(plain, device.type)
+        self.model: nn.Module = lay_out(plain, layout)
+        self._there = Copies(lambda tensor: laid_out(tensor.to(device, non_blocking=True), layout))
         self.run: Attachment = attach(
             *(self.model, plan, task.settings.all_steps, self._moved(task.batch(0)[0])),
             seed=task.seed,
             execution=execution,
         )
+        #: Walking through all modules of a deep model takes as long as its optimizer's step.
+        self._parameters = list(self.model.parameters())
         self.optimizer = self._new_optimizer()
         self.scale = self._new_scale()
         self.loss = self.run.loss(task.loss)
@@ -112,7 +117,7 @@ class Session:
             set_rate(group, peak * factor)
         self.scale.undone(self.optimizer)
         if self.task.settings.clip > 0:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.task.settings.clip)
+            nn.utils.clip_grad_norm_(self._parameters, self.task.settings.clip)
         self.scale.step(self.optimizer)
         self.run.step()
         self.step += 1
