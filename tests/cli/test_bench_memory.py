@@ -70,7 +70,7 @@ def test_what_is_asked_for_is_measured(bitplan: Bitplan, canned: list[tuple[Any,
     file = tmp_path / "result.json"
     options = ("--model", "resnet50", "--variant", "bf16", "--variant", "packed", "--batch", 256, "--loss-steps", 7)
     ran = bitplan("bench", "memory", *options, "--json", "-o", file)
-    assert canned == [("resnet50", ["bf16", "packed"], "packed", "cpu", 256, None, True, 5, 7)]
+    assert canned == [("resnet50", ["bf16", "packed"], None, "cpu", 256, None, True, 5, 7)]
     assert json.loads(file.read_text()) == ran.json
 
 
