@@ -175,7 +175,7 @@ class PlaceAction:
         return fixed
 
     def facts(self) -> Hashable:
-        """All that tracing reads of it, see :mod:`bitplan.versions`."""
+        """All that tracing reads of it, see :mod:`bitplan.guarding`."""
         higher = None if self.higher is None else self.higher.number
         finer = tuple(is_finer(self.spec.target, dtype) for dtype in (torch.bfloat16, torch.float16))
         fixed = (self.number, self.spec.eval, finer, self.promotion is None, higher)
@@ -381,7 +381,7 @@ class Action:
         self.needs_key = any(action.draws for action in self.places.values())
 
     def facts(self) -> Hashable:
-        """All that tracing reads of it, see :mod:`bitplan.versions`."""
+        """All that tracing reads of it, see :mod:`bitplan.guarding`."""
         native = tuple((key, tuple(units.items())) for key, units in self.native.items())
         places = tuple((place, action.facts()) for place, action in self.places.items())
         return self.at_consumer, tuple(self.shared.items()), native, self.native_from, places

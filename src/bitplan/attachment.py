@@ -19,6 +19,7 @@ from bitplan.cost import Cost
 from bitplan.decisions import Decider
 from bitplan.errors import BitplanWarning, PlanError, nearest_names
 from bitplan.explain import Explanation, require_effect, require_seen
+from bitplan.guarding import VERSION, depend_on, guarded_by_version, version_of
 from bitplan.intercept import (
     ModuleState,
     Scope,
@@ -48,7 +49,6 @@ from bitplan.sites import LOSS_PATH, FakeInputs, Operation, call_arguments
 from bitplan.tables import ModuleTables
 from bitplan.timeline import Timeline, Total
 from bitplan.unseen import unseen_modules
-from bitplan.versions import VERSION, depend_on, guarded_by_version, version_of
 
 #: What compiled native execution casts again in its backward pass, by how much memory it is to spare.
 SPARING: dict[str, tuple[str, ...]] = {"no": (), "weights": ("w",), "inputs": ("x", "w"), "products": ("x", "w")}

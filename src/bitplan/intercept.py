@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from bitplan.guarding import VERSION, depend_on
 from bitplan.keeping import Keeper
 from bitplan.opened import TRANSPARENT
 from bitplan.ops import REGIONS, name_of, traceable
 from bitplan.packed_backend import refuse_other_backends
 from bitplan.tracing import constant_when_traced
-from bitplan.versions import VERSION, depend_on
 
 _STATE = "_bitplan"
 

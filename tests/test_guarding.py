@@ -14,8 +14,8 @@ from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
 
 from bitplan.attach import attach
+from bitplan.guarding import VERSION, guarded_by_version, version_of
 from bitplan.plan import Plan
-from bitplan.versions import VERSION, guarded_by_version, version_of
 
 #: How guards spell what a module holds of its plan; torch 2.11 and later ones differ.
 OF_THE_STATE = re.compile(r"(__dict__\['|\.)_bitplan(?!\w)")
