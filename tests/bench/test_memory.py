@@ -11,7 +11,15 @@ from torch import nn
 
 import bitplan
 import bitplan.bench.memory as bench
-from bitplan.bench.contenders import VARIANTS, Checkpointed, Contender, WithLoss, checkpoint_blocks, with_own_code
+from bitplan.bench.contenders import (
+    VARIANTS,
+    Checkpointed,
+    Contender,
+    WithLoss,
+    checkpoint_blocks,
+    optimizer_for,
+    with_own_code,
+)
 from bitplan.bench.memory import Aim, Row, aim_reached, bench_memory, chosen_variants, headline, own_plan
 from bitplan.bench.real_data import stream_for
 from bitplan.errors import BitplanError
@@ -47,6 +55,15 @@ def test_a_row_has_memory_speed_and_loss() -> None:
     assert any("ready after" in sentence for sentence in news)
 
 
+def test_processes_beside_lose_what_this_one_does() -> None:
+    here = eager("gpt-tiny", batch=2, loss_steps=2)
+    beside = eager("gpt-tiny", batch=2, loss_steps=2, loss_jobs=2)
+    smaller = bench_memory("gpt-tiny", ("bf16-eager",), batch=2, turns=1, loss_steps=2, loss_batch=1)
+    assert beside["curves"] == here["curves"]
+    assert (smaller["batch"], smaller["loss_batch"]) == (2, 1)
+    assert smaller["curves"]["bf16-eager"] != here["curves"]["bf16-eager"]
+
+
 @pytest.mark.parametrize("model", ["mobilenet-v2-imagenet", "gpt-1024-bytes"])
 def test_the_plan_of_a_model_rounds_something_in_it(model: str) -> None:
     target = load_target(model)
@@ -58,7 +75,7 @@ def test_all_contenders_train_from_the_same_weights_on_the_same_data() -> None:
     target = placed(load_target("gpt-tiny"), torch.device("cpu"), 2)
     stream = stream_for(target)
     assert stream is not None
-    make = bench.optimizer_for("adamw", VARIANTS["bf16-eager"])
+    make = optimizer_for("adamw", VARIANTS["bf16-eager"])
     contender = Contender(target, VARIANTS["bf16-eager"], own_plan("packed"), False, make)
     first = contender.losses(stream.batch, 3)
     contender.first_steps()
@@ -91,9 +108,9 @@ def test_an_optimizer_of_8_bits_needs_its_package_and_adamw(monkeypatch: pytest.
     monkeypatch.setattr(bench, "_has_torchao", lambda: True)
     assert "bf16-adamw8bit" in chosen_variants(None, "adamw")
     with pytest.raises(BitplanError, match="--optimizer adamw"):
-        bench.optimizer_for("sgd", VARIANTS["bf16-adamw8bit"])
+        optimizer_for("sgd", VARIANTS["bf16-adamw8bit"])
     with pytest.raises(BitplanError, match="there is no optimizer 'lion'"):
-        bench.optimizer_for("lion", VARIANTS["bf16"])
+        optimizer_for("lion", VARIANTS["bf16"])
 
 
 def test_the_headline_is_against_the_best_of_the_others() -> None:

@@ -48,6 +48,7 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
             "headline": HEADLINE,
             "loss_data": "digits",
             "loss_steps": 1000,
+            "loss_batch": 64,
             "aim": {"peak": 1, "reached_by": []},
         }
 
@@ -62,15 +63,16 @@ def test_the_table_shows_memory_speed_and_the_headline(bitplan: Bitplan, canned:
     assert cells[4][:3] == ["packed", "5.0", "GiB"]
     assert "packed is 2.00 times smaller than bf16, the smallest of the others, at 0.90 times its speed" in ran.out
     assert "bf16-checkpointed failed: RuntimeError: no" in ran.out
-    assert "Losses after 1000 steps on digits." in ran.out
+    assert "Losses after 1000 steps of 64 on digits." in ran.out
     assert "Aim MISSED." in ran.out
 
 
 def test_what_is_asked_for_is_measured(bitplan: Bitplan, canned: list[tuple[Any, ...]], tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     options = ("--model", "resnet50", "--variant", "bf16", "--variant", "packed", "--batch", 256, "--loss-steps", 7)
+    options += ("--loss-batch", 3, "--loss-jobs", 2)
     ran = bitplan("bench", "memory", *options, "--json", "-o", file)
-    assert canned == [("resnet50", ["bf16", "packed"], None, "cpu", 256, None, True, 5, 7)]
+    assert canned == [("resnet50", ["bf16", "packed"], None, "cpu", 256, None, True, 5, 7, 3, 2)]
     assert json.loads(file.read_text()) == ran.json
 
 

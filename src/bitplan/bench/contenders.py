@@ -64,6 +64,21 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
+def optimizer_for(name: str, variant: Variant) -> Callable[[nn.Module], Optimizer]:
+    """What makes a contender's optimizer."""
+    if variant.small_optimizer:
+        if name != "adamw":
+            raise BitplanError("torchao's 8-bit optimizer is an AdamW: run with --optimizer adamw.")
+        from torchao.optim import AdamW8bit
+
+        return lambda model: AdamW8bit(model.parameters(), lr=3e-4)
+    if name == "adamw":
+        return lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)
+    if name == "sgd":
+        return lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    raise BitplanError(f"there is no optimizer {name!r} here: use sgd or adamw.")
+
+
 class WithLoss(nn.Module):
     """A model and its loss as one module."""
 

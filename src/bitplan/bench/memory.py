@@ -14,10 +14,9 @@ from importlib.resources import files
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
-from bitplan.bench.contenders import VARIANTS, Contender, Variant
+from bitplan.bench.contenders import VARIANTS, Contender, Variant, optimizer_for
+from bitplan.bench.losses import Trial, beside
 from bitplan.bench.machine import describe_machine
 from bitplan.bench.real_data import stream_for
 from bitplan.errors import BitplanError, nearest_names
@@ -122,6 +121,8 @@ def bench_memory(
     autocast: bool = True,
     turns: int = 5,
     loss_steps: int | None = None,
+    loss_batch: int | None = None,
+    loss_jobs: int = 0,
     seed: int = 0,
     on_news: Callable[[str], None] = lambda sentence: None,
 ) -> dict[str, Any]:
@@ -131,6 +132,8 @@ def bench_memory(
     :param plan: one of :data:`OWN_PLANS`, a preset or a file; by default the one of ours that suits the model.
     :param optimizer: ``sgd`` or ``adamw``; by default AdamW where the model reads tokens.
     :param loss_steps: steps on real data; by default 1,000 on a GPU and none on a CPU.
+    :param loss_batch: samples of each of them; by default `batch`.
+    :param loss_jobs: processes that make these steps meanwhile; 0: here, one contender after the other, at the end.
     """
     torch.manual_seed(seed)
     where = torch.device(device)
@@ -144,21 +147,40 @@ def bench_memory(
     precision = own_plan(plan or _PLAN_OF.get(model, OWN_PLANS[0]))
     samples = batch_size(target.batch)
 
-    torch.compiler.reset()
+    chosen = chosen_variants(variants, by_name)
+    apart = loss_jobs or int(loss_batch not in (None, samples))
+    trials = [
+        Trial(model, name, precision.to_dict(), device, loss_batch or batch, by_name, autocast, steps, seed)
+        for name in (chosen if steps and apart else ())
+    ]
     contenders: dict[str, Contender] = {}
     first: dict[str, float] = {}
     failed: dict[str, str] = {}
-    for name, variant in chosen_variants(variants, by_name).items():
-        try:
-            made = Contender(target, variant, precision, autocast, optimizer_for(by_name, variant))
-            first[name] = made.first_steps()
-        except Exception as error:  # one way that fails must not cost the others their time on a GPU
-            failed[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            log.info("%s failed", name, exc_info=True)
-            on_news(f"{name} failed: {failed[name]}")
-            continue
-        contenders[name] = made
-        on_news(f"{name}: ready after {first[name]:.1f} s")
+    curves: dict[str, list[float]] = {}
+
+    def fail(name: str, error: Exception) -> None:
+        """One way that fails must not cost the others their time on a GPU."""
+        failed[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        log.info("%s failed", name, exc_info=error)
+        on_news(f"{name} failed: {failed[name]}")
+
+    torch.compiler.reset()
+    with beside(trials, apart or 1) as pending:
+        for name, variant in chosen.items():
+            try:
+                made = Contender(target, variant, precision, autocast, optimizer_for(by_name, variant))
+                first[name] = made.first_steps()
+            except Exception as error:
+                fail(name, error)
+                continue
+            contenders[name] = made
+            on_news(f"{name}: ready after {first[name]:.1f} s")
+        for name, losses in pending.items():
+            try:
+                curves[name] = losses.result()
+                on_news(f"{name}: loss {_final(curves[name]):.4f} after {steps} steps")
+            except Exception as error:
+                fail(f"{name}, losses", error)
     if not contenders:
         raise BitplanError(f"no variant could be made: {'; '.join(failed.values())}")
 
@@ -174,12 +196,11 @@ def bench_memory(
             )
         )
         on_news(f"{name}: {account.peak / 2**30:.2f} GiB, {samples / seconds:.0f} samples a second")
-    curves: dict[str, list[float]] = {}
-    if steps and stream is not None:
+    if steps and stream is not None and not apart:
         for name, contender in contenders.items():
             curves[name] = contender.losses(stream.batch, steps)
             on_news(f"{name}: loss {_final(curves[name]):.4f} after {steps} steps")
-        rows = [_with_loss(row, curves) for row in rows]
+    rows = [_with_loss(row, curves) for row in rows]
     return {
         "benchmark": "memory",
         "machine": describe_machine(where),
@@ -192,6 +213,7 @@ def bench_memory(
         "seed": seed,
         "plan": precision.to_dict(),
         "loss_steps": steps,
+        "loss_batch": (loss_batch or samples) if steps else None,
         "loss_data": stream.description if steps and stream is not None else None,
         "rows": [asdict(row) for row in rows],
         "failed": failed,
@@ -199,21 +221,6 @@ def bench_memory(
         "headline": headline(rows),
         "aim": aim_reached(AIMS.get((model, samples)), rows, where),
     }
-
-
-def optimizer_for(name: str, variant: Variant) -> Callable[[nn.Module], Optimizer]:
-    """What makes a contender's optimizer."""
-    if variant.small_optimizer:
-        if name != "adamw":
-            raise BitplanError("torchao's 8-bit optimizer is an AdamW: run with --optimizer adamw.")
-        from torchao.optim import AdamW8bit
-
-        return lambda model: AdamW8bit(model.parameters(), lr=3e-4)
-    if name == "adamw":
-        return lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)
-    if name == "sgd":
-        return lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    raise BitplanError(f"there is no optimizer {name!r} here: use sgd or adamw.")
 
 
 def _best_turns(contenders: dict[str, Contender], turns: int) -> dict[str, float]:
@@ -233,6 +240,8 @@ def _final(losses: list[float]) -> float:
 
 
 def _with_loss(row: Row, curves: dict[str, list[float]]) -> Row:
+    if row.variant not in curves:
+        return row
     final = _final(curves[row.variant])
     return replace(row, loss=final, loss_gap=final - _final(curves["bf16"]) if "bf16" in curves else None)
 

@@ -103,6 +103,12 @@ def memory(
     loss_steps: Annotated[
         int | None, typer.Option(min=0, help="Steps on real data (default: 1000 on a GPU, none on a CPU).")
     ] = None,
+    loss_batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples of each of these steps (default: as measured).")
+    ] = None,
+    loss_jobs: Annotated[
+        int, typer.Option(min=0, help="Processes that make these steps while others compile (0: none, at the end).")
+    ] = 0,
     as_json: JsonOption = False,
     output_file: OutputFile = None,
 ) -> None:
@@ -110,7 +116,8 @@ def memory(
     with command_output(as_json) as output:
         _require_device(device)
         document = bench_memory(
-            *(model, variants, plan, device, batch, optimizer, autocast, turns, loss_steps), on_news=output.note
+            *(model, variants, plan, device, batch, optimizer, autocast, turns, loss_steps, loss_batch, loss_jobs),
+            on_news=output.note,
         )
         _finish(output, document, output_file, as_json, _print_memory)
 
@@ -228,7 +235,10 @@ def _print_memory(output: Output, document: dict[str, Any]) -> None:
             soft_wrap=True,
         )
     if document["loss_data"] is not None:
-        output.console.print(f"Losses after {document['loss_steps']} steps on {document['loss_data']}.", soft_wrap=True)
+        output.console.print(
+            f"Losses after {document['loss_steps']} steps of {document['loss_batch']} on {document['loss_data']}.",
+            soft_wrap=True,
+        )
     if document["aim"] is not None:
         reached = document["aim"]["reached_by"]
         output.console.print(f"Aim {'reached by ' + ', '.join(reached) if reached else 'MISSED'}.", soft_wrap=True)

@@ -1,0 +1,63 @@
+"""What the ways to train of ``bitplan bench memory`` lose on real data, each in a process of its own.
+
+Losses need no quiet machine, other than times; so they are made beside the compilation of what is timed, and at a batch
+of their own, since a thousand steps of every way at the size at which memory matters would take a GPU's quarter hour.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bitplan.bench.contenders import VARIANTS, Contender, optimizer_for
+from bitplan.bench.real_data import stream_for
+from bitplan.errors import BitplanError
+from bitplan.placing import placed
+from bitplan.plan import Plan
+from bitplan.targets import load_target
+
+
+@dataclass(frozen=True)
+class Trial:
+    """All that a process must know to train one contender."""
+
+    model: str
+    variant: str
+    plan: Mapping[str, Any]
+    device: str
+    batch: int | None
+    optimizer: str
+    autocast: bool
+    steps: int
+    seed: int
+
+
+def losses_of(trial: Trial) -> list[float]:
+    """The loss of every step. Equal seeds give all contenders of a model the same weights and the same batches."""
+    torch.manual_seed(trial.seed)
+    target = placed(load_target(trial.model), torch.device(trial.device), trial.batch)
+    stream = stream_for(target, trial.seed)
+    if stream is None:
+        raise BitplanError(f"there is no real data in the shape of {trial.model}'s batch: run with --loss-steps 0.")
+    variant = VARIANTS[trial.variant]
+    plan = Plan.from_dict(dict(trial.plan))
+    contender = Contender(target, variant, plan, trial.autocast, optimizer_for(trial.optimizer, variant))
+    contender.first_steps()
+    return contender.losses(stream.batch, trial.steps)
+
+
+@contextmanager
+def beside(trials: Sequence[Trial], jobs: int) -> Iterator[dict[str, Future[list[float]]]]:
+    """Start all trials, `jobs` at a time, in processes that go on while the block does; by variant."""
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+        try:
+            yield {trial.variant: pool.submit(losses_of, trial) for trial in trials}
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
