@@ -63,7 +63,9 @@ def fold_batch_norms(graph: fx.Graph) -> int:
         x, mean, deviation, weight, bias = parts
         with graph.inserting_before(node):
             factor = _call(graph, _aten.mul.Tensor, deviation, weight)
-            summand = _call(graph, _aten.sub.Tensor, bias, _call(graph, _aten.mul.Tensor, mean, factor))
+            # Not mean times factor: Triton 3.6 fails on kernels that store a number per channel and go on with it.
+            shift = _call(graph, _aten.mul.Tensor, _call(graph, _aten.mul.Tensor, mean, deviation), weight)
+            summand = _call(graph, _aten.sub.Tensor, bias, shift)
             scaled = _call(graph, _aten.mul.Tensor, x, factor)
             folded = _call(graph, _aten.add.Tensor, scaled, summand)
         for small in (factor, summand):

@@ -98,7 +98,8 @@ def test_native_agrees_with_emulate(name: str, compiled: bool) -> None:
     for native, emulated in zip(gradients("native", plan, compiled), gradients("emulate", plan, False), strict=True):
         # Emulation rounds scaled operands to bfloat16 before it multiplies them, and where the first layer's results
         # differ in their last bit the second layer's operands may round to other codes: 2.4 % were measured.
-        assert (native - emulated).norm() <= 4e-2 * emulated.norm()
+        gap = float((native - emulated).norm() / emulated.norm())
+        assert gap <= 4e-2, gap
 
 
 # --- the kernels ----------------------------------------------------------------------------------------------
@@ -123,7 +124,8 @@ def in_torch(
 def samples() -> dict[str, Tensor]:
     torch.manual_seed(0)
     found = {
-        f"{rows} x {columns}": 7 * torch.randn(rows, columns) for rows, columns in ((1, 1), (131, 257), (512, 384))
+        f"{rows} x {columns}": 7 * torch.randn(rows, columns)
+        for rows, columns in ((1, 1), (131, 257), (512, 384), (512, 256), (128, 512))
     }
     few = {
         "zeros": [0.0, -0.0, 0.0],
@@ -144,10 +146,12 @@ def test_the_kernels_give_the_bits_of_plain_torch(sample: str, dtype: torch.dtyp
     for reach in (None, torch.zeros((), device="cuda"), torch.tensor(1.5, device="cuda")):
         for scaled, power_of_two in ((True, False), (True, True), (False, False)):
             options: dict[str, Any] = {"scaled": scaled, "power_of_two": power_of_two, "reach": reach}
-            ours, plain = cast_float8(x, kind, gathers=True, **options), in_torch(x, kind, **options)
-            for name in ("rows", "columns", "scale"):
-                assert same(getattr(ours, name).cpu(), getattr(plain, name)), (name, options)
-            assert same(ours.tops.amax().cpu(), plain.tops.amax())
+            plain = in_torch(x, kind, **options)
+            for gathers in (True, False):  # each has machine code of its own
+                ours = cast_float8(x, kind, gathers=gathers, **options)
+                for name in ("rows", "columns", "scale"):
+                    assert same(getattr(ours, name).cpu(), getattr(plain, name)), (name, gathers, options)
+                assert not gathers or same(ours.tops.amax().cpu(), plain.tops.amax())
 
 
 def test_every_quotient_is_rounded_correctly() -> None:
@@ -244,8 +248,8 @@ def test_blocks_that_spare_memory_take_less_than_those_that_keep_codes_and_than_
     def peak(plan: Plan | None, spare_memory: str = "no") -> int:
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model = LlamaBlocks(512, 2, 2048).cuda().bfloat16()
-        x = torch.randn(4, 1024, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        model = LlamaBlocks(1024, 4, 4096).cuda().bfloat16()
+        x = torch.randn(4, 1024, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         called: Any
         if plan is None:
             called = torch.compile(model)

@@ -1,12 +1,14 @@
 """Holds the Triton kernels, interpreted on a CPU, against the plain torch beside them; prints how many cases agreed.
 
-Triton's interpreter lacks three things that are put in here: a float8 conversion that rounds to nearest and saturates,
-multiplication and addition with one rounding, and loops whose bounds are numbers of the kernel.
+Triton's interpreter lacks four things that are put in here: a float8 conversion that rounds to nearest and saturates,
+also where it is written as PTX, multiplication and addition with one rounding, and loops whose bounds are numbers of
+the kernel.
 """
 
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,12 @@ def complete(interpreter: Any) -> None:
         most = FORMATS[kind].max
         return torch.from_numpy(np.ascontiguousarray(given)).clamp(-most, most).to(kind).view(torch.uint8).numpy()
 
+    def assembled(self: Any, asm: str, constraints: str, given: Any, types: Any, *more: Any) -> Any:
+        """The one piece of PTX there is; what it is combined with counts."""
+        kind = "fp8e4nv" if "e4m3x2" in asm else "fp8e5"
+        codes = converted(given[0].data, None, kind, None) ^ given[1].data.astype(np.uint8)
+        return SimpleNamespace(get_result=lambda number: interpreter.TensorHandle(codes, types[0].scalar))
+
     def fused(self: Any, x: Any, y: Any, z: Any) -> Any:
         wide = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
         return interpreter.TensorHandle(wide.astype(np.float32), z.dtype)
@@ -38,6 +46,7 @@ def complete(interpreter: Any) -> None:
 
     interpreter._convert_float, interpreter._patch_lang_tensor = converted, patched
     interpreter.InterpreterBuilder.create_fma = fused
+    interpreter.InterpreterBuilder.create_inline_asm = assembled
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
