@@ -103,7 +103,7 @@ def _quotient(value, scale, largest: tl.constexpr, may_exceed: tl.constexpr):  #
     return (_magnitude_bits(quotient) | sign).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _codes_of(value, zero, kind: tl.constexpr):  # type: ignore[no-untyped-def]
     """value.to(kind), saturated, as integers: four at a time, and each four of them combined with zero."""
     cast: tl.constexpr = _TO_E4M3 if kind == tl.float8e4nv else _TO_E5M2
