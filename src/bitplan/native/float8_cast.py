@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from bitplan.formats import FloatFormat
+from bitplan.kernel_operations import itself, list_operation
 from bitplan.rounding import round_float
 from bitplan.scaling import divide, step_scale
 
@@ -121,17 +122,27 @@ def cast_in_torch(
 
 
 def _amax_on_gpu(x: Tensor, reach: Tensor | None) -> Tensor:
-    from bitplan.native.float8_cast_kernel import amax_by_kernel
-
-    return amax_by_kernel(x.contiguous(), reach)
+    with torch.cuda.device(x.get_device()):
+        return _amax_launched(x, reach)
 
 
 def _cast_on_gpu(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not x.numel():
         return cast_in_torch(x, *given)
+    with torch.cuda.device(x.get_device()):
+        return _cast_launched(x, *given)
+
+
+def _amax_launched(x: Tensor, reach: Tensor | None, wrap: Any = itself) -> Tensor:
+    from bitplan.native.float8_cast_kernel import amax_by_kernel
+
+    return amax_by_kernel(x.contiguous(), reach, wrap)
+
+
+def _cast_launched(x: Tensor, *given: Any, wrap: Any = itself) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from bitplan.native.float8_cast_kernel import cast_by_kernel
 
-    return cast_by_kernel(x.contiguous(), *given[:7])  # not what it is to wait for
+    return cast_by_kernel(x.contiguous(), *given, wrap=wrap)
 
 
 def _amax_of_shape(x: Tensor, reach: Tensor | None) -> Tensor:
@@ -171,3 +182,6 @@ for _key, _amax, _cast in (
     _LIBRARY.impl("float8_cast", _cast, _key)
 torch.library.register_fake("bitplan::float8_amax", _amax_of_shape, lib=_LIBRARY)
 torch.library.register_fake("bitplan::float8_cast", _cast_of_shape, lib=_LIBRARY)
+_MODULES = (__name__, f"{__name__}_kernel")
+list_operation("float8_amax", _amax_launched, lambda x, *_: x.numel() > 0, _MODULES)
+list_operation("float8_cast", _cast_launched, lambda x, *_: x.numel() > 0, _MODULES)

@@ -11,11 +11,16 @@ instructions an element became 25, which is about what memory can keep up with:
   one multiplication does.
 * A tile is read in two halves. Triton would otherwise exchange the numbers between the threads *before* they are
   widened, and compute every code twice, once for each layout; it does not where two loads are widened.
+
+With tiles of 16-bit numbers no kernel takes more than 128 registers a thread, so that a multiprocessor of Hopper works
+on two tiles at once: one is read while the other is cast.
+
+Inductor puts these kernels into its own code (:mod:`bitplan.launching`), for which they keep to what it can write down:
+their constants are numbers and booleans, and they say no more of how they are launched than the number of warps.
 """
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -23,14 +28,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bitplan.kernel_operations import itself
 from bitplan.native.float8_cast import FORMATS, PARTS, TILE, tiles_of
 
 #: Elements that a program of :func:`_amax_of_parts` reads at once.
 _BLOCK = 8192
-#: With at most so many registers a thread, a multiprocessor of Hopper works on two tiles of 16-bit numbers at once: one
-#: is read while the other is cast. Tiles of float32 would not fit into them.
-_REGISTERS = 128
-_KINDS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
 @triton.jit
@@ -83,9 +85,9 @@ def _quotient(value, scale, largest: tl.constexpr, may_exceed: tl.constexpr):  #
     is_finite = (bits & 0x7F800000) != 0x7F800000
     divisor = tl.where(is_finite, (bits & 0x7FFFFF) | 0x3F800000, 0x3F800000).to(tl.float32, bitcast=True)
     dividend = value * _inverse_power(scale)
-    if may_exceed:  # what lies far beyond saturates anyway; comparisons with NaN are false, so that NaN stays
+    if may_exceed:  # what lies far beyond saturates anyway
         edge = divisor * (2 * largest)
-        dividend = tl.where(dividend > edge, edge, tl.where(dividend < -edge, -edge, dividend))
+        dividend = tl.clamp(dividend, -edge, edge, propagate_nan=tl.PropagateNan.ALL)
     inverse = tl.div_rn(tl.full([], 1.0, tl.float32), divisor)
     quotient = dividend * inverse
     quotient = tl.fma(tl.fma(quotient, -divisor, dividend), inverse, quotient)
@@ -103,9 +105,10 @@ def _cast_tile(  # type: ignore[no-untyped-def]
     tops,
     parts,
     reach,
+    after,
     rows,
     features,
-    kind: tl.constexpr,
+    is_e5m2: tl.constexpr,
     largest: tl.constexpr,
     power_of_two: tl.constexpr,
     has_parts: tl.constexpr,
@@ -143,21 +146,21 @@ def _cast_tile(  # type: ignore[no-untyped-def]
         scale = tl.full([], 1.0, tl.float32)
     if number == 0:
         tl.store(scale_out, scale)
-    codes = value.to(kind).to(tl.uint8, bitcast=True)  # saturates, as the hardware's conversion does
+    # Saturates, as the hardware's conversion does. Bytes can be exchanged between threads, float8 cannot.
+    codes = value.to(tl.float8e5 if is_e5m2 else tl.float8e4nv).to(tl.uint8, bitcast=True)
     if writes_rows:
-        tl.store(as_rows + place, codes, mask=inside)
+        tl.store(as_rows.to(tl.pointer_type(tl.uint8), bitcast=True) + place, codes, mask=inside)
     if writes_columns:
         outside = (column < features)[:, None] & (row < rows)[None, :]
-        tl.store(as_columns + column[:, None] * rows + row[None, :], tl.trans(codes), mask=outside)
+        turned = column[:, None] * rows + row[None, :]
+        tl.store(as_columns.to(tl.pointer_type(tl.uint8), bitcast=True) + turned, tl.trans(codes), mask=outside)
 
 
-def amax_by_kernel(x: Tensor, reach: Tensor | None) -> Tensor:
+def amax_by_kernel(x: Tensor, reach: Tensor | None, wrap: Any = itself) -> Tensor:
     """Largest magnitudes of :data:`PARTS` parts of `x`, which is contiguous."""
     tops = x.new_empty(PARTS, dtype=torch.float32)
-    with _on(x):
-        _amax_of_parts[(PARTS,)](
-            x, tops if reach is None else reach, tops, x.numel(), reach is not None, PARTS, _BLOCK, num_warps=8
-        )
+    has_reach = reach is not None
+    wrap(_amax_of_parts)[(PARTS,)](x, reach if has_reach else x, tops, x.numel(), has_reach, PARTS, _BLOCK, num_warps=8)
     return tops
 
 
@@ -170,6 +173,8 @@ def cast_by_kernel(
     as_rows: bool,
     as_columns: bool,
     gathers: bool,
+    after: Tensor | None = None,
+    wrap: Any = itself,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :func:`bitplan.native.float8_cast.cast_in_torch`; `x` is contiguous and not empty.
 
@@ -177,21 +182,17 @@ def cast_by_kernel(
     """
     rows, features = x.shape
     tiles = tiles_of(rows, features)
-    by_row = x.new_empty((rows, features) if as_rows else (0, 0), dtype=torch.uint8)
-    by_column = x.new_empty((features, rows) if as_columns else (0, 0), dtype=torch.uint8)
-    scale = x.new_empty((), dtype=torch.float32)
+    by_row = x.new_empty((rows, features) if as_rows else (0, 0), dtype=dtype)
+    by_column = x.new_empty((features, rows) if as_columns else (0, 0), dtype=dtype)
+    scale = x.new_empty(1, dtype=torch.float32)  # Inductor would write a zero into a number
     tops = x.new_empty(tiles if gathers else 0, dtype=torch.float32)
-    given = (tensor if tensor is not None else scale for tensor in (parts, reach))
-    with _on(x):
-        _cast_tile[(tiles,)](
-            *(x, by_row, by_column, scale, tops, *given, rows, features),
-            *(_KINDS[dtype], FORMATS[dtype].max, power_of_two, parts is not None, reach is not None),
-            *(as_rows, as_columns, gathers, 1 if parts is None else parts.numel(), TILE),
-            num_warps=8,
-            maxnreg=_REGISTERS if x.element_size() == 2 else None,
-        )
-    return by_row.view(dtype), by_column.view(dtype), scale, tops
-
-
-def _on(x: Tensor) -> Any:
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+    # Where there is nothing to read or to write, `x` stands in.
+    written = (by_row if as_rows else x, by_column if as_columns else x, scale, tops if gathers else x)
+    read = (x if given is None else given for given in (parts, reach, after))
+    wrap(_cast_tile)[(tiles,)](
+        *(x, *written, *read, rows, features),
+        *(dtype == torch.float8_e5m2, FORMATS[dtype].max, power_of_two, parts is not None, reach is not None),
+        *(as_rows, as_columns, gathers, 1 if parts is None else parts.numel(), TILE),
+        num_warps=8,
+    )
+    return by_row, by_column, scale.view(()), tops
