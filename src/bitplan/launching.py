@@ -142,14 +142,14 @@ def _write_inputs(graph: fx.Graph, launch: fx.Node, written: set[fx.Node]) -> No
     """
     kinds = get_default_op_list()
     given: Any = launch.kwargs["kwargs"]
-    own: Any = launch.kwargs["tensors_to_clone"]
-    read = dict.fromkeys(each for name, each in given.items() if isinstance(each, fx.Node) and name not in own)
-    for source in read:
+    own = [given[name] for name in launch.kwargs["tensors_to_clone"]]  # type: ignore[union-attr, misc]
+    for source in dict.fromkeys(each for each in given.values() if isinstance(each, fx.Node) and each not in own):
         while kinds.is_view(source):
             source = source.all_input_nodes[0]
-        if source in written or source.op == "placeholder" or _is_of_launch(source):
-            continue
         value = source.meta["val"]
+        is_there = source in written or source.op == "placeholder" or _is_of_launch(source)
+        if is_there or not torch.ops.aten.is_non_overlapping_and_dense.default(value):
+            continue
         with graph.inserting_after(source):
             whole = graph.call_function(force_stride_order, (source, value.stride()))
         whole.meta.update(source.meta)

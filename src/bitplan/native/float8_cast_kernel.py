@@ -160,7 +160,7 @@ def amax_by_kernel(x: Tensor, reach: Tensor | None, wrap: Any = itself) -> Tenso
     """Largest magnitudes of :data:`PARTS` parts of `x`, which is contiguous."""
     tops = x.new_empty(PARTS, dtype=torch.float32)
     has_reach = reach is not None
-    wrap(_amax_of_parts)[(PARTS,)](x, reach if has_reach else x, tops, x.numel(), has_reach, PARTS, _BLOCK, num_warps=8)
+    wrap(_amax_of_parts)[(PARTS,)](x, reach if has_reach else tops, tops, x.numel(), has_reach, PARTS, _BLOCK, num_warps=8)
     return tops
 
 
@@ -186,9 +186,9 @@ def cast_by_kernel(
     by_column = x.new_empty((features, rows) if as_columns else (0, 0), dtype=dtype)
     scale = x.new_empty(1, dtype=torch.float32)  # Inductor would write a zero into a number
     tops = x.new_empty(tiles if gathers else 0, dtype=torch.float32)
-    # Where there is nothing to read or to write, `x` stands in.
-    written = (by_row if as_rows else x, by_column if as_columns else x, scale, tops if gathers else x)
-    read = (x if given is None else given for given in (parts, reach, after))
+    # Where there is nothing to read or to write, the scale stands in.
+    written = (by_row if as_rows else scale, by_column if as_columns else scale, scale, tops if gathers else scale)
+    read = (scale if given is None else given for given in (parts, reach, after))
     wrap(_cast_tile)[(tiles,)](
         *(x, *written, *read, rows, features),
         *(dtype == torch.float8_e5m2, FORMATS[dtype].max, power_of_two, parts is not None, reach is not None),
