@@ -124,7 +124,7 @@ def _open(graph: fx.Graph, node: fx.Node, operation: KernelOperation) -> list[fx
             if each.op not in ("placeholder", "output"):
                 copies[each] = graph.node_copy(each, copies.__getitem__)
                 copies[each].meta.update({key: node.meta[key] for key in _TOLD_ON if key in node.meta})
-    results = fx.map_arg(traced.graph.output_node().args[0], copies.__getitem__)
+    results: Any = fx.map_arg(traced.graph.output_node().args[0], copies.__getitem__)
     if isinstance(results, fx.Node):
         node.replace_all_uses_with(results)
     for user in list(node.users):
@@ -141,8 +141,9 @@ def _write_inputs(graph: fx.Graph, launch: fx.Node, written: set[fx.Node]) -> No
     So it does by itself with what operations read that it does not know.
     """
     kinds = get_default_op_list()
-    given: Any = launch.kwargs["kwargs"]
-    own = [given[name] for name in launch.kwargs["tensors_to_clone"]]  # type: ignore[union-attr, misc]
+    told: dict[str, Any] = launch.kwargs
+    given = told["kwargs"]
+    own = [given[name] for name in told["tensors_to_clone"]]
     for source in dict.fromkeys(each for each in given.values() if isinstance(each, fx.Node) and each not in own):
         while kinds.is_view(source):
             source = source.all_input_nodes[0]
@@ -151,9 +152,10 @@ def _write_inputs(graph: fx.Graph, launch: fx.Node, written: set[fx.Node]) -> No
         if is_there or not torch.ops.aten.is_non_overlapping_and_dense.default(value):
             continue
         with graph.inserting_after(source):
-            whole = graph.call_function(force_stride_order, (source, value.stride()))
+            whole = graph.call_function(force_stride_order)
         whole.meta.update(source.meta)
-        source.replace_all_uses_with(whole, lambda user, whole=whole: user is not whole)
+        source.replace_all_uses_with(whole)
+        whole.args = (source, value.stride())
         written.add(whole)
 
 

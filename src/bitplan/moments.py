@@ -47,7 +47,7 @@ def _is_side_by_side(y: Tensor, *_: Any) -> bool:
 def _launched(y: Tensor, dtype: torch.dtype, wrap: Any = itself) -> tuple[Tensor, Tensor, Tensor]:
     from bitplan.moments_kernel import coded_moments_by_kernel
 
-    return coded_moments_by_kernel(y, dtype, wrap)
+    return coded_moments_by_kernel(wrap, y, dtype)
 
 
 def _of_shape(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

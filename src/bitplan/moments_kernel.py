@@ -15,8 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bitplan.kernel_operations import itself
-
 #: Elements that a program reads at a time, and programs wanted: some for every multiprocessor of a large GPU.
 _TILE, _PROGRAMS = 4096, 1056
 _CHANNELS, _COMBINED = 128, 16
@@ -87,7 +85,7 @@ def _put_together(  # type: ignore[no-untyped-def]
     tl.store(var + column, square / rows, mask=column < channels)
 
 
-def coded_moments_by_kernel(y: Tensor, dtype: torch.dtype, wrap: Any = itself) -> tuple[Tensor, Tensor, Tensor]:
+def coded_moments_by_kernel(wrap: Any, y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`bitplan.moments.coded_moments`; the channels of `y` lie side by side, as in channels_last."""
     channels = y.shape[1]
     rows = y.numel() // channels

@@ -136,13 +136,13 @@ def _cast_on_gpu(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor
 def _amax_launched(x: Tensor, reach: Tensor | None, wrap: Any = itself) -> Tensor:
     from bitplan.native.float8_cast_kernel import amax_by_kernel
 
-    return amax_by_kernel(x.contiguous(), reach, wrap)
+    return amax_by_kernel(wrap, x.contiguous(), reach)
 
 
 def _cast_launched(x: Tensor, *given: Any, wrap: Any = itself) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from bitplan.native.float8_cast_kernel import cast_by_kernel
 
-    return cast_by_kernel(x.contiguous(), *given, wrap=wrap)
+    return cast_by_kernel(wrap, x.contiguous(), *given)
 
 
 def _amax_of_shape(x: Tensor, reach: Tensor | None) -> Tensor:

@@ -28,7 +28,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bitplan.kernel_operations import itself
 from bitplan.native.float8_cast import FORMATS, PARTS, TILE, tiles_of
 
 #: Elements that a program of :func:`_amax_of_parts` reads at once.
@@ -156,15 +155,16 @@ def _cast_tile(  # type: ignore[no-untyped-def]
         tl.store(as_columns.to(tl.pointer_type(tl.uint8), bitcast=True) + turned, tl.trans(codes), mask=outside)
 
 
-def amax_by_kernel(x: Tensor, reach: Tensor | None, wrap: Any = itself) -> Tensor:
+def amax_by_kernel(wrap: Any, x: Tensor, reach: Tensor | None) -> Tensor:
     """Largest magnitudes of :data:`PARTS` parts of `x`, which is contiguous."""
     tops = x.new_empty(PARTS, dtype=torch.float32)
-    has_reach = reach is not None
-    wrap(_amax_of_parts)[(PARTS,)](x, reach if has_reach else tops, tops, x.numel(), has_reach, PARTS, _BLOCK, num_warps=8)
+    given = (x, tops if reach is None else reach, tops, x.numel(), reach is not None, PARTS, _BLOCK)
+    wrap(_amax_of_parts)[(PARTS,)](*given, num_warps=8)
     return tops
 
 
 def cast_by_kernel(
+    wrap: Any,
     x: Tensor,
     dtype: torch.dtype,
     parts: Tensor | None,
@@ -174,7 +174,6 @@ def cast_by_kernel(
     as_columns: bool,
     gathers: bool,
     after: Tensor | None = None,
-    wrap: Any = itself,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :func:`bitplan.native.float8_cast.cast_in_torch`; `x` is contiguous and not empty.
 
