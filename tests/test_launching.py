@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import bitplan
 from bitplan import Plan, launching
 from bitplan.kernel_operations import OPERATIONS, KernelOperation
-from bitplan.launching import OPTION, OpeningPass, open_operations, with_opening
+from bitplan.launching import OPTION, OpeningPass, open_operations, remember_accesses, with_opening
 from bitplan.moments import coded_moments, plain_coded_moments
 from bitplan.native.float8_cast import amax_in_torch, cast_float8, cast_in_torch
 
@@ -129,6 +130,32 @@ def test_caches_know_it_by_what_it_does() -> None:
         "moments.py",
         "moments_kernel.py",
     }
+
+
+def test_torch_looks_once_into_a_kernel_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[str] = []
+
+    def look(kernel: Any, kwargs: dict[str, Any], descriptors: Any) -> list[str]:
+        looks.append(kernel.fn.fn.__module__)
+        return list(kwargs)
+
+    for name in ("identify_mutated_tensors", "identify_accessed_tensors"):
+        monkeypatch.setattr(launching.triton_kernel_wrap, name, look, raising=False)
+    remember_accesses()
+    remember_accesses()
+    looked: Any = launching.triton_kernel_wrap.identify_mutated_tensors
+    given: dict[str, Any] = {"x": torch.ones(3), "count": 3}
+    for module in ("bitplan.moments_kernel", "elsewhere"):
+        written = type("written", (), {"__module__": module})  # where a function would be
+        kernel = SimpleNamespace(fn=SimpleNamespace(fn=written))
+        for values in (
+            given,
+            {**given, "x": torch.ones(7)},
+            {**given, "count": 4},
+            {**given, "x": torch.ones(3).half()},
+        ):
+            assert looked(kernel, values, {}) == ["x", "count"]
+    assert looks == ["bitplan.moments_kernel"] * 3 + ["elsewhere"] * 4
 
 
 @pytest.mark.parametrize("spare_memory", ["no", "inputs", "products"])

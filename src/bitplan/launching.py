@@ -7,6 +7,7 @@ the time that the host takes changes; the kernels are the same.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._functorch.partitioners import get_default_op_list
+from torch._higher_order_ops import triton_kernel_wrap
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.inductor_prims import force_stride_order
@@ -38,6 +40,7 @@ class OpeningPass(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         for each in self.earlier:
             each(graph)
+        remember_accesses()
         open_operations(graph)
 
     def uuid(self) -> Any:
@@ -153,7 +156,7 @@ def _write_inputs(graph: fx.Graph, launch: fx.Node, written: set[fx.Node]) -> No
             continue
         with graph.inserting_after(source):
             whole = graph.call_function(force_stride_order)
-        whole.meta.update(source.meta)
+        whole.meta.update({key: source.meta[key] for key in ("val", *_TOLD_ON) if key in source.meta})
         source.replace_all_uses_with(whole)
         whole.args = (source, value.stride())
         written.add(whole)
@@ -161,3 +164,40 @@ def _write_inputs(graph: fx.Graph, launch: fx.Node, written: set[fx.Node]) -> No
 
 def _is_of_launch(node: fx.Node) -> bool:
     return node.target is operator.getitem and node.all_input_nodes[0].target is triton_kernel_wrapper_functional
+
+
+def remember_accesses() -> None:
+    """Have torch look once, and not at each launch, what a kernel of ours writes with arguments of the same kinds.
+
+    It translates the kernel to see, three times for every launch in a graph: of some hundred launches, a minute.
+    """
+    for name in ("identify_mutated_tensors", "identify_accessed_tensors"):  # before torch 2.12 or so, and since
+        look = getattr(triton_kernel_wrap, name, None)
+        if look is not None and not hasattr(look, "accesses_seen"):
+            setattr(triton_kernel_wrap, name, _remembering(look))
+
+
+def _remembering(look: Callable[..., Any]) -> Callable[..., Any]:
+    seen: dict[Any, Any] = {}
+
+    @functools.wraps(look)
+    def looked(kernel: Any, kwargs: dict[str, Any], *rest: Any) -> Any:
+        function = kernel
+        while hasattr(function, "fn"):
+            function = function.fn
+        if not function.__module__.startswith("bitplan.") or any(rest):
+            return look(kernel, kwargs, *rest)
+        key = (function, *((name, _kind_of(value)) for name, value in kwargs.items()))
+        if key not in seen:
+            seen[key] = look(kernel, kwargs, *rest)
+        return seen[key]
+
+    looked.accesses_seen = seen  # type: ignore[attr-defined]
+    return looked
+
+
+def _kind_of(value: Any) -> str:
+    """What a kernel's code depends on: a tensor's type, the value of anything else."""
+    if isinstance(value, Tensor):
+        return str(value.dtype)
+    return str(value.get_dtype()) if hasattr(value, "get_dtype") else repr(value)
