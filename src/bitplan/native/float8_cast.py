@@ -3,7 +3,8 @@
 FP8 units want both operands with the summed axis innermost, so a linear layer's input is wanted row by row for its
 result and transposed for the weight's gradient; its weight and the gradient of its result likewise. Left to Inductor
 that is a kernel for each layout, the transposed one with scattered writes, each of which computes once more what
-produced the matrix. Here are two operations that Inductor does not look into, so that what they read is computed once:
+produced the matrix. Here are two operations that Inductor does not fuse with others, so that what they read is computed
+once:
 
 * ``bitplan::float8_amax`` looks for the largest magnitude, in parts;
 * ``bitplan::float8_cast`` makes the scale of these, divides by it, rounds, and writes one layout or both.
