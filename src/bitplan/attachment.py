@@ -235,13 +235,18 @@ class Attachment:
             raise PlanError("spare_memory goes with execution='native': give attach() that, too, or drop it.")
         self._rounder.casts_again = SPARING[spare_memory]
         self._tell_compiled_code()
-        of_mode = {} if mode is None else list_mode_options(mode, dynamic)
+        settings = {**({} if mode is None else list_mode_options(mode, dynamic)), **(options or {})}
+        backend = self._backend(spare_memory)
+        if self.execution == "native" and backend == "inductor":
+            from bitplan.launching import with_opening
+
+            settings = with_opening(settings)
         return torch.compile(
             self.model if module is None else module,
             fullgraph=fullgraph,
             dynamic=dynamic,
-            backend=self._backend(spare_memory),
-            options={"guard_filter_fn": guarded_by_version, **of_mode, **(options or {})},
+            backend=backend,
+            options={"guard_filter_fn": guarded_by_version, **settings},
         )
 
     def _backend(self, spare_memory: str) -> Any:

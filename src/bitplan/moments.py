@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bitplan.kernel_operations import itself, list_operation
+
 # Defined by hand: torch's decorator for custom operations looks at every result of every call.
 _LIBRARY: Any = torch.library.Library("bitplan", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
@@ -31,11 +33,21 @@ def plain_coded_moments(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, 
 
 
 def _on_gpu(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    if not y.numel() or not y.is_contiguous(memory_format=torch.channels_last):
+    if not _is_side_by_side(y):
         return plain_coded_moments(y, dtype)
-    from bitplan.moments_kernel import coded_moments_on_gpu
+    with torch.cuda.device(y.get_device()):
+        return _launched(y, dtype)
 
-    return coded_moments_on_gpu(y, dtype)
+
+def _is_side_by_side(y: Tensor, *_: Any) -> bool:
+    """Whether there is something, the channels of which follow each other in memory."""
+    return y.numel() > 0 and y.is_contiguous(memory_format=torch.channels_last)
+
+
+def _launched(y: Tensor, dtype: torch.dtype, wrap: Any = itself) -> tuple[Tensor, Tensor, Tensor]:
+    from bitplan.moments_kernel import coded_moments_by_kernel
+
+    return coded_moments_by_kernel(wrap, y, dtype)
 
 
 def _of_shape(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,3 +58,4 @@ def _of_shape(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 _LIBRARY.impl("coded_moments", plain_coded_moments, "CompositeExplicitAutograd")
 _LIBRARY.impl("coded_moments", _on_gpu, "CUDA")
 torch.library.register_fake("bitplan::coded_moments", _of_shape, lib=_LIBRARY)
+list_operation("coded_moments", _launched, _is_side_by_side, (__name__, f"{__name__}_kernel"))

@@ -8,12 +8,13 @@ together (Chan, Golub & LeVeque 1979).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_KINDS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 #: Elements that a program reads at a time, and programs wanted: some for every multiprocessor of a large GPU.
 _TILE, _PROGRAMS = 4096, 1056
 _CHANNELS, _COMBINED = 128, 16
@@ -28,11 +29,11 @@ def _coded_and_summed(  # type: ignore[no-untyped-def]
     rows,
     channels,
     stretch,
-    kind: tl.constexpr,
     tall: tl.constexpr,
     wide: tl.constexpr,
     is_whole: tl.constexpr,
 ):
+    kind = code.dtype.element_ty
     part = tl.program_id(0)
     first = part * stretch
     count = tl.minimum(stretch, rows - first)
@@ -84,7 +85,7 @@ def _put_together(  # type: ignore[no-untyped-def]
     tl.store(var + column, square / rows, mask=column < channels)
 
 
-def coded_moments_on_gpu(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def coded_moments_by_kernel(wrap: Any, y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`bitplan.moments.coded_moments`; the channels of `y` lie side by side, as in channels_last."""
     channels = y.shape[1]
     rows = y.numel() // channels
@@ -93,18 +94,17 @@ def coded_moments_on_gpu(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor,
     columns = triton.cdiv(channels, wide)
     stretch = triton.cdiv(triton.cdiv(rows, max(1, _PROGRAMS // columns)), tall) * tall
     parts = triton.cdiv(rows, stretch)
-    code = torch.empty_like(y, dtype=dtype)
-    moments = torch.empty((2, parts, channels), dtype=torch.float32, device=y.device)
-    var, mean = (torch.empty((1, channels, 1, 1), dtype=torch.float32, device=y.device) for _ in range(2))
-    with torch.cuda.device(y.device):
-        _coded_and_summed[(parts, columns)](
-            *(y, code, moments[0], moments[1], rows, channels, stretch),
-            *(_KINDS[dtype], tall, wide, rows % tall == 0 and channels % wide == 0),
-            num_warps=8,
-        )
-        _put_together[(triton.cdiv(channels, _COMBINED),)](
-            *(moments[0], moments[1], var, mean, rows, channels, stretch, parts),
-            *(triton.next_power_of_2(parts), _COMBINED),
-            num_warps=8,
-        )
+    code = torch.empty_strided(y.shape, y.stride(), dtype=dtype, device=y.device)
+    means, squares = (y.new_empty((parts, channels), dtype=torch.float32) for _ in range(2))
+    var, mean = (y.new_empty((1, channels, 1, 1), dtype=torch.float32) for _ in range(2))
+    wrap(_coded_and_summed)[(parts, columns)](
+        *(y, code, means, squares, rows, channels, stretch),
+        *(tall, wide, rows % tall == 0 and channels % wide == 0),
+        num_warps=8,
+    )
+    wrap(_put_together)[(triton.cdiv(channels, _COMBINED),)](
+        *(means, squares, var, mean, rows, channels, stretch, parts),
+        *(triton.next_power_of_2(parts), _COMBINED),
+        num_warps=8,
+    )
     return code, var, mean

@@ -28,9 +28,11 @@ def compile_packed(
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
+    from bitplan.launching import with_opening
     from bitplan.partitioning import PackedPartitioner
 
-    settings = {**list_mode_options(mode or "default"), **(options or {}), "custom_partitioner_fn": PackedPartitioner()}
+    asked = with_opening(options)
+    settings = {**list_mode_options(mode or "default"), **asked, "custom_partitioner_fn": PackedPartitioner()}
     compiled: Any = compile_fx(gm, example_inputs, config_patches=settings)
     return compiled  # type: ignore[no-any-return]
 

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+from torch import nn
+from torch._inductor.utils import run_and_get_code
 
+import bitplan
+from bitplan import Plan, partitioning
+from bitplan.fusing import fuse_moments
+from bitplan.launching import with_opening
 from bitplan.moments import coded_moments, plain_coded_moments
 
 pytestmark = pytest.mark.gpu
@@ -36,3 +44,47 @@ def test_what_is_no_number_spoils_its_own_channel_only() -> None:
     spoilt = torch.arange(8, device="cuda") == 3
     assert torch.equal(mean.flatten().isnan(), spoilt)
     assert torch.equal(var.flatten().isnan(), spoilt)
+
+
+@pytest.mark.parametrize("shape", [(4, 64, 9, 7), (3, 24, 5, 5), (2, 1030, 3, 3), (1, 16, 1, 1), (16, 96, 56, 56)])
+def test_launched_by_inductor_the_kernels_give_the_same_bits(shape: tuple[int, ...]) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    y = (3 * torch.randn(shape, device="cuda")).bfloat16().contiguous(memory_format=torch.channels_last)
+    compiled = torch.compile(coded_moments, fullgraph=True, options=with_opening(None))
+    with torch._inductor.config.patch(force_disable_caches=True):
+        ours, codes = run_and_get_code(compiled, y, torch.float8_e4m3fn)
+    assert "_coded_and_summed" in codes[0]
+    assert "ops.bitplan" not in codes[0]
+    for one, other in zip(ours, coded_moments(y, torch.float8_e4m3fn), strict=True):
+        assert one.stride() == other.stride()
+        assert torch.equal(one.float(), other.float())
+
+
+def test_a_packed_step_launches_the_kernels_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU converts no float8")
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    monkeypatch.setattr(partitioning, "fuse_moments", functools.partial(fuse_moments, least=0))
+    model = nn.Sequential(
+        *(nn.Conv2d(8, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()),
+        *(nn.Conv2d(32, 16, 3, stride=2, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
+    ).to("cuda", memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x = torch.randn(4, 8, 16, 16, device="cuda").contiguous(memory_format=torch.channels_last)
+    plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "op": "conv2d", "activation": "e4m3"}]})
+    with bitplan.attach(model, plan, example=x, execution="packed") as run:
+        called = run.compile()
+
+        def step() -> float:
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = called(x).float().square().mean()
+            loss.backward()
+            return float(loss.detach())
+
+        with torch._inductor.config.patch(force_disable_caches=True):
+            loss, codes = run_and_get_code(step)
+    assert loss > 0
+    assert len(codes) == 2
+    assert "_coded_and_summed" in codes[0]
+    assert not any("ops.bitplan" in code for code in codes)

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 
 import bitplan
-from bitplan import Plan
+from bitplan import Plan, launching
 from bitplan.native.float8_cast import FORMATS, Cast, amax_in_torch, cast_float8, cast_in_torch
 from bitplan.native.units import units_of
 
@@ -205,6 +206,73 @@ def test_compiled_the_kernels_wait_for_nothing_and_fit_into_a_cuda_graph() -> No
     graph.replay()
     for ours, plain in zip(captured, both(x), strict=True):
         assert same(ours, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_launched_by_inductor_the_kernels_give_the_same_bits(dtype: torch.dtype) -> None:
+    """Every layout and every kind of scale, compiled with the kernels opened and not compiled."""
+    require_unit("fp8")
+    torch.manual_seed(0)
+    x = 7 * torch.randn(130, 272, device="cuda", dtype=dtype)
+    x[0, 0], x[1, 1] = 3e4, -0.0
+    options: list[dict[str, Any]] = [
+        {},
+        {"scaled": False, "gathers": True},
+        {"power_of_two": True, "as_rows": False, "after": x.t()},
+        {"reach": torch.tensor(1.5, device="cuda"), "as_columns": False, "gathers": True},
+        {"reach": torch.zeros((), device="cuda"), "after": x},
+    ]
+
+    def casts(x: Tensor) -> list[Tensor]:
+        kinds = (*FORMATS, *FORMATS, *FORMATS)
+        given = zip(kinds, options, strict=False)
+        return [part for kind, each in given for matrix in (x, x.t()) for part in cast_float8(matrix, kind, **each)]
+
+    compiled = torch.compile(casts, fullgraph=True, options=launching.with_opening(None))
+    with torch._inductor.config.patch(force_disable_caches=True):
+        ours, codes = run_and_get_code(compiled, x)
+    assert "_cast_tile" in codes[0]
+    assert "ops.bitplan" not in codes[0]
+    for one, other in zip(ours, casts(x), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        assert one.is_contiguous()
+        assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("spare_memory", ["no", "inputs", "products"])
+def test_compiled_steps_launch_the_kernels_themselves(monkeypatch: pytest.MonkeyPatch, spare_memory: str) -> None:
+    require_unit("fp8")
+    from bitplan.models.llama import LlamaBlocks
+
+    def stepped(model: nn.Module, x: Tensor) -> tuple[list[Tensor], list[str]]:
+        torch._dynamo.reset()
+        with bitplan.attach(model, plan_of(PLANS["fp8 tensor"]), example=x, execution="native", native_from=0) as run:
+            called = run.compile(spare_memory=spare_memory)
+
+            def step() -> list[Tensor]:
+                y = called(x)
+                y.backward(torch.ones_like(y) / 8)
+                return [y.detach(), *(p.grad for p in (x, *model.parameters()) if p.grad is not None)]
+
+            with torch._inductor.config.patch(force_disable_caches=True):
+                found: tuple[list[Tensor], list[str]] = run_and_get_code(step)
+            return found
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 128, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    _, codes = stepped(LlamaBlocks(256, 1, 512).cuda().bfloat16(), x)
+    assert len(codes) == 2
+    assert all("_cast_tile" in code and "ops.bitplan" not in code for code in codes)
+    results = []
+    for opens in (True, False):
+        monkeypatch.setattr(launching, "OPENS", opens)
+        torch.manual_seed(0)
+        x = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        found, codes = stepped(nn.Linear(256, 512, bias=False).cuda().bfloat16(), x)
+        assert any("ops.bitplan" in code for code in codes) != opens
+        results.append(found)
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

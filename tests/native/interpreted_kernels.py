@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bitplan.kernel_operations import itself
 from bitplan.native.float8_cast import FORMATS, amax_in_torch, cast_in_torch
 
 KINDS = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
@@ -80,13 +81,13 @@ def main() -> int:
     np.seterr(all="ignore")
     for x in samples():
         for reach in (None, torch.tensor(0.0), torch.tensor(1.5)):
-            ours, plain = amax_by_kernel(x, reach), amax_in_torch(x, reach)
+            ours, plain = amax_by_kernel(itself, x, reach), amax_in_torch(x, reach)
             assert reach == 1.5 or same(ours.amax(), plain.amax())
             for kind, power_of_two in itertools.product(FORMATS, (False, True)):
                 for scaled in (True, False) if reach is None and not power_of_two else (True,):
                     rest = (reach, power_of_two, True, True, True)
                     parts = plain if power_of_two else ours  # one part, or many
-                    one = cast_by_kernel(x, kind, parts if scaled else None, *rest)
+                    one = cast_by_kernel(itself, x, kind, parts if scaled else None, *rest)
                     other = cast_in_torch(x, kind, plain if scaled else None, *rest)
                     assert all(same(*pair) for pair in zip(one[:3], other[:3], strict=True)), (x, rest, kind)
                     assert same(one[3].amax(), other[3].amax())

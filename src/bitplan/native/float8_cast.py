@@ -3,7 +3,8 @@
 FP8 units want both operands with the summed axis innermost, so a linear layer's input is wanted row by row for its
 result and transposed for the weight's gradient; its weight and the gradient of its result likewise. Left to Inductor
 that is a kernel for each layout, the transposed one with scattered writes, each of which computes once more what
-produced the matrix. Here are two operations that Inductor does not look into, so that what they read is computed once:
+produced the matrix. Here are two operations that Inductor does not fuse with others, so that what they read is computed
+once:
 
 * ``bitplan::float8_amax`` looks for the largest magnitude, in parts;
 * ``bitplan::float8_cast`` makes the scale of these, divides by it, rounds, and writes one layout or both.
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from bitplan.formats import FloatFormat
+from bitplan.kernel_operations import itself, list_operation
 from bitplan.rounding import round_float
 from bitplan.scaling import divide, step_scale
 
@@ -121,17 +123,27 @@ def cast_in_torch(
 
 
 def _amax_on_gpu(x: Tensor, reach: Tensor | None) -> Tensor:
-    from bitplan.native.float8_cast_kernel import amax_by_kernel
-
-    return amax_by_kernel(x.contiguous(), reach)
+    with torch.cuda.device(x.get_device()):
+        return _amax_launched(x, reach)
 
 
 def _cast_on_gpu(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not x.numel():
         return cast_in_torch(x, *given)
+    with torch.cuda.device(x.get_device()):
+        return _cast_launched(x, *given)
+
+
+def _amax_launched(x: Tensor, reach: Tensor | None, wrap: Any = itself) -> Tensor:
+    from bitplan.native.float8_cast_kernel import amax_by_kernel
+
+    return amax_by_kernel(wrap, x.contiguous(), reach)
+
+
+def _cast_launched(x: Tensor, *given: Any, wrap: Any = itself) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from bitplan.native.float8_cast_kernel import cast_by_kernel
 
-    return cast_by_kernel(x.contiguous(), *given[:7])  # not what it is to wait for
+    return cast_by_kernel(wrap, x.contiguous(), *given)
 
 
 def _amax_of_shape(x: Tensor, reach: Tensor | None) -> Tensor:
@@ -171,3 +183,6 @@ for _key, _amax, _cast in (
     _LIBRARY.impl("float8_cast", _cast, _key)
 torch.library.register_fake("bitplan::float8_amax", _amax_of_shape, lib=_LIBRARY)
 torch.library.register_fake("bitplan::float8_cast", _cast_of_shape, lib=_LIBRARY)
+_MODULES = (__name__, f"{__name__}_kernel")
+list_operation("float8_amax", _amax_launched, lambda x, *_: x.numel() > 0, _MODULES)
+list_operation("float8_cast", _cast_launched, lambda x, *_: x.numel() > 0, _MODULES)

@@ -14,11 +14,16 @@ instructions an element became 23, which is about what memory can keep up with:
 * Codes are made by PTX, four at a time, and combined with a zero that the compiler does not know. The assembler that
   Triton brings for Hopper (CUDA 12.8, 12.9) otherwise packs codes that go to two places together with registers that
   hold something else: of eight features three came out wrong by column. Triton's issue 11111 is about it.
+
+With tiles of 16-bit numbers no kernel takes more than 128 registers a thread, so that a multiprocessor of Hopper works
+on two tiles at once: one is read while the other is cast.
+
+Inductor puts these kernels into its own code (:mod:`bitplan.launching`), for which they keep to what it can write down:
+their constants are numbers, booleans and text, and they say no more of how they are launched than the number of warps.
 """
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -30,10 +35,6 @@ from bitplan.native.float8_cast import FORMATS, PARTS, TILE, tiles_of
 
 #: Elements that a program of :func:`_amax_of_parts` reads at once.
 _BLOCK = 8192
-#: With at most so many registers a thread, a multiprocessor of Hopper works on two tiles of 16-bit numbers at once: one
-#: is read while the other is cast. Tiles of float32 would not fit into them.
-_REGISTERS = 128
-_KINDS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 #: PTX for four numbers.
 _CAST = (
     "{{.reg .b16 a, b; cvt.rn.satfinite.{0}x2.f32 a, $2, $1; cvt.rn.satfinite.{0}x2.f32 b, $4, $3; "
@@ -92,9 +93,9 @@ def _quotient(value, scale, largest: tl.constexpr, may_exceed: tl.constexpr):  #
     is_finite = (bits & 0x7F800000) != 0x7F800000
     divisor = tl.where(is_finite, (bits & 0x7FFFFF) | 0x3F800000, 0x3F800000).to(tl.float32, bitcast=True)
     dividend = value * _inverse_power(scale)
-    if may_exceed:  # what lies far beyond saturates anyway; comparisons with NaN are false, so that NaN stays
+    if may_exceed:  # what lies far beyond saturates anyway
         edge = divisor * (2 * largest)
-        dividend = tl.where(dividend > edge, edge, tl.where(dividend < -edge, -edge, dividend))
+        dividend = tl.clamp(dividend, -edge, edge, propagate_nan=tl.PropagateNan.ALL)
     inverse = tl.div_rn(tl.full([], 1.0, tl.float32), divisor)
     quotient = dividend * inverse
     quotient = tl.fma(tl.fma(quotient, -divisor, dividend), inverse, quotient)
@@ -104,9 +105,9 @@ def _quotient(value, scale, largest: tl.constexpr, may_exceed: tl.constexpr):  #
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _codes_of(value, zero, kind: tl.constexpr):  # type: ignore[no-untyped-def]
-    """value.to(kind), saturated, as integers: four at a time, and each four of them combined with zero."""
-    cast: tl.constexpr = _TO_E4M3 if kind == tl.float8e4nv else _TO_E5M2
+def _codes_of(value, zero, is_e5m2: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The numbers as float8, saturated, as bytes: four at a time, and each four of them combined with zero."""
+    cast: tl.constexpr = _TO_E5M2 if is_e5m2 else _TO_E4M3
     return tl.inline_asm_elementwise(cast, "=r,f,f,f,f,r,r,r,r", [value, zero], tl.uint8, is_pure=True, pack=4)
 
 
@@ -119,10 +120,11 @@ def _cast_tile(  # type: ignore[no-untyped-def]
     tops,
     parts,
     reach,
+    after,
     rows,
     features,
     zero,
-    kind: tl.constexpr,
+    is_e5m2: tl.constexpr,
     largest: tl.constexpr,
     power_of_two: tl.constexpr,
     has_parts: tl.constexpr,
@@ -160,25 +162,25 @@ def _cast_tile(  # type: ignore[no-untyped-def]
         scale = tl.full([], 1.0, tl.float32)
     if number == 0:
         tl.store(scale_out, scale)
-    codes = _codes_of(value, zero, kind)
+    codes = _codes_of(value, zero, is_e5m2)
     if writes_rows:
-        tl.store(as_rows + place, codes, mask=inside)
+        tl.store(as_rows.to(tl.pointer_type(tl.uint8), bitcast=True) + place, codes, mask=inside)
     if writes_columns:
         outside = (column < features)[:, None] & (row < rows)[None, :]
-        tl.store(as_columns + column[:, None] * rows + row[None, :], tl.trans(codes), mask=outside)
+        turned = column[:, None] * rows + row[None, :]
+        tl.store(as_columns.to(tl.pointer_type(tl.uint8), bitcast=True) + turned, tl.trans(codes), mask=outside)
 
 
-def amax_by_kernel(x: Tensor, reach: Tensor | None) -> Tensor:
+def amax_by_kernel(wrap: Any, x: Tensor, reach: Tensor | None) -> Tensor:
     """Largest magnitudes of :data:`PARTS` parts of `x`, which is contiguous."""
     tops = x.new_empty(PARTS, dtype=torch.float32)
-    with _on(x):
-        _amax_of_parts[(PARTS,)](
-            x, tops if reach is None else reach, tops, x.numel(), reach is not None, PARTS, _BLOCK, num_warps=8
-        )
+    given = (x, tops if reach is None else reach, tops, x.numel(), reach is not None, PARTS, _BLOCK)
+    wrap(_amax_of_parts)[(PARTS,)](*given, num_warps=8)
     return tops
 
 
 def cast_by_kernel(
+    wrap: Any,
     x: Tensor,
     dtype: torch.dtype,
     parts: Tensor | None,
@@ -187,6 +189,7 @@ def cast_by_kernel(
     as_rows: bool,
     as_columns: bool,
     gathers: bool,
+    after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :func:`bitplan.native.float8_cast.cast_in_torch`; `x` is contiguous and not empty.
 
@@ -194,21 +197,17 @@ def cast_by_kernel(
     """
     rows, features = x.shape
     tiles = tiles_of(rows, features)
-    by_row = x.new_empty((rows, features) if as_rows else (0, 0), dtype=torch.uint8)
-    by_column = x.new_empty((features, rows) if as_columns else (0, 0), dtype=torch.uint8)
-    scale = x.new_empty((), dtype=torch.float32)
+    by_row = x.new_empty((rows, features) if as_rows else (0, 0), dtype=dtype)
+    by_column = x.new_empty((features, rows) if as_columns else (0, 0), dtype=dtype)
+    scale = x.new_empty(1, dtype=torch.float32)  # Inductor would write a zero into a number
     tops = x.new_empty(tiles if gathers else 0, dtype=torch.float32)
-    given = (tensor if tensor is not None else scale for tensor in (parts, reach))
-    with _on(x):
-        _cast_tile[(tiles,)](
-            *(x, by_row, by_column, scale, tops, *given, rows, features, 0),
-            *(_KINDS[dtype], FORMATS[dtype].max, power_of_two, parts is not None, reach is not None),
-            *(as_rows, as_columns, gathers, 1 if parts is None else parts.numel(), TILE),
-            num_warps=8,
-            maxnreg=_REGISTERS if x.element_size() == 2 else None,
-        )
-    return by_row.view(dtype), by_column.view(dtype), scale, tops
-
-
-def _on(x: Tensor) -> Any:
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+    # Where there is nothing to read or to write, the scale stands in.
+    written = (by_row if as_rows else scale, by_column if as_columns else scale, scale, tops if gathers else scale)
+    read = (scale if given is None else given for given in (parts, reach, after))
+    wrap(_cast_tile)[(tiles,)](
+        *(x, *written, *read, rows, features, 0),
+        *(dtype == torch.float8_e5m2, FORMATS[dtype].max, power_of_two, parts is not None, reach is not None),
+        *(as_rows, as_columns, gathers, 1 if parts is None else parts.numel(), TILE),
+        num_warps=8,
+    )
+    return by_row, by_column, scale.view(()), tops

@@ -18,6 +18,7 @@ from torch._functorch.partitioners import get_default_op_list, min_cut_remateria
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 
+from bitplan.launching import with_opening
 from bitplan.partitioning import LIFTED_BANS, SMALL_SHARE, backward_nodes, elements_of
 
 
@@ -131,6 +132,6 @@ def _compiled(
     from torch._inductor.compile_fx import compile_fx
 
     cut = {"custom_partitioner_fn": partitioner}
-    settings = {**list_mode_options(mode or "default"), **(options or {}), **cut}
+    settings = {**list_mode_options(mode or "default"), **with_opening(options), **cut}
     compiled: Any = compile_fx(gm, example_inputs, config_patches=settings)
     return compiled  # type: ignore[no-any-return]

@@ -1,0 +1,47 @@
+"""The operations of ours that are Triton kernels on a GPU, and how each of them launches its kernels.
+
+An operation that a compiled graph calls as it is goes through torch's dispatcher and through Python: 50 to 70
+microseconds of the host's time on an H200, of which a step has hundreds. Inductor launches a kernel in a tenth of that
+where it knows the kernel; :mod:`bitplan.launching` shows it those of the operations that are listed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+
+@dataclass(frozen=True)
+class KernelOperation:
+    """``torch.ops.bitplan.<name>``, opened."""
+
+    name: str
+    #: Takes what the operation takes, and ``wrap``, through which it passes every kernel before it launches that.
+    launched: Callable[..., Any]
+    #: Whether the kernels can do it for these arguments, or else the operation itself has to see to it.
+    is_possible: Callable[..., bool]
+    #: The modules where it is written down.
+    modules: tuple[str, ...]
+
+    def sources(self) -> tuple[str, ...]:
+        """The files of these; a compiled graph that was stored holds for as long as they stay the same."""
+        specs = (find_spec(name) for name in self.modules)
+        return tuple(spec.origin for spec in specs if spec is not None and spec.origin is not None)
+
+
+#: All that were listed, by name.
+OPERATIONS: dict[str, KernelOperation] = {}
+
+
+def list_operation(
+    name: str, launched: Callable[..., Any], is_possible: Callable[..., bool], modules: tuple[str, ...]
+) -> None:
+    """Let compiled graphs launch the kernels of ``torch.ops.bitplan.<name>`` themselves."""
+    OPERATIONS[name] = KernelOperation(name, launched, is_possible, modules)
+
+
+def itself(kernel: Any) -> Any:
+    """A kernel as it is launched without torch.compile."""
+    return kernel
