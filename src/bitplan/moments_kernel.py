@@ -96,6 +96,8 @@ def coded_moments_by_kernel(wrap: Any, y: Tensor, dtype: torch.dtype) -> tuple[T
     parts = triton.cdiv(rows, stretch)
     code = torch.empty_strided(y.shape, y.stride(), dtype=dtype, device=y.device)
     means, squares = (y.new_empty((parts, channels), dtype=torch.float32) for _ in range(2))
+    # Of this shape and not flat: as the first of their readers Inductor has a copy onto themselves, and puts what batch
+    # norm makes of them and its running statistics into one kernel with that, instead of into three.
     var, mean = (y.new_empty((1, channels, 1, 1), dtype=torch.float32) for _ in range(2))
     wrap(_coded_and_summed)[(parts, columns)](
         *(y, code, means, squares, rows, channels, stretch),
