@@ -39,7 +39,8 @@ def obstacle(settings: tuple[Any, ...], x: Tensor, w: Tensor) -> str | None:
     if x.dim() != w.dim():
         return "an image without its batch has no path to the units"
     if not has_channels_last(x):
-        return "its input has not its channels last: do model.to(memory_format=torch.channels_last)"
+        how = "do model.to(memory_format=torch.channels_last) and the same to its input"
+        return f"its input has not its channels last: {how}"
     return None
 
 

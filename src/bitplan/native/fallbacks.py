@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bitplan.axes import resolve
 from bitplan.formats import IntFormat
@@ -101,7 +101,7 @@ def _of_product(
         return [Fallback(operation.label, "all passes", reason)]
     how = ""
     if op != "linear" and units and keeps_codes(decision) and x.dim() == w.dim():
-        how = "; emulated, what is kept of its input are codes"
+        how = "; emulated, its input is kept as codes"
     args, kwargs = operation.details["args"], operation.details["kwargs"]
     if not has_settings(op, args, kwargs):
         reason = "padding='same' with an even kernel has no path to the units"
@@ -112,18 +112,23 @@ def _of_product(
     if obstacle is not None:
         if obstacle == TOO_SMALL:
             obstacle = f"{_words(form.sizes('fprop', x.shape, w.shape))} {obstacle}"
-        elif obstacle == TOO_NARROW:
-            obstacle = f"a convolution from {w.shape[1]} to {w.shape[0]} channels {obstacle}"
         return [Fallback(operation.label, "all passes", f"{obstacle}{how}")]
     found = []
     for one, unit in passes_of(decision, x.dim(), units, op, sees_one_row(op, product.settings, w)).items():
         sizes = form.sizes(one, x.shape, w.shape)
-        why = unit if isinstance(unit, str) else obstacle_of_pass(one, op, product.settings, w)
-        if not isinstance(unit, str) and why is None and not suits(unit.name, kind, sizes):
-            why = f"{_words(sizes)} does not suit the {unit.name} unit"
+        if isinstance(unit, str):
+            why: str | None = unit
+        else:
+            why = obstacle_of_pass(one, unit.name, op, product.settings, w, worth)
+            if why == TOO_NARROW:
+                why = f"a convolution from {w.shape[1]} to {w.shape[0]} channels {why}"
+            elif why is None and not suits(unit.name, kind, sizes):
+                why = f"{_words(sizes)} does not suit the {unit.name} unit"
         if why is not None:
-            found.append(Fallback(operation.label, one, f"{why}{how if one == 'wgrad' else ''}"))
-    return found
+            found.append(Fallback(operation.label, one, why))
+    if len(found) == len(PASSES) and len({each.reason for each in found}) == 1:
+        return [Fallback(operation.label, "all passes", found[0].reason + how)]
+    return [replace(each, reason=each.reason + how) if each.one == "wgrad" else each for each in found]
 
 
 def _words(sizes: tuple[int, int, int]) -> str:

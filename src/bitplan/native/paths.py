@@ -19,8 +19,8 @@ class Worth(NamedTuple):
 
     #: Multiplications of a product.
     work: int = 0
-    #: Channels, of input and of result, of a convolution whose kernel has to be unfolded.
-    channels: int = 0
+    #: Unit -> channels, of input and of result, of a convolution whose kernel has to be unfolded.
+    channels: tuple[tuple[str, int], ...] = ()
 
 
 #: Kind of device, dimensions of x, and whether what a row sees is one row (as of linear layers) -> pass -> unit.
@@ -54,14 +54,17 @@ def obstacle_here(op: str, settings: tuple[Any, ...], x: Tensor, w: Tensor, wort
             return found
     if work_of(op, settings, x, w) < max(worth.work, 1):  # an empty batch has nothing to take a scale from
         return TOO_SMALL
-    if not sees_one_row(op, settings, w) and min(w.shape[0], w.shape[1]) < worth.channels:
-        return TOO_NARROW
     return None
 
 
-def obstacle_of_pass(one: str, op: str, settings: tuple[Any, ...], w: Tensor) -> str | None:
-    """Why that pass, unlike the others, does not."""
-    return obstacle_of_dgrad(settings, w) if one == "dgrad" and op != "linear" else None
+def obstacle_of_pass(one: str, unit: str, op: str, settings: tuple[Any, ...], w: Tensor, worth: Worth) -> str | None:
+    """Why that pass does not go to that unit."""
+    if sees_one_row(op, settings, w):
+        return None
+    for name, channels in worth.channels:
+        if name == unit and min(w.shape[0], w.shape[1]) < channels:
+            return TOO_NARROW
+    return obstacle_of_dgrad(settings, w) if one == "dgrad" else None
 
 
 def sees_one_row(op: str, settings: tuple[Any, ...], w: Tensor) -> bool:
@@ -75,4 +78,4 @@ def units_here(
     chosen = passes.get((x.device.type, x.dim(), sees_one_row(op, settings, w)), {})
     if not chosen or obstacle_here(op, settings, x, w, worth) is not None:
         return {}
-    return {one: unit for one, unit in chosen.items() if obstacle_of_pass(one, op, settings, w) is None}
+    return {one: unit for one, unit in chosen.items() if obstacle_of_pass(one, unit, op, settings, w, worth) is None}

@@ -73,9 +73,17 @@ class Kept:
     """An operand as elements of a byte and their scale, from which its rounded values can be had again."""
 
     def __init__(self, encoded: Encoded, quantizer: Quantizer, like: Tensor, dtype: torch.dtype) -> None:
-        self.elements = encoded.elements.to(dtype)
+        self.wide: Tensor | None = encoded.elements
+        self.elements: Tensor | None = encoded.elements.to(dtype)
         self.scale = encoded.scales[0] if encoded.scales else None
         self.quantizer, self.dtype = quantizer, like.dtype
+
+    def given_away(self) -> tuple[Tensor, Tensor | None]:
+        """Elements and scale, for autograd to keep."""
+        elements, scale = self.elements, self.scale
+        assert elements is not None
+        self.wide = self.elements = self.scale = None
+        return elements, scale
 
     def rounded(self, elements: Tensor, scale: Tensor | None) -> Tensor:
         """To the bit what rounding gives."""
@@ -126,8 +134,10 @@ class NativeProduct(torch.autograd.Function):
             y = form.result(slots.units["fprop"].multiply(*_operands(left, right), _result_dtype(x)), x.shape)
             y = y if bias is None else y + _along(bias, form.features, y)
         else:
-            is_rounded = kept is not None and slots.shares("x")
-            rounded_x = kept.rounded(kept.elements, kept.scale) if kept and is_rounded else slots.round("fprop.x", x)
+            if kept is not None and kept.wide is not None and slots.shares("x"):
+                rounded_x = kept.rounded(kept.wide, kept.scale)
+            else:
+                rounded_x = slots.round("fprop.x", x)
             y = form.product.forward(rounded_x, slots.round("fprop.w", w), bias)
         x_kept: tuple[Tensor, Tensor | None]
         if kept is None:
@@ -135,8 +145,7 @@ class NativeProduct(torch.autograd.Function):
             if "wgrad.x" in of_x and form.is_pointwise:  # no more than was there
                 x_kept = form.seen(of_x["wgrad.x"], x.shape)
         else:
-            x_kept = kept.elements, kept.scale
-            ctx.kept, kept.elements, kept.scale = kept, torch.empty(0), None  # what is kept, is kept by autograd
+            ctx.kept, x_kept = kept, kept.given_away()
         ctx.save_for_backward(*x_kept, *of_w.get("dgrad.w", (w, None)), bias)
         return y
 
