@@ -101,6 +101,17 @@ class Counted:
         return counted
 
 
+def require_rows_of_float8(name: str) -> None:
+    """Skip where torch's CPU cannot multiply float8 with a scale for each row."""
+    if name != "fp8 vector":
+        return
+    a, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(a, a.t(), scale_a=scale, scale_b=scale.reshape(1, 16), out_dtype=torch.float32)
+    except RuntimeError:
+        pytest.skip("this torch multiplies float8 with one scale only")
+
+
 @contextmanager
 def noted() -> Iterator[list[Tensor]]:
     """What is kept for the backward pass, but for what a listing of the model keeps."""
@@ -123,6 +134,7 @@ def noted() -> Iterator[list[Tensor]]:
 def test_native_differs_from_emulate_by_the_order_of_accumulation_only(
     name: str, layer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    require_rows_of_float8(name)
     make, shape = LAYERS[layer]
     counted = Counted(monkeypatch)
     x, plan = image(shape), plan_of(**PLANS[name])

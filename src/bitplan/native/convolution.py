@@ -173,11 +173,11 @@ class Convolution(Form):
         if all(step == 1 for step in self.stride):
             return codes
         kept = self._kept_places()
-        values = codes.values.view(torch.int8).reshape(x[0], *x[2:], x[1])[kept].reshape(-1, x[1])
+        values = codes.values.reshape(x[0], *x[2:], x[1])[kept].reshape(-1, x[1])
         scale = codes.scale
         if scale.dim() and scale.shape[0] > 1:
             scale = scale.reshape(x[0], *x[2:], 1)[kept].reshape(-1, 1)
-        return Codes(values.view(codes.values.dtype), scale)
+        return Codes(values, scale)
 
     def _unfolded(self, codes: Codes, given: Sizes, places: Sizes, stride: Sizes, padding: Sizes) -> Codes:
         values = unfolded(codes.values.reshape(*given, -1), self.kernel, stride, padding, self.dilation)
