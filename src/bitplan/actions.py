@@ -23,6 +23,7 @@ from bitplan.intercept import state_of
 from bitplan.keeping import is_smaller, note_rounded
 from bitplan.live import LiveFormat
 from bitplan.native.float8_cast import FORMATS, READ
+from bitplan.native.paths import Passes, Worth
 from bitplan.noise import bits_of_key, key_of
 from bitplan.observe import PROMOTED, mean_range, observe_amax, observe_range, observe_rounding, observe_sign
 from bitplan.packing import stored
@@ -362,10 +363,12 @@ class Action:
         self.at_consumer = decision.grad_at == "consumer"
         #: Operand -> the place that rounds it once for both of its products.
         self.shared = decision.shared
-        #: In native execution: kind of device, and dimensions of x -> which pass runs on which unit.
-        self.native: dict[tuple[str, int], dict[str, str]] = {}
-        #: Multiplications from which on that pays.
-        self.native_from = 0
+        #: In native execution: which pass runs on which unit.
+        self.native: Passes = {}
+        #: From where on that pays.
+        self.worth = Worth()
+        #: In native execution: whether codes of x are kept for a backward pass that is emulated.
+        self.keeps_codes = False
         self.has_slots = any(place in self.places for place in SLOTS)
         shared_slots = [slot for operand in self.shared for slot in OPERANDS[operand]]
         self.slots_apart = any(slot in self.places and slot not in shared_slots for slot in SLOTS)
@@ -384,7 +387,7 @@ class Action:
         """All that tracing reads of it, see :mod:`bitplan.guarding`."""
         native = tuple((key, tuple(units.items())) for key, units in self.native.items())
         places = tuple((place, action.facts()) for place, action in self.places.items())
-        return self.at_consumer, tuple(self.shared.items()), native, self.native_from, places
+        return self.at_consumer, tuple(self.shared.items()), native, self.worth, self.keeps_codes, places
 
     def applies(self, place: str, training: bool) -> bool:
         action = self.places.get(place)

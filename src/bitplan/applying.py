@@ -10,9 +10,11 @@ from torch import Tensor
 from bitplan.actions import Action, Here, PlaceAction, keeps_little, numbered
 from bitplan.grids import mark
 from bitplan.keeping import note_copy
+from bitplan.native.convolution import Convolution, has_channels_last
 from bitplan.native.float8_cast import cast_float8
-from bitplan.native.operands import BY_ROW, PASSES, Codes, codes_of, sizes_of
-from bitplan.native.product import native_linear
+from bitplan.native.operands import BY_ROW, PASSES, Codes, byte_of, codes_of
+from bitplan.native.product import Form, Kept
+from bitplan.native.product import native_product as multiplied
 from bitplan.native.units import suits, unit_named
 from bitplan.observe import observe_amax
 from bitplan.plan import OPERANDS, SLOTS
@@ -52,12 +54,27 @@ class NativeSlots(Slots):
         weight_key: Tensor | None,
         units: dict[str, str],
         casts_again: tuple[str, ...] = (),
+        features: int = -1,
     ) -> None:
+        """`features`: the axis of input and weight that the products see as features."""
         super().__init__(chosen, weight_key)
         self.units = {one: unit_named(name) for one, name in units.items()}
         self.casts_again = casts_again
-        dy = [chosen[slot][0] for slot in OPERANDS["dy"] if slot in chosen]
-        self.shares_dy = len(dy) == 2 and dy[0] is dy[1]
+        self.features = features
+
+    def shares(self, operand: str) -> bool:
+        chosen = [self.chosen[slot][0] for slot in OPERANDS[operand] if slot in self.chosen]
+        return len(chosen) == 2 and chosen[0] is chosen[1]
+
+    def kept(self, x: Tensor) -> Kept | None:
+        if "wgrad.x" not in self.chosen or not x.numel():
+            return None
+        action, here = self.chosen["wgrad.x"]
+        dtype = byte_of(action.spec)
+        if dtype is None or (action.live_kind is not None and action.spec.bits is None):  # a format that may be set
+            return None
+        encoded, quantizer = action.encode(x, here)
+        return Kept(encoded, quantizer, x, dtype)
 
     def codes(self, slots: list[str], tensor: Tensor, after: Tensor | None = None) -> list[Codes]:
         if len(slots) == 2 and not self._are_alike(*slots):
@@ -70,7 +87,7 @@ class NativeSlots(Slots):
         if action.is_plain_cast(tensor, dtype):
             return self._cast(slots, tensor, dtype, after)
         encoded, _ = action.encode(tensor, here, self.weight_key if slots[0].endswith(".w") else None)
-        return [codes_of(encoded, dtype)] * len(slots)
+        return [codes_of(encoded, dtype, self.features)] * len(slots)
 
     def _are_alike(self, one: str, other: str) -> bool:
         """Whether the two slots of a tensor get the same codes, with one scale."""
@@ -90,7 +107,7 @@ class NativeSlots(Slots):
         gathers = action.is_delayed and record is not None and here.observing and after is None
         by_row = [slot in BY_ROW for slot in slots]
         cast = cast_float8(
-            tensor.reshape(-1, tensor.shape[-1]),
+            tensor.movedim(self.features, -1).reshape(-1, tensor.shape[self.features]),
             dtype,
             scaled=spec.scale is not None,
             power_of_two=spec.power_of_two,
@@ -270,6 +287,8 @@ def _native_product_in_graph(
     x: Tensor,
     w: Tensor,
     bias: Tensor | None,
+    op: str,
+    settings: tuple[Any, ...],
     units: tuple[tuple[str, str], ...],
     casts_again: tuple[str, ...],
     tickets: tuple[Ticket, ...],
@@ -278,7 +297,14 @@ def _native_product_in_graph(
     weight_key: Tensor | None,
 ) -> Tensor:
     chosen = _chosen(tickets, here, buffers)
-    return native_linear(x, w, bias, NativeSlots(chosen, weight_key, dict(units), casts_again))
+    form = _form(Product(op, settings), x, w)
+    return multiplied(x, w, bias, form, NativeSlots(chosen, weight_key, dict(units), casts_again, form.features))
+
+
+def _form(product: Product, x: Tensor, w: Tensor) -> Form:
+    if product.op == "linear":
+        return Form()
+    return Convolution(product, w.shape[2:], has_channels_last(x))
 
 
 # --- what the rounder asks for --------------------------------------------------------------------------------
@@ -337,13 +363,14 @@ def native_product(
     x: Tensor,
     w: Tensor,
     bias: Tensor | None,
+    product: Product,
     units: dict[str, str],
     action: Action,
     here: Here,
     weight_key: Tensor | None,
     casts_again: tuple[str, ...] = (),
 ) -> Tensor:
-    """y = x w of a linear layer, the passes in `units` on low-precision units, the others emulated.
+    """y = x w of a layer, the passes in `units` on low-precision units, the others emulated.
 
     :param casts_again: of compiled code: operands, of x and w, that the backward pass casts again.
     """
@@ -354,17 +381,14 @@ def native_product(
             applied[slot] = action.places[place]
     # What evaluation leaves unrounded is multiplied as it is.
     units = {one: name for one, name in units.items() if all(slot in applied for slot in PASSES[one])}
-    inputs, outputs = w.shape[1], w.shape[0]
-    tokens = x.numel() // inputs
-    units = {
-        one: name for one, name in units.items() if suits(name, x.device.type, sizes_of(one, tokens, inputs, outputs))
-    }
+    form = _form(product, x, w)
+    units = {one: name for one, name in units.items() if suits(name, x.device.type, form.sizes(one, x.shape, w.shape))}
     if not torch.compiler.is_compiling():
-        slots = NativeSlots({slot: (place, here) for slot, place in applied.items()}, weight_key, units)
-        return native_linear(x, w, bias, slots)
+        chosen = {slot: (place, here) for slot, place in applied.items()}
+        return multiplied(x, w, bias, form, NativeSlots(chosen, weight_key, units, features=form.features))
     tickets = tuple(_ticket(applied.get(slot), here) for slot in SLOTS)
     return _native_product_in_graph(
-        *(x, w, bias, tuple(units.items()), casts_again, tickets, _circumstances(here)),
+        *(x, w, bias, product.op, product.settings, tuple(units.items()), casts_again, tickets, _circumstances(here)),
         *(_buffers(here), weight_key),
     )
 

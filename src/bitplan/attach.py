@@ -21,6 +21,7 @@ from bitplan.errors import BitplanWarning, PlanError, nearest_names
 from bitplan.intercept import is_planned, unwrapped
 from bitplan.native.crossover import remembered
 from bitplan.native.fallbacks import Fallback
+from bitplan.native.paths import Worth
 from bitplan.openings import is_opened
 from bitplan.plan import Plan
 from bitplan.plan.find import find_plan
@@ -35,7 +36,7 @@ log = logging.getLogger("bitplan")
 EXECUTIONS = {
     "emulate": "values are rounded, but no memory or time is saved.",
     "packed": "values are rounded, and what is kept for the backward pass lies in memory in its low-precision form.",
-    "native": "linear layers multiply on the machine's low-precision units where it has them; the rest is emulated.",
+    "native": "layers multiply on the machine's low-precision units where these have a path; the rest is emulated.",
 }
 
 
@@ -85,10 +86,11 @@ def attach(
             ) from error
     if execution != "native" and (native_from is not None or strict_native):
         raise PlanError("native_from and strict_native go with execution='native': give that, too, or drop them.")
-    if execution == "native" and native_from is None:
+    worth = None
+    if execution == "native":
         first = next(model.parameters(), torch.empty(0))
-        native_from = remembered(first.device, first.dtype)
-    run = Attachment(model, found, steps, seed, live, stats, execution, native_from)
+        worth = remembered(first.device, first.dtype) if native_from is None else Worth(native_from)
+    run = Attachment(model, found, steps, seed, live, stats, execution, worth)
     if example is not None:
         run.expect(example)
     if operations is not None:

@@ -15,7 +15,8 @@ import torch.overrides
 from bitplan.actions import Action
 from bitplan.formats import BlockFormat
 from bitplan.live import LiveFormat
-from bitplan.native.fallbacks import passes_of
+from bitplan.native.fallbacks import keeps_codes, passes_of
+from bitplan.native.paths import Passes, Worth
 from bitplan.native.units import Unit, units_of
 from bitplan.opened import OPENED
 from bitplan.openings import decision_for, has_slots, is_opened
@@ -73,7 +74,7 @@ class Decider:
         watched: bool,
         packed: bool = False,
         whole: Decider | None = None,
-        native_from: int | None = None,
+        worth: Worth | None = None,
     ) -> None:
         """`live`: every float and integer format may change; else only those whose ``bits`` the plan leaves open.
         `watched`: statistics are wanted. `packed`: what is rounded is kept in its format's own bits.
@@ -84,7 +85,7 @@ class Decider:
         self.live = live
         self.watched = watched
         self.packed = packed
-        self.native_from = native_from
+        self.worth = worth
         self._named = named_operations(plan)
         self._live_formats: dict[QuantizerSpec, LiveFormat] = {} if whole is None else whole._live_formats
 
@@ -113,9 +114,9 @@ class Decider:
         if decision.changes_nothing:
             return None
         action = Action(decision, op, self._live_format(decision))
-        if self.native_from is not None and op == "linear" and action.has_slots:
-            # An empty batch has nothing to take a scale from.
-            action.native, action.native_from = native_passes(decision), max(self.native_from, 1)
+        if self.worth is not None and (op == "linear" or op.startswith("conv")) and action.has_slots:
+            action.native, action.worth = native_passes(decision, op), self.worth
+            action.keeps_codes = keeps_codes(decision)
         tables.needs_keys |= action.needs_key
         for place, place_action in action.places.items():
             choice = decision[place]
@@ -141,12 +142,15 @@ class Decider:
         return live_format
 
 
-def native_passes(decision: Decision) -> dict[tuple[str, int], dict[str, str]]:
-    """Kind of device, and dimensions of a linear layer's input -> which of its passes run on which unit there."""
+def native_passes(decision: Decision, op: str) -> Passes:
+    """Which passes of a product run on which unit, on the devices of this machine that have any."""
     devices = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
-    found = {}
+    found: Passes = {}
     for device in devices:
-        for dims in range(1, _MOST_DIMS):
-            chosen = passes_of(decision, dims, units_of(device))
-            found[device.type, dims] = {one: unit.name for one, unit in chosen.items() if isinstance(unit, Unit)}
-    return {key: units for key, units in found.items() if units}
+        units = units_of(device)
+        for dims in range(1, _MOST_DIMS) if units else ():
+            for sees_one_row in (True,) if op == "linear" else (True, False):
+                chosen = passes_of(decision, dims, units, op, sees_one_row)
+                passes = {one: unit.name for one, unit in chosen.items() if isinstance(unit, Unit)}
+                found[device.type, dims, sees_one_row] = passes
+    return found if op != "linear" or any(found.values()) else {}

@@ -26,7 +26,10 @@ class Product:
         if self.op == "linear":
             return torch.nn.functional.linear(x, w, bias)
         if self.op.startswith("conv"):
-            return torch.convolution(x, w, bias, *self.settings)
+            stride, padding, dilation, is_transposed, output_padding, groups = self.settings
+            extra = (output_padding, groups, dilation) if is_transposed else (dilation, groups)
+            y: Tensor = getattr(torch, self.op)(x, w, bias, stride, padding, *extra)  # which autocast knows
+            return y
         if self.op == "einsum":
             left, right, out = self.settings
             return torch.einsum(f"{left},{right}->{out}", x, w)
@@ -167,7 +170,8 @@ def product_of(op: str, args: Any, kwargs: dict[str, Any]) -> tuple[Product, Ten
     given = {name: _argument(args, kwargs, 3 + at, name, default[name]) for at, name in enumerate(order)}
     given = {**default, **given}
     if isinstance(given["padding"], str):
-        given["padding"] = _padding_in_numbers(given["padding"], args[1], given["dilation"], dims)
+        weight = _argument(args, kwargs, 1, "weight", None)
+        given["padding"] = _padding_in_numbers(given["padding"], weight, given["dilation"], dims)
     lists = [[value] * dims if isinstance(value, int) else list(value) for value in (given["stride"], given["padding"])]
     dilation = [given["dilation"]] * dims if isinstance(given["dilation"], int) else list(given["dilation"])
     extra = (
@@ -175,6 +179,13 @@ def product_of(op: str, args: Any, kwargs: dict[str, Any]) -> tuple[Product, Ten
     )
     settings = (*lists, dilation, transposed, extra, given["groups"])
     return Product(op, settings), _argument(args, kwargs, 2, "bias", None)
+
+
+def has_settings(op: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether :func:`product_of` has settings for a call: it has none for images that are padded unevenly."""
+    if not op.startswith("conv") or _argument(args, kwargs, 4, "padding", 0) != "same":
+        return True
+    return all(size % 2 for size in _argument(args, kwargs, 1, "weight", None).shape[2:])
 
 
 def _padding_in_numbers(padding: str, weight: Tensor, dilation: Any, dims: int) -> list[int]:

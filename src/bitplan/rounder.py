@@ -26,10 +26,11 @@ from bitplan.errors import QuantizeError
 from bitplan.grids import mark_copy
 from bitplan.intercept import Interceptor, Scope, state_of
 from bitplan.keeping import note_copy, note_of
+from bitplan.native.paths import units_here
 from bitplan.opened import OPENED
 from bitplan.ops import PRODUCTS, out_of_place, works_in_place
 from bitplan.plan import SLOTS
-from bitplan.products import product_of
+from bitplan.products import Product, has_settings, product_of
 from bitplan.sparing import spared
 from bitplan.tables import TABLE
 
@@ -226,10 +227,10 @@ class Rounder(Interceptor):
         args, kwargs = self._rounded_weights(module, action, here, args, kwargs)
         x = args[x_at] if len(args) > x_at else kwargs[x_name]
         w = args[w_at] if len(args) > w_at else kwargs[w_name]
-        units = action.native.get((x.device.type, x.dim()), {}) if op == "linear" else {}
-        if units and x.numel() * w.shape[0] >= action.native_from and w.dim() == 2:
-            bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            result = native_product(x, w, bias, units, action, here, key, self.casts_again)
+        native = self._native(op, args, kwargs, x, w, action) if action.native else None
+        if native is not None:
+            product, bias, units = native
+            result = native_product(x, w, bias, product, units, action, here, key, self.casts_again)
         elif action.slots_apart:
             product, bias = product_of(op, args, kwargs)
             result = rounded_product(x, w, bias, product, action, here, key)
@@ -243,6 +244,18 @@ class Rounder(Interceptor):
             if "dy" in action.shared and torch.is_grad_enabled() and result.requires_grad:
                 result = rounded_gradient(result, action.places["dgrad.dy"], here)
         return self._rounded_output(action, here, result, ())
+
+    @staticmethod
+    def _native(
+        op: str, args: Any, kwargs: dict[str, Any], x: Tensor, w: Tensor, action: Action
+    ) -> tuple[Product, Tensor | None, dict[str, str]] | None:
+        """The product, its bias and the units of its passes; None where it is emulated like everything else."""
+        if not has_settings(op, args, kwargs):
+            return None
+        product, bias = product_of(op, args, kwargs)
+        units = units_here(action.native, op, product.settings, x, w, action.worth)
+        keeps_codes = action.keeps_codes and op != "linear" and x.dim() == w.dim() and x.numel() > 0
+        return (product, bias, units) if units or keeps_codes else None
 
 
 class WeightView:

@@ -282,21 +282,29 @@ def test_a_late_switch_runs_native_and_then_not(monkeypatch: pytest.MonkeyPatch)
 def test_the_crossover_is_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BITPLAN_CACHE", str(tmp_path))
     monkeypatch.setattr(crossover, "SIZES", (8, 16))
+    monkeypatch.setattr(crossover, "CHANNELS", (16, 32))
+    monkeypatch.setattr(crossover, "IMAGES", {"cpu": (2, 4)})
     first = crossover.remembered(torch.device("cpu"), torch.float32)
-    (rows,) = json.loads((tmp_path / "crossover.json").read_text()).values()
-    assert {(row["unit"], row["size"]) for row in rows} == {(u.name, s) for u in units.UNITS for s in (8, 16)}
-    monkeypatch.setattr(crossover, "measured", lambda *given: pytest.fail("measured again"))
+    linear, unfolded = json.loads((tmp_path / "crossover.json").read_text()).values()
+    assert {(row["unit"], row["size"]) for row in linear} == {(u.name, s) for u in units.UNITS for s in (8, 16)}
+    assert {(row["unit"], row["size"]) for row in unfolded} == {(u.name, s) for u in units.UNITS for s in (16, 32)}
+    for table in ("measured", "measured_unfolded"):
+        monkeypatch.setattr(crossover, table, lambda *given: pytest.fail("measured again"))
     assert crossover.remembered(torch.device("cpu"), torch.float32) == first
-    assert crossover.remembered(torch.device("meta"), torch.float32) == crossover.NEVER
-    assert len(json.loads((tmp_path / "crossover.json").read_text())) == 1
+    assert crossover.remembered(torch.device("meta"), torch.float32).work == crossover.NEVER
+    assert len(json.loads((tmp_path / "crossover.json").read_text())) == 2
     (tmp_path / "crossover.json").write_text("damaged")
-    monkeypatch.setattr(crossover, "measured", lambda *given: [crossover.Crossing("int8", 8, 2.0, 1.0)])
-    assert crossover.remembered(torch.device("cpu"), torch.float32) == 512
+    won = [crossover.Crossing("int8", 8, 2.0, 1.0), crossover.Crossing("fp8", 8, 1.0, 2.0)]
+    for table in ("measured", "measured_unfolded"):
+        monkeypatch.setattr(crossover, table, lambda *given: won)
+    assert crossover.remembered(torch.device("cpu"), torch.float32) == (512, (("int8", 8), ("fp8", crossover.NEVER)))
 
 
 def test_the_crossover_is_measured_on_real_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BITPLAN_CACHE", str(tmp_path))
     monkeypatch.setattr(crossover, "SIZES", (8,))
+    monkeypatch.setattr(crossover, "CHANNELS", (16,))
+    monkeypatch.setattr(crossover, "IMAGES", {"cpu": (2, 4)})
     kinds: list[bool] = []
     multiply = Int8Unit.multiply
     monkeypatch.setattr(

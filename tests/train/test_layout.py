@@ -34,6 +34,7 @@ SETTINGS = ("steps=6", "batch=8", "evaluate_every=6", "width=0.25", "model=resne
 def test_only_images_on_a_gpu_lie_otherwise(model: nn.Module, on_gpu: torch.memory_format) -> None:
     assert layout_for(model, "cuda") == on_gpu
     assert layout_for(model, "cpu") == torch.contiguous_format
+    assert layout_for(model, "cpu", "native") == on_gpu
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     parameters = list(model.parameters())
     assert lay_out(model, on_gpu) is model
@@ -54,7 +55,7 @@ def test_only_images_of_a_batch_lie_otherwise() -> None:
 
 @pytest.fixture
 def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "layout_for", lambda model, device: layout_for(model, "cuda"))
+    monkeypatch.setattr(sessions, "layout_for", lambda model, *where: layout_for(model, "cuda"))
 
 
 @pytest.mark.usefixtures("as_on_gpu")

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
-from torch import Tensor
+from dataclasses import dataclass, replace
 
 from bitplan.axes import resolve
 from bitplan.formats import IntFormat
 from bitplan.live import LiveFormat
-from bitplan.native.operands import PASSES, sizes_of, summed_axes, varying_axes
+from bitplan.native.convolution import Convolution
+from bitplan.native.operands import PASSES, byte_of, summed_axes, varying_axes
+from bitplan.native.paths import TOO_NARROW, TOO_SMALL, Worth, obstacle_here, obstacle_of_pass, sees_one_row
+from bitplan.native.product import Form
 from bitplan.native.units import Unit, suits
 from bitplan.openings import decision_for, has_slots
 from bitplan.ops import PRODUCTS
 from bitplan.plan import Decision
 from bitplan.plan.spec import QuantizerSpec
+from bitplan.products import has_settings, product_of
 from bitplan.quantizer import Quantizer
 from bitplan.sites import Operation
 
@@ -43,17 +45,27 @@ class Operand:
     place: str
     spec: QuantizerSpec | None
     dims: int
+    #: ``linear`` or a convolution.
+    op: str
+    #: A row of the product sees one row of the operand: not where a kernel is larger than a pixel.
+    sees_one_row: bool
 
     def quantizer(self) -> Quantizer | None:
-        return None if self.spec is None else resolve(self.spec, self.place, "linear", self.dims)
+        return None if self.spec is None else resolve(self.spec, self.place, self.op, self.dims)
+
+    def summed_axes(self) -> set[int]:
+        return summed_axes(self.slot, self.dims, self.op, self.sees_one_row)
 
 
-def passes_of(decision: Decision, dims: int, units: Sequence[Unit]) -> dict[str, Unit | str]:
-    """For each pass of a linear layer whose input has `dims` dimensions: the unit, or why it is emulated."""
+def passes_of(
+    decision: Decision, dims: int, units: Sequence[Unit], op: str = "linear", sees_one_row: bool = True
+) -> dict[str, Unit | str]:
+    """For each pass of a product whose input has `dims` dimensions: the unit, or why it is emulated."""
 
     def operand(slot: str) -> Operand:
         place = decision.shared.get(slot.partition(".")[2], slot)
-        return Operand(slot, place, decision[place].quantizer, 2 if slot.endswith(".w") else dims)
+        own = 2 if slot.endswith(".w") and op == "linear" else dims
+        return Operand(slot, place, decision[place].quantizer, own, op, sees_one_row)
 
     return {one: unit_or_reason(operand(left), operand(right), units) for one, (left, right) in PASSES.items()}
 
@@ -62,11 +74,12 @@ def fallbacks_of(
     operations: Sequence[Operation],
     decide: Callable[[str, str], Decision],
     units: Sequence[Unit],
-    least: int,
+    worth: Worth,
     kind: str = "cpu",
 ) -> list[Fallback]:
-    """Every pass of every product with operand slots that is emulated; `least` multiplications are worth a unit.
+    """Every pass of every product with operand slots that is emulated.
 
+    :param worth: from where on a unit pays.
     :param kind: of device.
     """
     found = []
@@ -74,26 +87,58 @@ def fallbacks_of(
         decision = decision_for(decide, operation.module, f"{operation.op}.{operation.index}", operation.inside)
         if operation.op not in PRODUCTS or not has_slots(decision) or operation.operands is None:
             continue
-        x, w = operation.operands
-        if operation.op != "linear":
-            reason = "only linear layers have a path to the units; this is emulated"
-            found.append(Fallback(operation.label, "all passes", reason))
-        elif x.numel() * w.shape[0] < least:
-            found.append(Fallback(operation.label, "all passes", f"{_size(x, w)} is too small to gain by it"))
-        else:
-            chosen = passes_of(decision, x.dim(), units)
-            sizes = {one: sizes_of(one, x.numel() // w.shape[1], w.shape[1], w.shape[0]) for one in chosen}
-            for one, unit in chosen.items():
-                if isinstance(unit, str):
-                    found.append(Fallback(operation.label, one, unit))
-                elif not suits(unit.name, kind, sizes[one]):
-                    words = " x ".join(map(str, sizes[one]))
-                    found.append(Fallback(operation.label, one, f"{words} does not suit the {unit.name} unit"))
+        found += _of_product(operation, decision, units, worth, kind)
     return found
 
 
-def _size(x: Tensor, w: Tensor) -> str:
-    return f"{x.numel() // max(x.shape[-1], 1)} x {x.shape[-1]} x {w.shape[0]}"
+def _of_product(
+    operation: Operation, decision: Decision, units: Sequence[Unit], worth: Worth, kind: str
+) -> list[Fallback]:
+    assert operation.operands is not None
+    op, (x, w) = operation.op, operation.operands
+    if op != "linear" and not op.startswith("conv"):
+        reason = "only linear layers and convolutions have a path to the units; this is emulated"
+        return [Fallback(operation.label, "all passes", reason)]
+    how = ""
+    if op != "linear" and units and keeps_codes(decision) and x.dim() == w.dim():
+        how = "; emulated, its input is kept as codes"
+    args, kwargs = operation.details["args"], operation.details["kwargs"]
+    if not has_settings(op, args, kwargs):
+        reason = "padding='same' with an even kernel has no path to the units"
+        return [Fallback(operation.label, "all passes", reason)]
+    product, _ = product_of(op, args, kwargs)
+    form = Form() if op == "linear" else Convolution(product, w.shape[2:])
+    obstacle = obstacle_here(op, product.settings, x, w, worth)
+    if obstacle is not None:
+        if obstacle == TOO_SMALL:
+            obstacle = f"{_words(form.sizes('fprop', x.shape, w.shape))} {obstacle}"
+        return [Fallback(operation.label, "all passes", f"{obstacle}{how}")]
+    found = []
+    for one, unit in passes_of(decision, x.dim(), units, op, sees_one_row(op, product.settings, w)).items():
+        sizes = form.sizes(one, x.shape, w.shape)
+        if isinstance(unit, str):
+            why: str | None = unit
+        else:
+            why = obstacle_of_pass(one, unit.name, op, product.settings, w, worth)
+            if why == TOO_NARROW:
+                why = f"a convolution from {w.shape[1]} to {w.shape[0]} channels {why}"
+            elif why is None and not suits(unit.name, kind, sizes):
+                why = f"{_words(sizes)} does not suit the {unit.name} unit"
+        if why is not None:
+            found.append(Fallback(operation.label, one, why))
+    if len(found) == len(PASSES) and len({each.reason for each in found}) == 1:
+        return [Fallback(operation.label, "all passes", found[0].reason + how)]
+    return [replace(each, reason=each.reason + how) if each.one == "wgrad" else each for each in found]
+
+
+def _words(sizes: tuple[int, int, int]) -> str:
+    return " x ".join(map(str, sizes))
+
+
+def keeps_codes(decision: Decision) -> bool:
+    """Whether an emulated product has the codes of its input kept, a byte an element, for the weight's gradient."""
+    spec = decision[decision.shared.get("x", "wgrad.x")].quantizer
+    return spec is not None and byte_of(spec) is not None
 
 
 def unit_or_reason(left: Operand, right: Operand, units: Sequence[Unit]) -> Unit | str:
@@ -110,7 +155,7 @@ def unit_or_reason(left: Operand, right: Operand, units: Sequence[Unit]) -> Unit
         if quantizer.scaling is None and isinstance(quantizer.format, IntFormat):
             return f"{operand.slot} has no scale, and a NaN in it would become a number"
         varying = varying_axes(quantizer, operand.dims)
-        if varying is None or varying & summed_axes(operand.slot, operand.dims):
+        if varying is None or varying & operand.summed_axes():
             return f"the scale of {operand.slot} changes along the sum"
         quantizers.append(quantizer)
     targets = [quantizer.format for quantizer in quantizers if not isinstance(quantizer.format, LiveFormat)]

@@ -1,4 +1,4 @@
-"""Operands of a linear layer's three products as matrices of codes with their scales.
+"""Operands of a layer's three products as matrices of codes with their scales.
 
 =======  ==========================  ==================================  ====================
 pass     left (m, k)                 right (k, n)                        summed over
@@ -8,7 +8,8 @@ dgrad    dy, tokens by outputs       w, outputs by inputs                outputs
 wgrad    dy transposed               x, tokens by inputs                 tokens
 =======  ==========================  ==================================  ====================
 
-A scale can be taken out of a sum only if it stays the same along it.
+A scale can be taken out of a sum only if it stays the same along it. The tokens of a convolution are pixels; how its
+tensors become such matrices is told by :mod:`bitplan.native.convolution`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bitplan.formats import BlockFormat
+from bitplan.formats import BlockFormat, IntFormat
+from bitplan.native.units import UNITS
+from bitplan.plan.spec import QuantizerSpec
 from bitplan.quantizer import Quantizer
 from bitplan.straight import Encoded
 
@@ -58,8 +61,17 @@ def sizes_of(one: str, tokens: int, inputs: int, outputs: int) -> tuple[int, int
     return (tokens, outputs, inputs) if one == "dgrad" else (outputs, tokens, inputs)
 
 
-def summed_axes(slot: str, dims: int) -> set[int]:
-    """The axes of a linear layer's operand that its product sums over."""
+def summed_axes(slot: str, dims: int, op: str = "linear", is_pointwise: bool = True) -> set[int]:
+    """The axes of an operand that its product sums over.
+
+    :param op: ``linear`` or a convolution, which sums over channels and over what lies under its kernel.
+    :param is_pointwise: the kernel covers one pixel.
+    """
+    if op.startswith("conv"):
+        if slot in ("fprop.x", "dgrad.dy"):
+            return {1} if is_pointwise else set(range(1, dims))
+        kept = 0 if slot == "fprop.w" else 1
+        return set(range(dims)) - {kept}
     if slot in ("fprop.x", "dgrad.dy"):
         return {dims - 1}
     if slot.endswith(".w"):
@@ -81,15 +93,25 @@ def varying_axes(quantizer: Quantizer, dims: int) -> set[int] | None:
     return {axis} if scaling.granularity == "channel" else set(range(dims)) - {axis}
 
 
-def codes_of(encoded: Encoded, dtype: torch.dtype) -> Codes:
-    """Elements and scales of a quantizer as a matrix of codes."""
-    values = encoded.elements.to(dtype)
+def byte_of(spec: QuantizerSpec) -> torch.dtype | None:
+    """The type in which elements of that quantizer lie in a byte each, beside one scale; None where they do not."""
+    if spec.promote is not None or spec.scale == "block" or spec.range == "minmax":
+        return None
+    if spec.scale is None and isinstance(spec.target, IntFormat):
+        return None  # a NaN would become a number
+    return next((dtype for dtype in (unit.dtype_of(spec.target) for unit in UNITS) if dtype is not None), None)
+
+
+def codes_of(encoded: Encoded, dtype: torch.dtype, features: int = -1) -> Codes:
+    """Elements and scales of a quantizer as a matrix of codes, whose second axis is the axis `features`."""
+    values = encoded.elements.to(dtype).movedim(features, -1)
     rows = values.reshape(-1, values.shape[-1])
     if not encoded.scales:
         return Codes(rows, torch.ones((), dtype=torch.float32, device=values.device))
     (scale,) = encoded.scales
     if scale.numel() == 1:
         return Codes(rows, scale.reshape(()))
+    scale = scale.movedim(features, -1)
     if scale.shape[-1] == 1:
         return Codes(rows, scale.expand(*values.shape[:-1], 1).reshape(-1, 1))
     return Codes(rows, scale.reshape(1, -1))

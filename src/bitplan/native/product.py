@@ -1,21 +1,95 @@
-"""A linear layer whose products run on low-precision units, pass by pass; what cannot, is emulated."""
+"""A layer whose products run on low-precision units, pass by pass; what cannot, is emulated."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from bitplan.errors import PlanError
-from bitplan.native.operands import Codes
+from bitplan.native.operands import Codes, sizes_of
 from bitplan.native.units import Unit
 from bitplan.products import Product
+from bitplan.quantizer import Quantizer
+from bitplan.straight import Encoded
 from bitplan.tracing import is_traced
 
-_LINEAR = Product("linear")
 #: The attribute by which the readers of a tensor, in a graph in the making, know of each other.
 _FIRST_DY = "_bitplan_first_dy"
+
+
+class Form:
+    """How a layer's tensors become matrices, and its matrices tensors: a linear layer's are what they are.
+
+    `x` and `w` are the sizes of input and weight. Codes come as (everything else, features), the features being those
+    of the axis `features`.
+    """
+
+    product = Product("linear")
+    features = -1
+    #: Whether no matrix has more elements than its tensor.
+    is_pointwise = True
+
+    def sizes(self, one: str, x: Sequence[int], w: Sequence[int]) -> tuple[int, int, int]:
+        """(m, k, n) of a pass."""
+        tokens = 1
+        for size in x[:-1]:
+            tokens *= size
+        return sizes_of(one, tokens, w[1], w[0])
+
+    def seen(self, codes: Codes, x: Sequence[int]) -> Codes:
+        """What the rows of the result see of the input: the left operand of fprop and the right one of wgrad."""
+        return codes
+
+    def seen_backward(self, codes: Codes, x: Sequence[int]) -> Codes:
+        """What the rows of the input see of the result's gradient: the left operand of dgrad."""
+        return codes
+
+    def weight(self, codes: Codes, w: Sequence[int]) -> Codes:
+        """(outputs, what a row sees)."""
+        return codes
+
+    def weight_backward(self, codes: Codes, w: Sequence[int]) -> Codes:
+        """(what a row sees, inputs)."""
+        return codes
+
+    def result(self, rows: Tensor, x: Sequence[int]) -> Tensor:
+        return rows.reshape(*x[:-1], -1)
+
+    def grad_x(self, rows: Tensor, x: Sequence[int]) -> Tensor:
+        return rows.reshape(*x)
+
+    def grad_w(self, matrix: Tensor, w: Sequence[int]) -> Tensor:
+        return matrix
+
+    def like_x(self, dy: Tensor, x: Sequence[int]) -> Tensor:
+        """A tensor with the sizes and the layout of the input, and nothing in it."""
+        return dy.new_empty(x)
+
+
+class Kept:
+    """An operand as elements of a byte and their scale, from which its rounded values can be had again."""
+
+    def __init__(self, encoded: Encoded, quantizer: Quantizer, like: Tensor, dtype: torch.dtype) -> None:
+        self.wide: Tensor | None = encoded.elements
+        self.elements: Tensor | None = encoded.elements.to(dtype)
+        self.scale = encoded.scales[0] if encoded.scales else None
+        self.quantizer, self.dtype = quantizer, like.dtype
+
+    def given_away(self) -> tuple[Tensor, Tensor | None]:
+        """Elements and scale, for autograd to keep."""
+        elements, scale = self.elements, self.scale
+        assert elements is not None
+        self.wide = self.elements = self.scale = None
+        return elements, scale
+
+    def rounded(self, elements: Tensor, scale: Tensor | None) -> Tensor:
+        """To the bit what rounding gives."""
+        wide = elements.to(torch.float32 if scale is None else scale.dtype)
+        like = torch.empty_like(elements, dtype=self.dtype)
+        return self.quantizer.decode(Encoded(wide, () if scale is None else (scale,)), like)
 
 
 class NativeSlots(Protocol):
@@ -23,8 +97,6 @@ class NativeSlots(Protocol):
 
     #: Pass -> what multiplies there; a pass that is missing is emulated.
     units: dict[str, Unit]
-    #: Whether both backward products get one rounded gradient.
-    shares_dy: bool
     #: Operands, of x and w, that the backward pass casts again from what they were, rather than keep their codes.
     casts_again: tuple[str, ...]
 
@@ -34,27 +106,47 @@ class NativeSlots(Protocol):
         """The codes of a tensor for each of these slots; `after`: once more, and not before that tensor is there."""
         ...
 
+    def kept(self, x: Tensor) -> Kept | None:
+        """The input as an emulated wgrad wants it, in a byte an element; None where that is not to be had."""
+        ...
 
-class NativeLinear(torch.autograd.Function):
+    def shares(self, operand: str) -> bool:
+        """Whether an operand is rounded once for both of its products."""
+        ...
+
+
+class NativeProduct(torch.autograd.Function):
     """y = x w forward, dx = dy w and dw = dy x backward. Of x and w, the codes that backward products want are kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, slots: NativeSlots) -> Tensor:
-        ctx.slots, ctx.shape, ctx.dtypes = slots, x.shape, (x.dtype, w.dtype)
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, form: Form, slots: NativeSlots) -> Tensor:
+        ctx.slots, ctx.form, ctx.shapes, ctx.dtypes = slots, form, (x.shape, w.shape), (x.dtype, w.dtype)
         #: Begins with the first gradient that comes to any reader of x: they cast x again after that, once for all.
         ctx.first_dy = x.__dict__.setdefault(_FIRST_DY, []) if "x" in slots.casts_again and is_traced() else []
-        wanted_x = _slots_of("x", slots, fprop=True, wgrad=ctx.needs_input_grad[1] and "x" not in slots.casts_again)
+        keeps_x = ctx.needs_input_grad[1] and "x" not in slots.casts_again
+        wanted_x = _slots_of("x", slots, fprop=True, wgrad=keeps_x)
         wanted_w = _slots_of("w", slots, fprop=True, dgrad=ctx.needs_input_grad[0] and "w" not in slots.casts_again)
         of_x = dict(zip(wanted_x, slots.codes(wanted_x, x), strict=True))
         of_w = dict(zip(wanted_w, slots.codes(wanted_w, w), strict=True))
+        kept = slots.kept(x) if keeps_x and "wgrad" not in slots.units else None
         if "fprop" in slots.units:
-            left, right = of_x["fprop.x"], of_w["fprop.w"].transposed()
-            rows = slots.units["fprop"].multiply(*_operands(left, right), _result_dtype(x))
-            y = rows.reshape(*x.shape[:-1], -1)
-            y = y if bias is None else y + bias.to(y.dtype)
+            left, right = form.seen(of_x["fprop.x"], x.shape), form.weight(of_w["fprop.w"], w.shape).transposed()
+            y = form.result(slots.units["fprop"].multiply(*_operands(left, right), _result_dtype(x)), x.shape)
+            y = y if bias is None else y + _along(bias, form.features, y)
         else:
-            y = _LINEAR.forward(slots.round("fprop.x", x), slots.round("fprop.w", w), bias)
-        ctx.save_for_backward(*of_x.get("wgrad.x", (x, None)), *of_w.get("dgrad.w", (w, None)), bias)
+            if kept is not None and kept.wide is not None and slots.shares("x"):
+                rounded_x = kept.rounded(kept.wide, kept.scale)
+            else:
+                rounded_x = slots.round("fprop.x", x)
+            y = form.product.forward(rounded_x, slots.round("fprop.w", w), bias)
+        x_kept: tuple[Tensor, Tensor | None]
+        if kept is None:
+            ctx.kept, x_kept = None, of_x.get("wgrad.x", (x, None))
+            if "wgrad.x" in of_x and form.is_pointwise:  # no more than was there
+                x_kept = form.seen(of_x["wgrad.x"], x.shape)
+        else:
+            ctx.kept, x_kept = kept, kept.given_away()
+        ctx.save_for_backward(*x_kept, *of_w.get("dgrad.w", (w, None)), bias)
         return y
 
     @staticmethod
@@ -64,33 +156,63 @@ class NativeLinear(torch.autograd.Function):
                 "native execution has no second derivative: attach with execution='emulate' for create_graph=True."
             )
         x, x_scale, w, w_scale, bias = ctx.saved_tensors
-        slots, dy, units = ctx.slots, grads[0], ctx.slots.units
-        x_dtype, w_dtype = ctx.dtypes
+        slots, form, dy, units = ctx.slots, ctx.form, grads[0], ctx.slots.units
+        (x_shape, w_shape), (x_dtype, w_dtype) = ctx.shapes, ctx.dtypes
         grad_x = grad_w = grad_bias = None
         wanted = _slots_of("dy", slots, dgrad=ctx.needs_input_grad[0], wgrad=ctx.needs_input_grad[1])
         of_dy = dict(zip(wanted, slots.codes(wanted, dy), strict=True))
+        rounded_dy = _Once(lambda slot: slots.round(slot, dy), slots.shares("dy"))
         if "dgrad.dy" in of_dy:
             (right,) = slots.codes(["dgrad.w"], w, after=dy) if w_scale is None else [Codes(w, w_scale)]
-            grad_x = units["dgrad"].multiply(*_operands(of_dy["dgrad.dy"], right), x_dtype).reshape(ctx.shape)
+            left, right = form.seen_backward(of_dy["dgrad.dy"], x_shape), form.weight_backward(right, w_shape)
+            grad_x = form.grad_x(units["dgrad"].multiply(*_operands(left, right), x_dtype), x_shape)
         elif ctx.needs_input_grad[0]:
-            grad_x = torch.matmul(slots.round("dgrad.dy", dy), slots.round("dgrad.w", w).to(dy.dtype)).to(x_dtype)
+            like, rounded_w = form.like_x(dy, x_shape), slots.round("dgrad.w", w).to(dy.dtype)
+            grad_x = form.product.grad_x(rounded_dy("dgrad.dy"), like, rounded_w).to(x_dtype)
         if "wgrad.dy" in of_dy:
             if x_scale is None:
                 ctx.first_dy.append(dy)
                 (right,) = slots.codes(["wgrad.x"], x, after=ctx.first_dy[0])
             else:
                 right = Codes(x, x_scale)
-            grad_w = units["wgrad"].multiply(*_operands(of_dy["wgrad.dy"].transposed(), right), w_dtype)
+            right = right if form.is_pointwise and x_scale is not None else form.seen(right, x_shape)
+            product = units["wgrad"].multiply(*_operands(of_dy["wgrad.dy"].transposed(), right), w_dtype)
+            grad_w = form.grad_w(product, w_shape)
         elif ctx.needs_input_grad[1]:
-            rounded = slots.round("wgrad.x", x).to(dy.dtype)
-            grad_w = _LINEAR.grad_w(slots.round("wgrad.dy", dy), rounded, w).to(w_dtype)
+            rounded = (slots.round("wgrad.x", x) if ctx.kept is None else ctx.kept.rounded(x, x_scale)).to(dy.dtype)
+            like = dy.new_empty(w_shape)
+            grad_w = form.product.grad_w(rounded_dy("wgrad.dy"), rounded, like).to(w_dtype)
         if bias is not None and ctx.needs_input_grad[2]:
             arrived = dy
-            if slots.shares_dy:  # a gradient that is rounded once, where it arrives, is so for the bias, too
+            if slots.shares("dy"):  # a gradient that is rounded once, where it arrives, is so for the bias, too
                 known = next(iter(of_dy.values()), None)
-                arrived = slots.round("dgrad.dy", dy) if known is None else known.decoded().to(dy.dtype)
-            grad_bias = _LINEAR.grad_bias(arrived.reshape(dy.shape), bias).to(bias.dtype)
-        return grad_x, grad_w, grad_bias, None
+                arrived = rounded_dy("dgrad.dy") if known is None else _restored(known.decoded().to(dy.dtype), dy, form)
+            grad_bias = form.product.grad_bias(arrived, bias).to(bias.dtype)
+        return grad_x, grad_w, grad_bias, None, None
+
+
+class _Once:
+    """Rounds a tensor once for all its slots, where they share one rounding."""
+
+    def __init__(self, rounds: Callable[[str], Tensor], is_shared: bool) -> None:
+        self.rounds, self.is_shared = rounds, is_shared
+        self.known: Tensor | None = None
+
+    def __call__(self, slot: str) -> Tensor:
+        if self.known is None or not self.is_shared:
+            self.known = self.rounds(slot)
+        return self.known
+
+
+def _along(bias: Tensor, axis: int, y: Tensor) -> Tensor:
+    """A bias in the shape in which it is added."""
+    bias = bias.to(y.dtype)
+    return bias if axis == -1 else bias.reshape(-1, *(1,) * (y.dim() - axis - 1))
+
+
+def _restored(rows: Tensor, like: Tensor, form: Form) -> Tensor:
+    """A tensor's matrix in its own shape."""
+    return rows.reshape(like.movedim(form.features, -1).shape).movedim(-1, form.features)
 
 
 def _slots_of(operand: str, slots: NativeSlots, **wanted: bool) -> list[str]:
@@ -108,7 +230,7 @@ def _result_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def native_linear(x: Tensor, w: Tensor, bias: Tensor | None, slots: NativeSlots) -> Tensor:
+def native_product(x: Tensor, w: Tensor, bias: Tensor | None, form: Form, slots: NativeSlots) -> Tensor:
     """y = x w + bias, its products on the units that `slots` names."""
-    y: Tensor = NativeLinear.apply(x, w, bias, slots)  # type: ignore[no-untyped-call]
+    y: Tensor = NativeProduct.apply(x, w, bias, form, slots)  # type: ignore[no-untyped-call]
     return y

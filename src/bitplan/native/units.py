@@ -77,8 +77,9 @@ class Float8Unit(Unit):
     def multiply(self, a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], out: torch.dtype) -> Tensor:
         one, other = (scale.float() for scale in scales)
         if one.numel() > 1 or other.numel() > 1:  # a scale for each row and column, or one for each tensor: not mixed
-            one = one.expand(a.shape[0], 1).contiguous()
-            other = other.expand(1, b.shape[1]).contiguous()
+            # By way of vectors: a transposed row counts as contiguous, but not for all that multiply.
+            one = one.expand(a.shape[0], 1).reshape(-1).contiguous().unsqueeze(1)
+            other = other.expand(1, b.shape[1]).reshape(-1).contiguous().unsqueeze(0)
         else:
             one, other = one.reshape(()), other.reshape(())
         return torch._scaled_mm(a.contiguous(), _columns(b), scale_a=one, scale_b=other, out_dtype=out)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 
-def layout_for(model: nn.Module, device: str) -> torch.memory_format:
-    """The layout of a model's four-dimensional tensors on that kind of device.
+def layout_for(model: nn.Module, device: str, execution: str = "emulate") -> torch.memory_format:
+    """The layout of a model's four-dimensional tensors on that kind of device; native execution wants channels last.
 
     >>> layout_for(nn.Conv2d(3, 8, 3), "cuda"), layout_for(nn.Conv2d(3, 8, 3), "cpu"), layout_for(nn.GELU(), "cuda")
     (torch.channels_last, torch.contiguous_format, torch.contiguous_format)
@@ -20,7 +20,8 @@ def layout_for(model: nn.Module, device: str) -> torch.memory_format:
     dimensions = {tensor.dim() for tensor in (*model.parameters(), *model.buffers())}
     # Where there are five, torch asks for a layout of its own.
     has_images = any(parameter.dim() == 4 for parameter in model.parameters()) and 5 not in dimensions
-    return torch.channels_last if device == "cuda" and has_images else torch.contiguous_format
+    wants_them = device == "cuda" or execution == "native"
+    return torch.channels_last if wants_them and has_images else torch.contiguous_format
 
 
 def lay_out(model: nn.Module, layout: torch.memory_format) -> nn.Module:

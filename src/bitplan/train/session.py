@@ -50,7 +50,7 @@ class Session:
             torch.cuda.reset_peak_memory_stats(device)
         torch.manual_seed(task.seed)
         plain = task.model().to(device)
-        layout = layout_for(plain, device.type)
+        layout = layout_for(plain, device.type, execution)
         self.model: nn.Module = lay_out(plain, layout)
         self._there = Copies(lambda tensor: laid_out(tensor.to(device, non_blocking=True), layout))
         self.run: Attachment = attach(

@@ -1,0 +1,144 @@
+"""Convolutions of a ResNet-50 in native execution: milliseconds of forward and backward, each layer compiled by itself.
+
+    python benchmarks/convolutions.py                       # float32, 8 images: minutes on a CPU
+    python benchmarks/convolutions.py --dtype bfloat16
+    python benchmarks/convolutions.py --device cuda --dtype bfloat16 --plan fp8 --images 64
+
+Writes benchmarks/results/convolutions-DEVICE-DTYPE.json. The columns: torch's own convolution and emulation with
+channels last; on the units with channels last; torch's own and on the units with torch's layout, the latter by copies
+of input, result and gradients into the other layout and back (which bitplan does not do: it emulates, and says so).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import bitplan
+from bitplan import Plan
+from bitplan.bench.machine import describe_machine
+from bitplan.files import write_whole
+from bitplan.native import convolution, crossover
+
+#: (input channels, height and width, output channels, kernel, stride)
+SHAPES = [
+    (64, 56, 256, 1, 1),
+    (256, 56, 64, 1, 1),
+    (512, 28, 128, 1, 1),
+    (1024, 14, 256, 1, 1),
+    (2048, 7, 512, 1, 1),
+    (512, 28, 1024, 1, 2),
+    (64, 56, 64, 3, 1),
+    (128, 28, 128, 3, 1),
+    (256, 14, 256, 3, 1),
+    (512, 7, 512, 3, 1),
+    (256, 28, 256, 3, 2),
+]
+FORMATS = {"int8": ("int8", "int8", "int8"), "fp8": ("e4m3", "e4m3", "e5m2")}
+#: Column -> (execution, channels last).
+COLUMNS = {
+    "torch": (None, True),
+    "emulate": ("emulate", True),
+    "native": ("native", True),
+    "torch, torch's layout": (None, False),
+    "native, by copies": ("native", False),
+}
+TURNS = 8
+
+
+def step_of(shape: tuple[int, ...], column: str, plan: Plan, given: argparse.Namespace) -> Any:
+    """A call that does one step."""
+    inputs, side, outputs, kernel, stride = shape
+    execution, is_last = COLUMNS[column]
+    layout = torch.channels_last if is_last else torch.contiguous_format
+    dtype = getattr(torch, given.dtype)
+    torch.manual_seed(0)
+    model = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False).to(given.device, dtype)
+    model = model.to(memory_format=layout)
+    x = torch.randn(given.images, inputs, side, side).to(given.device, dtype).to(memory_format=layout).requires_grad_()
+    if execution is None:
+        called: Any = torch.compile(model)
+    else:
+        options: dict[str, Any] = {"native_from": 0} if execution == "native" else {}
+        called = bitplan.attach(model, plan, example=x, execution=execution, **options).compile()
+    dy: Tensor = torch.randn_like(called(x))
+
+    def step() -> None:
+        x.grad = None
+        model.zero_grad()
+        called(x).backward(dy)
+
+    step()
+    return step
+
+
+def milliseconds(step: Any, device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - began)
+
+
+def believed(x: Tensor) -> bool:
+    """What decides whether a path exists believes all images to have their channels last; what takes it, does not."""
+    return True
+
+
+def measured(shape: tuple[int, ...], plan: Plan, given: argparse.Namespace) -> dict[str, float]:
+    """The best of some turns, in which the columns follow each other."""
+    torch._dynamo.reset()
+    best = dict.fromkeys(COLUMNS, float("inf"))
+    with mock.patch.object(convolution, "has_channels_last", believed), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        steps = {column: step_of(shape, column, plan, given) for column in COLUMNS}
+        for _ in range(TURNS):
+            for column, step in steps.items():
+                best[column] = min(best[column], milliseconds(step, given.device))
+    return {column: round(value, 3) for column, value in best.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--plan", choices=FORMATS, default="int8")
+    parser.add_argument("--images", type=int, default=8)
+    given = parser.parse_args()
+    operands = zip(("x", "w", "dy"), FORMATS[given.plan], strict=True)
+    rule = {operand: {"format": name, "scale": "tensor"} for operand, name in operands}
+    plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", **rule}]})
+    rows = []
+    print("channels, side -> channels, kernel, stride", *COLUMNS, sep="  ")
+    for shape in SHAPES:
+        row = measured(shape, plan, given)
+        rows.append({"shape": shape, "milliseconds": row})
+        print(shape, *(f"{value:.2f}" for value in row.values()), sep="  ", flush=True)
+    device, dtype = torch.device(given.device), getattr(torch, given.dtype)
+    document = {
+        "benchmark": "convolutions",
+        "command": "python benchmarks/convolutions.py "
+        + " ".join(f"--{name} {value}" for name, value in vars(given).items()),
+        "machine": describe_machine(device),
+        "threads": torch.get_num_threads(),
+        "seed": 0,
+        "rows": rows,
+        "crossover 3x3": [vars(row) for row in crossover.measured_unfolded(device, dtype)],
+    }
+    file = Path(__file__).parent / "results" / f"convolutions-{given.device}-{given.dtype}.json"
+    write_whole(file, json.dumps(document, indent=2) + "\n")
+    print(f"written to {file.name}")
+
+
+if __name__ == "__main__":
+    main()
