@@ -126,6 +126,8 @@ class PlaceAction:
         self.watched = False
         #: Set in packed execution: what was rounded here is stored in its format's own bits.
         self.is_packed = False
+        #: Set in native execution: a compiled graph goes by way of the format's codes, so that it can keep these.
+        self.keeps_codes = False
         #: The format that `live` stands for at the moment.
         self.format_now: Callable[[], Format] | None = None
         #: Among all that were ever made; equal ones in equal blocks share one, and with it compiled code.
@@ -160,6 +162,7 @@ class PlaceAction:
         top = None if self.top is None else self.top.spec
         spec = self.spec if self.live is None or self.is_packed else (self.spec.without_width, top)
         key = (spec, self.place, self.op, self.live is not None, self.row, self.watched, self.is_packed, width)
+        key = (*key, self.keeps_codes)
         if key not in _numbers:
             _numbers[key] = len(_settled)
             _settled.append(self._as_of_now())
@@ -207,7 +210,7 @@ class PlaceAction:
         if self.changes_nothing_in(x):
             return x
         quantizer, bits, row, span, record = self._prepared(x, here, weight_key)
-        if self.is_packed:
+        if self.is_packed or (self.keeps_codes and is_traced()):
             rounded = low = self._packed(quantizer, x, bits, row, span)
         elif self.promotion is None or record is None:
             rounded = low = straight_through(quantizer, x, bits, row, span)

@@ -39,7 +39,7 @@ def test_every_plan_may_spare_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     variants = [row["variant"] for row in document["rows"]["small"]]
     sparing = [f"native-int8, sparing {what}" for what in ("weights", "inputs", "products")]
     assert variants == ["bf16", "native-int8", *sparing]
-    assert ["compile_sparing" in backend for backend in backends] == [False, False, False, True, True]
+    assert ["compile_native" in backend for backend in backends] == [False, False, False, True, True]
 
 
 def test_a_shape_that_does_not_exist_is_one_sentence() -> None:

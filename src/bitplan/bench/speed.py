@@ -35,7 +35,7 @@ SHAPES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "llama-4096": lambda: (LlamaBlocks(4096, 4, 14336), random_states(4, 4096, 4096)),
     "llama-2048": lambda: (LlamaBlocks(2048, 8, 8192), random_states(8, 2048, 2048)),
 }
-OWN_PLANS = ("native-int8", "native-int8-tensor", "native-fp8", "native-fp8-delayed")
+OWN_PLANS = ("native-int8", "native-int8-tensor", "native-fp8", "native-fp8-delayed", "native-fp8-packed")
 PLAIN = "bf16"
 #: Shape -> milliseconds to reach, and on what.
 AIMS = {
