@@ -161,8 +161,8 @@ class PlaceAction:
         # A format that lies in a table is no part of the graph, so plans that differ in their schedules share graphs.
         top = None if self.top is None else self.top.spec
         spec = self.spec if self.live is None or self.is_packed else (self.spec.without_width, top)
-        key = (spec, self.place, self.op, self.live is not None, self.row, self.watched, self.is_packed, width)
-        key = (*key, self.keeps_codes)
+        kept = (self.is_packed, self.keeps_codes, width)
+        key = (spec, self.place, self.op, self.live is not None, self.row, self.watched, kept)
         if key not in _numbers:
             _numbers[key] = len(_settled)
             _settled.append(self._as_of_now())
