@@ -248,14 +248,15 @@ class _Measured:
         return partial(ForwardAndBackward, model, x)
 
     def _tried(self, variant: SpeedVariant, make: Callable[[], Made]) -> Made | None:
-        """What `make` makes; a peer that does not work here is told of, what is ours must work."""
+        """What `make` makes; one way that fails is told of, and does not cost the others their time on a GPU."""
         try:
             return make()
         except Exception as error:
-            if not variant.is_peer:
+            if variant.name == PLAIN:  # beside which all others are put
                 raise
             self.failed[variant.name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             log.info("%s failed", variant.name, exc_info=True)
+            self.on_news(f"{variant.name} failed: {self.failed[variant.name]}")
             return None
 
     def learn(self, steps: int, batch: int, seed: int) -> None:

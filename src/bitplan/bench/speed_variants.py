@@ -37,7 +37,7 @@ class SpeedVariant:
     change: Change
     #: As ``run.compile()`` takes it.
     spare_memory: str = "no"
-    #: Of others: told of where it fails, instead of ending the benchmark.
+    #: What others offer.
     is_peer: bool = False
     #: torchao's AdamW with a state of 8 bits, in a full training step. (Where a plan is at work it decides.)
     small_optimizer: bool = False
