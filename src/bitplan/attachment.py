@@ -56,7 +56,13 @@ if TYPE_CHECKING:
     from bitplan.native.sparing_backend import Sparing
 
 #: What compiled native execution casts again in its backward pass, by how much memory it is to spare.
-SPARING: dict[str, tuple[str, ...]] = {"no": (), "weights": ("w",), "inputs": ("x", "w"), "products": ("x", "w")}
+SPARING: dict[str, tuple[str, ...]] = {
+    "no": (),
+    "weights": ("w",),
+    "activations": ("x",),
+    "inputs": ("x", "w"),
+    "products": ("x", "w"),
+}
 
 
 class Attachment:
@@ -228,10 +234,10 @@ class Attachment:
         :param module: a module that has the model in it, such as one that returns the loss; by default the model.
         :param options: of Inductor, as ``torch.compile`` takes them; those that `mode` stands for come first.
         :param spare_memory: of native execution: ``weights`` keeps no codes of a linear layer's weight, which is there
-            anyway and is cast again in the backward pass; ``inputs`` keeps none of its input either, and computes that
-            again where it can be had from what is kept; ``products`` also makes a product again whose result only
-            pointwise operations read, where another one has the same input (half of a gate). Each takes more time.
-            Activations that the plan rounds are kept as codes in any case.
+            anyway and is cast again in the backward pass; ``activations`` keeps none of its input, and computes that
+            again where it can be had from what is kept; ``inputs`` keeps neither; ``products`` also makes a product
+            again whose result only pointwise operations read, where another one has the same input (half of a gate).
+            Each takes more time. Activations that the plan rounds are kept as codes in any case.
         """
         from torch._inductor import list_mode_options
 
@@ -266,7 +272,7 @@ class Attachment:
         actions = (action for planned in self._actions.values() for action in planned.values())
         places = (place for action in actions if isinstance(action, Action) for place in action.places.values())
         codes = any(place.keeps_codes for place in places)
-        return Sparing(spare_memory in ("inputs", "products"), spare_memory == "products", codes)
+        return Sparing("x" in SPARING[spare_memory], spare_memory == "products", codes)
 
     def partitioner(self, spare_memory: str = "no") -> CustomPartitionerFn | None:
         """What cuts the model's graph into forward and backward when :meth:`compile` compiles it; None: torch's own."""

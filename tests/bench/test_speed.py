@@ -52,9 +52,9 @@ def test_every_variant_has_a_row_and_what_fails_is_told() -> None:
 def test_every_plan_may_spare_memory(small_and_uncompiled: list[str]) -> None:
     document = measured("small", "native-int8", sparing=True)
     variants = [row["variant"] for row in document["rows"]["small"]]
-    sparing = [f"native-int8, sparing {what}" for what in ("weights", "inputs", "products")]
+    sparing = [f"native-int8, sparing {what}" for what in ("weights", "activations", "inputs", "products")]
     assert variants == ["bf16", "native-int8", *sparing]
-    assert ["compile_native" in backend for backend in small_and_uncompiled] == [False, False, False, True, True]
+    assert ["compile_native" in backend for backend in small_and_uncompiled] == [False, False, False, True, True, True]
 
 
 def test_each_variant_learns_from_the_same_text_and_is_held_against_its_emulation(
@@ -83,7 +83,9 @@ def test_each_variant_learns_from_the_same_text_and_is_held_against_its_emulatio
 
 def test_a_full_step_has_an_optimizer_whose_state_the_plan_keeps_small() -> None:
     document = measured("gpt-1b-tiny")
-    assert [row["variant"] for row in document["rows"]["gpt-1b-tiny"]][:2] == ["bf16", "native-fp8-gpt"]
+    assert [row["variant"] for row in document["rows"]["gpt-1b-tiny"]][:3] == [
+        *("bf16", "native-fp8-gpt", "native-fp8-gpt, sparing activations")
+    ]
     target = speed.SHAPES["gpt-1b-tiny"].target(torch.device("cpu"))
     assert target is not None
     held = {}

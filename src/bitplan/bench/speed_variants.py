@@ -21,8 +21,8 @@ from bitplan.plan.find import find_plan
 #: The plans that come with the benchmark, for forward and backward and for a full training step.
 OWN_PLANS = ("native-int8", "native-int8-tensor", "native-fp8", "native-fp8-delayed", "native-fp8-packed")
 OWN_FULL_PLANS = ("native-fp8-gpt",)
-#: Plans that are for little memory -> how that is spared, if nothing else is asked for.
-_OWN_SPARING = {"native-fp8-packed": "inputs", "native-fp8-gpt": "inputs"}
+#: Plans that are for little memory -> how that is spared, if nothing else is asked for: the first as their own way.
+_OWN_SPARING = dict.fromkeys(("native-fp8-packed", "native-fp8-gpt"), ("inputs", "activations"))
 PLAIN = "bf16"
 
 #: Changes a model in place, for inputs like that; a plan at work comes back.
@@ -41,6 +41,8 @@ class SpeedVariant:
     is_peer: bool = False
     #: torchao's AdamW with a state of 8 bits, in a full training step. (Where a plan is at work it decides.)
     small_optimizer: bool = False
+    #: The variant whose losses it has, for it computes the same; empty: its own.
+    learns_as: str = ""
 
     @property
     def is_ours(self) -> bool:
@@ -80,8 +82,9 @@ def variants_of(plans: Sequence[str], device: torch.device, sparing: bool, full_
     """
     found = [SpeedVariant(PLAIN, unchanged)]
     for name in plans:
-        own = SpeedVariant(name, partial(planned, own_plan(name)), _OWN_SPARING.get(name, "no"))
-        others = [what for what in SPARING if sparing and what not in ("no", own.spare_memory)]
+        first, *more = _OWN_SPARING.get(name, ("no",))
+        own = SpeedVariant(name, partial(planned, own_plan(name)), first, learns_as=name)
+        others = [what for what in SPARING if what != first and (what in more or (sparing and what != "no"))]
         found += [own, *(replace(own, name=f"{name}, sparing {what}", spare_memory=what) for what in others)]
     if full_step:
         return [*found, *full_step_peers(device)]

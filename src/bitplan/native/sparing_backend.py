@@ -125,31 +125,38 @@ def mark_products(graph: fx.Graph) -> None:
 
 
 def cast_inputs_first(graph: fx.Graph) -> None:
-    """Of what a layer casts again when its gradient comes, let the smaller wait for the largest.
+    """Of what a layer casts when its gradient comes, let the others wait for the largest that is cast again.
 
     Else Inductor would compute a gate's result once more together with the gate's gradients, which have the same
     factors: then all of these lie in memory at once, in full.
     """
-    waiting: dict[fx.Node, list[fx.Node]] = {}
+    again: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.target is torch.ops.bitplan.float8_cast.default and isinstance(after := _after(node), fx.Node):
-            waiting.setdefault(after, []).append(node)
-    for casts in waiting.values():
+            again.setdefault(after, []).append(node)
+    for gradient, casts in again.items():
         first, *others = sorted(casts, key=lambda cast: -elements_of(cast.all_input_nodes[0]))
-        for other in others:
-            part = next(iter(first.users))
-            if other < first and all(given < other for given in first.all_input_nodes):
-                other.prepend(first)
-                other.prepend(part)
-            if part < other:
+        part = next(iter(first.users))
+        waiting = [*others, *(each for each in _readers(gradient) if each.target is first.target and each not in casts)]
+        earliest = min(waiting, default=first)
+        if earliest < first and all(given < earliest for given in first.all_input_nodes):
+            earliest.prepend(first)
+            earliest.prepend(part)
+        for other in waiting:
+            if part < other and _after(other) in (None, gradient):
                 _wait_for(other, part)
 
 
 def _wait_for(cast: fx.Node, what: fx.Node) -> None:
-    cast.update_arg(_AFTER, what)
+    cast.args = (*_filled(cast.args), what)
     if _SEEN in cast.meta:
         args, kwargs = cast.meta[_SEEN]
-        cast.meta[_SEEN] = (*args[:_AFTER], what.meta["val"], *args[_AFTER + 1 :]), kwargs
+        cast.meta[_SEEN] = (*_filled(args), what.meta["val"]), kwargs
+
+
+def _filled(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A cast's arguments before the last: what was not given has been left out."""
+    return (*args[:_AFTER], *[None] * (_AFTER - len(args)))
 
 
 def _after(cast: fx.Node) -> Any:
