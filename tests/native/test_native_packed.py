@@ -46,6 +46,8 @@ class Trained:
         x = torch.randn(2, 32, WIDTH).requires_grad_()
         native: dict[str, Any] = {"native_from": 0} if execution == "native" else {}
         self.kept: dict[torch.dtype, int] = {}
+        #: What each cast of the last graph waits for.
+        self.after: list[Any] = []
         with bitplan.attach(model, plan, example=x, execution=execution, **native) as run:
             called: Any = model
             if spare_memory is not None:
@@ -74,6 +76,8 @@ class Trained:
                 value = node.meta.get("val")
                 if isinstance(value, Tensor) and node.op != "placeholder":
                     self.kept[value.dtype] = self.kept.get(value.dtype, 0) + value.numel() * value.element_size()
+        casts = [node for node in gm.graph.nodes if node.target is torch.ops.bitplan.float8_cast.default]
+        self.after = [node.args[8] if len(node.args) > 8 else None for node in casts]
         return make_boxed_func(gm.forward)
 
     @property
@@ -97,6 +101,10 @@ def test_rounded_activations_are_kept_as_codes(activation: Any) -> None:
         assert plain.bytes - packed.bytes == pytest.approx(3 * 2 * TOKENS * HIDDEN, abs=200)
     codes = sum(size for dtype, size in packed.kept.items() if dtype.itemsize == 1)
     assert codes == 2 * TOKENS * HIDDEN  # of operands, nothing is left
+    # Of seven layers' gradients and eleven operands cast again: only the first cast of each gradient waits for none.
+    waits_for_a_cast = ["getitem" in str(after) for after in packed.after]
+    assert len(waits_for_a_cast) == 18
+    assert sum(waits_for_a_cast) == 18 - 7
 
 
 def test_scales_of_the_past_go_on_as_in_emulation() -> None:

@@ -144,6 +144,7 @@ def bench_speed(
     loss_steps: int | None = None,
     loss_batch: int = 1,
     switches: bool = True,
+    peers: bool = True,
     on_news: Callable[[str], None] = lambda sentence: None,
 ) -> dict[str, Any]:
     """Measure everything; a document with machine, versions, the crossover table and one entry a row.
@@ -151,6 +152,7 @@ def bench_speed(
     :param sparing: measure every plan also with each of the ways to spare memory.
     :param loss_steps: steps on real text; by default 1,000 on a GPU and none on a CPU.
     :param loss_batch: sequences of a batch of these.
+    :param peers: whether what others offer is measured beside it.
     :param switches: whether a change of formats in the middle of a run is measured, too.
     """
     where = torch.device(device)
@@ -164,7 +166,7 @@ def bench_speed(
         chosen[name] = plans or (OWN_FULL_PLANS if SHAPES[name].full_step else own)
     for name in shapes:
         torch.manual_seed(seed)
-        made = _Measured(SHAPES[name], chosen[name], where, sparing, partial(_prefixed, on_news, name))
+        made = _Measured(SHAPES[name], chosen[name], where, sparing, peers, partial(_prefixed, on_news, name))
         # torch counts graphs by code, and all variants of a shape share theirs.
         with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
             made.take_turns(turns)
@@ -201,10 +203,17 @@ class _Measured:
     """All that is found out of one shape."""
 
     def __init__(
-        self, shape: Shape, plans: Sequence[str], device: torch.device, sparing: bool, on_news: Callable[[str], None]
+        self,
+        shape: Shape,
+        plans: Sequence[str],
+        device: torch.device,
+        sparing: bool,
+        peers: bool,
+        on_news: Callable[[str], None],
     ) -> None:
         self.shape, self.plans, self.device, self.on_news = shape, plans, device, on_news
-        self.variants = variants_of(plans, device, sparing, shape.full_step)
+        found = variants_of(plans, device, sparing, shape.full_step)
+        self.variants = [variant for variant in found if peers or not variant.is_peer]
         self.rows: list[Row] = []
         self.failed: dict[str, str] = {}
         self.losses: dict[str, Any] | None = None

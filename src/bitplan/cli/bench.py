@@ -135,6 +135,7 @@ def speed(
     ] = None,
     loss_batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch of these steps.")] = 1,
     switches: Annotated[bool, typer.Option(help="Measure changes of formats in the middle of a run, too.")] = True,
+    peers: Annotated[bool, typer.Option(help="Measure torchao too, where it is installed.")] = True,
     as_json: JsonOption = False,
     output_file: OutputFile = None,
 ) -> None:
@@ -147,6 +148,7 @@ def speed(
             loss_steps=loss_steps,
             loss_batch=loss_batch,
             switches=switches,
+            peers=peers,
             on_news=output.note,
         )
         _finish(output, document, output_file, as_json, _print_speed)
