@@ -83,6 +83,7 @@ def test_each_variant_learns_from_the_same_text_and_is_held_against_its_emulatio
 
 
 def test_a_full_step_has_an_optimizer_whose_state_the_plan_keeps_small() -> None:
+    pytest.importorskip("torchao")
     document = measured("gpt-1b-tiny")
     assert [row["variant"] for row in document["rows"]["gpt-1b-tiny"]][:3] == [
         *("bf16", "native-fp8-gpt", "native-fp8-gpt, sparing activations")
