@@ -127,6 +127,8 @@ class PlaceAction:
         self.watched = False
         #: Set in packed execution: what was rounded here is stored in its format's own bits.
         self.is_packed = False
+        #: Set in native execution: a compiled graph goes by way of the format's codes, so that it can keep these.
+        self.keeps_codes = False
         #: The format that `live` stands for at the moment.
         self.format_now: Callable[[], Format] | None = None
         #: Among all that were ever made; equal ones in equal blocks share one, and with it compiled code.
@@ -160,7 +162,8 @@ class PlaceAction:
         # A format that lies in a table is no part of the graph, so plans that differ in their schedules share graphs.
         top = None if self.top is None else self.top.spec
         spec = self.spec if self.live is None or self.is_packed else (self.spec.without_width, top)
-        key = (spec, self.place, self.op, self.live is not None, self.row, self.watched, self.is_packed, width)
+        kept = (self.is_packed, self.keeps_codes, width)
+        key = (spec, self.place, self.op, self.live is not None, self.row, self.watched, kept)
         if key not in _numbers:
             _numbers[key] = len(_settled)
             _settled.append(self._as_of_now())
@@ -208,7 +211,7 @@ class PlaceAction:
         if self.changes_nothing_in(x):
             return x
         quantizer, bits, row, span, record = self._prepared(x, here, weight_key)
-        if self.is_packed:
+        if self.is_packed or (self.keeps_codes and is_traced()):
             rounded = low = self._packed(quantizer, x, bits, row, span)
         elif self.promotion is None or record is None:
             rounded = low = straight_through(quantizer, x, bits, row, span)

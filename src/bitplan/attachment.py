@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +51,19 @@ from bitplan.tables import ModuleTables
 from bitplan.timeline import Timeline, Total
 from bitplan.unseen import unseen_modules
 
+if TYPE_CHECKING:
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    from bitplan.native.sparing_backend import Sparing
+
 #: What compiled native execution casts again in its backward pass, by how much memory it is to spare.
-SPARING: dict[str, tuple[str, ...]] = {"no": (), "weights": ("w",), "inputs": ("x", "w"), "products": ("x", "w")}
+SPARING: dict[str, tuple[str, ...]] = {
+    "no": (),
+    "weights": ("w",),
+    "activations": ("x",),
+    "inputs": ("x", "w"),
+    "products": ("x", "w"),
+}
 
 
 class Attachment:
@@ -224,9 +235,10 @@ class Attachment:
         :param module: a module that has the model in it, such as one that returns the loss; by default the model.
         :param options: of Inductor, as ``torch.compile`` takes them; those that `mode` stands for come first.
         :param spare_memory: of native execution: ``weights`` keeps no codes of a linear layer's weight, which is there
-            anyway and is cast again in the backward pass; ``inputs`` keeps none of its input either, and computes that
-            again where it can be had from what is kept; ``products`` also makes a product again whose result only
-            pointwise operations read, where another one has the same input (half of a gate). Each takes more time.
+            anyway and is cast again in the backward pass; ``activations`` keeps none of its input, and computes that
+            again where it can be had from what is kept; ``inputs`` keeps neither; ``products`` also makes a product
+            again whose result only pointwise operations read, where another one has the same input (half of a gate).
+            Each takes more time. Activations that the plan rounds are kept as codes in any case.
         """
         from torch._inductor import list_mode_options
 
@@ -253,11 +265,31 @@ class Attachment:
     def _backend(self, spare_memory: str) -> Any:
         if self.execution == "packed":
             return BACKEND
-        if spare_memory not in ("inputs", "products"):
+        if self.execution != "native":
             return "inductor"
-        from bitplan.native.sparing_backend import compile_sparing, compile_sparing_products
+        from bitplan.native.sparing_backend import native_backend
 
-        return compile_sparing if spare_memory == "inputs" else compile_sparing_products
+        sparing = self._sparing(spare_memory)
+        return "inductor" if sparing.is_plain else native_backend(sparing)
+
+    def _sparing(self, spare_memory: str) -> Sparing:
+        from bitplan.native.sparing_backend import Sparing
+
+        actions = (action for planned in self._actions.values() for action in planned.values())
+        places = (place for action in actions if isinstance(action, Action) for place in action.places.values())
+        codes = any(place.keeps_codes for place in places)
+        return Sparing("x" in SPARING[spare_memory], spare_memory == "products", codes)
+
+    def partitioner(self, spare_memory: str = "no") -> CustomPartitionerFn | None:
+        """What cuts the model's graph into forward and backward when :meth:`compile` compiles it; None: torch's own."""
+        if self.execution == "packed":
+            from bitplan.partitioning import PackedPartitioner
+
+            return PackedPartitioner()
+        from bitplan.native.sparing_backend import SparingPartitioner
+
+        sparing = self._sparing(spare_memory)
+        return None if sparing.is_plain else SparingPartitioner(sparing)
 
     # --- the loop ---
 

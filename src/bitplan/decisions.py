@@ -122,6 +122,8 @@ class Decider:
             choice = decision[place]
             place_action.watched = self.watched
             place_action.is_packed = self.packed
+            is_fixed = place_action.live is None and place_action.promotion is None
+            place_action.keeps_codes = self.worth is not None and place == "activation" and is_fixed
             if place_action.live is not None:
                 place_action.row = tables.format_row(
                     choice.rule, place, place_action.live, place_action.spec, choice.name

@@ -2,44 +2,148 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from bitplan.bench import speed
+from bitplan.bench import runners, speed, speed_variants, switching
+from bitplan.bench.speed import Aim, Row, Shape
+from bitplan.bench.speed_variants import SpeedVariant, own_plan, planned, unchanged
 from bitplan.errors import BitplanError
+from bitplan.memory.storages import storage_bytes
 
 
-def test_every_variant_has_a_row_and_what_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(model: nn.Module, x: torch.Tensor) -> None:
-        raise RuntimeError("does not work here")
+def _broken(model: nn.Module, x: torch.Tensor) -> None:
+    raise RuntimeError("does not work here")
 
-    monkeypatch.setattr(speed, "peers", lambda device: {"a peer": broken})
-    monkeypatch.setitem(speed.SHAPES, "small", lambda: (nn.Linear(16, 16, bias=False), torch.randn(8, 16)))
+
+@pytest.fixture(autouse=True)
+def small_and_uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """No peers but a broken one, a shape that is quick, and nothing compiled; the backends that were asked for."""
+    backends: list[str] = []
+    small = Shape(lambda: (nn.Linear(16, 16, bias=False), torch.randn(8, 16)), aim=Aim("2 CPU cores", 1e9))
+    monkeypatch.setattr(speed_variants, "peers", lambda device: {"a peer": _broken})
+    monkeypatch.setitem(speed.SHAPES, "small", small)
     monkeypatch.setattr("bitplan.native.crossover.SIZES", (8,))
-    monkeypatch.setattr(torch, "compile", lambda model, **settings: model)
+    monkeypatch.setattr(torch, "compile", lambda model, **given: backends.append(str(given.get("backend"))) or model)
+    return backends
+
+
+def measured(shape: str, *plans: str, **settings: Any) -> dict[str, Any]:
+    return speed.bench_speed([shape], plans, turns=1, switches=False, **settings)
+
+
+def test_every_variant_has_a_row_and_what_fails_is_told() -> None:
     seen: list[str] = []
-    document = speed.bench_speed(["small"], turns=1, on_row=lambda shape, row: seen.append(row.variant))
+    document = measured("small", on_news=lambda sentence: seen.append(sentence.split(": ")[0]))
     rows = document["rows"]["small"]
-    assert [row["variant"] for row in rows] == seen == ["bf16", "native-int8", "native-int8-tensor"]
+    assert [row["variant"] for row in rows] == ["bf16", "native-int8", "native-int8-tensor"]
+    assert seen == ["small, a peer failed", *(f"small, {row['variant']}" for row in rows)]
     assert rows[0]["ratio"] == 1.0
-    assert all(row["milliseconds"] > 0 and row["peak"] is None for row in rows)
+    assert all(row["milliseconds"] > 0 and row["peak"] is None and row["loss"] is None for row in rows)
     assert document["failed"] == {"small": {"a peer": "RuntimeError: does not work here"}}
     assert {row["size"] for row in document["crossover"]} <= {8}
     assert set(document["plans"]) == {"native-int8", "native-int8-tensor"}
+    assert document["aims"]["small"]["reached_by"] == ["native-int8", "native-int8-tensor"]
 
 
-def test_every_plan_may_spare_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "peers", lambda device: {})
-    monkeypatch.setitem(speed.SHAPES, "small", lambda: (nn.Linear(16, 16, bias=False), torch.randn(8, 16)))
-    monkeypatch.setattr("bitplan.native.crossover.SIZES", (8,))
-    backends: list[str] = []
-    monkeypatch.setattr(torch, "compile", lambda model, **given: backends.append(str(given.get("backend"))) or model)
-    document = speed.bench_speed(["small"], ["native-int8"], turns=1, sparing=True)
+def test_every_plan_may_spare_memory(small_and_uncompiled: list[str]) -> None:
+    document = measured("small", "native-int8", sparing=True)
     variants = [row["variant"] for row in document["rows"]["small"]]
-    sparing = [f"native-int8, sparing {what}" for what in ("weights", "inputs", "products")]
+    sparing = [f"native-int8, sparing {what}" for what in ("weights", "activations", "inputs", "products")]
     assert variants == ["bf16", "native-int8", *sparing]
-    assert ["compile_sparing" in backend for backend in backends] == [False, False, False, True, True]
+    assert ["compile_native" in backend for backend in small_and_uncompiled] == [False, False, False, True, True, True]
+
+
+def test_each_variant_learns_from_the_same_text_and_is_held_against_its_emulation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from bitplan.models.llama import LlamaBlocks, random_states
+
+    blocks = Shape(lambda: (LlamaBlocks(32, 1, 64, heads=2), random_states(2, 16, 32)))
+    monkeypatch.setitem(speed.SHAPES, "blocks", blocks)
+    document = measured("blocks", "native-int8-tensor", loss_steps=12, peers=False)
+    assert document["failed"] == {}
+    losses, rows = document["losses"]["blocks"], document["rows"]["blocks"]
+    names = ["bf16", "native-int8-tensor", "native-int8-tensor, emulated", "bf16, other order"]
+    assert list(losses["loss"]) == names
+    plain, low, emulated, other = (losses["curves"][name] for name in names)
+    assert len(plain) == 12
+    assert plain[-1] < plain[0] - 0.1  # it learns
+    assert other != pytest.approx(plain, abs=1e-3)
+    assert low == pytest.approx(emulated, abs=0.03)
+    assert low == pytest.approx(plain, abs=0.1)
+    assert low != plain
+    assert rows[0]["loss_gap"] == 0.0
+    assert rows[1]["loss_gap"] == losses["loss"]["native-int8-tensor"] - losses["loss"]["bf16"]
+    assert losses["native_agrees"] == (abs(losses["native_less_emulated"]) <= losses["spread"])
+    assert losses["batch"] == [1, 16]
+
+
+def test_a_full_step_has_an_optimizer_whose_state_the_plan_keeps_small() -> None:
+    pytest.importorskip("torchao")
+    document = measured("gpt-1b-tiny")
+    assert [row["variant"] for row in document["rows"]["gpt-1b-tiny"]][:3] == [
+        *("bf16", "native-fp8-gpt", "native-fp8-gpt, sparing activations")
+    ]
+    target = speed.SHAPES["gpt-1b-tiny"].target(torch.device("cpu"))
+    assert target is not None
+    held = {}
+    for small, change in ((False, unchanged), (True, lambda model, x: planned(own_plan("native-fp8-gpt"), model, x))):
+        runner = runners.FullStep(target, SpeedVariant("", change))
+        before = {name: value.detach().clone() for name, value in runner.module.named_parameters()}
+        runner.step()
+        assert all(not torch.equal(before[name], value) for name, value in runner.module.named_parameters())
+        held[small] = storage_bytes(runner.training.optimizer_state())
+        own = storage_bytes(runner.holds())
+        assert own > held[small] + sum(value.nbytes for value in before.values())
+    assert held[True] < held[False]
+
+
+def test_gpt_1b_has_a_billion_parameters() -> None:
+    with torch.device("meta"):
+        model, tokens = speed.SHAPES["gpt-1b"].make()
+    assert 1.0e9 < sum(parameter.numel() for parameter in model.parameters()) < 1.05e9
+    assert tokens.numel() == 16 * 1024
+
+
+def test_formats_change_in_turns() -> None:
+    plan = switching.switching_plan(own_plan("native-int8-tensor"))
+    found = switching.measure_switches(torch.device("cpu"))
+    assert [each["to"] for each in found["switches"]] == ["native-int8-tensor", "bf16"] * 2
+    assert found["switching"]["reached"]  # nothing is compiled here at all
+    assert plan.moves
+
+
+def test_an_aim_is_reached_by_a_row_that_reaches_all_of_it() -> None:
+    def row(name: str, milliseconds: float, peak: int | None, ours: bool = True) -> Row:
+        return Row(name, ours, "no", milliseconds, 1.0, peak, 0, 0.0)
+
+    rows = [row("bf16", 10, 10, ours=False), row("fast", 5, 12), row("small", 12, 5), row("both", 6, 6)]
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    one, other = Aim("one H200", 6.0, 6), Aim("one H200", beats_all=True)
+    assert [(speed.reached(aim, rows, cuda) or {})["reached_by"] for aim in (one, other)] == [["both"], ["both"]]
+    assert speed.reached(one, rows, cpu) == {
+        "on": "one H200", "milliseconds": 6.0, "peak": 6, "beats_all": False, "reached_by": None
+    }  # fmt: skip
+    assert speed.reached(None, rows, cuda) is None
+
+
+def test_the_peak_is_a_runners_own_whatever_else_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU would tell it: others hold 1,000 bytes when this one is made, and 5,000 when it is measured."""
+    runner = runners.ForwardAndBackward(nn.Linear(16, 16), torch.randn(8, 16), SpeedVariant("bf16", unchanged))
+    runner.device = torch.device("cuda")
+    own = [tensor.to("meta") for tensor in runner.holds()]
+    monkeypatch.setattr(runners, "storage_bytes", lambda tensors: 700)
+    monkeypatch.setattr(type(runner), "holds", lambda self: own)
+    for name, value in (("memory_allocated", 5_700), ("max_memory_allocated", 6_000)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    for name in ("reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    runner.measure_peak()
+    assert runner.peak == 700 + 300
 
 
 def test_a_shape_that_does_not_exist_is_one_sentence() -> None:
@@ -47,13 +151,13 @@ def test_a_shape_that_does_not_exist_is_one_sentence() -> None:
         speed.bench_speed(["llama-4069"])
 
 
-@pytest.mark.parametrize("name", speed.OWN_PLANS)
+@pytest.mark.parametrize("name", speed_variants.OWN_PLANS)
 def test_the_plans_of_the_benchmark_run_all_three_products_natively(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from bitplan.native.units import Float8Unit, Int8Unit
 
     for kind in (Int8Unit, Float8Unit):
         monkeypatch.setattr(kind, "is_on", lambda self, device: True)
-    model, x = speed.SHAPES["llama-tiny"]()
-    with speed._planned(speed.own_plan(name), model.bfloat16(), x.bfloat16()) as run:
+    model, x = speed.SHAPES["llama-tiny"].make()
+    with planned(own_plan(name), model.bfloat16(), x.bfloat16()) as run:
         assert run.fallbacks() == []
         model(x.bfloat16()).sum().backward()

@@ -420,6 +420,9 @@ def test_blocks_that_spare_memory_take_less_than_those_that_keep_codes_and_than_
     sparing = peak(plan, "inputs")
     assert sparing < peak(plan)
     assert sparing < peak(None)
+    gate = {"match": ["*.gate", "*.up"], "op": "linear", "activation": "e4m3"}
+    packed = Plan.from_dict({"version": 1, "rules": [*plan.to_dict()["rules"], gate]})
+    assert peak(packed, "inputs") < sparing
 
 
 def test_promotion_waits_for_nothing() -> None:

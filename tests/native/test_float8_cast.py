@@ -23,7 +23,7 @@ from bitplan import Plan, PlanError
 from bitplan.attachment import SPARING
 from bitplan.models.llama import LlamaBlocks
 from bitplan.native.float8_cast import FORMATS, cast_float8
-from bitplan.native.sparing_backend import SparingPartitioner
+from bitplan.native.sparing_backend import Sparing, SparingPartitioner
 from bitplan.native.units import Float8Unit
 from bitplan.quantizer import make_quantizer
 
@@ -211,7 +211,7 @@ def test_a_graph_casts_what_several_layers_read_once_and_keeps_codes_or_casts_ag
         "no": Cut(min_cut_rematerialization_partition),
         "weights": Cut(min_cut_rematerialization_partition),
         "inputs": Cut(SparingPartitioner()),
-        "products": Cut(SparingPartitioner(products=True)),
+        "products": Cut(SparingPartitioner(Sparing(products=True))),
     }
     plain = gradients("no", None)
     for again, cut in cuts.items():

@@ -22,15 +22,14 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from bitplan.attach import Attachment, attach
+from bitplan.bench.curves import losses_of
 from bitplan.errors import BitplanError
 from bitplan.memory.account import Memory
 from bitplan.memory.measure import measure_step
 from bitplan.memory.step import TrainingStep
-from bitplan.optimizers import set_rate
 from bitplan.plan import Plan
 from bitplan.sites import call_arguments, call_loss, split_batch
 from bitplan.targets import Target
-from bitplan.tasks.decay import decayed
 
 
 @dataclass(frozen=True)
@@ -182,31 +181,11 @@ class Contender:
         return measure_step(self.step, 2, warm_up=False)
 
     def losses(self, batch_of: Callable[[int], Any], steps: int) -> list[float]:
-        """The loss of every step, when it trains from the first weights on.
-
-        The learning rate grows for a tenth of the steps and falls to nothing until the last: where it stays high to the
-        end, the loss of a last step is a matter of luck, and no two ways to train can be compared by it.
-        """
+        """The loss of every step, when it trains from the first weights on; see :func:`losses_of`."""
         self.module.load_state_dict(self._first_weights)
-        optimizer = self.step.optimizer
-        assert optimizer is not None
-        optimizer.state.clear()
-        peaks = [float(group["lr"]) for group in optimizer.param_groups]
-        seen: list[Tensor] = []
-        kept = self.step.args, self.step.kwargs
-        self.step.on_loss = lambda loss: seen.append(loss.float())
-        try:
-            for number in range(steps):
-                for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                    set_rate(group, peak * decayed("cosine", number, steps, warmup=steps // 10))
-                self.step.args, self.step.kwargs = self._call(batch_of(number))
-                self.step(lambda phase: None)
-        finally:
-            self.step.args, self.step.kwargs = kept
-            self.step.on_loss = None
-            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                set_rate(group, peak)
-        return torch.stack(seen).tolist() if seen else []
+        assert self.step.optimizer is not None
+        self.step.optimizer.state.clear()
+        return losses_of(self.step, lambda number: self._call(batch_of(number)), steps)
 
 
 def _itself(loss: Tensor) -> Tensor:

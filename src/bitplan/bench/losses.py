@@ -38,7 +38,7 @@ class Trial:
     seed: int
 
 
-def losses_of(trial: Trial) -> list[float]:
+def losses_of_trial(trial: Trial) -> list[float]:
     """The loss of every step. Equal seeds give all contenders of a model the same weights and the same batches."""
     torch.manual_seed(trial.seed)
     target = placed(load_target(trial.model), torch.device(trial.device), trial.batch)
@@ -57,7 +57,7 @@ def beside(trials: Sequence[Trial], jobs: int) -> Iterator[dict[str, Future[list
     """Start all trials, `jobs` at a time, in processes that go on while the block does; by variant."""
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
         try:
-            yield {trial.variant: pool.submit(losses_of, trial) for trial in trials}
+            yield {trial.variant: pool.submit(losses_of_trial, trial) for trial in trials}
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

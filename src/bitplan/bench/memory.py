@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from bitplan.bench.contenders import VARIANTS, Contender, Variant, optimizer_for
+from bitplan.bench.curves import final, thinned
 from bitplan.bench.losses import Trial, beside
 from bitplan.bench.machine import describe_machine
 from bitplan.bench.real_data import stream_for
@@ -35,9 +36,6 @@ _PLAN_OF = {
     "gpt-1024": "packed-gpt",
     "gpt-1024-bytes": "packed-gpt",
 }
-
-#: Of the last steps of a training run, the share whose mean loss is compared.
-_COMPARED_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -178,7 +176,7 @@ def bench_memory(
         for name, losses in pending.items():
             try:
                 curves[name] = losses.result()
-                on_news(f"{name}: loss {_final(curves[name]):.4f} after {steps} steps")
+                on_news(f"{name}: loss {final(curves[name]):.4f} after {steps} steps")
             except Exception as error:
                 fail(f"{name}, losses", error)
     if not contenders:
@@ -199,7 +197,7 @@ def bench_memory(
     if steps and stream is not None and not apart:
         for name, contender in contenders.items():
             curves[name] = contender.losses(stream.batch, steps)
-            on_news(f"{name}: loss {_final(curves[name]):.4f} after {steps} steps")
+            on_news(f"{name}: loss {final(curves[name]):.4f} after {steps} steps")
     rows = [_with_loss(row, curves) for row in rows]
     return {
         "benchmark": "memory",
@@ -217,7 +215,7 @@ def bench_memory(
         "loss_data": stream.description if steps and stream is not None else None,
         "rows": [asdict(row) for row in rows],
         "failed": failed,
-        "curves": {name: _thinned(losses) for name, losses in curves.items()},
+        "curves": {name: thinned(losses) for name, losses in curves.items()},
         "headline": headline(rows),
         "aim": aim_reached(AIMS.get((model, samples)), rows, where),
     }
@@ -234,22 +232,11 @@ def _best_turns(contenders: dict[str, Contender], turns: int) -> dict[str, float
     return best
 
 
-def _final(losses: list[float]) -> float:
-    last = losses[-max(1, round(len(losses) * _COMPARED_SHARE)) :]
-    return sum(last) / len(last)
-
-
 def _with_loss(row: Row, curves: dict[str, list[float]]) -> Row:
     if row.variant not in curves:
         return row
-    final = _final(curves[row.variant])
-    return replace(row, loss=final, loss_gap=final - _final(curves["bf16"]) if "bf16" in curves else None)
-
-
-def _thinned(losses: list[float], most: int = 100) -> list[float]:
-    """The curve in at most so many points, each the mean of its stretch."""
-    stretch = -(-len(losses) // most)
-    return [sum(part) / len(part) for part in (losses[at : at + stretch] for at in range(0, len(losses), stretch or 1))]
+    loss = final(curves[row.variant])
+    return replace(row, loss=loss, loss_gap=loss - final(curves["bf16"]) if "bf16" in curves else None)
 
 
 def headline(rows: Sequence[Row]) -> dict[str, Any] | None:

@@ -1,47 +1,112 @@
-"""``bitplan bench speed``: forward and backward on the machine's own low-precision units, against BF16.
+"""``bitplan bench speed``: training on the machine's own low-precision units, against BF16 and what others offer.
 
-All variants are made first and then take turns, so that a machine that grows hot or busy does so for all of them; of
-each the best turn counts. The model is in bfloat16 and compiled.
+Some shapes are forward and backward of a model in bfloat16, others a full training step. All variants are made first
+and then take turns, so that a machine that grows hot or busy does so for all of them; of each the best turn counts.
+Then each trains on real text from the same weights on, so that speed that costs accuracy shows.
 """
 
 from __future__ import annotations
 
-import copy
-import importlib.util
-import time
-import warnings
+import gc
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from bitplan.attach import Attachment, attach
-from bitplan.attachment import SPARING
+from bitplan.bench.curves import thinned
 from bitplan.bench.machine import describe_machine
-from bitplan.errors import BitplanError, BitplanWarning, nearest_names
+from bitplan.bench.real_data import TextStream
+from bitplan.bench.runners import Bytes, ForwardAndBackward, FullStep, Runner
+from bitplan.bench.speed_variants import (
+    OWN_FULL_PLANS,
+    OWN_PLANS,
+    PLAIN,
+    SpeedVariant,
+    emulated,
+    own_plan,
+    unchanged,
+    variants_of,
+)
+from bitplan.bench.switching import measure_switches
+from bitplan.errors import BitplanError, nearest_names
+from bitplan.models.gpt import GPT, next_token_loss
 from bitplan.models.llama import LlamaBlocks, random_states
 from bitplan.native import crossover
-from bitplan.plan import Plan
-from bitplan.plan.find import find_plan
+from bitplan.placing import of_size
+from bitplan.targets import Target
 
-#: What is measured -> what makes the model and its input.
-SHAPES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
-    "linear-1024": lambda: (nn.Linear(1024, 1024, bias=False), torch.randn(1024, 1024)),
-    "llama-tiny": lambda: (LlamaBlocks(256, 2, 512), random_states(2, 128, 256)),
-    "llama-4096": lambda: (LlamaBlocks(4096, 4, 14336), random_states(4, 4096, 4096)),
-    "llama-2048": lambda: (LlamaBlocks(2048, 8, 8192), random_states(8, 2048, 2048)),
-}
-OWN_PLANS = ("native-int8", "native-int8-tensor", "native-fp8", "native-fp8-delayed")
-PLAIN = "bf16"
-#: Shape -> milliseconds to reach, and on what.
-AIMS = {
-    "linear-1024": ("2 CPU cores", 26.0),
-    "llama-4096": ("one H200", 104.0),
-    "llama-2048": ("one H200", 67.0),
+log = logging.getLogger(__name__)
+Made = TypeVar("Made")
+_RECOMPILE_LIMIT = 256
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What some row of ours is to reach, and on what."""
+
+    on: str
+    milliseconds: float | None = None
+    #: At most so many bytes.
+    peak: int | None = None
+    #: Faster, and where memory is measured smaller, than every other row.
+    beats_all: bool = False
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is measured."""
+
+    #: Makes the model and its input; of a full step, its tokens.
+    make: Callable[[], tuple[nn.Module, Tensor]]
+    #: Whether it is a training step with loss and optimizer, rather than forward and backward.
+    full_step: bool = False
+    aim: Aim | None = None
+
+    def target(self, device: torch.device, batch: int | None = None) -> Target | None:
+        """The shape as a model of bytes, to be trained on real text; None where it is no model of sequences.
+
+        :param batch: sequences of a batch, if not the shape's own.
+        """
+        model, given = self.make()
+        if given.dim() < 2 or (given.dim() == 2 and given.is_floating_point()):
+            return None
+        if given.is_floating_point():
+            model, given = Bytes(model, given.shape[-1]), torch.zeros(given.shape[:2], dtype=torch.int64)
+        tokens = given if batch is None else of_size(given, batch)
+        tokens = tokens.to(device)
+        return Target(model.to(device), (tokens, tokens.clone()), next_token_loss)
+
+
+def _gpt(tokens: int, length: int, layers: int, heads: int, features: int, batch: int) -> tuple[nn.Module, Tensor]:
+    return GPT(tokens, length, layers, heads, features), torch.randint(tokens, (batch, length))
+
+
+def _gib(count: float) -> int:
+    return round(count * 2**30)
+
+
+SHAPES: dict[str, Shape] = {
+    "linear-1024": Shape(
+        lambda: (nn.Linear(1024, 1024, bias=False), torch.randn(1024, 1024)), aim=Aim("2 CPU cores", 26.0)
+    ),
+    "llama-tiny": Shape(lambda: (LlamaBlocks(256, 2, 512), random_states(2, 128, 256))),
+    "llama-4096": Shape(
+        lambda: (LlamaBlocks(4096, 4, 14336), random_states(4, 4096, 4096)), aim=Aim("one H200", 104.0, _gib(8.5))
+    ),
+    "llama-2048": Shape(
+        lambda: (LlamaBlocks(2048, 8, 8192), random_states(8, 2048, 2048)), aim=Aim("one H200", 67.0, _gib(7.5))
+    ),
+    # 1.03e9 parameters, 16,384 tokens a step.
+    "gpt-1b": Shape(
+        lambda: _gpt(32768, 1024, layers=15, heads=18, features=2304, batch=16),
+        full_step=True,
+        aim=Aim("one H200", beats_all=True),
+    ),
+    "gpt-1b-tiny": Shape(lambda: _gpt(256, 16, layers=1, heads=2, features=32, batch=2), full_step=True),
 }
 
 
@@ -50,101 +115,23 @@ class Row:
     """One variant of one shape."""
 
     variant: str
+    #: Whether a plan of bitplan's is at work.
+    ours: bool
+    #: As ``run.compile()`` was told.
+    spare_memory: str
     milliseconds: float
     #: Of BF16's.
     ratio: float
-    #: The most bytes held on a GPU; None on a CPU.
+    #: The most bytes held on a GPU, weights, gradients and optimizer state included; None on a CPU.
     peak: int | None
     #: Products, or passes of them, that were emulated.
     fallbacks: int
     #: Seconds of the first step, compilation included.
     first_seconds: float
-
-
-def own_plan(name: str) -> Plan:
-    """One of :data:`OWN_PLANS`, or whatever plan the name stands for."""
-    if name not in OWN_PLANS:
-        return find_plan(name)
-    text = files("bitplan.bench").joinpath("plans", f"{name}.yaml").read_text(encoding="utf-8")
-    return Plan.from_yaml(text, f"{name}.yaml")
-
-
-class Runner:
-    """A copy of the model, compiled, with what it is fed and what comes back."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        x: Tensor,
-        change: Callable[[nn.Module, Tensor], Attachment | None],
-        spare_memory: str = "no",
-    ) -> None:
-        #: What lies on the GPU for other variants' sake.
-        self._others = torch.cuda.memory_allocated() if x.is_cuda else 0
-        self.model = copy.deepcopy(model)
-        self.x = x.detach().clone().requires_grad_()
-        self.dy = torch.randn_like(x[..., :1]).expand_as(x).contiguous()
-        self.run = change(self.model, self.x)
-        self.called = torch.compile(self.model) if self.run is None else self.run.compile(spare_memory=spare_memory)
-        self.peak: int | None = None
-
-    def step(self) -> None:
-        self.called(self.x).backward(self.dy)
-        self.x.grad = None
-        self.model.zero_grad(set_to_none=True)
-        if self.run is not None:
-            self.run.step()
-
-    def seconds(self, steps: int) -> float:
-        wait = torch.cuda.synchronize if self.x.is_cuda else _nothing
-        wait()
-        begin = time.perf_counter()
-        for _ in range(steps):
-            self.step()
-        wait()
-        return (time.perf_counter() - begin) / steps
-
-    def measure_peak(self) -> None:
-        if self.x.is_cuda:
-            torch.cuda.reset_peak_memory_stats()
-            self.step()
-            torch.cuda.synchronize()
-            self.peak = torch.cuda.max_memory_allocated() - self._others
-
-
-def _nothing() -> None:
-    return None
-
-
-def _planned(plan: Plan, model: nn.Module, x: Tensor) -> Attachment:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", BitplanWarning)  # fallbacks are counted in the row
-        return attach(model, plan, example=x, execution="native", native_from=0)
-
-
-def _torchao_int8(model: nn.Module, x: Tensor) -> None:
-    from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
-    from torchao.quantization import quantize_
-
-    quantize_(model, Int8MixedPrecisionTrainingConfig(module_swap=True))
-    if not any("Int8" in type(module).__name__ for module in model.modules()):
-        raise BitplanError("torchao's INT8 training did not apply to this model.")
-
-
-def _torchao_float8(recipe: str, model: nn.Module, x: Tensor) -> None:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
-
-
-def peers(device: torch.device) -> dict[str, Callable[[nn.Module, Tensor], None]]:
-    """What others offer on such a device, where they are installed."""
-    if importlib.util.find_spec("torchao") is None:
-        return {}
-    known: dict[str, Callable[[nn.Module, Tensor], None]] = {"torchao int8": _torchao_int8}
-    if device.type == "cuda":
-        known |= {f"torchao fp8 {recipe}": partial(_torchao_float8, recipe) for recipe in ("tensorwise", "rowwise")}
-    return known
+    #: On unseen text after training, and by how much it is above BF16's; None where not trained. Rows of one plan that
+    #: spare memory in different ways share it: they compute the same.
+    loss: float | None = None
+    loss_gap: float | None = None
 
 
 def bench_speed(
@@ -154,77 +141,200 @@ def bench_speed(
     turns: int = 8,
     seed: int = 0,
     sparing: bool = False,
-    on_row: Callable[[str, Row], None] = lambda shape, row: None,
+    loss_steps: int | None = None,
+    loss_batch: int = 1,
+    switches: bool = True,
+    peers: bool = True,
+    on_news: Callable[[str], None] = lambda sentence: None,
 ) -> dict[str, Any]:
     """Measure everything; a document with machine, versions, the crossover table and one entry a row.
 
     :param sparing: measure every plan also with each of the ways to spare memory.
+    :param loss_steps: steps on real text; by default 1,000 on a GPU and none on a CPU.
+    :param loss_batch: sequences of a batch of these.
+    :param peers: whether what others offer is measured beside it.
+    :param switches: whether a change of formats in the middle of a run is measured, too.
     """
-    torch.manual_seed(seed)
     where = torch.device(device)
-    chosen = plans or (OWN_PLANS[:2] if where.type == "cpu" else OWN_PLANS)
-    measured, failed = {}, {}
-    for shape in shapes:
-        if shape not in SHAPES:
-            raise BitplanError(f"there is no shape {shape!r}; {nearest_names(shape, SHAPES)}")
-        rows, failures = _shape(shape, chosen, where, turns, sparing, partial(on_row, shape))
-        measured[shape], failed[shape] = rows, failures
+    steps = (1000 if where.type == "cuda" else 0) if loss_steps is None else loss_steps
+    measured: dict[str, Any] = {}
+    chosen: dict[str, Sequence[str]] = {}
+    for name in shapes:
+        if name not in SHAPES:
+            raise BitplanError(f"there is no shape {name!r}; {nearest_names(name, SHAPES)}")
+        own = OWN_PLANS[:2] if where.type == "cpu" else OWN_PLANS
+        chosen[name] = plans or (OWN_FULL_PLANS if SHAPES[name].full_step else own)
+    for name in shapes:
+        torch.manual_seed(seed)
+        made = _Measured(SHAPES[name], chosen[name], where, sparing, peers, partial(_prefixed, on_news, name))
+        # torch counts graphs by code, and all variants of a shape share theirs.
+        with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
+            made.take_turns(turns)
+        if steps:
+            made.learn(steps, loss_batch, seed)
+        measured[name] = made
+    used = dict.fromkeys(plan for names in chosen.values() for plan in names)
+    aims = {name: reached(SHAPES[name].aim, measured[name].rows, where) for name in shapes}
     return {
         "benchmark": "speed",
         "machine": describe_machine(where),
         "threads": torch.get_num_threads(),
         "device": device,
         "dtype": "bfloat16",
+        "full_steps": "weights in float32, BF16 autocast, AdamW",
         "seed": seed,
-        "plans": {name: own_plan(name).to_dict() for name in chosen},
-        "aims": {shape: {"on": AIMS[shape][0], "milliseconds": AIMS[shape][1]} for shape in shapes if shape in AIMS},
+        "plans": {name: own_plan(name).to_dict() for name in used},
+        "aims": {name: aim for name, aim in aims.items() if aim is not None},
         "crossover": [asdict(row) for row in crossover.measured(where, torch.bfloat16)],
-        "rows": {shape: [asdict(row) for row in rows] for shape, rows in measured.items()},
-        "failed": {shape: failures for shape, failures in failed.items() if failures},
+        "rows": {name: [asdict(row) for row in made.rows] for name, made in measured.items()},
+        "failed": {name: made.failed for name, made in measured.items() if made.failed},
+        "loss_steps": steps,
+        "loss_data": TextStream.description if steps else None,
+        "losses": {name: made.losses for name, made in measured.items() if made.losses is not None},
+        **(measure_switches(where) if switches else {"switches": [], "switching": None}),
     }
 
 
-def _shape(
-    shape: str,
-    plans: Sequence[str],
-    device: torch.device,
-    turns: int,
-    sparing: bool,
-    on_row: Callable[[Row], None],
-) -> tuple[list[Row], dict[str, str]]:
-    model, x = SHAPES[shape]()
-    model, x = model.to(device, torch.bfloat16), x.to(device, torch.bfloat16)
-    changes: dict[str, Callable[[nn.Module, Tensor], Attachment | None]] = {PLAIN: lambda model, x: None}
-    changes |= {name: partial(_planned, own_plan(name)) for name in plans}
-    spared = {f"{name}, sparing {what}": (name, what) for name in plans for what in SPARING if sparing and what != "no"}
-    changes |= {name: changes[plan] for name, (plan, _) in spared.items()}
-    theirs = peers(device)
-    changes |= {name: partial(_changed, change) for name, change in theirs.items()}
-    runners: dict[str, Runner] = {}
-    first: dict[str, float] = {}
-    failed: dict[str, str] = {}
-    torch.compiler.reset()
-    for name, change in changes.items():
+def _prefixed(on_news: Callable[[str], None], shape: str, sentence: str) -> None:
+    on_news(f"{shape}, {sentence}")
+
+
+class _Measured:
+    """All that is found out of one shape."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        plans: Sequence[str],
+        device: torch.device,
+        sparing: bool,
+        peers: bool,
+        on_news: Callable[[str], None],
+    ) -> None:
+        self.shape, self.plans, self.device, self.on_news = shape, plans, device, on_news
+        found = variants_of(plans, device, sparing, shape.full_step)
+        self.variants = [variant for variant in found if peers or not variant.is_peer]
+        self.rows: list[Row] = []
+        self.failed: dict[str, str] = {}
+        self.losses: dict[str, Any] | None = None
+
+    def take_turns(self, turns: int) -> None:
+        """Make all variants; time and weigh them."""
+        make = self._maker()
+        runners: dict[str, Runner] = {}
+        first: dict[str, float] = {}
+        torch.compiler.reset()
+        for variant in self.variants:
+
+            def made(variant: SpeedVariant = variant) -> Runner:
+                runner = make(variant)
+                first[variant.name] = runner.seconds(1)
+                runner.step()  # delayed scales, and an optimizer's state, are there from now on
+                runner.measure_peak()
+                return runner
+
+            runner = self._tried(variant, made)
+            if runner is not None:
+                runners[variant.name] = runner
+        best = dict.fromkeys(runners, float("inf"))
+        for _ in range(turns):
+            for name, runner in runners.items():
+                best[name] = min(best[name], runner.seconds(2))
+        for variant in self.variants:
+            if variant.name not in runners:
+                continue
+            runner, seconds = runners[variant.name], best[variant.name]
+            count = 0 if runner.run is None else len(runner.run.fallbacks())
+            known = (variant.name, variant.is_ours, variant.spare_memory)
+            times = (seconds * 1e3, seconds / best[PLAIN])
+            self.rows.append(Row(*known, *times, runner.peak, count, first[variant.name]))
+            weight = "" if runner.peak is None else f", {runner.peak / 2**30:.2f} GiB"
+            self.on_news(f"{variant.name}: {seconds * 1e3:.2f} ms, {seconds / best[PLAIN]:.3f}x{weight}")
+
+    def _maker(self) -> Callable[[SpeedVariant], Runner]:
+        if self.shape.full_step:
+            target = self.shape.target(self.device)
+            assert target is not None
+            return partial(FullStep, target)
+        model, x = self.shape.make()
+        model, x = model.to(self.device, torch.bfloat16), x.to(self.device, torch.bfloat16)
+        return partial(ForwardAndBackward, model, x)
+
+    def _tried(self, variant: SpeedVariant, make: Callable[[], Made]) -> Made | None:
+        """What `make` makes; one way that fails is told of, and does not cost the others their time on a GPU."""
         try:
-            runners[name] = Runner(model, x, change, spared[name][1] if name in spared else "no")
-            first[name] = runners[name].seconds(1)
-            runners[name].measure_peak()
-        except Exception as error:  # a peer that does not work here is told of; what is ours must work
-            if name not in theirs:
+            return make()
+        except Exception as error:
+            if variant.name == PLAIN:  # beside which all others are put
                 raise
-            runners.pop(name, None)
-            failed[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    best = dict.fromkeys(runners, float("inf"))
-    for _ in range(turns):
-        for name, runner in runners.items():
-            best[name] = min(best[name], runner.seconds(2))
-    rows = []
-    for name, runner in runners.items():
-        emulated = 0 if runner.run is None else len(runner.run.fallbacks())
-        rows.append(Row(name, best[name] * 1e3, best[name] / best[PLAIN], runner.peak, emulated, first[name]))
-        on_row(rows[-1])
-    return rows, failed
+            self.failed[variant.name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            log.info("%s failed", variant.name, exc_info=True)
+            self.on_news(f"{variant.name} failed: {self.failed[variant.name]}")
+            return None
+
+    def learn(self, steps: int, batch: int, seed: int) -> None:
+        """Train every variant that has a row, the last plan emulated, and BF16 on text in another order."""
+        torch.manual_seed(seed)
+        gc.collect()  # what was timed is needed no more
+        target = self.shape.target(self.device, batch)
+        if target is None:
+            return
+        names = {row.variant for row in self.rows}
+        last = emulated(self.plans[-1])
+        again = SpeedVariant(f"{PLAIN}, other order", unchanged)
+        found: dict[str, float] = {}
+        curves: dict[str, list[float]] = {}
+        learning = [v for v in self.variants if v.name in names and v.learns_as in ("", v.name)]
+        for variant in [*learning, last, again]:
+
+            def learnt(variant: SpeedVariant = variant) -> tuple[list[float], float]:
+                torch.compiler.reset()
+                torch.manual_seed(seed)
+                return FullStep(target, variant).learn(steps, seed + (variant is again))
+
+            ended = self._tried(variant, learnt)
+            if ended is not None:
+                curves[variant.name], found[variant.name] = ended
+                self.on_news(f"{variant.name}: loss {ended[1]:.4f} after {steps} steps")
+        gap = partial(_gap, found, PLAIN)
+        learnt_by = {variant.name: variant.learns_as or variant.name for variant in self.variants}
+        by_row = [learnt_by[row.variant] for row in self.rows]
+        self.rows = [
+            replace(row, loss=found.get(name), loss_gap=gap(name)) for row, name in zip(self.rows, by_row, strict=True)
+        ]
+        native, spread = _gap(found, last.name, self.plans[-1]), gap(again.name)
+        self.losses = {
+            "batch": [batch, int(target.batch[0].shape[1])],
+            "loss": found,
+            "curves": {name: thinned(curve) for name, curve in curves.items()},
+            #: By how much another order of the same text changes BF16's loss.
+            "spread": None if spread is None else abs(spread),
+            "native_less_emulated": native,
+            "native_agrees": native is not None and spread is not None and abs(native) <= abs(spread),
+        }
 
 
-def _changed(change: Callable[[nn.Module, Tensor], None], model: nn.Module, x: Tensor) -> None:
-    change(model, x)
+def _gap(losses: dict[str, float], other: str, name: str) -> float | None:
+    return losses[name] - losses[other] if name in losses and other in losses else None
+
+
+def reached(aim: Aim | None, rows: Sequence[Row], device: torch.device) -> dict[str, Any] | None:
+    """The aim with the rows of ours that reach all of it; on another kind of machine no row is asked."""
+    if aim is None:
+        return None
+    told = {key: value for key, value in asdict(aim).items() if value is not None}
+    if device.type != ("cpu" if "CPU" in aim.on else "cuda"):
+        return {**told, "reached_by": None}
+    others = [row for row in rows if not row.ours]
+
+    def reaches(row: Row) -> bool:
+        is_fast = aim.milliseconds is None or row.milliseconds <= aim.milliseconds
+        is_small = aim.peak is None or (row.peak is not None and row.peak <= aim.peak)
+        beats = all(row.milliseconds < other.milliseconds and _is_smaller(row, other) for other in others)
+        return is_fast and is_small and (beats or not aim.beats_all)
+
+    return {**told, "reached_by": [row.variant for row in rows if row.ours and reaches(row)]}
+
+
+def _is_smaller(row: Row, other: Row) -> bool:
+    return row.peak is None or other.peak is None or row.peak < other.peak

@@ -17,8 +17,8 @@ from bitplan.bench.formats import DEFAULT_FORMATS, Row, bench_formats
 from bitplan.bench.measure import DEFAULT_TARGETS, bench_measure
 from bitplan.bench.memory import OWN_PLANS as MEMORY_PLANS
 from bitplan.bench.memory import bench_memory
-from bitplan.bench.speed import OWN_PLANS as SPEED_PLANS
 from bitplan.bench.speed import SHAPES, bench_speed
+from bitplan.bench.speed_variants import OWN_PLANS as SPEED_PLANS
 from bitplan.cli.output import JsonOption, Output, command_output, json_text, write_file
 from bitplan.errors import BitplanError
 from bitplan.names import format as format_of
@@ -137,18 +137,26 @@ def speed(
         bool,
         typer.Option("--spare-memory", help="Measure every plan also with each way to spare memory."),
     ] = False,
+    loss_steps: Annotated[
+        int | None, typer.Option(min=0, help="Steps on real text (default: 1000 on a GPU, none on a CPU).")
+    ] = None,
+    loss_batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch of these steps.")] = 1,
+    switches: Annotated[bool, typer.Option(help="Measure changes of formats in the middle of a run, too.")] = True,
+    peers: Annotated[bool, typer.Option(help="Measure torchao too, where it is installed.")] = True,
     as_json: JsonOption = False,
     output_file: OutputFile = None,
 ) -> None:
-    """Time forward and backward on the machine's low-precision units, against BF16 and torchao."""
+    """Time training on the machine's low-precision units, against BF16 and torchao."""
     with command_output(as_json) as output:
         _require_device(device)
         document = bench_speed(
             *(shapes or ("linear-1024",), plans or (), device, turns),
             sparing=sparing,
-            on_row=lambda shape, row: output.note(
-                f"{shape}, {row.variant}: {row.milliseconds:.2f} ms, {row.ratio:.3f}x"
-            ),
+            loss_steps=loss_steps,
+            loss_batch=loss_batch,
+            switches=switches,
+            peers=peers,
+            on_news=output.note,
         )
         _finish(output, document, output_file, as_json, _print_speed)
 
@@ -157,23 +165,40 @@ def _print_speed(output: Output, document: dict[str, Any]) -> None:
     for shape, rows in document["rows"].items():
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=shape, title_justify="left")
         table.add_column("variant", no_wrap=True)
-        for heading in ("ms", "times bf16", "peak", "emulated passes", "first step, s"):
+        for heading in ("ms", "times bf16", "peak", "loss gap", "emulated passes", "first step, s"):
             table.add_column(heading, justify="right")
         for row in rows:
             peak = "" if row["peak"] is None else byte_text(row["peak"])
+            gap = "" if row["loss_gap"] is None else f"{row['loss_gap']:+.4f}"
             table.add_row(
-                *(row["variant"], f"{row['milliseconds']:.2f}", f"{row['ratio']:.3f}", peak, str(row["fallbacks"])),
-                f"{row['first_seconds']:.1f}",
+                *(row["variant"], f"{row['milliseconds']:.2f}", f"{row['ratio']:.3f}", peak, gap),
+                *(str(row["fallbacks"]), f"{row['first_seconds']:.1f}"),
             )
         output.console.print(table)
         for name, reason in document["failed"].get(shape, {}).items():
             output.console.print(f"{name} failed: {reason}", soft_wrap=True)
+        _print_losses_and_aim(output, document["losses"].get(shape), document["aims"].get(shape))
+    if document["switches"]:
+        words = ", ".join(f"{each['to']} {each['recompiles']}" for each in document["switches"])
+        output.console.print(f"Graphs compiled for each change of formats in a run: {words}.", soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="square products, one by one", title_justify="left")
     for heading in ("unit", "size", "ms plain", "ms native"):
         table.add_column(heading, justify="right")
     for row in document["crossover"]:
         table.add_row(row["unit"], str(row["size"]), f"{row['plain']:.3f}", f"{row['native']:.3f}")
     output.console.print(table)
+
+
+def _print_losses_and_aim(output: Output, losses: dict[str, Any] | None, aim: dict[str, Any] | None) -> None:
+    if losses is not None and losses["native_less_emulated"] is not None and losses["spread"] is not None:
+        output.console.print(
+            f"The last plan's loss is {losses['native_less_emulated']:+.4f} beside its emulation's; another order of "
+            f"the text moves BF16's by {losses['spread']:.4f}.",
+            soft_wrap=True,
+        )
+    if aim is not None and aim["reached_by"] is not None:
+        by = aim["reached_by"]
+        output.console.print(f"Aim {'reached by ' + ', '.join(by) if by else 'MISSED'}.", soft_wrap=True)
 
 
 @group.command("measure")

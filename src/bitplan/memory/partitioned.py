@@ -30,15 +30,13 @@ _RECOMPILE_LIMIT = 256
 
 def compiled_on_fakes(model: nn.Module, run: Attachment | None, walk: Walk) -> Callable[..., Any]:
     """The model, compiled but for its kernels; it tells `walk` what its kernels would need."""
-    is_packed = run is not None and run.execution == "packed"
 
     @wraps(compile_packed)  # by whose name a packed model knows that its graphs are in the right hands
     def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> Any:
         from torch._inductor.compile_fx import compile_fx
 
-        from bitplan.partitioning import PackedPartitioner
-
-        settings = {"custom_partitioner_fn": PackedPartitioner()} if is_packed else None
+        partitioner = None if run is None else run.partitioner()
+        settings = None if partitioner is None else {"custom_partitioner_fn": partitioner}
         return compile_fx(graph, list(example_inputs), inner_compile=_last_stage(walk), config_patches=settings)
 
     forward = torch.compile(model, backend=backend, fullgraph=True)

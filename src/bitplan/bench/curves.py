@@ -1,0 +1,69 @@
+"""Training for its losses: what ``bitplan bench memory`` and ``bitplan bench speed`` compare ways to train by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitplan.memory.step import TrainingStep
+from bitplan.optimizers import set_rate
+from bitplan.tasks.decay import decayed
+
+#: What a step is called with: arguments, and those by name.
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+#: Of the last steps of a training run, the share whose mean loss is compared.
+_COMPARED_SHARE = 0.05
+
+
+def losses_of(step: TrainingStep, call_at: Callable[[int], Call], steps: int) -> list[float]:
+    """The loss of every step from the present weights on.
+
+    The learning rate grows for a tenth of the steps and falls to nothing until the last: where it stays high to the
+    end, the loss of a last step is a matter of luck, and no two ways to train can be compared by it.
+    """
+    optimizer = step.optimizer
+    assert optimizer is not None
+    peaks = [float(group["lr"]) for group in optimizer.param_groups]
+    seen: list[Tensor] = []
+    kept = step.args, step.kwargs
+    step.on_loss = lambda loss: seen.append(loss.float())
+    try:
+        for number in range(steps):
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                set_rate(group, peak * decayed("cosine", number, steps, warmup=steps // 10))
+            step.args, step.kwargs = call_at(number)
+            step(lambda phase: None)
+    finally:
+        step.args, step.kwargs = kept
+        step.on_loss = None
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            set_rate(group, peak)
+    return torch.stack(seen).tolist() if seen else []
+
+
+def mean_loss(step: TrainingStep, call_at: Callable[[int], Call], batches: int) -> float:
+    """The mean over so many batches that nothing is learnt from, by the graph that training has compiled."""
+    kept = step.args, step.kwargs
+    found: list[Tensor] = []
+    try:
+        for number in range(batches):
+            step.args, step.kwargs = call_at(number)
+            found.append(step.loss_of_batch().detach().float())
+    finally:
+        step.args, step.kwargs = kept
+    return float(torch.stack(found).mean())
+
+
+def final(losses: list[float]) -> float:
+    """The mean of the last losses."""
+    last = losses[-max(1, round(len(losses) * _COMPARED_SHARE)) :]
+    return sum(last) / len(last)
+
+
+def thinned(losses: list[float], most: int = 100) -> list[float]:
+    """The curve in at most so many points, each the mean of its stretch."""
+    stretch = -(-len(losses) // most)
+    return [sum(part) / len(part) for part in (losses[at : at + stretch] for at in range(0, len(losses), stretch or 1))]

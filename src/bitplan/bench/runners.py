@@ -1,0 +1,175 @@
+"""What ``bitplan bench speed`` runs: a copy of a model, changed in one way and compiled."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from bitplan.attach import Attachment
+from bitplan.bench.contenders import WithLoss, with_own_code
+from bitplan.bench.curves import Call, losses_of, mean_loss
+from bitplan.bench.real_data import TextStream
+from bitplan.bench.speed_variants import SpeedVariant
+from bitplan.memory.step import TrainingStep
+from bitplan.memory.storages import storage_bytes
+from bitplan.targets import Target
+
+#: Batches that a trained model is judged by, and the seed of theirs: none that training has seen.
+_JUDGED_BY = 16
+_UNSEEN = 1_000_003
+_RATE = 3e-4
+
+
+class Runner(ABC):
+    """Something that makes steps, timed and weighed."""
+
+    run: Attachment | None
+    device: torch.device
+    #: The most bytes that it holds on a GPU, none of others'; None on a CPU, or as long as it was not measured.
+    peak: int | None = None
+
+    @abstractmethod
+    def step(self) -> None: ...
+
+    @abstractmethod
+    def holds(self) -> Iterable[Tensor]:
+        """What it holds between two steps."""
+
+    def seconds(self, steps: int) -> float:
+        self._wait()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        self._wait()
+        return (time.perf_counter() - begin) / steps
+
+    def measure_peak(self) -> None:
+        """What a step takes beyond what lies there before it, and what this runner itself holds of that: whatever else
+        is alive, earlier or later made, does not count."""
+        if self.device.type != "cuda":
+            return
+        gc.collect()
+        self._wait()
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.step()
+        self._wait()
+        taken = torch.cuda.max_memory_allocated(self.device) - before
+        self.peak = taken + storage_bytes(tensor for tensor in self.holds() if tensor.device.type == "cuda")
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class ForwardAndBackward(Runner):
+    """A model in bfloat16 with what it is fed and what comes back; nothing is learnt."""
+
+    def __init__(self, model: nn.Module, x: Tensor, variant: SpeedVariant) -> None:
+        self.device = x.device
+        self.model = copy.deepcopy(model)
+        self.x = x.detach().clone().requires_grad_()
+        self.dy = torch.randn_like(x[..., :1]).expand_as(x).contiguous()
+        self.run = variant.change(self.model, self.x)
+        sparing = variant.spare_memory
+        self.called = torch.compile(self.model) if self.run is None else _compiled(self.run, None, sparing)
+
+    def step(self) -> None:
+        self.called(self.x).backward(self.dy)
+        self.x.grad = None
+        self.model.zero_grad(set_to_none=True)
+        if self.run is not None:
+            self.run.step()
+
+    def holds(self) -> Iterable[Tensor]:
+        return [*self.model.parameters(), *self.model.buffers(), self.x, self.dy]
+
+
+class FullStep(Runner):
+    """A full training step of a model of tokens: weights in float32, BF16 autocast, AdamW.
+
+    That is what training in BF16 commonly is: in weights of 8 bits of precision, updates of a small learning rate would
+    be lost. All ways to train have the same weights and the same autocast.
+    """
+
+    def __init__(self, target: Target, variant: SpeedVariant) -> None:
+        model = copy.deepcopy(target.model)
+        tokens, expected = target.batch
+        self.device = tokens.device
+        # The plan, or the peer, is given what lies between embedding and head where these are not part of the shape.
+        body, states = (model.body, model.embedding(tokens)) if isinstance(model, Bytes) else (model, tokens)
+        self.run = variant.change(body, states.detach())
+        self.module: nn.Module = with_own_code(WithLoss)(model, target.loss)
+        called = torch.compile(self.module)
+        if self.run is not None:
+            called = _compiled(self.run, self.module, variant.spare_memory)
+        call: tuple[Any, dict[str, Any], Any] = ((expected, tokens), {}, None)
+        optimizer = small_adamw if variant.small_optimizer else adamw
+        self.training = TrainingStep(self.module, call, _itself, optimizer, self.run, called, autocast=torch.bfloat16)
+
+    def step(self) -> None:
+        self.training(lambda phase: None)
+
+    def holds(self) -> Iterable[Tensor]:
+        return [*self.training.weights(), *self.training.optimizer_state(), *self.training.batch()]
+
+    def learn(self, steps: int, seed: int) -> tuple[list[float], float]:
+        """Losses of so many steps on real text, and the loss on text that it has not seen."""
+        tokens = self.training.args[1]
+        learnt, judged = TextStream(tokens, seed), TextStream(tokens, _UNSEEN)
+        curve = losses_of(self.training, _calls(learnt), steps)
+        return curve, mean_loss(self.training, _calls(judged), _JUDGED_BY)
+
+
+def _calls(stream: TextStream) -> Callable[[int], Call]:
+    def call_at(number: int) -> Call:
+        tokens, following = stream.batch(number)
+        return (following, tokens), {}
+
+    return call_at
+
+
+def _compiled(run: Attachment, module: nn.Module | None, spare_memory: str) -> Any:
+    return run.compile(module, spare_memory=spare_memory)
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    """torch's own, in one kernel on a GPU."""
+    on_gpu = next(model.parameters()).is_cuda
+    return AdamW(model.parameters(), lr=_RATE, fused=True if on_gpu else None)
+
+
+def small_adamw(model: nn.Module) -> Optimizer:
+    """torchao's, its state in 8 bits. It compiles its step, one call for each parameter."""
+    from torchao.optim import AdamW8bit
+
+    made: Optimizer = AdamW8bit(model.parameters(), lr=_RATE)
+    return made
+
+
+class Bytes(nn.Module):
+    """A model of bytes around blocks of whatever width: embedding and head are outside of every plan."""
+
+    def __init__(self, body: nn.Module, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, width)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.body = body
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, 256, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(self.body(self.embedding(tokens))))
+        return logits
+
+
+def _itself(loss: Tensor) -> Tensor:
+    return loss
