@@ -236,10 +236,7 @@ class _Measured:
             runner = self._tried(variant, made)
             if runner is not None:
                 runners[variant.name] = runner
-        best = dict.fromkeys(runners, float("inf"))
-        for _ in range(turns):
-            for name, runner in runners.items():
-                best[name] = min(best[name], runner.seconds(2))
+        best = _best_turns(runners, turns)
         for variant in self.variants:
             if variant.name not in runners:
                 continue
@@ -312,6 +309,15 @@ class _Measured:
             "native_less_emulated": native,
             "native_agrees": native is not None and spread is not None and abs(native) <= abs(spread),
         }
+
+
+def _best_turns(runners: dict[str, Runner], turns: int) -> dict[str, float]:
+    """Seconds a step, the best of the turns that all take one after the other."""
+    best = dict.fromkeys(runners, float("inf"))
+    for _ in range(turns):
+        for name, runner in runners.items():
+            best[name] = min(best[name], runner.seconds(2))
+    return best
 
 
 def _gap(losses: dict[str, float], other: str, name: str) -> float | None:
