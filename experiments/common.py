@@ -162,19 +162,20 @@ class Experiment:
                 print(f"  {told(update, metric)}", flush=True)
 
         asked = self.asked
-        compare(
-            task,
-            left,
-            folder=self.runs / folder,
-            seeds=self.seeds,
-            settings=settings,
-            jobs=asked.jobs,
-            device=asked.device,
-            compile=asked.compile and compiles,
-            command=self.command,
-            on_update=note,
-            stop=lambda: self.is_late,
-        )
+        if left:
+            compare(
+                task,
+                left,
+                folder=self.runs / folder,
+                seeds=self.seeds,
+                settings=settings,
+                jobs=asked.jobs,
+                device=asked.device,
+                compile=asked.compile and compiles,
+                command=self.command,
+                on_update=note,
+                stop=lambda: self.is_late,
+            )
         made = {label: plan_record(label, ended, metric) for label, ended in seen.items() if ended} | known
         return [made[choice.label] for choice in choices if choice.label in made]
 

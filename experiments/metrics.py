@@ -245,6 +245,13 @@ def trivial_loss(task: Task) -> float:
     return math.log(trivial) if task.metric.name == "perplexity" else -math.log(trivial)
 
 
+def seed_spread(plans: Sequence[dict[str, Any]], trivial: float) -> float:
+    """By how much seeds alone move the loss, from the runs of all plans, since of two runs little follows."""
+    by_plan = [[*plan["losses"].values()] for plan in plans]
+    learning = [losses for losses in by_plan if len(losses) > 1 and statistics.mean(losses) < trivial]
+    return math.sqrt(statistics.mean(map(statistics.variance, learning))) if learning else 0.0
+
+
 def reading(plans: Sequence[dict[str, Any]], trivial: float, floor: float, asked: argparse.Namespace) -> str:
     """What held, in sentences."""
     if asked.quick:
@@ -256,13 +263,13 @@ def reading(plans: Sequence[dict[str, Any]], trivial: float, floor: float, asked
             f"A short run: the baseline's held-out loss is {base:.2f}, the trivial predictor's {trivial:.2f}, so "
             f"nothing follows from it."
         )
-    spread = statistics.stdev(plans[0]["losses"].values()) if len(plans[0]["losses"]) > 1 else 0.0
-    noise = max(spread, 0.005 * base)
-    words = [f"BF16 {base:.4f}; gaps below {noise:.4f} are within its spread or half a per cent."]
+    noise = seed_spread(plans, trivial)
+    words = [f"BF16 {base:.4f}; the spread over seeds, pooled over all plans that learn, is {noise:.4f}."]
 
     def verdict(name: str) -> str:
         gap = known[name]["gap"]
-        return f"{name} {'diverged' if math.isinf(gap) else f'{gap:+.4f}'}{'' if gap > noise else ' (lossless)'}"
+        told = "diverged" if math.isinf(gap) else f"{gap:+.4f}"
+        return f"{name} {told}{'' if abs(gap) > noise else ' (within it)'}"
 
     words.append(f"FP32: {verdict(CONTROL)}. INT8 weights: {verdict('weights int8')}.")
     words.append(f"Gradients: {', '.join(verdict(name) for name in known if name.startswith('gradients'))}.")
