@@ -25,8 +25,8 @@ def switching_plan(plan: Plan) -> Plan:
     """The plan's own formats and none, in turns: each of its named quantizers is at work in the first and the third
     quarter of a run.
 
-    >>> switching_plan(own_plan("native-int8")).quantizers["i8"].cases[1] is None
-    True
+    >>> switching_plan(own_plan("native-int8")).quantizers["i8"].choose[1]
+    (16, 'keep')
     """
     told = plan.to_dict()
     shares = [f"{100 * turn // len(_TURNS)}%" for turn in range(1, len(_TURNS))]
