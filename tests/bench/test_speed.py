@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from bitplan.bench import runners, speed, speed_variants, switching
+from bitplan.bench.real_data import TextStream
 from bitplan.bench.speed import Aim, Row, Shape
 from bitplan.bench.speed_variants import SpeedVariant, own_plan, planned, unchanged
 from bitplan.errors import BitplanError
@@ -80,6 +81,15 @@ def test_each_variant_learns_from_the_same_text_and_is_held_against_its_emulatio
     assert rows[1]["loss_gap"] == losses["loss"]["native-int8-tensor"] - losses["loss"]["bf16"]
     assert losses["native_agrees"] == (abs(losses["native_less_emulated"]) <= losses["spread"])
     assert losses["batch"] == [1, 16]
+
+
+def test_the_text_that_judges_is_no_part_of_the_text_that_is_learnt_from() -> None:
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    learnt, judged = runners.texts(tokens, 1)
+    assert torch.equal(torch.cat([learnt.text, judged.text]), TextStream(tokens, 0).text)
+    assert len(learnt.text) > len(judged.text) > 0
+    assert torch.equal(judged.batch(3)[0], runners.texts(tokens, 2)[1].batch(3)[0])  # the same for every seed
+    assert not torch.equal(learnt.batch(3)[0], runners.texts(tokens, 2)[0].batch(3)[0])
 
 
 def test_a_full_step_has_an_optimizer_whose_state_the_plan_keeps_small() -> None:

@@ -103,6 +103,19 @@ def test_native_differs_from_emulate_by_the_order_of_accumulation_only(
     assert not torch.allclose(native[0], plain[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("inputs", "outputs", "tokens"), [(32, 1, 196), (1, 32, 196), (32, 16, 1)])
+def test_one_input_one_output_and_one_token(inputs: int, outputs: int, tokens: int) -> None:
+    """torch's integer product on a CPU is wrong where a single row is a transposed column."""
+    found = []
+    for execution, options in (("emulate", {}), ("native", {"native_from": 0})):
+        torch.manual_seed(0)
+        model, x = nn.Linear(inputs, outputs), torch.randn(tokens, inputs)
+        with bitplan.attach(model, PLANS["int8 tensor"][0], example=x, execution=execution, **options):  # type: ignore[arg-type]
+            found.append(step(model, model, x))
+    for emulated, native in zip(*found, strict=True):
+        torch.testing.assert_close(native, emulated, rtol=2e-5, atol=2e-5)
+
+
 def test_the_products_are_those_of_the_rounded_operands_in_float64() -> None:
     """Scales along the right axes, by hand: (token | output), (token | input), (output | input)."""
     torch.manual_seed(0)

@@ -7,8 +7,9 @@ of their own, since a thousand steps of every way at the size at which memory ma
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -54,10 +55,25 @@ def losses_of_trial(trial: Trial) -> list[float]:
 
 @contextmanager
 def beside(trials: Sequence[Trial], jobs: int) -> Iterator[dict[str, Future[list[float]]]]:
-    """Start all trials, `jobs` at a time, in processes that go on while the block does; by variant."""
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+    """Start all trials, `jobs` at a time, in processes that go on while the block does; by variant.
+
+    A block that fails or is interrupted ends them.
+    """
+    others = set(multiprocessing.active_children())
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, initializer=_ignore_interrupts, max_tasks_per_child=1) as pool:
+        pending = {trial.variant: pool.submit(losses_of_trial, trial) for trial in trials}
         try:
-            yield {trial.variant: pool.submit(losses_of_trial, trial) for trial in trials}
+            yield pending
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            # Not by shutdown(cancel_futures=True): where a process serves one task, it waits forever for tasks that
+            # were handed out already and have no process yet. One process that dies, however, fails all of them.
+            while wait(pending.values(), timeout=0.05).not_done:
+                for process in set(multiprocessing.active_children()) - others:
+                    process.terminate()
             raise
+
+
+def _ignore_interrupts() -> None:
+    """Ctrl-C reaches the whole group of processes: the one that was asked decides what it means."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -131,7 +131,8 @@ def bench_memory(
     :param optimizer: ``sgd`` or ``adamw``; by default AdamW where the model reads tokens.
     :param loss_steps: steps on real data; by default 1,000 on a GPU and none on a CPU.
     :param loss_batch: samples of each of them; by default `batch`.
-    :param loss_jobs: processes that make these steps meanwhile; 0: here, one contender after the other, at the end.
+    :param loss_jobs: processes that make these steps meanwhile; 0: here, one contender after the other, at the end, or
+        in one process if their batch is another one.
     """
     torch.manual_seed(seed)
     where = torch.device(device)

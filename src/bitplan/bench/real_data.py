@@ -58,8 +58,9 @@ class TextStream(Stream):
 
     description = "the bytes of the Python standard library's sources"
 
-    def __init__(self, tokens: Tensor, seed: int) -> None:
-        self.text = tokenised(library_text(), "bytes", 256)[1]
+    def __init__(self, tokens: Tensor, seed: int, part: slice = slice(None)) -> None:
+        """`part`: of the text, from which windows are taken."""
+        self.text = tokenised(library_text(), "bytes", 256)[1][part]
         self.like = tokens
         self.seed = seed
 

@@ -22,9 +22,9 @@ from bitplan.memory.step import TrainingStep
 from bitplan.memory.storages import storage_bytes
 from bitplan.targets import Target
 
-#: Batches that a trained model is judged by, and the seed of theirs: none that training has seen.
+#: Batches that a trained model is judged by, and the bytes at the text's end that they are from and training is not.
 _JUDGED_BY = 16
-_UNSEEN = 1_000_003
+_HELD_OUT = 150_000
 _RATE = 3e-4
 
 
@@ -123,10 +123,14 @@ class FullStep(Runner):
 
     def learn(self, steps: int, seed: int) -> tuple[list[float], float]:
         """Losses of so many steps on real text, and the loss on text that it has not seen."""
-        tokens = self.training.args[1]
-        learnt, judged = TextStream(tokens, seed), TextStream(tokens, _UNSEEN)
+        learnt, judged = texts(self.training.args[1], seed)
         curve = losses_of(self.training, _calls(learnt), steps)
         return curve, mean_loss(self.training, _calls(judged), _JUDGED_BY)
+
+
+def texts(tokens: Tensor, seed: int) -> tuple[TextStream, TextStream]:
+    """Text in the shape of these tokens to learn from, in an order of its own for each seed, and to be judged by."""
+    return TextStream(tokens, seed, slice(-_HELD_OUT)), TextStream(tokens, 0, slice(-_HELD_OUT, None))
 
 
 def _calls(stream: TextStream) -> Callable[[int], Call]:

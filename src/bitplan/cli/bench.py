@@ -107,7 +107,7 @@ def memory(
         int | None, typer.Option(min=1, help="Samples of each of these steps (default: as measured).")
     ] = None,
     loss_jobs: Annotated[
-        int, typer.Option(min=0, help="Processes that make these steps while others compile (0: none, at the end).")
+        int, typer.Option(min=0, help="Processes that make these steps meanwhile (0: none, or one with --loss-batch).")
     ] = 0,
     as_json: JsonOption = False,
     output_file: OutputFile = None,
