@@ -83,7 +83,9 @@ class SparingPartitioner(CustomPartitionerFn):
 def mark_what_is_computed_again(graph: fx.Graph) -> None:
     """Set torch's own marks for selective checkpointing on what leads to a cast of the backward pass.
 
-    From each such cast back to what the backward pass reads for another reason, or what is not cheap.
+    From each such cast back to what the backward pass reads for another reason, or what is not cheap, or small: the
+    moments of a norm are kept. A part of several results goes with the operation that made them: it alone cannot be
+    kept, and torch finds no cut where a part is marked and the operation is one that it would not run again.
     """
     kinds = get_default_op_list()
     backward = backward_nodes(graph)
@@ -94,13 +96,14 @@ def mark_what_is_computed_again(graph: fx.Graph) -> None:
         if not isinstance(node, fx.Node) or node.op != "call_function" or node in backward or "recompute" in node.meta:
             continue
         is_read = any(user in backward and user not in casts for user in _readers(node))
-        largest = max(map(elements_of, node.all_input_nodes), default=0)
-        is_small = elements_of(node) <= largest * SMALL_SHARE
         made_by = node.all_input_nodes[0] if node.target is operator.getitem else node
+        largest = max(map(elements_of, made_by.all_input_nodes), default=0)
+        is_small = elements_of(node) <= largest * SMALL_SHARE
         if is_read or is_small or kinds.is_compute_intensive(made_by) or not kinds.is_recomputable(made_by):
             continue
         _mark(node)
-        waiting.extend(node.all_input_nodes)
+        _mark(made_by)
+        waiting.extend(made_by.all_input_nodes)
 
 
 def mark_products(graph: fx.Graph) -> None:
