@@ -24,18 +24,11 @@ from bitplan.attachment import SPARING
 from bitplan.models.llama import LlamaBlocks
 from bitplan.native.float8_cast import FORMATS, cast_float8
 from bitplan.native.sparing_backend import Sparing, SparingPartitioner
-from bitplan.native.units import Float8Unit
 from bitplan.quantizer import make_quantizer
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 F8: dict[str, Any] = {"format": "e4m3", "scale": "tensor"}
 G8: dict[str, Any] = {"format": "e5m2", "scale": "tensor"}
-
-
-@pytest.fixture(autouse=True)
-def _unit_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Float8Unit, "is_on", lambda self, device: device.type == "cpu")
-    torch._dynamo.reset()
 
 
 def plan_of(**rule: Any) -> Plan:

@@ -26,14 +26,6 @@ APART: dict[str, Any] = dict.fromkeys(("fprop", "dgrad", "wgrad"), INT8_VECTOR)
 pytestmark = pytest.mark.filterwarnings("ignore:.*are emulated:bitplan.BitplanWarning")
 
 
-@pytest.fixture(autouse=True)
-def _units_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every unit computes on a CPU, if slowly: torch emulates what the chip lacks."""
-    monkeypatch.setattr(Int8Unit, "is_on", lambda self, device: device.type == "cpu")
-    monkeypatch.setattr(Float8Unit, "is_on", lambda self, device: device.type == "cpu")
-    torch._dynamo.reset()
-
-
 def plan_of(**rule: Any) -> Plan:
     return Plan.from_dict({"version": 1, "rules": [{"match": "*", "op": "linear", **rule}]})
 

@@ -16,17 +16,10 @@ import bitplan
 from bitplan import Plan
 from bitplan.attachment import SPARING
 from bitplan.models.llama import LlamaBlocks
-from bitplan.native.units import Float8Unit
 
 TOKENS, WIDTH, HIDDEN = 64, 64, 128
 F8: dict[str, Any] = {"format": "e4m3", "scale": "tensor"}
 G8: dict[str, Any] = {"format": "e5m2", "scale": "tensor"}
-
-
-@pytest.fixture(autouse=True)
-def _unit_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Float8Unit, "is_on", lambda self, device: device.type == "cpu")
-    torch._dynamo.reset()
 
 
 def plan_of(activation: Any = None, **more: Any) -> Plan:

@@ -17,18 +17,11 @@ import bitplan
 from bitplan import Plan
 from bitplan.attachment import SPARING
 from bitplan.models.resnet import Bottleneck
-from bitplan.native.units import Float8Unit
 
 F8: dict[str, Any] = {"format": "e4m3", "scale": "tensor"}
 G8: dict[str, Any] = {"format": "e5m2", "scale": "tensor"}
 PLAN = Plan.from_dict({"version": 1, "rules": [{"match": "*", "op": ["linear", "conv2d"], "x": F8, "w": F8, "dy": G8}]})
 VAR_MEAN = torch.ops.aten.var_mean.correction
-
-
-@pytest.fixture(autouse=True)
-def _unit_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Float8Unit, "is_on", lambda self, device: device.type == "cpu")
-    torch._dynamo.reset()
 
 
 class Step:

@@ -7,7 +7,6 @@ does so for all of them; of each the best turn counts. A step is forward, loss, 
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from bitplan.attach import attach
 from bitplan.bench.machine import describe_machine
+from bitplan.bench.timing import seconds_per_step
 from bitplan.placing import batch_size, placed
 from bitplan.plan import Plan
 from bitplan.plan.find import find_plan
@@ -99,16 +99,7 @@ class Contender:
 
     def seconds_per_step(self, steps: int) -> float:
         """Wall time of so many steps, divided by their number."""
-        self._wait()
-        begin = time.perf_counter()
-        for _ in range(steps):
-            self.step()
-        self._wait()
-        return (time.perf_counter() - begin) / steps
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        return seconds_per_step(self.step, steps, self.device)
 
 
 def bench_attach(

@@ -8,7 +8,6 @@ contenders that differ by nothing but its settings would run the same graph.
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bitplan.attach import Attachment, attach
 from bitplan.bench.curves import losses_of
+from bitplan.bench.timing import seconds_per_step
 from bitplan.errors import BitplanError
 from bitplan.memory.account import Memory
 from bitplan.memory.measure import measure_step
@@ -165,16 +165,7 @@ class Contender:
 
     def seconds_per_step(self, steps: int) -> float:
         """Wall time of so many steps, divided by their number."""
-        self._wait()
-        begin = time.perf_counter()
-        for _ in range(steps):
-            self.step(lambda phase: None)
-        self._wait()
-        return (time.perf_counter() - begin) / steps
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        return seconds_per_step(lambda: self.step(lambda phase: None), steps, self.device)
 
     def memory(self) -> Memory:
         """What two steps hold."""

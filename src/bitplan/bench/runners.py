@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,6 +17,7 @@ from bitplan.bench.contenders import WithLoss, with_own_code
 from bitplan.bench.curves import Call, losses_of, mean_loss
 from bitplan.bench.real_data import TextStream
 from bitplan.bench.speed_variants import SpeedVariant
+from bitplan.bench.timing import seconds_per_step, wait_for
 from bitplan.memory.step import TrainingStep
 from bitplan.memory.storages import storage_bytes
 from bitplan.targets import Target
@@ -44,12 +44,7 @@ class Runner(ABC):
         """What it holds between two steps."""
 
     def seconds(self, steps: int) -> float:
-        self._wait()
-        begin = time.perf_counter()
-        for _ in range(steps):
-            self.step()
-        self._wait()
-        return (time.perf_counter() - begin) / steps
+        return seconds_per_step(self.step, steps, self.device)
 
     def measure_peak(self) -> None:
         """What a step takes beyond what lies there before it, and what this runner itself holds of that: whatever else
@@ -57,17 +52,13 @@ class Runner(ABC):
         if self.device.type != "cuda":
             return
         gc.collect()
-        self._wait()
+        wait_for(self.device)
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         self.step()
-        self._wait()
+        wait_for(self.device)
         taken = torch.cuda.max_memory_allocated(self.device) - before
         self.peak = taken + storage_bytes(tensor for tensor in self.holds() if tensor.device.type == "cuda")
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 class ForwardAndBackward(Runner):

@@ -1,4 +1,4 @@
-"""Timing one function: CPU time of one thread, or device events on a GPU."""
+"""Timing one function by CPU time of one thread or by device events, and steps of training by the clock."""
 
 from __future__ import annotations
 
@@ -20,6 +20,22 @@ def seconds_per_call(call: Callable[[], object], device: torch.device, samples: 
     call()
     repeats = max(1, int(_SAMPLE_SECONDS / max(time.thread_time() - begin, 1e-6)))
     return min(_thread_seconds(call, repeats) for _ in range(samples))
+
+
+def seconds_per_step(step: Callable[[], object], steps: int, device: torch.device) -> float:
+    """Wall time of so many steps, from an idle device until it is idle again, divided by their number."""
+    wait_for(device)
+    begin = time.perf_counter()
+    for _ in range(steps):
+        step()
+    wait_for(device)
+    return (time.perf_counter() - begin) / steps
+
+
+def wait_for(device: torch.device) -> None:
+    """Until the device has done what it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def _thread_seconds(call: Callable[[], object], repeats: int) -> float:
