@@ -56,6 +56,16 @@ def obstacle_of_dgrad(settings: tuple[Any, ...], w: Tensor) -> str | None:
     return None
 
 
+def places_of(image: Sizes, kernel: Sizes, settings: tuple[Any, ...]) -> list[int]:
+    """The sizes of a convolution's result, along the axes of its images.
+
+    >>> places_of((9, 9), (3, 1), ([2, 2], [1, 0], [1, 1], False, [0, 0], 1))
+    [5, 5]
+    """
+    given = zip(image, kernel, *settings[:3], strict=True)
+    return [(size + 2 * at - spread * (wide - 1) - 1) // step + 1 for size, wide, step, at, spread in given]
+
+
 def has_channels_last(x: Tensor) -> bool:
     """Whether pixels by channels is a view of the image, or of a part of its channels."""
     if x.stride(1) != 1:
@@ -162,8 +172,7 @@ class Convolution(Form):
 
     def _places(self, x: Sizes) -> list[int]:
         """The sizes of the result."""
-        given = zip(x[2:], self.kernel, self.stride, self.padding, self.dilation, strict=True)
-        return [(size + 2 * at - spread * (wide - 1) - 1) // step + 1 for size, wide, step, at, spread in given]
+        return places_of(x[2:], self.kernel, self.product.settings)
 
     def _kept_places(self) -> tuple[slice, ...]:
         return (slice(None), *(slice(None, None, step) for step in self.stride))

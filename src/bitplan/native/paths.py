@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from bitplan.native.convolution import is_pointwise, obstacle, obstacle_of_dgrad
+from bitplan.native.convolution import is_pointwise, obstacle, obstacle_of_dgrad, places_of
 
 
 class Worth(NamedTuple):
@@ -34,12 +34,7 @@ def work_of(op: str, settings: tuple[Any, ...], x: Tensor, w: Tensor) -> int:
     """Multiplications of one pass."""
     if op == "linear":
         return x.numel() * w.shape[0]
-    stride, padding, dilation = settings[:3]
-    places = [
-        (size + 2 * at - spread * (wide - 1) - 1) // step + 1
-        for size, wide, step, at, spread in zip(x.shape[2:], w.shape[2:], stride, padding, dilation, strict=True)
-    ]
-    work: int = x.shape[0] * math.prod(places) * w.numel()
+    work: int = x.shape[0] * math.prod(places_of(x.shape[2:], w.shape[2:], settings)) * w.numel()
     return work
 
 
