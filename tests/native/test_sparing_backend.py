@@ -92,3 +92,14 @@ def test_a_bottleneck_gives_the_same_whatever_it_spares() -> None:
         assert step.is_like(steps["no"])
         assert [each[VAR_MEAN] for each in step.operations] == [3, 0]
     assert steps["inputs"].bytes < steps["weights"].bytes < steps["no"].bytes
+
+
+def test_dropout_keeps_its_mask_rather_than_the_random_numbers_it_was_made_of() -> None:
+    kept = {}
+    for spare_memory in ("no", "activations"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.3), nn.Linear(128, 16))
+        kept[spare_memory] = Step(model, torch.randn(64, 32), spare_memory)
+    assert kept["activations"].is_like(kept["no"])
+    codes = 64 * (32 + 128)
+    assert kept["no"].bytes - kept["activations"].bytes == pytest.approx(codes, abs=100)

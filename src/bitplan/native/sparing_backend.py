@@ -83,9 +83,11 @@ class SparingPartitioner(CustomPartitionerFn):
 def mark_what_is_computed_again(graph: fx.Graph) -> None:
     """Set torch's own marks for selective checkpointing on what leads to a cast of the backward pass.
 
-    From each such cast back to what the backward pass reads for another reason, or what is not cheap, or small: the
-    moments of a norm are kept. A part of several results goes with the operation that made them: it alone cannot be
-    kept, and torch finds no cut where a part is marked and the operation is one that it would not run again.
+    From each such cast back to what the backward pass reads for another reason, or what is not cheap, or is small: the
+    moments of a norm are kept. One of several results is marked with the operation that made them, which cannot be
+    kept: torch finds no cut where only the result is marked, and the operation is one that it would not run again.
+    Masks are torch's choice: dropout's are made of random numbers, which would be kept instead, in four times the
+    bytes.
     """
     kinds = get_default_op_list()
     backward = backward_nodes(graph)
@@ -99,7 +101,9 @@ def mark_what_is_computed_again(graph: fx.Graph) -> None:
         made_by = node.all_input_nodes[0] if node.target is operator.getitem else node
         largest = max(map(elements_of, made_by.all_input_nodes), default=0)
         is_small = elements_of(node) <= largest * SMALL_SHARE
-        if is_read or is_small or kinds.is_compute_intensive(made_by) or not kinds.is_recomputable(made_by):
+        if is_read or is_small or _is_mask(node):
+            continue
+        if kinds.is_compute_intensive(made_by) or not kinds.is_recomputable(made_by):
             continue
         _mark(node)
         _mark(made_by)
@@ -174,6 +178,11 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
             yield from _readers(user)
         else:
             yield user
+
+
+def _is_mask(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype is torch.bool
 
 
 def _mark(node: fx.Node) -> None:
