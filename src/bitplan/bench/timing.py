@@ -35,7 +35,7 @@ def seconds_per_step(step: Callable[[], object], steps: int, device: torch.devic
 def wait_for(device: torch.device) -> None:
     """Until the device has done what it was told."""
     if device.type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
 
 
 def _thread_seconds(call: Callable[[], object], repeats: int) -> float:
