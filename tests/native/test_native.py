@@ -319,3 +319,13 @@ def test_the_crossover_is_measured_on_real_tensors(tmp_path: Path, monkeypatch: 
         crossover.remembered(torch.device("cpu"), torch.float32)
     assert kinds
     assert not any(kinds)
+
+
+def test_a_single_row_has_the_step_of_its_length() -> None:
+    """What is told to a product on a GPU; torch itself calls a row with a step of one contiguous."""
+    row = torch.zeros(16, 1).t()
+    assert row.is_contiguous()
+    assert row.stride() == (1, 1)
+    assert units._rows(row).stride() == (16, 1)
+    assert units._columns(row.t()).stride() == (1, 16)
+    assert units._columns(torch.zeros(3, 4)).stride() == (1, 3)

@@ -55,7 +55,7 @@ class Int8Unit(Unit):
 
     def multiply(self, a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], out: torch.dtype) -> Tensor:
         if a.is_cuda:  # cuBLAS wants the summed axis innermost in both
-            a, b = a.contiguous(), _columns(b)
+            a, b = _rows(a), _columns(b)
         whole = torch._int_mm(a, b)
         return (whole.float() * scales[0] * scales[1]).to(out)
 
@@ -82,7 +82,7 @@ class Float8Unit(Unit):
             other = other.expand(1, b.shape[1]).reshape(-1).contiguous().unsqueeze(0)
         else:
             one, other = one.reshape(()), other.reshape(())
-        return torch._scaled_mm(a.contiguous(), _columns(b), scale_a=one, scale_b=other, out_dtype=out)
+        return torch._scaled_mm(_rows(a), _columns(b), scale_a=one, scale_b=other, out_dtype=out)
 
 
 #: All units, those first that are preferred where several fit.
@@ -113,9 +113,18 @@ def suits(name: str, kind: str, sizes: tuple[int, int, int]) -> bool:
     return m > 16 and k % 8 == 0 and n % 8 == 0
 
 
+def _rows(a: Tensor) -> Tensor:
+    """The same matrix, with the numbers of a row side by side in memory, and with a step from row to row that says so.
+
+    Of a single row torch calls any step contiguous, and cuBLAS is told what it is.
+    """
+    a = a.contiguous()
+    return a.as_strided(a.shape, (a.shape[1], 1)) if a.shape[0] == 1 else a
+
+
 def _columns(b: Tensor) -> Tensor:
     """The same matrix, with the numbers of a column side by side in memory."""
-    return b if b.t().is_contiguous() else b.t().contiguous().t()
+    return _rows(b.t()).t()
 
 
 @cache
