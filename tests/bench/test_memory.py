@@ -20,7 +20,8 @@ from bitplan.bench.contenders import (
     optimizer_for,
     with_own_code,
 )
-from bitplan.bench.memory import Aim, Row, aim_reached, bench_memory, chosen_variants, headline, own_plan
+from bitplan.bench.memory import Aim, Row, aim_reached, bench_memory, chosen_variants, headline
+from bitplan.bench.own_plans import own_plan
 from bitplan.bench.real_data import stream_for
 from bitplan.errors import BitplanError
 from bitplan.models.built_in import BUILT_IN
@@ -53,6 +54,13 @@ def test_a_row_has_memory_speed_and_loss() -> None:
     assert found["aim"] is None
     assert len(found["curves"]["bf16-eager"]) == 3
     assert any("ready after" in sentence for sentence in news)
+
+
+def test_an_optimizer_that_is_not_there_is_told_before_anything_starts() -> None:
+    news: list[str] = []
+    with pytest.raises(BitplanError, match="there is no optimizer 'lion' here"):
+        eager("gpt-tiny", batch=2, optimizer="lion", loss_steps=1, loss_jobs=2, on_news=news.append)
+    assert news == []
 
 
 def test_processes_beside_lose_what_this_one_does() -> None:
@@ -165,9 +173,7 @@ def test_blocks_are_checkpointed_and_layers_are_not() -> None:
 
 def test_each_contender_has_code_of_its_own() -> None:
     first, second = with_own_code(WithLoss), with_own_code(WithLoss)
-    codes = {first.forward.__code__, second.forward.__code__}
     assert len({id(code) for code in (first.forward.__code__, second.forward.__code__, WithLoss.forward.__code__)}) == 3
-    assert codes
     module = first(nn.Linear(2, 2), None)
     assert module(None, torch.ones(1, 2)).dim() == 0
 

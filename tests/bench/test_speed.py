@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from bitplan.bench import runners, speed, speed_variants, switching
+from bitplan.bench.own_plans import own_plan
 from bitplan.bench.real_data import TextStream
 from bitplan.bench.speed import Aim, Row, Shape
-from bitplan.bench.speed_variants import SpeedVariant, own_plan, planned, unchanged
+from bitplan.bench.speed_variants import SpeedVariant, planned, unchanged
 from bitplan.errors import BitplanError
 from bitplan.memory.storages import storage_bytes
 

@@ -10,7 +10,6 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from importlib.resources import files
 from typing import Any, Literal
 
 import torch
@@ -18,10 +17,10 @@ from torch import Tensor
 
 from bitplan.attach import attach
 from bitplan.bench.machine import describe_machine
+from bitplan.bench.own_plans import own_plan
 from bitplan.bench.timing import seconds_per_step
 from bitplan.placing import batch_size, placed
 from bitplan.plan import Plan
-from bitplan.plan.find import find_plan
 from bitplan.sites import call_arguments, call_loss, split_batch
 from bitplan.targets import Target, load_target
 
@@ -58,14 +57,6 @@ class Row:
     first_seconds: float
     target: float | None
     reached: bool | None
-
-
-def own_plan(name: str) -> Plan:
-    """One of :data:`OWN_PLANS`, or whatever plan the name stands for."""
-    if name not in OWN_PLANS:
-        return find_plan(name)
-    text = files("bitplan.bench").joinpath("plans", f"{name}.yaml").read_text(encoding="utf-8")
-    return Plan.from_yaml(text, f"{name}.yaml")
 
 
 class Contender:

@@ -10,7 +10,6 @@ import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.resources import files
 from typing import Any
 
 import torch
@@ -19,11 +18,10 @@ from bitplan.bench.contenders import VARIANTS, Contender, Variant, optimizer_for
 from bitplan.bench.curves import final, thinned
 from bitplan.bench.losses import Trial, beside
 from bitplan.bench.machine import describe_machine
+from bitplan.bench.own_plans import own_plan
 from bitplan.bench.real_data import stream_for
 from bitplan.errors import BitplanError, nearest_names
 from bitplan.placing import batch_size, placed
-from bitplan.plan import Plan
-from bitplan.plan.find import find_plan
 from bitplan.targets import load_target
 
 log = logging.getLogger(__name__)
@@ -78,14 +76,6 @@ class Row:
     #: Mean loss of the last steps on real data, and by how much it is above compiled BF16's; None where not trained.
     loss: float | None = None
     loss_gap: float | None = None
-
-
-def own_plan(name: str) -> Plan:
-    """One of :data:`OWN_PLANS`, or whatever plan the name stands for."""
-    if name not in OWN_PLANS:
-        return find_plan(name)
-    text = files("bitplan.bench").joinpath("plans", f"{name}.yaml").read_text(encoding="utf-8")
-    return Plan.from_yaml(text, f"{name}.yaml")
 
 
 def chosen_variants(names: Sequence[str] | None, optimizer: str) -> dict[str, Variant]:
@@ -147,6 +137,7 @@ def bench_memory(
     samples = batch_size(target.batch)
 
     chosen = chosen_variants(variants, by_name)
+    optimizers = {name: optimizer_for(by_name, variant) for name, variant in chosen.items()}
     apart = loss_jobs or int(loss_batch not in (None, samples))
     trials = [
         Trial(model, name, precision.to_dict(), device, loss_batch or batch, by_name, autocast, steps, seed)
@@ -167,7 +158,7 @@ def bench_memory(
     with beside(trials, apart or 1) as pending:
         for name, variant in chosen.items():
             try:
-                made = Contender(target, variant, precision, autocast, optimizer_for(by_name, variant))
+                made = Contender(target, variant, precision, autocast, optimizers[name])
                 first[name] = made.first_steps()
             except Exception as error:
                 fail(name, error)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from bitplan.bench.curves import thinned
 from bitplan.bench.machine import describe_machine
+from bitplan.bench.own_plans import own_plan
 from bitplan.bench.real_data import TextStream
 from bitplan.bench.runners import Bytes, ForwardAndBackward, FullStep, Runner
 from bitplan.bench.speed_variants import (
@@ -27,7 +28,6 @@ from bitplan.bench.speed_variants import (
     PLAIN,
     SpeedVariant,
     emulated,
-    own_plan,
     unchanged,
     variants_of,
 )

@@ -7,16 +7,15 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.resources import files
 
 import torch
 from torch import Tensor, nn
 
 from bitplan.attach import Attachment, attach
 from bitplan.attachment import SPARING
+from bitplan.bench.own_plans import own_plan
 from bitplan.errors import BitplanError, BitplanWarning
 from bitplan.plan import Plan
-from bitplan.plan.find import find_plan
 
 #: The plans that come with the benchmark, for forward and backward and for a full training step.
 OWN_PLANS = ("native-int8", "native-int8-tensor", "native-fp8", "native-fp8-delayed", "native-fp8-packed")
@@ -47,14 +46,6 @@ class SpeedVariant:
     @property
     def is_ours(self) -> bool:
         return not self.is_peer and self.name != PLAIN
-
-
-def own_plan(name: str) -> Plan:
-    """One of the benchmark's plans, or whatever plan the name stands for."""
-    if name not in (*OWN_PLANS, *OWN_FULL_PLANS):
-        return find_plan(name)
-    text = files("bitplan.bench").joinpath("plans", f"{name}.yaml").read_text(encoding="utf-8")
-    return Plan.from_yaml(text, f"{name}.yaml")
 
 
 def planned(plan: Plan, model: nn.Module, x: Tensor, execution: str = "native") -> Attachment:

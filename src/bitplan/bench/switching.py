@@ -10,7 +10,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from bitplan.attach import attach
-from bitplan.bench.speed_variants import OWN_PLANS, own_plan
+from bitplan.bench.own_plans import own_plan
+from bitplan.bench.speed_variants import OWN_PLANS
 from bitplan.errors import BitplanWarning
 from bitplan.models.llama import LlamaBlocks, random_states
 from bitplan.plan import Plan
