@@ -86,6 +86,7 @@ class _Cast:
             self is not other
             and self.amax is not None
             and other.amax is not None
+            and len(self.amax.users) == len(other.amax.users) == 1
             and (self.matrix, self.args[1], self.args[5:8]) == (other.matrix, other.args[1], other.args[5:8])
         )
 
@@ -115,10 +116,14 @@ def _seen(node: fx.Node) -> _Cast | None:
 
 def _behind_views(node: fx.Node) -> fx.Node | None:
     """What a node is a view of, in the same order in memory; None where the order is another."""
-    kinds = get_default_op_list()
-    while _is_dense(node) and kinds.is_view(node):
+    while _is_dense(node) and _is_view(node):
         node = node.all_input_nodes[0]
     return node if _is_dense(node) else None
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Also reshaping, which Inductor makes of views."""
+    return node.target is _aten.reshape.default or bool(get_default_op_list().is_view(node))
 
 
 def _is_dense(node: fx.Node) -> bool:
@@ -129,7 +134,7 @@ def _is_dense(node: fx.Node) -> bool:
 def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """What reads a node, behind views of it, and which view it reads."""
     for user in node.users:
-        if get_default_op_list().is_view(user):
+        if _is_view(user):
             yield from _readers(user)
         else:
             yield user, node
@@ -228,36 +233,37 @@ def _join_product(graph: fx.Graph, cast: _Cast, found: Found) -> bool:
         gate, up = (_as_matrix(graph, found[name], cast.matrix) for name in ("gate", "up"))
         if cast.amax is not None:
             parts = _call(graph, _ours.gated_amax.default, (gate, up, cast.amax.args[1], False), cast.amax)
+            cast.amax.replace_all_uses_with(parts)
     with graph.inserting_before(cast.node):
         given = (gate, up, dtype, parts, reach, as_rows, as_columns, gathers, False, after)
         joined = _call(graph, _ours.gated_cast.default, given, cast.node)
     _replace(graph, cast.node, joined, 0)
-    _tell_waiting(cast, found["gate"])
+    _tell_waiting(cast, found["gate"], joined)
     _erase(graph, cast)
     _take_codes(graph, joined, parts if cast.amax is not None else None, (found["gate"], found["up"]))
     return True
 
 
 def _join_grads(graph: fx.Graph, by_gate: _Cast, by_up: _Cast, found: Found) -> bool:
-    first, second = sorted((by_gate, by_up), key=lambda each: each.node)
-    inputs = [*found.values(), *(each.args[8] for each in (first, second) if each.args[8] is not None)]
+    """Both gradients are cast before what waits for either of them: then what they are made of can go."""
+    first = min(by_gate, by_up, key=lambda each: each.node)
+    place = min(first.node, *by_gate.waiting, *by_up.waiting)
     reaches = [each.args[3] for each in (by_gate, by_up)]
-    if not all(each < first.node for each in inputs) or not all(_can_come(each, first.node) for each in reaches):
+    if not all(each < place for each in found.values()) or not all(_can_come(each, place) for each in reaches):
         return False
     for reach in reaches:
-        _bring(reach, first.node)
-    _, dtype, _, _, _, *rest, _ = first.args
-    after = next((each.args[8] for each in (first, second) if each.args[8] is not None), None)
-    with graph.inserting_before(first.node):
+        _bring(reach, place)
+    _, dtype, _, _, _, *rest, after = first.args
+    with graph.inserting_before(place):
         matrices = [_as_matrix(graph, found[name], first.matrix) for name in ("grad", "gate", "up")]
         both = _call(graph, _ours.gated_grads_amax.default, (*matrices, *reaches), first.node)
         parts = [_part(graph, both, number) for number in range(2)]
-        given = (*matrices, dtype, *parts, *reaches, *rest, after)
+        given = (*matrices, dtype, *parts, *reaches, *rest, after if after is not None and after < place else None)
         joined = _call(graph, _ours.gated_grads_cast.default, given, first.node)
     _replace(graph, by_gate.node, joined, 0)
     _replace(graph, by_up.node, joined, 4)
     for cast in (by_gate, by_up):
-        _tell_waiting(cast, found["grad"])
+        _tell_waiting(cast, found["grad"], joined)
         _erase(graph, cast)
     return True
 
@@ -290,11 +296,12 @@ def _replace(graph: fx.Graph, cast: fx.Node, joined: fx.Node, offset: int) -> No
         graph.erase_node(user)
 
 
-def _tell_waiting(cast: _Cast, instead: fx.Node) -> None:
-    """What waits for a tensor that is no more waits for what it would have been made of."""
+def _tell_waiting(cast: _Cast, instead: fx.Node, joined: fx.Node) -> None:
+    """What waits for a tensor that is no more waits for its codes or, if it comes before them, for what they are made of."""
     for node in cast.waiting:
-        if node.graph is not None and not node._erased:
-            node.args = (*node.args[:8], instead)
+        if not node._erased:
+            later = next(part for part in joined.users if part.target is operator.getitem)
+            node.args = (*node.args[:8], later if joined < node else instead)
 
 
 def _erase(graph: fx.Graph, cast: _Cast) -> None:
@@ -346,7 +353,7 @@ def _viewed(graph: fx.Graph, part: fx.Node, like: fx.Node) -> fx.Node:
 def _can_come(node: fx.Node, before: fx.Node) -> bool:
     """Whether a number can be read earlier than it is: views of what is there by then."""
     return node < before or (
-        get_default_op_list().is_view(node) and all(_can_come(each, before) for each in node.all_input_nodes)
+        _is_view(node) and all(_can_come(each, before) for each in node.all_input_nodes)
     )
 
 
