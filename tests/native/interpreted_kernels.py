@@ -82,11 +82,14 @@ def samples() -> list[torch.Tensor]:
 
 
 def almost_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal, but for neighbours among float8 codes: NumPy's exponential and division are not torch's to the last bit, so
-    that now and then a number is rounded to the other side."""
+    """Equal, but for neighbours among float8 codes: NumPy's exponential and division are not torch's to the last bit,
+    so that now and then a number is rounded to the other side."""
     one, other = one.float(), other.float()
     apart = (one != other) & ~(one.isnan() & other.isnan())
-    return bool((one - other)[apart].abs().le(0.26 * other[apart].abs()).all()) and int(apart.sum()) <= 1 + one.numel() // 500
+    return (
+        bool((one - other)[apart].abs().le(0.26 * other[apart].abs()).all())
+        and int(apart.sum()) <= 1 + one.numel() // 500
+    )
 
 
 def gates() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

@@ -132,7 +132,7 @@ def _divided(value, scale, largest: tl.constexpr, power_of_two: tl.constexpr, ma
     return value
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _gather(tops, number, value):  # type: ignore[no-untyped-def]
     """Note the largest magnitude of a tile."""
     tl.store(tops + number, tl.max(tl.max(_magnitude_bits(value), 1), 0).to(tl.float32, bitcast=True))

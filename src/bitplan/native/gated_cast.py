@@ -5,10 +5,10 @@ the widest tensors of a block. Left to Inductor each is written in bfloat16 by o
 Where the scale is known from past steps, nothing else has to look at them first, and a kernel that reads gate and up
 can write codes at once:
 
-* ``bitplan::gated_cast`` for the product, and, where gate and up are rounded to E4M3 themselves, for the codes of these;
+* ``bitplan::gated_cast`` for the product, and for the codes of gate and up, where these are rounded to E4M3 themselves;
 * ``bitplan::gated_grads_cast`` for the gradients of gate and up, both from one reading;
-* ``bitplan::gated_amax`` and ``bitplan::gated_grads_amax`` look for the largest magnitudes, in parts, as long as there is
-  no past: else they do nothing.
+* ``bitplan::gated_amax`` and ``bitplan::gated_grads_amax`` look for the largest magnitudes, in parts, while there is no
+  past: else they do nothing.
 
 Scales are powers of two. Graphs get these operations by :mod:`bitplan.native.gated_fusing`. On a GPU they are Triton
 kernels (:mod:`bitplan.native.gated_cast_kernel`), elsewhere the plain torch below, which says what they compute: in

@@ -235,8 +235,9 @@ class _Room:
         by_column = x.new_empty((features, rows) if as_columns else (0, 0), dtype=dtype)
         scale = x.new_empty(1, dtype=torch.float32)  # Inductor would write a zero into a number
         tops = x.new_empty(tiles if gathers else 0, dtype=torch.float32)
-        self.written = (by_row if as_rows else scale, by_column if as_columns else scale, scale)
-        self.written = (*self.written, tops if gathers else scale)
+        layouts = (by_row if as_rows else scale, by_column if as_columns else scale)
+        self.scale = scale
+        self.written = (*layouts, scale, tops if gathers else scale)
         self._results = (by_row, by_column, scale, tops)
 
     def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -262,8 +263,8 @@ def gated_cast_by_kernel(
     room = _Room(gate, dtype, as_rows, as_columns, gathers, tiles)
     small = [gate.new_empty(gate.shape if codes else (0, 0), dtype=torch.float8_e4m3fn) for _ in range(2)]
     wrap(_cast_gated_tile)[(tiles,)](
-        *(gate, up, *room.written, *(small if codes else room.written[2:3] * 2)),
-        *(parts, reach, room.written[2] if after is None else after, *gate.shape, 0),
+        *(gate, up, *room.written, *(small if codes else (room.scale, room.scale))),
+        *(parts, reach, room.scale if after is None else after, *gate.shape, 0),
         *(dtype == torch.float8_e5m2, FORMATS[dtype].max, as_rows, as_columns, gathers, codes, parts.numel(), TILE),
         num_warps=8,
     )
@@ -290,7 +291,7 @@ def grads_cast_by_kernel(
     of_gate, of_up = (_Room(grad, dtype, as_rows, as_columns, gathers, squares) for _ in range(2))
     wrap(_cast_grads_tile)[(squares // STEPS,)](
         *(grad, gate, up, *of_gate.written, *of_up.written, gate_parts, up_parts, gate_reach, up_reach),
-        *(of_gate.written[2] if after is None else after, *grad.shape, 0),
+        *(of_gate.scale if after is None else after, *grad.shape, 0),
         *(dtype == torch.float8_e5m2, FORMATS[dtype].max, as_rows, as_columns, gathers),
         *(gate_parts.numel(), SIDE, STEPS),
         num_warps=8,

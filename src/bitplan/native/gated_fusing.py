@@ -157,21 +157,25 @@ def _patterns() -> tuple[fx.Node, fx.Node]:
             (found,) = torch.autograd.grad(product(gate, up), gate, grad)
         return found
 
-    found = []
     with FakeTensorMode():
-        x = torch.empty(2, 3, dtype=torch.bfloat16)
-        for function, given in ((product, (x, x.clone())), (to_gate, (x, x.clone(), x.clone()))):
-            traced = make_fx(function, decomposition_table=select_decomp_table())(*given)
-            traced.graph.eliminate_dead_code()
-            # torch numbers its names; those of functions' arguments stay legible.
-            for node, name in zip(
-                (each for each in traced.graph.nodes if each.op == "placeholder"),
-                function.__code__.co_varnames,
-                strict=False,
-            ):
-                node.meta["name"] = name
-            found.append(traced.graph.output_node().args[0])
-    return found[0], found[1]
+        x = [torch.empty(2, 3, dtype=torch.bfloat16) for _ in range(3)]
+        rules = select_decomp_table()
+        traced = make_fx(product, decomposition_table=rules)(*x[:2]), make_fx(to_gate, decomposition_table=rules)(*x)
+    one, other = (
+        _spelled(each.graph, names)
+        for each, names in zip(traced, (("gate", "up"), ("grad", "gate", "up")), strict=True)
+    )
+    return one, other
+
+
+def _spelled(graph: fx.Graph, names: tuple[str, ...]) -> fx.Node:
+    """The result of a graph, whose inputs are told their names: torch has numbered these."""
+    inputs = (node for node in graph.nodes if node.op == "placeholder")
+    for node, name in zip(inputs, names, strict=True):
+        node.meta["name"] = name
+    result = graph.output_node().args[0]
+    assert isinstance(result, fx.Node)
+    return result
 
 
 def _matched(pattern: fx.Node, node: fx.Node) -> Found | None:
@@ -183,7 +187,12 @@ def _matched(pattern: fx.Node, node: fx.Node) -> Found | None:
     for name, each in found.items():
         value = each.meta.get("val")
         dtypes = READ[:1] if name == "grad" else READ
-        if not isinstance(value, Tensor) or not value.is_contiguous() or value.shape != size or value.dtype not in dtypes:
+        if (
+            not isinstance(value, Tensor)
+            or not value.is_contiguous()
+            or value.shape != size
+            or value.dtype not in dtypes
+        ):
             return None
     return found
 
@@ -217,7 +226,8 @@ def _is_conversion(node: fx.Node) -> bool:
 
 
 def _is_wider(node: fx.Node, than: fx.Node) -> bool:
-    wide, narrow = node.meta["val"].dtype, than.meta["val"].dtype
+    wide: torch.dtype = node.meta["val"].dtype
+    narrow: torch.dtype = than.meta["val"].dtype
     return wide == narrow or (narrow.is_floating_point and wide.is_floating_point and wide.itemsize > narrow.itemsize)
 
 
@@ -247,7 +257,7 @@ def _join_product(graph: fx.Graph, cast: _Cast, found: Found) -> bool:
 def _join_grads(graph: fx.Graph, by_gate: _Cast, by_up: _Cast, found: Found) -> bool:
     """Both gradients are cast before what waits for either of them: then what they are made of can go."""
     first = min(by_gate, by_up, key=lambda each: each.node)
-    place = min(first.node, *by_gate.waiting, *by_up.waiting)
+    place = min([first.node, *by_gate.waiting, *by_up.waiting])
     reaches = [each.args[3] for each in (by_gate, by_up)]
     if not all(each < place for each in found.values()) or not all(_can_come(each, place) for each in reaches):
         return False
@@ -291,13 +301,13 @@ def _replace(graph: fx.Graph, cast: fx.Node, joined: fx.Node, offset: int) -> No
     """Let the readers of a cast's results read those of `joined`, which begin at `offset`."""
     for user in list(cast.users):
         with graph.inserting_after(joined):
-            part = _part(graph, joined, offset + user.args[1])  # type: ignore[operator]
+            part = _part(graph, joined, offset + int(user.args[1]))  # type: ignore[arg-type]
         user.replace_all_uses_with(part)
         graph.erase_node(user)
 
 
 def _tell_waiting(cast: _Cast, instead: fx.Node, joined: fx.Node) -> None:
-    """What waits for a tensor that is no more waits for its codes or, if it comes before them, for what they are made of."""
+    """What waits for a tensor that is no more waits for its codes or, if it comes before, for what they are made of."""
     for node in cast.waiting:
         if not node._erased:
             later = next(part for part in joined.users if part.target is operator.getitem)
@@ -352,9 +362,7 @@ def _viewed(graph: fx.Graph, part: fx.Node, like: fx.Node) -> fx.Node:
 
 def _can_come(node: fx.Node, before: fx.Node) -> bool:
     """Whether a number can be read earlier than it is: views of what is there by then."""
-    return node < before or (
-        _is_view(node) and all(_can_come(each, before) for each in node.all_input_nodes)
-    )
+    return node < before or (_is_view(node) and all(_can_come(each, before) for each in node.all_input_nodes))
 
 
 def _bring(node: fx.Node, before: fx.Node) -> None:
