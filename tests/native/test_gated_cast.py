@@ -252,9 +252,12 @@ def test_only_what_nothing_else_reads_is_joined(monkeypatch: pytest.MonkeyPatch)
         assert fuse_gates(traced(function, gate, up), "cpu") == 0
     assert fuse_gates(traced(alone, *(each.float() for each in (gate, up))), "cpu") == 0
     assert fuse_gates(traced(alone, gate.t().contiguous().t(), up), "cpu") == 0
-    graph = traced(alone, gate, up)
+    graphs = [traced(alone, gate, up) for _ in range(2)]
+    gated_fusing._patterns.cache_clear()
+    with torch.inference_mode():
+        assert fuse_gates(graphs[0], "cpu") == 1
     monkeypatch.setattr(gated_fusing, "FUSES", False)
-    assert fuse_gates(graph, "cpu") == 0
+    assert fuse_gates(graphs[1], "cpu") == 0
 
 
 def test_codes_of_gate_and_up_come_with_it() -> None:

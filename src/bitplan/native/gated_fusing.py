@@ -38,6 +38,8 @@ def fuse_gates(graph: fx.Graph, device: str = "cuda") -> int:
     if not FUSES:
         return 0
     casts = [each for each in map(_seen, graph.nodes) if each is not None and each.is_on(device)]
+    if not casts:
+        return 0
     product, to_gate = _patterns()
     slopes = [(each, found) for each in casts if (found := _matched(to_gate, each.source)) is not None]
     products = {each: found for each in casts if (found := _matched(product, each.source)) is not None}
@@ -157,7 +159,7 @@ def _patterns() -> tuple[fx.Node, fx.Node]:
             (found,) = torch.autograd.grad(product(gate, up), gate, grad)
         return found
 
-    with FakeTensorMode():
+    with torch.inference_mode(False), FakeTensorMode():  # whatever the graph is compiled for
         x = [torch.empty(2, 3, dtype=torch.bfloat16) for _ in range(3)]
         rules = select_decomp_table()
         traced = make_fx(product, decomposition_table=rules)(*x[:2]), make_fx(to_gate, decomposition_table=rules)(*x)
