@@ -245,10 +245,13 @@ def test_only_what_nothing_else_reads_is_joined(monkeypatch: pytest.MonkeyPatch)
     def another(gate: Tensor, up: Tensor) -> Tensor:
         return cast(F.gelu(gate) * up)
 
+    def more(gate: Tensor, up: Tensor) -> Tensor:
+        return cast(F.silu(gate + 1) * up)  # would have to be written
+
     def scattered(gate: Tensor, up: Tensor) -> Tensor:
         return cast((F.silu(gate) * up).t().contiguous())
 
-    for function in (read, another, scattered):
+    for function in (read, another, more, scattered):
         assert fuse_gates(traced(function, gate, up), "cpu") == 0
     assert fuse_gates(traced(alone, *(each.float() for each in (gate, up))), "cpu") == 0
     assert fuse_gates(traced(alone, gate.t().contiguous().t(), up), "cpu") == 0
@@ -279,6 +282,18 @@ def test_codes_of_gate_and_up_come_with_it() -> None:
     assert all(torch.equal(one.float(), other.float()) for one, other in zip(small, wanted[1:], strict=True))
     # The one rounding less that Inductor has, too, moves some numbers to the next code.
     assert (rows.float() != wanted[0].float()).float().mean() < 0.05
+
+
+def test_something_times_itself_is_read_as_codes() -> None:
+    def coded(gate: Tensor) -> tuple[Tensor, ...]:
+        small = gate.to(E4M3)
+        return cast(F.silu(small.bfloat16()) * small.bfloat16()), small
+
+    graph = traced(coded, halves()[0])
+    assert fuse_gates(graph, "cpu") == 1
+    graph.lint()
+    (joined,) = graph.find_nodes(op="call_function", target=OURS.gated_cast.default)
+    assert joined.args[8] is False
 
 
 def test_what_is_stored_compiled_knows_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:

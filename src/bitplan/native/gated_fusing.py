@@ -189,14 +189,23 @@ def _matched(pattern: fx.Node, node: fx.Node) -> Found | None:
     for name, each in found.items():
         value = each.meta.get("val")
         dtypes = READ[:1] if name == "grad" else READ
-        if (
-            not isinstance(value, Tensor)
-            or not value.is_contiguous()
-            or value.shape != size
-            or value.dtype not in dtypes
-        ):
+        if not isinstance(value, Tensor) or value.shape != size or value.dtype not in dtypes or not _is_written(each):
             return None
     return found
+
+
+def _is_written(node: fx.Node) -> bool:
+    """Whether a tensor lies densely in memory anyway: else it would now have to be written, to be read by a kernel.
+
+    Codes are small, and most often kept.
+    """
+    source = _behind_views(node)
+    if source is None:
+        return False
+    is_made = source.op == "placeholder" or source.target is operator.getitem
+    is_code = source.meta["val"].dtype in READ[1:]
+    is_kept = any(user.op == "output" for user in source.users)
+    return is_made or is_code or is_kept or bool(get_default_op_list().is_compute_intensive(source))
 
 
 def _match(pattern: Any, node: Any, found: Found) -> bool:
@@ -330,11 +339,13 @@ def _erase(graph: fx.Graph, cast: _Cast) -> None:
 def _take_codes(graph: fx.Graph, joined: fx.Node, amax: fx.Node | None, halves: tuple[fx.Node, fx.Node]) -> None:
     """Where gate and up are rounded to codes in this graph, let the cast that reads them round them, too."""
     raw = []
-    for half in halves:
+    for half in dict.fromkeys(halves):
         given = half.args[0] if half.target is _convert else None
-        if not isinstance(given, fx.Node) or given.meta["val"].dtype != torch.bfloat16 or not _is_dense(given):
+        if not isinstance(given, fx.Node) or given.meta["val"].dtype != torch.bfloat16 or not _is_written(given):
             return
         raw.append(given)
+    if len(raw) < len(halves):  # something times itself
+        return
     readers = {reader for half in halves for reader, _ in _readers(half)} - {joined, amax}
     if not all(joined < reader for reader in readers):
         return
