@@ -266,9 +266,14 @@ def _join_product(graph: fx.Graph, cast: _Cast, found: Found) -> bool:
 
 
 def _join_grads(graph: fx.Graph, by_gate: _Cast, by_up: _Cast, found: Found) -> bool:
-    """Both gradients are cast before what waits for either of them: then what they are made of can go."""
+    """Both gradients are cast before what waits for either of them: then what they are made of can go.
+
+    Not before weights that are cast again: in the code that Inductor made, the order then held more at the peak.
+    """
     first = min(by_gate, by_up, key=lambda each: each.node)
-    place = min([first.node, *by_gate.waiting, *by_up.waiting])
+    waiting = [*by_gate.waiting, *by_up.waiting]
+    casts_weights = any(_root(each).op == "placeholder" for each in waiting)
+    place = first.node if casts_weights else min([first.node, *waiting])
     reaches = [each.args[3] for each in (by_gate, by_up)]
     if not all(each < place for each in found.values()) or not all(_can_come(each, place) for each in reaches):
         return False
@@ -287,6 +292,14 @@ def _join_grads(graph: fx.Graph, by_gate: _Cast, by_up: _Cast, found: Found) -> 
         _tell_waiting(cast, found["grad"], joined)
         _erase(graph, cast)
     return True
+
+
+def _root(cast: fx.Node) -> fx.Node:
+    """What a cast reads, behind any views."""
+    node = cast.all_input_nodes[0]
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _as_matrix(graph: fx.Graph, node: fx.Node, size: tuple[int, int]) -> fx.Node:
