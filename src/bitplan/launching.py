@@ -23,6 +23,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from bitplan import kernel_operations
 from bitplan.kernel_operations import OPERATIONS, KernelOperation
+from bitplan.native import gated_fusing
+from bitplan.native.gated_fusing import fuse_gates
 
 #: Whether compiled graphs launch the kernels themselves; to compare, or where a version of torch cannot.
 OPENS = True
@@ -41,13 +43,15 @@ class OpeningPass(CustomGraphPass):
         for each in self.earlier:
             each(graph)
         remember_accesses()
+        fuse_gates(graph)
         open_operations(graph)
 
     def uuid(self) -> Any:
         """What Inductor's caches know it by; None, which turns them off, where an earlier pass has no such word."""
         others = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.earlier]
         files = (source for operation in OPERATIONS.values() for source in operation.sources())
-        ours = get_hash_for_files((__file__, kernel_operations.__file__, *dict.fromkeys(files)))
+        rules = (__file__, kernel_operations.__file__, gated_fusing.__file__)
+        ours = get_hash_for_files((*rules, *dict.fromkeys(files)), f"{gated_fusing.FUSES}")
         return None if None in others else (ours, *others)
 
     # torch.compile compares the options of two calls to tell whether a graph can be used again.

@@ -111,6 +111,47 @@ def _codes_of(value, zero, is_e5m2: tl.constexpr):  # type: ignore[no-untyped-de
     return tl.inline_asm_elementwise(cast, "=r,f,f,f,f,r,r,r,r", [value, zero], tl.uint8, is_pure=True, pack=4)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _scale_from(  # type: ignore[no-untyped-def]
+    parts, reach, largest: tl.constexpr, power_of_two: tl.constexpr, has_reach: tl.constexpr, part_count: tl.constexpr
+):
+    """The matrix's scale: room for what is known from the past or, where nothing is, for the largest of the parts."""
+    span = tl.max(_magnitude_bits(tl.load(parts + tl.arange(0, part_count))), 0).to(tl.float32, bitcast=True)
+    if has_reach:
+        known = tl.load(reach)
+        span = tl.where(known > 0, known, span)
+    return _scale_of(span, largest, power_of_two)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _divided(value, scale, largest: tl.constexpr, power_of_two: tl.constexpr, may_exceed: tl.constexpr):  # type: ignore[no-untyped-def]
+    if power_of_two:  # noqa: SIM108 - Triton leaves out the branch that is not taken
+        value = value * _inverse_power(scale)
+    else:
+        value = _quotient(value, scale, largest, may_exceed)
+    return value
+
+
+@triton.jit
+def _gather(tops, number, value):  # type: ignore[no-untyped-def]
+    """Note the largest magnitude of a tile."""
+    tl.store(tops + number, tl.max(tl.max(_magnitude_bits(value), 1), 0).to(tl.float32, bitcast=True))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_codes(  # type: ignore[no-untyped-def]
+    codes, row, column, as_rows, as_columns, rows, features, writes_rows: tl.constexpr, writes_columns: tl.constexpr
+):
+    if writes_rows:
+        inside = (row < rows)[:, None] & (column < features)[None, :]
+        place = row[:, None] * features + column[None, :]
+        tl.store(as_rows.to(tl.pointer_type(tl.uint8), bitcast=True) + place, codes, mask=inside)
+    if writes_columns:
+        outside = (column < features)[:, None] & (row < rows)[None, :]
+        turned = column[:, None] * rows + row[None, :]
+        tl.store(as_columns.to(tl.pointer_type(tl.uint8), bitcast=True) + turned, tl.trans(codes), mask=outside)
+
+
 @triton.jit(do_not_specialize=["zero"])  # type: ignore[untyped-decorator]
 def _cast_tile(  # type: ignore[no-untyped-def]
     x,
@@ -146,29 +187,16 @@ def _cast_tile(  # type: ignore[no-untyped-def]
     right = tl.load(x + place, mask=inside & (is_left == 0), other=0.0).to(tl.float32)
     value = tl.where(is_left, left, right)
     if gathers:
-        top = tl.max(tl.max(_magnitude_bits(value), 1), 0)
-        tl.store(tops + number, top.to(tl.float32, bitcast=True))
+        _gather(tops, number, value)
     if has_parts:
-        span = tl.max(_magnitude_bits(tl.load(parts + tl.arange(0, part_count))), 0).to(tl.float32, bitcast=True)
-        if has_reach:
-            known = tl.load(reach)
-            span = tl.where(known > 0, known, span)
-        scale = _scale_of(span, largest, power_of_two)
-        if power_of_two:  # noqa: SIM108 - Triton leaves out the branch that is not taken
-            value = value * _inverse_power(scale)
-        else:
-            value = _quotient(value, scale, largest, has_reach)
+        scale = _scale_from(parts, reach, largest, power_of_two, has_reach, part_count)
+        value = _divided(value, scale, largest, power_of_two, has_reach)
     else:
         scale = tl.full([], 1.0, tl.float32)
     if number == 0:
         tl.store(scale_out, scale)
     codes = _codes_of(value, zero, is_e5m2)
-    if writes_rows:
-        tl.store(as_rows.to(tl.pointer_type(tl.uint8), bitcast=True) + place, codes, mask=inside)
-    if writes_columns:
-        outside = (column < features)[:, None] & (row < rows)[None, :]
-        turned = column[:, None] * rows + row[None, :]
-        tl.store(as_columns.to(tl.pointer_type(tl.uint8), bitcast=True) + turned, tl.trans(codes), mask=outside)
+    _store_codes(codes, row, column, as_rows, as_columns, rows, features, writes_rows, writes_columns)
 
 
 def amax_by_kernel(wrap: Any, x: Tensor, reach: Tensor | None) -> Tensor:
