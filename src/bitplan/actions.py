@@ -23,7 +23,7 @@ from bitplan.intercept import state_of
 from bitplan.keeping import is_smaller, note_rounded
 from bitplan.live import LiveFormat
 from bitplan.native.float8_cast import FORMATS, READ
-from bitplan.native.paths import Passes, Worth
+from bitplan.native.paths import Passes, Terms
 from bitplan.noise import bits_of_key, key_of
 from bitplan.observe import PROMOTED, mean_range, observe_amax, observe_range, observe_rounding, observe_sign
 from bitplan.packing import stored
@@ -369,7 +369,7 @@ class Action:
         #: In native execution: which pass runs on which unit.
         self.native: Passes = {}
         #: From where on that pays.
-        self.worth = Worth()
+        self.terms = Terms()
         #: In native execution: whether codes of x are kept for a backward pass that is emulated.
         self.keeps_codes = False
         self.has_slots = any(place in self.places for place in SLOTS)
@@ -390,7 +390,7 @@ class Action:
         """All that tracing reads of it, see :mod:`bitplan.guarding`."""
         native = tuple((key, tuple(units.items())) for key, units in self.native.items())
         places = tuple((place, action.facts()) for place, action in self.places.items())
-        return self.at_consumer, tuple(self.shared.items()), native, self.worth, self.keeps_codes, places
+        return self.at_consumer, tuple(self.shared.items()), native, self.terms, self.keeps_codes, places
 
     def applies(self, place: str, training: bool) -> bool:
         action = self.places.get(place)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,8 @@ from bitplan.errors import BitplanWarning, PlanError, nearest_names
 from bitplan.intercept import is_planned, unwrapped
 from bitplan.native.crossover import remembered
 from bitplan.native.fallbacks import Fallback
-from bitplan.native.paths import Worth
+from bitplan.native.operands import PASSES
+from bitplan.native.paths import Terms
 from bitplan.openings import is_opened
 from bitplan.plan import Plan
 from bitplan.plan.find import find_plan
@@ -52,6 +54,7 @@ def attach(
     execution: str = "emulate",
     native_from: int | None = None,
     strict_native: bool = False,
+    fast_sums: Sequence[str] = (),
 ) -> Attachment:
     """Put `plan` (a plan, a preset's name or a file) to work on `model`.
 
@@ -67,6 +70,8 @@ def attach(
     :param native_from: of native execution: products of so many multiplications (tokens x inputs x outputs) and more go
         to the units; by default from where on that pays on this machine, which is measured once and remembered.
     :param strict_native: raise where a product that the plan gives formats would be emulated; needs an `example`.
+    :param fast_sums: of native execution: passes (``fprop``, ``dgrad``, ``wgrad``) whose FP8 products add up with fewer
+        bits than float32 has, as tensor cores do at their fastest; torchao has it so in ``fprop``.
     """
     if execution not in EXECUTIONS:
         raise PlanError(f"there is no execution {execution!r}; {nearest_names(execution, EXECUTIONS)}")
@@ -84,13 +89,20 @@ def attach(
             raise PlanError(
                 f"the model does not run on the example ({reason}): give a batch as the model takes it."
             ) from error
-    if execution != "native" and (native_from is not None or strict_native):
-        raise PlanError("native_from and strict_native go with execution='native': give that, too, or drop them.")
-    worth = None
+    if execution != "native" and (native_from is not None or strict_native or fast_sums):
+        raise PlanError(
+            "native_from, strict_native and fast_sums go with execution='native': give that, too, or drop them."
+        )
+    fast_sums = (fast_sums,) if isinstance(fast_sums, str) else tuple(fast_sums)
+    for one in fast_sums:
+        if one not in PASSES:
+            raise PlanError(f"there is no pass {one!r} to have fast sums: they are {', '.join(PASSES)}.")
+    terms = None
     if execution == "native":
         first = next(model.parameters(), torch.empty(0))
-        worth = remembered(first.device, first.dtype) if native_from is None else Worth(native_from)
-    run = Attachment(model, found, steps, seed, live, stats, execution, worth)
+        terms = remembered(first.device, first.dtype) if native_from is None else Terms(native_from)
+        terms = terms._replace(fast_sums=fast_sums)
+    run = Attachment(model, found, steps, seed, live, stats, execution, terms)
     if example is not None:
         run.expect(example)
     if operations is not None:

@@ -33,7 +33,7 @@ from bitplan.keeping import Keeper
 from bitplan.ledger import Ledger
 from bitplan.names import format as format_of
 from bitplan.native.fallbacks import Fallback, fallbacks_of
-from bitplan.native.paths import Worth
+from bitplan.native.paths import Terms
 from bitplan.native.units import units_of
 from bitplan.observe import Statistics, Watched
 from bitplan.optimizers import OptimizerPromise
@@ -78,7 +78,7 @@ class Attachment:
         live: bool = False,
         stats: bool = False,
         execution: str = "emulate",
-        worth: Worth | None = None,
+        terms: Terms | None = None,
     ) -> None:
         self.plan = plan
         self.execution = execution
@@ -93,8 +93,8 @@ class Attachment:
             register_backend()
         self._timeline = Timeline(plan, steps, fixed=execution == "packed")
         self._phase = self._timeline.phase
-        self._worth = worth
-        self._decider = Decider(plan, live, stats, execution == "packed", worth=worth)
+        self._terms = terms
+        self._decider = Decider(plan, live, stats, execution == "packed", terms=terms)
         #: What happens in a module, by the plan's phase: kept, so that compiled code knows it again.
         self._actions: dict[tuple[ModuleTables, Phase], dict[str, Any]] = {}
         self._operations: list[Operation] = []
@@ -162,7 +162,7 @@ class Attachment:
             decider = self._decider
             if phase:
                 plan = self._timeline.plan_in(phase)
-                decider = Decider(plan, *decider.ways, whole=decider, worth=decider.worth)
+                decider = Decider(plan, *decider.ways, whole=decider, terms=decider.terms)
             tables.enter(phase)
             self._actions[tables, phase] = decider.actions(tables)
         return self._actions[tables, phase]
@@ -519,11 +519,11 @@ class Attachment:
 
     def fallbacks(self) -> list[Fallback]:
         """In native execution: the products that are emulated, and why. Empty where all run on the device's units."""
-        if self._worth is None:
+        if self._terms is None:
             raise PlanError("only native execution has fallbacks: attach with execution='native'.")
         device = next(self.model.parameters(), torch.empty(0)).device
         plan = self._timeline.plan_in(self._phase)
-        return fallbacks_of(self._ledger.operations(), plan.decide, units_of(device), self._worth, device.type)
+        return fallbacks_of(self._ledger.operations(), plan.decide, units_of(device), self._terms, device.type)
 
     def stats(self) -> dict[str, Statistics]:
         """Per site and place, what rounding did to its values. Reading waits for the device."""

@@ -16,7 +16,7 @@ from bitplan.actions import Action
 from bitplan.formats import BlockFormat
 from bitplan.live import LiveFormat
 from bitplan.native.fallbacks import keeps_codes, passes_of
-from bitplan.native.paths import Passes, Worth
+from bitplan.native.paths import Passes, Terms
 from bitplan.native.units import Unit, units_of
 from bitplan.opened import OPENED
 from bitplan.openings import decision_for, has_slots, is_opened
@@ -74,7 +74,7 @@ class Decider:
         watched: bool,
         packed: bool = False,
         whole: Decider | None = None,
-        worth: Worth | None = None,
+        terms: Terms | None = None,
     ) -> None:
         """`live`: every float and integer format may change; else only those whose ``bits`` the plan leaves open.
         `watched`: statistics are wanted. `packed`: what is rounded is kept in its format's own bits.
@@ -85,7 +85,7 @@ class Decider:
         self.live = live
         self.watched = watched
         self.packed = packed
-        self.worth = worth
+        self.terms = terms
         self._named = named_operations(plan)
         self._live_formats: dict[QuantizerSpec, LiveFormat] = {} if whole is None else whole._live_formats
 
@@ -114,8 +114,8 @@ class Decider:
         if decision.changes_nothing:
             return None
         action = Action(decision, op, self._live_format(decision))
-        if self.worth is not None and (op == "linear" or op.startswith("conv")) and action.has_slots:
-            action.native, action.worth = native_passes(decision, op), self.worth
+        if self.terms is not None and (op == "linear" or op.startswith("conv")) and action.has_slots:
+            action.native, action.terms = native_passes(decision, op), self.terms
             action.keeps_codes = keeps_codes(decision)
         tables.needs_keys |= action.needs_key
         for place, place_action in action.places.items():
@@ -123,7 +123,7 @@ class Decider:
             place_action.watched = self.watched
             place_action.is_packed = self.packed
             is_fixed = place_action.live is None and place_action.promotion is None
-            place_action.keeps_codes = self.worth is not None and place == "activation" and is_fixed
+            place_action.keeps_codes = self.terms is not None and place == "activation" and is_fixed
             if place_action.live is not None:
                 place_action.row = tables.format_row(
                     choice.rule, place, place_action.live, place_action.spec, choice.name

@@ -253,7 +253,7 @@ class Rounder(Interceptor):
         if not has_settings(op, args, kwargs):
             return None
         product, bias = product_of(op, args, kwargs)
-        units = units_here(action.native, op, product.settings, x, w, action.worth)
+        units = units_here(action.native, op, product.settings, x, w, action.terms)
         keeps_codes = action.keeps_codes and op != "linear" and x.dim() == w.dim() and x.numel() > 0
         return (product, bias, units) if units or keeps_codes else None
 

@@ -28,7 +28,7 @@ def small_and_uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     small = Shape(lambda: (nn.Linear(16, 16, bias=False), torch.randn(8, 16)), aim=Aim("2 CPU cores", 1e9))
     monkeypatch.setattr(speed_variants, "peers", lambda device: {"a peer": _broken})
     monkeypatch.setitem(speed.SHAPES, "small", small)
-    monkeypatch.setattr("bitplan.native.crossover.SIZES", (8,))
+    monkeypatch.setattr("bitplan.native.crossover.SIZES", {"cpu": (8,)})
     monkeypatch.setattr(torch, "compile", lambda model, **given: backends.append(str(given.get("backend"))) or model)
     return backends
 
@@ -57,6 +57,11 @@ def test_every_plan_may_spare_memory(small_and_uncompiled: list[str]) -> None:
     sparing = [f"native-int8, sparing {what}" for what in ("weights", "activations", "inputs", "products")]
     assert variants == ["bf16", "native-int8", *sparing]
     assert ["compile_native" in backend for backend in small_and_uncompiled] == [False, False, False, True, True, True]
+
+
+def test_every_plan_may_have_fast_sums(small_and_uncompiled: list[str]) -> None:
+    document = measured("small", "native-int8", fast_sums=True, peers=False)
+    assert [row["variant"] for row in document["rows"]["small"]] == ["bf16", "native-int8", "native-int8, fast sums"]
 
 
 def test_each_variant_learns_from_the_same_text_and_is_held_against_its_emulation(

@@ -11,6 +11,7 @@ from torch._inductor.utils import run_and_get_code
 
 import bitplan
 from bitplan import Plan, launching
+from bitplan.native import crossover
 from bitplan.native.float8_cast import FORMATS, Cast, amax_in_torch, cast_float8, cast_in_torch
 from bitplan.native.units import units_of
 
@@ -75,6 +76,46 @@ def test_the_products_are_those_of_the_rounded_operands_in_float64(name: str, co
         allowed = 2**-8 * product.abs() + 2**-11 * magnitude
         assert ((ours.double() - product).abs() <= allowed).all(), which
         assert (ours.double() - product).norm() <= 2**-8 * product.norm(), which
+
+
+def test_fast_sums_lose_some_bits_of_forward_products_and_no_others() -> None:
+    require_unit("fp8")
+    torch.manual_seed(0)
+    model = nn.Linear(4096, 512, bias=False).cuda().bfloat16()
+    x = torch.randn(1024, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(1024, 512, device="cuda", dtype=torch.bfloat16)
+    found = []
+    for passes in ((), ("fprop",)):
+        x.grad, model.weight.grad = None, None
+        with bitplan.attach(
+            *(model, plan_of(PLANS["fp8 tensor"])),
+            example=x,
+            execution="native",
+            native_from=0,
+            fast_sums=passes,
+        ):
+            y = model(x)
+            y.backward(dy)
+        found.append((y.detach(), x.grad, model.weight.grad))
+    (exact, *gradients), (fast, *others) = found
+    for one, other in zip(gradients, others, strict=True):
+        assert torch.equal(one, other)
+    rule = PLANS["fp8 tensor"]
+    product = rounded(x.detach(), rule, "x", 1) @ rounded(model.weight.detach(), rule, "w", 1).t()
+    lost = [float((each.double() - product).norm() / product.norm()) for each in (exact, fast)]
+    assert lost[0] < lost[1] < 2**-6
+
+
+def test_the_crossover_is_that_of_the_device() -> None:
+    """Small products lose, and large ones win, as they do in a compiled model; the host's time is in neither."""
+    require_unit("fp8")
+    small, large = (
+        crossover._crossing(units_of(torch.device("cuda"))[0], size, torch.device("cuda"), torch.bfloat16)
+        for size in (256, 8192)
+    )
+    assert small.unit == "fp8"
+    assert small.native > small.plain
+    assert large.native < large.plain
 
 
 def gradients(execution: str, plan: Plan, compiled: bool) -> list[torch.Tensor]:

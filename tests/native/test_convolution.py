@@ -355,8 +355,8 @@ def test_small_and_narrow_convolutions_are_emulated(monkeypatch: pytest.MonkeyPa
     counted = Counted(monkeypatch)
     _, fallen = step(make, image(shape), plan, "native", native_from=10**6)
     assert fallen == [f"/conv2d.0, all passes: 168 x 144 x 24 is too small to gain by it{KEPT}"]
-    worth = paths.Worth(0, (("int8", 17),))
-    monkeypatch.setattr(import_module("bitplan.attach"), "remembered", lambda device, dtype: worth)
+    terms = paths.Terms(channels=(("int8", 17),))
+    monkeypatch.setattr(import_module("bitplan.attach"), "remembered", lambda device, dtype: terms)
     _, fallen = step(make, image(shape), plan, "native", native_from=None)
     reason = "a convolution from 16 to 24 channels has too few channels to gain by unfolding its kernel"
     assert fallen == [f"/conv2d.0, all passes: {reason}{KEPT}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 import bitplan
 from bitplan import Plan, PlanError
 from bitplan.errors import BitplanWarning
-from bitplan.native import crossover, units
+from bitplan.native import crossover, paths, units
 from bitplan.native.units import Float8Unit, Int8Unit
 
 INT8_VECTOR = {"format": "int8", "scale": "vector"}
@@ -284,9 +285,48 @@ def test_a_late_switch_runs_native_and_then_not(monkeypatch: pytest.MonkeyPatch)
     assert counts == [3, 3, 0, 0]
 
 
+def test_fast_sums_are_asked_for_in_the_passes_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x, names = nn.Linear(32, 16), torch.randn(16, 32), []
+    multiply = torch._scaled_mm
+
+    def noted(a: Tensor, b: Tensor, use_fast_accum: bool, **given: Any) -> Tensor:
+        names.append((a.dtype, b.dtype, use_fast_accum))
+        return multiply(a, b, use_fast_accum=use_fast_accum, **given)
+
+    monkeypatch.setattr(torch, "_scaled_mm", noted)
+    kinds = torch.float8_e4m3fn, torch.float8_e5m2
+    for passes, fast in (
+        ((), (False, False, False)),
+        ("fprop", (True, False, False)),
+        (["wgrad"], (False, False, True)),
+    ):
+        names.clear()
+        plan = PLANS["fp8"][0]
+        with bitplan.attach(model, plan, example=x, execution="native", native_from=0, fast_sums=passes) as run:
+            assert run.fallbacks() == []
+            step(model, model, x)
+        assert names == [(kinds[0], kinds[0], fast[0]), (kinds[1], kinds[0], fast[1]), (kinds[1], kinds[0], fast[2])]
+    with pytest.raises(PlanError, match="there is no pass 'forward' to have fast sums: they are fprop, dgrad"):
+        bitplan.attach(model, plan, execution="native", fast_sums="forward")
+    with pytest.raises(PlanError, match="go with execution='native'"):
+        bitplan.attach(model, plan, fast_sums="fprop")
+
+
+def test_every_unit_has_a_crossover_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Linear(32, 16), torch.randn(16, 32)
+    terms = paths.Terms(works=(("int8", 0), ("fp8", 16 * 32 * 16 + 1)))
+    monkeypatch.setattr(import_module("bitplan.attach"), "remembered", lambda device, dtype: terms)
+    with bitplan.attach(model, PLANS["int8 tensor"][0], example=x, execution="native") as run:
+        assert run.fallbacks() == []
+    with bitplan.attach(model, PLANS["fp8"][0], example=x, execution="native") as run:
+        (found,) = run.fallbacks()
+    assert str(found) == "/linear.0, all passes: 16 x 32 x 16 is too small to gain by it"
+
+
 def test_the_crossover_is_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BITPLAN_CACHE", str(tmp_path))
-    monkeypatch.setattr(crossover, "SIZES", (8, 16))
+    monkeypatch.setattr(crossover, "SIZES", {"cpu": (8, 16)})
     monkeypatch.setattr(crossover, "CHANNELS", (16, 32))
     monkeypatch.setattr(crossover, "IMAGES", {"cpu": (2, 4)})
     first = crossover.remembered(torch.device("cpu"), torch.float32)
@@ -302,12 +342,14 @@ def test_the_crossover_is_measured_once_and_remembered(tmp_path: Path, monkeypat
     won = [crossover.Crossing("int8", 8, 2.0, 1.0), crossover.Crossing("fp8", 8, 1.0, 2.0)]
     for table in ("measured", "measured_unfolded"):
         monkeypatch.setattr(crossover, table, lambda *given: won)
-    assert crossover.remembered(torch.device("cpu"), torch.float32) == (512, (("int8", 8), ("fp8", crossover.NEVER)))
+    found = crossover.remembered(torch.device("cpu"), torch.float32)
+    assert found.works == (("int8", 512), ("fp8", crossover.NEVER))
+    assert found.channels == (("int8", 8), ("fp8", crossover.NEVER))
 
 
 def test_the_crossover_is_measured_on_real_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BITPLAN_CACHE", str(tmp_path))
-    monkeypatch.setattr(crossover, "SIZES", (8,))
+    monkeypatch.setattr(crossover, "SIZES", {"cpu": (8,)})
     monkeypatch.setattr(crossover, "CHANNELS", (16,))
     monkeypatch.setattr(crossover, "IMAGES", {"cpu": (2, 4)})
     kinds: list[bool] = []

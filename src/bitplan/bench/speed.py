@@ -141,6 +141,7 @@ def bench_speed(
     turns: int = 8,
     seed: int = 0,
     sparing: bool = False,
+    fast_sums: bool = False,
     loss_steps: int | None = None,
     loss_batch: int = 1,
     switches: bool = True,
@@ -150,6 +151,7 @@ def bench_speed(
     """Measure everything; a document with machine, versions, the crossover table and one entry a row.
 
     :param sparing: measure every plan also with each of the ways to spare memory.
+    :param fast_sums: and all of these with fast sums in forward products.
     :param loss_steps: steps on real text; by default 1,000 on a GPU and none on a CPU.
     :param loss_batch: sequences of a batch of these.
     :param peers: whether what others offer is measured beside it.
@@ -166,7 +168,9 @@ def bench_speed(
         chosen[name] = plans or (OWN_FULL_PLANS if SHAPES[name].full_step else own)
     for name in shapes:
         torch.manual_seed(seed)
-        made = _Measured(SHAPES[name], chosen[name], where, sparing, peers, partial(_prefixed, on_news, name))
+        variants = variants_of(chosen[name], where, sparing, fast_sums, SHAPES[name].full_step)
+        raced = [variant for variant in variants if peers or not variant.is_peer]
+        made = _Measured(SHAPES[name], chosen[name], raced, where, partial(_prefixed, on_news, name))
         # torch counts graphs by code, and all variants of a shape share theirs.
         with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
             made.take_turns(turns)
@@ -206,14 +210,11 @@ class _Measured:
         self,
         shape: Shape,
         plans: Sequence[str],
+        variants: Sequence[SpeedVariant],
         device: torch.device,
-        sparing: bool,
-        peers: bool,
         on_news: Callable[[str], None],
     ) -> None:
-        self.shape, self.plans, self.device, self.on_news = shape, plans, device, on_news
-        found = variants_of(plans, device, sparing, shape.full_step)
-        self.variants = [variant for variant in found if peers or not variant.is_peer]
+        self.shape, self.plans, self.variants, self.device, self.on_news = shape, plans, variants, device, on_news
         self.rows: list[Row] = []
         self.failed: dict[str, str] = {}
         self.losses: dict[str, Any] | None = None

@@ -48,13 +48,15 @@ class SpeedVariant:
         return not self.is_peer and self.name != PLAIN
 
 
-def planned(plan: Plan, model: nn.Module, x: Tensor, execution: str = "native") -> Attachment:
+def planned(
+    plan: Plan, model: nn.Module, x: Tensor, execution: str = "native", fast_sums: Sequence[str] = ()
+) -> Attachment:
     """The plan at work, all its products on units that suit them, however small."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BitplanWarning)  # fallbacks are counted in the row
         if execution != "native":
             return attach(model, plan, example=x, execution=execution)
-        return attach(model, plan, example=x, execution="native", native_from=0)
+        return attach(model, plan, example=x, execution="native", native_from=0, fast_sums=fast_sums)
 
 
 def emulated(name: str) -> SpeedVariant:
@@ -66,17 +68,22 @@ def unchanged(model: nn.Module, x: Tensor) -> None:
     """BF16 as it is."""
 
 
-def variants_of(plans: Sequence[str], device: torch.device, sparing: bool, full_step: bool) -> list[SpeedVariant]:
+def variants_of(
+    plans: Sequence[str], device: torch.device, sparing: bool, fast_sums: bool, full_step: bool
+) -> list[SpeedVariant]:
     """BF16, the plans, and what others offer.
 
     :param sparing: every plan also with each other way to spare memory.
+    :param fast_sums: all of these also with fast sums in forward products, as torchao's FP8 has them.
     """
     found = [SpeedVariant(PLAIN, unchanged)]
-    for name in plans:
-        first, *more = _OWN_SPARING.get(name, ("no",))
-        own = SpeedVariant(name, partial(planned, own_plan(name)), first, learns_as=name)
+    for plan in plans:
+        first, *more = _OWN_SPARING.get(plan, ("no",))
         others = [what for what in SPARING if what != first and (what in more or (sparing and what != "no"))]
-        found += [own, *(replace(own, name=f"{name}, sparing {what}", spare_memory=what) for what in others)]
+        for passes in ((), ("fprop",)) if fast_sums else ((),):
+            name = f"{plan}, fast sums" if passes else plan
+            own = SpeedVariant(name, partial(planned, own_plan(plan), fast_sums=passes), first, learns_as=name)
+            found += [own, *(replace(own, name=f"{name}, sparing {what}", spare_memory=what) for what in others)]
     if full_step:
         return [*found, *full_step_peers(device)]
     return [*found, *(SpeedVariant(name, change, is_peer=True) for name, change in peers(device).items())]

@@ -137,6 +137,9 @@ def speed(
         bool,
         typer.Option("--spare-memory", help="Measure every plan also with each way to spare memory."),
     ] = False,
+    fast_sums: Annotated[
+        bool, typer.Option("--fast-sums", help="Measure all of these also with fast sums in forward products.")
+    ] = False,
     loss_steps: Annotated[
         int | None, typer.Option(min=0, help="Steps on real text (default: 1000 on a GPU, none on a CPU).")
     ] = None,
@@ -152,6 +155,7 @@ def speed(
         document = bench_speed(
             *(shapes or ("linear-1024",), plans or (), device, turns),
             sparing=sparing,
+            fast_sums=fast_sums,
             loss_steps=loss_steps,
             loss_batch=loss_batch,
             switches=switches,
@@ -181,7 +185,12 @@ def _print_speed(output: Output, document: dict[str, Any]) -> None:
     if document["switches"]:
         words = ", ".join(f"{each['to']} {each['recompiles']}" for each in document["switches"])
         output.console.print(f"Graphs compiled for each change of formats in a run: {words}.", soft_wrap=True)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="square products, one by one", title_justify="left")
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        title="a linear layer's three products with their casts, square matrices",
+        title_justify="left",
+    )
     for heading in ("unit", "size", "ms plain", "ms native"):
         table.add_column(heading, justify="right")
     for row in document["crossover"]:

@@ -1,7 +1,9 @@
 """From which size on a low-precision unit pays on this machine: measured once, and remembered.
 
-Rounding both operands and multiplying their codes is set against multiplying them as they are, for square matrices that
-grow. Products of fewer multiplications than the smallest size that won, and won at every larger size, stay as they are.
+A linear layer's three products, with the casts that they want, are set against the same products as they are, for
+square matrices that grow. Products of fewer multiplications than the smallest size that won, and won at every larger
+size, stay as they are. On a GPU the calls are replayed as a CUDA graph: what counts is the time of the device, since a
+compiled model hides the host's behind it.
 Convolutions whose kernel has to be unfolded are set against torch's own likewise, for 3x3 kernels with more and more
 channels: what unfolding costs is won back by the channels of the result.
 """
@@ -25,7 +27,8 @@ from bitplan.files import write_whole
 from bitplan.native.convolution import Convolution
 from bitplan.native.float8_cast import FORMATS, READ, cast_float8
 from bitplan.native.operands import BY_ROW, Codes, codes_of
-from bitplan.native.paths import Worth
+from bitplan.native.paths import Terms
+from bitplan.native.product import Form
 from bitplan.native.units import Unit, units_of
 from bitplan.processor import cpu_name
 from bitplan.products import Product
@@ -33,12 +36,14 @@ from bitplan.quantizer import make_quantizer
 
 log = logging.getLogger("bitplan")
 
-SIZES = (128, 256, 512, 1024, 2048)
+SIZES = {"cpu": (128, 256, 512, 1024, 2048), "cuda": (512, 1024, 2048, 4096, 8192)}
 #: Channels of 3x3 convolutions, and (samples, height and width) of their images by the kind of device.
 CHANNELS = (16, 32, 64, 128, 256)
 IMAGES = {"cpu": (8, 14), "cuda": (64, 28)}
 #: Where no size that was measured won.
 NEVER = 1 << 62
+#: Calls of one CUDA graph, so that its start does not count.
+_REPLAYED = 10
 _FORMATS = {"int8": "int8", "fp8": "e4m3"}
 
 
@@ -55,7 +60,7 @@ class Crossing:
 
 def measured(device: torch.device, dtype: torch.dtype = torch.float32) -> list[Crossing]:
     """The table for this machine: every unit of the device, every size."""
-    return [_crossing(unit, size, device, dtype) for unit in units_of(device) for size in SIZES]
+    return [_crossing(unit, size, device, dtype) for unit in units_of(device) for size in SIZES[device.type]]
 
 
 def measured_unfolded(device: torch.device, dtype: torch.dtype = torch.float32) -> list[Crossing]:
@@ -63,16 +68,13 @@ def measured_unfolded(device: torch.device, dtype: torch.dtype = torch.float32) 
     return [_crossing_unfolded(unit, size, device, dtype) for unit in units_of(device) for size in CHANNELS]
 
 
-def least_work(table: list[Crossing]) -> int:
-    """Multiplications from which on every size of the table won.
+def least_works(table: list[Crossing]) -> dict[str, int]:
+    """Unit -> multiplications from which on every size of the table won.
 
-    >>> least_work([Crossing("int8", 128, 1.0, 2.0), Crossing("int8", 256, 3.0, 2.0), Crossing("int8", 512, 9.0, 4.0)])
-    16777216
-    >>> least_work([Crossing("int8", 128, 1.0, 2.0)]) == NEVER
-    True
+    >>> least_works([Crossing("int8", 128, 1.0, 2.0), Crossing("int8", 256, 3.0, 2.0), Crossing("fp8", 256, 1.0, 2.0)])
+    {'int8': 16777216, 'fp8': 4611686018427387904}
     """
-    least = min(least_sizes(table).values(), default=NEVER)
-    return NEVER if least == NEVER else least**3
+    return {unit: NEVER if size == NEVER else size**3 for unit, size in least_sizes(table).items()}
 
 
 def least_sizes(table: list[Crossing]) -> dict[str, int]:
@@ -89,10 +91,10 @@ def least_sizes(table: list[Crossing]) -> dict[str, int]:
     return {unit: size for unit, (size, _) in least.items()}
 
 
-def remembered(device: torch.device, dtype: torch.dtype) -> Worth:
+def remembered(device: torch.device, dtype: torch.dtype) -> Terms:
     """From where on units pay on this machine, from the file that an earlier run left, or measured now."""
     if not units_of(device):
-        return Worth(NEVER)
+        return Terms(NEVER)
     file = cache_file()
     key = f"{_machine(device)}, {dtype}, torch {torch.__version__}, {torch.get_num_threads()} threads"
     known = _read(file)
@@ -108,7 +110,7 @@ def remembered(device: torch.device, dtype: torch.dtype) -> Worth:
         except OSError as error:
             log.info("the crossover is not remembered, and will be measured again: %s", error)
     linear, unfolded = ([Crossing(**row) for row in known[name]] for name in tables)
-    return Worth(least_work(linear), tuple(least_sizes(unfolded).items()))
+    return Terms(0, tuple(least_works(linear).items()), tuple(least_sizes(unfolded).items()))
 
 
 def cache_file() -> Path:
@@ -135,13 +137,15 @@ def _machine(device: torch.device) -> str:
 
 
 def _crossing(unit: Unit, size: int, device: torch.device, dtype: torch.dtype) -> Crossing:
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    x, w, dy = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(3))
 
-    def native() -> Tensor:
-        (one,), (other,) = (_codes(unit, matrix, ["fprop.x"]) for matrix in (a, b))
-        return _multiplied(unit, one, other.transposed(), dtype)
+    def plain() -> tuple[Tensor, ...]:
+        return x @ w.t(), dy @ w, dy.t() @ x
 
-    return Crossing(unit.name, size, _milliseconds(lambda: a @ b.t(), device), _milliseconds(native, device))
+    return Crossing(
+        *(unit.name, size, _milliseconds(plain, device)),
+        _milliseconds(lambda: _three_products(unit, x, w, dy, Form()), device),
+    )
 
 
 def _crossing_unfolded(unit: Unit, channels: int, device: torch.device, dtype: torch.dtype) -> Crossing:
@@ -150,24 +154,26 @@ def _crossing_unfolded(unit: Unit, channels: int, device: torch.device, dtype: t
     x, dy = (torch.randn(samples, side, side, channels, device=device, dtype=dtype).movedim(-1, 1) for _ in range(2))
     w = torch.randn(channels, 3, 3, channels, device=device, dtype=dtype).movedim(-1, 1)
     product = Product("conv2d", ([1, 1], [1, 1], [1, 1], False, [0, 0], 1))
-    form = Convolution(product, (3, 3))
 
-    def plain() -> Tensor:
-        product.grad_x(dy, x, w)
-        product.grad_w(dy, x, w)
-        return product.forward(x, w, None)
+    def plain() -> tuple[Tensor, ...]:
+        return product.forward(x, w, None), product.grad_x(dy, x, w), product.grad_w(dy, x, w)
 
-    def native() -> Tensor:
-        to_see, to_learn = _codes(unit, x, ["fprop.x", "wgrad.x"])
-        to_apply, to_turn = _codes(unit, w, ["fprop.w", "dgrad.w"])
-        to_send, to_blame = _codes(unit, dy, ["dgrad.dy", "wgrad.dy"])
-        seen, turned = form.seen_backward(to_send, x.shape), form.weight_backward(to_turn, w.shape)
-        form.grad_x(_multiplied(unit, seen, turned, dtype), x.shape)
-        form.grad_w(_multiplied(unit, to_blame.transposed(), form.seen(to_learn, x.shape), dtype), w.shape)
-        applied = form.weight(to_apply, w.shape).transposed()
-        return form.result(_multiplied(unit, form.seen(to_see, x.shape), applied, dtype), x.shape)
+    return Crossing(
+        *(unit.name, channels, _milliseconds(plain, device)),
+        _milliseconds(lambda: _three_products(unit, x, w, dy, Convolution(product, (3, 3))), device),
+    )
 
-    return Crossing(unit.name, channels, _milliseconds(plain, device), _milliseconds(native, device))
+
+def _three_products(unit: Unit, x: Tensor, w: Tensor, dy: Tensor, form: Form) -> tuple[Tensor, ...]:
+    """Forward and backward as native execution makes them, casts included."""
+    to_see, to_learn = _codes(unit, x, ["fprop.x", "wgrad.x"])
+    to_apply, to_turn = _codes(unit, w, ["fprop.w", "dgrad.w"])
+    to_send, to_blame = _codes(unit, dy, ["dgrad.dy", "wgrad.dy"])
+    y = _multiplied(unit, form.seen(to_see, x.shape), form.weight(to_apply, w.shape).transposed(), x.dtype)
+    sent, turned = form.seen_backward(to_send, x.shape), form.weight_backward(to_turn, w.shape)
+    grad_x = _multiplied(unit, sent, turned, x.dtype)
+    grad_w = _multiplied(unit, to_blame.transposed(), form.seen(to_learn, x.shape), x.dtype)
+    return form.result(y, x.shape), form.grad_x(grad_x, x.shape), form.grad_w(grad_w, w.shape)
 
 
 def _codes(unit: Unit, tensor: Tensor, slots: list[str]) -> list[Codes]:
@@ -187,15 +193,37 @@ def _multiplied(unit: Unit, left: Codes, right: Codes, dtype: torch.dtype) -> Te
     return unit.multiply(left.values, right.values, (left.scale, right.scale), dtype)
 
 
-def _milliseconds(call: Callable[[], Tensor], device: torch.device) -> float:
+def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
     """The best of a few calls, after one that warms up."""
+    if device.type == "cuda":
+        replay = _replays(call)
+        return min(_device_milliseconds(replay) for _ in range(5)) / _REPLAYED
     best = float("inf")
     for _ in range(5):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
         began = time.perf_counter()
         call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - began)
     return 1e3 * best
+
+
+def _device_milliseconds(call: Callable[[], None]) -> float:
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    began.record()
+    call()
+    ended.record()
+    ended.synchronize()
+    return float(began.elapsed_time(ended))
+
+
+def _replays(call: Callable[[], object]) -> Callable[[], None]:
+    """The work that a few calls leave to a GPU, to be done again without the host."""
+    aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):  # kernels are compiled, and libraries get ready, outside of the graph
+        call()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(_REPLAYED):
+            call()
+    return graph.replay

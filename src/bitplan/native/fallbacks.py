@@ -10,7 +10,7 @@ from bitplan.formats import IntFormat
 from bitplan.live import LiveFormat
 from bitplan.native.convolution import Convolution
 from bitplan.native.operands import PASSES, byte_of, summed_axes, varying_axes
-from bitplan.native.paths import TOO_NARROW, TOO_SMALL, Worth, obstacle_here, obstacle_of_pass, sees_one_row
+from bitplan.native.paths import TOO_NARROW, TOO_SMALL, Terms, obstacle_here, obstacle_of_pass, sees_one_row
 from bitplan.native.product import Form
 from bitplan.native.units import Unit, suits
 from bitplan.openings import decision_for, has_slots
@@ -74,12 +74,12 @@ def fallbacks_of(
     operations: Sequence[Operation],
     decide: Callable[[str, str], Decision],
     units: Sequence[Unit],
-    worth: Worth,
+    terms: Terms,
     kind: str = "cpu",
 ) -> list[Fallback]:
     """Every pass of every product with operand slots that is emulated.
 
-    :param worth: from where on a unit pays.
+    :param terms: from where on a unit pays.
     :param kind: of device.
     """
     found = []
@@ -87,12 +87,12 @@ def fallbacks_of(
         decision = decision_for(decide, operation.module, f"{operation.op}.{operation.index}", operation.inside)
         if operation.op not in PRODUCTS or not has_slots(decision) or operation.operands is None:
             continue
-        found += _of_product(operation, decision, units, worth, kind)
+        found += _of_product(operation, decision, units, terms, kind)
     return found
 
 
 def _of_product(
-    operation: Operation, decision: Decision, units: Sequence[Unit], worth: Worth, kind: str
+    operation: Operation, decision: Decision, units: Sequence[Unit], terms: Terms, kind: str
 ) -> list[Fallback]:
     assert operation.operands is not None
     op, (x, w) = operation.op, operation.operands
@@ -108,7 +108,7 @@ def _of_product(
         return [Fallback(operation.label, "all passes", reason)]
     product, _ = product_of(op, args, kwargs)
     form = Form() if op == "linear" else Convolution(product, w.shape[2:])
-    obstacle = obstacle_here(op, product.settings, x, w, worth)
+    obstacle = obstacle_here(op, product.settings, x, w, terms)
     if obstacle is not None:
         if obstacle == TOO_SMALL:
             obstacle = f"{_words(form.sizes('fprop', x.shape, w.shape))} {obstacle}"
@@ -119,9 +119,11 @@ def _of_product(
         if isinstance(unit, str):
             why: str | None = unit
         else:
-            why = obstacle_of_pass(one, unit.name, op, product.settings, w, worth)
+            why = obstacle_of_pass(one, unit.name, op, product.settings, x, w, terms)
             if why == TOO_NARROW:
                 why = f"a convolution from {w.shape[1]} to {w.shape[0]} channels {why}"
+            elif why == TOO_SMALL:
+                why = f"{_words(form.sizes('fprop', x.shape, w.shape))} {why}"
             elif why is None and not suits(unit.name, kind, sizes):
                 why = f"{_words(sizes)} does not suit the {unit.name} unit"
         if why is not None:
