@@ -7,13 +7,13 @@
 Writes benchmarks/results/convolutions-DEVICE-DTYPE.json. The columns: torch's own convolution and emulation with
 channels last; on the units with channels last; torch's own and on the units with torch's layout, the latter by copies
 of input, result and gradients into the other layout and back (which bitplan does not do: it emulates, and says so).
+On a GPU the time is the device's: steps are replayed as CUDA graphs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ COLUMNS = {
     "torch, torch's layout": (None, False),
     "native, by copies": ("native", False),
 }
-TURNS = 8
+TURNS = 4
 
 
 def step_of(shape: tuple[int, ...], column: str, plan: Plan, given: argparse.Namespace) -> Any:
@@ -71,23 +71,11 @@ def step_of(shape: tuple[int, ...], column: str, plan: Plan, given: argparse.Nam
         called = bitplan.attach(model, plan, example=x, execution=execution, **options).compile()
     dy: Tensor = torch.randn_like(called(x))
 
-    def step() -> None:
-        x.grad = None
-        model.zero_grad()
-        called(x).backward(dy)
+    def step() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(called(x), (x, model.weight), dy)
 
     step()
     return step
-
-
-def milliseconds(step: Any, device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    step()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - began)
 
 
 def believed(x: Tensor) -> bool:
@@ -95,16 +83,23 @@ def believed(x: Tensor) -> bool:
     return True
 
 
-def measured(shape: tuple[int, ...], plan: Plan, given: argparse.Namespace) -> dict[str, float]:
-    """The best of some turns, in which the columns follow each other."""
-    torch._dynamo.reset()
-    best = dict.fromkeys(COLUMNS, float("inf"))
-    with mock.patch.object(convolution, "has_channels_last", believed), warnings.catch_warnings():
+def made(plan: Plan, given: argparse.Namespace) -> dict[tuple[int, ...], dict[str, Any]]:
+    """Shape -> column -> a step, compiled."""
+    with (
+        mock.patch.object(convolution, "has_channels_last", believed),
+        warnings.catch_warnings(),
+        torch._dynamo.config.patch(recompile_limit=8 * len(SHAPES) * len(COLUMNS)),
+    ):
         warnings.simplefilter("ignore")
-        steps = {column: step_of(shape, column, plan, given) for column in COLUMNS}
-        for _ in range(TURNS):
-            for column, step in steps.items():
-                best[column] = min(best[column], milliseconds(step, given.device))
+        return {shape: {column: step_of(shape, column, plan, given) for column in COLUMNS} for shape in SHAPES}
+
+
+def timed(steps: dict[str, Any], device: torch.device) -> dict[str, float]:
+    """Column -> milliseconds, the best of some turns, in which the columns follow each other."""
+    best = dict.fromkeys(steps, float("inf"))
+    for _ in range(TURNS):
+        for column, step in steps.items():
+            best[column] = min(best[column], crossover.milliseconds(step, device))
     return {column: round(value, 3) for column, value in best.items()}
 
 
@@ -120,11 +115,11 @@ def main() -> None:
     plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", **rule}]})
     rows = []
     print("channels, side -> channels, kernel, stride", *COLUMNS, sep="  ")
-    for shape in SHAPES:
-        row = measured(shape, plan, given)
+    device, dtype = torch.device(given.device), getattr(torch, given.dtype)
+    for shape, steps in made(plan, given).items():
+        row = timed(steps, device)
         rows.append({"shape": shape, "milliseconds": row})
         print(shape, *(f"{value:.2f}" for value in row.values()), sep="  ", flush=True)
-    device, dtype = torch.device(given.device), getattr(torch, given.dtype)
     document = {
         "benchmark": "convolutions",
         "command": "python benchmarks/convolutions.py "

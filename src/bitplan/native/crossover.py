@@ -143,8 +143,8 @@ def _crossing(unit: Unit, size: int, device: torch.device, dtype: torch.dtype) -
         return x @ w.t(), dy @ w, dy.t() @ x
 
     return Crossing(
-        *(unit.name, size, _milliseconds(plain, device)),
-        _milliseconds(lambda: _three_products(unit, x, w, dy, Form()), device),
+        *(unit.name, size, milliseconds(plain, device)),
+        milliseconds(lambda: _three_products(unit, x, w, dy, Form()), device),
     )
 
 
@@ -159,8 +159,8 @@ def _crossing_unfolded(unit: Unit, channels: int, device: torch.device, dtype: t
         return product.forward(x, w, None), product.grad_x(dy, x, w), product.grad_w(dy, x, w)
 
     return Crossing(
-        *(unit.name, channels, _milliseconds(plain, device)),
-        _milliseconds(lambda: _three_products(unit, x, w, dy, Convolution(product, (3, 3))), device),
+        *(unit.name, channels, milliseconds(plain, device)),
+        milliseconds(lambda: _three_products(unit, x, w, dy, Convolution(product, (3, 3))), device),
     )
 
 
@@ -193,7 +193,7 @@ def _multiplied(unit: Unit, left: Codes, right: Codes, dtype: torch.dtype) -> Te
     return unit.multiply(left.values, right.values, (left.scale, right.scale), dtype)
 
 
-def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
+def milliseconds(call: Callable[[], object], device: torch.device) -> float:
     """The best of a few calls, after one that warms up."""
     if device.type == "cuda":
         replay = _replays(call)
