@@ -291,7 +291,24 @@ def _join_grads(graph: fx.Graph, by_gate: _Cast, by_up: _Cast, found: Found) -> 
     for cast in (by_gate, by_up):
         _tell_waiting(cast, found["grad"], joined)
         _erase(graph, cast)
+    for each in waiting:
+        if joined < each:
+            _delay(each, joined)
     return True
+
+
+def _delay(cast: fx.Node, behind: fx.Node) -> None:
+    """Have what a cast reads computed behind a node, where nothing wants it earlier: at that node the most is held."""
+    late: set[fx.Node] = set()
+    pending = [cast]
+    while pending:
+        for node in pending.pop().all_input_nodes:
+            is_late = node.op == "call_function" and node < behind and not node.is_impure()
+            if is_late and node not in late and all(user in late or behind < user for user in node.users):
+                late.add(node)
+                pending.append(node)
+    for node in sorted(late, reverse=True):
+        behind.append(node)
 
 
 def _root(cast: fx.Node) -> fx.Node:
