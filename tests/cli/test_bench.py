@@ -53,7 +53,7 @@ def test_json_is_one_document_and_progress_goes_to_stderr(bitplan: Bitplan, tmp_
     file = tmp_path / "result.json"
     ran = bitplan("bench", "formats", "-f", "e5m2", *TINY, "--json", "-o", file)
     assert ran.code == 0
-    assert ran.json.keys() == KEYS
+    assert ran.json.keys() == {"command", *KEYS}
     assert json.loads(file.read_text()) == ran.json
     assert {row["format"] for row in ran.json["rows"]} == {"e5m2"}
     assert {row["who"] for row in ran.json["rows"]} == {"bitplan"}

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,5 +55,20 @@ def test_the_table_tells_time_memory_loss_and_the_aim(bitplan: Bitplan, asked: l
 
 
 def test_json_is_the_whole_document(bitplan: Bitplan, asked: list[dict[str, Any]]) -> None:
-    assert bitplan("bench", "speed", "--json").json == DOCUMENT
+    assert bitplan("bench", "speed", "--json").json == {"command": "bitplan bench speed", **DOCUMENT}
     assert asked[0]["loss_steps"] is None
+
+
+def test_the_document_says_what_measures_it_again(
+    bitplan: Bitplan, asked: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    out = tmp_path / "speed.json"
+    words = [
+        *("--shape", "llama-2048", "--shape", "gpt-1b", "--plan", "a plan"),
+        "--turns",
+        "3",
+        "--fast-sums",
+        "--no-peers",
+    ]
+    assert bitplan("bench", "speed", *words, "-o", out).code == 0
+    assert json.loads(out.read_text())["command"] == shlex.join(["bitplan", "bench", "speed", *words])

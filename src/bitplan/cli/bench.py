@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +37,7 @@ def register(app: typer.Typer) -> None:
 
 @group.command("formats")
 def formats(
+    context: typer.Context,
     names: Annotated[list[str] | None, typer.Option("--format", "-f", help="A float format; repeat for more.")] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
     elements: Annotated[
@@ -50,11 +53,12 @@ def formats(
         chosen = tuple(format_of(name).name for name in names or DEFAULT_FORMATS)
         _require_device(device)
         document = bench_formats(chosen, device, elements, samples, peers, on_row=lambda row: _progress(output, row))
-        _finish(output, document, output_file, as_json, _print_formats)
+        _finish(context, output, document, output_file, as_json, _print_formats)
 
 
 @group.command("attach")
 def attach(
+    context: typer.Context,
     model: Annotated[str, typer.Option(help="A built-in model, or file.py:make (which is run).")] = "resnet20",
     plans: Annotated[
         list[str] | None, typer.Option("--plan", "-p", help="unscaled, tensor-scaled, a preset or a file; repeatable.")
@@ -79,11 +83,12 @@ def attach(
             *(model, plans or OWN_PLANS, device, chosen, batch, autocast, turns),
             on_row=lambda row: output.note(f"{row.mode}, {row.variant}: {row.milliseconds:.2f} ms, {row.ratio:.3f}x"),
         )
-        _finish(output, document, output_file, as_json, _print_attach)
+        _finish(context, output, document, output_file, as_json, _print_attach)
 
 
 @group.command("memory")
 def memory(
+    context: typer.Context,
     model: Annotated[
         str, typer.Option(help="resnet50, mobilenet-v2-imagenet, gpt-1024, another target, or file.py:make.")
     ] = "resnet20",
@@ -119,11 +124,12 @@ def memory(
             *(model, variants, plan, device, batch, optimizer, autocast, turns, loss_steps, loss_batch, loss_jobs),
             on_news=output.note,
         )
-        _finish(output, document, output_file, as_json, _print_memory)
+        _finish(context, output, document, output_file, as_json, _print_memory)
 
 
 @group.command("speed")
 def speed(
+    context: typer.Context,
     shapes: Annotated[
         list[str] | None, typer.Option("--shape", help=f"One of {', '.join(SHAPES)}; repeatable.")
     ] = None,
@@ -162,7 +168,7 @@ def speed(
             peers=peers,
             on_news=output.note,
         )
-        _finish(output, document, output_file, as_json, _print_speed)
+        _finish(context, output, document, output_file, as_json, _print_speed)
 
 
 def _print_speed(output: Output, document: dict[str, Any]) -> None:
@@ -212,6 +218,7 @@ def _print_losses_and_aim(output: Output, losses: dict[str, Any] | None, aim: di
 
 @group.command("measure")
 def measure(
+    context: typer.Context,
     targets: Annotated[
         list[str] | None,
         typer.Option("--target", help=f"A model or a task; repeatable. Default: {', '.join(DEFAULT_TARGETS)}."),
@@ -228,7 +235,7 @@ def measure(
             *(targets or DEFAULT_TARGETS, device, turns),
             on_row=lambda row: output.note(f"{row.target}: a probe takes {row.steps:.2f} steps"),
         )
-        _finish(output, document, output_file, as_json, _print_measure)
+        _finish(context, output, document, output_file, as_json, _print_measure)
 
 
 def _print_measure(output: Output, document: dict[str, Any]) -> None:
@@ -299,18 +306,36 @@ def _require_device(device: str) -> None:
 
 
 def _finish(
+    context: typer.Context,
     output: Output,
     document: dict[str, Any],
     output_file: Path | None,
     as_json: bool,
     show: Callable[[Output, dict[str, Any]], None],
 ) -> None:
+    document = {"command": _asked(context), **document}
     output.document(document)
     if not as_json:
         show(output, document)
     if output_file is not None:
         write_file(output_file, json_text(document) + "\n")
         output.note(f"wrote {output_file}")
+
+
+def _asked(context: typer.Context) -> str:
+    """What measures the same again: the command with the options that were given, but for those that say where to."""
+    words = ["bitplan", "bench", str(context.info_name)]
+    for option in context.command.params:
+        source = context.get_parameter_source(str(option.name))
+        if source is None or source.name != "COMMANDLINE" or option.name in ("as_json", "output_file"):
+            continue
+        value = context.params[str(option.name)]
+        if isinstance(value, bool):
+            words.append(option.opts[0] if value else option.secondary_opts[0])
+        else:
+            for each in value if isinstance(value, (list, tuple)) else (value,):
+                words += [option.opts[0], str(each.value if isinstance(each, Enum) else each)]
+    return shlex.join(words)
 
 
 def _progress(output: Output, row: Row) -> None:
