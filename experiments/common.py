@@ -41,6 +41,8 @@ CONTROL = "FP32"
 RESULTS = Path("docs/results")
 #: CIFAR-10 as JPEGs in one file.
 CIFAR_PACK = f"{Path(__file__).with_name('cifar_pack.py')}:CifarPack"
+#: How plans of one seed compare: what seeds differ by is not known.
+BESIDE = "one seed, so no verdict, beside"
 #: Where seeds alone would make so much of the variance between plans, an order of the plans may be chance's.
 LARGE_SHARE = 0.5
 #: Schedules that end on a growing part, which all of the papers' do, end at their highest bits.
@@ -333,7 +335,7 @@ def plan_record(label: str, ended: Mapping[int, Summary], metric: Metric) -> dic
 
 def row(plan: Mapping[str, Any], metric: str) -> str:
     """A line of a table."""
-    reached = "diverged" if plan["metric"] is None else f"{metric} {plan['metric']:.4f} ± {plan['deviation']:.4f}"
+    reached = "diverged" if plan["metric"] is None else f"{metric} {spread(plan)}"
     return f"{plan['plan']:34} {reached:32} cost {plan['relative_to_fp32']:.4f}"
 
 
@@ -383,7 +385,7 @@ def against(plans: Sequence[Mapping[str, Any]], names: Sequence[str], static: st
         return " ".join([*words, f"Without {static} there is nothing to compare with."])
     if CONTROL in known:
         words.append(f"{CONTROL} {known[CONTROL]['metric']:.4f}, {static} {spread(base)}.")
-    kinds: dict[str, list[str]] = {"better than": [], "worse than": [], "within the spread of": []}
+    kinds: dict[str, list[str]] = {"better than": [], "worse than": [], "within the spread of": [], BESIDE: []}
     for name in (name for name in names if name in known and name not in lost):
         kinds[_kind(known[name], base, metric)].append(f"{name} ({known[name]['metric'] - base['metric']:+.4f})")
     words += [f"{kind.capitalize()} {static}: {', '.join(found)}." for kind, found in kinds.items() if found]
@@ -394,10 +396,13 @@ def against(plans: Sequence[Mapping[str, Any]], names: Sequence[str], static: st
 
 
 def spread(plan: Mapping[str, Any]) -> str:
-    return f"{plan['metric']:.4f} ± {plan['deviation']:.4f}"
+    """The mean over seeds and, of more than one, their deviation."""
+    return f"{plan['metric']:.4f}" + (f" ± {plan['deviation']:.4f}" if len(plan["values"]) > 1 else "")
 
 
 def _kind(plan: Mapping[str, Any], base: Mapping[str, Any], metric: Metric) -> str:
+    if max(len(plan["values"]), len(base["values"])) < 2:
+        return BESIDE
     if abs(plan["metric"] - base["metric"]) <= max(plan["deviation"], base["deviation"]):
         return "within the spread of"
     return "better than" if metric.is_better(plan["metric"], base["metric"]) else "worse than"

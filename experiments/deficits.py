@@ -122,6 +122,8 @@ def reading(plans: Sequence[Mapping[str, Any]], metric: Metric) -> str:
     if any(name in lost or name not in known for name in (NONE, LONGER)):
         return "The runs without a deficit did not get to their end, so there is nothing to compare with."
     words = [f"Diverged: {', '.join(lost)}."] if lost else []
+    if all(len(plan["values"]) < 2 for plan in plans):
+        words.append("One seed each, so there is no verdict on any difference.")
     base, longer = known[NONE], known[LONGER]
     words.append(f"FP32 {spread(known[CONTROL])}, 8 bits without a deficit {spread(base)}.")
 
@@ -130,6 +132,8 @@ def reading(plans: Sequence[Mapping[str, Any]], metric: Metric) -> str:
             return "diverged" if name in lost else "not run"
         found = known[name]
         difference = found["metric"] - other["metric"]
+        if max(len(found["values"]), len(other["values"])) < 2:
+            return f"{difference:+.4f}"
         within = abs(difference) <= max(found["deviation"], other["deviation"])
         how = "within the spread" if within else "better" if metric.is_better(difference, 0.0) else "worse"
         return f"{difference:+.4f} ({how})"

@@ -174,13 +174,22 @@ def test_a_control_below_its_floor_makes_a_short_run(common: Namespace) -> None:
 
 
 def test_plans_are_read_against_the_static_one(common: Namespace) -> None:
-    plans = [plan("FP32", 90.0), plan("static 8", 91.0, deviation=0.5), plan("CR", 90.0), plan("RR", 93.0), plan("ER")]
+    static = plan("static 8", 90.5, 91.5, deviation=0.5)
+    plans = [plan("FP32", 90.0), static, plan("CR", 90.0), plan("RR", 93.0), plan("ER")]
     told = common.against(plans, ("CR", "RR", "ER"), "static 8", PERPLEXITY)
     assert "Diverged: ER." in told
     assert "Better than static 8: CR (-1.0000)." in told
     assert "Worse than static 8: RR (+2.0000)." in told
     plans[1]["deviation"] = 1.0
     assert "Within the spread of static 8: CR" in common.against(plans, ("CR",), "static 8", PERPLEXITY)
+
+
+def test_of_one_seed_there_is_no_verdict(common: Namespace) -> None:
+    plans = [plan("FP32", 90.0), plan("static 8", 91.0), plan("CR", 90.0), plan("RR", 93.0)]
+    told = common.against(plans, ("CR", "RR"), "static 8", PERPLEXITY)
+    assert "One seed, so no verdict, beside static 8: CR (-1.0000), RR (+2.0000)." in told
+    assert "static 8 91.0000." in told
+    assert "etter than" not in told
 
 
 def test_an_order_that_seeds_would_make_is_not_sure(common: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
