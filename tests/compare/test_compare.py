@@ -65,6 +65,8 @@ def test_what_is_over_is_not_made_again_and_what_is_half_goes_on(tiny: str, tmp_
         if update.progress is not None:
             seen.append((update.job.label, update.progress.step))
 
+    told = compare(tiny, CHOICES, folder=tmp_path / "parts", seeds=[0], stop=lambda: True)
+    assert [summary.status for summary in told] == ["finished"]  # read, however late
     done = compare(tiny, CHOICES, folder=tmp_path / "parts", seeds=[0], on_update=note)
     assert [summary.status for summary in done] == ["finished"] * 3
     assert "FP32" not in {label for label, _ in seen}

@@ -61,10 +61,10 @@ def compare(
     _require_effect(trainer, found)
     _write_record(place, task, found, tuple(settings), command)
     on_update, stop = on_update or (lambda update: None), stop or (lambda: False)
-    # What is over is only read: no process need start for it.
+    # What is over is only read: no process need start for it, and it is never too late to.
     over = [job for job in found if _is_over(job)]
     left = [job for job in found if job not in over]
-    summaries = _run_here(trainer, over, on_update, stop)
+    summaries = _run_here(trainer, over, on_update, lambda: False)
     if jobs > 1 and len(left) > 1:
         return summaries + run_in_workers(setting, left, jobs, on_update, stop)
     return summaries + _run_here(trainer, left, on_update, stop)
