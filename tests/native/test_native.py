@@ -347,6 +347,27 @@ def test_the_crossover_is_measured_once_and_remembered(tmp_path: Path, monkeypat
     assert found.channels == (("int8", 8), ("fp8", crossover.NEVER))
 
 
+def test_measuring_the_crossover_draws_no_numbers_of_others_and_stops_where_memory_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(crossover, "SIZES", {"cpu": (8, 16, 32)})
+    multiply = Int8Unit.multiply
+
+    def small(unit: Int8Unit, a: Tensor, *rest: Any) -> Tensor:
+        if a.shape[0] > 16:
+            raise torch.OutOfMemoryError
+        return multiply(unit, a, *rest)
+
+    monkeypatch.setattr(Int8Unit, "multiply", small)
+    torch.manual_seed(3)
+    wanted = torch.rand(3)
+    torch.manual_seed(3)
+    table = crossover.measured(torch.device("cpu"))
+    assert torch.equal(torch.rand(3), wanted)
+    sizes = [(row.unit, row.size) for row in table]
+    assert sizes == [("fp8", 8), ("fp8", 16), ("fp8", 32), ("int8", 8), ("int8", 16)]
+
+
 def test_the_crossover_is_measured_on_real_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BITPLAN_CACHE", str(tmp_path))
     monkeypatch.setattr(crossover, "SIZES", {"cpu": (8,)})

@@ -10,11 +10,12 @@ channels: what unfolding costs is won back by the channels of the result.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from bitplan.native.units import Unit, suits, units_of
 from bitplan.processor import cpu_name
 from bitplan.products import Product
 from bitplan.quantizer import make_quantizer
+from bitplan.randomness import randomness_kept
 
 log = logging.getLogger("bitplan")
 
@@ -42,6 +44,8 @@ CHANNELS = (16, 32, 64, 128, 256)
 IMAGES = {"cpu": (8, 14), "cuda": (64, 28)}
 #: Where no size that was measured won.
 NEVER = 1 << 62
+#: Tables that were measured in another way are measured again.
+_METHOD = "three products"
 #: Calls of one CUDA graph, so that its start does not count.
 _REPLAYED = 10
 _FORMATS = {"int8": "int8", "fp8": "e4m3"}
@@ -60,13 +64,30 @@ class Crossing:
 
 def measured(device: torch.device, dtype: torch.dtype = torch.float32) -> list[Crossing]:
     """The table for this machine: every unit of the device, every size."""
-    return [_crossing(unit, size, device, dtype) for unit in units_of(device) for size in SIZES[device.type]]
+    return _rows(_crossing, SIZES[device.type], device, dtype)
 
 
 def measured_unfolded(device: torch.device, dtype: torch.dtype = torch.float32) -> list[Crossing]:
     """The same for 3x3 convolutions of images that have their channels last, where a unit takes so few channels."""
-    rows = (_crossing_unfolded(unit, size, device, dtype) for unit in units_of(device) for size in CHANNELS)
-    return [row for row in rows if row is not None]
+    return _rows(_crossing_unfolded, CHANNELS, device, dtype)
+
+
+def _rows(
+    measure: Callable[[Unit, int, torch.device, torch.dtype], Crossing | None],
+    sizes: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> list[Crossing]:
+    """What fits beside what lies on the device already; numbers are drawn, and nobody else's change."""
+    found: list[Crossing | None] = []
+    with randomness_kept():
+        for unit in units_of(device):
+            with contextlib.suppress(torch.OutOfMemoryError):
+                for size in sizes:
+                    found.append(measure(unit, size, device, dtype))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the largest matrices take gigabytes, which torch would hold on to
+    return [row for row in found if row is not None]
 
 
 def least_works(table: list[Crossing]) -> dict[str, int]:
@@ -97,7 +118,7 @@ def remembered(device: torch.device, dtype: torch.dtype) -> Terms:
     if not units_of(device):
         return Terms(NEVER)
     file = cache_file()
-    key = f"{_machine(device)}, {dtype}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+    key = f"{_machine(device)}, {dtype}, torch {torch.__version__}, {torch.get_num_threads()} threads, {_METHOD}"
     known = _read(file)
     tables = {key: measured, f"{key}, 3x3": measured_unfolded}
     missing = {name: measure for name, measure in tables.items() if name not in known}
@@ -200,8 +221,9 @@ def _multiplied(unit: Unit, left: Codes, right: Codes, dtype: torch.dtype) -> Te
 def milliseconds(call: Callable[[], object], device: torch.device) -> float:
     """The best of a few calls, after one that warms up."""
     if device.type == "cuda":
-        replay = _replays(call)
-        return min(_device_milliseconds(replay) for _ in range(5)) / _REPLAYED
+        with torch.cuda.device(device):
+            replay = _replays(call)
+            return min(_device_milliseconds(replay) for _ in range(5)) / _REPLAYED
     best = float("inf")
     for _ in range(5):
         began = time.perf_counter()
