@@ -109,11 +109,11 @@ def test_by_default_all_compiled_ways_take_part() -> None:
 
 
 def test_an_optimizer_of_8_bits_needs_its_package_and_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "_has_torchao", lambda: False)
+    monkeypatch.setattr(bench, "has_torchao", lambda: False)
     assert "bf16-adamw8bit" not in chosen_variants(None, "adamw")
     with pytest.raises(BitplanError, match="pip install torchao"):
         chosen_variants(["bf16-adamw8bit"], "adamw")
-    monkeypatch.setattr(bench, "_has_torchao", lambda: True)
+    monkeypatch.setattr(bench, "has_torchao", lambda: True)
     assert "bf16-adamw8bit" in chosen_variants(None, "adamw")
     with pytest.raises(BitplanError, match="--optimizer adamw"):
         optimizer_for("sgd", VARIANTS["bf16-adamw8bit"])

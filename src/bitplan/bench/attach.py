@@ -18,7 +18,7 @@ from torch import Tensor
 from bitplan.attach import attach
 from bitplan.bench.machine import describe_machine
 from bitplan.bench.own_plans import own_plan
-from bitplan.bench.timing import seconds_per_step
+from bitplan.bench.timing import best_turns, seconds_per_step
 from bitplan.placing import batch_size, placed
 from bitplan.plan import Plan
 from bitplan.sites import call_arguments, call_loss, split_batch
@@ -122,7 +122,7 @@ def bench_attach(
         for name, plan in variants.items():
             contenders[name] = Contender(target, plan, mode, uses_autocast, whole_graph=True)
             first[name] = contenders[name].seconds_per_step(1)
-        best = _best_turns(contenders, turns)
+        best = best_turns({name: each.seconds_per_step for name, each in contenders.items()}, turns)
         for name in variants:
             limit = TARGETS.get((where.type, mode, name))
             ratio = best[name] / best[PLAIN]
@@ -141,14 +141,3 @@ def bench_attach(
         "plans": {name: plan.to_dict() for name, plan in variants.items() if plan is not None and plan.rules},
         "rows": [asdict(row) for row in rows],
     }
-
-
-def _best_turns(contenders: dict[str, Contender], turns: int) -> dict[str, float]:
-    for contender in contenders.values():
-        contender.seconds_per_step(2)
-    steps = max(1, min(20, int(0.5 / max(contenders[PLAIN].seconds_per_step(1), 1e-4))))
-    best = dict.fromkeys(contenders, float("inf"))
-    for _ in range(turns):
-        for name, contender in contenders.items():
-            best[name] = min(best[name], contender.seconds_per_step(steps))
-    return best

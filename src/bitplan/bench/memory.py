@@ -6,7 +6,6 @@ from the same weights on the same real data, so that a saving that costs accurac
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +18,9 @@ from bitplan.bench.curves import final, thinned
 from bitplan.bench.losses import Trial, beside
 from bitplan.bench.machine import describe_machine
 from bitplan.bench.own_plans import own_plan
+from bitplan.bench.peers import has_torchao
 from bitplan.bench.real_data import stream_for
+from bitplan.bench.timing import best_turns
 from bitplan.errors import BitplanError, nearest_names
 from bitplan.placing import batch_size, placed
 from bitplan.targets import load_target
@@ -83,20 +84,16 @@ def chosen_variants(names: Sequence[str] | None, optimizer: str) -> dict[str, Va
     for name in names or ():
         if name not in VARIANTS:
             raise BitplanError(f"there is no variant {name!r}; {nearest_names(name, VARIANTS)}")
-        if VARIANTS[name].small_optimizer and not _has_torchao():
+        if VARIANTS[name].small_optimizer and not has_torchao():
             raise BitplanError(f"{name} needs torchao, which is not installed: pip install torchao.")
     if names:
         return {name: VARIANTS[name] for name in dict.fromkeys(names)}
-    wants_small = optimizer == "adamw" and _has_torchao()
+    wants_small = optimizer == "adamw" and has_torchao()
     return {
         name: variant
         for name, variant in VARIANTS.items()
         if variant.compiled and (wants_small or not variant.small_optimizer)
     }
-
-
-def _has_torchao() -> bool:
-    return importlib.util.find_spec("torchao") is not None
 
 
 def bench_memory(
@@ -175,7 +172,7 @@ def bench_memory(
         raise BitplanError(f"no variant could be made: {'; '.join(failed.values())}")
 
     held = {name: contender.memory() for name, contender in contenders.items()}
-    best = _best_turns(contenders, turns)
+    best = best_turns({name: each.seconds_per_step for name, each in contenders.items()}, turns)
     rows: list[Row] = []
     for name, contender in contenders.items():
         account, seconds = held[name], best[name]
@@ -211,17 +208,6 @@ def bench_memory(
         "headline": headline(rows),
         "aim": aim_reached(AIMS.get((model, samples)), rows, where),
     }
-
-
-def _best_turns(contenders: dict[str, Contender], turns: int) -> dict[str, float]:
-    """Seconds a step, the best of the turns that all take one after the other."""
-    slowest = max(contender.seconds_per_step(1) for contender in contenders.values())
-    steps = max(1, min(20, int(0.5 / max(slowest, 1e-4))))
-    best = dict.fromkeys(contenders, float("inf"))
-    for _ in range(turns):
-        for name, contender in contenders.items():
-            best[name] = min(best[name], contender.seconds_per_step(steps))
-    return best
 
 
 def _with_loss(row: Row, curves: dict[str, list[float]]) -> Row:

@@ -6,7 +6,7 @@ peer returns need not equal ours (their edges differ); only its time is taken.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +33,10 @@ _ML_DTYPES = {
     "e3m2": "float6_e3m2fn",
     "e2m1": "float4_e2m1fn",
 }
+
+
+def has_torchao() -> bool:
+    return importlib.util.find_spec("torchao") is not None
 
 
 def torch_cast(target: FloatFormat, rounding: Rounding) -> Round | None:

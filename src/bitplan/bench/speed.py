@@ -32,6 +32,7 @@ from bitplan.bench.speed_variants import (
     variants_of,
 )
 from bitplan.bench.switching import measure_switches
+from bitplan.bench.timing import best_turns
 from bitplan.errors import BitplanError, nearest_names
 from bitplan.models.gpt import GPT, next_token_loss
 from bitplan.models.llama import LlamaBlocks, random_states
@@ -42,8 +43,6 @@ from bitplan.targets import Target
 log = logging.getLogger(__name__)
 Made = TypeVar("Made")
 _RECOMPILE_LIMIT = 256
-#: Of a turn: before the first a GPU waits for the host, which in training it does not.
-_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -239,7 +238,7 @@ class _Measured:
             runner = self._tried(variant, made)
             if runner is not None:
                 runners[variant.name] = runner
-        best = _best_turns(runners, turns)
+        best = best_turns({name: runner.seconds for name, runner in runners.items()}, turns)
         for variant in self.variants:
             if variant.name not in runners:
                 continue
@@ -312,15 +311,6 @@ class _Measured:
             "native_less_emulated": native,
             "native_agrees": native is not None and spread is not None and abs(native) <= abs(spread),
         }
-
-
-def _best_turns(runners: dict[str, Runner], turns: int) -> dict[str, float]:
-    """Seconds a step, the best of the turns that all take one after the other."""
-    best = dict.fromkeys(runners, float("inf"))
-    for _ in range(turns):
-        for name, runner in runners.items():
-            best[name] = min(best[name], runner.seconds(_STEPS))
-    return best
 
 
 def _gap(losses: dict[str, float], other: str, name: str) -> float | None:

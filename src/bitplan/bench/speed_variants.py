@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from bitplan.attach import Attachment, attach
 from bitplan.attachment import SPARING
 from bitplan.bench.own_plans import own_plan
+from bitplan.bench.peers import has_torchao
 from bitplan.errors import BitplanError, BitplanWarning
 from bitplan.plan import Plan
 
@@ -91,7 +91,7 @@ def variants_of(
 
 def full_step_peers(device: torch.device) -> Iterator[SpeedVariant]:
     """What others offer for a training step with its optimizer, where they are installed."""
-    if importlib.util.find_spec("torchao") is None:
+    if not has_torchao():
         return
     yield SpeedVariant("torchao AdamW8bit", unchanged, is_peer=True, small_optimizer=True)
     if device.type == "cuda":
@@ -101,7 +101,7 @@ def full_step_peers(device: torch.device) -> Iterator[SpeedVariant]:
 
 def peers(device: torch.device) -> dict[str, Change]:
     """What others offer on such a device, where they are installed."""
-    if importlib.util.find_spec("torchao") is None:
+    if not has_torchao():
         return {}
     known: dict[str, Change] = {"torchao int8": _torchao_int8}
     if device.type == "cuda":
