@@ -6,6 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from bitplan.planners.range_test import RangeTest, WidthResult
+
 TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny_task.py'}:Tiny"
 
 
@@ -16,6 +20,19 @@ def test_the_table_the_bound_and_the_reason(bitplan: Callable[..., Any]) -> None
     assert "within 12 steps" in shown.out
     rows = [line.split() for line in shown.out.splitlines() if line.split()[:1] and line.split()[0] in "2345"]
     assert [row[0] for row in rows] == ["2", "3", "4", "5"]
+
+
+def test_a_fall_that_may_be_chance_is_told_from_none(
+    bitplan: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths = (WidthResult(2, 0.99, 1.0, False), WidthResult(3, 0.6, 0.99, True), WidthResult(4, 0.4, 0.6, False))
+    canned = RangeTest(3, 4, "because", widths, (), 12, 0.1)
+    monkeypatch.setattr("bitplan.cli.range_test.range_test_of_task", lambda *given, **named: canned)
+    shown = bitplan("range-test", TINY).out.splitlines()
+    rows = {line.split()[0]: line for line in shown if line.split()[:1] and line.split()[0] in "234"}
+    assert " no  " in rows["2"]
+    assert " yes " in rows["3"]
+    assert "no: may be chance" in rows["4"]
 
 
 def test_json(bitplan: Callable[..., Any]) -> None:

@@ -93,7 +93,7 @@ def _print(found: RangeTest, output: Output) -> None:
             str(each.bits),
             f"{each.level:.4g}",
             f"{-each.change:+.1%}",
-            "yes" if each.learns else "no",
+            "yes" if each.learns else "no: may be chance" if each.change > found.threshold else "no",
             mark * length,
         )
     output.console.print(table)
