@@ -38,7 +38,7 @@ from bitplan.randomness import randomness_kept
 
 log = logging.getLogger("bitplan")
 
-SIZES = {"cpu": (128, 256, 512, 1024, 2048), "cuda": (512, 1024, 2048, 4096, 8192)}
+SIZES = {"cpu": (128, 256, 512, 1024, 2048), "cuda": (512, 1024, 2048, 3072, 4096, 8192)}
 #: Channels of 3x3 convolutions, and (samples, height and width) of their images by the kind of device.
 CHANNELS = (16, 32, 64, 128, 256)
 IMAGES = {"cpu": (8, 14), "cuda": (64, 28)}
