@@ -24,15 +24,14 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map
 
 from bitplan.errors import TargetError
-from bitplan.intercept import Interceptor, ModuleState, Scope, followed, state_of
+from bitplan.intercept import Interceptor, Scope, followed, state_of
+from bitplan.losses import loss_holder
 from bitplan.opened import OPENED
 from bitplan.ops import FUSED, PRODUCTS
 from bitplan.plan import SLOTS
 from bitplan.unseen import looking_away
 from bitplan.watch import ProductWatch
 
-#: The path of a loss function's tensors.
-LOSS_PATH = "loss"
 #: Functions that cut a tensor into parts.
 _SPLITS = frozenset({"chunk", "split", "split_with_sizes", "tensor_split"})
 
@@ -272,9 +271,7 @@ def record(
     with _told_of_missing_values(), looking_away(model), kept, faker.mode, followed(model, recorder):
         output = torch.func.functional_call(model, {**fakes, **buffers}, *arguments)
         if loss is not None:
-            holder = nn.Module()
-            holder.__dict__["_bitplan"] = ModuleState(recorder, LOSS_PATH)
-            with Scope(recorder, holder):
+            with Scope(recorder, loss_holder(recorder)):
                 call_loss(loss, output, target)
     return recorder.operations
 
