@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import bitplan
-from bitplan import rounding as by_parts
+from bitplan import tensor_parts
 from bitplan.errors import FormatError, QuantizeError
 from bitplan.packing import pack_rounded
 from bitplan.quantizer import make_quantizer
@@ -221,6 +221,6 @@ def test_a_large_tensor_is_packed_part_by_part_and_the_same(
     scales = quantizer.encode(x).scales
     packed = pack_rounded(quantizer, y, scales)
     assert torch.equal(packed.unpack(), y)
-    monkeypatch.setattr(by_parts, "parts_of", lambda whole: (whole,))
+    monkeypatch.setattr(tensor_parts, "parts_of", lambda whole: (whole,))
     assert torch.equal(pack_rounded(quantizer, y, scales).payload, packed.payload)
     assert torch.equal(quantizer.round_values(x, None), y)

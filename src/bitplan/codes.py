@@ -13,9 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from bitplan.carriers import FLOAT32, carrier_of
 from bitplan.formats import FloatFormat, IntFormat
-from bitplan.rounding import FLOAT32
-from bitplan.scaling import carrier_of
 from bitplan.tracing import is_traced
 
 

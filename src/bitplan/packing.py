@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from bitplan import rounding
+from bitplan import tensor_parts
 from bitplan.bits import MAX_PACKED_BITS, pack_bits, unpack_bits
 from bitplan.codes import decode, decode_without_table, decoder, encode
 from bitplan.errors import QuantizeError
@@ -82,7 +82,7 @@ class Packed:
         single = tuple(scale.reshape(()) for scale in self.scales)
         numbers = decoder(element, carrier, self.device)
         start = 0
-        for part in rounding.parts_of(result):  # all but the last have whole bytes
+        for part in tensor_parts.parts_of(result):  # all but the last have whole bytes
             size = (part.numel() * element.bits + 7) // 8
             codes = unpack_bits(self.payload[start : start + size], element.bits, part.numel()).view(part.shape)
             part.copy_(self.quantizer.decode(Encoded(numbers(codes), single), part))
@@ -159,7 +159,7 @@ def pack_rounded(quantizer: Quantizer, y: Tensor, scales: Sequence[Tensor]) -> P
     source = y.detach()
     _require_codes(quantizer, _element(quantizer.format), source)
     if not is_traced() and _is_elementwise(quantizer, scales):
-        parts = rounding.parts_of(source)
+        parts = tensor_parts.parts_of(source)
         if len(parts) > 1:
             return _packed_in_parts(quantizer, source, parts, scales)
     return _packed(quantizer, source, Encoded(_elements_of(quantizer, source, scales), tuple(scales)))
