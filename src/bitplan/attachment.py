@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bitplan.actions import Action, Here
+from bitplan.batches import call_arguments
 from bitplan.compiling import SPARING, Compiler
 from bitplan.cost import Cost
 from bitplan.decisions import Decider
 from bitplan.errors import PlanError
 from bitplan.explain import Explanation, require_effect
+from bitplan.fake_inputs import FakeInputs
 from bitplan.installation import Installation
 from bitplan.intercept import unwrapped
 from bitplan.keeping import Keeper
@@ -36,10 +38,10 @@ from bitplan.optimizers import OptimizerPromise
 from bitplan.packed_backend import register_backend
 from bitplan.plan import Plan
 from bitplan.promoting import Promoted
+from bitplan.recording import Operation
 from bitplan.roll_call import RollCall
 from bitplan.rounder import Rounder
 from bitplan.run_state import RunState
-from bitplan.sites import FakeInputs, Operation, call_arguments
 from bitplan.timeline import Timeline, Total
 from bitplan.unseen import unseen_modules
 

@@ -24,11 +24,11 @@ from bitplan.intercept import install, state_of, uninstall
 from bitplan.names import format as format_of
 from bitplan.observe import Watched
 from bitplan.plan.document import Phase
+from bitplan.recording import Operation
 from bitplan.rounder import Rounder
 from bitplan.run_tables import RunTables, restore_rows
 from bitplan.schedules import Schedule
 from bitplan.sheet import with_twins
-from bitplan.sites import Operation
 from bitplan.tables import LiveRow, ModuleTables
 from bitplan.timeline import Timeline
 

@@ -14,8 +14,9 @@ from bitplan.intercept import Scope, state_of
 from bitplan.losses import LOSS_PATH
 from bitplan.ops import PRODUCTS
 from bitplan.plan import KEYS, SLOTS, Plan, Rule, compile_match, unmatched_message
+from bitplan.recording import Operation
 from bitplan.rounder import contains_weight
-from bitplan.sites import Operation, sites_of
+from bitplan.sites import sites_of
 
 
 class RollCall:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitplan.batches import call_arguments, call_loss, split_batch
 from bitplan.errors import MetricError
 from bitplan.intercept import Scope, followed, unwrapped
 from bitplan.losses import loss_holder
@@ -19,7 +20,6 @@ from bitplan.measure.probe import Probe
 from bitplan.measure.result import Measurement, Row, averaged
 from bitplan.measure.sampling import Sampling
 from bitplan.randomness import randomness_kept
-from bitplan.sites import call_arguments, call_loss, split_batch
 
 #: Batches that are looked at where more are given.
 MOST_BATCHES = 4

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_map_only
 
 from bitplan import tensor_parts
 from bitplan.errors import AccountError
+from bitplan.fake_inputs import FakeInputs
 from bitplan.intercept import is_planned, uninstall, unwrapped
-from bitplan.sites import FakeInputs
 from bitplan.tables import RECORD, TABLE
 
 
