@@ -19,12 +19,7 @@ from bitplan.live import LiveFormat
 from bitplan.names import format as format_of
 from bitplan.noise import Counter, random_bits
 from bitplan.reference import ROUNDINGS, Rounding
-from bitplan.rounding import (
-    round_float,
-    round_float_by_row,
-    round_int,
-    round_to_whole,
-)
+from bitplan.rounding import round_float, round_float_by_row, round_int, round_to_whole
 from bitplan.scaling import (
     Blocks,
     Granularity,
