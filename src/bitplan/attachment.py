@@ -28,7 +28,7 @@ from bitplan.installation import Installation
 from bitplan.intercept import unwrapped
 from bitplan.keeping import Keeper
 from bitplan.ledger import Ledger
-from bitplan.losses import LOSS_PATH, loss_holder, planned_loss
+from bitplan.losses import LOSS_PATH, bring_in, loss_holder
 from bitplan.native.fallbacks import Fallback, fallbacks_of
 from bitplan.native.paths import Terms
 from bitplan.native.units import units_of
@@ -102,6 +102,7 @@ class Attachment:
         self._look_for_new_sites()
 
     def _look_for_new_sites(self) -> None:
+        """Have operations told that are met for the first time, where the plan observes any."""
         if self._installation.observes:
             self._rounder.on_new_site = self._meet
 
@@ -195,8 +196,8 @@ class Attachment:
     def _move(self) -> None:
         """Bring what the plan does to where the run is; tables are not written."""
         if self._installation.move(self.seed, self._step):
+            self._look_for_new_sites()
             self._formats_changed()
-        self._look_for_new_sites()
 
     def _formats_changed(self) -> None:
         self._ledger.formats_changed()
@@ -271,7 +272,7 @@ class Attachment:
         self._installation.add(LOSS_PATH, holder, self.seed, self._step)
         self._installation.tell_compiled_code()
         self._look_for_new_sites()
-        return planned_loss(function, self._rounder, holder)
+        return bring_in(function, self._rounder, holder)
 
     # --- what is to be told ---
 

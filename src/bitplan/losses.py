@@ -26,10 +26,10 @@ def loss_holder(interceptor: Interceptor) -> nn.Module:
     return holder
 
 
-def planned_loss(function: Callable[..., Tensor], interceptor: Interceptor, holder: nn.Module) -> Callable[..., Tensor]:
+def bring_in(function: Callable[..., Tensor], interceptor: Interceptor, holder: nn.Module) -> Callable[..., Tensor]:
     """`function` with its operations in the holder's scope, eager and compiled, as a planned module has its own."""
 
-    def planned(*args: Any, **kwargs: Any) -> Tensor:
+    def planned_loss(*args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling():
             depend_on(holder.__dict__[VERSION])
         if interceptor.keeper is not None and not torch.compiler.is_compiling() and innermost_scope() is None:
@@ -38,4 +38,4 @@ def planned_loss(function: Callable[..., Tensor], interceptor: Interceptor, hold
         with Scope(interceptor, holder):
             return function(*args, **kwargs)
 
-    return planned
+    return planned_loss
