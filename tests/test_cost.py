@@ -16,7 +16,7 @@ from bitplan.models.resnet import cifar_resnet, resnet18
 from bitplan.models.squeezenet import SqueezeNet
 from bitplan.packing import pack
 from bitplan.plan import ROLES, Plan
-from bitplan.sites import record
+from bitplan.recording import record
 
 NOTHING = Plan()
 #: Of the linear layer that most tests price.

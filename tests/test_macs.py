@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bitplan.errors import CostError
 from bitplan.macs import Multiplication, multiplications
 from bitplan.models.gcn import normalised_adjacency
-from bitplan.sites import Operation, record
+from bitplan.recording import Operation, record
 
 
 class Calls(nn.Module):

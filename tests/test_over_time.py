@@ -155,7 +155,7 @@ def test_compiled_code_is_used_again_when_a_schedule_comes_back_to_a_quantizer()
         counters.clear()
         for step in range(STEPS):
             assert same(step_of(model, called), standing_still(CHOOSING, step))
-            kinds.append(run._phase)
+            kinds.append(run._installation.phase)
             run.step()
         assert len(kinds) - 1 > sum(a != b for a, b in pairwise(kinds)) >= 3
         assert counters["stats"]["unique_graphs"] == 2
@@ -281,11 +281,11 @@ def test_a_run_that_goes_on_too_long_stays_where_it_ended_and_says_so() -> None:
         for _ in range(3):
             step_of(model)
             run.step()
-        last = [row.format.name for tables in run._tables for row in tables.formats]
+        last = [row.format.name for tables in run._all_tables.each for row in tables.formats]
         run.step()
         with pytest.warns(BitplanWarning, match="goes on after its 3 steps"):
             run.step()
-        assert [row.format.name for tables in run._tables for row in tables.formats] == last
+        assert [row.format.name for tables in run._all_tables.each for row in tables.formats] == last
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             run.step()

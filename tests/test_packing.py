@@ -1,9 +1,8 @@
-"""Packed tensors: the bytes they really take, the bits of every code, and the very numbers of ``quantize``."""
+"""Packed tensors: the bytes they really take, and the very numbers of ``quantize``."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
@@ -11,10 +10,9 @@ import torch
 from torch import Tensor
 
 import bitplan
-from bitplan import rounding as by_parts
+from bitplan import tensor_parts
 from bitplan.errors import FormatError, QuantizeError
-from bitplan.formats import FloatFormat, IntFormat
-from bitplan.packing import decode, encode, pack_bits, pack_rounded, unpack_bits
+from bitplan.packing import pack_rounded
 from bitplan.quantizer import make_quantizer
 from bitplan.reference import ROUNDINGS
 
@@ -103,97 +101,6 @@ def test_a_packed_tensor_says_what_it_is() -> None:
     assert packed.device == torch.device("cpu")
     moved = bitplan.pack(sample(4, 6), "mxfp4").to("cpu")
     assert_same(moved.unpack(), bitplan.quantize(sample(4, 6), "mxfp4"))
-
-
-# --- bits -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("width", range(1, 17))
-def test_codes_of_every_width_follow_each_other_without_a_gap(width: int) -> None:
-    """As one long number, first code lowest: what Python's own integers say."""
-    generator = torch.Generator().manual_seed(width)
-    for count in (*range(20), 257):
-        codes = torch.randint(0, 1 << width, (count,), generator=generator, dtype=torch.int32)
-        payload = pack_bits(codes, width)
-        assert payload.dtype == torch.uint8
-        assert payload.untyped_storage().nbytes() == math.ceil(count * width / 8)
-        number = sum(code << (index * width) for index, code in enumerate(codes.tolist()))
-        assert int.from_bytes(bytes(payload.tolist()), "little") == number
-        assert torch.equal(unpack_bits(payload, width, count), codes)
-
-
-@pytest.mark.parametrize("width", [0, 17, -1])
-def test_other_widths_are_refused(width: int) -> None:
-    with pytest.raises(QuantizeError, match=f"codes of 1 to 16 bits can be packed, not of {width}"):
-        pack_bits(torch.zeros(8, dtype=torch.int32), width)
-    with pytest.raises(QuantizeError, match=f"not of {width}"):
-        unpack_bits(torch.zeros(8, dtype=torch.uint8), width, 8)
-
-
-def small_formats() -> Iterator[FloatFormat]:
-    """Every float of up to 8 bits, with every kind of special codes, with and without subnormals."""
-    for exponent_bits in range(1, 8):
-        for mantissa_bits in range(8 - exponent_bits):
-            for specials in ("ieee", "fn", "none"):
-                for subnormals in (True, False):
-                    try:
-                        yield FloatFormat(exponent_bits, mantissa_bits, mantissa_bits - 2, specials, subnormals)
-                    except FormatError:  # nothing but zero in it
-                        continue
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_every_code_of_every_small_float_means_its_value(dtype: torch.dtype) -> None:
-    checked = 0
-    for target in small_formats():
-        codes = torch.arange(1 << target.bits, dtype=torch.int32)
-        values = decode(codes, target, dtype)
-        assert_same(values, torch.tensor([target.decode(code) for code in codes.tolist()], dtype=dtype))
-        # Of several codes for one value (NaN; zero without subnormals) the encoder may choose one.
-        again = encode(values, target)
-        assert_same(decode(again, target, dtype), values)
-        unique = values.isfinite() & ((values != 0) | target.subnormals)
-        assert torch.equal(again[unique], codes[unique]), target.name
-        assert int(again.min()) >= 0
-        assert int(again.max()) < 1 << target.bits
-        checked += 1
-    assert checked > 100
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("bf16", torch.bfloat16),
-        ("fp16", torch.float16),
-        ("e5m2", torch.float8_e5m2),
-        ("e4m3", torch.float8_e4m3fn),
-    ],
-)
-def test_codes_are_torchs_own_patterns(name: str, dtype: torch.dtype) -> None:
-    target = bitplan.format(name)
-    assert isinstance(target, FloatFormat)
-    patterns = torch.arange(1 << target.bits, dtype=torch.int32)
-    theirs = patterns.to(torch.uint8 if target.bits == 8 else torch.int16).view(dtype).float()
-    assert_same(decode(patterns, target, torch.float32), theirs)
-    finite = theirs.isfinite()
-    assert torch.equal(encode(theirs, target)[finite], patterns[finite])
-    packed = bitplan.pack(theirs, name)
-    assert_same(packed.unpack(), bitplan.quantize(theirs, name))
-    assert packed.nbytes == (1 << target.bits) * target.bits // 8
-
-
-@pytest.mark.parametrize("bits", range(1, 17))
-def test_every_integer_code_means_its_value(bits: int) -> None:
-    codes = torch.arange(1 << bits, dtype=torch.int32)
-    assert torch.equal(decode(codes, IntFormat(bits, affine=True), torch.float32), codes.float())
-    assert torch.equal(encode(codes.float(), IntFormat(bits, affine=True)), codes)
-    if bits > 1:
-        half = 1 << (bits - 1)
-        values = decode(codes, IntFormat(bits), torch.float32)
-        expected = torch.where(codes < half, codes, codes - (1 << bits)).float()
-        expected[half] = math.nan  # the code no symmetric integer needs
-        assert_same(values, expected)
-        assert torch.equal(encode(values, IntFormat(bits)), codes)
 
 
 # --- numbers ----------------------------------------------------------------------------------------------
@@ -314,6 +221,6 @@ def test_a_large_tensor_is_packed_part_by_part_and_the_same(
     scales = quantizer.encode(x).scales
     packed = pack_rounded(quantizer, y, scales)
     assert torch.equal(packed.unpack(), y)
-    monkeypatch.setattr(by_parts, "parts_of", lambda whole: (whole,))
+    monkeypatch.setattr(tensor_parts, "parts_of", lambda whole: (whole,))
     assert torch.equal(pack_rounded(quantizer, y, scales).payload, packed.payload)
     assert torch.equal(quantizer.round_values(x, None), y)

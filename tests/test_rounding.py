@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import bitplan
+from bitplan.carriers import FLOAT32, FLOAT64, Carrier, carrier_for
 from bitplan.errors import FormatError
 from bitplan.formats import FloatFormat, IntFormat, Overflow
 from bitplan.names import NAMED
 from bitplan.noise import random_bits, unit_interval
 from bitplan.reference import ROUNDINGS, Rounding, round_value
-from bitplan.rounding import FLOAT32, FLOAT64, Carrier, carrier_for, round_float_by_row, row_values
+from bitplan.rounding import round_float_by_row, row_values
 
 INTS = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 #: Oracles are imported where they are asked, so that a machine without them still runs the rest.

@@ -27,7 +27,7 @@ from bitplan.native.paths import Terms
 from bitplan.openings import is_opened
 from bitplan.plan import Plan
 from bitplan.plan.find import find_plan
-from bitplan.sites import record
+from bitplan.recording import record
 from bitplan.timeline import Total
 
 __all__ = ["EXECUTIONS", "Attachment", "attach"]

@@ -40,7 +40,8 @@ from bitplan.openings import decision_for, is_opened
 from bitplan.plan import ROLES, Decision, Plan
 from bitplan.plan.find import find_plan
 from bitplan.plan.spec import QuantizerSpec
-from bitplan.sites import Operation, Site, record, sites_of
+from bitplan.recording import Operation, record
+from bitplan.sites import Site, sites_of
 from bitplan.unseen import unseen_modules
 
 #: What a plan is compared with: name -> bits of every value.

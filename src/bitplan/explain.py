@@ -21,7 +21,8 @@ from bitplan.ops import PRODUCTS
 from bitplan.plan import KEYS, PLACES, Choice, Plan, Rule, compile_match, unmatched_message
 from bitplan.plan.find import find_plan
 from bitplan.plan.spec import QuantizerSpec
-from bitplan.sites import Operation, Site, record, sites_of
+from bitplan.recording import Operation, record
+from bitplan.sites import Site, sites_of
 from bitplan.unseen import unseen_modules
 
 

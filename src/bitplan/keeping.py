@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from bitplan.bits import MAX_PACKED_BITS
 from bitplan.errors import BitplanWarning, PlanError, QuantizeError
 from bitplan.formats import FloatFormat, Format
 from bitplan.live import LiveFormat
-from bitplan.packing import MAX_PACKED_BITS, Packed, pack_rounded
+from bitplan.packing import Packed, pack_rounded
 from bitplan.quantizer import Quantizer
 
 _NOTE = "_bitplan_note"

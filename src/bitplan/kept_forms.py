@@ -14,7 +14,7 @@ from bitplan.keeping import is_smaller
 from bitplan.openings import decision_for
 from bitplan.plan import SLOTS, Decision, Plan
 from bitplan.plan.spec import QuantizerSpec
-from bitplan.sites import Operation
+from bitplan.recording import Operation
 from bitplan.sparing import RUN_AGAIN
 
 #: Beside products: operations that keep their input for the backward pass.

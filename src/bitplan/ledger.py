@@ -18,13 +18,14 @@ from torch import nn
 from bitplan.cost import Cost, step_cost
 from bitplan.errors import PlanError
 from bitplan.explain import Explanation, explained
+from bitplan.fake_inputs import FakeInputs
 from bitplan.names import format as format_of
 from bitplan.openings import is_opened
 from bitplan.plan import Decision, Plan
 from bitplan.plan.document import Phase
 from bitplan.plan.spec import QuantizerSpec
 from bitplan.promoting import Promoted
-from bitplan.sites import FakeInputs, Operation, record
+from bitplan.recording import Operation, record
 from bitplan.tables import ModuleTables
 from bitplan.timeline import Timeline
 

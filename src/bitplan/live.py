@@ -11,10 +11,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from bitplan.carriers import FLOAT32, FLOAT64, carrier_for
 from bitplan.errors import FormatError
 from bitplan.formats import BlockFormat, FloatFormat, Format, IntFormat, Overflow
 from bitplan.names import format as format_of
-from bitplan.rounding import FLOAT32, FLOAT64, carrier_for, row_from_tensor, row_values
+from bitplan.rounding import row_from_tensor, row_values
 
 
 class LiveFormat:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from bitplan.errors import CostError
 from bitplan.ops import PRODUCTS
-from bitplan.sites import Operation
+from bitplan.recording import Operation
 
 
 @dataclass(frozen=True)

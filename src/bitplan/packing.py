@@ -1,34 +1,32 @@
 """Packed tensors: the same numbers as :func:`bitplan.quantize`, in as many bits as the format has.
 
-An element's code is its bit pattern in the format: sign on top for floats, two's complement for symmetric
-integers, the step count for affine ones. Codes of any width from 1 to 16 bits follow each other without a
-gap, first code in the lowest bits; ``n`` codes of ``w`` bits take ``ceil(n * w / 8)`` bytes.
+Every element becomes its code (:mod:`bitplan.codes`), and codes of any width from 1 to 16 bits follow each other
+without a gap (:mod:`bitplan.bits`). The scales lie beside them.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from bitplan import rounding
+from bitplan import tensor_parts
+from bitplan.bits import MAX_PACKED_BITS, pack_bits, unpack_bits
+from bitplan.codes import decode, decode_without_table, decoder, encode
 from bitplan.errors import QuantizeError
 from bitplan.formats import BlockFormat, FloatFormat, Format, IntFormat, Overflow
 from bitplan.live import LiveFormat
 from bitplan.noise import Counter
 from bitplan.quantizer import Quantizer, make_quantizer
 from bitplan.reference import Rounding
-from bitplan.rounding import FLOAT32, round_float, round_int
-from bitplan.scaling import Granularity, Range, Scaling, carrier_of, divide, multiply_by_power
+from bitplan.rounding import round_float, round_int
+from bitplan.scaling import Granularity, Range, Scaling, divide, multiply_by_power
 from bitplan.straight import Encoded
 from bitplan.tracing import is_traced
 
-#: The widest code that can be packed.
-MAX_PACKED_BITS = 16
 _BFLOAT16 = FloatFormat(8, 7)
 
 
@@ -82,9 +80,9 @@ class Packed:
     def _unpacked_in_parts(self, element: FloatFormat | IntFormat, carrier: torch.dtype) -> Tensor:
         result = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
         single = tuple(scale.reshape(()) for scale in self.scales)
-        numbers = _decoder(element, carrier, self.device)
+        numbers = decoder(element, carrier, self.device)
         start = 0
-        for part in rounding.parts_of(result):  # all but the last have whole bytes
+        for part in tensor_parts.parts_of(result):  # all but the last have whole bytes
             size = (part.numel() * element.bits + 7) // 8
             codes = unpack_bits(self.payload[start : start + size], element.bits, part.numel()).view(part.shape)
             part.copy_(self.quantizer.decode(Encoded(numbers(codes), single), part))
@@ -161,7 +159,7 @@ def pack_rounded(quantizer: Quantizer, y: Tensor, scales: Sequence[Tensor]) -> P
     source = y.detach()
     _require_codes(quantizer, _element(quantizer.format), source)
     if not is_traced() and _is_elementwise(quantizer, scales):
-        parts = rounding.parts_of(source)
+        parts = tensor_parts.parts_of(source)
         if len(parts) > 1:
             return _packed_in_parts(quantizer, source, parts, scales)
     return _packed(quantizer, source, Encoded(_elements_of(quantizer, source, scales), tuple(scales)))
@@ -244,40 +242,6 @@ def _require_codes(quantizer: Quantizer, element: FloatFormat | IntFormat, x: Te
         raise QuantizeError(f"the tensor holds NaN and {element.name} has no code for it: pack it with a scale.")
 
 
-# --- codes ------------------------------------------------------------------------------------------------
-
-
-def encode(elements: Tensor, target: FloatFormat | IntFormat) -> Tensor:
-    """Numbers on the grid of `target` as int32 codes."""
-    if isinstance(target, IntFormat):
-        mask = (1 << target.bits) - 1
-        codes = torch.nan_to_num(elements).to(torch.int32) & mask
-        return codes if target.affine else torch.where(elements.isnan(), 1 << (target.bits - 1), codes)
-    carrier = carrier_of(elements)
-    source = elements.view(carrier.int_dtype)
-    cut = carrier.mantissa_bits - target.mantissa_bits
-    below_first = (target.min_exponent + carrier.exponent_bias - 1) << target.mantissa_bits
-    codes = ((source & ~carrier.sign_bit) >> cut) - below_first
-    if target.min_exponent > carrier.min_exponent or not target.subnormals:
-        steps = elements.abs() * (1.0 / target.min_subnormal if target.subnormals else 0.0)
-        codes = torch.where(elements.abs() < target.min_normal, torch.nan_to_num(steps, 0, 0).to(codes.dtype), codes)
-    codes = torch.where(elements.isinf(), _infinity_code(target), codes)
-    codes = torch.where(elements.isnan(), _nan_code(target), codes)
-    return (codes | (source < 0).to(codes.dtype) << (target.bits - 1)).to(torch.int32)
-
-
-def decode(codes: Tensor, target: FloatFormat | IntFormat, dtype: torch.dtype) -> Tensor:
-    """The numbers that codes of `target` stand for; floats, eager, by a table of all of them."""
-    return _decoder(target, dtype, codes.device)(codes)
-
-
-def _decoder(target: FloatFormat | IntFormat, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor]:
-    if is_traced() or isinstance(target, IntFormat):
-        return lambda codes: _decode(codes.to(torch.int32), target, dtype)
-    table = _decode(torch.arange(1 << target.bits, dtype=torch.int32, device=device), target, dtype)
-    return lambda codes: table[codes.to(torch.int32)]
-
-
 def stored(encoded: Encoded, quantizer: Quantizer, like: Tensor) -> Encoded:
     """The same elements by way of their codes, for a compiled graph: its partitioner then keeps the codes.
 
@@ -295,7 +259,7 @@ def stored(encoded: Encoded, quantizer: Quantizer, like: Tensor) -> Encoded:
     wide = _wide(_small(codes, element.bits), element.bits, codes.shape)
     if blocks is not None:
         wide = blocks.split(wide)
-    return Encoded(_decode(wide, element, encoded.elements.dtype), encoded.scales)
+    return Encoded(decode_without_table(wide, element, encoded.elements.dtype), encoded.scales)
 
 
 def _small(codes: Tensor, bits: int) -> Tensor:
@@ -312,128 +276,3 @@ def _wide(small: Tensor, bits: int, shape: torch.Size) -> Tensor:
     if bits in (8, 16):
         return small.to(torch.int32) & ((1 << bits) - 1)
     return unpack_bits(small, bits, shape.numel()).view(shape)
-
-
-def _decode(codes: Tensor, target: FloatFormat | IntFormat, dtype: torch.dtype) -> Tensor:
-    if isinstance(target, IntFormat):
-        if target.affine:
-            return codes.to(dtype)
-        half = 1 << (target.bits - 1)
-        return torch.where(codes == half, math.nan, ((codes ^ half) - half).to(dtype))
-    if dtype == torch.float32 and target.min_exponent >= FLOAT32.min_exponent and target.max <= FLOAT32.max:
-        return _decode_by_bits(codes, target)
-    magnitude = codes & ((1 << (target.bits - 1)) - 1)
-    field, mantissa = magnitude >> target.mantissa_bits, magnitude & ((1 << target.mantissa_bits) - 1)
-    # float64 holds every value of every format exactly; powers of two are built from their bits.
-    power = ((field.long() - target.exponent_bias + 1023) << 52).view(torch.float64)
-    normal = power * (1.0 + mantissa.double() * target.epsilon)
-    subnormal = mantissa.double() * (target.min_subnormal if target.subnormals else 0.0)
-    values = torch.where(field > 0, normal, subnormal)
-    values = _with_specials(values, magnitude, target)
-    # Triton's unary minus is 0 - x and makes no negative zero.
-    return torch.where(codes >> (target.bits - 1) > 0, values * -1.0, values).to(dtype)
-
-
-def _decode_by_bits(codes: Tensor, target: FloatFormat) -> Tensor:
-    """A code's exponent and mantissa moved to their places in a float32; cheap, where float64 is slow or missing."""
-    magnitude = codes & ((1 << (target.bits - 1)) - 1)
-    shifted = magnitude << (FLOAT32.mantissa_bits - target.mantissa_bits)
-    normal = (shifted + ((FLOAT32.exponent_bias - target.exponent_bias) << FLOAT32.mantissa_bits)).view(torch.float32)
-    subnormal = magnitude.to(torch.float32) * (target.min_subnormal if target.subnormals else 0.0)
-    values = torch.where(magnitude >> target.mantissa_bits > 0, normal, subnormal)
-    values = _with_specials(values, magnitude, target)
-    sign = (codes >> (target.bits - 1)) << (FLOAT32.bits - 1)
-    return (values.view(torch.int32) | sign).view(torch.float32)
-
-
-def _with_specials(values: Tensor, magnitude: Tensor, target: FloatFormat) -> Tensor:
-    """`values` with infinities and NaNs where the codes, signs cut off, stand for them."""
-    if target.specials == "none":
-        return values
-    first_nan = _nan_code(target)
-    if target.specials == "ieee":
-        values = torch.where(magnitude == _infinity_code(target), math.inf, values)
-        first_nan = _infinity_code(target) + 1
-    return torch.where(magnitude >= first_nan, math.nan, values)
-
-
-def _infinity_code(target: FloatFormat) -> int:
-    """IEEE: all-ones exponent. Elsewhere no element is infinite and the number is never used."""
-    return ((1 << target.exponent_bits) - 1) << target.mantissa_bits
-
-
-def _nan_code(target: FloatFormat) -> int:
-    """IEEE: the quiet NaN; OCP: all ones; without NaN codes zero, and the scale is NaN."""
-    if target.specials == "ieee":
-        return _infinity_code(target) | (1 << max(target.mantissa_bits - 1, 0))
-    return (1 << (target.bits - 1)) - 1 if target.specials == "fn" else 0
-
-
-# --- bits -------------------------------------------------------------------------------------------------
-
-
-def pack_bits(codes: Tensor, width: int) -> Tensor:
-    """A flat tensor of codes below 2^width as bytes without gaps."""
-    _require_width(width)
-    if width == 8:
-        return codes.to(torch.uint8)
-    group, bytes_per_group = _grouping(width)
-    count = codes.numel()
-    wide = codes.to(torch.int32)
-    if missing := -count % group:
-        wide = torch.nn.functional.pad(wide, (0, missing))
-    columns = wide.view(-1, group).unbind(1)
-    packed = [_byte(columns, byte, width) for byte in range(bytes_per_group)]
-    payload = torch.stack(packed, 1).flatten()
-    size = (count * width + 7) // 8
-    return payload if payload.numel() == size else payload[:size].clone()
-
-
-def unpack_bits(payload: Tensor, width: int, count: int) -> Tensor:
-    """The first `count` codes of :func:`pack_bits`, as int32."""
-    _require_width(width)
-    if width == 8:
-        return payload[:count].to(torch.int32)
-    group, bytes_per_group = _grouping(width)
-    if missing := -payload.numel() % bytes_per_group:
-        payload = torch.nn.functional.pad(payload, (0, missing))
-    columns = payload.view(-1, bytes_per_group).to(torch.int32).unbind(1)
-    codes = [_code(columns, index, width) for index in range(group)]
-    return torch.stack(codes, 1).flatten()[:count]
-
-
-def _grouping(width: int) -> tuple[int, int]:
-    """The least number of codes that fill whole bytes, and how many bytes."""
-    common = math.gcd(width, 8)
-    return 8 // common, width // common
-
-
-def _byte(codes: tuple[Tensor, ...], byte: int, width: int) -> Tensor:
-    """Byte `byte` of every group: all codes that reach into it, shifted to their place."""
-    parts = [
-        codes[i] << (i * width - 8 * byte) if i * width >= 8 * byte else codes[i] >> (8 * byte - i * width)
-        for i in range(len(codes))
-        if i * width < 8 * byte + 8 and (i + 1) * width > 8 * byte
-    ]
-    whole = parts[0]
-    for part in parts[1:]:
-        whole = whole | part
-    return (whole & 255).to(torch.uint8)
-
-
-def _code(columns: tuple[Tensor, ...], index: int, width: int) -> Tensor:
-    """Code `index` of every group, gathered from the bytes it lies in."""
-    first = index * width
-    parts = [
-        columns[byte] << (8 * byte - first) if 8 * byte >= first else columns[byte] >> (first - 8 * byte)
-        for byte in range(first // 8, (first + width + 7) // 8)
-    ]
-    whole = parts[0]
-    for part in parts[1:]:
-        whole = whole | part
-    return whole & ((1 << width) - 1)
-
-
-def _require_width(width: int) -> None:
-    if not 1 <= width <= MAX_PACKED_BITS:
-        raise QuantizeError(f"codes of 1 to {MAX_PACKED_BITS} bits can be packed, not of {width}.")

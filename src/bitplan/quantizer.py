@@ -12,19 +12,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from bitplan.carriers import carrier_for
 from bitplan.errors import FormatError, QuantizeError, nearest_names
 from bitplan.formats import BlockFormat, FloatFormat, Format, IntFormat, Overflow
 from bitplan.live import LiveFormat
 from bitplan.names import format as format_of
 from bitplan.noise import Counter, random_bits
 from bitplan.reference import ROUNDINGS, Rounding
-from bitplan.rounding import (
-    carrier_for,
-    round_float,
-    round_float_by_row,
-    round_int,
-    round_to_whole,
-)
+from bitplan.rounding import round_float, round_float_by_row, round_int, round_to_whole
 from bitplan.scaling import (
     Blocks,
     Granularity,

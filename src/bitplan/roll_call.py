@@ -11,10 +11,12 @@ import torch
 from bitplan.errors import BitplanWarning, PlanError
 from bitplan.explain import lacking_message
 from bitplan.intercept import Scope, state_of
+from bitplan.losses import LOSS_PATH
 from bitplan.ops import PRODUCTS
 from bitplan.plan import KEYS, SLOTS, Plan, Rule, compile_match, unmatched_message
+from bitplan.recording import Operation
 from bitplan.rounder import contains_weight
-from bitplan.sites import LOSS_PATH, Operation, sites_of
+from bitplan.sites import sites_of
 
 
 class RollCall:

@@ -21,90 +21,19 @@ On a CPU, eager, ``torch.where`` on mixed data costs 40 arithmetic passes, a com
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from bitplan import tensor_parts
+from bitplan.carriers import FLOAT32, Carrier, carrier_of, continues_grid
 from bitplan.errors import FormatError
 from bitplan.formats import FloatFormat, IntFormat, Overflow
 from bitplan.noise import unit_interval
 from bitplan.reference import Rounding
 from bitplan.torch_casts import round_by_torch
 from bitplan.tracing import is_traced
-
-
-@dataclass(frozen=True)
-class Carrier:
-    """The IEEE type in which the arithmetic is done."""
-
-    dtype: torch.dtype
-    int_dtype: torch.dtype
-    mantissa_bits: int
-    exponent_bias: int
-
-    @property
-    def exponent_mask(self) -> int:
-        return (2 * self.exponent_bias + 1) << self.mantissa_bits
-
-    @property
-    def bits(self) -> int:
-        return torch.finfo(self.dtype).bits
-
-    @property
-    def sign_bit(self) -> int:
-        """As a signed integer of the carrier's width."""
-        return -(1 << (self.bits - 1))
-
-    @property
-    def min_exponent(self) -> int:
-        return 1 - self.exponent_bias
-
-    @property
-    def max(self) -> float:
-        return float(torch.finfo(self.dtype).max)
-
-    def bits_of_power(self, exponent: int) -> int:
-        """The bit pattern of 2^exponent."""
-        return (exponent + self.exponent_bias) << self.mantissa_bits
-
-    def bits_of(self, value: float) -> int:
-        """The bit pattern of a positive number the carrier holds exactly."""
-        mantissa, exponent = math.frexp(value)
-        if exponent - 1 < self.min_exponent:
-            return int(math.ldexp(value, self.mantissa_bits - self.min_exponent))
-        return self.bits_of_power(exponent - 1) + int((2 * mantissa - 1) * (1 << self.mantissa_bits))
-
-
-FLOAT32 = Carrier(torch.float32, torch.int32, 23, 127)
-FLOAT64 = Carrier(torch.float64, torch.int64, 52, 1023)
-
-
-#: Odds of stochastic rounding are resolved at least this finely (in bits).
-_LEAST_ODDS_BITS = 12
-
-
-def carrier_for(dtype: torch.dtype, target: FloatFormat | IntFormat, rounding: Rounding) -> Carrier:
-    """float32 wherever it is exact; float64 for float64 inputs and for formats that outreach float32's normals."""
-    if dtype == torch.float64 or (isinstance(target, FloatFormat) and not _fits_float32(target, rounding)):
-        return FLOAT64
-    return FLOAT32
-
-
-def _fits_float32(target: FloatFormat, rounding: Rounding) -> bool:
-    if target.max > FLOAT32.max or target.min_exponent < FLOAT32.min_exponent:
-        return False
-    if _continues(target, FLOAT32):
-        return True
-    odds_bits = FLOAT32.mantissa_bits - target.mantissa_bits
-    coarse_odds = rounding == "stochastic" and odds_bits < _LEAST_ODDS_BITS
-    return 1.0 / target.min_subnormal <= FLOAT32.max and not coarse_odds
-
-
-def _continues(target: FloatFormat, carrier: Carrier) -> bool:
-    """Whether the carrier's own subnormals continue the target's grid, so that no uniform region is needed."""
-    return target.min_exponent == carrier.min_exponent and target.subnormals
 
 
 def round_to_whole(t: Tensor, rounding: Rounding, bits: Tensor | None = None) -> Tensor:
@@ -136,7 +65,7 @@ def round_float(
     by_torch = round_by_torch(x, target, rounding, overflow)
     if by_torch is not None:
         return by_torch
-    carrier = FLOAT64 if x.dtype == torch.float64 else FLOAT32
+    carrier = carrier_of(x)
     if rounding == "nearest":
         if _magic_is_exact(target, carrier):
             return _magic_addition(x, target, carrier, overflow)
@@ -152,11 +81,11 @@ def round_float(
         rounded = _bit_addition(x, row, carrier, rounding, bits)
         return rounded if overflow == "saturate" else _to_special(rounded, target, carrier)
 
-    parts = () if is_traced() or bits is not None else parts_of(x)
+    parts = () if is_traced() or bits is not None else tensor_parts.parts_of(x)
     if len(parts) < 2:
         return whole(x, bits)
     result = torch.empty_like(x)
-    for part, rounded in zip(parts, parts_of(result), strict=True):
+    for part, rounded in zip(parts, tensor_parts.parts_of(result), strict=True):
         rounded.copy_(whole(part, None))
     return result
 
@@ -190,7 +119,7 @@ def _magic_addition(x: Tensor, target: FloatFormat, carrier: Carrier, overflow: 
         signed = (((x + magic) - magic).view(carrier.int_dtype) | sign).view(carrier.dtype)
         return signed.clamp(-target.max, target.max) if overflow == "saturate" else _to_special(signed, target, carrier)
     result = torch.empty_like(x)
-    for part, rounded in zip(parts_of(x), parts_of(result), strict=True):
+    for part, rounded in zip(tensor_parts.parts_of(x), tensor_parts.parts_of(result), strict=True):
         exponent = part.view(carrier.int_dtype) & carrier.exponent_mask
         lifted = ((exponent - lowest).bitwise_right_shift_(carrier.bits - 1)).bitwise_and_(lift) if lift else None
         exponent.clamp_(lowest, highest)
@@ -205,33 +134,9 @@ def _magic_addition(x: Tensor, target: FloatFormat, carrier: Carrier, overflow: 
     return result if overflow == "saturate" else _to_special(result, target, carrier)
 
 
-#: As powers of two: the largest part of a tensor that is gone through at once, which a CPU core's cache holds together
-#: with what is made of it on the way, and the smallest, below which calls cost more than arithmetic.
-_LARGEST_PART, _SMALLEST_PART = 18, 15
-#: What is made on the way takes several times a part: of a quarter of the tensor, about the tensor itself.
-_QUARTER = 2
-
-
-def part_size(elements: int) -> int:
-    """How many elements of a tensor are gone through at once: a power of two.
-
-    >>> part_size(10), part_size(1 << 19), part_size(1 << 25)
-    (32768, 131072, 262144)
-    """
-    return 1 << min(max(elements.bit_length() - 1 - _QUARTER, _SMALLEST_PART), _LARGEST_PART)
-
-
-def parts_of(x: Tensor) -> tuple[Tensor, ...]:
-    """`x` in parts for a CPU, where the memory of intermediate results costs more than the arithmetic."""
-    size = part_size(x.numel())
-    if x.is_cuda or x.numel() <= size or not x.is_contiguous():
-        return (x,)
-    return torch.split(x.view(-1), size)
-
-
 def _is_prefix(target: FloatFormat, carrier: Carrier) -> bool:
     return (
-        _continues(target, carrier)
+        continues_grid(target, carrier)
         and target.specials == "ieee"
         and target.max_exponent == carrier.exponent_bias
         and target.mantissa_bits > 0
@@ -287,7 +192,7 @@ ROW_FIELDS = 13
 def float_row(target: FloatFormat, carrier: Carrier, overflow: Overflow) -> FloatRow:
     """The constants of one format. Overflow to NaN cannot be expressed in them; see :func:`_to_special`."""
     cut = carrier.mantissa_bits - target.mantissa_bits
-    uniform = not _continues(target, carrier)
+    uniform = not continues_grid(target, carrier)
     saturates = overflow == "saturate"
     lifts = not saturates and _lifts_to_infinity(target)
     overflow_up = 2.0 ** (carrier.exponent_bias - target.max_exponent) if lifts else 1.0
@@ -332,7 +237,7 @@ def row_from_tensor(row: Tensor) -> FloatRow:
 def round_float_by_row(x: Tensor, row: Tensor, rounding: Rounding, bits: Tensor | None = None) -> Tensor:
     """:func:`round_float` with the format's parameters in a tensor: changing them recompiles nothing."""
     named = row_from_tensor(row)
-    rounded = _bit_addition(x, named, FLOAT64 if x.dtype == torch.float64 else FLOAT32, rounding, bits)
+    rounded = _bit_addition(x, named, carrier_of(x), rounding, bits)
     if rounding == "toward-zero":  # a finite number stops at the largest value; infinity passes where the row lets it
         stopped = rounded.abs().minimum(torch.as_tensor(named.max)).copysign(x)
         return torch.where(x.isinf(), rounded, stopped)

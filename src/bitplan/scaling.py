@@ -27,8 +27,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from bitplan.carriers import FLOAT64, carrier_of
 from bitplan.errors import QuantizeError, nearest_names
-from bitplan.rounding import FLOAT32, FLOAT64, Carrier
 from bitplan.tracing import is_traced
 
 Granularity = Literal["tensor", "channel", "vector", "block"]
@@ -174,10 +174,6 @@ def divide(a: Tensor, b: float | Tensor) -> Tensor:
     if a.dtype == torch.float32 and a.is_cuda and is_traced():
         return (a.double() / divisor.double()).float()
     return a / divisor
-
-
-def carrier_of(x: Tensor) -> Carrier:
-    return FLOAT64 if x.dtype == torch.float64 else FLOAT32
 
 
 def shared_exponent(blocks: Tensor, element_max_exponent: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import bitplan
-from bitplan import rounding
+from bitplan import tensor_parts
 from bitplan.errors import AccountError, PlanError
 from bitplan.intercept import is_planned
 from bitplan.memory import Memory, measure_memory, predict_memory
@@ -258,7 +258,7 @@ def test_a_large_tensor_is_rounded_in_two_parts_and_foreseen_like_in_many() -> N
     model = nn.Sequential(nn.Linear(4, 7 * 2**10), nn.ReLU())
     plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "activation": "e3m2"}]})
     given = (model, torch.randn(2**8, 4), None, "none", plan, "packed")
-    parts = rounding.parts_of
+    parts = tensor_parts.parts_of
     predicted = predict_memory(*given)
-    assert rounding.parts_of is parts
+    assert tensor_parts.parts_of is parts
     assert predicted.peak == pytest.approx(measure_memory(*given).peak, rel=0.01)

@@ -158,7 +158,7 @@ def gradients(rewritten: Rewritten, spare: str, coded: bool, **changes: Any) -> 
     plan = Plan.from_dict({"version": 1, "rules": [rule, *([CODED] if coded else [])]})
     with bitplan.attach(model, plan, example=x, execution="native", native_from=0) as run:
         run._rounder.casts_again = SPARING[spare]
-        run._tell_compiled_code()
+        run._installation.tell_compiled_code()
         called = torch.compile(model, fullgraph=True, backend=rewritten.backend)
         for _ in range(2):
             called(x).sum().backward()

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bitplan.axes import resolve
+from bitplan.carriers import carrier_for
 from bitplan.formats import BlockFormat, FloatFormat, Format, IntFormat
 from bitplan.live import LiveFormat
 from bitplan.measure.candidate import Tried
@@ -28,7 +29,6 @@ from bitplan.noise import random_bits
 from bitplan.plan.spec import QuantizerSpec
 from bitplan.quantizer import Quantizer
 from bitplan.reference import Rounding
-from bitplan.rounding import carrier_for
 from bitplan.scaling import divide, step_scale
 
 #: Kurtosis and dynamic range are those of at most so many sampled elements.

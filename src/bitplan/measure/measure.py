@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitplan.batches import call_arguments, call_loss, split_batch
 from bitplan.errors import MetricError
-from bitplan.intercept import ModuleState, Scope, followed, unwrapped
+from bitplan.intercept import Scope, followed, unwrapped
+from bitplan.losses import loss_holder
 from bitplan.measure.candidate import Candidate, checked_candidates
 from bitplan.measure.probe import Probe
 from bitplan.measure.result import Measurement, Row, averaged
 from bitplan.measure.sampling import Sampling
 from bitplan.randomness import randomness_kept
-from bitplan.sites import LOSS_PATH, call_arguments, call_loss, split_batch
 
 #: Batches that are looked at where more are given.
 MOST_BATCHES = 4
@@ -101,9 +102,7 @@ def look_at_step(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | Non
 @contextmanager
 def _loss_scope(probe: Probe) -> Iterator[None]:
     """Where the loss's own products are seen, too."""
-    holder = nn.Module()
-    holder.__dict__["_bitplan"] = ModuleState(probe, LOSS_PATH)
-    with Scope(probe, holder):
+    with Scope(probe, loss_holder(probe)):
         yield
 
 

@@ -22,10 +22,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_map_only
 
-from bitplan import rounding
+from bitplan import tensor_parts
 from bitplan.errors import AccountError
+from bitplan.fake_inputs import FakeInputs
 from bitplan.intercept import is_planned, uninstall, unwrapped
-from bitplan.sites import FakeInputs
 from bitplan.tables import RECORD, TABLE
 
 
@@ -108,19 +108,19 @@ def rounding_in_two_parts() -> Iterator[None]:
 
     Of a fake tensor, which has no values to be rounded, two parts do: all others take and give back the same memory.
     """
-    whole = rounding.parts_of
+    whole = tensor_parts.parts_of
 
     def first_parts(x: Tensor) -> tuple[Tensor, ...]:
-        size = rounding.part_size(x.numel())
+        size = tensor_parts.part_size(x.numel())
         if not isinstance(x, FakeTensor) or x.is_cuda or x.numel() <= size or not x.is_contiguous():
             return whole(x)
         return torch.split(x.view(-1)[: 2 * size], size)
 
-    rounding.parts_of = first_parts
+    tensor_parts.parts_of = first_parts
     try:
         yield
     finally:
-        rounding.parts_of = whole
+        tensor_parts.parts_of = whole
 
 
 @contextmanager

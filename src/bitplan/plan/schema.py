@@ -1,6 +1,6 @@
 """The published JSON Schema of plans, for editors and other tools; a copy lies in ``docs/plan.schema.json``.
 
-Fields and their kinds come from the tables that the loader reads by (:mod:`bitplan.plan.load`), conflicts between
+Fields and their kinds come from the tables that the loader reads by (:mod:`bitplan.plan.grammar`), conflicts between
 keys from :mod:`bitplan.plan.places`. Added here is what goes with what inside a quantizer; a test lets the schema and
 the loader judge the same random plans. Four things only the loader knows: whether a name or a file exists, whether a
 regular expression is one, whether a schedule's numbers fit together and fit their quantizers, and a few floats that fit
@@ -17,8 +17,8 @@ from typing import Any
 from bitplan.formats import BlockFormat, FloatFormat
 from bitplan.names import NAMED
 from bitplan.names import format as format_of
+from bitplan.plan.grammar import CHOOSING, GRAD_QUANTIZER, PLAN, PROMOTION, QUANTIZER, RULE, SWITCH
 from bitplan.plan.kinds import Schema
-from bitplan.plan.load import CHOOSING, GRAD_QUANTIZER, PLAN, PROMOTION, QUANTIZER, RULE, SWITCH
 from bitplan.plan.places import CONFLICTS, KEYS
 from bitplan.plan.promotion import MEASURES
 from bitplan.plan.spec import DEFAULT_EXPONENT_BITS, QuantizerSpec, any_case, is_format

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bitplan.intercept import Interceptor, ModuleState, Scope, followed, is_planned, state_of
-from bitplan.sites import LOSS_PATH
+from bitplan.intercept import Interceptor, Scope, followed, is_planned, state_of
+from bitplan.losses import loss_holder
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +67,7 @@ class StepWatch:
         """`function` with its operations in view."""
         if self._has_plan:
             return function
-        holder = nn.Module()
-        holder.__dict__["_bitplan"] = ModuleState(self.interceptor, LOSS_PATH)
+        holder = loss_holder(self.interceptor)
 
         def watched(*args: Any) -> Tensor:
             with Scope(self.interceptor, holder):
