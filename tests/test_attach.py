@@ -110,6 +110,15 @@ def test_detaching_leaves_the_model_exactly_as_it_was() -> None:
     assert anatomy(model) == before
 
 
+def test_what_was_detached_neither_compiles_nor_takes_a_loss() -> None:
+    model = nn.Linear(8, 8)
+    run = bitplan.attach(model, "int8-all", example=torch.randn(2, 8))
+    run.detach()
+    for late in (run.compile, lambda: run.loss(nn.functional.mse_loss)):
+        with pytest.raises(PlanError, match="was detached from this model: attach it again first"):
+            late()
+
+
 def test_training_goes_on_bit_for_bit_after_detaching() -> None:
     one, other = net(), net()
     attached(one, EVERYTHING, example=X).detach()

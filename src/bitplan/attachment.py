@@ -268,6 +268,7 @@ class Attachment:
         """`function` with its tensors brought in as sites of the module path ``loss``."""
         if not self.plan.all_rules:
             return function
+        self._installation.require_place()
         holder = loss_holder(self._rounder)
         self._installation.add(LOSS_PATH, holder, self.seed, self._step)
         self._installation.tell_compiled_code()

@@ -57,6 +57,7 @@ class Compiler:
             raise PlanError(f"there is no spare_memory={spare_memory!r}; {nearest_names(str(spare_memory), SPARING)}")
         if spare_memory != "no" and self.execution != "native":
             raise PlanError("spare_memory goes with execution='native': give attach() that, too, or drop it.")
+        self.installation.require_place()
         self.installation.rounder.casts_again = SPARING[spare_memory]
         self.installation.tell_compiled_code()
         settings = {**({} if mode is None else list_mode_options(mode, dynamic)), **(options or {})}

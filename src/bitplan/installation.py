@@ -53,6 +53,7 @@ class Installation:
         self._operations: list[Operation] = []
         self._widths: dict[Schedule, int] = {}
         self._allowances: list[Allowance] = []
+        self._is_out = False
 
     # --- in and out ---
 
@@ -69,6 +70,7 @@ class Installation:
 
     def take_out(self) -> None:
         """Leave the model exactly as it was."""
+        self._is_out = True
         if self.modules:
             self.rounder.enabled = False  # copies that were made of the model become plain, too
             self.tell_compiled_code()
@@ -80,6 +82,11 @@ class Installation:
         for allowance in self._allowances:
             allowance.remove()
         self._allowances = []
+
+    def require_place(self) -> None:
+        """Raise where the plan has been taken out of the model."""
+        if self._is_out:
+            raise PlanError("the plan was detached from this model: attach it again first.")
 
     def add(self, path: str, module: nn.Module, seed: int, step: int) -> None:
         """Fill in what the plan says of every operation that may happen in this module."""
