@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from bitplan.actions import Action, Here
 from bitplan.batches import call_arguments
-from bitplan.compiling import SPARING, Compiler
+from bitplan.compiling import Compiler
 from bitplan.cost import Cost
 from bitplan.decisions import Decider
 from bitplan.errors import PlanError
@@ -47,8 +47,6 @@ from bitplan.unseen import unseen_modules
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
-
-__all__ = ["SPARING", "Attachment"]
 
 
 class Attachment:

@@ -13,11 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.batches import call_arguments, call_loss, split_batch
 from bitplan.plan import SLOTS
 from bitplan.recording import Operation, record
-
-__all__ = ["Operation", "Site", "call_arguments", "call_loss", "record", "sites", "sites_of", "split_batch"]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bitplan
 from bitplan import Plan, PlanError
-from bitplan.attachment import SPARING
+from bitplan.compiling import SPARING
 from bitplan.models.llama import LlamaBlocks
 from bitplan.native.float8_cast import FORMATS, cast_float8
 from bitplan.native.sparing_backend import Sparing, SparingPartitioner

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import bitplan
 from bitplan import Plan, actions, quantizer
-from bitplan.attachment import SPARING
+from bitplan.compiling import SPARING
 from bitplan.launching import OpeningPass, open_operations
 from bitplan.models.llama import LlamaBlocks
 from bitplan.native import gated_cast, gated_fusing

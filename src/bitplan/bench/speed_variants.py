@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.attach import Attachment, attach
-from bitplan.attachment import SPARING
 from bitplan.bench.own_plans import own_plan
 from bitplan.bench.peers import has_torchao
+from bitplan.compiling import SPARING
 from bitplan.errors import BitplanError, BitplanWarning
 from bitplan.plan import Plan
 

@@ -19,7 +19,7 @@ from bitplan.plan import Decision
 from bitplan.plan.spec import QuantizerSpec
 from bitplan.products import has_settings, product_of
 from bitplan.quantizer import Quantizer
-from bitplan.sites import Operation
+from bitplan.recording import Operation
 
 
 @dataclass(frozen=True)
