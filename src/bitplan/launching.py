@@ -23,8 +23,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from bitplan import kernel_operations
 from bitplan.kernel_operations import OPERATIONS, KernelOperation
-from bitplan.native import gated_fusing
+from bitplan.native import gated_fusing, norm_fusing, patterns
 from bitplan.native.gated_fusing import fuse_gates
+from bitplan.native.norm_fusing import fuse_norms
 
 #: Whether compiled graphs launch the kernels themselves; to compare, or where a version of torch cannot.
 OPENS = True
@@ -44,14 +45,17 @@ class OpeningPass(CustomGraphPass):
             each(graph)
         remember_accesses()
         fuse_gates(graph)
+        fuse_norms(graph)
         open_operations(graph)
 
     def uuid(self) -> Any:
         """What Inductor's caches know it by; None, which turns them off, where an earlier pass has no such word."""
         others = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.earlier]
         files = (source for operation in OPERATIONS.values() for source in operation.sources())
-        rules = (__file__, kernel_operations.__file__, gated_fusing.__file__)
-        ours = get_hash_for_files((*rules, *dict.fromkeys(files)), f"{gated_fusing.FUSES}")
+        modules = (kernel_operations, patterns, gated_fusing, norm_fusing)
+        rules = (__file__, *(module.__file__ for module in modules))
+        switches = f"{gated_fusing.FUSES} {norm_fusing.FUSES} {norm_fusing.FUSES_SUMS}"
+        ours = get_hash_for_files((*rules, *dict.fromkeys(files)), switches)
         return None if None in others else (ours, *others)
 
     # torch.compile compares the options of two calls to tell whether a graph can be used again.
