@@ -8,10 +8,11 @@ norm's input: a number for each row and one for each feature. So a kernel that r
 * ``bitplan::norm_amax`` looks for the largest magnitude, in parts, while there is no past: else it does nothing.
 
 A row's number is told as graphs have it: the mean of the squares, to which *eps* is added before the inverse of the
-square root is taken, or, without an *eps*, that inverse itself. Scales are powers of two. Graphs get these operations by
-:mod:`bitplan.native.norm_fusing`. On a GPU they are Triton kernels (:mod:`bitplan.native.norm_cast_kernel`), elsewhere
-the plain torch below, which says what they compute: in float32, rounded once to bfloat16, as torch's own norm does, and
-then cast as :mod:`bitplan.native.float8_cast` does.
+square root is taken, or, without an *eps*, that inverse itself. Scales are powers of two.
+
+Graphs get these operations by :mod:`bitplan.native.norm_fusing`. On a GPU they are Triton kernels
+(:mod:`bitplan.native.norm_cast_kernel`), elsewhere the plain torch below, which says what they compute: in float32,
+rounded once to bfloat16, as torch's own norm does, and then cast as :mod:`bitplan.native.float8_cast` does.
 """
 
 from __future__ import annotations

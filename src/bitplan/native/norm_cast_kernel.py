@@ -92,13 +92,19 @@ def _cast_norm_tile(  # type: ignore[no-untyped-def]
     column = (number % across).to(tl.int64) * tile + tl.arange(0, tile)
     inside = (row < rows)[:, None] & (column < features)[None, :]
     place = row[:, None] * features + column[None, :]
-    wide = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-    inverse = _inverse(tl.load(spread + row, mask=row < rows, other=0.0), eps, is_inverse)
+    if writes_rows and writes_columns:  # in halves, as in a plain cast: else all would be computed for each layout
+        is_left = (tl.arange(0, tile) < tile // 2)[None, :]
+        left = tl.load(x + place, mask=inside & is_left, other=0.0).to(tl.float32)
+        right = tl.load(x + place, mask=inside & (is_left == 0), other=0.0).to(tl.float32)
+        wide = tl.where(is_left, left, right)
+    else:
+        wide = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    # Outside the matrix zeros times a finite number.
+    inverse = _inverse(tl.load(spread + row, mask=row < rows, other=1.0), eps, is_inverse)
     factor = tl.load(weight + column, mask=column < features, other=0.0).to(tl.float32)
     value = _as_kept(wide * inverse[:, None] * factor[None, :])
     if gathers:
-        # Outside the matrix zeros may have met the inverse of an eps of zero.
-        _gather(tops, number, tl.where(inside, value, 0.0))
+        _gather(tops, number, value)
     scale = _scale_from(parts, reach, largest, True, True, part_count)
     if number == 0:
         tl.store(scale_out, scale)

@@ -83,23 +83,23 @@ def _matched(cast: SeenCast) -> Found | None:
 
 
 def _spread(inverse: fx.Node) -> tuple[fx.Node, float | None]:
-    """Which tensor of the rows' numbers to read, and the eps if it is before the inverse of the root is taken.
+    """Which tensor of the rows' numbers to read, and the eps if that is before the inverse of the root is taken.
 
-    The one that lies in memory anyway; where none does, the inverse, which is small.
+    The one that came from the forward pass. In the forward pass the inverse, as the kernel has it that takes the mean:
+    it is small, and nothing says that a machine adds eps to a mean in memory as it does to one in a register.
     """
-    if inverse.op != "placeholder" and not is_kept(inverse):
-        summed = inverse.args[0]
-        if isinstance(summed, fx.Node) and _lies_there(summed):
-            return summed, 0.0
-        if isinstance(summed, fx.Node) and summed.target in (aten.add.Scalar, aten.add.Tensor):
-            mean, eps = summed.args
-            if isinstance(mean, fx.Node) and isinstance(eps, (int, float)) and not summed.kwargs and _lies_there(mean):
-                return mean, float(eps)
+    if inverse.op == "placeholder":
+        return inverse, None
+    summed = inverse.args[0]
+    assert isinstance(summed, fx.Node)
+    if is_given(summed):
+        return summed, 0.0
+    if summed.target in (aten.add.Scalar, aten.add.Tensor) and not summed.kwargs:
+        mean, eps = summed.args
+        is_mean = isinstance(mean, fx.Node) and mean.meta["val"].dtype == torch.float32 and is_given(mean)
+        if is_mean and isinstance(eps, (int, float)):
+            return mean, float(eps)  # type: ignore[return-value]
     return inverse, None
-
-
-def _lies_there(node: fx.Node) -> bool:
-    return node.meta["val"].dtype == torch.float32 and (is_given(node) or is_kept(node))
 
 
 def _join(graph: fx.Graph, cast: SeenCast, found: Found) -> bool:
