@@ -22,6 +22,7 @@ from bitplan.native.gated_cast import (
     grads_amax_in_torch,
     grads_cast_in_torch,
 )
+from bitplan.native.norm_cast import norm_amax_in_torch, norm_cast_in_torch
 
 KINDS = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 
@@ -140,6 +141,34 @@ def gated() -> int:
     return agreed
 
 
+def norms() -> int:
+    """The same for those of a norm; in NumPy the inverse of a root is another to the last bit, so it is given, too."""
+    import triton.language as tl
+
+    from bitplan.native import norm_cast_kernel as kernels
+
+    kernels.libdevice = SimpleNamespace(rsqrt=lambda x: tl.rsqrt(x))
+    kernels.PARTS, kernels._BLOCK = 4, 64
+    agreed = 0
+    torch.manual_seed(2)
+    weight, edges = torch.randn(150) * 3, torch.tensor([[3.0, 0.0, -0.0], [1e-40, 3e38, 1.0], [torch.nan, 1.0, 2.0]])
+    for x, factor in (((torch.randn(130, 150) * 7).bfloat16(), weight.bfloat16()), (edges, weight[:3])):
+        mean = x.float().square().mean(1)
+        for kind, reach, eps in itertools.product(FORMATS, (0.0, 1.5), (1e-6, None)):
+            given = (x, torch.rsqrt(mean + 1e-6) if eps is None else mean, factor, eps)
+            alike = same if eps is None else almost_same
+            known, plain = torch.tensor(reach), norm_amax_in_torch(*given, torch.tensor(reach))
+            parts = kernels.norm_amax_by_kernel(itself, *given, known)
+            assert alike(parts.amax(), torch.zeros(()) if reach else plain.amax())
+            for layouts in ((True, True), (True, False), (False, True)):
+                rest = (kind, plain, known, *layouts, True)
+                one, other = kernels.norm_cast_by_kernel(itself, *given, *rest), norm_cast_in_torch(*given, *rest)
+                assert all(alike(*pair) for pair in zip(one[:3], other[:3], strict=True)), (given, rest)
+                assert alike(one[3].amax(), other[3].amax())
+                agreed += 1
+    return agreed
+
+
 def main() -> int:
     """How many cases agreed."""
     import triton.runtime.interpreter as interpreter
@@ -162,7 +191,7 @@ def main() -> int:
                     assert all(same(*pair) for pair in zip(one[:3], other[:3], strict=True)), (x, rest, kind)
                     assert same(one[3].amax(), other[3].amax())
                     agreed += 1
-    return agreed + gated()
+    return agreed + gated() + norms()
 
 
 if __name__ == "__main__":
