@@ -35,7 +35,7 @@ READ = (torch.float32, torch.bfloat16, torch.float16)
 PARTS = 512
 #: A GPU casts squares of this side.
 TILE = 128
-#: In so many records a cast can note the largest magnitude (:mod:`bitplan.native.noted_cast`): of queries, keys, values.
+#: In so many records a cast can note the largest magnitude (:mod:`bitplan.native.noted_cast`): query, key and value.
 NOTED = 3
 
 

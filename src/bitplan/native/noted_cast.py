@@ -2,9 +2,9 @@
 
 With scales from past steps a cast tells the largest magnitude of each tile, and a record's number is raised to the
 largest of these: up to four small kernels for every cast. ``bitplan::float8_cast_noted``, ``bitplan::gated_cast_noted``
-and ``bitplan::gated_grads_cast_noted`` take what the operations without "noted" take, and *records*: tensors, in each of
-which one number, its *cell*, is raised. On a GPU, in a compiled graph, the kernel that casts does so itself; elsewhere
-they are what is written below. They give what the others give, without magnitudes, and then the raised records.
+and ``bitplan::gated_grads_cast_noted`` take what the operations without "noted" take, and *records*: tensors, in each
+of which one number, its *cell*, is raised. On a GPU, in a compiled graph, the kernel that casts does so itself;
+elsewhere they are what is written below. They give what the others give, without magnitudes, and then the records.
 
 Graphs get them by :mod:`bitplan.native.record_noting`.
 """

@@ -6,9 +6,9 @@ row into the record; further casts go on with what came out, and at the end all 
 that is all that happens to a record, the casts are given the record, and what is left is one copy of it into itself,
 which Inductor leaves out.
 
-The backward pass begins with what the forward pass made of the record, which it was given as a tensor of its own. By
-then the record has that in it, and is raised itself. (Where one step's forward passes both come before its backward
-passes, the later backward pass so keeps what the other forward pass noted, as without torch.compile.)
+The backward pass begins with what the forward pass made of the record, which it is given as a tensor of its own. The
+record still has just that in it, since autograd refuses to go back where something has changed it in between; so it is
+the record that is raised.
 """
 
 from __future__ import annotations
@@ -226,8 +226,8 @@ class _Cast:
     def note(self, graph: fx.Graph) -> None:
         """Put the operation that notes in its place."""
         kind = self.kind
-        given = kind.telling(self.node.args, False)
-        places = {
+        given: Any = kind.telling(self.node.args, False)
+        places: Any = {
             "records": [chain.now for chain, _ in self.places],
             "cells": [raised.cell for _, raised in self.places],
         }
