@@ -114,14 +114,25 @@ def _codes_of(value, zero, is_e5m2: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _span_of(parts, part_count: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.max(_magnitude_bits(tl.load(parts + tl.arange(0, part_count))), 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _scale_from(  # type: ignore[no-untyped-def]
-    parts, reach, largest: tl.constexpr, power_of_two: tl.constexpr, has_reach: tl.constexpr, part_count: tl.constexpr
+    parts, known, largest: tl.constexpr, power_of_two: tl.constexpr, has_reach: tl.constexpr, part_count: tl.constexpr
 ):
-    """The matrix's scale: room for what is known from the past or, where nothing is, for the largest of the parts."""
-    span = tl.max(_magnitude_bits(tl.load(parts + tl.arange(0, part_count))), 0).to(tl.float32, bitcast=True)
+    """The matrix's scale: room for what is known from the past or, where nothing is, for the largest of the parts.
+
+    Parts are not read where they do not decide: behind the tile's largest magnitude, which all threads wait for, that
+    would be another wait for memory and three for each other.
+    """
     if has_reach:
-        known = tl.load(reach)
-        span = tl.where(known > 0, known, span)
+        span = known
+        if (known > 0) == 0:
+            span = _span_of(parts, part_count)
+    else:
+        span = _span_of(parts, part_count)
     return _scale_of(span, largest, power_of_two)
 
 
@@ -204,6 +215,7 @@ def _cast_tile(  # type: ignore[no-untyped-def]
     inside = (row < rows)[:, None] & (column < features)[None, :]
     place = row[:, None] * features + column[None, :]
     is_left = (tl.arange(0, tile) < tile // 2)[None, :]
+    known = tl.load(reach) if has_reach else 0.0
     left = tl.load(x + place, mask=inside & is_left, other=0.0).to(tl.float32)
     right = tl.load(x + place, mask=inside & (is_left == 0), other=0.0).to(tl.float32)
     value = tl.where(is_left, left, right)
@@ -217,7 +229,7 @@ def _cast_tile(  # type: ignore[no-untyped-def]
         if notes > 2:
             _note(third, third_cell, top)
     if has_parts:
-        scale = _scale_from(parts, reach, largest, power_of_two, has_reach, part_count)
+        scale = _scale_from(parts, known, largest, power_of_two, has_reach, part_count)
         value = _divided(value, scale, largest, power_of_two, has_reach)
     else:
         scale = tl.full([], 1.0, tl.float32)

@@ -31,6 +31,7 @@ from bitplan.native.float8_cast_kernel import (
     _magnitude_bits,
     _note,
     _scale_from,
+    _scale_of,
     _store_codes,
     _top_bits,
 )
@@ -145,6 +146,7 @@ def _cast_gated_tile(  # type: ignore[no-untyped-def]
     column = (number % across).to(tl.int64) * tile + tl.arange(0, tile)
     inside = (row < rows)[:, None] & (column < features)[None, :]
     place = row[:, None] * features + column[None, :]
+    known = tl.load(reach)
     one = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
     if codes:
@@ -159,7 +161,7 @@ def _cast_gated_tile(  # type: ignore[no-untyped-def]
         _gather(tops, number, value)
     if notes:
         _note(record, cell, _top_bits(value))
-    scale = _scale_from(parts, reach, largest, True, True, part_count)
+    scale = _scale_from(parts, known, largest, True, True, part_count)
     if number == 0:
         tl.store(scale_out, scale)
     cast = _codes_of(_divided(value, scale, largest, True, True), zero, is_e5m2)
@@ -202,8 +204,15 @@ def _cast_grads_tile(  # type: ignore[no-untyped-def]
     steps: tl.constexpr,
 ):
     across = tl.cdiv(features, side)
-    of_gate = _scale_from(gate_parts, gate_reach, largest, True, True, part_count)
-    of_up = _scale_from(up_parts, up_reach, largest, True, True, part_count)
+    # All is asked for before anything is waited for; a branch around the parts would take 28 registers more.
+    gate_known = tl.load(gate_reach)
+    up_known = tl.load(up_reach)
+    gate_spans = _magnitude_bits(tl.load(gate_parts + tl.arange(0, part_count)))
+    up_spans = _magnitude_bits(tl.load(up_parts + tl.arange(0, part_count)))
+    gate_span = tl.max(gate_spans, 0).to(tl.float32, bitcast=True)
+    up_span = tl.max(up_spans, 0).to(tl.float32, bitcast=True)
+    of_gate = _scale_of(tl.where(gate_known > 0, gate_known, gate_span), largest, True)
+    of_up = _scale_of(tl.where(up_known > 0, up_known, up_span), largest, True)
     if tl.program_id(0) == 0:
         tl.store(gate_scale, of_gate)
         tl.store(up_scale, of_up)
