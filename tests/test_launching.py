@@ -133,6 +133,7 @@ def test_caches_know_it_by_what_it_does() -> None:
         "moments_kernel.py",
         "norm_cast.py",
         "norm_cast_kernel.py",
+        "noted_cast.py",
     }
 
 

@@ -23,9 +23,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from bitplan import kernel_operations
 from bitplan.kernel_operations import OPERATIONS, KernelOperation
-from bitplan.native import gated_fusing, norm_fusing, patterns
+from bitplan.native import gated_fusing, norm_fusing, patterns, record_noting
 from bitplan.native.gated_fusing import fuse_gates
 from bitplan.native.norm_fusing import fuse_norms
+from bitplan.native.record_noting import note_records
 
 #: Whether compiled graphs launch the kernels themselves; to compare, or where a version of torch cannot.
 OPENS = True
@@ -46,15 +47,16 @@ class OpeningPass(CustomGraphPass):
         remember_accesses()
         fuse_gates(graph)
         fuse_norms(graph)
+        note_records(graph)
         open_operations(graph)
 
     def uuid(self) -> Any:
         """What Inductor's caches know it by; None, which turns them off, where an earlier pass has no such word."""
         others = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.earlier]
         files = (source for operation in OPERATIONS.values() for source in operation.sources())
-        modules = (kernel_operations, patterns, gated_fusing, norm_fusing)
+        modules = (kernel_operations, patterns, gated_fusing, norm_fusing, record_noting)
         rules = (__file__, *(module.__file__ for module in modules))
-        switches = f"{gated_fusing.FUSES} {norm_fusing.FUSES} {norm_fusing.FUSES_SUMS}"
+        switches = f"{gated_fusing.FUSES} {norm_fusing.FUSES} {norm_fusing.FUSES_SUMS} {record_noting.NOTES}"
         ours = get_hash_for_files((*rules, *dict.fromkeys(files)), switches)
         return None if None in others else (ours, *others)
 
@@ -132,7 +134,8 @@ def _open(graph: fx.Graph, node: fx.Node, operation: KernelOperation) -> list[fx
     copies = dict(zip(placeholders, inputs, strict=True))
     with graph.inserting_before(node):
         for each in traced.graph.nodes:
-            if each.op not in ("placeholder", "output"):
+            # What is written into an input is a result, too; the graph says itself what becomes of it.
+            if each.op not in ("placeholder", "output") and each.target is not torch.ops.aten.copy_.default:
                 copies[each] = graph.node_copy(each, copies.__getitem__)
                 copies[each].meta.update({key: node.meta[key] for key in _TOLD_ON if key in node.meta})
     results: Any = fx.map_arg(traced.graph.output_node().args[0], copies.__getitem__)

@@ -35,6 +35,8 @@ READ = (torch.float32, torch.bfloat16, torch.float16)
 PARTS = 512
 #: A GPU casts squares of this side.
 TILE = 128
+#: In so many records a cast can note the largest magnitude (:mod:`bitplan.native.noted_cast`): query, key and value.
+NOTED = 3
 
 
 class Cast(NamedTuple):
@@ -140,10 +142,10 @@ def _amax_launched(x: Tensor, reach: Tensor | None, wrap: Any = itself) -> Tenso
     return amax_by_kernel(wrap, x.contiguous(), reach)
 
 
-def _cast_launched(x: Tensor, *given: Any, wrap: Any = itself) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _cast_launched(x: Tensor, *given: Any, wrap: Any = itself, **noted: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from bitplan.native.float8_cast_kernel import cast_by_kernel
 
-    return cast_by_kernel(wrap, x.contiguous(), *given)
+    return cast_by_kernel(wrap, x.contiguous(), *given, **noted)
 
 
 def _amax_of_shape(x: Tensor, reach: Tensor | None) -> Tensor:

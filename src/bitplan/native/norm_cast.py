@@ -79,10 +79,10 @@ def _amax_launched(*given: Any, wrap: Any = itself) -> Tensor:
     return norm_amax_by_kernel(wrap, *given)
 
 
-def _cast_launched(*given: Any, wrap: Any = itself) -> Results:
+def _cast_launched(*given: Any, wrap: Any = itself, **noted: Any) -> Results:
     from bitplan.native.norm_cast_kernel import norm_cast_by_kernel
 
-    return norm_cast_by_kernel(wrap, *given)
+    return norm_cast_by_kernel(wrap, *given, **noted)
 
 
 def _amax_of_shape(x: Tensor, *_: Any) -> Tensor:

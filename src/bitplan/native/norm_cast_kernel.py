@@ -7,6 +7,7 @@ rounding to bfloat16 at the end. So codes are the same to the bit as where Induc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +16,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from bitplan.native.float8_cast import FORMATS, PARTS, TILE, tiles_of
-from bitplan.native.float8_cast_kernel import _codes_of, _divided, _gather, _magnitude_bits, _scale_from, _store_codes
+from bitplan.native.float8_cast import FORMATS, NOTED, PARTS, TILE, tiles_of
+from bitplan.native.float8_cast_kernel import (
+    _codes_of,
+    _divided,
+    _gather,
+    _magnitude_bits,
+    _note,
+    _scale_from,
+    _store_codes,
+    _top_bits,
+)
 from bitplan.native.gated_cast_kernel import _as_kept, _Room
 
 #: Features of a row that a program of the kernel for the largest magnitude reads at once.
@@ -61,7 +71,7 @@ def _amax_of_norm(  # type: ignore[no-untyped-def]
     tl.store(tops + part, tl.max(top, 0).to(tl.float32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=["zero"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["zero", "first_cell", "second_cell", "third_cell"])  # type: ignore[untyped-decorator]
 def _cast_norm_tile(  # type: ignore[no-untyped-def]
     x,
     spread,
@@ -73,9 +83,15 @@ def _cast_norm_tile(  # type: ignore[no-untyped-def]
     parts,
     reach,
     after,
+    first,
+    second,
+    third,
     rows,
     features,
     zero,
+    first_cell,
+    second_cell,
+    third_cell,
     eps: tl.constexpr,
     is_inverse: tl.constexpr,
     is_e5m2: tl.constexpr,
@@ -83,6 +99,7 @@ def _cast_norm_tile(  # type: ignore[no-untyped-def]
     writes_rows: tl.constexpr,
     writes_columns: tl.constexpr,
     gathers: tl.constexpr,
+    notes: tl.constexpr,
     part_count: tl.constexpr,
     tile: tl.constexpr,
 ):
@@ -92,6 +109,7 @@ def _cast_norm_tile(  # type: ignore[no-untyped-def]
     column = (number % across).to(tl.int64) * tile + tl.arange(0, tile)
     inside = (row < rows)[:, None] & (column < features)[None, :]
     place = row[:, None] * features + column[None, :]
+    known = tl.load(reach)
     if writes_rows and writes_columns:  # in halves, as in a plain cast: else all would be computed for each layout
         is_left = (tl.arange(0, tile) < tile // 2)[None, :]
         left = tl.load(x + place, mask=inside & is_left, other=0.0).to(tl.float32)
@@ -105,7 +123,14 @@ def _cast_norm_tile(  # type: ignore[no-untyped-def]
     value = _as_kept(wide * inverse[:, None] * factor[None, :])
     if gathers:
         _gather(tops, number, value)
-    scale = _scale_from(parts, reach, largest, True, True, part_count)
+    if notes > 0:
+        top = _top_bits(value)
+        _note(first, first_cell, top)
+        if notes > 1:
+            _note(second, second_cell, top)
+        if notes > 2:
+            _note(third, third_cell, top)
+    scale = _scale_from(parts, known, largest, True, True, part_count)
     if number == 0:
         tl.store(scale_out, scale)
     codes = _codes_of(_divided(value, scale, largest, True, True), zero, is_e5m2)
@@ -134,14 +159,21 @@ def norm_cast_by_kernel(
     as_columns: bool,
     gathers: bool,
     after: Tensor | None = None,
+    records: Sequence[Tensor] = (),
+    cells: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`bitplan.native.norm_cast.norm_cast_in_torch`; all are contiguous and not empty."""
+    """As :func:`bitplan.native.norm_cast.norm_cast_in_torch`; all are contiguous and not empty.
+
+    Where there are records, up to three, the largest magnitude is noted at these of their numbers.
+    """
     tiles = tiles_of(*x.shape)
     room = _Room(x, dtype, as_rows, as_columns, gathers, tiles)
+    unused = NOTED - len(records)
     wrap(_cast_norm_tile)[(tiles,)](
-        *(x, spread, weight, *room.written, parts, reach, room.scale if after is None else after, *x.shape, 0),
+        *(x, spread, weight, *room.written, parts, reach, room.scale if after is None else after),
+        *(*records, *[room.scale] * unused, *x.shape, 0, *cells, *[0] * unused),
         *(eps or 0.0, eps is None, dtype == torch.float8_e5m2, FORMATS[dtype].max, as_rows, as_columns, gathers),
-        *(parts.numel(), TILE),
+        *(len(records), parts.numel(), TILE),
         num_warps=8,
     )
     return room.results()
