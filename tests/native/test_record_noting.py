@@ -26,6 +26,7 @@ from bitplan.models.llama import LlamaBlocks
 from bitplan.native import record_noting
 from bitplan.native.float8_cast import Cast, cast_float8
 from bitplan.native.gated_fusing import fuse_gates
+from bitplan.native.norm_fusing import fuse_norms
 from bitplan.native.record_noting import note_records
 from bitplan.native.sparing_backend import Sparing, SparingPartitioner
 from bitplan.observe import COLUMNS, blank_record, observe_amax, observe_range
@@ -90,6 +91,7 @@ class Rewritten:
 
     def _counted(self, gm: fx.GraphModule, given: Any, **options: Any) -> Any:
         fuse_gates(gm.graph, "cpu")
+        fuse_norms(gm.graph, "cpu")
         note_records(gm.graph, "cpu")
         gm.graph.lint()
         gm.recompile()
@@ -156,8 +158,10 @@ def test_numbers_stay_and_what_was_computed_for_records_is_gone(
 ) -> None:
     partitioner = SparingPartitioner(Sparing(True, False, coded)) if coded else None
     ours, (forward, backward, *others) = steps(partitioner, spare, coded)
-    # Four inputs, of which one may be a gate's product, and seven weights; of seven gradients two may be cast at once.
-    assert forward["float8_cast_noted"] + forward["gated_cast_noted"] == 11
+    # Four inputs, of which one is a norm's result and one a gate's product, and seven weights; of seven gradients two
+    # are cast at once.
+    assert forward["float8_cast_noted"] + forward["norm_cast_noted"] + forward["gated_cast_noted"] == 11
+    assert forward["norm_cast_noted"] == 1
     assert backward["float8_cast_noted"] + 2 * backward["gated_grads_cast_noted"] == 7
     assert backward["gated_grads_cast_noted"] == forward["gated_cast_noted"] == 1
     for seen in (forward, backward, *others):
@@ -311,12 +315,14 @@ def test_kernels_write_into_the_records_and_inductor_copies_none() -> None:
         both = OURS.gated_grads_cast(x, x, 2 * x, E5M2, parts, parts, reach, reach, True, True, True)
         observe_amax(records[2][1], both[3].amax())
         observe_amax(records[3][0], both[7].amax())
-        return rows, columns, gated[0], both[0], both[4]
+        normed = OURS.norm_cast(x, x[:, 0].float(), x[0], 0.5, E4M3, parts, reach, False, True, True)
+        observe_amax(records[4][1], normed[3].amax())
+        return rows, columns, gated[0], both[0], both[4], normed[1]
 
     with FakeTensorMode():
-        fakes = [torch.empty_like(each) for each in given(4)]
+        fakes = [torch.empty_like(each) for each in given(5)]
         module = prepared(make_fx(torch.func.functionalize(step))(fakes[0].bfloat16(), *fakes[1:]))
-    assert note_records(module.graph, "cpu") == 4
+    assert note_records(module.graph, "cpu") == 5
     open_operations(module.graph, "cpu")
     module.graph.lint()
     launches = module.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
@@ -329,6 +335,7 @@ def test_kernels_write_into_the_records_and_inductor_copies_none() -> None:
     assert found["_cast_tile"] == [{*layouts, "first"}, {*layouts, "first", "second"}]
     assert found["_cast_gated_tile"] == [{"as_rows", "scale_out", "record"}]
     assert found["_cast_grads_tile"] == [halves]
+    assert found["_cast_norm_tile"] == [{"as_columns", "scale_out", "first"}]
     reinplace_inplaceable_ops_core(module.graph)
     for node in launches:
         assert node.kwargs["tensors_to_clone"] == []
@@ -337,4 +344,4 @@ def test_kernels_write_into_the_records_and_inductor_copies_none() -> None:
     inputs = {node for node in module.graph.nodes if node.op == "placeholder"}
     written = ("first", "second", "record", "gate_record", "up_record")
     noted = [node.kwargs["kwargs"].get(name) for node in launches for name in written]
-    assert len(inputs & {each for each in noted if each is not None}) == 4
+    assert len(inputs & {each for each in noted if each is not None}) == 5
