@@ -59,7 +59,7 @@ def test_the_kernels_give_the_codes_of_plain_torch(
         near = OURS.norm_cast(x, mean, weight, EPS, *rest)
         for one, other in zip(near[:2], plain[:2], strict=True):
             one, other = one.float(), other.float()
-            assert ((one - other).abs() <= 0.26 * other.abs()).all()
+            assert ((one - other).abs() <= 0.26 * other.abs() + 2**-9).all()
             assert (one != other).sum() <= 1 + one.numel() // 100
 
 

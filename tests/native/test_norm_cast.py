@@ -103,7 +103,7 @@ def names_of(graph: fx.Graph) -> list[str]:
 F8: dict[str, Any] = {"format": "e4m3", "scale": "tensor", "power_of_two": True, "history": 4}
 
 
-def gradients(rewritten: Rewritten, spare: str, layers: int = 1, **changes: Any) -> list[Tensor]:
+def gradients(rewritten: Rewritten, spare: str, layers: int) -> list[Tensor]:
     """Of two steps: the first has no past."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -111,7 +111,7 @@ def gradients(rewritten: Rewritten, spare: str, layers: int = 1, **changes: Any)
     for norm in (each for each in model.modules() if isinstance(each, nn.RMSNorm)):
         nn.init.normal_(norm.weight)
     x = torch.randn(2, 32, 64).bfloat16().requires_grad_()
-    rule = {"match": "*", "op": "linear", **dict.fromkeys(("x", "w", "dy"), F8 | changes)}
+    rule = {"match": "*", "op": "linear", **dict.fromkeys(("x", "w", "dy"), F8)}
     plan = Plan.from_dict({"version": 1, "rules": [rule]})
     with bitplan.attach(model, plan, example=x, execution="native", native_from=0) as run:
         run._rounder.casts_again = SPARING[spare]
@@ -148,21 +148,15 @@ def test_graphs_cast_norms_with_the_same_bits(
         assert torch.equal(one, other)
 
 
-def test_scales_of_the_present_are_left_as_they_are() -> None:
-    rewritten = Rewritten(min_cut_rematerialization_partition)
-    gradients(rewritten, "no", power_of_two=False)
-    assert len(rewritten.seen) == 2
-    assert not any("norm" in name for seen in rewritten.seen for name in seen)
-
-
 def traced(function: Any, *given: Tensor) -> fx.GraphModule:
     return make_fx(torch.func.functionalize(function), decomposition_table=select_decomp_table(), tracing_mode="fake")(
         *given
     )
 
 
-def cast(x: Tensor) -> Tensor:
-    return cast_float8(x.flatten(0, -2), E4M3, power_of_two=True, reach=torch.ones(())).rows
+def cast(x: Tensor, **settings: Any) -> Tensor:
+    given: dict[str, Any] = {"power_of_two": True, "reach": torch.ones(()), **settings}
+    return cast_float8(x.flatten(0, -2), E4M3, **given).rows
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:
@@ -233,7 +227,22 @@ def test_only_what_fits_exactly_is_joined(monkeypatch: pytest.MonkeyPatch) -> No
         total = x + 1
         return normed(total, weight), total
 
-    for function in (read, weightless, centred, shifted, scattered, of_heads, of_both, of_sums):
+    def otherwise(**settings: Any) -> Any:
+        return lambda x, weight: cast(F.rms_norm(x, (48,), weight), **settings)
+
+    of_the_present, of_any_size = otherwise(reach=None), otherwise(power_of_two=False)
+    for function in (
+        of_the_present,
+        of_any_size,
+        read,
+        weightless,
+        centred,
+        shifted,
+        scattered,
+        of_heads,
+        of_both,
+        of_sums,
+    ):
         assert fuse_norms(traced(function, x, weight).graph, "cpu") == 0, function
     assert fuse_norms(traced(normed, x.t().contiguous().t(), weight).graph, "cpu") == 0
     assert fuse_norms(traced(normed, x.half(), weight.half()).graph, "cpu") == 0
