@@ -88,25 +88,11 @@ def open_operations(
     written: set[fx.Node] = set()
     for node in list(graph.nodes):
         operation = known.get(node.target) if node.op == "call_function" else None
-        if operation is None:
-            continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
-        if _is_on(device, node) and operation.is_possible(*args, **kwargs):
+        if operation is not None and operation.can_open(node, device):
             for launch in _open(graph, node, operation):
                 _write_inputs(graph, launch, written)
             found += 1
     return found
-
-
-def _is_on(device: str, node: fx.Node) -> bool:
-    """Whether the tensors are there, and of sizes that are known."""
-    values = [each.meta["val"] for each in node.all_input_nodes]
-    return all(
-        isinstance(value, Tensor)
-        and value.device.type == device
-        and all(isinstance(size, int) for size in (*value.shape, *value.stride()))
-        for value in values
-    )
 
 
 def _open(graph: fx.Graph, node: fx.Node, operation: KernelOperation) -> list[fx.Node]:
