@@ -23,7 +23,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from bitplan import kernel_operations
 from bitplan.kernel_operations import OPERATIONS, KernelOperation
-from bitplan.native import gated_fusing, record_noting
+from bitplan.native import amax_joining, gated_fusing, record_noting
+from bitplan.native.amax_joining import join_amax
 from bitplan.native.gated_fusing import fuse_gates
 from bitplan.native.record_noting import note_records
 
@@ -46,14 +47,16 @@ class OpeningPass(CustomGraphPass):
         remember_accesses()
         fuse_gates(graph)
         note_records(graph)
+        join_amax(graph)
         open_operations(graph)
 
     def uuid(self) -> Any:
         """What Inductor's caches know it by; None, which turns them off, where an earlier pass has no such word."""
         others = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.earlier]
         files = (source for operation in OPERATIONS.values() for source in operation.sources())
-        rules = (__file__, kernel_operations.__file__, gated_fusing.__file__, record_noting.__file__)
-        switches = f"{gated_fusing.FUSES} {record_noting.NOTES}"
+        rewriting = (gated_fusing.__file__, record_noting.__file__, amax_joining.__file__)
+        rules = (__file__, kernel_operations.__file__, *rewriting)
+        switches = f"{gated_fusing.FUSES} {record_noting.NOTES} {amax_joining.JOINS}"
         ours = get_hash_for_files((*rules, *dict.fromkeys(files)), switches)
         return None if None in others else (ours, *others)
 

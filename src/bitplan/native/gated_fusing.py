@@ -118,12 +118,12 @@ def _seen(node: fx.Node) -> _Cast | None:
 
 def _behind_views(node: fx.Node) -> fx.Node | None:
     """What a node is a view of, in the same order in memory; None where the order is another."""
-    while _is_dense(node) and _is_view(node):
+    while _is_dense(node) and is_view(node):
         node = node.all_input_nodes[0]
     return node if _is_dense(node) else None
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
     """Also reshaping, which Inductor makes of views."""
     return node.target is _aten.reshape.default or bool(get_default_op_list().is_view(node))
 
@@ -136,7 +136,7 @@ def _is_dense(node: fx.Node) -> bool:
 def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """What reads a node, behind views of it, and which view it reads."""
     for user in node.users:
-        if _is_view(user):
+        if is_view(user):
             yield from _readers(user)
         else:
             yield user, node
@@ -278,7 +278,7 @@ def _join_grads(graph: fx.Graph, by_gate: _Cast, by_up: _Cast, found: Found) -> 
     if not all(each < place for each in found.values()) or not all(_can_come(each, place) for each in reaches):
         return False
     for reach in reaches:
-        _bring(reach, place)
+        bring(reach, place)
     _, dtype, _, _, _, *rest, after = first.args
     with graph.inserting_before(place):
         matrices = [_as_matrix(graph, found[name], first.matrix) for name in ("grad", "gate", "up")]
@@ -314,7 +314,7 @@ def _delay(cast: fx.Node, behind: fx.Node) -> None:
 def _root(cast: fx.Node) -> fx.Node:
     """What a cast reads, behind any views."""
     node = cast.all_input_nodes[0]
-    while _is_view(node):
+    while is_view(node):
         node = node.all_input_nodes[0]
     return node
 
@@ -405,11 +405,11 @@ def _viewed(graph: fx.Graph, part: fx.Node, like: fx.Node) -> fx.Node:
 
 def _can_come(node: fx.Node, before: fx.Node) -> bool:
     """Whether a number can be read earlier than it is: views of what is there by then."""
-    return node < before or (_is_view(node) and all(_can_come(each, before) for each in node.all_input_nodes))
+    return node < before or (is_view(node) and all(_can_come(each, before) for each in node.all_input_nodes))
 
 
-def _bring(node: fx.Node, before: fx.Node) -> None:
+def bring(node: fx.Node, before: fx.Node) -> None:
     if not node < before:
         for each in node.all_input_nodes:
-            _bring(each, before)
+            bring(each, before)
         before.prepend(node)
