@@ -23,7 +23,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from bitplan import kernel_operations
 from bitplan.kernel_operations import OPERATIONS, KernelOperation
-from bitplan.native import gated_fusing, norm_fusing, patterns, record_noting
+from bitplan.native import amax_joining, gated_fusing, norm_fusing, patterns, record_noting
+from bitplan.native.amax_joining import join_amax
 from bitplan.native.gated_fusing import fuse_gates
 from bitplan.native.norm_fusing import fuse_norms
 from bitplan.native.record_noting import note_records
@@ -48,15 +49,17 @@ class OpeningPass(CustomGraphPass):
         fuse_gates(graph)
         fuse_norms(graph)
         note_records(graph)
+        join_amax(graph)
         open_operations(graph)
 
     def uuid(self) -> Any:
         """What Inductor's caches know it by; None, which turns them off, where an earlier pass has no such word."""
         others = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.earlier]
         files = (source for operation in OPERATIONS.values() for source in operation.sources())
-        modules = (kernel_operations, patterns, gated_fusing, norm_fusing, record_noting)
-        rules = (__file__, *(module.__file__ for module in modules))
-        switches = f"{gated_fusing.FUSES} {norm_fusing.FUSES} {norm_fusing.FUSES_SUMS} {record_noting.NOTES}"
+        rewriting = (patterns, gated_fusing, norm_fusing, record_noting, amax_joining)
+        rules = (__file__, kernel_operations.__file__, *(module.__file__ for module in rewriting))
+        fuses = f"{gated_fusing.FUSES} {norm_fusing.FUSES} {norm_fusing.FUSES_SUMS}"
+        switches = f"{fuses} {record_noting.NOTES} {amax_joining.JOINS}"
         ours = get_hash_for_files((*rules, *dict.fromkeys(files)), switches)
         return None if None in others else (ours, *others)
 
@@ -91,25 +94,11 @@ def open_operations(
     written: set[fx.Node] = set()
     for node in list(graph.nodes):
         operation = known.get(node.target) if node.op == "call_function" else None
-        if operation is None:
-            continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
-        if _is_on(device, node) and operation.is_possible(*args, **kwargs):
+        if operation is not None and operation.can_open(node, device):
             for launch in _open(graph, node, operation):
                 _write_inputs(graph, launch, written)
             found += 1
     return found
-
-
-def _is_on(device: str, node: fx.Node) -> bool:
-    """Whether the tensors are there, and of sizes that are known."""
-    values = [each.meta["val"] for each in node.all_input_nodes]
-    return all(
-        isinstance(value, Tensor)
-        and value.device.type == device
-        and all(isinstance(size, int) for size in (*value.shape, *value.stride()))
-        for value in values
-    )
 
 
 def _open(graph: fx.Graph, node: fx.Node, operation: KernelOperation) -> list[fx.Node]:

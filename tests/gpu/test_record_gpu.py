@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 import bitplan
 from bitplan import Plan
-from bitplan.kernel_operations import itself
-from bitplan.native import record_noting
-from bitplan.native.float8_cast import FORMATS
+from bitplan.kernel_operations import OPERATIONS, itself
+from bitplan.native import amax_joining, record_noting
+from bitplan.native.float8_cast import FORMATS, JOINED
 from bitplan.native.noted_cast import CASTS
 from bitplan.native.units import units_of
 from bitplan.tables import RECORD
@@ -60,6 +60,16 @@ def test_kernels_raise_records_to_what_is_told(kind: torch.dtype, odd: float) ->
         found = cast.launched(*given, records=records, cells=cells, wrap=itself)
         for one, other in zip(found, wanted, strict=True):
             assert torch.equal(bits(one), bits(other))
+
+
+def test_one_kernel_looks_for_several_magnitudes() -> None:
+    torch.manual_seed(0)
+    xs = [number * torch.randn(333, 128 * number, device="cuda").bfloat16() for number in range(1, JOINED + 1)]
+    reaches = [torch.tensor(float(number % 3), device="cuda") for number in range(JOINED)]
+    for count in (2, 5, JOINED):
+        joined = OPERATIONS["float8_amax_joined"].launched(xs[:count], reaches[:count])
+        for tops, x, reach in zip(joined, xs, reaches, strict=False):
+            assert torch.equal(tops, torch.ops.bitplan.float8_amax(x, reach))
 
 
 class Block(nn.Module):
@@ -114,9 +124,11 @@ def test_steps_have_the_same_records(monkeypatch: pytest.MonkeyPatch, spare: str
     results = []
     for notes in (True, False):
         monkeypatch.setattr(record_noting, "NOTES", notes)
+        monkeypatch.setattr(amax_joining, "JOINS", notes)
         found, codes = stepped(spare, coded)
         assert len(codes) == 2
         assert all(("aten.maximum" in code) == (not notes) for code in codes)
+        assert ("_amax_of_several" in codes[0]) == notes
         results.append(found)
     for one, other in zip(*results, strict=True):
         assert torch.equal(bits(one), bits(other))

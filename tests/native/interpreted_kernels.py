@@ -200,10 +200,13 @@ def main() -> int:
     import triton.runtime.interpreter as interpreter
 
     complete(interpreter)
-    from bitplan.native.float8_cast_kernel import amax_by_kernel, cast_by_kernel
+    from bitplan.native.float8_cast_kernel import amax_by_kernel, cast_by_kernel, joined_by_kernel
 
     agreed = 0
     np.seterr(all="ignore")
+    some, reaches = samples()[1:6], [torch.tensor(float(number % 2)) for number in range(5)]
+    for tops, x, reach in zip(joined_by_kernel(itself, some, reaches), some, reaches, strict=True):
+        assert same(tops, amax_by_kernel(itself, x, reach))
     for x in samples():
         for reach in (None, torch.tensor(0.0), torch.tensor(1.5)):
             ours, plain = amax_by_kernel(itself, x, reach), amax_in_torch(x, reach)

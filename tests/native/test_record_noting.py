@@ -284,6 +284,16 @@ def test_a_cast_notes_in_three_records_and_not_in_four(monkeypatch: pytest.Monke
     assert note_records(traced(noted, 3).graph, "cpu") == 0
 
 
+def test_sizes_that_are_not_known_are_left_as_they_are() -> None:
+    def noted(x: Tensor, reach: Tensor, record: Tensor) -> Tensor:
+        first = cast(x, reach)
+        observe_amax(record[0], first.tops.amax())
+        return first.rows
+
+    unknown = prepared(make_fx(torch.func.functionalize(noted), tracing_mode="symbolic")(*given(1)))
+    assert note_records(unknown.graph, "cpu") == 0
+
+
 def test_what_is_stored_compiled_knows_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     noted = OpeningPass().uuid()
     monkeypatch.setattr(record_noting, "NOTES", False)

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bitplan.native.float8_cast import FORMATS, NOTED, PARTS, TILE, tiles_of
+from bitplan.native.float8_cast import FORMATS, JOINED, NOTED, PARTS, TILE, tiles_of
 
 #: Elements that a program of :func:`_amax_of_parts` reads at once.
 _BLOCK = 8192
@@ -51,7 +51,7 @@ def _magnitude_bits(value):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _amax_of_parts(x, reach, tops, count, has_reach: tl.constexpr, parts: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tops_of_part(x, reach, tops, count, has_reach: tl.constexpr, parts: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
     part = tl.program_id(0)
     end = tl.cast(count, tl.int64)  # Triton makes a constant of a count of one
     if has_reach:
@@ -61,6 +61,74 @@ def _amax_of_parts(x, reach, tops, count, has_reach: tl.constexpr, parts: tl.con
         at = start + tl.arange(0, block)
         top = tl.maximum(top, _magnitude_bits(tl.load(x + at, mask=at < end, other=0.0).to(tl.float32)))
     tl.store(tops + part, tl.max(top, 0).to(tl.float32, bitcast=True))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _amax_of_parts(x, reach, tops, count, has_reach: tl.constexpr, parts: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    _tops_of_part(x, reach, tops, count, has_reach, parts, block)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _amax_of_several(  # type: ignore[no-untyped-def]
+    x_0,
+    reach_0,
+    tops_0,
+    count_0,
+    x_1,
+    reach_1,
+    tops_1,
+    count_1,
+    x_2,
+    reach_2,
+    tops_2,
+    count_2,
+    x_3,
+    reach_3,
+    tops_3,
+    count_3,
+    x_4,
+    reach_4,
+    tops_4,
+    count_4,
+    x_5,
+    reach_5,
+    tops_5,
+    count_5,
+    x_6,
+    reach_6,
+    tops_6,
+    count_6,
+    x_7,
+    reach_7,
+    tops_7,
+    count_7,
+    several: tl.constexpr,
+    parts: tl.constexpr,
+    block: tl.constexpr,
+):
+    which = tl.program_id(1)
+    if which == 0:
+        _tops_of_part(x_0, reach_0, tops_0, count_0, True, parts, block)
+    if which == 1:
+        _tops_of_part(x_1, reach_1, tops_1, count_1, True, parts, block)
+    if several > 2:  # noqa: SIM102 - Triton leaves out what is not there
+        if which == 2:
+            _tops_of_part(x_2, reach_2, tops_2, count_2, True, parts, block)
+    if several > 3:  # noqa: SIM102 - Triton leaves out what is not there
+        if which == 3:
+            _tops_of_part(x_3, reach_3, tops_3, count_3, True, parts, block)
+    if several > 4:  # noqa: SIM102 - Triton leaves out what is not there
+        if which == 4:
+            _tops_of_part(x_4, reach_4, tops_4, count_4, True, parts, block)
+    if several > 5:  # noqa: SIM102 - Triton leaves out what is not there
+        if which == 5:
+            _tops_of_part(x_5, reach_5, tops_5, count_5, True, parts, block)
+    if several > 6:  # noqa: SIM102 - Triton leaves out what is not there
+        if which == 6:
+            _tops_of_part(x_6, reach_6, tops_6, count_6, True, parts, block)
+    if several > 7:  # noqa: SIM102 - Triton leaves out what is not there
+        if which == 7:
+            _tops_of_part(x_7, reach_7, tops_7, count_7, True, parts, block)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -244,6 +312,16 @@ def amax_by_kernel(wrap: Any, x: Tensor, reach: Tensor | None) -> Tensor:
     tops = x.new_empty(PARTS, dtype=torch.float32)
     given = (x, tops if reach is None else reach, tops, x.numel(), reach is not None, PARTS, _BLOCK)
     wrap(_amax_of_parts)[(PARTS,)](*given, num_warps=8)
+    return tops
+
+
+def joined_by_kernel(wrap: Any, xs: Sequence[Tensor], reaches: Sequence[Tensor]) -> list[Tensor]:
+    """The same for up to :data:`JOINED` of them, all of which have a past, by one kernel."""
+    tops = [x.new_empty(PARTS, dtype=torch.float32) for x in xs]
+    each = [(x, reach, top, x.numel()) for x, reach, top in zip(xs, reaches, tops, strict=True)]
+    each += [(tops[0], tops[0], tops[0], 0)] * (JOINED - len(each))  # not looked at
+    given = (part for one in each for part in one)
+    wrap(_amax_of_several)[(PARTS, len(xs))](*given, len(xs), PARTS, _BLOCK, num_warps=8)
     return tops
 
 

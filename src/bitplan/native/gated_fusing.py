@@ -138,7 +138,7 @@ def _join_grads(graph: fx.Graph, by_gate: SeenCast, by_up: SeenCast, found: Foun
     if not all(each < place for each in found.values()) or not all(_can_come(each, place) for each in reaches):
         return False
     for reach in reaches:
-        _bring(reach, place)
+        bring(reach, place)
     _, dtype, _, _, _, *rest, after = first.args
     with graph.inserting_before(place):
         matrices = [viewed(graph, found[name], first.matrix) for name in ("grad", "gate", "up")]
@@ -214,8 +214,8 @@ def _can_come(node: fx.Node, before: fx.Node) -> bool:
     return node < before or (is_view(node) and all(_can_come(each, before) for each in node.all_input_nodes))
 
 
-def _bring(node: fx.Node, before: fx.Node) -> None:
+def bring(node: fx.Node, before: fx.Node) -> None:
     if not node < before:
         for each in node.all_input_nodes:
-            _bring(each, before)
+            bring(each, before)
         before.prepend(node)

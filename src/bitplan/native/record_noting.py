@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from bitplan.kernel_operations import OPERATIONS
 from bitplan.native.noted_cast import CASTS, NotingCast
 
 #: Whether casts in compiled graphs write into the records; to compare.
@@ -36,7 +37,7 @@ def note_records(graph: fx.Graph, device: str = "cuda") -> int:
         return 0
     chains = [chain for node in graph.nodes if (chain := _chain(node, device)) is not None]
     casts = _by_cast(chains)
-    while unfit := {id(chain) for cast in casts.values() if not cast.is_fit() for chain, _ in cast.places}:
+    while unfit := {id(chain) for cast in casts.values() if not cast.is_fit(device) for chain, _ in cast.places}:
         chains = [chain for chain in chains if id(chain) not in unfit]
         casts = _by_cast(chains)  # of what is left: other casts that wrote into the same records may not be fit now
     for cast in [casts[node] for node in graph.nodes if node in casts]:
@@ -208,14 +209,15 @@ class _Cast:
         """All of these, in the order of the results."""
         return [place for _, each in sorted(self.noted.items()) for place in each]
 
-    def is_fit(self) -> bool:
+    def is_fit(self, device: str) -> bool:
         """Whether the cast can note all that it tells, to all that want to know."""
         told = {user for user in self.node.users if user.args[1] in self.kind.tops}
         tops = {top for each in told for top in each.users}
         larger = {reader for top in tops for reader in top.users}
         chains = {id(chain) for chain, _ in self.places}
         return (
-            self.node.args[self.kind.gathers] is True
+            OPERATIONS[self.kind.name].can_open(self.node, device)
+            and self.node.args[self.kind.gathers] is True
             and len(chains) == len(self.places)
             and tops == {raised.top for _, raised in self.places}
             and larger == {raised.larger for _, raised in self.places}
