@@ -108,5 +108,5 @@ def test_one_kernel_is_launched() -> None:
         kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
         seen = (node.kwargs["grid"], set(node.kwargs["tensors_to_clone"]))
         found.setdefault(kernel.fn.__name__, []).append(seen)
-    assert found["_amax_of_several"] == [([(512, 3, 1)], {"tops_0", "tops_1", "tops_2"})]
+    assert found["_amax_of_several"] == [([(64, 3, 1)], {"tops_0", "tops_1", "tops_2"})]
     assert found["_amax_of_parts"] == [([(512, 1, 1)], {"tops"})]

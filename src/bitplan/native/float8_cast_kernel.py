@@ -51,7 +51,10 @@ def _magnitude_bits(value):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _tops_of_part(x, reach, tops, count, has_reach: tl.constexpr, parts: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tops_of_part(  # type: ignore[no-untyped-def]
+    x, reach, tops, count, has_reach: tl.constexpr, parts: tl.constexpr, block: tl.constexpr, times: tl.constexpr
+):
+    """The largest magnitude of a part, written so many times."""
     part = tl.program_id(0)
     end = tl.cast(count, tl.int64)  # Triton makes a constant of a count of one
     if has_reach:
@@ -60,12 +63,16 @@ def _tops_of_part(x, reach, tops, count, has_reach: tl.constexpr, parts: tl.cons
     for start in range(part.to(tl.int64) * block, end, parts * block):
         at = start + tl.arange(0, block)
         top = tl.maximum(top, _magnitude_bits(tl.load(x + at, mask=at < end, other=0.0).to(tl.float32)))
-    tl.store(tops + part, tl.max(top, 0).to(tl.float32, bitcast=True))
+    top = tl.max(top, 0).to(tl.float32, bitcast=True)
+    if times == 1:
+        tl.store(tops + part, top)
+    else:
+        tl.store(tops + part * times + tl.arange(0, times), top)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _amax_of_parts(x, reach, tops, count, has_reach: tl.constexpr, parts: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    _tops_of_part(x, reach, tops, count, has_reach, parts, block)
+    _tops_of_part(x, reach, tops, count, has_reach, parts, block, 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -105,30 +112,31 @@ def _amax_of_several(  # type: ignore[no-untyped-def]
     several: tl.constexpr,
     parts: tl.constexpr,
     block: tl.constexpr,
+    times: tl.constexpr,
 ):
     which = tl.program_id(1)
     if which == 0:
-        _tops_of_part(x_0, reach_0, tops_0, count_0, True, parts, block)
+        _tops_of_part(x_0, reach_0, tops_0, count_0, True, parts, block, times)
     if which == 1:
-        _tops_of_part(x_1, reach_1, tops_1, count_1, True, parts, block)
+        _tops_of_part(x_1, reach_1, tops_1, count_1, True, parts, block, times)
     if several > 2:  # noqa: SIM102 - Triton leaves out what is not there
         if which == 2:
-            _tops_of_part(x_2, reach_2, tops_2, count_2, True, parts, block)
+            _tops_of_part(x_2, reach_2, tops_2, count_2, True, parts, block, times)
     if several > 3:  # noqa: SIM102 - Triton leaves out what is not there
         if which == 3:
-            _tops_of_part(x_3, reach_3, tops_3, count_3, True, parts, block)
+            _tops_of_part(x_3, reach_3, tops_3, count_3, True, parts, block, times)
     if several > 4:  # noqa: SIM102 - Triton leaves out what is not there
         if which == 4:
-            _tops_of_part(x_4, reach_4, tops_4, count_4, True, parts, block)
+            _tops_of_part(x_4, reach_4, tops_4, count_4, True, parts, block, times)
     if several > 5:  # noqa: SIM102 - Triton leaves out what is not there
         if which == 5:
-            _tops_of_part(x_5, reach_5, tops_5, count_5, True, parts, block)
+            _tops_of_part(x_5, reach_5, tops_5, count_5, True, parts, block, times)
     if several > 6:  # noqa: SIM102 - Triton leaves out what is not there
         if which == 6:
-            _tops_of_part(x_6, reach_6, tops_6, count_6, True, parts, block)
+            _tops_of_part(x_6, reach_6, tops_6, count_6, True, parts, block, times)
     if several > 7:  # noqa: SIM102 - Triton leaves out what is not there
         if which == 7:
-            _tops_of_part(x_7, reach_7, tops_7, count_7, True, parts, block)
+            _tops_of_part(x_7, reach_7, tops_7, count_7, True, parts, block, times)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -316,12 +324,15 @@ def amax_by_kernel(wrap: Any, x: Tensor, reach: Tensor | None) -> Tensor:
 
 
 def joined_by_kernel(wrap: Any, xs: Sequence[Tensor], reaches: Sequence[Tensor]) -> list[Tensor]:
-    """The same for up to :data:`JOINED` of them, all of which have a past, by one kernel."""
+    """The same for up to :data:`JOINED` of them, all of which have a past, by one kernel.
+
+    It has as many programs as if there were one: these start at once, and where nothing is to be done end at once.
+    """
     tops = [x.new_empty(PARTS, dtype=torch.float32) for x in xs]
     each = [(x, reach, top, x.numel()) for x, reach, top in zip(xs, reaches, tops, strict=True)]
     each += [(tops[0], tops[0], tops[0], 0)] * (JOINED - len(each))  # not looked at
     given = (part for one in each for part in one)
-    wrap(_amax_of_several)[(PARTS, len(xs))](*given, len(xs), PARTS, _BLOCK, num_warps=8)
+    wrap(_amax_of_several)[(PARTS // JOINED, len(xs))](*given, len(xs), PARTS // JOINED, _BLOCK, JOINED, num_warps=8)
     return tops
 
 
