@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import bitplan
 from bitplan import Plan
-from bitplan.attachment import SPARING
+from bitplan.compiling import SPARING
 from bitplan.launching import OpeningPass, open_operations
 from bitplan.models.llama import LlamaBlocks
 from bitplan.native import norm_fusing
@@ -115,7 +115,7 @@ def gradients(rewritten: Rewritten, spare: str, layers: int) -> list[Tensor]:
     plan = Plan.from_dict({"version": 1, "rules": [rule]})
     with bitplan.attach(model, plan, example=x, execution="native", native_from=0) as run:
         run._rounder.casts_again = SPARING[spare]
-        run._tell_compiled_code()
+        run._installation.tell_compiled_code()
         called = torch.compile(model, fullgraph=True, backend=rewritten.backend)
         for _ in range(2):
             called(x).sum().backward()

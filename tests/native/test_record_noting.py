@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import bitplan
 from bitplan import Plan, actions, quantizer
-from bitplan.attachment import SPARING
+from bitplan.compiling import SPARING
 from bitplan.launching import OpeningPass, open_operations
 from bitplan.models.llama import LlamaBlocks
 from bitplan.native import record_noting
@@ -131,7 +131,7 @@ def steps(partitioner: Any, spare: str, coded: bool) -> tuple[list[Tensor], list
     found = []
     with bitplan.attach(model, plan, example=x, execution="native", native_from=0) as run:
         run._rounder.casts_again = SPARING[spare]
-        run._tell_compiled_code()
+        run._installation.tell_compiled_code()
         called = torch.compile(model, fullgraph=True, backend=rewritten)
         for number in range(3):
             for factor in (1.0 + number, 0.5):
