@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import bitplan
@@ -345,6 +346,26 @@ def test_the_crossover_is_measured_once_and_remembered(tmp_path: Path, monkeypat
     found = crossover.remembered(torch.device("cpu"), torch.float32)
     assert found.works == (("int8", 512), ("fp8", crossover.NEVER))
     assert found.channels == (("int8", 8), ("fp8", crossover.NEVER))
+
+
+def test_without_a_compiler_the_crossover_is_measured_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def compiler(function: Any, **options: Any) -> Any:
+        def failing(tensor: Tensor) -> Any:
+            asked.append(tensor.shape)
+            raise BackendCompilerFailed(function, RuntimeError("no compiler"), None)
+
+        return failing
+
+    monkeypatch.setattr(crossover, "SIZES", {"cpu": (8, 16)})
+    monkeypatch.setattr(torch, "compile", compiler)
+    crossover._encoder.cache_clear()
+    try:
+        assert [row.size for row in crossover.measured(torch.device("cpu")) if row.unit == "int8"] == [8, 16]
+    finally:
+        crossover._encoder.cache_clear()
+    assert asked == [(8, 8)]  # once, and no more
 
 
 def test_measuring_the_crossover_draws_no_numbers_of_others_and_stops_where_memory_does(

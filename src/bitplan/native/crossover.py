@@ -2,8 +2,9 @@
 
 A linear layer's three products, with the casts that they want, are set against the same products as they are, for
 square matrices that grow. Products of fewer multiplications than the smallest size that won, and won at every larger
-size, stay as they are. On a GPU the calls are replayed as a CUDA graph: what counts is the time of the device, since a
-compiled model hides the host's behind it.
+size, stay as they are. Casts are compiled, as in a compiled model. On a GPU the calls are replayed as a CUDA graph:
+what counts is the time of the device, since a compiled model hides the host's behind it.
+
 Convolutions whose kernel has to be unfolded are set against torch's own likewise, for 3x3 kernels with more and more
 channels: what unfolding costs is won back by the channels of the result.
 """
@@ -17,11 +18,13 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from bitplan.files import write_whole
@@ -33,7 +36,7 @@ from bitplan.native.product import Form
 from bitplan.native.units import Unit, suits, units_of
 from bitplan.processor import cpu_name
 from bitplan.products import Product
-from bitplan.quantizer import make_quantizer
+from bitplan.quantizer import Quantizer, make_quantizer
 from bitplan.randomness import randomness_kept
 
 log = logging.getLogger("bitplan")
@@ -45,7 +48,7 @@ IMAGES = {"cpu": (8, 14), "cuda": (64, 28)}
 #: Where no size that was measured won.
 NEVER = 1 << 62
 #: Tables that were measured in another way are measured again.
-_METHOD = "three products"
+_METHOD = "three products, compiled"
 #: Calls of one CUDA graph, so that its start does not count.
 _REPLAYED = 10
 _FORMATS = {"int8": "int8", "fp8": "e4m3"}
@@ -203,15 +206,44 @@ def _three_products(unit: Unit, x: Tensor, w: Tensor, dy: Tensor, form: Form) ->
 
 def _codes(unit: Unit, tensor: Tensor, slots: list[str]) -> list[Codes]:
     """As native execution makes them for these slots, of a tensor whose features are on its second axis."""
-    quantizer = make_quantizer(_FORMATS[unit.name], scale="tensor")
-    kind = unit.dtype_of(quantizer.format)  # type: ignore[arg-type]  # a constant one
-    assert kind is not None
+    _, kind = _rounding(unit)
     if kind not in FORMATS or tensor.dtype not in READ:
-        return [codes_of(quantizer.encode(tensor), kind, 1)] * len(slots)
+        return [_encoder(unit)(tensor)] * len(slots)
     by_row = [slot in BY_ROW for slot in slots]
     rows = tensor.movedim(1, -1).reshape(-1, tensor.shape[1])
     cast = cast_float8(rows, kind, as_rows=any(by_row), as_columns=not all(by_row))
     return [Codes(cast.rows if is_by_row else cast.columns.t(), cast.scale) for is_by_row in by_row]
+
+
+def _rounding(unit: Unit) -> tuple[Quantizer, torch.dtype]:
+    """A quantizer that the unit knows, and the type of its codes."""
+    quantizer = make_quantizer(_FORMATS[unit.name], scale="tensor")
+    kind = unit.dtype_of(quantizer.format)  # type: ignore[arg-type]  # a constant one
+    assert kind is not None
+    return quantizer, kind
+
+
+@cache
+def _encoder(unit: Unit) -> Callable[[Tensor], Codes]:
+    """Rounds to codes of a unit, compiled as in a compiled model, where that is one pass over memory or two."""
+    quantizer, kind = _rounding(unit)
+
+    def encode(tensor: Tensor) -> Codes:
+        return codes_of(quantizer.encode(tensor), kind, 1)
+
+    compiled: Callable[[Tensor], Codes] | None = torch.compile(encode, dynamic=True, fullgraph=True)
+
+    def encoded(tensor: Tensor) -> Codes:
+        nonlocal compiled
+        if compiled is not None:
+            try:
+                return compiled(tensor)
+            except TorchDynamoException as error:  # a machine without a compiler, where no model is compiled either
+                log.info("the crossover is measured uncompiled: %s", error)
+                compiled = None
+        return encode(tensor)
+
+    return encoded
 
 
 def _multiplied(unit: Unit, left: Codes, right: Codes, dtype: torch.dtype) -> Tensor:
