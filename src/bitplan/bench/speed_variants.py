@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -74,19 +75,29 @@ def variants_of(
     """BF16, the plans, and what others offer.
 
     :param sparing: every plan also with each other way to spare memory.
-    :param fast_sums: all of these also with fast sums in forward products, as torchao's FP8 has them.
+    :param fast_sums: those in FP8 also with fast sums in forward products, as torchao's FP8 has them.
     """
     found = [SpeedVariant(PLAIN, unchanged)]
     for plan in plans:
         first, *more = _OWN_SPARING.get(plan, ("no",))
         others = [what for what in SPARING if what != first and (what in more or (sparing and what != "no"))]
-        for passes in ((), ("fprop",)) if fast_sums else ((),):
+        for passes in ((), ("fprop",)) if fast_sums and _has_float8(own_plan(plan)) else ((),):
             name = f"{plan}, fast sums" if passes else plan
             own = SpeedVariant(name, partial(planned, own_plan(plan), fast_sums=passes), first, learns_as=name)
             found += [own, *(replace(own, name=f"{name}, sparing {what}", spare_memory=what) for what in others)]
     if full_step:
         return [*found, *full_step_peers(device)]
     return [*found, *(SpeedVariant(name, change, is_peer=True) for name, change in peers(device).items())]
+
+
+def _has_float8(plan: Plan) -> bool:
+    """Whether a plan has any format that FP8 units multiply: there are no fast sums of others.
+
+    >>> [_has_float8(own_plan(name)) for name in ("native-int8", "native-fp8")]
+    [False, True]
+    """
+    told = json.dumps(plan.to_dict())
+    return any(f'"{name}"' in told for name in ("e4m3", "e5m2"))
 
 
 def full_step_peers(device: torch.device) -> Iterator[SpeedVariant]:
