@@ -81,22 +81,8 @@ def test_elsewhere_without_a_past_and_by_the_switch_they_stay(monkeypatch: pytes
     assert OpeningPass().uuid() != joined
 
 
-@pytest.fixture
-def _gpu_in_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton told of a GPU, where there is none: enough to trace kernels, not to run them."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
-    class Hopper:
-        def get_current_target(self) -> Any:
-            return GPUTarget("cuda", 90, 32)
-
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(driver, "_active", Hopper())
-
-
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, whose kernels are traced")
-@pytest.mark.usefixtures("_gpu_in_name")
+@pytest.mark.usefixtures("gpu_in_name")
 def test_one_kernel_is_launched() -> None:
     with FakeTensorMode():
         module = make_fx(casts)(*map(torch.empty_like, given(3)))

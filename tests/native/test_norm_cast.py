@@ -264,22 +264,8 @@ def test_what_is_stored_compiled_knows_the_switches(monkeypatch: pytest.MonkeyPa
     assert OpeningPass().uuid() != before
 
 
-@pytest.fixture
-def _gpu_in_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton told of a GPU, where there is none: enough to trace kernels, not to run them."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
-    class Hopper:
-        def get_current_target(self) -> Any:
-            return GPUTarget("cuda", 90, 32)
-
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(driver, "_active", Hopper())
-
-
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, whose kernels are traced")
-@pytest.mark.usefixtures("_gpu_in_name")
+@pytest.mark.usefixtures("gpu_in_name")
 def test_kernels_become_launches_that_write_nothing_but_their_results() -> None:
     def step(x: Tensor, spread: Tensor, weight: Tensor, reach: Tensor) -> tuple[Tensor, ...]:
         parts = OURS.norm_amax(x, spread, weight, EPS, reach)

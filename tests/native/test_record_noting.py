@@ -300,22 +300,8 @@ def test_what_is_stored_compiled_knows_the_switch(monkeypatch: pytest.MonkeyPatc
     assert OpeningPass().uuid() != noted
 
 
-@pytest.fixture
-def _gpu_in_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton told of a GPU, where there is none: enough to trace kernels, not to run them."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
-    class Hopper:
-        def get_current_target(self) -> Any:
-            return GPUTarget("cuda", 90, 32)
-
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(driver, "_active", Hopper())
-
-
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, whose kernels are traced")
-@pytest.mark.usefixtures("_gpu_in_name")
+@pytest.mark.usefixtures("gpu_in_name")
 def test_kernels_write_into_the_records_and_inductor_copies_none() -> None:
     def step(x: Tensor, reach: Tensor, *records: Tensor) -> tuple[Tensor, ...]:
         rows, columns = noted_twice(x, reach, *records[:2])
