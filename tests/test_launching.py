@@ -131,6 +131,9 @@ def test_caches_know_it_by_what_it_does() -> None:
         "gated_cast_kernel.py",
         "moments.py",
         "moments_kernel.py",
+        "norm_cast.py",
+        "norm_cast_kernel.py",
+        "noted_cast.py",
     }
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from torch import Tensor, fx
+
 
 @dataclass(frozen=True)
 class KernelOperation:
@@ -24,6 +26,18 @@ class KernelOperation:
     is_possible: Callable[..., bool]
     #: The modules where it is written down.
     modules: tuple[str, ...]
+
+    def can_open(self, node: fx.Node, device: str) -> bool:
+        """Whether the kernels can take the node's place: tensors on that device, of sizes that are known."""
+        values = [each.meta["val"] for each in node.all_input_nodes]
+        is_known = all(
+            isinstance(value, Tensor)
+            and value.device.type == device
+            and all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+            for value in values
+        )
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+        return is_known and self.is_possible(*args, **kwargs)
 
     def sources(self) -> tuple[str, ...]:
         """The files of these; a compiled graph that was stored holds for as long as they stay the same."""

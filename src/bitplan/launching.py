@@ -23,8 +23,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from bitplan import kernel_operations
 from bitplan.kernel_operations import OPERATIONS, KernelOperation
-from bitplan.native import gated_fusing
+from bitplan.native import amax_joining, gated_fusing, norm_fusing, patterns, record_noting
+from bitplan.native.amax_joining import join_amax
 from bitplan.native.gated_fusing import fuse_gates
+from bitplan.native.norm_fusing import fuse_norms
+from bitplan.native.record_noting import note_records
 
 #: Whether compiled graphs launch the kernels themselves; to compare, or where a version of torch cannot.
 OPENS = True
@@ -44,14 +47,20 @@ class OpeningPass(CustomGraphPass):
             each(graph)
         remember_accesses()
         fuse_gates(graph)
+        fuse_norms(graph)
+        note_records(graph)
+        join_amax(graph)
         open_operations(graph)
 
     def uuid(self) -> Any:
         """What Inductor's caches know it by; None, which turns them off, where an earlier pass has no such word."""
         others = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.earlier]
         files = (source for operation in OPERATIONS.values() for source in operation.sources())
-        rules = (__file__, kernel_operations.__file__, gated_fusing.__file__)
-        ours = get_hash_for_files((*rules, *dict.fromkeys(files)), f"{gated_fusing.FUSES}")
+        rewriting = (patterns, gated_fusing, norm_fusing, record_noting, amax_joining)
+        rules = (__file__, kernel_operations.__file__, *(module.__file__ for module in rewriting))
+        fuses = f"{gated_fusing.FUSES} {norm_fusing.FUSES} {norm_fusing.FUSES_SUMS}"
+        switches = f"{fuses} {record_noting.NOTES} {amax_joining.JOINS}"
+        ours = get_hash_for_files((*rules, *dict.fromkeys(files)), switches)
         return None if None in others else (ours, *others)
 
     # torch.compile compares the options of two calls to tell whether a graph can be used again.
@@ -85,25 +94,11 @@ def open_operations(
     written: set[fx.Node] = set()
     for node in list(graph.nodes):
         operation = known.get(node.target) if node.op == "call_function" else None
-        if operation is None:
-            continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
-        if _is_on(device, node) and operation.is_possible(*args, **kwargs):
+        if operation is not None and operation.can_open(node, device):
             for launch in _open(graph, node, operation):
                 _write_inputs(graph, launch, written)
             found += 1
     return found
-
-
-def _is_on(device: str, node: fx.Node) -> bool:
-    """Whether the tensors are there, and of sizes that are known."""
-    values = [each.meta["val"] for each in node.all_input_nodes]
-    return all(
-        isinstance(value, Tensor)
-        and value.device.type == device
-        and all(isinstance(size, int) for size in (*value.shape, *value.stride()))
-        for value in values
-    )
 
 
 def _open(graph: fx.Graph, node: fx.Node, operation: KernelOperation) -> list[fx.Node]:
@@ -128,7 +123,8 @@ def _open(graph: fx.Graph, node: fx.Node, operation: KernelOperation) -> list[fx
     copies = dict(zip(placeholders, inputs, strict=True))
     with graph.inserting_before(node):
         for each in traced.graph.nodes:
-            if each.op not in ("placeholder", "output"):
+            # What is written into an input is a result, too; the graph says itself what becomes of it.
+            if each.op not in ("placeholder", "output") and each.target is not torch.ops.aten.copy_.default:
                 copies[each] = graph.node_copy(each, copies.__getitem__)
                 copies[each].meta.update({key: node.meta[key] for key in _TOLD_ON if key in node.meta})
     results: Any = fx.map_arg(traced.graph.output_node().args[0], copies.__getitem__)

@@ -22,6 +22,8 @@ from bitplan.native.gated_cast import (
     grads_amax_in_torch,
     grads_cast_in_torch,
 )
+from bitplan.native.norm_cast import norm_amax_in_torch, norm_cast_in_torch
+from bitplan.native.noted_cast import CASTS
 
 KINDS = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 
@@ -100,6 +102,26 @@ def gates() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     return [(ragged[0], ragged[1], ragged[2]), (edges[:, :5], edges.flip(1)[:, :5].contiguous(), edges[:, 2:])]
 
 
+def records(count: int) -> tuple[list[torch.Tensor], list[int]]:
+    """Records, the second of which has met more, and where in each of them something is noted."""
+    torch.manual_seed(2)
+    made = [torch.rand(2, 5) / 1e30, torch.full((1, 5), 1e4), torch.zeros(3, 5)]
+    return made[:count], [7, 1, 14][:count]
+
+
+def noted(name: str, by_kernel: Any, given: tuple[Any, ...], told: Any, count: int) -> None:
+    """A cast that notes gives what one that tells has given, and the records that torch makes of what was told."""
+    kind = CASTS[getattr(torch.ops.bitplan, name).default]
+    ours, cells = records(count)
+    cast = by_kernel(itself, *kind.telling(given, False), records=ours, cells=cells)
+    assert all(same(*pair) for number, pair in enumerate(zip(cast, told, strict=True)) if number not in kind.tops)
+    assert all(cast[number].numel() == 0 for number in kind.tops)
+    for number, (one, before, cell) in enumerate(zip(ours, *records(count), strict=True)):
+        top = told[kind.top_of(number)].amax()
+        before.view(-1)[cell] = torch.maximum(before.view(-1)[cell], top)
+        assert same(one, before), (name, one, before)
+
+
 def gated() -> int:
     """The same for the kernels of a gate."""
     import triton.language as tl
@@ -122,6 +144,8 @@ def gated() -> int:
             assert torch.equal(one[0].float().t(), one[1].float())
             assert almost_same(one[3].amax(), other[3].amax())
             assert not codes or all(map(same, one[4:], other[4:]))
+            if reach:
+                noted("gated_cast", kernels.gated_cast_by_kernel, (*halves, *rest), one, 1)
             agreed += 1
         for kind, reach, halves in itertools.product(FORMATS, (0.0, 1.5), ((gate, up), small)):
             given = (grad, *halves)
@@ -136,7 +160,38 @@ def gated() -> int:
                 assert all(almost_same(*pair) for pair in zip(one[at : at + 3], other[at : at + 3], strict=True))
                 assert torch.equal(one[at].float().t(), one[at + 1].float())
                 assert almost_same(one[at + 3].amax(), other[at + 3].amax())
+            if reach:
+                noted("gated_grads_cast", kernels.grads_cast_by_kernel, (*given, *rest), one, 2)
             agreed += 1
+    return agreed
+
+
+def norms() -> int:
+    """The same for those of a norm; in NumPy the inverse of a root is another to the last bit, so it is given, too."""
+    import triton.language as tl
+
+    from bitplan.native import norm_cast_kernel as kernels
+
+    kernels.libdevice = SimpleNamespace(rsqrt=lambda x: tl.rsqrt(x))
+    kernels.PARTS, kernels._BLOCK = 4, 64
+    agreed = 0
+    torch.manual_seed(2)
+    weight, edges = torch.randn(150) * 3, torch.tensor([[3.0, 0.0, -0.0], [1e-40, 3e38, 1.0], [torch.nan, 1.0, 2.0]])
+    for x, factor in (((torch.randn(130, 150) * 7).bfloat16(), weight.bfloat16()), (edges, weight[:3])):
+        mean = x.float().square().mean(1)
+        for kind, reach, eps in itertools.product(FORMATS, (0.0, 1.5), (1e-6, None)):
+            given = (x, torch.rsqrt(mean + 1e-6) if eps is None else mean, factor, eps)
+            alike = same if eps is None else almost_same
+            known, plain = torch.tensor(reach), norm_amax_in_torch(*given, torch.tensor(reach))
+            parts = kernels.norm_amax_by_kernel(itself, *given, known)
+            assert alike(parts.amax(), torch.zeros(()) if reach else plain.amax())
+            for layouts in ((True, True), (True, False), (False, True)):
+                rest = (kind, plain, known, *layouts, True)
+                one, other = kernels.norm_cast_by_kernel(itself, *given, *rest), norm_cast_in_torch(*given, *rest)
+                assert all(alike(*pair) for pair in zip(one[:3], other[:3], strict=True)), (given, rest)
+                assert alike(one[3].amax(), other[3].amax())
+                noted("norm_cast", kernels.norm_cast_by_kernel, (*given, *rest), one, 1 + agreed % 3)
+                agreed += 1
     return agreed
 
 
@@ -145,10 +200,14 @@ def main() -> int:
     import triton.runtime.interpreter as interpreter
 
     complete(interpreter)
-    from bitplan.native.float8_cast_kernel import amax_by_kernel, cast_by_kernel
+    from bitplan.native.float8_cast_kernel import amax_by_kernel, cast_by_kernel, joined_by_kernel
 
     agreed = 0
     np.seterr(all="ignore")
+    some, reaches = samples()[1:6], [torch.tensor(float(number % 2)) for number in range(5)]
+    for tops, x, reach in zip(joined_by_kernel(itself, some, reaches), some, reaches, strict=True):
+        assert same(tops.amax(), amax_by_kernel(itself, x, reach).amax())
+        assert tops.shape == (512,)
     for x in samples():
         for reach in (None, torch.tensor(0.0), torch.tensor(1.5)):
             ours, plain = amax_by_kernel(itself, x, reach), amax_in_torch(x, reach)
@@ -161,8 +220,10 @@ def main() -> int:
                     other = cast_in_torch(x, kind, plain if scaled else None, *rest)
                     assert all(same(*pair) for pair in zip(one[:3], other[:3], strict=True)), (x, rest, kind)
                     assert same(one[3].amax(), other[3].amax())
+                    if power_of_two:
+                        noted("float8_cast", cast_by_kernel, (x, kind, parts, *rest), one, 1 + agreed % 3)
                     agreed += 1
-    return agreed + gated()
+    return agreed + gated() + norms()
 
 
 if __name__ == "__main__":

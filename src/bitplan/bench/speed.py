@@ -152,7 +152,7 @@ def bench_speed(
     """Measure everything; a document with machine, versions, the crossover table and one entry a row.
 
     :param sparing: measure every plan also with each of the ways to spare memory.
-    :param fast_sums: and all of these that are in FP8 with fast sums in forward products.
+    :param fast_sums: and all of these that are in FP8 with fast sums, in forward products and in all.
     :param loss_steps: steps on real text; by default 1,000 on a GPU and none on a CPU.
     :param loss_batch: sequences of a batch of these.
     :param peers: whether what others offer is measured beside it.

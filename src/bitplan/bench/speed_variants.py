@@ -16,6 +16,7 @@ from bitplan.bench.own_plans import own_plan
 from bitplan.bench.peers import has_torchao
 from bitplan.compiling import SPARING
 from bitplan.errors import BitplanError, BitplanWarning
+from bitplan.native.operands import PASSES
 from bitplan.plan import Plan
 
 #: The plans that come with the benchmark, for forward and backward and for a full training step.
@@ -24,6 +25,12 @@ OWN_FULL_PLANS = ("native-fp8-gpt",)
 #: Plans that are for little memory -> how that is spared, if nothing else is asked for: the first as their own way.
 _OWN_SPARING = dict.fromkeys(("native-fp8-packed", "native-fp8-gpt"), ("inputs", "activations"))
 PLAIN = "bf16"
+#: What a row's name says of passes whose FP8 products add up with fewer bits -> these passes.
+_FAST_SUMS: dict[str, tuple[str, ...]] = {
+    "": (),
+    ", fast sums": ("fprop",),
+    ", fast sums throughout": tuple(PASSES),
+}
 
 #: Changes a model in place, for inputs like that; a plan at work comes back.
 Change = Callable[[nn.Module, Tensor], Attachment | None]
@@ -75,14 +82,14 @@ def variants_of(
     """BF16, the plans, and what others offer.
 
     :param sparing: every plan also with each other way to spare memory.
-    :param fast_sums: those in FP8 also with fast sums in forward products, as torchao's FP8 has them.
+    :param fast_sums: those in FP8 also with fast sums in forward products, as torchao's FP8 has them, and in all three.
     """
     found = [SpeedVariant(PLAIN, unchanged)]
     for plan in plans:
         first, *more = _OWN_SPARING.get(plan, ("no",))
         others = [what for what in SPARING if what != first and (what in more or (sparing and what != "no"))]
-        for passes in ((), ("fprop",)) if fast_sums and _has_float8(own_plan(plan)) else ((),):
-            name = f"{plan}, fast sums" if passes else plan
+        for summed, passes in _FAST_SUMS.items() if fast_sums and _has_float8(own_plan(plan)) else [("", ())]:
+            name = f"{plan}{summed}"
             own = SpeedVariant(name, partial(planned, own_plan(plan), fast_sums=passes), first, learns_as=name)
             found += [own, *(replace(own, name=f"{name}, sparing {what}", spare_memory=what) for what in others)]
     if full_step:

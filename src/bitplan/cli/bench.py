@@ -144,7 +144,8 @@ def speed(
         typer.Option("--spare-memory", help="Measure every plan also with each way to spare memory."),
     ] = False,
     fast_sums: Annotated[
-        bool, typer.Option("--fast-sums", help="Measure those in FP8 also with fast sums in forward products.")
+        bool,
+        typer.Option("--fast-sums", help="Measure those in FP8 also with fast sums, in forward products and in all."),
     ] = False,
     loss_steps: Annotated[
         int | None, typer.Option(min=0, help="Steps on real text (default: 1000 on a GPU, none on a CPU).")

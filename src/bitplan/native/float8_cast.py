@@ -6,7 +6,8 @@ that is a kernel for each layout, the transposed one with scattered writes, each
 produced the matrix. Here are two operations that Inductor does not fuse with others, so that what they read is computed
 once:
 
-* ``bitplan::float8_amax`` looks for the largest magnitude, in parts;
+* ``bitplan::float8_amax`` looks for the largest magnitude, in parts, and ``bitplan::float8_amax_joined`` for those of
+  several matrices (:mod:`bitplan.native.amax_joining`);
 * ``bitplan::float8_cast`` makes the scale of these, divides by it, rounds, and writes one layout or both.
 
 On a GPU they are Triton kernels (:mod:`bitplan.native.float8_cast_kernel`), elsewhere the plain torch below, which says
@@ -18,6 +19,7 @@ largest of the present; where it is 0 nothing is known yet, and the present deci
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +35,12 @@ FORMATS = {torch.float8_e4m3fn: FloatFormat(4, 3, specials="fn"), torch.float8_e
 READ = (torch.float32, torch.bfloat16, torch.float16)
 #: In how many parts a GPU looks for the largest magnitude: about four for each of its multiprocessors.
 PARTS = 512
+#: Of so many matrices a GPU looks for the largest magnitude in one go.
+JOINED = 8
 #: A GPU casts squares of this side.
 TILE = 128
+#: In so many records a cast can note the largest magnitude (:mod:`bitplan.native.noted_cast`): query, key and value.
+NOTED = 3
 
 
 class Cast(NamedTuple):
@@ -80,6 +86,7 @@ def cast_float8(
 
 _LIBRARY: Any = torch.library.Library("bitplan", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("float8_amax(Tensor x, Tensor? reach) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.define("float8_amax_joined(Tensor[] xs, Tensor[] reaches) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.define(
     "float8_cast(Tensor x, ScalarType dtype, Tensor? parts, Tensor? reach, bool power_of_two, bool as_rows, "
     "bool as_columns, bool gathers, Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -92,6 +99,11 @@ def amax_in_torch(x: Tensor, reach: Tensor | None) -> Tensor:
     if not x.numel():
         return torch.zeros(1, device=x.device)
     return torch.maximum(x.amax(), -x.amin()).float().reshape(1)
+
+
+def joined_in_torch(xs: Sequence[Tensor], reaches: Sequence[Tensor]) -> list[Tensor]:
+    """The same for each of several matrices."""
+    return [torch.ops.bitplan.float8_amax(*pair) for pair in zip(xs, reaches, strict=True)]
 
 
 def cast_in_torch(
@@ -140,14 +152,24 @@ def _amax_launched(x: Tensor, reach: Tensor | None, wrap: Any = itself) -> Tenso
     return amax_by_kernel(wrap, x.contiguous(), reach)
 
 
-def _cast_launched(x: Tensor, *given: Any, wrap: Any = itself) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _joined_launched(xs: Sequence[Tensor], reaches: Sequence[Tensor], wrap: Any = itself) -> list[Tensor]:
+    from bitplan.native.float8_cast_kernel import joined_by_kernel
+
+    return joined_by_kernel(wrap, [x.contiguous() for x in xs], reaches)
+
+
+def _cast_launched(x: Tensor, *given: Any, wrap: Any = itself, **noted: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from bitplan.native.float8_cast_kernel import cast_by_kernel
 
-    return cast_by_kernel(wrap, x.contiguous(), *given)
+    return cast_by_kernel(wrap, x.contiguous(), *given, **noted)
 
 
 def _amax_of_shape(x: Tensor, reach: Tensor | None) -> Tensor:
     return x.new_empty(PARTS if x.is_cuda else 1, dtype=torch.float32)
+
+
+def _joined_of_shape(xs: Sequence[Tensor], reaches: Sequence[Tensor]) -> list[Tensor]:
+    return [_amax_of_shape(*pair) for pair in zip(xs, reaches, strict=True)]
 
 
 def _cast_of_shape(
@@ -182,7 +204,10 @@ for _key, _amax, _cast in (
     _LIBRARY.impl("float8_amax", _amax, _key)
     _LIBRARY.impl("float8_cast", _cast, _key)
 torch.library.register_fake("bitplan::float8_amax", _amax_of_shape, lib=_LIBRARY)
+_LIBRARY.impl("float8_amax_joined", joined_in_torch, "CompositeExplicitAutograd")
+torch.library.register_fake("bitplan::float8_amax_joined", _joined_of_shape, lib=_LIBRARY)
 torch.library.register_fake("bitplan::float8_cast", _cast_of_shape, lib=_LIBRARY)
 _MODULES = (__name__, f"{__name__}_kernel")
 list_operation("float8_amax", _amax_launched, lambda x, *_: x.numel() > 0, _MODULES)
+list_operation("float8_amax_joined", _joined_launched, lambda xs, *_: all(x.numel() for x in xs), _MODULES)
 list_operation("float8_cast", _cast_launched, lambda x, *_: x.numel() > 0, _MODULES)

@@ -1,7 +1,8 @@
 """The kernels of :mod:`bitplan.native.float8_cast`; imported only where Triton is.
 
 Magnitudes are compared as the bits of float32 numbers without their signs: these grow with the magnitude, and NaN lies
-above all of them. Nothing is added up and no two programs write to one place, so results are the same at every call.
+above all of them. Nothing is added up, and where programs write to one place, the largest magnitude stays: results are
+the same at every call.
 
 Three things are written otherwise than one would first think, after a look at the machine code for Hopper, where 39
 instructions an element became 23, which is about what memory can keep up with:
@@ -24,6 +25,7 @@ their constants are numbers, booleans and text, and they say no more of how they
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bitplan.native.float8_cast import FORMATS, PARTS, TILE, tiles_of
+from bitplan.native.float8_cast import FORMATS, JOINED, NOTED, PARTS, TILE, tiles_of
 
 #: Elements that a program of :func:`_amax_of_parts` reads at once.
 _BLOCK = 8192
@@ -49,7 +51,10 @@ def _magnitude_bits(value):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _amax_of_parts(x, reach, tops, count, has_reach: tl.constexpr, parts: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tops_of_part(  # type: ignore[no-untyped-def]
+    x, reach, tops, count, has_reach: tl.constexpr, parts: tl.constexpr, block: tl.constexpr, times: tl.constexpr
+):
+    """The largest magnitude of a part, written so many times."""
     part = tl.program_id(0)
     end = tl.cast(count, tl.int64)  # Triton makes a constant of a count of one
     if has_reach:
@@ -58,7 +63,80 @@ def _amax_of_parts(x, reach, tops, count, has_reach: tl.constexpr, parts: tl.con
     for start in range(part.to(tl.int64) * block, end, parts * block):
         at = start + tl.arange(0, block)
         top = tl.maximum(top, _magnitude_bits(tl.load(x + at, mask=at < end, other=0.0).to(tl.float32)))
-    tl.store(tops + part, tl.max(top, 0).to(tl.float32, bitcast=True))
+    top = tl.max(top, 0).to(tl.float32, bitcast=True)
+    if times == 1:
+        tl.store(tops + part, top)
+    else:
+        tl.store(tops + part * times + tl.arange(0, times), top)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _amax_of_parts(x, reach, tops, count, has_reach: tl.constexpr, parts: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    _tops_of_part(x, reach, tops, count, has_reach, parts, block, 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _amax_of_several(  # type: ignore[no-untyped-def]
+    x_0,
+    reach_0,
+    tops_0,
+    count_0,
+    x_1,
+    reach_1,
+    tops_1,
+    count_1,
+    x_2,
+    reach_2,
+    tops_2,
+    count_2,
+    x_3,
+    reach_3,
+    tops_3,
+    count_3,
+    x_4,
+    reach_4,
+    tops_4,
+    count_4,
+    x_5,
+    reach_5,
+    tops_5,
+    count_5,
+    x_6,
+    reach_6,
+    tops_6,
+    count_6,
+    x_7,
+    reach_7,
+    tops_7,
+    count_7,
+    several: tl.constexpr,
+    parts: tl.constexpr,
+    block: tl.constexpr,
+    times: tl.constexpr,
+):
+    which = tl.program_id(1)
+    if which == 0:
+        _tops_of_part(x_0, reach_0, tops_0, count_0, True, parts, block, times)
+    if which == 1:
+        _tops_of_part(x_1, reach_1, tops_1, count_1, True, parts, block, times)
+    if several > 2:  # noqa: SIM102 - Triton leaves out what is not there
+        if which == 2:
+            _tops_of_part(x_2, reach_2, tops_2, count_2, True, parts, block, times)
+    if several > 3:  # noqa: SIM102 - Triton leaves out what is not there
+        if which == 3:
+            _tops_of_part(x_3, reach_3, tops_3, count_3, True, parts, block, times)
+    if several > 4:  # noqa: SIM102 - Triton leaves out what is not there
+        if which == 4:
+            _tops_of_part(x_4, reach_4, tops_4, count_4, True, parts, block, times)
+    if several > 5:  # noqa: SIM102 - Triton leaves out what is not there
+        if which == 5:
+            _tops_of_part(x_5, reach_5, tops_5, count_5, True, parts, block, times)
+    if several > 6:  # noqa: SIM102 - Triton leaves out what is not there
+        if which == 6:
+            _tops_of_part(x_6, reach_6, tops_6, count_6, True, parts, block, times)
+    if several > 7:  # noqa: SIM102 - Triton leaves out what is not there
+        if which == 7:
+            _tops_of_part(x_7, reach_7, tops_7, count_7, True, parts, block, times)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -112,14 +190,25 @@ def _codes_of(value, zero, is_e5m2: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _span_of(parts, part_count: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.max(_magnitude_bits(tl.load(parts + tl.arange(0, part_count))), 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _scale_from(  # type: ignore[no-untyped-def]
-    parts, reach, largest: tl.constexpr, power_of_two: tl.constexpr, has_reach: tl.constexpr, part_count: tl.constexpr
+    parts, known, largest: tl.constexpr, power_of_two: tl.constexpr, has_reach: tl.constexpr, part_count: tl.constexpr
 ):
-    """The matrix's scale: room for what is known from the past or, where nothing is, for the largest of the parts."""
-    span = tl.max(_magnitude_bits(tl.load(parts + tl.arange(0, part_count))), 0).to(tl.float32, bitcast=True)
+    """The matrix's scale: room for what is known from the past or, where nothing is, for the largest of the parts.
+
+    Parts are not read where they do not decide: behind the tile's largest magnitude, which all threads wait for, that
+    would be another wait for memory and three for each other.
+    """
     if has_reach:
-        known = tl.load(reach)
-        span = tl.where(known > 0, known, span)
+        span = known
+        if (known > 0) == 0:
+            span = _span_of(parts, part_count)
+    else:
+        span = _span_of(parts, part_count)
     return _scale_of(span, largest, power_of_two)
 
 
@@ -133,9 +222,21 @@ def _divided(value, scale, largest: tl.constexpr, power_of_two: tl.constexpr, ma
 
 
 @triton.jit
+def _top_bits(value):  # type: ignore[no-untyped-def]
+    """The largest magnitude of a tile."""
+    return tl.max(tl.max(_magnitude_bits(value), 1), 0)
+
+
+@triton.jit
 def _gather(tops, number, value):  # type: ignore[no-untyped-def]
-    """Note the largest magnitude of a tile."""
-    tl.store(tops + number, tl.max(tl.max(_magnitude_bits(value), 1), 0).to(tl.float32, bitcast=True))
+    """Tell the largest magnitude of a tile."""
+    tl.store(tops + number, _top_bits(value).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _note(record, cell, top):  # type: ignore[no-untyped-def]
+    """Raise a number of a record to a magnitude. As bits numbers that have no sign are in order, NaN above all."""
+    tl.atomic_max(record.to(tl.pointer_type(tl.int32), bitcast=True) + cell, top, sem="relaxed")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -152,7 +253,7 @@ def _store_codes(  # type: ignore[no-untyped-def]
         tl.store(as_columns.to(tl.pointer_type(tl.uint8), bitcast=True) + turned, tl.trans(codes), mask=outside)
 
 
-@triton.jit(do_not_specialize=["zero"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["zero", "first_cell", "second_cell", "third_cell"])  # type: ignore[untyped-decorator]
 def _cast_tile(  # type: ignore[no-untyped-def]
     x,
     as_rows,
@@ -162,9 +263,15 @@ def _cast_tile(  # type: ignore[no-untyped-def]
     parts,
     reach,
     after,
+    first,
+    second,
+    third,
     rows,
     features,
     zero,
+    first_cell,
+    second_cell,
+    third_cell,
     is_e5m2: tl.constexpr,
     largest: tl.constexpr,
     power_of_two: tl.constexpr,
@@ -173,6 +280,7 @@ def _cast_tile(  # type: ignore[no-untyped-def]
     writes_rows: tl.constexpr,
     writes_columns: tl.constexpr,
     gathers: tl.constexpr,
+    notes: tl.constexpr,
     part_count: tl.constexpr,
     tile: tl.constexpr,
 ):
@@ -183,13 +291,21 @@ def _cast_tile(  # type: ignore[no-untyped-def]
     inside = (row < rows)[:, None] & (column < features)[None, :]
     place = row[:, None] * features + column[None, :]
     is_left = (tl.arange(0, tile) < tile // 2)[None, :]
+    known = tl.load(reach) if has_reach else 0.0
     left = tl.load(x + place, mask=inside & is_left, other=0.0).to(tl.float32)
     right = tl.load(x + place, mask=inside & (is_left == 0), other=0.0).to(tl.float32)
     value = tl.where(is_left, left, right)
     if gathers:
         _gather(tops, number, value)
+    if notes > 0:
+        top = _top_bits(value)
+        _note(first, first_cell, top)
+        if notes > 1:
+            _note(second, second_cell, top)
+        if notes > 2:
+            _note(third, third_cell, top)
     if has_parts:
-        scale = _scale_from(parts, reach, largest, power_of_two, has_reach, part_count)
+        scale = _scale_from(parts, known, largest, power_of_two, has_reach, part_count)
         value = _divided(value, scale, largest, power_of_two, has_reach)
     else:
         scale = tl.full([], 1.0, tl.float32)
@@ -207,6 +323,19 @@ def amax_by_kernel(wrap: Any, x: Tensor, reach: Tensor | None) -> Tensor:
     return tops
 
 
+def joined_by_kernel(wrap: Any, xs: Sequence[Tensor], reaches: Sequence[Tensor]) -> list[Tensor]:
+    """The same for up to :data:`JOINED` of them, all of which have a past, by one kernel.
+
+    It has as many programs as if there were one: these start at once, and where nothing is to be done end at once.
+    """
+    tops = [x.new_empty(PARTS, dtype=torch.float32) for x in xs]
+    each = [(x, reach, top, x.numel()) for x, reach, top in zip(xs, reaches, tops, strict=True)]
+    each += [(tops[0], tops[0], tops[0], 0)] * (JOINED - len(each))  # not looked at
+    given = (part for one in each for part in one)
+    wrap(_amax_of_several)[(PARTS // JOINED, len(xs))](*given, len(xs), PARTS // JOINED, _BLOCK, JOINED, num_warps=8)
+    return tops
+
+
 def cast_by_kernel(
     wrap: Any,
     x: Tensor,
@@ -218,10 +347,15 @@ def cast_by_kernel(
     as_columns: bool,
     gathers: bool,
     after: Tensor | None = None,
+    records: Sequence[Tensor] = (),
+    cells: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :func:`bitplan.native.float8_cast.cast_in_torch`; `x` is contiguous and not empty.
 
     There may be any power of two of `parts`: one, where the largest magnitude is known from elsewhere.
+
+    :param records: float32 tensors, dense, in which the largest magnitude is noted, up to three of them.
+    :param cells: at which of each one's numbers.
     """
     rows, features = x.shape
     tiles = tiles_of(rows, features)
@@ -232,10 +366,11 @@ def cast_by_kernel(
     # Where there is nothing to read or to write, the scale stands in.
     written = (by_row if as_rows else scale, by_column if as_columns else scale, scale, tops if gathers else scale)
     read = (scale if given is None else given for given in (parts, reach, after))
+    unused = NOTED - len(records)
     wrap(_cast_tile)[(tiles,)](
-        *(x, *written, *read, rows, features, 0),
+        *(x, *written, *read, *records, *[scale] * unused, rows, features, 0, *cells, *[0] * unused),
         *(dtype == torch.float8_e5m2, FORMATS[dtype].max, power_of_two, parts is not None, reach is not None),
-        *(as_rows, as_columns, gathers, 1 if parts is None else parts.numel(), TILE),
+        *(as_rows, as_columns, gathers, len(records), 1 if parts is None else parts.numel(), TILE),
         num_warps=8,
     )
     return by_row, by_column, scale.view(()), tops

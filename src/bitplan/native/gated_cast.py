@@ -131,10 +131,10 @@ def _gated_amax_launched(*given: Any, wrap: Any = itself) -> Tensor:
     return gated_amax_by_kernel(wrap, *given)
 
 
-def _gated_cast_launched(*given: Any, wrap: Any = itself) -> Results:
+def _gated_cast_launched(*given: Any, wrap: Any = itself, **noted: Any) -> Results:
     from bitplan.native.gated_cast_kernel import gated_cast_by_kernel
 
-    return gated_cast_by_kernel(wrap, *given)
+    return gated_cast_by_kernel(wrap, *given, **noted)
 
 
 def _grads_amax_launched(*given: Any, wrap: Any = itself) -> tuple[Tensor, Tensor]:
@@ -143,10 +143,10 @@ def _grads_amax_launched(*given: Any, wrap: Any = itself) -> tuple[Tensor, Tenso
     return grads_amax_by_kernel(wrap, *given)
 
 
-def _grads_cast_launched(*given: Any, wrap: Any = itself) -> Results:
+def _grads_cast_launched(*given: Any, wrap: Any = itself, **noted: Any) -> Results:
     from bitplan.native.gated_cast_kernel import grads_cast_by_kernel
 
-    return grads_cast_by_kernel(wrap, *given)
+    return grads_cast_by_kernel(wrap, *given, **noted)
 
 
 def _gated_amax_of_shape(gate: Tensor, up: Tensor, reach: Tensor, codes: bool) -> Tensor:

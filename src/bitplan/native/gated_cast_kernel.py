@@ -14,6 +14,7 @@ so that the scales are made once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,17 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from bitplan.native.float8_cast import FORMATS, PARTS, TILE, tiles_of
-from bitplan.native.float8_cast_kernel import _codes_of, _divided, _gather, _magnitude_bits, _scale_from, _store_codes
+from bitplan.native.float8_cast_kernel import (
+    _codes_of,
+    _divided,
+    _gather,
+    _magnitude_bits,
+    _note,
+    _scale_from,
+    _scale_of,
+    _store_codes,
+    _top_bits,
+)
 from bitplan.native.gated_cast import SIDE, STEPS, squares_of
 
 #: Elements that a program of the kernels for the largest magnitude reads at once.
@@ -101,7 +112,7 @@ def _amax_of_grads(  # type: ignore[no-untyped-def]
     tl.store(up_tops + part, tl.max(up_top, 0).to(tl.float32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=["zero"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["zero", "cell"])  # type: ignore[untyped-decorator]
 def _cast_gated_tile(  # type: ignore[no-untyped-def]
     gate,
     up,
@@ -114,14 +125,17 @@ def _cast_gated_tile(  # type: ignore[no-untyped-def]
     parts,
     reach,
     after,
+    record,
     rows,
     features,
     zero,
+    cell,
     is_e5m2: tl.constexpr,
     largest: tl.constexpr,
     writes_rows: tl.constexpr,
     writes_columns: tl.constexpr,
     gathers: tl.constexpr,
+    notes: tl.constexpr,
     codes: tl.constexpr,
     part_count: tl.constexpr,
     tile: tl.constexpr,
@@ -132,6 +146,7 @@ def _cast_gated_tile(  # type: ignore[no-untyped-def]
     column = (number % across).to(tl.int64) * tile + tl.arange(0, tile)
     inside = (row < rows)[:, None] & (column < features)[None, :]
     place = row[:, None] * features + column[None, :]
+    known = tl.load(reach)
     one = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
     if codes:
@@ -144,14 +159,16 @@ def _cast_gated_tile(  # type: ignore[no-untyped-def]
     value = _product(one, other)
     if gathers:
         _gather(tops, number, value)
-    scale = _scale_from(parts, reach, largest, True, True, part_count)
+    if notes:
+        _note(record, cell, _top_bits(value))
+    scale = _scale_from(parts, known, largest, True, True, part_count)
     if number == 0:
         tl.store(scale_out, scale)
     cast = _codes_of(_divided(value, scale, largest, True, True), zero, is_e5m2)
     _store_codes(cast, row, column, as_rows, as_columns, rows, features, writes_rows, writes_columns)
 
 
-@triton.jit(do_not_specialize=["zero"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["zero", "gate_cell", "up_cell"])  # type: ignore[untyped-decorator]
 def _cast_grads_tile(  # type: ignore[no-untyped-def]
     grad,
     gate,
@@ -169,25 +186,39 @@ def _cast_grads_tile(  # type: ignore[no-untyped-def]
     gate_reach,
     up_reach,
     after,
+    gate_record,
+    up_record,
     rows,
     features,
     zero,
+    gate_cell,
+    up_cell,
     is_e5m2: tl.constexpr,
     largest: tl.constexpr,
     writes_rows: tl.constexpr,
     writes_columns: tl.constexpr,
     gathers: tl.constexpr,
+    notes: tl.constexpr,
     part_count: tl.constexpr,
     side: tl.constexpr,
     steps: tl.constexpr,
 ):
     across = tl.cdiv(features, side)
-    of_gate = _scale_from(gate_parts, gate_reach, largest, True, True, part_count)
-    of_up = _scale_from(up_parts, up_reach, largest, True, True, part_count)
+    # All is asked for before anything is waited for; a branch around the parts would take 28 registers more.
+    gate_known = tl.load(gate_reach)
+    up_known = tl.load(up_reach)
+    gate_spans = _magnitude_bits(tl.load(gate_parts + tl.arange(0, part_count)))
+    up_spans = _magnitude_bits(tl.load(up_parts + tl.arange(0, part_count)))
+    gate_span = tl.max(gate_spans, 0).to(tl.float32, bitcast=True)
+    up_span = tl.max(up_spans, 0).to(tl.float32, bitcast=True)
+    of_gate = _scale_of(tl.where(gate_known > 0, gate_known, gate_span), largest, True)
+    of_up = _scale_of(tl.where(up_known > 0, up_known, up_span), largest, True)
     if tl.program_id(0) == 0:
         tl.store(gate_scale, of_gate)
         tl.store(up_scale, of_up)
     column = (tl.program_id(0) % across).to(tl.int64) * side + tl.arange(0, side)
+    gate_top = tl.full([], 0, tl.int32)
+    up_top = tl.full([], 0, tl.int32)
     for step in range(steps):
         down = (tl.program_id(0) // across).to(tl.int64) * steps + step
         row = down * side + tl.arange(0, side)
@@ -205,8 +236,14 @@ def _cast_grads_tile(  # type: ignore[no-untyped-def]
             number = tl.program_id(0) * steps + step
             _gather(gate_tops, number, to_gate)
             _gather(up_tops, number, to_up)
+        if notes:
+            gate_top = tl.maximum(gate_top, _top_bits(to_gate))
+            up_top = tl.maximum(up_top, _top_bits(to_up))
         _store_codes(gate_codes, row, column, gate_rows, gate_columns, rows, features, writes_rows, writes_columns)
         _store_codes(up_codes, row, column, up_rows, up_columns, rows, features, writes_rows, writes_columns)
+    if notes:
+        _note(gate_record, gate_cell, gate_top)
+        _note(up_record, up_cell, up_top)
 
 
 def gated_amax_by_kernel(wrap: Any, gate: Tensor, up: Tensor, reach: Tensor, codes: bool) -> Tensor:
@@ -257,15 +294,21 @@ def gated_cast_by_kernel(
     gathers: bool,
     codes: bool,
     after: Tensor | None = None,
+    records: Sequence[Tensor] = (),
+    cells: Sequence[int] = (),
 ) -> tuple[Tensor, ...]:
-    """As :func:`bitplan.native.gated_cast.gated_cast_in_torch`; all are contiguous and not empty."""
+    """As :func:`bitplan.native.gated_cast.gated_cast_in_torch`; all are contiguous and not empty.
+
+    Where there is a record, the largest magnitude is noted at that one of its numbers.
+    """
     tiles = tiles_of(*gate.shape)
     room = _Room(gate, dtype, as_rows, as_columns, gathers, tiles)
     small = [gate.new_empty(gate.shape if codes else (0, 0), dtype=torch.float8_e4m3fn) for _ in range(2)]
     wrap(_cast_gated_tile)[(tiles,)](
         *(gate, up, *room.written, *(small if codes else (room.scale, room.scale))),
-        *(parts, reach, room.scale if after is None else after, *gate.shape, 0),
-        *(dtype == torch.float8_e5m2, FORMATS[dtype].max, as_rows, as_columns, gathers, codes, parts.numel(), TILE),
+        *(parts, reach, room.scale if after is None else after, *(records or (room.scale,))),
+        *(*gate.shape, 0, *(cells or (0,)), dtype == torch.float8_e5m2, FORMATS[dtype].max, as_rows, as_columns),
+        *(gathers, bool(records), codes, parts.numel(), TILE),
         num_warps=8,
     )
     return (*room.results(), *small)
@@ -285,14 +328,20 @@ def grads_cast_by_kernel(
     as_columns: bool,
     gathers: bool,
     after: Tensor | None = None,
+    records: Sequence[Tensor] = (),
+    cells: Sequence[int] = (),
 ) -> tuple[Tensor, ...]:
-    """As :func:`bitplan.native.gated_cast.grads_cast_in_torch`; all are contiguous and not empty."""
+    """As :func:`bitplan.native.gated_cast.grads_cast_in_torch`; all are contiguous and not empty.
+
+    Where there are records, the gate's and the other's, the largest magnitudes are noted at these of their numbers.
+    """
     squares = squares_of(*grad.shape)
     of_gate, of_up = (_Room(grad, dtype, as_rows, as_columns, gathers, squares) for _ in range(2))
     wrap(_cast_grads_tile)[(squares // STEPS,)](
         *(grad, gate, up, *of_gate.written, *of_up.written, gate_parts, up_parts, gate_reach, up_reach),
-        *(of_gate.scale if after is None else after, *grad.shape, 0),
-        *(dtype == torch.float8_e5m2, FORMATS[dtype].max, as_rows, as_columns, gathers),
+        *(of_gate.scale if after is None else after, *(records or (of_gate.scale, of_up.scale)), *grad.shape, 0),
+        *(*(cells or (0, 0)), dtype == torch.float8_e5m2, FORMATS[dtype].max, as_rows, as_columns),
+        *(gathers, bool(records)),
         *(gate_parts.numel(), SIDE, STEPS),
         num_warps=8,
     )

@@ -1,0 +1,137 @@
+"""Records that casts write into on a CUDA device: the bits are those of magnitudes that are told and gathered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+from torch.nn import functional as F
+
+import bitplan
+from bitplan import Plan
+from bitplan.kernel_operations import OPERATIONS, itself
+from bitplan.native import amax_joining, record_noting
+from bitplan.native.float8_cast import FORMATS, JOINED
+from bitplan.native.noted_cast import CASTS
+from bitplan.native.units import units_of
+from bitplan.tables import RECORD
+
+pytestmark = pytest.mark.gpu
+
+F8: dict[str, Any] = {"format": "e4m3", "scale": "tensor", "power_of_two": True, "history": 2}
+CODED = {"match": ["*.gate", "*.up"], "op": "linear", "activation": "e4m3"}
+
+
+@pytest.fixture(autouse=True)
+def _has_unit() -> None:
+    if "fp8" not in {unit.name for unit in units_of(torch.device("cuda"))}:
+        pytest.skip("this GPU has no fp8 unit")
+    torch._dynamo.reset()
+
+
+def bits(x: Tensor) -> Tensor:
+    """With NaN as one number."""
+    return x.float().nan_to_num(nan=-7.0).contiguous().view(torch.int32)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("odd", [0.0, torch.inf, torch.nan])
+def test_kernels_raise_records_to_what_is_told(kind: torch.dtype, odd: float) -> None:
+    torch.manual_seed(0)
+    x, y, z = (5 * torch.randn(1333, 400, device="cuda").bfloat16() for _ in range(3))
+    for each in (x, y, z):
+        each[700, 300] = odd
+    known = torch.tensor(2.0, device="cuda")
+    parts = torch.ops.bitplan.float8_amax(x, known)
+    for cast in CASTS.values():
+        given = {
+            "float8_cast": (x, kind, parts, known, True, True, True, True),
+            "gated_cast": (x, y, kind, parts, known, True, True, True, False),
+            "gated_grads_cast": (x, y, z, kind, parts, parts, known, known, True, True, True),
+            "norm_cast": (x, y[:, 0].float(), z[0], None, kind, parts, known, True, True, True),
+        }[cast.name]
+        count = max(len(cast.tops), cast.most)
+        records, cells = [torch.rand(3, 57, device="cuda") for _ in range(count)], [22, 79, 136][:count]
+        records[-1].view(-1)[cells[-1]] = 1e9
+        before = [each.clone() for each in records]
+        wanted = cast.in_torch(*given, records=before, cells=cells)
+        found = cast.launched(*given, records=records, cells=cells, wrap=itself)
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.equal(bits(one), bits(other))
+
+
+def test_one_kernel_looks_for_several_magnitudes() -> None:
+    torch.manual_seed(0)
+    xs = [number * torch.randn(333, 128 * number, device="cuda").bfloat16() for number in range(1, JOINED + 1)]
+    reaches = [torch.tensor(float(number % 3), device="cuda") for number in range(JOINED)]
+    for count in (2, 5, JOINED):
+        joined = OPERATIONS["float8_amax_joined"].launched(xs[:count], reaches[:count])
+        for tops, x, reach in zip(joined, xs, reaches, strict=False):
+            single = torch.ops.bitplan.float8_amax(x, reach)
+            assert tops.shape == single.shape
+            assert torch.equal(tops.amax(), single.amax())
+
+
+class Block(nn.Module):
+    """Three layers that read one tensor, and a gate; no attention, whose gradients are not the same at every call."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = x + torch.tanh(self.query(x)) * self.key(x) + self.value(x)
+        result: Tensor = mixed + self.down(F.silu(self.gate(mixed)) * self.up(mixed))
+        return result
+
+
+def stepped(spare: str, coded: bool) -> tuple[list[Tensor], list[str]]:
+    """Results and records of three steps, the first of two batches and without a past; the code that Inductor made."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    rule = {"match": "*", "op": "linear", "x": F8, "w": F8, "dy": {**F8, "format": "e5m2"}}
+    plan = Plan.from_dict({"version": 1, "rules": [rule, *([CODED] if coded else [])]})
+    model = nn.Sequential(Block(256, 512), Block(256, 512)).cuda().bfloat16()
+    x = torch.randn(4, 128, 256, device="cuda", dtype=torch.bfloat16)
+    found: list[Tensor] = []
+
+    def records() -> list[Tensor]:
+        held = (module._buffers.get(RECORD) for module in model.modules())
+        return [each.clone() for each in held if each is not None]
+
+    with bitplan.attach(model, plan, example=x, execution="native", native_from=0) as run:
+        called = run.compile(spare_memory=spare)
+
+        def step(factor: float) -> None:
+            y: Tensor = called(factor * x)
+            found.extend((y.detach(), *records()))
+            y.float().mul(factor).sum().backward()
+            found.extend(records())
+
+        with torch._inductor.config.patch(force_disable_caches=True):
+            _, codes = run_and_get_code(step, 1.0)
+        for number in range(3):
+            step(3.0 - number)
+            run.step()
+            found.extend(records())
+    return [*found, *(p.grad for p in model.parameters() if p.grad is not None)], codes
+
+
+@pytest.mark.parametrize(("spare", "coded"), [("no", False), ("activations", True), ("inputs", True)])
+def test_steps_have_the_same_records(monkeypatch: pytest.MonkeyPatch, spare: str, coded: bool) -> None:
+    results = []
+    for notes in (True, False):
+        monkeypatch.setattr(record_noting, "NOTES", notes)
+        monkeypatch.setattr(amax_joining, "JOINS", notes)
+        found, codes = stepped(spare, coded)
+        assert len(codes) == 2
+        assert all(("aten.maximum" in code) == (not notes) for code in codes)
+        assert ("_amax_of_several" in codes[0]) == notes
+        results.append(found)
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(bits(one), bits(other))

@@ -1,0 +1,286 @@
+"""An RMS norm's result, cast where it is computed: what the operations give, and where graphs get them."""
+
+from __future__ import annotations
+
+import collections
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+import bitplan
+from bitplan import Plan
+from bitplan.compiling import SPARING
+from bitplan.launching import OpeningPass, open_operations
+from bitplan.models.llama import LlamaBlocks
+from bitplan.native import norm_fusing
+from bitplan.native.float8_cast import cast_float8, tiles_of
+from bitplan.native.gated_fusing import fuse_gates
+from bitplan.native.norm_cast import normed_in_torch
+from bitplan.native.norm_fusing import fuse_norms
+from bitplan.native.sparing_backend import Sparing, SparingPartitioner
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+OURS: Any = torch.ops.bitplan
+EPS = 2.0**-16
+
+
+def given(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+    """Input, means of squares, weight."""
+    torch.manual_seed(0)
+    x = (torch.randn(20, 48) * torch.logspace(-2, 2, 20)[:, None]).to(dtype)
+    return x, x.float().square().mean(1), (torch.randn(48) * 3).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_numbers_are_those_of_torch(dtype: torch.dtype) -> None:
+    x, mean, weight = given(dtype)
+    wanted = F.rms_norm(x, (48,), weight, EPS).bfloat16()
+    assert torch.equal(normed_in_torch(x, mean, weight, EPS), wanted)
+    assert torch.equal(normed_in_torch(x, torch.rsqrt(mean + EPS), weight, None), wanted)
+
+
+@pytest.mark.parametrize("reach", [0.0, 2.0])
+@pytest.mark.parametrize("eps", [EPS, None])
+def test_the_operations_cast_these_numbers(reach: float, eps: float | None) -> None:
+    x, mean, weight = given()
+    known, read = torch.tensor(reach), (x, mean if eps else torch.rsqrt(mean + EPS), weight, eps)
+    wanted = cast_float8(F.rms_norm(x, (48,), weight, EPS), E4M3, power_of_two=True, reach=known, gathers=True)
+    parts = OURS.norm_amax(*read, known)
+    found = OURS.norm_cast(*read, E4M3, parts, known, True, True, True, x)
+    for ours, other in zip(found, wanted, strict=True):
+        assert torch.equal(ours.float(), other.float())
+
+
+def test_torch_finds_the_operations_well_defined() -> None:
+    x, mean, weight = given()
+    reach = torch.tensor(2.0)
+    torch.library.opcheck(OURS.norm_amax, (x, mean, weight, EPS, reach))
+    parts = OURS.norm_amax(x, mean, weight, None, reach)
+    for layouts in ((True, False), (False, True), (True, True)):
+        torch.library.opcheck(OURS.norm_cast, (x, mean, weight, EPS, E5M2, parts, reach, *layouts, layouts[0]))
+
+
+# --- graphs -------------------------------------------------------------------------------------------------
+
+
+class Rewritten:
+    """A backend of torch.compile that rewrites graphs, and notes the operations of ours in them."""
+
+    def __init__(self, partitioner: Any) -> None:
+        self.seen: list[dict[str, int]] = []
+        self.backend = aot_autograd(
+            fw_compiler=lambda gm, given: self._noted(gm),
+            bw_compiler=lambda gm, given: self._noted(gm),
+            partition_fn=partitioner,
+            decompositions=select_decomp_table(),
+            keep_inference_input_mutations=True,
+        )
+
+    def _noted(self, gm: fx.GraphModule) -> Any:
+        fuse_gates(gm.graph, "cpu")
+        fuse_norms(gm.graph, "cpu")
+        gm.graph.lint()
+        gm.recompile()
+        self.seen.append(dict(collections.Counter(names_of(gm.graph))))
+        return torch._functorch.aot_autograd.make_boxed_func(gm.forward)
+
+
+def names_of(graph: fx.Graph) -> list[str]:
+    names = (str(node.target) for node in graph.nodes)
+    return [name.split(".")[1] for name in names if name.startswith("bitplan.")]
+
+
+F8: dict[str, Any] = {"format": "e4m3", "scale": "tensor", "power_of_two": True, "history": 4}
+
+
+def gradients(rewritten: Rewritten, spare: str, layers: int) -> list[Tensor]:
+    """Of two steps: the first has no past."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = LlamaBlocks(64, layers, 128, heads=2).bfloat16()
+    for norm in (each for each in model.modules() if isinstance(each, nn.RMSNorm)):
+        nn.init.normal_(norm.weight)
+    x = torch.randn(2, 32, 64).bfloat16().requires_grad_()
+    rule = {"match": "*", "op": "linear", **dict.fromkeys(("x", "w", "dy"), F8)}
+    plan = Plan.from_dict({"version": 1, "rules": [rule]})
+    with bitplan.attach(model, plan, example=x, execution="native", native_from=0) as run:
+        run._rounder.casts_again = SPARING[spare]
+        run._installation.tell_compiled_code()
+        called = torch.compile(model, fullgraph=True, backend=rewritten.backend)
+        for _ in range(2):
+            called(x).sum().backward()
+            run.step()
+    return [p.grad.float() for p in (x, *model.parameters()) if p.grad is not None]
+
+
+@pytest.mark.parametrize(
+    ("spare", "sums", "layers"), [("no", False, 1), ("activations", False, 1), ("inputs", True, 2)]
+)
+def test_graphs_cast_norms_with_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, spare: str, sums: bool, layers: int
+) -> None:
+    casts_again = spare != "no"
+    partitioner = SparingPartitioner(Sparing()) if casts_again else min_cut_rematerialization_partition
+    monkeypatch.setattr(norm_fusing, "FUSES_SUMS", sums)
+    known = 2 * layers - 1  # of the first sum its terms are kept: the model's input, and a product
+    results = []
+    for fuses in (True, False):
+        monkeypatch.setattr(norm_fusing, "FUSES", fuses)
+        rewritten = Rewritten(partitioner)
+        results.append(gradients(rewritten, spare, layers))
+        forward, backward = rewritten.seen
+        joined = (known if sums else 1) if fuses else 0
+        assert (forward.get("norm_amax", 0), forward.get("norm_cast", 0)) == (joined, joined)
+        assert "norm_amax" not in backward
+        assert backward.get("norm_cast", 0) == (known if fuses and casts_again else 0)
+        assert backward["gated_grads_cast"] == layers
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def traced(function: Any, *given: Tensor) -> fx.GraphModule:
+    return make_fx(torch.func.functionalize(function), decomposition_table=select_decomp_table(), tracing_mode="fake")(
+        *given
+    )
+
+
+def cast(x: Tensor, **settings: Any) -> Tensor:
+    given: dict[str, Any] = {"power_of_two": True, "reach": torch.ones(()), **settings}
+    return cast_float8(x.flatten(0, -2), E4M3, **given).rows
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    return cast(F.rms_norm(x, x.shape[-1:], weight, EPS))
+
+
+def of_inverse(x: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
+    return cast((x.float() * inverse * weight).bfloat16())
+
+
+def of_mean(x: Tensor, mean: Tensor, weight: Tensor) -> Tensor:
+    return of_inverse(x, torch.rsqrt(mean + EPS), weight)
+
+
+def of_sum(x: Tensor, total: Tensor, weight: Tensor) -> Tensor:
+    return of_inverse(x, torch.rsqrt(total), weight)
+
+
+def turned(x: Tensor, mean: Tensor, weight: Tensor) -> Tensor:
+    return cast((weight * (torch.rsqrt(EPS + mean) * x)).bfloat16())
+
+
+@pytest.mark.parametrize("function", [normed, of_mean, of_sum, of_inverse, turned])
+@pytest.mark.parametrize("dims", [2, 3])
+def test_rows_are_read_as_the_graph_has_them(function: Any, dims: int) -> None:
+    x, mean, weight = given()
+    x, mean = (x, mean[:, None]) if dims == 2 else (x.view(4, 5, 48), mean.view(4, 5, 1))
+    read = {normed: (x, weight), of_mean: (x, mean, weight), turned: (x.float(), mean, weight.float())}
+    inputs = read.get(function, (x, torch.rsqrt(mean + EPS), weight))
+    module = traced(function, *inputs)
+    wanted = module(*inputs)
+    assert fuse_norms(module.graph) == 0  # no GPU
+    assert fuse_norms(module.graph, "cpu") == 1
+    module.graph.lint()
+    module.recompile()
+    assert names_of(module.graph) == ["norm_amax", "norm_cast"]
+    (joined,) = module.graph.find_nodes(op="call_function", target=OURS.norm_cast.default)
+    assert joined.args[3] == {of_mean: EPS, turned: EPS, of_sum: 0.0}.get(function)
+    assert torch.equal(module(*inputs).float(), wanted.float())
+
+
+def test_only_what_fits_exactly_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, mean, weight = given()
+
+    def read(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        result = F.rms_norm(x, (48,), weight)
+        return cast(result), result
+
+    def weightless(x: Tensor, weight: Tensor) -> Tensor:
+        return cast(F.rms_norm(x, (48,)))
+
+    def centred(x: Tensor, weight: Tensor) -> Tensor:
+        return cast(F.layer_norm(x, (48,), weight))
+
+    def shifted(x: Tensor, weight: Tensor) -> Tensor:
+        return normed(x, weight + 1)
+
+    def scattered(x: Tensor, weight: Tensor) -> Tensor:
+        return cast(F.rms_norm(x, (48,), weight).t().contiguous())
+
+    def of_heads(x: Tensor, weight: Tensor) -> Tensor:
+        return cast(F.rms_norm(x.view(20, 4, 12), (12,), weight[:12]).flatten(1))
+
+    def of_both(x: Tensor, weight: Tensor) -> Tensor:
+        return cast(F.rms_norm(x, (20, 48), weight.expand(20, 48).contiguous()))
+
+    def of_sums(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + 1
+        return normed(total, weight), total
+
+    def otherwise(**settings: Any) -> Any:
+        return lambda x, weight: cast(F.rms_norm(x, (48,), weight), **settings)
+
+    of_the_present, of_any_size = otherwise(reach=None), otherwise(power_of_two=False)
+    for function in (
+        of_the_present,
+        of_any_size,
+        read,
+        weightless,
+        centred,
+        shifted,
+        scattered,
+        of_heads,
+        of_both,
+        of_sums,
+    ):
+        assert fuse_norms(traced(function, x, weight).graph, "cpu") == 0, function
+    assert fuse_norms(traced(normed, x.t().contiguous().t(), weight).graph, "cpu") == 0
+    assert fuse_norms(traced(normed, x.half(), weight.half()).graph, "cpu") == 0
+    assert fuse_norms(traced(of_mean, x, mean[:, None].bfloat16(), weight).graph, "cpu") == 0
+    graphs = [traced(each, x, weight).graph for each in (normed, normed, of_sums)]
+    norm_fusing._pattern.cache_clear()
+    with torch.inference_mode():
+        assert fuse_norms(graphs[0], "cpu") == 1
+    monkeypatch.setattr(norm_fusing, "FUSES_SUMS", True)
+    assert fuse_norms(graphs[2], "cpu") == 1
+    monkeypatch.setattr(norm_fusing, "FUSES", False)
+    assert fuse_norms(graphs[1], "cpu") == 0
+
+
+@pytest.mark.parametrize("switch", ["FUSES", "FUSES_SUMS"])
+def test_what_is_stored_compiled_knows_the_switches(monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
+    before = OpeningPass().uuid()
+    monkeypatch.setattr(norm_fusing, switch, not getattr(norm_fusing, switch))
+    assert OpeningPass().uuid() != before
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, whose kernels are traced")
+@pytest.mark.usefixtures("gpu_in_name")
+def test_kernels_become_launches_that_write_nothing_but_their_results() -> None:
+    def step(x: Tensor, spread: Tensor, weight: Tensor, reach: Tensor) -> tuple[Tensor, ...]:
+        parts = OURS.norm_amax(x, spread, weight, EPS, reach)
+        return OURS.norm_cast(x, spread, weight, None, E4M3, parts, reach, True, False, True)  # type: ignore[no-any-return]
+
+    with FakeTensorMode():
+        x, weight = (torch.empty(size, dtype=torch.bfloat16) for size in ((300, 130), (130,)))
+        module = make_fx(step)(x, torch.empty(300), weight, torch.empty(()))
+    assert open_operations(module.graph, "cpu") == 2
+    module.graph.lint()
+    found: dict[str, tuple[Any, set[str]]] = {}
+    for node in module.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional):
+        kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
+        found[kernel.fn.__name__] = (node.kwargs["grid"], set(node.kwargs["tensors_to_clone"]))
+    assert found == {
+        "_amax_of_norm": ([(512, 1, 1)], {"tops"}),
+        "_cast_norm_tile": ([(tiles_of(300, 130), 1, 1)], {"as_rows", "scale_out", "tops"}),
+    }

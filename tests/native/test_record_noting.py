@@ -1,0 +1,343 @@
+"""Records that casts write into: what the operations give, where graphs get them, and that the numbers stay."""
+
+from __future__ import annotations
+
+import collections
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops_core
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import bitplan
+from bitplan import Plan, actions, quantizer
+from bitplan.compiling import SPARING
+from bitplan.launching import OpeningPass, open_operations
+from bitplan.models.llama import LlamaBlocks
+from bitplan.native import record_noting
+from bitplan.native.float8_cast import Cast, cast_float8
+from bitplan.native.gated_fusing import fuse_gates
+from bitplan.native.norm_fusing import fuse_norms
+from bitplan.native.record_noting import note_records
+from bitplan.native.sparing_backend import Sparing, SparingPartitioner
+from bitplan.observe import COLUMNS, blank_record, observe_amax, observe_range
+from bitplan.tables import RECORD
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+NOW = 22
+OURS: Any = torch.ops.bitplan
+ATEN: Any = torch.ops.aten
+F8: dict[str, Any] = {"format": "e4m3", "scale": "tensor", "power_of_two": True, "history": 2}
+G8: dict[str, Any] = {**F8, "format": "e5m2"}
+CODED = {"match": ["*.gate", "*.up"], "op": "linear", "activation": "e4m3"}
+
+
+def bits(x: Tensor) -> Tensor:
+    """With NaN as one number."""
+    return x.float().nan_to_num(nan=-7.0).contiguous().view(torch.int32)
+
+
+# --- operations ---------------------------------------------------------------------------------------------
+
+
+def test_they_give_what_the_others_give_and_records_that_are_raised() -> None:
+    torch.manual_seed(0)
+    x, y, z = (torch.randn(20, 48).bfloat16() for _ in range(3))
+    known = torch.tensor(2.0)
+    parts = OURS.float8_amax(x, known)
+    records = [torch.rand(3, COLUMNS), torch.full((1, COLUMNS), 100.0)]
+    cells = [COLUMNS + NOW, 4]
+    for name, given, tops in (
+        ("float8_cast", (x, E4M3, parts, known, True, True, True, True), (3, 3)),
+        ("gated_cast", (x, y, E4M3, parts, known, True, True, True, True), (3, 3)),
+        ("gated_grads_cast", (x, y, z, E5M2, parts, parts, known, known, True, True, True), (3, 7)),
+    ):
+        before = [each.clone() for each in records]
+        told = getattr(OURS, name)(*given)
+        noted = getattr(OURS, f"{name}_noted")(*given, records=records, cells=cells)
+        torch.library.opcheck(getattr(OURS, f"{name}_noted"), given, {"records": records, "cells": cells})
+        assert len(noted) == len(told) + 2
+        for number, (one, other) in enumerate(zip(noted, told, strict=False)):
+            assert torch.equal(one.float(), other.float()) if number not in tops else one.numel() == 0
+        wanted = [each.clone() for each in records]
+        wanted[0][1, NOW] = torch.maximum(wanted[0][1, NOW], told[tops[0]].amax())
+        wanted[1][0, 4] = torch.maximum(wanted[1][0, 4], told[tops[1]].amax())
+        assert all(map(torch.equal, noted[len(told) :], wanted))
+        assert all(map(torch.equal, records, before))
+        assert torch.equal(noted[-1], records[1])
+
+
+# --- graphs of models ---------------------------------------------------------------------------------------
+
+
+class Rewritten:
+    """A backend of torch.compile that has Inductor prepare graphs, rewrites them, and counts what is in them."""
+
+    def __init__(self, partitioner: Any = None) -> None:
+        self.seen: list[collections.Counter[str]] = []
+        self.settings = {} if partitioner is None else {"custom_partitioner_fn": partitioner}
+
+    def __call__(self, gm: fx.GraphModule, given: Any) -> Any:
+        return compile_fx(gm, given, inner_compile=self._counted, config_patches=self.settings)
+
+    def _counted(self, gm: fx.GraphModule, given: Any, **options: Any) -> Any:
+        fuse_gates(gm.graph, "cpu")
+        fuse_norms(gm.graph, "cpu")
+        note_records(gm.graph, "cpu")
+        gm.graph.lint()
+        gm.recompile()
+        self.seen.append(collections.Counter(map(name_of, gm.graph.nodes)))
+        return torch._functorch.aot_autograd.make_boxed_func(gm.forward)
+
+
+def name_of(node: fx.Node) -> str:
+    return str(node.target).split(".")[1] if "." in str(node.target) else str(node.target)
+
+
+def records_of(model: nn.Module) -> list[Tensor]:
+    found = (module._buffers.get(RECORD) for module in model.modules())
+    return [record.clone() for record in found if record is not None]
+
+
+@pytest.fixture
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding to float8 by casts."""
+
+    def cast(x: Tensor, target: Any, rounding: Any, overflow: Any) -> Tensor:
+        return x.to(E4M3).to(x.dtype)
+
+    monkeypatch.setattr(actions, "is_cast_small", lambda target, device: True)
+    monkeypatch.setattr(quantizer, "round_by_torch", cast)
+
+
+def steps(partitioner: Any, spare: str, coded: bool) -> tuple[list[Tensor], list[collections.Counter[str]]]:
+    """Results, gradients and records of three steps of two batches, with evaluation and NaN between."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = LlamaBlocks(64, 1, 128, heads=2).bfloat16()
+    x = torch.randn(2, 32, 64).bfloat16().requires_grad_()
+    rule = {"match": "*", "op": "linear", "x": F8, "w": F8, "dy": G8}
+    plan = Plan.from_dict({"version": 1, "rules": [rule, *([CODED] if coded else [])]})
+    rewritten = Rewritten(partitioner)
+    found = []
+    with bitplan.attach(model, plan, example=x, execution="native", native_from=0) as run:
+        run._rounder.casts_again = SPARING[spare]
+        run._installation.tell_compiled_code()
+        called = torch.compile(model, fullgraph=True, backend=rewritten)
+        for number in range(3):
+            for factor in (1.0 + number, 0.5):
+                y = called(factor * x)
+                found += [y.detach(), *records_of(model)]
+                (y * (torch.nan if number == 1 and factor == 0.5 else factor)).sum().backward()
+                found += records_of(model)
+            run.step()
+            found += records_of(model)
+            if number == 0 and coded:
+                with torch.no_grad():
+                    found += [called(7 * x), *records_of(model)]
+                model.eval()
+                with torch.no_grad():
+                    found += [called(9 * x), *records_of(model)]
+                model.train()
+    return [*found, *(p.grad for p in (x, *model.parameters()) if p.grad is not None)], rewritten.seen
+
+
+@pytest.mark.usefixtures("_as_on_a_gpu")
+@pytest.mark.parametrize(("spare", "coded"), [("no", False), ("inputs", True)])
+def test_numbers_stay_and_what_was_computed_for_records_is_gone(
+    monkeypatch: pytest.MonkeyPatch, spare: str, coded: bool
+) -> None:
+    partitioner = SparingPartitioner(Sparing(True, False, coded)) if coded else None
+    ours, (forward, backward, *others) = steps(partitioner, spare, coded)
+    # Four inputs, of which one is a norm's result and one a gate's product, and seven weights; of seven gradients two
+    # are cast at once.
+    assert forward["float8_cast_noted"] + forward["norm_cast_noted"] + forward["gated_cast_noted"] == 11
+    assert forward["norm_cast_noted"] == 1
+    assert backward["float8_cast_noted"] + 2 * backward["gated_grads_cast_noted"] == 7
+    assert backward["gated_grads_cast_noted"] == forward["gated_cast_noted"] == 1
+    for seen in (forward, backward, *others):
+        assert seen["select_scatter"] == seen["amax"] == seen["maximum"] == 0
+    assert len(others) == 2 * coded
+    monkeypatch.setattr(record_noting, "NOTES", False)
+    plain, (told, *_) = steps(partitioner, spare, coded)
+    assert told["select_scatter"] > 0
+    assert not any("noted" in name for name in told)
+    for one, other in zip(ours, plain, strict=True):
+        assert torch.equal(bits(one), bits(other))
+
+
+# --- graphs made by hand ------------------------------------------------------------------------------------
+
+
+def cast(x: Tensor, reach: Tensor) -> Cast:
+    return cast_float8(x, E4M3, power_of_two=True, reach=reach, gathers=True)
+
+
+def given(records: int = 2) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [3 * torch.randn(20, 48), torch.zeros(()), *(blank_record(2, torch.device("cpu")) for _ in range(records))]
+
+
+def traced(function: Callable[..., Any], records: int = 2) -> fx.GraphModule:
+    return prepared(make_fx(torch.func.functionalize(function), tracing_mode="fake")(*given(records)))
+
+
+def prepared(module: fx.GraphModule) -> fx.GraphModule:
+    """As Inductor prepares a graph before it comes to passes of others."""
+    module.graph = fx_graph_cse(module.graph)
+    module.graph.eliminate_dead_code()
+    joint_graph_passes(module)
+    return module
+
+
+def noted_twice(x: Tensor, reach: Tensor, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    first = cast(x, reach)
+    observe_amax(one[0], first.tops.amax())
+    second = cast(2 * x, reach)
+    observe_amax(other[1], second.tops.amax())
+    observe_amax(one[1], second.tops.amax())
+    return first.rows, second.columns
+
+
+def test_what_a_cast_tells_goes_to_several_records() -> None:
+    module, (plain, ours) = traced(noted_twice), (given(), given())
+    wanted = module(*plain)
+    assert note_records(module.graph, "cpu") == 2
+    module.graph.lint()
+    module.recompile()
+    assert collections.Counter(map(name_of, module.graph.nodes))["copy_"] == 2
+    for one, other in zip((*module(*ours), *ours), (*wanted, *plain), strict=True):
+        assert torch.equal(one.float(), other.float())
+    assert ours[2][1, NOW] == 2 * ours[2][0, NOW] == ours[3][1, NOW] > 0
+
+
+def read_after(x: Tensor, reach: Tensor, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    observe_amax(one[0], cast(x, reach).tops.amax())
+    return one[0, NOW] + 1, other
+
+
+def widened(x: Tensor, reach: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    first = cast(x, reach)
+    observe_amax(one[0], first.tops.amax())
+    observe_range(one[0], x)
+    return first.rows
+
+
+def told(x: Tensor, reach: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    first = cast(x, reach)
+    observe_amax(one[0], first.tops.amax())
+    return first.tops
+
+
+def twice_in_one(x: Tensor, reach: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    first = cast(x, reach)
+    observe_amax(one[0], first.tops.amax())
+    observe_amax(one[1], first.tops.amax())
+    return first.rows
+
+
+def of_something_else(x: Tensor, reach: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    first = cast(x, reach)
+    observe_amax(one[0], first.tops.amax())
+    observe_amax(one[1], x.abs().amax())
+    return first.rows
+
+
+def in_company(x: Tensor, reach: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """The first record is not fit, so the cast is not, so the second record is not, so the other cast is not."""
+    first, second = cast(x, reach), cast(2 * x, reach)
+    observe_amax(one[0], first.tops.amax())
+    observe_range(one[0], x)
+    observe_amax(other[0], first.tops.amax())
+    observe_amax(other[1], second.tops.amax())
+    return first.rows
+
+
+@pytest.mark.parametrize("function", [read_after, widened, told, twice_in_one, of_something_else, in_company])
+def test_anything_else_is_left_as_it_is(function: Callable[..., Any]) -> None:
+    module = traced(function)
+    before = str(module.graph)
+    assert note_records(module.graph, "cpu") == 0
+    assert str(module.graph) == before
+
+
+def test_a_cast_notes_in_three_records_and_not_in_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    def noted(x: Tensor, reach: Tensor, *records: Tensor) -> Tensor:
+        first = cast(x, reach)
+        for record in records:
+            observe_amax(record[0], first.tops.amax())
+        return first.rows
+
+    assert note_records(traced(noted, 3).graph, "cpu") == 1
+    assert note_records(traced(noted, 4).graph, "cpu") == 0
+    assert note_records(traced(noted, 3).graph) == 0  # on another device
+    monkeypatch.setattr(record_noting, "NOTES", False)
+    assert note_records(traced(noted, 3).graph, "cpu") == 0
+
+
+def test_sizes_that_are_not_known_are_left_as_they_are() -> None:
+    def noted(x: Tensor, reach: Tensor, record: Tensor) -> Tensor:
+        first = cast(x, reach)
+        observe_amax(record[0], first.tops.amax())
+        return first.rows
+
+    unknown = prepared(make_fx(torch.func.functionalize(noted), tracing_mode="symbolic")(*given(1)))
+    assert note_records(unknown.graph, "cpu") == 0
+
+
+def test_what_is_stored_compiled_knows_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = OpeningPass().uuid()
+    monkeypatch.setattr(record_noting, "NOTES", False)
+    assert OpeningPass().uuid() != noted
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, whose kernels are traced")
+@pytest.mark.usefixtures("gpu_in_name")
+def test_kernels_write_into_the_records_and_inductor_copies_none() -> None:
+    def step(x: Tensor, reach: Tensor, *records: Tensor) -> tuple[Tensor, ...]:
+        rows, columns = noted_twice(x, reach, *records[:2])
+        parts = OURS.gated_amax(x, 2 * x, reach, False)
+        gated = OURS.gated_cast(x, 2 * x, E4M3, parts, reach, True, False, True, False)
+        observe_amax(records[2][0], gated[3].amax())
+        both = OURS.gated_grads_cast(x, x, 2 * x, E5M2, parts, parts, reach, reach, True, True, True)
+        observe_amax(records[2][1], both[3].amax())
+        observe_amax(records[3][0], both[7].amax())
+        normed = OURS.norm_cast(x, x[:, 0].float(), x[0], 0.5, E4M3, parts, reach, False, True, True)
+        observe_amax(records[4][1], normed[3].amax())
+        return rows, columns, gated[0], both[0], both[4], normed[1]
+
+    with FakeTensorMode():
+        fakes = [torch.empty_like(each) for each in given(5)]
+        module = prepared(make_fx(torch.func.functionalize(step))(fakes[0].bfloat16(), *fakes[1:]))
+    assert note_records(module.graph, "cpu") == 5
+    open_operations(module.graph, "cpu")
+    module.graph.lint()
+    launches = module.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
+    found: dict[str, list[set[str]]] = {}
+    for node in launches:
+        kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
+        found.setdefault(kernel.fn.__name__, []).append(set(node.kwargs["tensors_to_clone"]))
+    layouts = {"as_rows", "as_columns", "scale_out"}
+    halves = {f"{half}_{what}" for half in ("gate", "up") for what in ("rows", "columns", "scale", "record")}
+    assert found["_cast_tile"] == [{*layouts, "first"}, {*layouts, "first", "second"}]
+    assert found["_cast_gated_tile"] == [{"as_rows", "scale_out", "record"}]
+    assert found["_cast_grads_tile"] == [halves]
+    assert found["_cast_norm_tile"] == [{"as_columns", "scale_out", "first"}]
+    reinplace_inplaceable_ops_core(module.graph)
+    for node in launches:
+        assert node.kwargs["tensors_to_clone"] == []
+    copies = module.graph.find_nodes(op="call_function", target=ATEN.copy_.default)
+    assert all(copy.args[0] is copy.args[1] for copy in copies)  # or gone, where it was one cast's
+    inputs = {node for node in module.graph.nodes if node.op == "placeholder"}
+    written = ("first", "second", "record", "gate_record", "up_record")
+    noted = [node.kwargs["kwargs"].get(name) for node in launches for name in written]
+    assert len(inputs & {each for each in noted if each is not None}) == 5
