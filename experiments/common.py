@@ -361,7 +361,8 @@ def order_by_cost(plans: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     values = [[*plan["values"].values()] for plan in known]
     found = cost_correlation([plan["relative_to_fp32"] for plan in known], values)
     share = seed_share(values)
-    is_sure = found.is_sure and share < LARGE_SHARE
+    one_seed = all(len(each) < 2 for each in values)
+    is_sure = found.is_sure and not one_seed and share < LARGE_SHARE
     return {
         "value": found.value,
         "interval": [found.low, found.high],
@@ -370,7 +371,7 @@ def order_by_cost(plans: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         "seed_share": share if math.isfinite(share) else None,
         "is_sure": is_sure,
         "words": f"Spearman of cost with the metric {found}: "
-        + ("an order." if is_sure else "no order that is sure.")
+        + ("an order." if is_sure else "one seed, so no verdict." if one_seed else "no order that is sure.")
         + (f" Seeds alone would make {share:.0%} of the variance between plans." if share >= LARGE_SHARE else ""),
     }
 

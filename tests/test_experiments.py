@@ -201,3 +201,6 @@ def test_an_order_that_seeds_would_make_is_not_sure(common: Namespace, monkeypat
     assert not found["is_sure"]
     assert "Seeds alone" in found["words"]
     assert common.order_by_cost(clear[:2]) is None
+    once = common.order_by_cost([plan(str(n), n, cost=n) for n in range(1, 9)])
+    assert not once["is_sure"]
+    assert once["words"].endswith("one seed, so no verdict.")
