@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -18,6 +19,8 @@ _before: dict[str, int] = {}
 #: What was last written here: another value is somebody else's, and is left alone.
 _written: dict[str, int] = {}
 _numbers = itertools.count()
+#: Graphs of one piece of code, where copies of a model are compiled one after the other.
+_MANY = 256
 
 
 class Allowance:
@@ -44,3 +47,10 @@ def _settle(name: str) -> None:
     if getattr(torch._dynamo.config, name) == _written[name]:
         setattr(torch._dynamo.config, name, wanted)
     _written[name] = wanted
+
+
+def many_graphs() -> AbstractContextManager[None]:
+    """While one piece of code is compiled for many copies of a model: torch counts graphs by code, and would take these
+    for recompilations that never end."""
+    patched: AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=_MANY)
+    return patched

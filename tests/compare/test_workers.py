@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from bitplan.compare import Choice, Update, compare
-from bitplan.compare.workers import cores, threads_of
+from bitplan.compare.jobs import Job
+from bitplan.compare.workers import _next_job, cores, threads_of
 from bitplan.errors import RunError, TaskError
+from bitplan.plan import Plan
 from bitplan.train import RunFolder
 
 CHOICES = [Choice("FP32", None), Choice("8 bits", "int8-all")]
@@ -37,6 +39,17 @@ def test_workers_make_the_runs_that_one_process_makes(
     assert [update.summary for update in ended if update.summary is not None] == summaries
     assert metrics(tmp_path / "two") == metrics(tmp_path / "one")
     assert os.environ["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_worker_goes_on_with_the_graphs_it_has_and_else_makes_those_that_no_other_makes() -> None:
+    plain, eight, six = None, Plan.preset("int8-all"), Plan.preset("int6-all")
+    jobs = [Job(str(seed), plan, None, seed, Path()) for plan in (plain, eight, six) for seed in range(2)]
+    graphs = [job.graphs for job in jobs]
+    assert len(set(graphs)) == 3
+    assert _next_job(jobs, None, ()) is jobs[0]
+    assert _next_job(jobs[1:], None, {graphs[0]}) is jobs[2]  # not the first's other seed, for which another compiles
+    assert _next_job(jobs[1:], graphs[4], {graphs[0]}) is jobs[4]
+    assert _next_job(jobs[1:2], None, {graphs[0]}) is jobs[1]  # nothing else is left
 
 
 def test_workers_share_the_cores_stop_when_asked_and_go_on(

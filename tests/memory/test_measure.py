@@ -60,6 +60,17 @@ def test_the_bytes_of_a_perceptron_are_those_counted_by_hand(make_target: MakeTa
     assert held.peak >= held.weights + held.optimizer + held.gradients
 
 
+def test_more_copies_of_a_model_are_compiled_than_torch_allows_graphs_of_one(make_target: MakeTarget) -> None:
+    """Each plan's graph is of the same code; a planner that measures several plans is no recompilation gone wrong."""
+    target = make_target("perceptron")
+    peaks = []
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for name in ("bf16-all", "int8-all", "fp8-all"):
+            taken = measure_memory(target.model, target.batch, target.loss, "none", name, "packed", compile=True)
+            peaks.append(taken.activations)
+    assert peaks[-1] < peaks[0]
+
+
 def test_the_model_is_left_as_it_is(make_target: MakeTarget, eight_bits: Plan) -> None:
     target = make_target("resnet20")
     before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from bitplan.allowances import many_graphs
 from bitplan.bench.curves import thinned
 from bitplan.bench.machine import describe_machine
 from bitplan.bench.own_plans import own_plan
@@ -42,7 +43,6 @@ from bitplan.targets import Target
 
 log = logging.getLogger(__name__)
 Made = TypeVar("Made")
-_RECOMPILE_LIMIT = 256
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,7 @@ def bench_speed(
         variants = variants_of(chosen[name], where, sparing, fast_sums, SHAPES[name].full_step)
         raced = [variant for variant in variants if peers or not variant.is_peer]
         made = _Measured(SHAPES[name], chosen[name], raced, where, partial(_prefixed, on_news, name))
-        # torch counts graphs by code, and all variants of a shape share theirs.
-        with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
+        with many_graphs():  # all variants of a shape share their code
             made.take_turns(turns)
         if steps:
             made.learn(steps, loss_batch, seed)

@@ -11,7 +11,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -54,7 +54,9 @@ def run_in_workers(
                 stopped.set()
             while idle and pending and not stopped.is_set():
                 connection = idle.pop()
-                job = _next_job(pending, last.get(connection) if setting.compile else None)
+                job = pending[0]
+                if setting.compile:
+                    job = _next_job(pending, last.get(connection), {each.graphs for each in busy.values()})
                 pending.remove(job)
                 busy[connection], last[connection] = job, job.graphs
                 connection.send(job)
@@ -69,9 +71,11 @@ def run_in_workers(
     return summaries
 
 
-def _next_job(pending: Sequence[Job], graphs: str | None) -> Job:
-    """The next; or the next whose compiled graphs the worker has."""
-    return next((job for job in pending if graphs is not None and job.graphs == graphs), pending[0])
+def _next_job(pending: Sequence[Job], own: str | None, others: Container[str]) -> Job:
+    """The next whose compiled graphs the worker has; else one whose graphs no other worker makes; else the next."""
+    known = (job for job in pending if own is not None and job.graphs == own)
+    new = (job for job in pending if job.graphs not in others)
+    return next(known, None) or next(new, pending[0])
 
 
 def _received(connection: Connection, job: Job) -> Update:

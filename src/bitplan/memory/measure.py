@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitplan.allowances import many_graphs
 from bitplan.attach import Attachment, attach
 from bitplan.batches import split_batch
 from bitplan.errors import AccountError
@@ -48,7 +49,8 @@ def measure_memory(
     forward = compiled(twin, run) if compile else None
     planned_loss = loss if loss is None or run is None else run.loss(loss)
     step = TrainingStep(twin, call, planned_loss, optimizer, run, forward, autocast)
-    return measure_step(step, steps, warm_up=compile or step.compiles_optimizer())
+    with many_graphs():  # the model itself, and copies under other plans, may have been compiled before
+        return measure_step(step, steps, warm_up=compile or step.compiles_optimizer())
 
 
 def compiled(model: nn.Module, run: Attachment | None) -> Callable[..., Any]:

@@ -17,15 +17,12 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
+from bitplan.allowances import many_graphs
 from bitplan.attach import Attachment
 from bitplan.errors import AccountError
 from bitplan.memory.lifetimes import extra_bytes
 from bitplan.memory.walk import Walk
 from bitplan.packed_backend import compile_packed
-
-#: Prediction compiles a copy of a model that was perhaps compiled already, from the same code: no recompilation to
-#: warn about.
-_RECOMPILE_LIMIT = 256
 
 
 def compiled_on_fakes(model: nn.Module, run: Attachment | None, walk: Walk) -> Callable[..., Any]:
@@ -45,7 +42,7 @@ def compiled_on_fakes(model: nn.Module, run: Attachment | None, walk: Walk) -> C
         from torch._dynamo.exc import Unsupported
 
         try:
-            with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT), walk.without_mode():
+            with many_graphs(), walk.without_mode():
                 return forward(*args, **kwargs)
         except Unsupported as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
