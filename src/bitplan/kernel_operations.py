@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 
@@ -54,6 +55,18 @@ def list_operation(
 ) -> None:
     """Let compiled graphs launch the kernels of ``torch.ops.bitplan.<name>`` themselves."""
     OPERATIONS[name] = KernelOperation(name, launched, is_possible, modules)
+
+
+def on_gpu(launched: Callable[..., Any], in_torch: Callable[..., Any]) -> Callable[..., Any]:
+    """What an operation does on a GPU: launch its kernels there, on tensors that lie row by row. Nothing takes none."""
+
+    def computed(*given: Any) -> Any:
+        if not given[0].numel():
+            return in_torch(*given)
+        with torch.cuda.device(given[0].get_device()):
+            return launched(*(each.contiguous() if isinstance(each, Tensor) else each for each in given))
+
+    return computed
 
 
 def itself(kernel: Any) -> Any:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from bitplan.formats import FloatFormat
-from bitplan.kernel_operations import itself, list_operation
+from bitplan.kernel_operations import itself, list_operation, on_gpu
 from bitplan.rounding import round_float
 from bitplan.scaling import divide, step_scale
 
@@ -134,18 +134,6 @@ def cast_in_torch(
     )
 
 
-def _amax_on_gpu(x: Tensor, reach: Tensor | None) -> Tensor:
-    with torch.cuda.device(x.get_device()):
-        return _amax_launched(x, reach)
-
-
-def _cast_on_gpu(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if not x.numel():
-        return cast_in_torch(x, *given)
-    with torch.cuda.device(x.get_device()):
-        return _cast_launched(x, *given)
-
-
 def _amax_launched(x: Tensor, reach: Tensor | None, wrap: Any = itself) -> Tensor:
     from bitplan.native.float8_cast_kernel import amax_by_kernel
 
@@ -164,15 +152,29 @@ def _cast_launched(x: Tensor, *given: Any, wrap: Any = itself, **noted: Any) -> 
     return cast_by_kernel(wrap, x.contiguous(), *given, **noted)
 
 
-def _amax_of_shape(x: Tensor, reach: Tensor | None) -> Tensor:
-    return x.new_empty(PARTS if x.is_cuda else 1, dtype=torch.float32)
+def amax_of_shape(x: Tensor, *_: Any) -> Tensor:
+    """As many numbers as there are parts of a magnitude, not yet computed."""
+    return x.new_empty(PARTS if x.is_cuda and x.numel() else 1, dtype=torch.float32)
 
 
 def _joined_of_shape(xs: Sequence[Tensor], reaches: Sequence[Tensor]) -> list[Tensor]:
-    return [_amax_of_shape(*pair) for pair in zip(xs, reaches, strict=True)]
+    return [amax_of_shape(*pair) for pair in zip(xs, reaches, strict=True)]
 
 
-def _cast_of_shape(
+def cast_of_shape(
+    x: Tensor, dtype: torch.dtype, as_rows: bool, as_columns: bool, gathers: bool, tiles: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A cast's results, not yet computed; a GPU tells magnitudes in so many tiles."""
+    rows, features = x.shape
+    return (
+        x.new_empty((rows, features) if as_rows else (0, 0), dtype=dtype),
+        x.new_empty((features, rows) if as_columns else (0, 0), dtype=dtype),
+        x.new_empty((), dtype=torch.float32),
+        x.new_empty((tiles if x.is_cuda and x.numel() else 1) if gathers else 0, dtype=torch.float32),
+    )
+
+
+def _plain_cast_of_shape(
     x: Tensor,
     dtype: torch.dtype,
     parts: Tensor | None,
@@ -183,13 +185,7 @@ def _cast_of_shape(
     gathers: bool,
     after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, features = x.shape
-    return (
-        x.new_empty((rows, features) if as_rows else (0, 0), dtype=dtype),
-        x.new_empty((features, rows) if as_columns else (0, 0), dtype=dtype),
-        x.new_empty((), dtype=torch.float32),
-        x.new_empty((tiles_of(rows, features) if x.is_cuda else 1) if gathers else 0, dtype=torch.float32),
-    )
+    return cast_of_shape(x, dtype, as_rows, as_columns, gathers, tiles_of(*x.shape))
 
 
 def tiles_of(rows: int, features: int) -> int:
@@ -197,17 +193,16 @@ def tiles_of(rows: int, features: int) -> int:
     return -(-rows // TILE) * -(-features // TILE)
 
 
-for _key, _amax, _cast in (
-    ("CompositeExplicitAutograd", amax_in_torch, cast_in_torch),
-    ("CUDA", _amax_on_gpu, _cast_on_gpu),
+_MODULES = (__name__, f"{__name__}_kernel")
+for _name, _launched, _in_torch, _of_shape in (
+    ("float8_amax", _amax_launched, amax_in_torch, amax_of_shape),
+    ("float8_cast", _cast_launched, cast_in_torch, _plain_cast_of_shape),
 ):
-    _LIBRARY.impl("float8_amax", _amax, _key)
-    _LIBRARY.impl("float8_cast", _cast, _key)
-torch.library.register_fake("bitplan::float8_amax", _amax_of_shape, lib=_LIBRARY)
+    _LIBRARY.impl(_name, _in_torch, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, on_gpu(_launched, _in_torch), "CUDA")
+    torch.library.register_fake(f"bitplan::{_name}", _of_shape, lib=_LIBRARY)
+    list_operation(_name, _launched, lambda x, *_: x.numel() > 0, _MODULES)
+# Compiled graphs launch it; where one does not, each matrix is gone through by itself.
 _LIBRARY.impl("float8_amax_joined", joined_in_torch, "CompositeExplicitAutograd")
 torch.library.register_fake("bitplan::float8_amax_joined", _joined_of_shape, lib=_LIBRARY)
-torch.library.register_fake("bitplan::float8_cast", _cast_of_shape, lib=_LIBRARY)
-_MODULES = (__name__, f"{__name__}_kernel")
-list_operation("float8_amax", _amax_launched, lambda x, *_: x.numel() > 0, _MODULES)
 list_operation("float8_amax_joined", _joined_launched, lambda xs, *_: all(x.numel() for x in xs), _MODULES)
-list_operation("float8_cast", _cast_launched, lambda x, *_: x.numel() > 0, _MODULES)

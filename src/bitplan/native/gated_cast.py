@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitplan.kernel_operations import itself, list_operation
-from bitplan.native.float8_cast import FORMATS, PARTS, amax_in_torch, cast_in_torch, tiles_of
+from bitplan.kernel_operations import itself, list_operation, on_gpu
+from bitplan.native.float8_cast import FORMATS, amax_in_torch, amax_of_shape, cast_in_torch, cast_of_shape, tiles_of
 from bitplan.rounding import round_float
 
 #: What gate and up may be: numbers, or codes without a scale.
@@ -150,19 +150,7 @@ def _grads_cast_launched(*given: Any, wrap: Any = itself, **noted: Any) -> Resul
 
 
 def _gated_amax_of_shape(gate: Tensor, up: Tensor, reach: Tensor, codes: bool) -> Tensor:
-    return gate.new_empty(PARTS if gate.is_cuda else 1, dtype=torch.float32)
-
-
-def _cast_of_shape(
-    x: Tensor, dtype: torch.dtype, as_rows: bool, as_columns: bool, gathers: bool, tiles: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, features = x.shape
-    return (
-        x.new_empty((rows, features) if as_rows else (0, 0), dtype=dtype),
-        x.new_empty((features, rows) if as_columns else (0, 0), dtype=dtype),
-        x.new_empty((), dtype=torch.float32),
-        x.new_empty((tiles if x.is_cuda else 1) if gathers else 0, dtype=torch.float32),
-    )
+    return amax_of_shape(gate)
 
 
 def _gated_cast_of_shape(
@@ -177,14 +165,13 @@ def _gated_cast_of_shape(
     codes: bool,
     after: Tensor | None = None,
 ) -> Results:
-    cast = _cast_of_shape(gate, dtype, as_rows, as_columns, gathers, tiles_of(*gate.shape))
+    cast = cast_of_shape(gate, dtype, as_rows, as_columns, gathers, tiles_of(*gate.shape))
     small = (gate.new_empty(gate.shape if codes else (0, 0), dtype=torch.float8_e4m3fn) for _ in range(2))
     return (*cast, *small)
 
 
 def _grads_amax_of_shape(grad: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-    count = PARTS if grad.is_cuda else 1
-    return grad.new_empty(count, dtype=torch.float32), grad.new_empty(count, dtype=torch.float32)
+    return amax_of_shape(grad), amax_of_shape(grad)
 
 
 def _grads_cast_of_shape(
@@ -202,18 +189,8 @@ def _grads_cast_of_shape(
     after: Tensor | None = None,
 ) -> Results:
     tiles = squares_of(*grad.shape)
-    both = (_cast_of_shape(grad, dtype, as_rows, as_columns, gathers, tiles) for _ in range(2))
+    both = (cast_of_shape(grad, dtype, as_rows, as_columns, gathers, tiles) for _ in range(2))
     return tuple(part for cast in both for part in cast)
-
-
-def _on_gpu(launched: Any, in_torch: Any) -> Any:
-    def computed(*given: Any) -> Any:
-        if not given[0].numel():
-            return in_torch(*given)
-        with torch.cuda.device(given[0].get_device()):
-            return launched(*(each.contiguous() if isinstance(each, Tensor) else each for each in given))
-
-    return computed
 
 
 for _name, _launched, _in_torch, _of_shape in (
@@ -223,6 +200,6 @@ for _name, _launched, _in_torch, _of_shape in (
     ("gated_grads_cast", _grads_cast_launched, grads_cast_in_torch, _grads_cast_of_shape),
 ):
     _LIBRARY.impl(_name, _in_torch, "CompositeExplicitAutograd")
-    _LIBRARY.impl(_name, _on_gpu(_launched, _in_torch), "CUDA")
+    _LIBRARY.impl(_name, on_gpu(_launched, _in_torch), "CUDA")
     torch.library.register_fake(f"bitplan::{_name}", _of_shape, lib=_LIBRARY)
     list_operation(_name, _launched, lambda one, *_: one.numel() > 0, (__name__, f"{__name__}_kernel"))

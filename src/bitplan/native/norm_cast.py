@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitplan.kernel_operations import itself, list_operation
-from bitplan.native.float8_cast import PARTS, amax_in_torch, cast_in_torch, tiles_of
-from bitplan.native.gated_cast import _cast_of_shape, _on_gpu
+from bitplan.kernel_operations import itself, list_operation, on_gpu
+from bitplan.native.float8_cast import amax_in_torch, amax_of_shape, cast_in_torch, cast_of_shape, tiles_of
 
 #: What a norm's input and weight may be. (A first norm's input is sometimes kept in float32, as which it is used.)
 READ = (torch.bfloat16, torch.float32)
@@ -85,10 +84,6 @@ def _cast_launched(*given: Any, wrap: Any = itself, **noted: Any) -> Results:
     return norm_cast_by_kernel(wrap, *given, **noted)
 
 
-def _amax_of_shape(x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(PARTS if x.is_cuda else 1, dtype=torch.float32)
-
-
 def _norm_cast_of_shape(
     x: Tensor,
     spread: Tensor,
@@ -102,14 +97,14 @@ def _norm_cast_of_shape(
     gathers: bool,
     after: Tensor | None = None,
 ) -> Results:
-    return _cast_of_shape(x, dtype, as_rows, as_columns, gathers, tiles_of(*x.shape))
+    return cast_of_shape(x, dtype, as_rows, as_columns, gathers, tiles_of(*x.shape))
 
 
 for _name, _launched, _in_torch, _of_shape in (
-    ("norm_amax", _amax_launched, norm_amax_in_torch, _amax_of_shape),
+    ("norm_amax", _amax_launched, norm_amax_in_torch, amax_of_shape),
     ("norm_cast", _cast_launched, norm_cast_in_torch, _norm_cast_of_shape),
 ):
     _LIBRARY.impl(_name, _in_torch, "CompositeExplicitAutograd")
-    _LIBRARY.impl(_name, _on_gpu(_launched, _in_torch), "CUDA")
+    _LIBRARY.impl(_name, on_gpu(_launched, _in_torch), "CUDA")
     torch.library.register_fake(f"bitplan::{_name}", _of_shape, lib=_LIBRARY)
     list_operation(_name, _launched, lambda one, *_: one.numel() > 0, (__name__, f"{__name__}_kernel"))
