@@ -325,6 +325,38 @@ def test_the_speed_of_rounding_on_a_gpu_was_measured() -> None:
         assert sentence.format(f"{100 * min(shares):.0f}", f"{100 * max(shares):.0f}") in words
 
 
+# Experiments.
+
+
+def studies(name: str) -> list[dict[str, dict[str, Any]]]:
+    """Of each study, plan -> its record."""
+    document = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())
+    return [{plan["plan"]: plan for plan in study["plans"]} for study in document["studies"]]
+
+
+def test_the_words_about_experiments_were_measured() -> None:
+    words = " ".join(README.split())
+    ten, longer = studies("cifar")
+    even = "static at the cost of CR"
+    assert f"reached {ten[even]['metric']:.2%} and CR {ten['CR']['metric']:.2%};".replace("%", " %") in words
+    saved = 1 - ten["RR"]["relative_to_fp32"] / ten["static 8"]["relative_to_fp32"]
+    lost, lost_longer = (100 * (study["static 8"]["metric"] - study["RR"]["metric"]) for study in (ten, longer))
+    assert f"RR saves {100 * saved:.0f} % of static 8's bit operations for {lost:.1f} points, which are" in words
+    assert f"which are {lost_longer:.1f} after three times" in words
+    (ptb,) = studies("ptb")
+    figures = {name: (f"{plan['metric']:.2f}", f"{plan['test_perplexity']:.2f}") for name, plan in ptb.items()}
+    assert "perplexity of {} in validation and {} in the test".format(*figures["static 8"]) in words
+    share = ptb["RR"]["relative_to_fp32"] / ptb["static 8"]["relative_to_fp32"]
+    assert "RR ends at {} and {} for {:.0f} %".format(*figures["RR"], 100 * share) in words
+    images, _ = studies("deficits")
+    base = images["no deficit"]["metric"]
+    halves = [plan for name, plan in images.items() if name.startswith("half from") and "only" not in name]
+    lost, *_, most = sorted(100 * (base - plan["metric"]) for plan in halves)
+    evenly = 100 * (base - images["static at the cost of half"]["metric"])
+    told = f"cost ResNet-20 {lost:.0f} to {most:.0f} points, and the same bits spread evenly {evenly:.1f}."
+    assert told in words
+
+
 # Links.
 
 
