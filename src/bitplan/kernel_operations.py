@@ -57,7 +57,25 @@ def list_operation(
     OPERATIONS[name] = KernelOperation(name, launched, is_possible, modules)
 
 
-def on_gpu(launched: Callable[..., Any], in_torch: Callable[..., Any]) -> Callable[..., Any]:
+def register(
+    library: Any,
+    name: str,
+    launched: Callable[..., Any],
+    in_torch: Callable[..., Any],
+    of_shape: Callable[..., Any],
+    modules: tuple[str, ...],
+) -> None:
+    """Let an operation that `library` defines be kernels on a GPU and plain torch elsewhere, and list it.
+
+    :param of_shape: gives results that are not computed, for tracing.
+    """
+    library.impl(name, in_torch, "CompositeExplicitAutograd")
+    library.impl(name, _on_gpu(launched, in_torch), "CUDA")
+    torch.library.register_fake(f"bitplan::{name}", of_shape, lib=library)
+    list_operation(name, launched, lambda first, *_: first.numel() > 0, modules)
+
+
+def _on_gpu(launched: Callable[..., Any], in_torch: Callable[..., Any]) -> Callable[..., Any]:
     """What an operation does on a GPU: launch its kernels there, on tensors that lie row by row. Nothing takes none."""
 
     def computed(*given: Any) -> Any:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from bitplan.formats import FloatFormat
-from bitplan.kernel_operations import itself, list_operation, on_gpu
+from bitplan.kernel_operations import itself, list_operation, register
 from bitplan.rounding import round_float
 from bitplan.scaling import divide, step_scale
 
@@ -198,10 +198,7 @@ for _name, _launched, _in_torch, _of_shape in (
     ("float8_amax", _amax_launched, amax_in_torch, amax_of_shape),
     ("float8_cast", _cast_launched, cast_in_torch, _plain_cast_of_shape),
 ):
-    _LIBRARY.impl(_name, _in_torch, "CompositeExplicitAutograd")
-    _LIBRARY.impl(_name, on_gpu(_launched, _in_torch), "CUDA")
-    torch.library.register_fake(f"bitplan::{_name}", _of_shape, lib=_LIBRARY)
-    list_operation(_name, _launched, lambda x, *_: x.numel() > 0, _MODULES)
+    register(_LIBRARY, _name, _launched, _in_torch, _of_shape, _MODULES)
 # Compiled graphs launch it; where one does not, each matrix is gone through by itself.
 _LIBRARY.impl("float8_amax_joined", joined_in_torch, "CompositeExplicitAutograd")
 torch.library.register_fake("bitplan::float8_amax_joined", _joined_of_shape, lib=_LIBRARY)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitplan.kernel_operations import itself, list_operation, on_gpu
+from bitplan.kernel_operations import itself, register
 from bitplan.native.float8_cast import FORMATS, amax_in_torch, amax_of_shape, cast_in_torch, cast_of_shape, tiles_of
 from bitplan.rounding import round_float
 
@@ -199,7 +199,4 @@ for _name, _launched, _in_torch, _of_shape in (
     ("gated_grads_amax", _grads_amax_launched, grads_amax_in_torch, _grads_amax_of_shape),
     ("gated_grads_cast", _grads_cast_launched, grads_cast_in_torch, _grads_cast_of_shape),
 ):
-    _LIBRARY.impl(_name, _in_torch, "CompositeExplicitAutograd")
-    _LIBRARY.impl(_name, on_gpu(_launched, _in_torch), "CUDA")
-    torch.library.register_fake(f"bitplan::{_name}", _of_shape, lib=_LIBRARY)
-    list_operation(_name, _launched, lambda one, *_: one.numel() > 0, (__name__, f"{__name__}_kernel"))
+    register(_LIBRARY, _name, _launched, _in_torch, _of_shape, (__name__, f"{__name__}_kernel"))

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitplan.kernel_operations import itself, list_operation, on_gpu
+from bitplan.kernel_operations import itself, register
 from bitplan.native.float8_cast import amax_in_torch, amax_of_shape, cast_in_torch, cast_of_shape, tiles_of
 
 #: What a norm's input and weight may be. (A first norm's input is sometimes kept in float32, as which it is used.)
@@ -104,7 +104,4 @@ for _name, _launched, _in_torch, _of_shape in (
     ("norm_amax", _amax_launched, norm_amax_in_torch, amax_of_shape),
     ("norm_cast", _cast_launched, norm_cast_in_torch, _norm_cast_of_shape),
 ):
-    _LIBRARY.impl(_name, _in_torch, "CompositeExplicitAutograd")
-    _LIBRARY.impl(_name, on_gpu(_launched, _in_torch), "CUDA")
-    torch.library.register_fake(f"bitplan::{_name}", _of_shape, lib=_LIBRARY)
-    list_operation(_name, _launched, lambda one, *_: one.numel() > 0, (__name__, f"{__name__}_kernel"))
+    register(_LIBRARY, _name, _launched, _in_torch, _of_shape, (__name__, f"{__name__}_kernel"))
