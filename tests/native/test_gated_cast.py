@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import importlib.util
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
-from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
 from torch._inductor.decomposition import select_decomp_table
@@ -19,7 +17,6 @@ from torch.nn import functional as F
 
 import bitplan
 from bitplan import Plan, actions, quantizer
-from bitplan.compiling import SPARING
 from bitplan.launching import OpeningPass, open_operations
 from bitplan.models.llama import LlamaBlocks
 from bitplan.native import gated_cast, gated_fusing
@@ -120,66 +117,36 @@ def _rounded_between(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gated_cast, "grads_in_torch", grads)
 
 
-class Rewritten:
-    """A backend of torch.compile that rewrites graphs, and notes the operations of ours in them."""
-
-    def __init__(self, partitioner: Any, device: str = "cpu") -> None:
-        self.device = device
-        self.seen: list[dict[str, int]] = []
-        self.backend = aot_autograd(
-            fw_compiler=lambda gm, given: self._noted(gm),
-            bw_compiler=lambda gm, given: self._noted(gm),
-            partition_fn=partitioner,
-            decompositions=select_decomp_table(),
-            keep_inference_input_mutations=True,
-        )
-
-    def _noted(self, gm: fx.GraphModule) -> Any:
-        fuse_gates(gm.graph, self.device)
-        gm.graph.lint()
-        gm.recompile()
-        calls = [node for node in gm.graph.nodes if node.op == "call_function"]
-        names = (str(node.target) for node in calls)
-        self.seen.append(dict(collections.Counter(name.split(".")[1] for name in names if name.startswith("bitplan."))))
-        return torch._functorch.aot_autograd.make_boxed_func(gm.forward)
-
-
 F8: dict[str, Any] = {"format": "e4m3", "scale": "tensor", "power_of_two": True, "history": 4}
 G8: dict[str, Any] = {**F8, "format": "e5m2"}
 CODED = {"match": ["*.gate", "*.up"], "op": "linear", "activation": "e4m3"}
 
 
-def gradients(rewritten: Rewritten, spare: str, coded: bool, **changes: Any) -> list[Tensor]:
-    """Of two steps: the first has no past."""
+def gradients(rewritten: Any, spare: str, coded: bool) -> list[Tensor]:
     torch.manual_seed(0)
     model = LlamaBlocks(64, 1, 128, heads=2).bfloat16()
     x = torch.randn(2, 32, 64).bfloat16().requires_grad_()
-    rule = {"match": "*", "op": "linear", "x": F8 | changes, "w": F8 | changes, "dy": G8 | changes}
+    rule = {"match": "*", "op": "linear", "x": F8, "w": F8, "dy": G8}
     plan = Plan.from_dict({"version": 1, "rules": [rule, *([CODED] if coded else [])]})
-    with bitplan.attach(model, plan, example=x, execution="native", native_from=0) as run:
-        run._rounder.casts_again = SPARING[spare]
-        run._installation.tell_compiled_code()
-        called = torch.compile(model, fullgraph=True, backend=rewritten.backend)
-        for _ in range(2):
-            called(x).sum().backward()
-            run.step()
-    return [p.grad.float() for p in (x, *model.parameters()) if p.grad is not None]
+    found: list[Tensor] = rewritten.gradients(model, x, plan, spare)
+    return found
 
 
 @pytest.mark.usefixtures("as_on_a_gpu", "_rounded_between")
 @pytest.mark.parametrize(("spare", "coded"), [("no", False), ("activations", True), ("inputs", True)])
-def test_graphs_have_the_three_of_them(monkeypatch: pytest.MonkeyPatch, spare: str, coded: bool) -> None:
+def test_graphs_have_the_three_of_them(
+    monkeypatch: pytest.MonkeyPatch, rewriting: Any, spare: str, coded: bool
+) -> None:
     sparing = Sparing(spare != "no", False, coded)
     partitioner = SparingPartitioner(sparing) if spare != "no" else min_cut_rematerialization_partition
-    joined = Rewritten(partitioner)
+    joined = rewriting(partitioner, fuse_gates)
     ours = gradients(joined, spare, coded)
     forward, backward = joined.seen
     assert (forward["gated_amax"], forward["gated_cast"]) == (1, 1)
     assert (backward["gated_grads_amax"], backward["gated_grads_cast"]) == (1, 1)
     assert backward.get("gated_cast", 0) == (spare != "no")
     monkeypatch.setattr(gated_fusing, "FUSES", False)
-    torch._dynamo.reset()
-    apart = Rewritten(partitioner)
+    apart = rewriting(partitioner, fuse_gates)
     plain = gradients(apart, spare, coded)
     assert not any("gated" in name for seen in apart.seen for name in seen)
     assert sum(map(sum, (seen.values() for seen in apart.seen))) > sum(
@@ -191,10 +158,10 @@ def test_graphs_have_the_three_of_them(monkeypatch: pytest.MonkeyPatch, spare: s
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("changes", [{"history": None}, {"power_of_two": False}])
-def test_other_scales_are_left_as_they_are(changes: dict[str, Any]) -> None:
+def test_other_scales_are_left_as_they_are(rewriting: Any, changes: dict[str, Any]) -> None:
     kept = {key: value for key, value in changes.items() if value is not None}
     dropped = [key for key, value in changes.items() if value is None]
-    rewritten = Rewritten(min_cut_rematerialization_partition)
+    rewritten = rewriting(min_cut_rematerialization_partition, fuse_gates)
     spec = {key: value for key, value in F8.items() if key not in dropped}
     torch.manual_seed(0)
     model, x = LlamaBlocks(64, 1, 128, heads=2).bfloat16(), torch.randn(2, 32, 64).bfloat16()

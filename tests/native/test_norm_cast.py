@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import importlib.util
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
 from torch._inductor.decomposition import select_decomp_table
@@ -17,9 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-import bitplan
 from bitplan import Plan
-from bitplan.compiling import SPARING
 from bitplan.launching import OpeningPass, open_operations
 from bitplan.models.llama import LlamaBlocks
 from bitplan.native import norm_fusing
@@ -73,28 +69,6 @@ def test_torch_finds_the_operations_well_defined() -> None:
 # --- graphs -------------------------------------------------------------------------------------------------
 
 
-class Rewritten:
-    """A backend of torch.compile that rewrites graphs, and notes the operations of ours in them."""
-
-    def __init__(self, partitioner: Any) -> None:
-        self.seen: list[dict[str, int]] = []
-        self.backend = aot_autograd(
-            fw_compiler=lambda gm, given: self._noted(gm),
-            bw_compiler=lambda gm, given: self._noted(gm),
-            partition_fn=partitioner,
-            decompositions=select_decomp_table(),
-            keep_inference_input_mutations=True,
-        )
-
-    def _noted(self, gm: fx.GraphModule) -> Any:
-        fuse_gates(gm.graph, "cpu")
-        fuse_norms(gm.graph, "cpu")
-        gm.graph.lint()
-        gm.recompile()
-        self.seen.append(dict(collections.Counter(names_of(gm.graph))))
-        return torch._functorch.aot_autograd.make_boxed_func(gm.forward)
-
-
 def names_of(graph: fx.Graph) -> list[str]:
     names = (str(node.target) for node in graph.nodes)
     return [name.split(".")[1] for name in names if name.startswith("bitplan.")]
@@ -103,31 +77,22 @@ def names_of(graph: fx.Graph) -> list[str]:
 F8: dict[str, Any] = {"format": "e4m3", "scale": "tensor", "power_of_two": True, "history": 4}
 
 
-def gradients(rewritten: Rewritten, spare: str, layers: int) -> list[Tensor]:
-    """Of two steps: the first has no past."""
-    torch._dynamo.reset()
+def gradients(rewritten: Any, spare: str, layers: int) -> list[Tensor]:
     torch.manual_seed(0)
     model = LlamaBlocks(64, layers, 128, heads=2).bfloat16()
     for norm in (each for each in model.modules() if isinstance(each, nn.RMSNorm)):
         nn.init.normal_(norm.weight)
     x = torch.randn(2, 32, 64).bfloat16().requires_grad_()
     rule = {"match": "*", "op": "linear", **dict.fromkeys(("x", "w", "dy"), F8)}
-    plan = Plan.from_dict({"version": 1, "rules": [rule]})
-    with bitplan.attach(model, plan, example=x, execution="native", native_from=0) as run:
-        run._rounder.casts_again = SPARING[spare]
-        run._installation.tell_compiled_code()
-        called = torch.compile(model, fullgraph=True, backend=rewritten.backend)
-        for _ in range(2):
-            called(x).sum().backward()
-            run.step()
-    return [p.grad.float() for p in (x, *model.parameters()) if p.grad is not None]
+    found: list[Tensor] = rewritten.gradients(model, x, Plan.from_dict({"version": 1, "rules": [rule]}), spare)
+    return found
 
 
 @pytest.mark.parametrize(
     ("spare", "sums", "layers"), [("no", False, 1), ("activations", False, 1), ("inputs", True, 2)]
 )
 def test_graphs_cast_norms_with_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch, spare: str, sums: bool, layers: int
+    monkeypatch: pytest.MonkeyPatch, rewriting: Any, spare: str, sums: bool, layers: int
 ) -> None:
     casts_again = spare != "no"
     partitioner = SparingPartitioner(Sparing()) if casts_again else min_cut_rematerialization_partition
@@ -136,7 +101,7 @@ def test_graphs_cast_norms_with_the_same_bits(
     results = []
     for fuses in (True, False):
         monkeypatch.setattr(norm_fusing, "FUSES", fuses)
-        rewritten = Rewritten(partitioner)
+        rewritten = rewriting(partitioner, fuse_gates, fuse_norms)
         results.append(gradients(rewritten, spare, layers))
         forward, backward = rewritten.seen
         joined = (known if sums else 1) if fuses else 0
