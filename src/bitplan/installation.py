@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from bitplan import checkpointing
 from bitplan.actions import Action, Here
@@ -167,7 +168,8 @@ class Installation:
 
     def make_room(self, module: nn.Module, action: Action, here: Here) -> None:
         """An operation is met for the first time, eagerly: tables have to grow."""
-        tables = self.tables.make_room(module, action, here)
+        with unset_fake_temporarily():  # a forecast of memory meets operations on tensors without values; tables have some
+            tables = self.tables.make_room(module, action, here)
         if tables is not None:
             self._set_version(tables)
 

@@ -54,6 +54,14 @@ def test_packed_scales_and_blocks_are_foreseen(make_target: MakeTarget, plan: st
     assert_near(*both(make_target("gpt"), "none", plan, "packed"))
 
 
+@pytest.mark.parametrize("name", ["resnet20", "gpt"])
+def test_a_packed_step_that_may_promote_is_foreseen(make_target: MakeTarget, name: str) -> None:
+    target = make_target(name)
+    plan = bitplan.assign(target.model, target.batch, target.loss, ratio=1.0)  # low are the loss's tensors, too
+    assert any(spec.promote for spec in plan.all_quantizers.values())
+    assert_near(*both(target, "sgd", plan, "packed"))
+
+
 def test_an_emulated_step_is_foreseen_and_saves_nothing(make_target: MakeTarget, eight_bits: Plan) -> None:
     target = make_target("resnet20")
     predicted, measured = both(target, "sgd", eight_bits, "emulate")
