@@ -226,9 +226,11 @@ class Shared(nn.Module):
         return sum(layer(y.view(-1, 64)).sum() for layer in self.rest)  # type: ignore[return-value]
 
 
-def test_a_tensor_that_several_operations_keep_is_packed_once() -> None:
+@pytest.mark.parametrize("gradient", [{}, {"grad_activation": "e5m2"}, {"grad_activation": "e5m2", "grad_at": "consumer"}])
+def test_a_tensor_that_several_operations_keep_is_packed_once(gradient: dict[str, str]) -> None:
     model = Shared()
-    run, keeper = attached(model, Plan.from_dict({"version": 1, "rules": [{"match": "first", "activation": "e4m3"}]}))
+    rule = {"match": "first", "activation": "e4m3", **gradient}
+    run, keeper = attached(model, Plan.from_dict({"version": 1, "rules": [rule]}))
     with run:
         loss = model(torch.randn(8, 64))
         assert keeper.packed_bytes == 8 * 64

@@ -138,10 +138,9 @@ class RoundedGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, action: PlaceAction, here: Here) -> Tensor:
         ctx.action, ctx.here = action, here
-        y = x.clone()  # not a view: the caller may go on to change it in place
-        if keeps_little(action):
-            note_copy(y, x)
-        return y
+        # Eager, the same memory. Not a view as autograd has them: the caller may go on to change it in place, and then
+        # `x` is changed as well, as it would be without a plan. A graph's copy costs nothing.
+        return x.clone() if is_traced() else x.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
