@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import bitplan
-from bitplan import Plan
+from bitplan import Plan, tensor_parts
 from bitplan.live import LiveFormat
 from bitplan.names import format as format_of
+from bitplan.plan.promotion import Promotion
+from bitplan.promoting import sign_of
 
 #: The formats of Lee, Sharma & Aiken 2023: from 31 on values overflow.
 LOW = {"format": "e4m3b4", "rounding": "nearest-away", "promote": {"to": "e6m9b0"}}
@@ -163,6 +165,23 @@ def test_underflow_is_the_share_of_values_that_vanish(limit: float, promoted: bo
     x = torch.tensor([0.0, 1e-9, 1.0, 2.0])
     low = {"format": "e4m3", "scale": "tensor", "promote": {"to": "bf16", "underflow": limit}}
     assert bool(watched(x, low)[0].promotions()) is promoted
+
+
+@pytest.mark.parametrize("measure", ["overflow", "underflow", "error"])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+def test_a_large_tensors_sign_is_that_of_its_parts_together(measure: str, layout: str) -> None:
+    x = torch.randn(1 << 9, 1 << 10, dtype=torch.float32)
+    x = x if layout == "contiguous" else x.t()
+    assert (len(tensor_parts.parts_of(x)) > 1) == (layout == "contiguous")
+    low = bitplan.quantize(x, "e2m1")
+    part, whole = sign_of(Promotion("e4m3", **{measure: 0.5}), x, low, 2.0)
+    if measure == "error":
+        expected = ((low.double() - x.double()).square().sum(), x.double().square().sum())
+    else:
+        bad = x.abs() >= 2.0 if measure == "overflow" else (low == 0) & (x != 0)
+        expected = (bad.sum().double(), torch.tensor(float(x.numel()), dtype=torch.float64))
+    assert 0 < part < whole
+    torch.testing.assert_close(torch.stack((part, whole)).double(), torch.stack(expected), rtol=1e-5, atol=0.0)
 
 
 def test_error_is_relative_and_a_promotion_may_lead_to_no_rounding() -> None:

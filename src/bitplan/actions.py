@@ -34,6 +34,7 @@ from bitplan.quantizer import Quantizer
 from bitplan.scaling import amax_of
 from bitplan.straight import Encoded, Span, straight_through
 from bitplan.tables import REACH, RECORD, TABLE
+from bitplan.tensor_parts import sparing_memory
 from bitplan.torch_casts import is_cast_small
 from bitplan.tracing import is_traced
 
@@ -210,6 +211,12 @@ class PlaceAction:
             return self.top.round(x, here, weight_key)
         if self.changes_nothing_in(x):
             return x
+        if not self.is_packed or is_traced():
+            return self._rounded(x, here, weight_key)
+        with sparing_memory():
+            return self._rounded(x, here, weight_key)
+
+    def _rounded(self, x: Tensor, here: Here, weight_key: Tensor | None) -> Tensor:
         quantizer, bits, row, span, record = self._prepared(x, here, weight_key)
         if self.is_packed or (self.keeps_codes and is_traced()):
             rounded = low = self._packed(quantizer, x, bits, row, span)

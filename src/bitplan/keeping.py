@@ -28,6 +28,7 @@ from bitplan.formats import FloatFormat, Format
 from bitplan.live import LiveFormat
 from bitplan.packing import Packed, pack_rounded
 from bitplan.quantizer import Quantizer
+from bitplan.tensor_parts import sparing_memory
 
 _NOTE = "_bitplan_note"
 
@@ -68,7 +69,8 @@ class PackedCopy:
         if not note.scales and note.quantizer.format in _TYPES:
             self.cast = whole.to(_TYPES[note.quantizer.format])
         else:
-            self.packed = pack_rounded(note.quantizer, whole, note.scales)
+            with sparing_memory():
+                self.packed = pack_rounded(note.quantizer, whole, note.scales)
         self._unpacked: weakref.ref[Tensor] | None = None
 
     @property
@@ -87,7 +89,8 @@ class PackedCopy:
 
     def _whole(self) -> Tensor:
         if self.packed is not None:
-            return self.packed.unpack()
+            with sparing_memory():
+                return self.packed.unpack()
         assert self.cast is not None
         return self.cast.to(self.dtype)
 

@@ -74,8 +74,8 @@ class Packed:
         return self.quantizer.decode(Encoded(decode(codes, element, carrier), scales), like)
 
     def _is_elementwise(self) -> bool:
-        """Whether every element stands for itself, so that a CPU can go through them part by part."""
-        return not is_traced() and self.payload.device.type == "cpu" and _is_elementwise(self.quantizer, self.scales)
+        """Whether every element stands for itself, so that they can be gone through part by part."""
+        return not is_traced() and _is_elementwise(self.quantizer, self.scales)
 
     def _unpacked_in_parts(self, element: FloatFormat | IntFormat, carrier: torch.dtype) -> Tensor:
         result = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)

@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bitplan import tensor_parts
 from bitplan.plan.promotion import Promotion
 from bitplan.plan.spec import QuantizerSpec
 from bitplan.quantizer import Quantizer
 from bitplan.straight import Between, Span
+from bitplan.tracing import is_traced
 
 
 class Either:
@@ -50,13 +52,21 @@ def sign_of(promotion: Promotion, x: Tensor, low: Tensor, threshold: float | Ten
     :param low: `x` as its low format rounds it.
     :param threshold: from which magnitude on values overflow.
     """
-    before = x.detach().float()
+    pairs = [(x.detach(), low.detach())]
+    if not is_traced() and x.is_contiguous() and low.is_contiguous():  # what is compared on the way is as large as `x`
+        pairs = list(zip(*map(tensor_parts.parts_of, pairs[0]), strict=True))
+    signs = [_sign(promotion, before.float(), after, threshold) for before, after in pairs]
+    part, whole = signs[0] if len(signs) == 1 else (torch.stack(each).sum() for each in zip(*signs, strict=True))
+    return part, whole
+
+
+def _sign(promotion: Promotion, before: Tensor, low: Tensor, threshold: float | Tensor) -> tuple[Tensor, Tensor]:
     if promotion.measure == "error":
-        return (low.detach().float() - before).square().sum(), before.square().sum()
+        return (low.float() - before).square().sum(), before.square().sum()
     is_overflow = promotion.measure == "overflow"
-    bad = before.abs() >= threshold if is_overflow else (low.detach() == 0) & (before != 0)
+    bad = before.abs() >= threshold if is_overflow else (low == 0) & (before != 0)
     count = bad.sum().float()
-    return count, torch.full_like(count, x.numel())
+    return count, torch.full_like(count, before.numel())
 
 
 def limit_of(promotion: Promotion) -> float:

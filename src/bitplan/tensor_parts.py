@@ -1,34 +1,62 @@
-"""A large tensor in parts that a CPU core's cache holds.
+"""A large tensor in parts that are gone through one after the other.
 
 On a CPU, eager, the memory that intermediate results are written to costs more than the arithmetic: what is computed
-for each element alone is computed part by part. Callers look :func:`parts_of` up here each time, because a forecast of
-memory on fake tensors exchanges it (:mod:`bitplan.memory.fakes`).
+for each element alone is computed in parts that a core's cache holds. A GPU has calls enough to hide without that, so
+it goes through a tensor at once; but intermediate results are several times the tensor, and where memory is what
+counts (:func:`sparing_memory`) it takes parts as well, larger ones.
+
+Callers look :func:`parts_of` up here each time, because a forecast of memory on fake tensors exchanges it
+(:mod:`bitplan.memory.fakes`).
 """
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 #: As powers of two: the largest part of a tensor that is gone through at once, which a CPU core's cache holds together
 #: with what is made of it on the way, and the smallest, below which calls cost more than arithmetic.
-_LARGEST_PART, _SMALLEST_PART = 18, 15
+_CPU = (18, 15)
+#: The same for a GPU, whose calls cost as much as some millions of elements.
+_GPU = (22, 21)
 #: What is made on the way takes several times a part: of a quarter of the tensor, about the tensor itself.
 _QUARTER = 2
 
+_here = threading.local()  # autograd has threads of its own
 
-def part_size(elements: int) -> int:
+
+@contextmanager
+def sparing_memory() -> Iterator[None]:
+    """Inside, a GPU goes through large tensors in parts, too."""
+    before, _here.spares = getattr(_here, "spares", False), True
+    try:
+        yield
+    finally:
+        _here.spares = before
+
+
+def part_size(elements: int, limits: tuple[int, int] = _CPU) -> int:
     """How many elements of a tensor are gone through at once: a power of two.
 
     >>> part_size(10), part_size(1 << 19), part_size(1 << 25)
     (32768, 131072, 262144)
     """
-    return 1 << min(max(elements.bit_length() - 1 - _QUARTER, _SMALLEST_PART), _LARGEST_PART)
+    largest, smallest = limits
+    return 1 << min(max(elements.bit_length() - 1 - _QUARTER, smallest), largest)
+
+
+def part_size_of(x: Tensor) -> int:
+    """How many elements of `x` are gone through at once: all of them where nothing is gained by less."""
+    if not x.is_contiguous() or (x.is_cuda and not getattr(_here, "spares", False)):
+        return x.numel()
+    return min(x.numel(), part_size(x.numel(), _GPU if x.is_cuda else _CPU))
 
 
 def parts_of(x: Tensor) -> tuple[Tensor, ...]:
-    """`x` in parts for a CPU, where the memory of intermediate results costs more than the arithmetic."""
-    size = part_size(x.numel())
-    if x.is_cuda or x.numel() <= size or not x.is_contiguous():
-        return (x,)
-    return torch.split(x.view(-1), size)
+    """`x` in parts, or as it is where it is one."""
+    size = part_size_of(x)
+    return (x,) if size == x.numel() else torch.split(x.view(-1), size)

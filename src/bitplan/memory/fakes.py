@@ -104,15 +104,15 @@ def plain_copy(model: nn.Module, known: dict[int, Any] | None = None) -> nn.Modu
 
 @contextmanager
 def rounding_in_two_parts() -> Iterator[None]:
-    """On a CPU, rounding goes through a large tensor part by part: hundreds of parts, each with its own small memory.
+    """Rounding goes through a large tensor part by part: often hundreds of parts, each with its own small memory.
 
     Of a fake tensor, which has no values to be rounded, two parts do: all others take and give back the same memory.
     """
     whole = tensor_parts.parts_of
 
     def first_parts(x: Tensor) -> tuple[Tensor, ...]:
-        size = tensor_parts.part_size(x.numel())
-        if not isinstance(x, FakeTensor) or x.is_cuda or x.numel() <= size or not x.is_contiguous():
+        size = tensor_parts.part_size_of(x)
+        if not isinstance(x, FakeTensor) or x.numel() <= size:
             return whole(x)
         return torch.split(x.view(-1)[: 2 * size], size)
 
