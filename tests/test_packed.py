@@ -226,10 +226,11 @@ class Shared(nn.Module):
         return sum(layer(y.view(-1, 64)).sum() for layer in self.rest)  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("gradient", [{}, {"grad_activation": "e5m2"}, {"grad_activation": "e5m2", "grad_at": "consumer"}])
-def test_a_tensor_that_several_operations_keep_is_packed_once(gradient: dict[str, str]) -> None:
+@pytest.mark.parametrize("grad_at", [None, "producer", "consumer"])
+def test_a_tensor_that_several_operations_keep_is_packed_once(grad_at: str | None) -> None:
     model = Shared()
-    rule = {"match": "first", "activation": "e4m3", **gradient}
+    rule = {"match": "first", "activation": "e4m3"}
+    rule |= {} if grad_at is None else {"grad_activation": "e5m2", "grad_at": grad_at}
     run, keeper = attached(model, Plan.from_dict({"version": 1, "rules": [rule]}))
     with run:
         loss = model(torch.randn(8, 64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
@@ -207,20 +208,32 @@ def test_what_cannot_be_packed_says_so(x: Tensor, name: str, more: dict[str, Any
         bitplan.pack(x, name, **more)
 
 
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "channels last": lambda x: x.to(memory_format=torch.channels_last),
+    "turned": lambda x: x.permute(3, 0, 2, 1),
+    "every second": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["e4m3b4", "e3m2", "int5", "e6m9b0"])
 @pytest.mark.parametrize("scale", [None, "tensor"])
 def test_a_large_tensor_is_packed_part_by_part_and_the_same(
-    name: str, scale: Literal["tensor"] | None, monkeypatch: pytest.MonkeyPatch
+    name: str, scale: Literal["tensor"] | None, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name == "int5" and scale is None:
         pytest.skip("integers need a scale")
     torch.manual_seed(0)
-    x = torch.randn(3, 11, 6007) * 9  # no whole number of parts, nor of bytes
+    x = LAYOUTS[layout](torch.randn(3, 11, 6007, 1) * 9)  # no whole number of parts, nor of bytes
+    assert (len(tensor_parts.parts_of(x)) > 1) == (layout != "every second")
     quantizer = make_quantizer(name, "nearest-away", scale, overflow="saturate" if name.startswith("e") else None)
     y = quantizer.round_values(x, None)
     scales = quantizer.encode(x).scales
     packed = pack_rounded(quantizer, y, scales)
     assert torch.equal(packed.unpack(), y)
+    assert packed.unpack().stride() == torch.empty_like(y).stride()
+    assert torch.equal(torch.compile(packed.unpack, backend="eager")(), y)
     monkeypatch.setattr(tensor_parts, "parts_of", lambda whole: (whole,))
     assert torch.equal(pack_rounded(quantizer, y, scales).payload, packed.payload)
     assert torch.equal(quantizer.round_values(x, None), y)

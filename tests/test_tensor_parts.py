@@ -1,4 +1,4 @@
-"""Which tensors are gone through in parts, and that the parts are all of them. Fake tensors are on a GPU that is not."""
+"""Which tensors are gone through in parts, and that the parts are all of them; fake tensors stand in for a GPU's."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ def test_the_parts_are_the_tensor(elements: int) -> None:
     assert all(part.untyped_storage()._cdata == x.untyped_storage()._cdata for part in parts_of(x))
 
 
-def test_what_is_not_in_the_order_of_its_memory_is_one_part() -> None:
-    x = torch.zeros(1 << 10, 1 << 10)
-    assert len(parts_of(x)) > 1
-    assert parts_of(x.t())[0].shape == x.t().shape
+def test_parts_lie_in_memory_one_after_the_other_and_what_has_gaps_is_one_part() -> None:
+    x = torch.arange(1 << 20, dtype=torch.float32).view(4, 16, 128, 128)
+    for turned in (x, x.permute(0, 3, 1, 2), x.permute(3, 2, 1, 0)):
+        assert len(parts_of(turned)) == 4
+        assert torch.equal(torch.cat(parts_of(turned)), x.flatten())
+    assert parts_of(x[:, ::2])[0].shape == (4, 8, 128, 128)
 
 
 def test_a_gpu_takes_parts_where_memory_is_to_be_spared_and_large_ones() -> None:

@@ -168,7 +168,7 @@ class Installation:
 
     def make_room(self, module: nn.Module, action: Action, here: Here) -> None:
         """An operation is met for the first time, eagerly: tables have to grow."""
-        with unset_fake_temporarily():  # a forecast of memory meets operations on tensors without values; tables have some
+        with unset_fake_temporarily():  # a forecast of memory meets operations without values; tables have some
             tables = self.tables.make_room(module, action, here)
         if tables is not None:
             self._set_version(tables)

@@ -1,7 +1,9 @@
 """Packed tensors: the same numbers as :func:`bitplan.quantize`, in as many bits as the format has.
 
 Every element becomes its code (:mod:`bitplan.codes`), and codes of any width from 1 to 16 bits follow each other
-without a gap (:mod:`bitplan.bits`). The scales lie beside them.
+without a gap (:mod:`bitplan.bits`). Where each element stands for itself they have the order in which the tensor lay in
+memory, so that one with channels last is not turned round twice; else that of its dimensions. The scales lie beside
+them.
 """
 
 from __future__ import annotations
@@ -61,9 +63,12 @@ class Packed:
         if not like.numel():
             return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
         element = _element(self.format)
-        if self._is_elementwise() and like.is_contiguous():
+        is_elementwise = _is_elementwise(self.quantizer, self.scales)
+        if is_elementwise and not is_traced():
             return self._unpacked_in_parts(element, self.quantizer._carrier_dtype(like))
-        codes = unpack_bits(self.payload, element.bits, like.numel()).view(self.shape)
+        order = tensor_parts.memory_order(self.stride) if is_elementwise else tuple(range(len(self.shape)))
+        codes = unpack_bits(self.payload, element.bits, like.numel()).view([self.shape[dim] for dim in order])
+        codes = codes.permute([order.index(dim) for dim in range(len(order))])
         blocks = self.quantizer.blocks(like)
         if blocks is not None:
             codes = blocks.split(codes)
@@ -73,16 +78,12 @@ class Packed:
             scales = (decode(scales[0], _E4M3, carrier), scales[1])
         return self.quantizer.decode(Encoded(decode(codes, element, carrier), scales), like)
 
-    def _is_elementwise(self) -> bool:
-        """Whether every element stands for itself, so that they can be gone through part by part."""
-        return not is_traced() and _is_elementwise(self.quantizer, self.scales)
-
     def _unpacked_in_parts(self, element: FloatFormat | IntFormat, carrier: torch.dtype) -> Tensor:
         result = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
         single = tuple(scale.reshape(()) for scale in self.scales)
         numbers = decoder(element, carrier, self.device)
         start = 0
-        for part in tensor_parts.parts_of(result):  # all but the last have whole bytes
+        for part in tensor_parts.parts_of(tensor_parts.in_memory_order(result)):  # all but the last have whole bytes
             size = (part.numel() * element.bits + 7) // 8
             codes = unpack_bits(self.payload[start : start + size], element.bits, part.numel()).view(part.shape)
             part.copy_(self.quantizer.decode(Encoded(numbers(codes), single), part))
@@ -159,13 +160,14 @@ def pack_rounded(quantizer: Quantizer, y: Tensor, scales: Sequence[Tensor]) -> P
     source = y.detach()
     _require_codes(quantizer, _element(quantizer.format), source)
     if not is_traced() and _is_elementwise(quantizer, scales):
-        parts = tensor_parts.parts_of(source)
+        parts = tensor_parts.parts_of(tensor_parts.in_memory_order(source))
         if len(parts) > 1:
             return _packed_in_parts(quantizer, source, parts, scales)
     return _packed(quantizer, source, Encoded(_elements_of(quantizer, source, scales), tuple(scales)))
 
 
 def _is_elementwise(quantizer: Quantizer, scales: Sequence[Tensor]) -> bool:
+    """Whether every element stands for itself."""
     if isinstance(quantizer.format, BlockFormat) or not all(scale.numel() == 1 for scale in scales):
         return False
     return quantizer.scaling is None or quantizer.scaling.granularity == "tensor"
@@ -195,9 +197,11 @@ def _packed(quantizer: Quantizer, source: Tensor, encoded: Encoded) -> Packed:
     blocks = quantizer.blocks(source)
     if blocks is not None:  # what a ragged last block is padded with is not kept
         elements = blocks.join(elements, source.shape)
-    payload = pack_bits(encode(elements, element).flatten(), element.bits)
+    codes, stride = encode(elements, element), torch.empty_like(source, device="meta").stride()
+    if _is_elementwise(quantizer, kept):
+        codes = codes.permute(tensor_parts.memory_order(stride))
+    payload = pack_bits(codes.flatten(), element.bits)
     own = tuple(scale.clone() for scale in kept)  # a view would keep the whole tensor behind it alive
-    stride = torch.empty_like(source, device="meta").stride()
     return Packed(payload, own, quantizer, source.shape, stride, source.dtype)
 
 

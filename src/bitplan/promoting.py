@@ -52,12 +52,15 @@ def sign_of(promotion: Promotion, x: Tensor, low: Tensor, threshold: float | Ten
     :param low: `x` as its low format rounds it.
     :param threshold: from which magnitude on values overflow.
     """
-    pairs = [(x.detach(), low.detach())]
-    if not is_traced() and x.is_contiguous() and low.is_contiguous():  # what is compared on the way is as large as `x`
-        pairs = list(zip(*map(tensor_parts.parts_of, pairs[0]), strict=True))
+    whole = (x.detach(), low.detach())
+    pairs = (
+        (whole,) if is_traced() else tensor_parts.parts_of_both(*whole)
+    )  # what is made on the way is as large as `x`
     signs = [_sign(promotion, before.float(), after, threshold) for before, after in pairs]
-    part, whole = signs[0] if len(signs) == 1 else (torch.stack(each).sum() for each in zip(*signs, strict=True))
-    return part, whole
+    if len(signs) == 1:
+        return signs[0]
+    parts, sizes = zip(*signs, strict=True)
+    return torch.stack(parts).sum(), torch.stack(sizes).sum()
 
 
 def _sign(promotion: Promotion, before: Tensor, low: Tensor, threshold: float | Tensor) -> tuple[Tensor, Tensor]:

@@ -44,12 +44,12 @@ def round_to_whole(t: Tensor, rounding: Rounding, bits: Tensor | None = None) ->
     magnitude = t.abs()
     whole = nearest.abs_()
     if rounding == "nearest-away":  # a tie that went down to an even number goes up after all
-        whole += (magnitude - whole).ge_(0.5)
+        whole += magnitude.sub_(whole).ge_(0.5)
         return whole.copysign_(t)
     whole -= whole.gt(magnitude).to(t.dtype) if is_traced() else whole.clone().gt_(magnitude)
     if rounding == "stochastic":
         assert bits is not None
-        whole += (magnitude - whole).gt_(unit_interval(bits, t.dtype))
+        whole += magnitude.sub_(whole).gt_(unit_interval(bits, t.dtype))
     return whole.copysign_(t)
 
 
@@ -81,11 +81,10 @@ def round_float(
         rounded = _bit_addition(x, row, carrier, rounding, bits)
         return rounded if overflow == "saturate" else _to_special(rounded, target, carrier)
 
-    parts = () if is_traced() or bits is not None else tensor_parts.parts_of(x)
-    if len(parts) < 2:
+    if is_traced() or bits is not None or tensor_parts.part_size_of(x) == x.numel():
         return whole(x, bits)
     result = torch.empty_like(x)
-    for part, rounded in zip(parts, tensor_parts.parts_of(result), strict=True):
+    for part, rounded in tensor_parts.parts_of_both(x, result):
         rounded.copy_(whole(part, None))
     return result
 
@@ -119,7 +118,7 @@ def _magic_addition(x: Tensor, target: FloatFormat, carrier: Carrier, overflow: 
         signed = (((x + magic) - magic).view(carrier.int_dtype) | sign).view(carrier.dtype)
         return signed.clamp(-target.max, target.max) if overflow == "saturate" else _to_special(signed, target, carrier)
     result = torch.empty_like(x)
-    for part, rounded in zip(tensor_parts.parts_of(x), tensor_parts.parts_of(result), strict=True):
+    for part, rounded in tensor_parts.parts_of_both(x, result):
         exponent = part.view(carrier.int_dtype) & carrier.exponent_mask
         lifted = ((exponent - lowest).bitwise_right_shift_(carrier.bits - 1)).bitwise_and_(lift) if lift else None
         exponent.clamp_(lowest, highest)

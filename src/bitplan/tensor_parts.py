@@ -12,7 +12,7 @@ Callers look :func:`parts_of` up here each time, because a forecast of memory on
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -49,14 +49,34 @@ def part_size(elements: int, limits: tuple[int, int] = _CPU) -> int:
     return 1 << min(max(elements.bit_length() - 1 - _QUARTER, smallest), largest)
 
 
+def memory_order(stride: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions of a tensor with these strides, from the one whose neighbours lie farthest apart to the nearest.
+
+    >>> memory_order((48, 1, 12, 3))  # channels last
+    (0, 2, 3, 1)
+    """
+    return tuple(sorted(range(len(stride)), key=lambda dim: -stride[dim]))
+
+
+def in_memory_order(x: Tensor) -> Tensor:
+    """`x` with its dimensions as they lie in memory, so that a tensor without gaps is contiguous."""
+    return x if x.is_contiguous() else x.permute(memory_order(x.stride()))
+
+
 def part_size_of(x: Tensor) -> int:
     """How many elements of `x` are gone through at once: all of them where nothing is gained by less."""
-    if not x.is_contiguous() or (x.is_cuda and not getattr(_here, "spares", False)):
+    if x.is_cuda and not getattr(_here, "spares", False):
         return x.numel()
-    return min(x.numel(), part_size(x.numel(), _GPU if x.is_cuda else _CPU))
+    size = part_size(x.numel(), _GPU if x.is_cuda else _CPU)
+    return size if size < x.numel() and in_memory_order(x).is_contiguous() else x.numel()
 
 
 def parts_of(x: Tensor) -> tuple[Tensor, ...]:
-    """`x` in parts, or as it is where it is one."""
+    """`x` in parts, one after the other in memory and of one dimension; or as it is where it is one."""
     size = part_size_of(x)
-    return (x,) if size == x.numel() else torch.split(x.view(-1), size)
+    return (x,) if size == x.numel() else torch.split(in_memory_order(x).view(-1), size)
+
+
+def parts_of_both(x: Tensor, y: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """The parts of two tensors of one shape that belong to each other; both whole where they do not lie alike."""
+    return zip(parts_of(x), parts_of(y), strict=True) if x.stride() == y.stride() else ((x, y),)

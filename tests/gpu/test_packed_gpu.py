@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ from torch import Tensor, nn
 
 import bitplan
 from bitplan.models.resnet import cifar_resnet
+from bitplan.packing import pack_rounded
 from bitplan.plan import Plan
+from bitplan.quantizer import make_quantizer
+from bitplan.tensor_parts import sparing_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -66,3 +70,30 @@ def test_compiled_packed_equals_emulate_in_fewer_bytes() -> None:
     packed, little = trained(model, plan_of(PLANS["float8"]), x, "packed", compiled=True)
     assert all(torch.equal(a, b) for a, b in zip(emulated, packed, strict=True))
     assert little < much / 2
+
+
+def bytes_on_the_way(work: Callable[[], Tensor]) -> tuple[Tensor, int]:
+    """A result, and the most that was taken for it and beside it."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = work()
+    return result, torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("name", ["e4m3b4", "e6m9b0", "e3m2"])
+def test_sparing_memory_large_tensors_are_rounded_and_packed_in_parts(name: str, layout: torch.memory_format) -> None:
+    x = (torch.randn(64, 64, 64, 64, device="cuda") * 9).to(memory_format=layout)
+    size = x.numel() * x.element_size()
+    quantizer = make_quantizer(name, "nearest-away", overflow="saturate")
+    whole, much = bytes_on_the_way(lambda: quantizer.round_values(x, None))
+    with sparing_memory():
+        y, little = bytes_on_the_way(lambda: quantizer.round_values(x, None))
+        packed = pack_rounded(quantizer, y, ())
+        back, beside = bytes_on_the_way(packed.unpack)
+    assert torch.equal(y, whole)
+    assert torch.equal(back, y)
+    assert back.stride() == x.stride()
+    assert little < 3 * size < 5 * size < much
+    assert beside < 3 * size

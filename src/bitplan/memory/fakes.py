@@ -114,7 +114,7 @@ def rounding_in_two_parts() -> Iterator[None]:
         size = tensor_parts.part_size_of(x)
         if not isinstance(x, FakeTensor) or x.numel() <= size:
             return whole(x)
-        return torch.split(x.view(-1)[: 2 * size], size)
+        return torch.split(tensor_parts.in_memory_order(x).view(-1)[: 2 * size], size)
 
     tensor_parts.parts_of = first_parts
     try:
