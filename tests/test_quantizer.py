@@ -10,11 +10,15 @@ import torch
 from torch import Tensor
 
 import bitplan
+from bitplan import tensor_parts
 from bitplan.errors import BitplanError, FormatError
 from bitplan.formats import FloatFormat, IntFormat
+from bitplan.live import LiveFormat
 from bitplan.names import NAMED
+from bitplan.quantizer import Quantizer, make_quantizer
 from bitplan.reference import ROUNDINGS, Rounding
 from bitplan.scaling import Scaling
+from bitplan.straight import Encoded, Span
 
 PATTERN = {
     torch.float32: torch.int32,
@@ -113,6 +117,55 @@ def test_strides_survive_and_the_numbers_do_not_depend_on_them(name: str, scale:
         if layout in ("channels last", "channels last 3d", "transposed", "permuted"):
             assert ours.stride() == x.stride()
             assert not ours.is_contiguous()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels last", "with gaps"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "quantizer",
+    [
+        make_quantizer("int8", scale="tensor"),
+        make_quantizer("int5", scale="tensor", range="minmax"),
+        make_quantizer("e4m3", "nearest-away", scale="tensor", power_of_two=True),
+        make_quantizer("e4m3b4", "toward-zero"),
+        make_quantizer(LiveFormat("int6"), scale="tensor"),
+        make_quantizer(LiveFormat("e4m3"), scale="tensor"),
+    ],
+    ids=lambda quantizer: f"{quantizer._name} {quantizer.scaling and quantizer.scaling.range}",
+)
+def test_a_large_tensor_is_rounded_part_by_part_and_the_same(
+    quantizer: Quantizer, dtype: torch.dtype, layout: str
+) -> None:
+    x = (torch.randn(8, 66, 64, 63) * 9).to(dtype)  # no whole number of parts
+    x = x.to(memory_format=torch.channels_last) if layout == "channels last" else x
+    x = torch.cat((x, x))[::2] if layout == "with gaps" else x
+    is_scaled, is_affine = quantizer.scaling is not None, quantizer._is_affine
+    spans: list[Span | None] = [None]
+    spans += [torch.tensor(30.0)] if is_scaled and not is_affine else []
+    spans += [(torch.tensor(-4.0), torch.tensor(20.0))] if is_scaled else []
+    for span in spans:
+        parts, once = Seen(), Seen()
+        in_parts = quantizer.round_values(x, None, None, span, parts)
+        with tensor_parts.at_once():
+            whole = quantizer.round_values(x, None, None, span, once)
+        assert torch.equal(in_parts, whole)
+        assert in_parts.stride() == whole.stride()
+        # Unscaled values of their carrier's type are gone through further down.
+        assert (len(parts.scales) > 1) == (layout != "with gaps" and (is_scaled or dtype != torch.float32))
+        for scales in parts.scales:
+            assert len(scales) == len(once.scales[0])
+            assert all(map(torch.equal, scales, once.scales[0]))
+
+
+class Seen:
+    """Looks at what lies between the two halves of rounding."""
+
+    def __init__(self) -> None:
+        self.scales: list[tuple[Tensor, ...]] = []
+
+    def __call__(self, encoded: Encoded) -> Encoded:
+        self.scales.append(encoded.scales)
+        return encoded
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

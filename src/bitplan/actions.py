@@ -329,7 +329,7 @@ class PlaceAction:
         scales: list[Tensor] = []
 
         def look(encoded: Encoded) -> Encoded:
-            scales.extend(encoded.scales)
+            scales[:] = encoded.scales
             return encoded
 
         rounded = straight_through(quantizer, x, bits, row, span, look)

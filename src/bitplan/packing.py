@@ -179,10 +179,11 @@ def _packed_in_parts(quantizer: Quantizer, source: Tensor, parts: Sequence[Tenso
     payload = torch.empty((source.numel() * element.bits + 7) // 8, dtype=torch.uint8, device=source.device)
     single = [scale.reshape(()) for scale in scales]
     start = 0
-    for part in parts:  # all but the last have a power of two of elements, and so whole bytes
-        codes = pack_bits(encode(_elements_of(quantizer, part, single), element), element.bits)
-        payload[start : start + codes.numel()] = codes
-        start += codes.numel()
+    with tensor_parts.at_once():
+        for part in parts:  # all but the last have a power of two of elements, and so whole bytes
+            codes = pack_bits(encode(_elements_of(quantizer, part, single), element), element.bits)
+            payload[start : start + codes.numel()] = codes
+            start += codes.numel()
     own = tuple(scale.clone() for scale in scales)
     stride = torch.empty_like(source, device="meta").stride()
     return Packed(payload, own, quantizer, source.shape, stride, source.dtype)

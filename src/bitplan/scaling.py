@@ -176,6 +176,26 @@ def divide(a: Tensor, b: float | Tensor) -> Tensor:
     return a / divisor
 
 
+def steps_above(steps: Tensor, scale: Tensor, low: Tensor) -> Tensor:
+    """steps * scale + low, rounded after each operation.
+
+    Triton fuses the product with the addition, which changes nothing where the product is exact: in float64 for float32
+    numbers; for float64 ones in two halves, each few enough bits for a count of up to 16.
+    """
+    if steps.dtype == torch.float32:
+        return (steps.double() * scale.double() + low.double()).float()
+    upper = (scale.view(torch.int64) & -(1 << 27)).view(torch.float64)
+    return (steps * upper + steps * (scale - upper)) + low
+
+
+def floor_log2(value: float) -> int:
+    """The largest whole power of two that `value`, at least 1, reaches."""
+    exponent = 0
+    while 2.0 ** (exponent + 1) <= value:
+        exponent += 1
+    return exponent
+
+
 def shared_exponent(blocks: Tensor, element_max_exponent: int) -> Tensor:
     """OCP MX floor rule: floor(log2 amax) - emax as an E8M0 code (exponent + 127; 255 is NaN), one per block.
 

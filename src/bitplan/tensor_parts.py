@@ -39,6 +39,16 @@ def sparing_memory() -> Iterator[None]:
         _here.spares = before
 
 
+@contextmanager
+def at_once() -> Iterator[None]:
+    """Inside, every tensor is one part: what is a part already is not cut again."""
+    before, _here.whole = getattr(_here, "whole", False), True
+    try:
+        yield
+    finally:
+        _here.whole = before
+
+
 def part_size(elements: int, limits: tuple[int, int] = _CPU) -> int:
     """How many elements of a tensor are gone through at once: a power of two.
 
@@ -65,7 +75,7 @@ def in_memory_order(x: Tensor) -> Tensor:
 
 def part_size_of(x: Tensor) -> int:
     """How many elements of `x` are gone through at once: all of them where nothing is gained by less."""
-    if x.is_cuda and not getattr(_here, "spares", False):
+    if getattr(_here, "whole", False) or (x.is_cuda and not getattr(_here, "spares", False)):
         return x.numel()
     size = part_size(x.numel(), _GPU if x.is_cuda else _CPU)
     return size if size < x.numel() and in_memory_order(x).is_contiguous() else x.numel()
