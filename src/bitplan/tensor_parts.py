@@ -1,9 +1,9 @@
 """A large tensor in parts that are gone through one after the other.
 
 On a CPU, eager, the memory that intermediate results are written to costs more than the arithmetic: what is computed
-for each element alone is computed in parts that a core's cache holds. A GPU has calls enough to hide without that, so
-it goes through a tensor at once; but intermediate results are several times the tensor, and where memory is what
-counts (:func:`sparing_memory`) it takes parts as well, larger ones.
+for each element alone is computed in parts that a core's cache holds. On a GPU more calls cost more than that would
+gain, so it goes through a tensor at once; but intermediate results are several times the tensor, and where memory is
+what counts (:func:`sparing_memory`) it takes parts as well, larger ones.
 
 Callers look :func:`parts_of` up here each time, because a forecast of memory on fake tensors exchanges it
 (:mod:`bitplan.memory.fakes`).
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -26,27 +26,35 @@ _GPU = (22, 21)
 #: What is made on the way takes several times a part: of a quarter of the tensor, about the tensor itself.
 _QUARTER = 2
 
-_here = threading.local()  # autograd has threads of its own
+
+class _Here(threading.local):
+    """What holds in this thread; autograd has threads of its own."""
+
+    spares = False
+    whole = False
+
+
+_here = _Here()
 
 
 @contextmanager
-def sparing_memory() -> Iterator[None]:
+def _inside(name: str) -> Iterator[None]:
+    before = getattr(_here, name)
+    setattr(_here, name, True)
+    try:
+        yield
+    finally:
+        setattr(_here, name, before)
+
+
+def sparing_memory() -> AbstractContextManager[None]:
     """Inside, a GPU goes through large tensors in parts, too."""
-    before, _here.spares = getattr(_here, "spares", False), True
-    try:
-        yield
-    finally:
-        _here.spares = before
+    return _inside("spares")
 
 
-@contextmanager
-def at_once() -> Iterator[None]:
+def at_once() -> AbstractContextManager[None]:
     """Inside, every tensor is one part: what is a part already is not cut again."""
-    before, _here.whole = getattr(_here, "whole", False), True
-    try:
-        yield
-    finally:
-        _here.whole = before
+    return _inside("whole")
 
 
 def part_size(elements: int, limits: tuple[int, int] = _CPU) -> int:
@@ -75,7 +83,7 @@ def in_memory_order(x: Tensor) -> Tensor:
 
 def part_size_of(x: Tensor) -> int:
     """How many elements of `x` are gone through at once: all of them where nothing is gained by less."""
-    if getattr(_here, "whole", False) or (x.is_cuda and not getattr(_here, "spares", False)):
+    if _here.whole or (x.is_cuda and not _here.spares):
         return x.numel()
     size = part_size(x.numel(), _GPU if x.is_cuda else _CPU)
     return size if size < x.numel() and in_memory_order(x).is_contiguous() else x.numel()
