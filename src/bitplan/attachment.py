@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bitplan.actions import Action, Here
+from bitplan.actions import Action
 from bitplan.batches import call_arguments
 from bitplan.compiling import Compiler
 from bitplan.cost import Cost
@@ -24,6 +24,7 @@ from bitplan.decisions import Decider
 from bitplan.errors import PlanError
 from bitplan.explain import Explanation, require_effect
 from bitplan.fake_inputs import FakeInputs
+from bitplan.here import Here
 from bitplan.installation import Installation
 from bitplan.intercept import unwrapped
 from bitplan.keeping import Keeper

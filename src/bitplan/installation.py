@@ -15,12 +15,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from bitplan import checkpointing
-from bitplan.actions import Action, Here
+from bitplan.actions import Action
 from bitplan.allowances import Allowance
 from bitplan.decisions import Decider
 from bitplan.errors import PlanError
 from bitplan.explain import require_seen
 from bitplan.guarding import VERSION, version_of
+from bitplan.here import Here
 from bitplan.intercept import install, state_of, uninstall
 from bitplan.names import format as format_of
 from bitplan.observe import Watched

@@ -15,8 +15,8 @@ from bitplan.losses import LOSS_PATH
 from bitplan.ops import PRODUCTS
 from bitplan.plan import KEYS, SLOTS, Plan, Rule, compile_match, unmatched_message
 from bitplan.recording import Operation
-from bitplan.rounder import contains_weight
 from bitplan.sites import sites_of
+from bitplan.weight_views import contains_weight
 
 
 class RollCall:

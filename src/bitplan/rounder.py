@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.actions import Action, Here, PlaceAction, is_finer
+from bitplan.actions import Action, PlaceAction, is_finer
 from bitplan.applying import (
     native_product,
     rounded,
@@ -24,6 +24,7 @@ from bitplan.applying import (
 from bitplan.decisions import ANY, inner_key
 from bitplan.errors import QuantizeError
 from bitplan.grids import mark_copy
+from bitplan.here import Here
 from bitplan.intercept import Interceptor, Scope, state_of
 from bitplan.keeping import note_copy, note_of
 from bitplan.native.paths import units_here
@@ -32,12 +33,18 @@ from bitplan.ops import PRODUCTS, out_of_place, works_in_place
 from bitplan.plan import SLOTS
 from bitplan.products import Product, has_settings, product_of
 from bitplan.sparing import spared
-from bitplan.tables import TABLE
+from bitplan.weight_views import (
+    WEIGHT_TAG,
+    WeightView,
+    contains_weight,
+    place_of_parameter,
+    stands_for_a_parameter,
+    tag_views,
+    weight_key,
+)
 
 #: The attribute by which a tensor tells its consumers how to round the gradients they send back.
 _GRAD_TAG = "_bitplan_grad"
-#: The attribute by which a view of a weight is known as one.
-_WEIGHT_TAG = "_bitplan_weight"
 
 
 class Rounder(Interceptor):
@@ -123,13 +130,13 @@ class Rounder(Interceptor):
                     if isinstance(view, Tensor):
                         setattr(view, _GRAD_TAG, gradient)
         if self.tags_weights and contains_weight(args[0]):
-            _tag_views(result, func, args, kwargs)
+            tag_views(result, func, args, kwargs)
         return result
 
     def known_of(self, given: Any) -> dict[int, Any]:
         known: dict[int, Any] = {}
         for position, tensor in enumerate(given):
-            tags = {tag: getattr(tensor, tag) for tag in (_GRAD_TAG, _WEIGHT_TAG) if hasattr(tensor, tag)}
+            tags = {tag: getattr(tensor, tag) for tag in (_GRAD_TAG, WEIGHT_TAG) if hasattr(tensor, tag)}
             if isinstance(tensor, nn.Parameter) or tags:
                 known[position] = tensor if isinstance(tensor, nn.Parameter) else tags
         return known
@@ -198,17 +205,17 @@ class Rounder(Interceptor):
 
         def rounded(tensor: Tensor) -> Tensor:
             if action.promotes:
-                return self._rounded_weight(module, action, _of_parameter(here, module, tensor), tensor)
+                return self._rounded_weight(module, action, place_of_parameter(here, module, tensor), tensor)
             recorded = main is None or tensor is main or not isinstance(tensor, nn.Parameter)
             return self._rounded_weight(module, action, here if recorded else here.unrecorded(), tensor)
 
         return _map(rounded, args), {key: _map(rounded, value) for key, value in kwargs.items()}
 
     def _rounded_weight(self, module: nn.Module, action: Action, here: Here, tensor: Tensor) -> Tensor:
-        view: WeightView | None = getattr(tensor, _WEIGHT_TAG, None)
+        view: WeightView | None = getattr(tensor, WEIGHT_TAG, None)
         if view is not None:
             return view.of(self._rounded_weight(module, action, here, view.parent))
-        if not isinstance(tensor, nn.Parameter) and not _stands_for_one(module, tensor):
+        if not isinstance(tensor, nn.Parameter) and not stands_for_a_parameter(module, tensor):
             return tensor
         gradient = action.places.get("grad_weight") if torch.is_grad_enabled() and tensor.requires_grad else None
         value = action.places["weight"] if action.applies("weight", here.training) else None
@@ -256,68 +263,6 @@ class Rounder(Interceptor):
         units = units_here(action.native, op, product.settings, x, w, action.terms)
         keeps_codes = action.keeps_codes and op != "linear" and x.dim() == w.dim() and x.numel() > 0
         return (product, bias, units) if units or keeps_codes else None
-
-
-class WeightView:
-    """How a view of a weight came about. The weight itself is rounded, as a whole, and looked at in the same way."""
-
-    def __init__(
-        self, parent: Tensor, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], position: int | None
-    ) -> None:
-        self.parent = parent
-        self.func, self.args, self.kwargs = func, args, kwargs
-        #: Among several results, as of ``chunk``.
-        self.position = position
-
-    def of(self, rounded: Tensor) -> Tensor:
-        seen = self.func(rounded, *self.args, **self.kwargs)
-        return seen if self.position is None else seen[self.position]  # type: ignore[no-any-return]
-
-
-def _tag_views(result: Any, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
-    if isinstance(result, Tensor):
-        if result is not args[0]:
-            setattr(result, _WEIGHT_TAG, WeightView(args[0], func, args[1:], kwargs, None))
-    elif isinstance(result, (tuple, list)):
-        for position, tensor in enumerate(result):
-            if isinstance(tensor, Tensor):
-                setattr(tensor, _WEIGHT_TAG, WeightView(args[0], func, args[1:], kwargs, position))
-
-
-def _of_parameter(here: Here, module: nn.Module, tensor: Tensor) -> Here:
-    """The place of one of an operation's weights; each is promoted by itself."""
-    while getattr(tensor, _WEIGHT_TAG, None) is not None:
-        tensor = getattr(tensor, _WEIGHT_TAG).parent
-    for name, own in module._parameters.items():
-        if own is tensor:
-            return here.of_parameter(name)
-    return here
-
-
-def _stands_for_one(module: nn.Module, tensor: Tensor) -> bool:
-    """Whether `torch.func.functional_call` put the tensor in a parameter's place."""
-    for own in module._parameters.values():  # noqa: SIM110 - tensors are compared by identity, under tracing too
-        if own is tensor:
-            return True
-    return False
-
-
-def contains_weight(value: Any) -> bool:
-    """Whether a parameter, or a view of one, is among the values."""
-    if isinstance(value, (list, tuple)):
-        return any(map(contains_weight, value))
-    return isinstance(value, nn.Parameter) or getattr(value, _WEIGHT_TAG, None) is not None
-
-
-def weight_key(module: nn.Module, weight: Tensor) -> Tensor | None:
-    """The key that all uses of a parameter share; None for one that belongs to no module beneath this one."""
-    for owner in (module, *module.modules()):
-        names = [name for name, tensor in owner._parameters.items() if tensor is not None]
-        for position, name in enumerate(names):
-            if owner._parameters[name] is weight:
-                table = owner._buffers.get(TABLE)
-                return None if table is None else table[1 + position]
-    return None
 
 
 #: In-place functions that fill a tensor with random numbers, and have no twin that returns a new one.

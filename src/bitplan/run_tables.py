@@ -8,9 +8,10 @@ import operator
 import torch
 from torch import Tensor, nn
 
-from bitplan.actions import Action, Here, PlaceAction
+from bitplan.actions import Action, PlaceAction
 from bitplan.decisions import ANY
 from bitplan.errors import PlanError
+from bitplan.here import Here
 from bitplan.intercept import state_of, without_wrappers
 from bitplan.observe import (
     COLUMNS,
