@@ -182,7 +182,7 @@ def _reading(plans: Sequence[Mapping[str, Any]], metric: Metric) -> str:
     best = max(kept, key=lambda plan: plan["ratio"])
     times = best["ratio"] / operator["ratio"] if operator["ratio"] else float("inf")
     words.append(
-        f"At FP32's {metric.name} ({base['metric']:.4f}), {best['plan']} ends at a ratio of {best['ratio']:.3f}, "
+        f"At FP32's {metric.name} ({base['metric']:.4f}), {best['plan']} has a mean ratio of {best['ratio']:.3f}, "
         f"{times:.2f} times the operator baseline's {operator['ratio']:.3f}: more than twice its saving "
         f"{'holds' if times > 2 else 'does not hold'}. (The operator baseline "
         f"{'keeps' if keeps(operator) else 'does not keep'} FP32's {metric.name}.)"

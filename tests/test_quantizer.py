@@ -157,6 +157,20 @@ def test_a_large_tensor_is_rounded_part_by_part_and_the_same(
             assert all(map(torch.equal, scales, once.scales[0]))
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["int8", "e4m3"])
+def test_what_is_not_finite_is_the_same_in_a_large_tensor(name: str, value: float) -> None:
+    x = torch.randn(1 << 21)
+    x[12345] = value
+    quantizer = make_quantizer(name, scale="tensor")
+    seen = Seen()
+    in_parts = quantizer.round_values(x, None, between=seen)
+    assert len(seen.scales) > 1
+    with tensor_parts.at_once():
+        torch.testing.assert_close(quantizer.round_values(x, None), in_parts, rtol=0.0, atol=0.0, equal_nan=True)
+    assert not in_parts.isfinite().all()
+
+
 class Seen:
     """Looks at what lies between the two halves of rounding."""
 

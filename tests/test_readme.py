@@ -355,6 +355,10 @@ def test_the_words_about_experiments_were_measured() -> None:
     evenly = 100 * (base - images["static at the cost of half"]["metric"])
     told = f"cost ResNet-20 {lost:.0f} to {most:.0f} points, and the same bits spread evenly {evenly:.1f}."
     assert told in words
+    (squeezenet,), (gpt,) = studies("assignments-squeezenet"), studies("assignments-gpt")
+    ratio, base = squeezenet["r = 0.7"]["ratio"], squeezenet["operator"]["ratio"]
+    assert f"ratio of {ratio:.2f}, where the operator baseline has {base:.2f}: more than twice" in words
+    assert 0.4 < gpt["operator"]["ratio"] < 0.6
 
 
 # Links.

@@ -53,9 +53,8 @@ def sign_of(promotion: Promotion, x: Tensor, low: Tensor, threshold: float | Ten
     :param threshold: from which magnitude on values overflow.
     """
     whole = (x.detach(), low.detach())
-    pairs = (
-        (whole,) if is_traced() else tensor_parts.parts_of_both(*whole)
-    )  # what is made on the way is as large as `x`
+    # What is compared on the way is as large as `x`; a graph writes none of it down.
+    pairs = (whole,) if is_traced() else tensor_parts.parts_of_both(*whole)
     signs = [_sign(promotion, before.float(), after, threshold) for before, after in pairs]
     if len(signs) == 1:
         return signs[0]
