@@ -36,7 +36,7 @@ from bitplan.plan import Plan
 from bitplan.planners.assign.assign import LOSS_SCALE, Asked
 from bitplan.planners.assign.levels import PAPER
 from bitplan.planners.assign.of_task import assign_task
-from bitplan.report.runs import Run, read_runs
+from bitplan.report.runs import Run
 from bitplan.tasks.registry import find_task
 from bitplan.tasks.task import Metric, Task
 
@@ -80,7 +80,7 @@ def study(experiment: Experiment, name: str) -> dict[str, Any]:
     if name == "resnet18-long":
         choices = [choice for choice in choices if choice.label in LONG_PLANS]
     plans = experiment.compared(task_name, choices, folder=name, settings=settings, metric=task.metric)
-    runs = _by_label(read_runs([experiment.runs / name]))
+    runs = _by_label(experiment.runs_of(name))
     peaks = _peaks(experiment, task, choices)
     for plan in plans:
         known = runs.get(plan["plan"])  # not of an earlier result's, which tells both

@@ -29,7 +29,7 @@ from bitplan.compare.correlation import LEAST, cost_correlation, seed_share
 from bitplan.compare.time_suites import cpt_choices
 from bitplan.errors import BitplanError, TaskError
 from bitplan.files import write_whole
-from bitplan.report.runs import read_runs
+from bitplan.report.runs import Run, read_runs
 from bitplan.schedules.cyclic import DEFAULT_CYCLES
 from bitplan.strict_json import strict
 from bitplan.tasks.registry import find_task
@@ -189,11 +189,15 @@ class Experiment:
             return f"{CONTROL} was not run, so nothing follows from the rest."
         return short_words(floor, metric) if is_short(plans, floor, metric) else None
 
+    def runs_of(self, folder: str) -> list[Run]:
+        """Those of a study that lie here: none where all of it is an earlier result's."""
+        begun = any((self.runs / folder).glob("*/run.json"))
+        return read_runs([self.runs / folder]) if begun else []
+
     def curves(self, folder: str, metric: str) -> dict[str, dict[int, list[list[float]]]]:
         """Plan -> seed -> pairs of a step and the metric there."""
         found: dict[str, dict[int, list[list[float]]]] = {}
-        begun = any((self.runs / folder).glob("*/run.json"))
-        for run in read_runs([self.runs / folder]) if begun else ():
+        for run in self.runs_of(folder):
             pairs = zip(*run.curve(metric), strict=True)
             found.setdefault(run.label, {})[run.seed] = [list(pair) for pair in pairs]
         for label, curves in self.earlier.curves(folder).items():
