@@ -17,6 +17,7 @@ fills in, so the two round-trip.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import cast
 
 from bitplan.errors import FormatError, nearest_names
@@ -79,6 +80,7 @@ def format(name: str | Format) -> Format:
     return _parse(name)
 
 
+@lru_cache(maxsize=1024)
 def _parse(name: str) -> Format:
     text = name.strip().lower()
     if text in _FLOAT_ALIASES:
