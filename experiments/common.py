@@ -12,17 +12,17 @@ import json
 import math
 import os
 import shlex
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from earlier import FLOAT32, TF32, Earlier
+from records import ended_seeds, joined, plan_record, row, spread
 
 from bitplan.compare import Choice, Update, compare
 from bitplan.compare.correlation import LEAST, cost_correlation, seed_share
@@ -66,9 +66,7 @@ def arguments(words: str | None, seeds: int, data: str | None = None) -> argpars
     parser.add_argument(
         "--minutes", type=float, help="stop after so long, and tell what is known; go on by the same command"
     )
-    parser.add_argument(
-        "--go-on-from", type=Path, metavar="FILE", help="a result whose plans with all seeds are not run again"
-    )
+    parser.add_argument("--go-on-from", type=Path, metavar="FILE", help="a result whose runs are not made again")
     parser.add_argument("--quick", action="store_true", help="tiny sizes and one seed: does everything work?")
     parser.add_argument("--runs", type=Path, help="where the runs lie (default: runs/experiment-NAME[-quick])")
     parser.add_argument("--out", type=Path, help="the results (default: docs/results/NAME.json; quick: with the runs)")
@@ -150,11 +148,12 @@ class Experiment:
 
         :param compiles: whether --compile is for this one.
         """
-        known = self.earlier.plans(folder, settings, self.seeds)
+        known = self.earlier.plans(folder, settings)
         print(f"{folder}: {len(choices)} plans, seeds {', '.join(map(str, self.seeds))}", flush=True)
         if known:
-            print(f"  {', '.join(known)}: taken from {self.asked.go_on_from}", flush=True)
-        left = [choice for choice in choices if choice.label not in known]
+            print(f"  {', '.join(map(_taken, known.values()))}: taken from {self.asked.go_on_from}", flush=True)
+        planned = [replace(choice, seeds=self._missing(known.get(choice.label))) for choice in choices]
+        left = [choice for choice in planned if choice.seeds]
         seen: dict[str, dict[int, Summary]] = {choice.label: {} for choice in left}
 
         def note(update: Update) -> None:
@@ -178,8 +177,14 @@ class Experiment:
                 on_update=note,
                 stop=lambda: self.is_late,
             )
-        made = {label: plan_record(label, ended, metric) for label, ended in seen.items() if ended} | known
+        made = {label: plan_record(label, ended, metric) for label, ended in seen.items() if ended}
+        for label, before in known.items():
+            made[label] = joined(before, made[label]) if label in made else before
         return [made[choice.label] for choice in choices if choice.label in made]
+
+    def _missing(self, known: Mapping[str, Any] | None) -> tuple[int, ...]:
+        """The seeds with which a plan was not run yet."""
+        return tuple(seed for seed in self.seeds if known is None or seed not in ended_seeds(known))
 
     def why_short(self, plans: Sequence[Mapping[str, Any]], floor: float, metric: Metric) -> str | None:
         """Why nothing follows from these runs; None where something may."""
@@ -320,29 +325,6 @@ def told(update: Update, metric: Metric) -> str:
     return f"{update.job.label}, seed {update.job.seed}: {words}, {summary.seconds:.1f} s"
 
 
-def plan_record(label: str, ended: Mapping[int, Summary], metric: Metric) -> dict[str, Any]:
-    """One plan over its seeds: the metric after the last step, of each and on average."""
-    finished = {seed: each for seed, each in sorted(ended.items()) if each.status == "finished"}
-    values = {seed: each.metrics[metric.name] for seed, each in finished.items()}
-    return {
-        "plan": label,
-        "metric": statistics.mean(values.values()) if values else None,
-        "deviation": statistics.stdev(values.values()) if len(values) > 1 else 0.0,
-        "values": values,
-        "metrics": {seed: dict(each.metrics) for seed, each in finished.items()},
-        "diverged": [seed for seed, each in sorted(ended.items()) if each.status == "diverged"],
-        "relative_to_fp32": statistics.mean(each.cost["relative_to_fp32"] for each in ended.values()),
-        "mean_bits": statistics.mean(each.cost["mean_bits"] for each in ended.values()),
-        "seconds": sum(each.seconds for each in ended.values()),
-    }
-
-
-def row(plan: Mapping[str, Any], metric: str) -> str:
-    """A line of a table."""
-    reached = "diverged" if plan["metric"] is None else f"{metric} {spread(plan)}"
-    return f"{plan['plan']:34} {reached:32} cost {plan['relative_to_fp32']:.4f}"
-
-
 def metric_record(metric: Metric, of: str) -> dict[str, Any]:
     return {"name": metric.name, "better": metric.better, "trivial": metric.trivial, "of": of}
 
@@ -355,6 +337,11 @@ def is_short(plans: Sequence[Mapping[str, Any]], floor: float, metric: Metric, c
 
 def short_words(floor: float, metric: Metric, control: str = CONTROL) -> str:
     return f"A short run: {control} did not reach {metric.name} {floor:g}, so nothing follows from it."
+
+
+def _taken(record: Mapping[str, Any]) -> str:
+    seeds = ended_seeds(record)
+    return f"{record['plan']} (seed{'s' * (len(seeds) > 1)} {', '.join(map(str, sorted(seeds)))})"
 
 
 def order_by_cost(plans: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -398,11 +385,6 @@ def against(plans: Sequence[Mapping[str, Any]], names: Sequence[str], static: st
     if costs:
         words.append(f"They cost {min(costs):.0%} to {max(costs):.0%} of {static}.")
     return " ".join(words)
-
-
-def spread(plan: Mapping[str, Any]) -> str:
-    """The mean over seeds and, of more than one, their deviation."""
-    return f"{plan['metric']:.4f}" + (f" ± {plan['deviation']:.4f}" if len(plan["values"]) > 1 else "")
 
 
 def _kind(plan: Mapping[str, Any], base: Mapping[str, Any], metric: Metric) -> str:

@@ -23,15 +23,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common import (
-    CIFAR_PACK,
-    CONTROL,
-    Experiment,
-    arguments,
-    in_sentences,
-    metric_record,
-    spread,
-)
+from common import CIFAR_PACK, CONTROL, Experiment, arguments, in_sentences, metric_record
+from records import spread
 
 from bitplan.compare.time_suites import EARLY, HIGH, LOW, STARTS, deficit_choices
 from bitplan.tasks.registry import find_task

@@ -1,9 +1,9 @@
-"""Results that an experiment goes on from: plans whose runs are all there are not run again."""
+"""Results that an experiment goes on from: runs that they tell of are not made again."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +43,16 @@ class Earlier:
                 f"{file} has products in {before}, and here they are in {products}: leave out --go-on-from here."
             )
 
-    def plans(self, folder: str, settings: Sequence[str], seeds: Iterable[int]) -> dict[str, dict[str, Any]]:
-        """The records of plans that were run with these settings and at least these seeds."""
+    def plans(self, folder: str, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """The records of plans that were run with these settings, perhaps with fewer seeds than are wanted."""
         study = self._study(folder)
         told = [setting for setting in settings if not setting.startswith(("data=", "pretrained="))]
         if study.get("settings") != told:
             return {}
         found = {}
         for plan in study["plans"]:
-            ended = {int(seed) for seed in plan["values"]} | set(plan["diverged"])
-            if ended >= set(seeds):
-                by_seed = {key: {int(seed): each for seed, each in plan[key].items()} for key in ("values", "metrics")}
-                found[plan["plan"]] = {**plan, **by_seed}
+            by_seed = {key: {int(seed): each for seed, each in plan[key].items()} for key in ("values", "metrics")}
+            found[plan["plan"]] = {**plan, **by_seed}
         return found
 
     def curves(self, folder: str) -> dict[str, dict[int, list[list[float]]]]:

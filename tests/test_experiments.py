@@ -67,7 +67,7 @@ def test_an_experiment_goes_on_from_a_result(run: Run, tmp_path: Path, capsys: p
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     run(ROOT / "experiments" / "ptb.py", *words, "--runs", tmp_path / "a", "--out", first, "--plans", "FP32", "CR")
     run(ROOT / "experiments" / "ptb.py", *words, "--runs", tmp_path / "b", "--out", second, "--go-on-from", first)
-    assert "FP32, CR: taken from" in capsys.readouterr().out
+    assert "FP32 (seed 0), CR (seed 0): taken from" in capsys.readouterr().out
     assert not list((tmp_path / "b").glob("**/cr-s0"))
     assert list((tmp_path / "b").glob("**/rr-s0"))
     before, after = (json.loads(file.read_text(encoding="utf-8")) for file in (first, second))
@@ -76,13 +76,27 @@ def test_an_experiment_goes_on_from_a_result(run: Run, tmp_path: Path, capsys: p
     assert [known["FP32"], known["CR"]] == before["studies"][0]["plans"]
     assert after["studies"][0]["curves"]["CR"] == before["studies"][0]["curves"]["CR"]
     assert after["goes_on_from"] == before["command"]
+    other = {**known["CR"], "values": {"1": 3.0}, "metrics": {"1": {"perplexity": 3.0}}, "seconds": 1.0, "mean_bits": 8}
+    studies = [{**before["studies"][0], "plans": [known["FP32"], other]}]
+    third, words_of_two = tmp_path / "third.json", (*words, "--plans", "FP32", "CR")
+    third.write_text(json.dumps({**before, "studies": studies}), encoding="utf-8")
+    run(
+        ROOT / "experiments" / "ptb.py", *words_of_two, "--runs", tmp_path / "c", "--out", second, "--go-on-from", third
+    )
+    assert [path.parent.name for path in (tmp_path / "c").glob("**/run.json")] == ["cr-s0"]
+    _, both = json.loads(second.read_text(encoding="utf-8"))["studies"][0]["plans"]
+    value = known["CR"]["values"]["0"]
+    assert both["values"] == {"0": value, "1": 3.0}
+    assert (both["metric"], both["deviation"]) == pytest.approx(((value + 3) / 2, abs(value - 3) / 2**0.5))
+    assert both["mean_bits"] == pytest.approx((known["CR"]["mean_bits"] + 8) / 2)
+    assert both["seconds"] > 1
     first.write_text(json.dumps({**before, "experiment": "cifar"}), encoding="utf-8")
     with pytest.raises(SystemExit, match="is a result of cifar"):
-        run(ROOT / "experiments" / "ptb.py", *words, "--runs", tmp_path / "c", "--go-on-from", first)
+        run(ROOT / "experiments" / "ptb.py", *words, "--runs", tmp_path / "d", "--go-on-from", first)
     assert before["float32_products"] == "float32"
     first.write_text(json.dumps({**before, "float32_products": "TF32"}), encoding="utf-8")
     with pytest.raises(SystemExit, match="has products in TF32, and here they are in float32"):
-        run(ROOT / "experiments" / "ptb.py", *words, "--runs", tmp_path / "c", "--go-on-from", first)
+        run(ROOT / "experiments" / "ptb.py", *words, "--runs", tmp_path / "d", "--go-on-from", first)
 
 
 @pytest.mark.parametrize(("device", "products"), [("cuda", "TF32"), ("cuda:1", "TF32"), ("cpu", "float32")])

@@ -16,3 +16,5 @@ class Choice:
     plan: Plan | str | None
     #: What this plan's runs change in the task's recipe, as ``key=value``.
     settings: tuple[str, ...] = ()
+    #: Its own seeds; None: those of the comparison.
+    seeds: tuple[int, ...] | None = None

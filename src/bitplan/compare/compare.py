@@ -77,21 +77,21 @@ def planned_jobs(
     task_class(task)  # says at once where there is no such task
     if not choices:
         raise RunError("name at least one plan to compare, or a suite.")
-    if len(set(seeds)) != len(seeds) or not seeds:
+    if any(len(set(own)) != len(own) for own in (seeds, *(choice.seeds or () for choice in choices))) or not seeds:
         raise RunError("name at least one seed, and each only once.")
-    known: dict[str, Job] = {}
+    known: dict[str, tuple[Job, Sequence[int]]] = {}
     for choice in choices:
         plan = None if choice.plan is None else find_plan(choice.plan)
         source = choice.plan if isinstance(choice.plan, str) else _source_of(plan, choice.label, folder)
         stem = slug(choice.label)
         if stem in known:
             raise RunError(f"two plans are called {choice.label}: give them different names.")
-        known[stem] = Job(choice.label, plan, source, 0, folder / stem, choice.settings)
+        own = seeds if choice.seeds is None else choice.seeds
+        known[stem] = Job(choice.label, plan, source, 0, folder / stem, choice.settings), own
     by_plan = [
-        [replace(job, seed=seed, folder=folder / f"{stem}-s{seed}") for seed in seeds] for stem, job in known.items()
+        replace(job, seed=seed, folder=folder / f"{stem}-s{seed}") for stem, (job, own) in known.items() for seed in own
     ]
-    ordered = by_plan if plan_major else list(zip(*by_plan, strict=True))
-    return [job for group in ordered for job in group]
+    return by_plan if plan_major else sorted(by_plan, key=lambda job: [*seeds, job.seed].index(job.seed))
 
 
 def choices_of(plans: Sequence[str]) -> list[Choice]:
