@@ -22,6 +22,7 @@ from typing import cast
 
 from bitplan.errors import FormatError, nearest_names
 from bitplan.formats import BlockFormat, FloatFormat, Format, IntFormat, Specials
+from bitplan.tracing import is_traced
 
 #: Special codes of a plain eXmY name where they are not IEEE's.
 _PLAIN_SPECIALS: dict[tuple[int, int], Specials] = {(4, 3): "fn", (2, 3): "none", (3, 2): "none", (2, 1): "none"}
@@ -77,10 +78,9 @@ def format(name: str | Format) -> Format:
         return name
     if not isinstance(name, str):
         raise FormatError(f"a format is given by its name, such as 'e4m3' or 'int8', not by {name!r}.")
-    return _parse(name)
+    return _parse(name) if is_traced() else _parse_once(name)  # Dynamo warns of caches, which it sees through
 
 
-@lru_cache(maxsize=1024)
 def _parse(name: str) -> Format:
     text = name.strip().lower()
     if text in _FLOAT_ALIASES:
@@ -96,6 +96,10 @@ def _parse(name: str) -> Format:
         return FloatFormat(x, y, int(found["bias"] or 0), specials, subnormals=not found["flush"])
     known = [*NAMED, "int5", "int7", "uint8", "e4m3b4", "e5m2b0", "e6m9b0"]
     raise FormatError(f"there is no number format {name!r}; {nearest_names(text, known)}")
+
+
+#: Attaching a plan to a model asks a hundred thousand times.
+_parse_once = lru_cache(maxsize=1024)(_parse)
 
 
 def float_name(value: FloatFormat) -> str:

@@ -3,9 +3,11 @@
 :mod:`bitplan.reference` is the readable definition; everything here equals it bit for bit. There are
 three ways through, each exact, chosen by what is known when the code is traced:
 
-* **magic addition**, nearest-even with a constant narrow format. With ``2^e <= |x| < 2^(e+1)`` and
+* **magic addition**, nearest with a constant narrow format. With ``2^e <= |x| < 2^(e+1)`` and
   ``M = 1.5 * 2^(max(e, emin) + 23 - Y)``, ``x + M`` has exactly the format's spacing as its last bit, so the
-  adder's own rounding *is* the wanted one and ``(x + M) - M`` the result.
+  adder's own rounding *is* the wanted one and ``(x + M) - M`` the result. Where ties go away from zero, the last bit
+  of x is set first: a tie, whose last bit is 0, then lies above itself, and no other number crosses a tie, because it
+  would have to land on one or was odd already.
 * **prefix addition**, nearest-even with a constant format that has float32's own exponent. A float's
   magnitude grows with its bits, so adding to the bits below the wanted mantissa and cutting them
   off rounds it, subnormals included.
@@ -66,11 +68,10 @@ def round_float(
     if by_torch is not None:
         return by_torch
     carrier = carrier_of(x)
-    if rounding == "nearest":
-        if _magic_is_exact(target, carrier):
-            return _magic_addition(x, target, carrier, overflow)
-        if _is_prefix(target, carrier):
-            return _prefix_addition(x, target, carrier, overflow)
+    if rounding in ("nearest", "nearest-away") and _magic_is_exact(target, carrier):
+        return _magic_addition(x, target, carrier, overflow, away=rounding == "nearest-away")
+    if rounding == "nearest" and _is_prefix(target, carrier):
+        return _prefix_addition(x, target, carrier, overflow)
     if rounding == "toward-zero" and overflow == "special":  # finite numbers never reach the special codes
         stopped = _bit_addition(x, float_row(target, carrier, "saturate"), carrier, rounding, bits)
         special = torch.full_like(x, target.overflow_value).copysign_(x)
@@ -89,7 +90,7 @@ def round_float(
     return result
 
 
-# --- nearest-even with a constant format ------------------------------------------------------------------
+# --- nearest with a constant format -----------------------------------------------------------------------
 
 
 def _magic_is_exact(target: FloatFormat, carrier: Carrier) -> bool:
@@ -102,35 +103,44 @@ def _magic_is_exact(target: FloatFormat, carrier: Carrier) -> bool:
     )
 
 
-def _magic_addition(x: Tensor, target: FloatFormat, carrier: Carrier, overflow: Overflow) -> Tensor:
+def _magic_addition(x: Tensor, target: FloatFormat, carrier: Carrier, overflow: Overflow, away: bool) -> Tensor:
     lowest = carrier.bits_of_power(target.min_exponent)
     highest = carrier.bits_of_power(target.max_exponent)
     factor = 1.5 * 2.0 ** (carrier.mantissa_bits - target.mantissa_bits)
     # Without subnormals there is nothing between zero and the smallest normal: the spacing there is that itself.
     lift = 0 if target.subnormals else target.mantissa_bits << carrier.mantissa_bits
+    bound = target.max if overflow == "saturate" else carrier.max
     if is_traced():  # few operations and none in place: a large model has thousands of these to compile
         exponent = x.view(carrier.int_dtype) & carrier.exponent_mask
         power = exponent.clamp(lowest, highest)
         if lift:
             power = power + (((exponent - lowest) >> (carrier.bits - 1)) & lift)
         magic = power.view(carrier.dtype) * factor
-        sign = x.view(carrier.int_dtype) & carrier.sign_bit
-        signed = (((x + magic) - magic).view(carrier.int_dtype) | sign).view(carrier.dtype)
-        return signed.clamp(-target.max, target.max) if overflow == "saturate" else _to_special(signed, target, carrier)
+        above = _with_last_bit(x, bound, carrier) if away else x
+        signed = ((above + magic) - magic).copysign(x)  # x - x is +0
+        if overflow == "special":
+            return _to_special(signed, target, carrier)
+        return signed if away else signed.clamp(-bound, bound)
     result = torch.empty_like(x)
     for part, rounded in tensor_parts.parts_of_both(x, result):
         exponent = part.view(carrier.int_dtype) & carrier.exponent_mask
         lifted = ((exponent - lowest).bitwise_right_shift_(carrier.bits - 1)).bitwise_and_(lift) if lift else None
         exponent.clamp_(lowest, highest)
         power = (exponent if lifted is None else exponent.add_(lifted)).view(carrier.dtype)
-        torch.add(part, power, alpha=factor, out=rounded)
+        torch.add(_with_last_bit(part, bound, carrier) if away else part, power, alpha=factor, out=rounded)
         rounded.sub_(power, alpha=factor)
-        # x - x is +0: a negative number that vanished gets its sign back, by way of a buffer no longer needed.
+        # A negative number that vanished gets its sign back, by way of a buffer no longer needed.
         sign = _masked(part.view(carrier.int_dtype), carrier.sign_bit, spent=power.view(carrier.int_dtype))
         rounded.view(carrier.int_dtype).bitwise_or_(sign)
-        if overflow == "saturate":
-            rounded.clamp_(-target.max, target.max)
+        if overflow == "saturate" and not away:
+            rounded.clamp_(-bound, bound)
     return result if overflow == "saturate" else _to_special(result, target, carrier)
+
+
+def _with_last_bit(x: Tensor, bound: float, carrier: Carrier) -> Tensor:
+    """Numbers with their last bit set; what exceeds `bound` as that, for an infinity would become a NaN."""
+    bounded = x.clamp(-bound, bound).view(carrier.int_dtype)
+    return (bounded | 1 if is_traced() else bounded.bitwise_or_(1)).view(carrier.dtype)
 
 
 def _is_prefix(target: FloatFormat, carrier: Carrier) -> bool:
