@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 import bitplan
 from bitplan import Plan
-from bitplan.bench.machine import describe_machine
 from bitplan.files import write_whole
+from bitplan.machine import describe_machine
 from bitplan.native import convolution, crossover
 
 #: (input channels, height and width, output channels, kernel, stride)

@@ -14,9 +14,9 @@ from bitplan.cost import Cost, TensorCost, cost, step_cost
 from bitplan.errors import CostError
 from bitplan.models.resnet import cifar_resnet, resnet18
 from bitplan.models.squeezenet import SqueezeNet
-from bitplan.packing import pack
+from bitplan.numbers.packing import pack
 from bitplan.plan import ROLES, Plan
-from bitplan.recording import record
+from bitplan.seeing.recording import record
 
 NOTHING = Plan()
 #: Of the linear layer that most tests price.

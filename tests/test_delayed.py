@@ -213,7 +213,7 @@ def test_a_plan_says_it_as_it_was_written() -> None:
 
 
 def test_processes_tell_each_other_their_largest_magnitudes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bitplan.observe.largest_over_ranks", lambda values: values.clamp_min(7.0))
+    monkeypatch.setattr("bitplan.at_work.observe.largest_over_ranks", lambda values: values.clamp_min(7.0))
     model = nn.Linear(2, 1, bias=False)
     run = bitplan.attach(model, plan_of(**{"fprop.x": LATE}))
     model(torch.ones(1, 2)).sum().backward()

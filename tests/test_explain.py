@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from bitplan.attach import attach
 from bitplan.errors import BitplanWarning, PlanError
 from bitplan.explain import Explanation, explain
+from bitplan.numbers.quantizer import quantize
 from bitplan.plan import Plan
-from bitplan.quantizer import quantize
 
 
 class Net(nn.Module):

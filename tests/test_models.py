@@ -13,13 +13,13 @@ from torch.nn import functional as F
 
 import bitplan
 from bitplan.attach import Attachment, attach
-from bitplan.intercept import is_planned
 from bitplan.models.gcn import GCN, normalised_adjacency
 from bitplan.models.gpt import GPT
 from bitplan.models.lstm import LSTMModel
 from bitplan.models.mobilenet import MobileNetV2
 from bitplan.models.resnet import BasicBlock, ResNet, cifar_resnet
 from bitplan.plan import Plan
+from bitplan.seeing.intercept import is_planned
 
 transformers = pytest.importorskip("transformers")
 

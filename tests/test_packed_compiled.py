@@ -14,11 +14,12 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
 import bitplan
-from bitplan import intercept, partitioning
+from bitplan.graphs import partitioning
+from bitplan.graphs.partitioning import PackedPartitioner
 from bitplan.models.gpt import GPT
 from bitplan.models.resnet import BasicBlock
-from bitplan.partitioning import PackedPartitioner
 from bitplan.plan import Plan
+from bitplan.seeing import intercept
 
 
 def plan_of(**places: Any) -> Plan:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bitplan
-from bitplan.actions import PlaceAction
+from bitplan.at_work.actions import PlaceAction
 from bitplan.attach import Attachment, attach
 from bitplan.plan import SLOTS, Plan
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from bitplan.attach import attach
 from bitplan.models.resnet import cifar_resnet
 from bitplan.plan import ROLES, SLOTS, Plan
-from bitplan.recording import record
+from bitplan.seeing.recording import record
 from bitplan.sites import Site, sites
 
 

@@ -23,16 +23,16 @@ from bitplan.errors import (
     TargetError,
 )
 from bitplan.explain import Explanation, explain
-from bitplan.formats import BlockFormat, FloatFormat, Format, IntFormat
-from bitplan.live import LiveFormat
 from bitplan.measure import Measurement, Watch, measure
 from bitplan.memory import Memory, measure_memory, predict_memory
-from bitplan.names import format
-from bitplan.packing import Packed, pack
+from bitplan.numbers.formats import BlockFormat, FloatFormat, Format, IntFormat
+from bitplan.numbers.live import LiveFormat
+from bitplan.numbers.names import format
+from bitplan.numbers.packing import Packed, pack
+from bitplan.numbers.quantizer import Quantizer, quantize
+from bitplan.numbers.scaling import Scaling
 from bitplan.plan import Plan
 from bitplan.planners import Advice, RangeTest, advise, assign, cpt_plan, range_test
-from bitplan.quantizer import Quantizer, quantize
-from bitplan.scaling import Scaling
 from bitplan.schedules import Schedule, schedule
 from bitplan.sites import Site, sites
 from bitplan.targets import Target, load_target

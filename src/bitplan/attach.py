@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitplan.attachment import Attachment
+from bitplan.at_work.attachment import Attachment
+from bitplan.at_work.timeline import Total
 from bitplan.errors import BitplanWarning, PlanError, nearest_names
-from bitplan.intercept import is_planned, unwrapped
 from bitplan.native.crossover import remembered
 from bitplan.native.fallbacks import Fallback
 from bitplan.native.operands import PASSES
 from bitplan.native.paths import Terms
-from bitplan.openings import is_opened
 from bitplan.plan import Plan
 from bitplan.plan.find import find_plan
-from bitplan.recording import record
-from bitplan.timeline import Total
+from bitplan.seeing.intercept import is_planned, unwrapped
+from bitplan.seeing.openings import is_opened
+from bitplan.seeing.recording import record
 
 __all__ = ["EXECUTIONS", "Attachment", "attach"]
 

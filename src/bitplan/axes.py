@@ -19,9 +19,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from bitplan.live import LiveFormat
+from bitplan.numbers.live import LiveFormat
+from bitplan.numbers.quantizer import Quantizer
 from bitplan.plan.spec import QuantizerSpec
-from bitplan.quantizer import Quantizer
 
 #: Places whose tensor is a weight in its own layout.
 _WEIGHT_PLACES = ("weight", "grad_weight", "fprop.w", "dgrad.w")

@@ -35,14 +35,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from bitplan.errors import CostError
-from bitplan.macs import Multiplication, multiplications
-from bitplan.openings import decision_for, is_opened
 from bitplan.plan import ROLES, Decision, Plan
 from bitplan.plan.find import find_plan
 from bitplan.plan.spec import QuantizerSpec
-from bitplan.recording import Operation, record
+from bitplan.seeing.macs import Multiplication, multiplications
+from bitplan.seeing.openings import decision_for, is_opened
+from bitplan.seeing.recording import Operation, record
+from bitplan.seeing.unseen import unseen_modules
 from bitplan.sites import Site, sites_of
-from bitplan.unseen import unseen_modules
 
 #: What a plan is compared with: name -> bits of every value.
 BASELINES = {"fp32": 32, "bf16": 16}

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from bitplan.errors import MetricError, nearest_names
-from bitplan.formats import BlockFormat
 from bitplan.metrics import ErrorSummary, backward_error, summarize
-from bitplan.names import format as format_named
-from bitplan.quantizer import quantize
-from bitplan.reference import Rounding
+from bitplan.numbers.formats import BlockFormat
+from bitplan.numbers.names import format as format_named
+from bitplan.numbers.quantizer import quantize
+from bitplan.numbers.reference import Rounding
 
 StudyScale = Literal["vector", "tensor"]
 

@@ -15,15 +15,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from bitplan.errors import BitplanWarning, PlanError
-from bitplan.kept_forms import cancelled_savings
-from bitplan.openings import decision_for, is_opened
-from bitplan.ops import PRODUCTS
 from bitplan.plan import KEYS, PLACES, Choice, Plan, Rule, compile_match, unmatched_message
 from bitplan.plan.find import find_plan
 from bitplan.plan.spec import QuantizerSpec
-from bitplan.recording import Operation, record
+from bitplan.seeing.kept_forms import cancelled_savings
+from bitplan.seeing.openings import decision_for, is_opened
+from bitplan.seeing.ops import PRODUCTS
+from bitplan.seeing.recording import Operation, record
+from bitplan.seeing.unseen import unseen_modules
 from bitplan.sites import Site, sites_of
-from bitplan.unseen import unseen_modules
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from bitplan.bits import MAX_PACKED_BITS
 from bitplan.errors import BitplanWarning, PlanError, QuantizeError
-from bitplan.formats import FloatFormat, Format
-from bitplan.live import LiveFormat
-from bitplan.packing import Packed, pack_rounded
-from bitplan.quantizer import Quantizer
-from bitplan.tensor_parts import sparing_memory
+from bitplan.numbers.bits import MAX_PACKED_BITS
+from bitplan.numbers.formats import FloatFormat, Format
+from bitplan.numbers.live import LiveFormat
+from bitplan.numbers.packing import Packed, pack_rounded
+from bitplan.numbers.quantizer import Quantizer
+from bitplan.numbers.tensor_parts import sparing_memory
 
 _NOTE = "_bitplan_note"
 

@@ -1,7 +1,7 @@
 """Sites: every tensor of one training step, by a name that stays the same from run to run.
 
-:func:`sites` runs the model once on fake tensors (:mod:`bitplan.recording`). Forward tensors come in the order they are
-made, then the gradients in the order the backward pass makes them.
+:func:`sites` runs the model once on fake tensors (:mod:`bitplan.seeing.recording`). Forward tensors come in the order
+they are made, then the gradients in the order the backward pass makes them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.plan import SLOTS
-from bitplan.recording import Operation, record
+from bitplan.seeing.recording import Operation, record
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bitplan.names import NAMED
-from bitplan.names import format as format_named
+from bitplan.numbers.names import NAMED
+from bitplan.numbers.names import format as format_named
 
 Bitplan = Callable[..., Any]
 

@@ -10,10 +10,11 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 import bitplan
-from bitplan import Plan, partitioning
-from bitplan.fusing import fuse_moments
-from bitplan.launching import with_opening
-from bitplan.moments import coded_moments, plain_coded_moments
+from bitplan import Plan
+from bitplan.graphs import partitioning
+from bitplan.graphs.fusing import fuse_moments
+from bitplan.graphs.moments import coded_moments, plain_coded_moments
+from bitplan.native.launching import with_opening
 
 pytestmark = pytest.mark.gpu
 

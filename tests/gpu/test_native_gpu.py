@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 import bitplan
-from bitplan import Plan, launching
-from bitplan.native import crossover
+from bitplan import Plan
+from bitplan.native import crossover, launching
 from bitplan.native.float8_cast import FORMATS, Cast, amax_in_torch, cast_float8, cast_in_torch
 from bitplan.native.units import units_of
 

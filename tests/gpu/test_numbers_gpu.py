@@ -10,9 +10,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import bitplan
-from bitplan.live import LiveFormat
-from bitplan.noise import random_bits
-from bitplan.reference import ROUNDINGS, Rounding
+from bitplan.numbers.live import LiveFormat
+from bitplan.numbers.noise import random_bits
+from bitplan.numbers.reference import ROUNDINGS, Rounding
 
 pytestmark = pytest.mark.gpu
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import bitplan
 from bitplan.models.resnet import cifar_resnet
-from bitplan.packing import pack_rounded
+from bitplan.numbers.packing import pack_rounded
+from bitplan.numbers.quantizer import make_quantizer
+from bitplan.numbers.tensor_parts import sparing_memory
 from bitplan.plan import Plan
-from bitplan.quantizer import make_quantizer
-from bitplan.tensor_parts import sparing_memory
 
 pytestmark = pytest.mark.gpu
 

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 import bitplan
 from bitplan import Plan
-from bitplan.kernel_operations import OPERATIONS, itself
+from bitplan.at_work.tables import RECORD
+from bitplan.graphs.kernel_operations import OPERATIONS, itself
 from bitplan.native import amax_joining, record_noting
 from bitplan.native.float8_cast import FORMATS, JOINED
 from bitplan.native.noted_cast import CASTS
 from bitplan.native.units import units_of
-from bitplan.tables import RECORD
 
 pytestmark = pytest.mark.gpu
 

@@ -20,8 +20,8 @@ from bitplan.measure.layouts import layout_of
 from bitplan.measure.operands import Operand
 from bitplan.measure.planned import Planned
 from bitplan.measure.sampling import Sampling
-from bitplan.ops import PRODUCTS
 from bitplan.plan import QuantizerSpec
+from bitplan.seeing.ops import PRODUCTS
 
 #: So many rows that every element of a small product is looked at.
 ALL = Sampling(rows=4096, terms=10**6)

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import bitplan
-from bitplan import tensor_parts
 from bitplan.errors import AccountError, PlanError
-from bitplan.intercept import is_planned
 from bitplan.memory import Memory, measure_memory, predict_memory
 from bitplan.memory.fakes import Fakes, plain_copy
+from bitplan.numbers import tensor_parts
 from bitplan.plan import Plan
+from bitplan.seeing.intercept import is_planned
 from bitplan.targets import Target
 
 MakeTarget = Callable[[str], Target]

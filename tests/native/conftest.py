@@ -14,7 +14,7 @@ from torch._inductor.decomposition import select_decomp_table
 
 import bitplan
 from bitplan import Plan
-from bitplan.compiling import SPARING
+from bitplan.at_work.compiling import SPARING
 from bitplan.native.units import Float8Unit, Int8Unit
 
 

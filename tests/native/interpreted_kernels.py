@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bitplan.kernel_operations import itself
+from bitplan.graphs.kernel_operations import itself
 from bitplan.native.float8_cast import FORMATS, amax_in_torch, cast_in_torch
 from bitplan.native.gated_cast import (
     codes_in_torch,

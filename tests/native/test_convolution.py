@@ -19,7 +19,7 @@ from bitplan.native import convolution, paths
 from bitplan.native.convolution import has_channels_last, unfolded
 from bitplan.native.operands import codes_of
 from bitplan.native.units import Float8Unit, Int8Unit
-from bitplan.straight import Encoded
+from bitplan.numbers.straight import Encoded
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*are emulated:bitplan.BitplanWarning")
 
@@ -380,7 +380,7 @@ def test_a_scale_for_each_pixel_serves_1x1_only() -> None:
 def test_sizes_that_do_not_suit_a_unit_are_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     from bitplan.native import units
 
-    for place in ("bitplan.native.fallbacks.suits", "bitplan.applying.suits"):
+    for place in ("bitplan.native.fallbacks.suits", "bitplan.at_work.applying.suits"):
         monkeypatch.setattr(place, lambda name, kind, sizes: units.suits(name, "cuda", sizes))
     make, shape = LAYERS["1x1"]
     native, fallen = step(make, image(shape), plan_of(**PLANS["fp8"]), "native")

@@ -16,15 +16,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import bitplan
-from bitplan import Plan, actions, quantizer
-from bitplan.launching import OpeningPass, open_operations
+from bitplan import Plan
+from bitplan.at_work import actions
 from bitplan.models.llama import LlamaBlocks
 from bitplan.native import gated_cast, gated_fusing
 from bitplan.native.float8_cast import cast_float8, tiles_of
 from bitplan.native.gated_cast import codes_in_torch, grads_in_torch, product_in_torch, squares_of
 from bitplan.native.gated_fusing import fuse_gates
+from bitplan.native.launching import OpeningPass, open_operations
 from bitplan.native.sparing_backend import Sparing, SparingPartitioner
 from bitplan.native.units import Float8Unit
+from bitplan.numbers import quantizer
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OURS: Any = torch.ops.bitplan

@@ -229,7 +229,7 @@ def test_a_fallback_says_which_pass_and_why(rule: dict[str, Any], one: str, reas
 
 
 def test_sizes_that_do_not_suit_a_unit_are_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("bitplan.native.fallbacks.suits", "bitplan.applying.suits"):
+    for place in ("bitplan.native.fallbacks.suits", "bitplan.at_work.applying.suits"):
         monkeypatch.setattr(place, lambda name, kind, sizes: units.suits(name, "cuda", sizes))
     calls = Calls(monkeypatch)
     plan = PLANS["fp8"][0]

@@ -14,7 +14,7 @@ from torch._inductor.decomposition import select_decomp_table
 
 import bitplan
 from bitplan import Plan
-from bitplan.compiling import SPARING
+from bitplan.at_work.compiling import SPARING
 from bitplan.models.llama import LlamaBlocks
 
 TOKENS, WIDTH, HIDDEN = 64, 64, 128

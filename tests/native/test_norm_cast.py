@@ -16,11 +16,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from bitplan import Plan
-from bitplan.launching import OpeningPass, open_operations
 from bitplan.models.llama import LlamaBlocks
 from bitplan.native import norm_fusing
 from bitplan.native.float8_cast import cast_float8, tiles_of
 from bitplan.native.gated_fusing import fuse_gates
+from bitplan.native.launching import OpeningPass, open_operations
 from bitplan.native.norm_cast import normed_in_torch
 from bitplan.native.norm_fusing import fuse_norms
 from bitplan.native.sparing_backend import Sparing, SparingPartitioner

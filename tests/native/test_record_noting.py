@@ -19,18 +19,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import bitplan
-from bitplan import Plan, actions, quantizer
-from bitplan.compiling import SPARING
-from bitplan.launching import OpeningPass, open_operations
+from bitplan import Plan
+from bitplan.at_work import actions
+from bitplan.at_work.compiling import SPARING
+from bitplan.at_work.observe import COLUMNS, blank_record, observe_amax, observe_range
+from bitplan.at_work.tables import RECORD
 from bitplan.models.llama import LlamaBlocks
 from bitplan.native import record_noting
 from bitplan.native.float8_cast import Cast, cast_float8
 from bitplan.native.gated_fusing import fuse_gates
+from bitplan.native.launching import OpeningPass, open_operations
 from bitplan.native.norm_fusing import fuse_norms
 from bitplan.native.record_noting import note_records
 from bitplan.native.sparing_backend import Sparing, SparingPartitioner
-from bitplan.observe import COLUMNS, blank_record, observe_amax, observe_range
-from bitplan.tables import RECORD
+from bitplan.numbers import quantizer
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 NOW = 22

@@ -15,7 +15,7 @@ from torch._inductor.decomposition import select_decomp_table
 
 import bitplan
 from bitplan import Plan
-from bitplan.compiling import SPARING
+from bitplan.at_work.compiling import SPARING
 from bitplan.models.resnet import Bottleneck
 
 F8: dict[str, Any] = {"format": "e4m3", "scale": "tensor"}

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bitplan.errors import PlanError
-from bitplan.names import NAMED
+from bitplan.numbers.names import NAMED
 from bitplan.plan import KEYS, Plan, plan_schema, preset_names
 from bitplan.plan.schema import schema_text
 

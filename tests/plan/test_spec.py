@@ -6,9 +6,9 @@ import pickle
 import pytest
 
 from bitplan.errors import PlanError
+from bitplan.numbers.quantizer import make_quantizer
 from bitplan.plan import KEYS, OPERANDS, PLACES, SLOTS, Plan, QuantizerSpec, Rule
 from bitplan.plan.places import CONFLICTS
-from bitplan.quantizer import make_quantizer
 
 
 def plan_of(*rules: dict[str, object], **more: object) -> Plan:

@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 import pytest
 
 from bitplan.errors import FormatError
-from bitplan.names import NAMED
-from bitplan.names import format as format_named
+from bitplan.numbers.names import NAMED
+from bitplan.numbers.names import format as format_named
 from bitplan.report.formats_picture import drawable_formats, formats_svg
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import bitplan
-from bitplan.batches import call_arguments
+from bitplan.seeing.batches import call_arguments
 from bitplan.tasks.cards import CARDS, times_trivial
 from bitplan.tasks.registry import find_task
 from bitplan.tasks.task import Task

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from bitplan.attach import attach
-from bitplan.batches import call_arguments, call_loss, split_batch
-from bitplan.bench.machine import describe_machine
 from bitplan.bench.own_plans import own_plan
 from bitplan.bench.timing import best_turns, seconds_per_step
+from bitplan.machine import describe_machine
 from bitplan.placing import batch_size, placed
 from bitplan.plan import Plan
+from bitplan.seeing.batches import call_arguments, call_loss, split_batch
 from bitplan.targets import Target, load_target
 
 Mode = Literal["eager", "compiled"]

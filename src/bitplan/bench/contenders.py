@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from bitplan.attach import Attachment, attach
-from bitplan.batches import call_arguments, call_loss, split_batch
 from bitplan.bench.curves import losses_of
 from bitplan.bench.timing import seconds_per_step
 from bitplan.errors import BitplanError
@@ -29,6 +28,7 @@ from bitplan.memory.account import Memory
 from bitplan.memory.measure import measure_step
 from bitplan.memory.step import TrainingStep
 from bitplan.plan import Plan
+from bitplan.seeing.batches import call_arguments, call_loss, split_batch
 from bitplan.targets import Target
 
 

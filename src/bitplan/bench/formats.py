@@ -15,14 +15,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from bitplan.bench.machine import describe_machine
 from bitplan.bench.peers import COMPILED_PEERS, working_peers
 from bitplan.bench.timing import seconds_per_call
-from bitplan.formats import FloatFormat
-from bitplan.live import LiveFormat
-from bitplan.names import format as format_of
-from bitplan.quantizer import quantize
-from bitplan.reference import Rounding
+from bitplan.machine import describe_machine
+from bitplan.numbers.formats import FloatFormat
+from bitplan.numbers.live import LiveFormat
+from bitplan.numbers.names import format as format_of
+from bitplan.numbers.quantizer import quantize
+from bitplan.numbers.reference import Rounding
 
 Mode = Literal["eager", "compiled", "compiled, tensor parameters"]
 

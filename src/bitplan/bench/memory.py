@@ -16,12 +16,12 @@ import torch
 from bitplan.bench.contenders import VARIANTS, Contender, Variant, optimizer_for
 from bitplan.bench.curves import final, thinned
 from bitplan.bench.losses import Trial, beside
-from bitplan.bench.machine import describe_machine
 from bitplan.bench.own_plans import own_plan
 from bitplan.bench.peers import has_torchao
 from bitplan.bench.real_data import stream_for
 from bitplan.bench.timing import best_turns
 from bitplan.errors import BitplanError, nearest_names
+from bitplan.machine import describe_machine
 from bitplan.placing import batch_size, placed
 from bitplan.targets import load_target
 

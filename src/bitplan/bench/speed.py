@@ -17,9 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from bitplan.allowances import many_graphs
 from bitplan.bench.curves import thinned
-from bitplan.bench.machine import describe_machine
 from bitplan.bench.own_plans import own_plan
 from bitplan.bench.real_data import TextStream
 from bitplan.bench.runners import Bytes, ForwardAndBackward, FullStep, Runner
@@ -35,6 +33,8 @@ from bitplan.bench.speed_variants import (
 from bitplan.bench.switching import measure_switches
 from bitplan.bench.timing import best_turns
 from bitplan.errors import BitplanError, nearest_names
+from bitplan.graphs.allowances import many_graphs
+from bitplan.machine import describe_machine
 from bitplan.models.gpt import GPT, next_token_loss
 from bitplan.models.llama import LlamaBlocks, random_states
 from bitplan.native import crossover

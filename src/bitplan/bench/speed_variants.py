@@ -11,10 +11,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from bitplan.at_work.compiling import SPARING
 from bitplan.attach import Attachment, attach
 from bitplan.bench.own_plans import own_plan
 from bitplan.bench.peers import has_torchao
-from bitplan.compiling import SPARING
 from bitplan.errors import BitplanError, BitplanWarning
 from bitplan.native.operands import PASSES
 from bitplan.plan import Plan

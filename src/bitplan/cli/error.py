@@ -14,8 +14,8 @@ from rich.table import Table
 
 from bitplan.cli.output import JsonOption, command_output
 from bitplan.error_study import DEFAULT_FORMATS, StudyRow, StudyScale, study
-from bitplan.names import NAMED
-from bitplan.reference import ROUNDINGS, Rounding
+from bitplan.numbers.names import NAMED
+from bitplan.numbers.reference import ROUNDINGS, Rounding
 
 _BAR_COLUMNS = 48
 

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bitplan.cli.output import JsonOption, Output, command_output, write_file
-from bitplan.formats import MAX_LISTED_BITS, BlockFormat, FloatFormat, Format, IntFormat
-from bitplan.names import NAMED
-from bitplan.names import format as format_named
+from bitplan.numbers.formats import MAX_LISTED_BITS, BlockFormat, FloatFormat, Format, IntFormat
+from bitplan.numbers.names import NAMED
+from bitplan.numbers.names import format as format_named
 from bitplan.report.formats_picture import drawable_formats, formats_svg
 
 

@@ -12,11 +12,11 @@ from rich.table import Table
 from bitplan.cli.arguments import TargetArgument
 from bitplan.cli.output import JsonOption, Output, command_output
 from bitplan.plan import ROLES
+from bitplan.seeing.unseen import unseen_modules
 from bitplan.sites import Site
 from bitplan.sites import sites as sites_of_model
 from bitplan.sizes import byte_text
 from bitplan.targets import load_target, running
-from bitplan.unseen import unseen_modules
 
 
 def register(app: typer.Typer) -> None:

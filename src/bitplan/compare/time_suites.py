@@ -12,9 +12,9 @@ from bitplan.compare.choice import Choice
 from bitplan.plan import Plan
 from bitplan.planners.cpt import Widths, operations_of, plan_of
 from bitplan.planners.equal_cost import equal_cost_plan, mean_bit_operations
-from bitplan.recording import Operation
 from bitplan.schedules import TEN, Deficit, Moment, Schedule, Static, schedule
 from bitplan.schedules.cyclic import DEFAULT_CYCLES
+from bitplan.seeing.recording import Operation
 from bitplan.tasks.task import Task
 
 #: The range of bits that both suites are about; Wolfe & Kyrillidis's for CIFAR and graphs.

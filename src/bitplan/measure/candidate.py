@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Protocol, get_args
 
 from bitplan.errors import BitplanError, MetricError, nearest_names
-from bitplan.formats import BlockFormat
-from bitplan.names import format as format_named
+from bitplan.numbers.formats import BlockFormat
+from bitplan.numbers.names import format as format_named
+from bitplan.numbers.reference import ROUNDINGS, Rounding
+from bitplan.numbers.scaling import Granularity
 from bitplan.plan.places import PASSES
 from bitplan.plan.spec import QuantizerSpec
-from bitplan.reference import ROUNDINGS, Rounding
-from bitplan.scaling import Granularity
 
 #: In a candidate's words: no scale at all.
 UNSCALED = "unscaled"

@@ -18,18 +18,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bitplan.axes import resolve
-from bitplan.carriers import carrier_for
-from bitplan.formats import BlockFormat, FloatFormat, Format, IntFormat
-from bitplan.live import LiveFormat
 from bitplan.measure.candidate import Tried
 from bitplan.measure.operands import Operand
 from bitplan.metrics import ErrorSummary
-from bitplan.names import format as format_named
-from bitplan.noise import random_bits
+from bitplan.numbers.carriers import carrier_for
+from bitplan.numbers.formats import BlockFormat, FloatFormat, Format, IntFormat
+from bitplan.numbers.live import LiveFormat
+from bitplan.numbers.names import format as format_named
+from bitplan.numbers.noise import random_bits
+from bitplan.numbers.quantizer import Quantizer
+from bitplan.numbers.reference import Rounding
+from bitplan.numbers.scaling import divide, step_scale
 from bitplan.plan.spec import QuantizerSpec
-from bitplan.quantizer import Quantizer
-from bitplan.reference import Rounding
-from bitplan.scaling import divide, step_scale
 
 #: Kurtosis and dynamic range are those of at most so many sampled elements.
 _LOOKED_AT = 16384

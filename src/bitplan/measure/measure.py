@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.batches import call_arguments, call_loss, split_batch
 from bitplan.errors import MetricError
-from bitplan.intercept import Scope, followed, unwrapped
-from bitplan.losses import loss_holder
 from bitplan.measure.candidate import Candidate, checked_candidates
 from bitplan.measure.probe import Probe
 from bitplan.measure.result import Measurement, Row, averaged
 from bitplan.measure.sampling import Sampling
 from bitplan.randomness import randomness_kept
+from bitplan.seeing.batches import call_arguments, call_loss, split_batch
+from bitplan.seeing.intercept import Scope, followed, unwrapped
+from bitplan.seeing.losses import loss_holder
 
 #: Batches that are looked at where more are given.
 MOST_BATCHES = 4

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bitplan.openings import decision_for
 from bitplan.plan import Plan
 from bitplan.plan.places import PASSES
 from bitplan.plan.spec import QuantizerSpec
+from bitplan.seeing.openings import decision_for
 
 #: How rows call it.
 PLANNED = "plan"

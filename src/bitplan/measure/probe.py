@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from bitplan.errors import MetricError, QuantizeError
-from bitplan.intercept import Interceptor, Scope, state_of
 from bitplan.measure.candidate import Tried
 from bitplan.measure.figures import group_figures, needs_whole
 from bitplan.measure.layouts import layout_of
@@ -18,9 +17,10 @@ from bitplan.measure.operands import Layout, Operand
 from bitplan.measure.planned import Planned
 from bitplan.measure.result import Row, row_of
 from bitplan.measure.sampling import Sampling
-from bitplan.opened import OPENED
-from bitplan.ops import FUSED, PRODUCTS
 from bitplan.plan import Plan
+from bitplan.seeing.intercept import Interceptor, Scope, state_of
+from bitplan.seeing.opened import OPENED
+from bitplan.seeing.ops import FUSED, PRODUCTS
 
 #: Sampled values of one side that are measured at once: what a CPU's caches hold, or on a GPU what keeps it busy.
 _AT_ONCE = {True: 2**17, False: 2**21}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bitplan.errors import MetricError
-from bitplan.noise import key_of
+from bitplan.numbers.noise import key_of
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_map_only
 
-from bitplan import tensor_parts
+from bitplan.at_work.tables import RECORD, TABLE
 from bitplan.errors import AccountError
-from bitplan.fake_inputs import FakeInputs
-from bitplan.intercept import is_planned, uninstall, unwrapped
-from bitplan.tables import RECORD, TABLE
+from bitplan.numbers import tensor_parts
+from bitplan.seeing.fake_inputs import FakeInputs
+from bitplan.seeing.intercept import is_planned, uninstall, unwrapped
 
 
 class Fakes:

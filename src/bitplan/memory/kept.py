@@ -95,7 +95,7 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
         inner = value
     elif is_dataclass(value) and not isinstance(value, type):
         inner = [getattr(value, field.name) for field in fields(value)]
-    elif type(value).__module__ in ("bitplan.keeping", "bitplan.sparing", "bitplan.packing"):
+    elif type(value).__module__ in ("bitplan.keeping", "bitplan.sparing", "bitplan.numbers.packing"):
         inner = [getattr(value, name, None) for name in _attributes(value)]
     for item in inner:
         yield from _tensors(item, seen)

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.allowances import many_graphs
 from bitplan.attach import Attachment, attach
-from bitplan.batches import split_batch
 from bitplan.errors import AccountError
+from bitplan.graphs.allowances import many_graphs
 from bitplan.memory.account import Memory
 from bitplan.memory.allocator import allocator_of
 from bitplan.memory.fakes import plain_copy
 from bitplan.memory.step import Loss, OptimizerChoice, Phase, TrainingStep, call_of, plan_for
 from bitplan.memory.storages import held, parts_of, storage_bytes
 from bitplan.plan import Plan
+from bitplan.seeing.batches import split_batch
 
 
 def measure_memory(

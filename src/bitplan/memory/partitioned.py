@@ -17,12 +17,12 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
-from bitplan.allowances import many_graphs
 from bitplan.attach import Attachment
 from bitplan.errors import AccountError
+from bitplan.graphs.allowances import many_graphs
+from bitplan.graphs.packed_backend import compile_packed
 from bitplan.memory.lifetimes import extra_bytes
 from bitplan.memory.walk import Walk
-from bitplan.packed_backend import compile_packed
 
 
 def compiled_on_fakes(model: nn.Module, run: Attachment | None, walk: Walk) -> Callable[..., Any]:

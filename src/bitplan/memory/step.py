@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from bitplan.attach import Attachment
-from bitplan.batches import call_arguments, call_loss, split_batch
 from bitplan.errors import AccountError, nearest_names
-from bitplan.fake_inputs import FakeInputs
 from bitplan.plan import KEEP, Plan
 from bitplan.plan.find import find_plan
 from bitplan.plan.optimizer import OptimizerRule
+from bitplan.seeing.batches import call_arguments, call_loss, split_batch
+from bitplan.seeing.fake_inputs import FakeInputs
 
 #: What has just ended when a note is taken: nothing yet, the forward pass with the loss, the backward pass, all.
 Phase = Literal["start", "forward", "backward", "end"]

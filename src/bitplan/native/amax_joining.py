@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from bitplan.kernel_operations import OPERATIONS
+from bitplan.graphs.kernel_operations import OPERATIONS
 from bitplan.native.float8_cast import JOINED
 from bitplan.native.gated_fusing import bring
 from bitplan.native.patterns import is_view

@@ -28,15 +28,15 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from bitplan.files import write_whole
+from bitplan.machine import cpu_name
 from bitplan.native.convolution import Convolution
 from bitplan.native.float8_cast import FORMATS, READ, cast_float8
 from bitplan.native.operands import BY_ROW, PASSES, Codes, codes_of
 from bitplan.native.paths import Terms
 from bitplan.native.product import Form
 from bitplan.native.units import Unit, suits, units_of
-from bitplan.processor import cpu_name
+from bitplan.numbers.quantizer import Quantizer, make_quantizer
 from bitplan.products import Product
-from bitplan.quantizer import Quantizer, make_quantizer
 from bitplan.randomness import randomness_kept
 
 log = logging.getLogger("bitplan")

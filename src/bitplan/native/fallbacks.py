@@ -6,20 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from bitplan.axes import resolve
-from bitplan.formats import IntFormat
-from bitplan.live import LiveFormat
 from bitplan.native.convolution import Convolution
 from bitplan.native.operands import PASSES, byte_of, summed_axes, varying_axes
 from bitplan.native.paths import TOO_NARROW, TOO_SMALL, Terms, obstacle_here, obstacle_of_pass, sees_one_row
 from bitplan.native.product import Form
 from bitplan.native.units import Unit, suits
-from bitplan.openings import decision_for, has_slots
-from bitplan.ops import PRODUCTS
+from bitplan.numbers.formats import IntFormat
+from bitplan.numbers.live import LiveFormat
+from bitplan.numbers.quantizer import Quantizer
 from bitplan.plan import Decision
 from bitplan.plan.spec import QuantizerSpec
 from bitplan.products import has_settings, product_of
-from bitplan.quantizer import Quantizer
-from bitplan.recording import Operation
+from bitplan.seeing.openings import decision_for, has_slots
+from bitplan.seeing.ops import PRODUCTS
+from bitplan.seeing.recording import Operation
 
 
 @dataclass(frozen=True)

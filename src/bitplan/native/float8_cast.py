@@ -11,7 +11,7 @@ once:
 * ``bitplan::float8_cast`` makes the scale of these, divides by it, rounds, and writes one layout or both.
 
 On a GPU they are Triton kernels (:mod:`bitplan.native.float8_cast_kernel`), elsewhere the plain torch below, which says
-what they compute: to the bit what :meth:`bitplan.quantizer.Quantizer.encode` does.
+what they compute: to the bit what :meth:`bitplan.numbers.quantizer.Quantizer.encode` does.
 
 A *reach* is a magnitude from the past, one number on the device, for which the scale makes room instead of the
 largest of the present; where it is 0 nothing is known yet, and the present decides.
@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bitplan.formats import FloatFormat
-from bitplan.kernel_operations import itself, list_operation, register
-from bitplan.rounding import round_float
-from bitplan.scaling import divide, step_scale
+from bitplan.graphs.kernel_operations import itself, list_operation, register
+from bitplan.numbers.formats import FloatFormat
+from bitplan.numbers.rounding import round_float
+from bitplan.numbers.scaling import divide, step_scale
 
 FORMATS = {torch.float8_e4m3fn: FloatFormat(4, 3, specials="fn"), torch.float8_e5m2: FloatFormat(5, 2)}
 #: What the operations read; anything else is cast by the quantizer itself.

@@ -19,8 +19,9 @@ instructions an element became 23, which is about what memory can keep up with:
 With tiles of 16-bit numbers no kernel takes more than 128 registers a thread, so that a multiprocessor of Hopper works
 on two tiles at once: one is read while the other is cast.
 
-Inductor puts these kernels into its own code (:mod:`bitplan.launching`), for which they keep to what it can write down:
-their constants are numbers, booleans and text, and they say no more of how they are launched than the number of warps.
+Inductor puts these kernels into its own code (:mod:`bitplan.native.launching`), for which they keep to what it can
+write down: their constants are numbers, booleans and text, and they say no more of how they are launched than the
+number of warps.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def _amax_of_several(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _scale_of(span, largest: tl.constexpr, power_of_two: tl.constexpr):  # type: ignore[no-untyped-def]
-    """As :func:`bitplan.scaling.step_scale`: every comparison with NaN is false, so that NaN stays."""
+    """As :func:`bitplan.numbers.scaling.step_scale`: every comparison with NaN is false, so that NaN stays."""
     scale = tl.div_rn(span, tl.full([], largest, tl.float32))
     smallest = tl.full([], 1.1754943508222875e-38, tl.float32)
     scale = tl.where(scale < smallest, smallest, scale)

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitplan.kernel_operations import itself, register
+from bitplan.graphs.kernel_operations import itself, register
 from bitplan.native.float8_cast import FORMATS, amax_in_torch, amax_of_shape, cast_in_torch, cast_of_shape, tiles_of
-from bitplan.rounding import round_float
+from bitplan.numbers.rounding import round_float
 
 #: What gate and up may be: numbers, or codes without a scale.
 READ = (torch.bfloat16, torch.float8_e4m3fn)

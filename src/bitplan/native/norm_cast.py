@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitplan.kernel_operations import itself, register
+from bitplan.graphs.kernel_operations import itself, register
 from bitplan.native.float8_cast import amax_in_torch, amax_of_shape, cast_in_torch, cast_of_shape, tiles_of
 
 #: What a norm's input and weight may be. (A first norm's input is sometimes kept in float32, as which it is used.)

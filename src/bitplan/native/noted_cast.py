@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitplan.kernel_operations import OPERATIONS, itself, list_operation
+from bitplan.graphs.kernel_operations import OPERATIONS, itself, list_operation
 from bitplan.native import float8_cast, gated_cast, norm_cast
 from bitplan.native.float8_cast import NOTED
 

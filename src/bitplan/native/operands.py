@@ -19,11 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bitplan.formats import BlockFormat, IntFormat
 from bitplan.native.units import UNITS
+from bitplan.numbers.formats import BlockFormat, IntFormat
+from bitplan.numbers.quantizer import Quantizer
+from bitplan.numbers.straight import Encoded
 from bitplan.plan.spec import QuantizerSpec
-from bitplan.quantizer import Quantizer
-from bitplan.straight import Encoded
 
 #: Pass -> its slots, left and right.
 PASSES = {"fprop": ("fprop.x", "fprop.w"), "dgrad": ("dgrad.dy", "dgrad.w"), "wgrad": ("wgrad.dy", "wgrad.x")}

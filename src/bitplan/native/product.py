@@ -11,9 +11,9 @@ from torch import Tensor
 from bitplan.errors import PlanError
 from bitplan.native.operands import Codes, sizes_of
 from bitplan.native.units import Unit
+from bitplan.numbers.quantizer import Quantizer
+from bitplan.numbers.straight import Encoded
 from bitplan.products import Product
-from bitplan.quantizer import Quantizer
-from bitplan.straight import Encoded
 from bitplan.tracing import is_traced
 
 #: The attribute by which the readers of a tensor, in a graph in the making, know of each other.

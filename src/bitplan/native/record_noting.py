@@ -1,10 +1,10 @@
 """Records of largest magnitudes, written by the casts themselves (see :mod:`bitplan.native.noted_cast`).
 
-In a graph that torch has made free of changes in place, what :func:`bitplan.observe.observe_amax` does is a chain: the
-record's row and its cell are selected, the larger of that and the largest of what a cast tells is put into the row, the
-row into the record; further casts go on with what came out, and at the end all of it is copied into the record. Where
-that is all that happens to a record, the casts are given the record, and what is left is one copy of it into itself,
-which Inductor leaves out.
+In a graph that torch has made free of changes in place, what :func:`bitplan.at_work.observe.observe_amax` does is a
+chain: the record's row and its cell are selected, the larger of that and the largest of what a cast tells is put into
+the row, the row into the record; further casts go on with what came out, and at the end all of it is copied into the
+record. Where that is all that happens to a record, the casts are given the record, and what is left is one copy of it
+into itself, which Inductor leaves out.
 
 The backward pass begins with what the forward pass made of the record, which it is given as a tensor of its own. The
 record still has just that in it, since autograd refuses to go back where something has changed it in between; so it is
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from bitplan.kernel_operations import OPERATIONS
+from bitplan.graphs.kernel_operations import OPERATIONS
 from bitplan.native.noted_cast import CASTS, NotingCast
 
 #: Whether casts in compiled graphs write into the records; to compare.
@@ -157,7 +157,7 @@ def _others(node: fx.Node, readers: set[fx.Node]) -> bool:
 
 
 def _raised(outer: fx.Node) -> _Raise | None:
-    """How what :func:`bitplan.observe.observe_amax` does once is written in a graph; None where it is not that."""
+    """How what :func:`~bitplan.at_work.observe.observe_amax` does once is written in a graph; None where it is not."""
     before, row, number = _put(outer)
     old, larger, column = _put(row)
     if not _is_selected(old, before, number) or larger is None or larger.target is not _aten.maximum.default:

@@ -22,10 +22,10 @@ from torch._functorch.partitioners import get_default_op_list, min_cut_remateria
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 
-from bitplan import fusing, partitioning
-from bitplan.fusing import fold_batch_norms, fuse_moments
-from bitplan.launching import with_opening
-from bitplan.partitioning import LIFTED_BANS, SMALL_SHARE, backward_nodes, elements_of, mark_what_is_kept
+from bitplan.graphs import fusing, partitioning
+from bitplan.graphs.fusing import fold_batch_norms, fuse_moments
+from bitplan.graphs.partitioning import LIFTED_BANS, SMALL_SHARE, backward_nodes, elements_of, mark_what_is_kept
+from bitplan.native.launching import with_opening
 
 #: Where a cast's arguments name the tensor that it waits for.
 _AFTER = [argument.name for argument in torch.ops.bitplan.float8_cast.default._schema.arguments].index("after")

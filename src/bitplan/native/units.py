@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from bitplan.formats import FloatFormat, Format, IntFormat
+from bitplan.numbers.formats import FloatFormat, Format, IntFormat
 
 _E5M2 = FloatFormat(5, 2)
 _FLOAT8 = {FloatFormat(4, 3, specials="fn"): torch.float8_e4m3fn, _E5M2: torch.float8_e5m2}

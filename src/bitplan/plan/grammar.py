@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
 from bitplan.errors import PlanError
-from bitplan.formats import Overflow
+from bitplan.numbers.formats import Overflow
+from bitplan.numbers.reference import ROUNDINGS
+from bitplan.numbers.scaling import LONGEST_HISTORY, MOST_MARGIN, Granularity, Range
 from bitplan.plan.document import VERSION
 from bitplan.plan.kinds import (
     Anything,
@@ -46,8 +48,6 @@ from bitplan.plan.spec import (
 from bitplan.plan.time_grammar import NAME_PATTERN, Scheduled, When, Width
 from bitplan.plan.tree import Node
 from bitplan.plan.uses import Choosing, Switch, Use, use_from_text
-from bitplan.reference import ROUNDINGS
-from bitplan.scaling import LONGEST_HISTORY, MOST_MARGIN, Granularity, Range
 
 
 @dataclass(frozen=True)

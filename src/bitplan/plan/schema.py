@@ -14,9 +14,9 @@ import re
 from itertools import combinations
 from typing import Any
 
-from bitplan.formats import BlockFormat, FloatFormat
-from bitplan.names import NAMED
-from bitplan.names import format as format_of
+from bitplan.numbers.formats import BlockFormat, FloatFormat
+from bitplan.numbers.names import NAMED
+from bitplan.numbers.names import format as format_of
 from bitplan.plan.grammar import CHOOSING, GRAD_QUANTIZER, PLAN, PROMOTION, QUANTIZER, RULE, SWITCH
 from bitplan.plan.kinds import Schema
 from bitplan.plan.places import CONFLICTS, KEYS

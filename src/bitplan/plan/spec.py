@@ -2,7 +2,7 @@
 
 A :class:`QuantizerSpec` is words, not a function: it says ``scale: channel`` and leaves open which axis that is,
 because the role decides (a weight's output channels, an activation's features). :meth:`QuantizerSpec.resolve` turns
-it into a :class:`bitplan.quantizer.Quantizer` once the axis is known.
+it into a :class:`bitplan.numbers.quantizer.Quantizer` once the axis is known.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from bitplan.errors import BitplanError, FormatError, PlanError, nearest_names
-from bitplan.formats import BlockFormat, Format, IntFormat, Overflow
-from bitplan.live import LiveFormat
-from bitplan.names import NAMED
-from bitplan.names import format as format_of
+from bitplan.numbers.formats import BlockFormat, Format, IntFormat, Overflow
+from bitplan.numbers.live import LiveFormat
+from bitplan.numbers.names import NAMED
+from bitplan.numbers.names import format as format_of
+from bitplan.numbers.quantizer import Quantizer, make_quantizer
+from bitplan.numbers.reference import Rounding
+from bitplan.numbers.scaling import LONGEST_HISTORY, MOST_MARGIN, Granularity, Range
 from bitplan.plan.match import compile_match
 from bitplan.plan.places import CONFLICTS, KEYS, GradAt
 from bitplan.plan.promotion import Promotion
-from bitplan.quantizer import Quantizer, make_quantizer
-from bitplan.reference import Rounding
-from bitplan.scaling import LONGEST_HISTORY, MOST_MARGIN, Granularity, Range
 from bitplan.schedules import Schedule
 
 if TYPE_CHECKING:

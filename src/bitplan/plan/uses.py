@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from bitplan.errors import PlanError, nearest_names
-from bitplan.names import NAMED
-from bitplan.names import format as format_of
+from bitplan.numbers.names import NAMED
+from bitplan.numbers.names import format as format_of
 from bitplan.plan.spec import KEEP, LIKE_A_FORMAT, QuantizerSpec, check_name, is_family, is_format
 from bitplan.schedules import Moment, Position, Schedule
 from bitplan.schedules.base import Whole

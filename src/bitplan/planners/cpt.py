@@ -28,14 +28,14 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from bitplan.errors import PlanError
-from bitplan.openings import is_opened
-from bitplan.ops import PRODUCTS
 from bitplan.plan import Plan, QuantizerSpec, Rule
-from bitplan.recording import Operation, record
 from bitplan.schedules import Schedule
 from bitplan.schedules import schedule as schedule_of
 from bitplan.schedules.cyclic import DEFAULT_CYCLES
 from bitplan.schedules.named import SCHEDULE_OPTIONS
+from bitplan.seeing.openings import is_opened
+from bitplan.seeing.ops import PRODUCTS
+from bitplan.seeing.recording import Operation, record
 
 Kind = Literal["images", "large images", "convolutional", "recurrent", "transformer", "graph", "plain"]
 #: The three roundings of the quantiser, by the operand that each is of.

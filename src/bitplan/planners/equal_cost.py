@@ -10,12 +10,12 @@ from dataclasses import replace
 
 from bitplan.cost import step_cost
 from bitplan.errors import PlanError
-from bitplan.macs import multiplications
 from bitplan.plan import Plan, QuantizerSpec, Rule
 from bitplan.plan.uses import Use
 from bitplan.planners.cpt import Widths, exempt, kind_of, plan_of
-from bitplan.recording import Operation
 from bitplan.schedules import Static
+from bitplan.seeing.macs import multiplications
+from bitplan.seeing.recording import Operation
 
 #: The schedule, which stays, of the layers with one bit more.
 RAISED = "raised"

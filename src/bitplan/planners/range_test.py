@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bitplan.attach import attach
-from bitplan.batches import call_arguments
 from bitplan.errors import PlanError
 from bitplan.plan import Plan
 from bitplan.planners.cpt import cpt_plan
 from bitplan.randomness import randomness_kept
 from bitplan.schedules import Moment, Schedule, StepList
+from bitplan.seeing.batches import call_arguments
 
 if TYPE_CHECKING:
     from bitplan.tasks.task import Task

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from bitplan.errors import FormatError
-from bitplan.formats import BlockFormat, FloatFormat, Format, IntFormat
+from bitplan.numbers.formats import BlockFormat, FloatFormat, Format, IntFormat
 
 #: With more bits the ticks of a row would merge into a bar.
 MAX_DRAWN_BITS = 8

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bitplan._version import __version__
-from bitplan.bench.machine import describe_machine
+from bitplan.machine import describe_machine
 
 #: What bitplan cannot do without.
 NEEDED = ("torch", "numpy", "PyYAML", "safetensors", "typer", "rich")

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bitplan.actions import Action
-from bitplan.intercept import is_planned, state_of
-from bitplan.observe import AMAX, ERROR, FRESH, OVERFLOW
+from bitplan.at_work.actions import Action
+from bitplan.at_work.observe import AMAX, ERROR, FRESH, OVERFLOW
+from bitplan.at_work.tables import RECORD
 from bitplan.plan.spec import QuantizerSpec
-from bitplan.tables import RECORD
+from bitplan.seeing.intercept import is_planned, state_of
 from bitplan.tasks.task import Task
 from bitplan.train.checkpoint import newest_whole
 from bitplan.train.session import Session

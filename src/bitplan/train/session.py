@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bitplan.attach import Attachment, attach
-from bitplan.batches import call_arguments
 from bitplan.errors import RunError, TaskError
 from bitplan.measure.measure import look_at_step
 from bitplan.measure.probe import Probe
-from bitplan.noise import key_of
-from bitplan.openings import is_opened
+from bitplan.numbers.noise import key_of
 from bitplan.optimizer_state import load_plain_state, plain_state
 from bitplan.optimizers import set_rate
 from bitplan.plan import Plan
 from bitplan.randomness import randomness_kept
+from bitplan.seeing.batches import call_arguments
+from bitplan.seeing.openings import is_opened
 from bitplan.tasks.task import Task
 from bitplan.train.ahead import Ahead
 from bitplan.train.copies import Copies, pinned

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bitplan.intercept import Interceptor, Scope, followed, is_planned, state_of
-from bitplan.losses import loss_holder
+from bitplan.seeing.intercept import Interceptor, Scope, followed, is_planned, state_of
+from bitplan.seeing.losses import loss_holder
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from bitplan.at_work.promoting import Promoted
 from bitplan.errors import RunError
-from bitplan.promoting import Promoted
 
 #: *finished*: all steps made. *stopped*: on request, and can be resumed. *diverged*: the loss or the weights are no
 #: longer finite, and trying again would give the same.
@@ -47,7 +47,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class PromotionRecord:
-    """A tensor that was promoted, as files tell it; see :class:`bitplan.promoting.Promoted`."""
+    """A tensor that was promoted, as files tell it; see :class:`bitplan.at_work.promoting.Promoted`."""
 
     site: str
     step: int

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from bitplan.formats import IntFormat
 from bitplan.measure.figures import OperandFigures
+from bitplan.numbers.formats import IntFormat
 from bitplan.plan.spec import QuantizerSpec
 from bitplan.planners.advise.prices import CostKind, price
 from bitplan.planners.advise.slots import Option, Pair, Slot

@@ -19,7 +19,7 @@ from typing import Literal, get_args
 
 from bitplan.cost import stored_bits
 from bitplan.errors import PlanError, nearest_names
-from bitplan.formats import IntFormat
+from bitplan.numbers.formats import IntFormat
 from bitplan.plan.spec import QuantizerSpec
 from bitplan.planners.advise.slots import Option, Slot
 

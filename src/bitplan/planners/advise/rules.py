@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from bitplan.formats import IntFormat
-from bitplan.openings import is_opened
+from bitplan.numbers.formats import IntFormat
 from bitplan.plan import Plan, QuantizerSpec, Rule
 from bitplan.plan.match import REGEX_PREFIX
 from bitplan.plan.places import OPERANDS
 from bitplan.planners.advise.choice import SlotAdvice
 from bitplan.planners.advise.slots import RECURRENT
 from bitplan.schedules import Schedule
+from bitplan.seeing.openings import is_opened
 
 #: The name of a schedule in the plan.
 SCHEDULE = "advised"

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.errors import PlanError
-from bitplan.formats import BlockFormat
 from bitplan.memory.step import OptimizerChoice
+from bitplan.numbers.formats import BlockFormat
 from bitplan.plan import Plan
 from bitplan.plan.promotion import DEFAULT_OVERFLOW
 from bitplan.planners.assign.assignment import Assignment, cut_for_ratio

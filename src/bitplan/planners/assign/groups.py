@@ -34,8 +34,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from bitplan.errors import PlanError, QuantizeError
-from bitplan.ops import FUSED, PRODUCTS
-from bitplan.recording import Operation, record
+from bitplan.seeing.ops import FUSED, PRODUCTS
+from bitplan.seeing.recording import Operation, record
 
 #: What a unit is rounded as. ``input`` is the data, by the ``x`` of the products that read it.
 Kind = Literal["input", "activation", "grad_activation", "weight"]

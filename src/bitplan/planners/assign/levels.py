@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 
 from bitplan.cost import stored_bits
 from bitplan.errors import PlanError, nearest_names
-from bitplan.formats import BlockFormat, FloatFormat
-from bitplan.names import format as format_of
+from bitplan.numbers.formats import BlockFormat, FloatFormat
+from bitplan.numbers.names import format as format_of
 from bitplan.plan import QuantizerSpec
 from bitplan.plan.places import GradAt
 

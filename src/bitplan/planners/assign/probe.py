@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bitplan.attach import attach
-from bitplan.batches import call_arguments, call_loss, split_batch
 from bitplan.errors import PlanError
 from bitplan.plan import Plan
 from bitplan.planners.assign.orders import Move
+from bitplan.seeing.batches import call_arguments, call_loss, split_batch
 
 #: Batches that damage is measured on, and training steps before.
 BATCHES, WARM = 2, 8

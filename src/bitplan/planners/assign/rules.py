@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bitplan.errors import PlanError
-from bitplan.formats import BlockFormat
-from bitplan.openings import decision_for, inner_operations
+from bitplan.numbers.formats import BlockFormat
 from bitplan.plan import KEEP, Plan, QuantizerSpec, Rule, compile_match
 from bitplan.plan.promotion import Promotion
 from bitplan.plan.uses import Use
 from bitplan.planners.assign.groups import Account, place_of
 from bitplan.planners.assign.levels import Formats
+from bitplan.seeing.openings import decision_for, inner_operations
 
 #: The role of each kind of unit.
 _ROLES = ("weight", "activation", "grad_activation")

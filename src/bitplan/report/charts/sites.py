@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from bitplan.errors import BitplanError
-from bitplan.names import format as format_named
+from bitplan.numbers.names import format as format_named
 from bitplan.plan import PLACES
 from bitplan.report.charts.common import bare_layout, plotly, safe, shortened
 from bitplan.report.runs import SiteRecord

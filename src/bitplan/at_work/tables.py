@@ -1,0 +1,156 @@
+"""What lies beside a module's weights while a plan is at work: keys of random bits, rows of formats, records.
+
+Up to three buffers a module, all non-persistent, so that the model's ``state_dict`` is untouched, and all *buffers*, so
+that equal blocks share one compiled graph and CUDA graphs see static inputs:
+
+* ``TABLE`` (int32): row 0 the module's key, one row for the key of each of its parameters, then a row for each
+  format that may change while the run goes on. The graph only reads it; :meth:`Attachment.step` writes it.
+* ``RECORD`` (float32): what was observed at each site, see :mod:`bitplan.at_work.observe`.
+* ``REACH`` (float32): for each row of the record, for which magnitude this step's scale makes room, where past steps
+  decide that. The graph only reads it, so that equal casts stay equal; :meth:`RunTables.fold` writes it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.at_work.observe import LENGTH, LIMIT, MARGIN, blank_record, reach
+from bitplan.numbers.formats import Format
+from bitplan.numbers.live import LiveFormat
+from bitplan.numbers.rounding import ROW_FIELDS
+from bitplan.plan.document import Phase
+from bitplan.plan.spec import QuantizerSpec
+
+TABLE = "_bitplan_table"
+RECORD = "_bitplan_record"
+REACH = "_bitplan_reach"
+
+
+class LiveRow:
+    """A format that may change during the run, in one place of one module."""
+
+    def __init__(self, live: LiveFormat, spec: QuantizerSpec, name: str | None) -> None:
+        self.live = live
+        self.spec = spec
+        #: The quantizer's name in the plan; None where the rule spells it out.
+        self.name = name
+        #: What the row holds now.
+        self.format = spec.target
+        #: The format whose row was last asked for, and that row: asked for every step, changed now and then.
+        self._written: tuple[Format, list[int]] | None = None
+
+    def change(self, target: Format) -> None:
+        """Another format of the same kind."""
+        self.live.require_same_kind(self.spec.stored(target))
+        self.format = target
+
+    def follow(self, bits: int) -> None:
+        """The width that its schedule has come to."""
+        self.format = self.spec.with_bits(bits).target if bits != self.spec.bits else self.spec.target
+
+    def stored(self) -> Format:
+        """The format as tensors are stored in it."""
+        return self.spec.stored(self.format)
+
+    @property
+    def values(self) -> list[int]:
+        """The row, all whole numbers: floats as their bit patterns."""
+        if self._written is None or self._written[0] is not self.format:
+            row = self.live.row_of(self.stored())
+            whole = [_pattern(value) for value in row] if self.live.kind == "int" else [int(value) for value in row]
+            self._written = self.format, whole + [0] * (ROW_FIELDS - len(whole))
+        return self._written[1]
+
+
+def _pattern(value: float) -> int:
+    """The bits of a float32 as a signed number."""
+    pattern: int = struct.unpack("<i", struct.pack("<f", value))[0]
+    return pattern
+
+
+class ModuleTables:
+    """The rows of one module, on the host; :meth:`install` makes its buffers."""
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self.path = path
+        self.module = module
+        self.parameters = tuple(name for name, tensor in module._parameters.items() if tensor is not None)
+        self.formats: list[LiveRow] = []
+        #: Index of a rule and a place -> the row that holds what it says there.
+        self.spoken: dict[tuple[int | None, str], int] = {}
+        #: Formats and what speaks of them, by the phase of a plan that changes over time.
+        self._phases: dict[Phase, tuple[list[LiveRow], dict[tuple[int | None, str], int]]] = {}
+        self.needs_keys = False
+        #: Site and place -> its row of the record.
+        self.records: dict[str, int] = {}
+
+    def enter(self, phase: Phase) -> None:
+        """From now on the rows are those of that phase."""
+        self.formats, self.spoken = self._phases.setdefault(phase, ([], {}))
+
+    def rows_in(self, phase: Phase) -> tuple[list[LiveRow], dict[tuple[int | None, str], int]]:
+        """The rows of a phase, and what speaks of them."""
+        return self._phases.get(phase, ([], {}))
+
+    def format_row(self, rule: int | None, place: str, live: LiveFormat, spec: QuantizerSpec, name: str | None) -> int:
+        """The number of the row: one for all operations that a rule speaks of in one breath."""
+        if (rule, place) not in self.spoken:
+            self.formats.append(LiveRow(live, spec, name))
+            self.spoken[rule, place] = len(self.parameters) + len(self.formats)
+        return self.spoken[rule, place]
+
+    def live_row(self, row: int) -> LiveRow:
+        return self.formats[row - len(self.parameters) - 1]
+
+    @property
+    def has_table(self) -> bool:
+        return self.needs_keys or bool(self.formats)
+
+    def install(self, rows: Tensor, device: torch.device, module: nn.Module | None = None) -> None:
+        """Give the module, or a copy of it, its table; one of the same size is left where it lies, to be written."""
+        module = self.module if module is None else module
+        known = module._buffers.get(TABLE)
+        if self.has_table and (known is None or len(known) != len(rows)):
+            module.register_buffer(TABLE, rows.clone().to(device), persistent=False)
+
+    def record_row(
+        self, site: str, device: torch.device, limit: float = math.inf, history: int = 0, margin: int = 0
+    ) -> int:
+        """The row of a site, a new one if it was not met before.
+
+        :param limit: of the sign that a promotion watches there.
+        :param history: of how many past steps the largest magnitude is remembered, for the next one's scale.
+        :param margin: by which power of two the scale makes room for more than that.
+        """
+        if site not in self.records:
+            self.records[site] = len(self.records)
+            known = self.module._buffers.get(RECORD)
+            fresh = blank_record(1, device)
+            grown = fresh if known is None else torch.cat((known, fresh))
+            self.module.register_buffer(RECORD, grown, persistent=False)
+        record, row = self.module._buffers[RECORD], self.records[site]
+        assert record is not None
+        for column, value in ((LIMIT, limit), (LENGTH, history), (MARGIN, 2.0**margin)):
+            record[row, column] = value
+        known = self.module._buffers.get(REACH)
+        if history or known is not None:
+            show_reach(self.module, record)
+        return row
+
+    def remove(self) -> None:
+        for name in (TABLE, RECORD, REACH):
+            self.module._buffers.pop(name, None)
+            self.module._non_persistent_buffers_set.discard(name)
+
+
+def show_reach(module: nn.Module, record: Tensor) -> None:
+    """Write what the module's record says of this step's scales where its graphs read it."""
+    now, known = reach(record), module._buffers.get(REACH)
+    if known is not None and known.shape == now.shape:
+        known.copy_(now)
+    else:
+        module.register_buffer(REACH, now, persistent=False)

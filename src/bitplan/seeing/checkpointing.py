@@ -1,0 +1,56 @@
+"""Functions under activation checkpointing.
+
+A module that is checkpointed enters its scope again when it is recomputed. A plain function does not: its operations
+would be recomputed unrounded, in the backward pass, and nothing would say so. So while a plan is attached, a
+checkpointed function is handed on together with the scope that it was called in.
+
+``torch.utils.checkpoint.checkpoint`` itself stays what it is: torch.compile knows it by its identity, and a compiled
+region arrives in :meth:`bitplan.seeing.intercept.Scope.__torch_function__` anyway. Eagerly it calls one of two inner
+functions, and these are exchanged, wherever the outer one was imported to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.utils.checkpoint as home
+
+from bitplan.seeing.intercept import innermost_scope
+
+_keep_hooks = home._checkpoint_without_reentrant_generator
+_Reentrant = home.CheckpointFunction
+
+#: How many attached plans rely on the exchange.
+_users = 0
+
+
+def _planned_keep_hooks(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    scope = innermost_scope()
+    return _keep_hooks(function if scope is None else scope.carried(function), *args, **kwargs)
+
+
+class _PlannedReentrant(_Reentrant):
+    @classmethod
+    def apply(cls, function: Callable[..., Any], *args: Any) -> Any:
+        scope = innermost_scope()
+        return _Reentrant.apply(  # type: ignore[no-untyped-call]
+            function if scope is None else scope.carried(function, args[1:]), *args
+        )
+
+
+def exchange() -> None:
+    """From now on checkpointed functions carry their scope along."""
+    global _users
+    _users += 1
+    home._checkpoint_without_reentrant_generator = _planned_keep_hooks  # type: ignore[assignment]
+    home.CheckpointFunction = _PlannedReentrant  # type: ignore[misc]
+
+
+def restore() -> None:
+    """The counterpart of :func:`exchange`; the last one leaves torch as it was."""
+    global _users
+    _users -= 1
+    if not _users:
+        home._checkpoint_without_reentrant_generator = _keep_hooks
+        home.CheckpointFunction = _Reentrant  # type: ignore[misc]

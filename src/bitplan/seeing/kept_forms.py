@@ -1,0 +1,141 @@
+"""In how many forms packed execution keeps a tensor, and where one reader cancels what the plan saves.
+
+A tensor that the plan has rounded is kept once, in its format's bits, for all operations that want it in backward. But
+a product whose operand has a quantizer of its own keeps that operand beside it, and one whose ``wgrad.x`` is left alone
+keeps the tensor as it came. So a tensor that is rounded to 8 bits may be kept in 16 all the same, or in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from bitplan.keeping import is_smaller
+from bitplan.plan import SLOTS, Decision, Plan
+from bitplan.plan.spec import QuantizerSpec
+from bitplan.seeing.openings import decision_for
+from bitplan.seeing.recording import Operation
+from bitplan.sparing import RUN_AGAIN
+
+#: Beside products: operations that keep their input for the backward pass.
+_KEEPS_INPUT = RUN_AGAIN | frozenset(
+    """
+    gelu silu mish softplus hardswish leaky_relu prelu layer_norm rms_norm group_norm batch_norm instance_norm
+    square log
+    """.split()  # noqa: SIM905 - a paragraph of names reads better than a page of quotes
+)
+#: Operations that keep an input where another one needs a gradient.
+_KEEPS_FACTORS = frozenset(("mul", "div"))
+
+
+@dataclass
+class _Forms:
+    """How one tensor is kept."""
+
+    #: Bits of a value in the tensor's own type, and as the plan has rounded the tensor itself.
+    plain: float
+    own: float
+    #: The fewest bits that the plan gives to the tensor or to an operand it becomes.
+    promised: float
+    #: Who keeps the tensor as it is.
+    as_it_is: list[str] = field(default_factory=list)
+    #: (slot, reader, format, bits) of the copies that readers round for themselves.
+    copies: list[tuple[str, str, str, float]] = field(default_factory=list)
+
+    @property
+    def total(self) -> float:
+        return self.own * bool(self.as_it_is) + sum(copy[3] for copy in self.copies)
+
+    @property
+    def widest(self) -> float:
+        return max([self.own * bool(self.as_it_is), *(copy[3] for copy in self.copies)])
+
+    def warning(self) -> str | None:
+        """What is lost, and what to do; None where the plan's bits are what is kept."""
+        is_wide = self.widest > self.promised
+        if self.promised >= self.plain or self.total < 2 * self.promised or not (is_wide or self.total >= self.plain):
+            return None
+        parts = [f"{_number(bits)} as {slot} of {reader} ({name})" for slot, reader, name, bits in self.copies]
+        if self.as_it_is:
+            parts.append(f"{_number(self.own)} as it is, for {', '.join(dict.fromkeys(self.as_it_is))}")
+        return (
+            f"packed execution keeps {_number(self.total)} bits of each value, not {_number(self.promised)}: "
+            f"{' and '.join(parts)}; {self._advice(is_wide)}."
+        )
+
+    def _advice(self, is_wide: bool) -> str:
+        if not is_wide:
+            return "round the activation instead of each operand, and one copy serves all"
+        wide = next((copy for copy in self.copies if copy[3] > self.promised), None)
+        if wide is not None:
+            return f"give {wide[0]} of {wide[1]} {_number(self.promised)} bits, too"
+        return f"round the activation to {_number(self.promised)} bits, or wgrad.x of its readers"
+
+
+def cancelled_savings(plan: Plan, operations: Sequence[Operation]) -> dict[str, str]:
+    """Operation's label -> why what it returns is not kept in as few bits as the plan seems to say."""
+    found: dict[int, _Forms] = {}
+    decisions = [decision_for(plan.decide, each.module, f"{each.op}.{each.index}", each.inside) for each in operations]
+    for number, (operation, decision) in enumerate(zip(operations, decisions, strict=True)):
+        if len(operation.outputs) == 1:
+            plain = 8.0 * operation.outputs[0].dtype.itemsize
+            own = _bits(decision["activation"].quantizer, operation)
+            found[number] = _Forms(plain, own, own)
+    for operation, decision in zip(operations, decisions, strict=True):
+        if not operation.needs_grad:
+            continue
+        if operation.operands is not None:
+            _read_by_product(operation, decision, operations, decisions, found)
+        elif operation.op in _KEEPS_INPUT or (
+            operation.op in _KEEPS_FACTORS and len(operation.inputs) + len(operation.parameters) > 1
+        ):
+            for source in operation.inputs:
+                if source in found:
+                    found[source].as_it_is.append(operation.label)
+    warnings = {operations[number].label: forms.warning() for number, forms in found.items()}
+    return {label: warning for label, warning in warnings.items() if warning is not None}
+
+
+def _read_by_product(
+    operation: Operation,
+    decision: Decision,
+    operations: Sequence[Operation],
+    decisions: Sequence[Decision],
+    found: dict[int, _Forms],
+) -> None:
+    assert operation.operands is not None
+    apart = any(decision[slot].quantizer is not None and decision[slot].share is None for slot in SLOTS)
+    x, w = operation.operands
+    # With the slots apart, x is kept as the weight's gradient wants it and w as it came; else both as they were used.
+    kept = {"x": ("wgrad.x" if apart else "fprop.x", w), "w": (None if apart else "fprop.w", x)}
+    for operand, tensor in (("x", x), ("w", w)):
+        source = operation.origins.get(id(tensor))
+        if source is None or source not in found:
+            continue  # data and parameters live anyway
+        forms, made = found[source], operations[source]
+        for slot in (slot for slot in SLOTS if slot.endswith(f".{operand}")):
+            forms.promised = min(forms.promised, _bits(decision[slot].quantizer, made))
+        slot_kept, other = kept[operand]
+        if not apart and not other.requires_grad:
+            continue  # no gradient wants it
+        spec = None if slot_kept is None else decision[slot_kept].quantizer
+        if spec is None or slot_kept is None or _is_same_grid(spec, decisions[source]["activation"].quantizer):
+            forms.as_it_is.append(operation.label)
+        else:
+            forms.copies.append((slot_kept, operation.label, str(spec), _bits(spec, made)))
+
+
+def _bits(spec: QuantizerSpec | None, made: Operation) -> float:
+    """Bits of a value that `spec` has rounded, as it is kept."""
+    dtype = made.outputs[0].dtype
+    is_packed = spec is not None and is_smaller(spec.target, dtype)
+    return spec.target.bits_per_value if spec is not None and is_packed else 8.0 * dtype.itemsize
+
+
+def _is_same_grid(spec: QuantizerSpec, activation: QuantizerSpec | None) -> bool:
+    """Whether the operand is the activation itself: it lies on the grid already, and nothing is rounded again."""
+    return activation is not None and spec.scale is activation.scale is None and spec.target == activation.target
+
+
+def _number(bits: float) -> str:
+    return f"{bits:g}"

@@ -1,0 +1,225 @@
+"""Operations of ours opened in a compiled graph: what replaces them, and where it is asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.compile_fx
+import torch._inductor.config as inductor_config
+from torch import Tensor, fx, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.inductor_prims import force_stride_order
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import bitplan
+from bitplan import Plan
+from bitplan.graphs.kernel_operations import OPERATIONS, KernelOperation
+from bitplan.graphs.moments import coded_moments, plain_coded_moments
+from bitplan.native import launching
+from bitplan.native.float8_cast import amax_in_torch, cast_float8, cast_in_torch
+from bitplan.native.launching import OPTION, OpeningPass, open_operations, remember_accesses, with_opening
+
+E4M3 = torch.float8_e4m3fn
+
+
+def stand_in(name: str, plain: Callable[..., Any]) -> KernelOperation:
+    """An operation that launches nothing: what a CPU does takes the place of the kernels."""
+    return KernelOperation(name, lambda *given, wrap: plain(*given), OPERATIONS[name].is_possible, ())
+
+
+PLAIN = {
+    "float8_amax": stand_in("float8_amax", amax_in_torch),
+    "float8_cast": stand_in("float8_cast", cast_in_torch),
+    "coded_moments": stand_in("coded_moments", plain_coded_moments),
+}
+
+
+def step(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    """Every operation, one of whose results is not used and one of which is used twice."""
+    cast = cast_float8(2 * x, E4M3, gathers=True)
+    code, var, mean = coded_moments(y + 1, E4M3)
+    return cast.rows.float() * cast.scale, cast.columns.float() + cast.scale, code.float(), var + mean, cast.tops
+
+
+def traced(*given: Tensor, mode: str = "fake") -> fx.GraphModule:
+    return make_fx(step, tracing_mode=mode)(*given)
+
+
+def names_of(graph: fx.Graph) -> list[str]:
+    """Operations of ours."""
+    targets = (node.target for node in graph.nodes if node.op == "call_function")
+    found = (target.name() for target in targets if isinstance(target, torch._ops.OpOverload))
+    return [name.removeprefix("bitplan::") for name in found if name.startswith("bitplan::")]
+
+
+def inputs(layout: torch.memory_format = torch.channels_last) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(5, 7), torch.randn(2, 3, 4, 4).contiguous(memory_format=layout)
+
+
+def test_what_an_operation_does_takes_its_place() -> None:
+    module = traced(*inputs())
+    wanted = module(*inputs())
+    assert names_of(module.graph) == ["float8_amax", "float8_cast", "coded_moments"]
+    assert open_operations(module.graph, "cpu", PLAIN) == 3
+    module.graph.lint()
+    module.recompile()
+    assert names_of(module.graph) == []
+    assert all("val" in node.meta for node in module.graph.nodes if node.op == "call_function")
+    for ours, other in zip(module(*inputs()), wanted, strict=True):
+        assert torch.equal(ours, other)
+
+
+def test_operations_stay_on_other_devices_with_unknown_sizes_and_in_other_layouts() -> None:
+    module = traced(*inputs())
+    assert open_operations(module.graph) == 0
+    assert len(names_of(module.graph)) == 3
+    unknown = traced(*inputs(), mode="symbolic")
+    assert open_operations(unknown.graph, "cpu", PLAIN) == 0
+    rows_first = traced(*inputs(torch.contiguous_format))
+    assert open_operations(rows_first.graph, "cpu", PLAIN) == 2
+    assert names_of(rows_first.graph) == ["coded_moments"]
+
+
+class Theirs(CustomGraphPass):
+    """A pass of somebody else."""
+
+    def __init__(self, word: str | None = "theirs") -> None:
+        self.word = word
+        self.seen: list[list[str]] = []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.seen.append(names_of(graph))
+
+    def uuid(self) -> Any:
+        return self.word
+
+
+def test_it_comes_behind_the_passes_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert with_opening(None) == {OPTION: OpeningPass()}
+    theirs = Theirs()
+    graph = traced(*inputs()).graph
+    with_opening({OPTION: theirs})[OPTION](graph)
+    assert [len(seen) for seen in theirs.seen] == [3]
+    with inductor_config.patch({OPTION: theirs}):
+        assert with_opening({"max_autotune": False}) == {"max_autotune": False, OPTION: OpeningPass([theirs])}
+    assert with_opening({OPTION: [theirs]}) == {OPTION: [theirs, OpeningPass()]}
+    once = with_opening({})
+    assert with_opening(once) == once
+    monkeypatch.setattr(launching, "OPENS", False)
+    assert with_opening({OPTION: theirs}) == {OPTION: theirs}
+
+
+def test_caches_know_it_by_what_it_does() -> None:
+    alone = OpeningPass().uuid()
+    assert alone is not None
+    assert alone == OpeningPass().uuid()
+    behind = {OpeningPass([Theirs(word)]).uuid() for word in ("one", "other")}
+    assert len({alone, *behind}) == 3
+    assert OpeningPass([Theirs(None)]).uuid() is None  # such a pass turns caches off, with ours or without
+    assert OpeningPass([lambda graph: None]).uuid() is None
+    sources = {source for operation in OPERATIONS.values() for source in operation.sources()}
+    assert {source.rpartition("/")[2] for source in sources} == {
+        "float8_cast.py",
+        "float8_cast_kernel.py",
+        "gated_cast.py",
+        "gated_cast_kernel.py",
+        "moments.py",
+        "moments_kernel.py",
+        "norm_cast.py",
+        "norm_cast_kernel.py",
+        "noted_cast.py",
+    }
+
+
+def test_torch_looks_once_into_a_kernel_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[str] = []
+
+    def look(kernel: Any, kwargs: dict[str, Any], descriptors: Any) -> list[str]:
+        looks.append(kernel.fn.fn.__module__)
+        return list(kwargs)
+
+    for name in ("identify_mutated_tensors", "identify_accessed_tensors"):
+        monkeypatch.setattr(launching.triton_kernel_wrap, name, look, raising=False)
+    remember_accesses()
+    remember_accesses()
+    looked: Any = launching.triton_kernel_wrap.identify_mutated_tensors
+    given: dict[str, Any] = {"x": torch.ones(3), "count": 3}
+    for module in ("bitplan.graphs.moments_kernel", "elsewhere"):
+        written = type("written", (), {"__module__": module})  # where a function would be
+        kernel = SimpleNamespace(fn=SimpleNamespace(fn=written))
+        for values in (
+            given,
+            {**given, "x": torch.ones(7)},
+            {**given, "count": 4},
+            {**given, "x": torch.ones(3).half()},
+        ):
+            assert looked(kernel, values, {}) == ["x", "count"]
+    assert looks == ["bitplan.graphs.moments_kernel"] * 3 + ["elsewhere"] * 4
+
+
+@pytest.mark.parametrize("spare_memory", ["no", "inputs", "products"])
+def test_native_models_are_compiled_with_it(monkeypatch: pytest.MonkeyPatch, spare_memory: str) -> None:
+    torch._dynamo.reset()
+    asked: list[Any] = []
+
+    def compile_fx(gm: fx.GraphModule, example_inputs: Any, config_patches: Any = None, **rest: Any) -> Any:
+        asked.append(config_patches)
+        return gm.forward
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
+    model, x = nn.Linear(32, 16), torch.randn(6, 32)
+    rule = {operand: {"format": "int8", "scale": "tensor"} for operand in ("x", "w", "dy")}
+    plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "op": "linear", **rule}]})
+    with bitplan.attach(model, plan, example=x, execution="native", native_from=0) as run:
+        run.compile(spare_memory=spare_memory)(x)
+    assert [settings[OPTION] for settings in asked] == [OpeningPass()]
+
+
+def test_packed_models_are_compiled_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bitplan.graphs.packed_backend import compile_packed
+
+    asked: list[Any] = []
+
+    def compile_fx(gm: fx.GraphModule, example_inputs: Any, config_patches: Any = None, **rest: Any) -> Any:
+        asked.append(config_patches)
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
+    compile_packed(traced(*inputs()), inputs(), options={"max_autotune": False})
+    assert asked[0][OPTION] == OpeningPass()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, whose kernels are traced")
+@pytest.mark.usefixtures("gpu_in_name")
+def test_kernels_become_launches_that_write_nothing_but_their_results() -> None:
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
+
+    with FakeTensorMode():
+        x = torch.empty(130, 300, dtype=torch.bfloat16)
+        y = torch.empty(4, 24, 9, 9, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+        module = make_fx(step)(x, y)
+    assert open_operations(module.graph, "cpu") == 3
+    module.graph.lint()
+    assert names_of(module.graph) == []
+    launches = module.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
+    found: dict[str, tuple[Any, set[str]]] = {}
+    for node in launches:
+        kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
+        found[kernel.fn.__name__] = (node.kwargs["grid"], set(node.kwargs["tensors_to_clone"]))
+    assert found == {
+        "_amax_of_parts": ([(512, 1, 1)], {"tops"}),
+        "_cast_tile": ([(6, 1, 1)], {"as_rows", "as_columns", "scale_out", "tops"}),
+        "_coded_and_summed": ([(3, 1, 1)], {"code", "means", "squares"}),
+        "_put_together": ([(2, 1, 1)], {"var", "mean"}),
+    }
+    # What the kernels read is written down once, before them; results have the layouts that the operations have.
+    forced = module.graph.find_nodes(op="call_function", target=force_stride_order)
+    assert [node.args[0].name for node in forced] == ["mul", "add"]
+    empties = module.graph.find_nodes(op="call_function", target=torch.ops.aten.empty_strided.default)
+    assert y.stride() in {node.meta["val"].stride() for node in empties}
