@@ -151,7 +151,7 @@ def _same(choices: Sequence[Choice]) -> dict[str, str]:
     for choice in choices:
         if isinstance(choice.plan, Plan):
             content = choice.plan.flattened().to_dict()
-            rounds = json.dumps([content["rules"], content["quantizers"]])
+            rounds = json.dumps([content.get("rules"), content.get("quantizers")])
             if first.setdefault(rounds, choice.label) != choice.label:
                 found[choice.label] = first[rounds]
     return found

@@ -25,6 +25,8 @@ ROOMS = (
 def imported(file: Path) -> Iterator[str]:
     """The rooms, and the modules in none, that a file imports when it is imported itself."""
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            yield from (each.name.split(".")[1] for each in node.names if each.name.startswith("bitplan."))
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "bitplan":
             _, *rest = str(node.module).split(".")
             yield from rest[:1] or [each.name for each in node.names]

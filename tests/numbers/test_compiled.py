@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import bitplan
-from bitplan.numbers.reference import ROUNDINGS, Rounding
+from bitplan.numbers.formats import Overflow
+from bitplan.numbers.reference import ROUNDINGS, Rounding, round_value
 
 Case = tuple[str, Rounding, dict[str, Any]]
 PATTERN = {
@@ -65,6 +67,8 @@ UNSCALED: list[Case] = [
     *((name, rounding, {}) for rounding in ROUNDINGS[1:] for name in ("bf16", "e4m3", "e8m3b1", "e8m0", "int8")),
     *((name, "nearest", {"overflow": "special"}) for name in ("e4m3", "e4m3b4", "e5m2", "e2m1")),
     *((name, "nearest", {"overflow": "saturate"}) for name in ("bf16", "fp16")),
+    *((name, "nearest-away", {"overflow": "special"}) for name in ("e4m3", "e5m2b0", "e6m9b0", "e4m3ns")),
+    *((name, "nearest-away", {"overflow": "saturate"}) for name in ("e4m3b4", "e6m9b0", "e4m3ns")),
     ("e4m3", "toward-zero", {"overflow": "special"}),
     ("fp16", "stochastic", {"overflow": "special"}),
 ]
@@ -77,6 +81,46 @@ NARROW: list[Case] = [
 
 def test_unscaled_roundings_of_all_floats() -> None:
     assert_compiled_equals_eager(any_floats(5001), UNSCALED)
+
+
+@pytest.mark.parametrize("overflow", ["saturate", "special"])
+@pytest.mark.parametrize("name", ["e4m3b4", "e5m2b0", "e6m9b0", "e3m2", "e4m3ns"])
+def test_ties_away_from_zero_and_their_neighbours(name: str, overflow: Overflow) -> None:
+    """Random floats hardly ever are ties; here is every one near both ends of the range, and what lies beside it."""
+    target = bitplan.format(name)
+    assert isinstance(target, bitplan.FloatFormat)
+    codes = range(min(200, 2 ** (target.bits - 1)))
+    values = torch.tensor([value for code in codes if math.isfinite(value := target.decode(code))], dtype=torch.float64)
+    grid = torch.cat([values, target.max * (1 - torch.arange(40, dtype=torch.float64) * target.epsilon / 2)]).unique()
+    ties = torch.cat(
+        [(grid[1:] + grid[:-1]) / 2, torch.tensor([target.overflow_threshold, math.inf, math.nan])]
+    ).float()
+    beside = [torch.nextafter(ties, torch.tensor(end)) for end in (0.0, math.inf)]
+    x = torch.cat([sign * each for sign in (1, -1) for each in (ties, *beside, grid.float())])
+    expected = [round_value(value, target, "nearest-away", overflow) for value in x.tolist()]
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: bitplan.quantize(x, name, "nearest-away", overflow=overflow), fullgraph=True)(x)
+    assert differing(compiled, torch.tensor(expected)) == 0
+    assert differing(compiled, bitplan.quantize(x, name, overflow=overflow)) > 10  # ties to even are others
+
+
+def operations(rounding: Rounding) -> int:
+    """Of the graph of one rounding."""
+    counts = []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        counts.append(sum(node.op in ("call_function", "call_method") for node in graph.graph.nodes))
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(lambda x: bitplan.quantize(x, "e4m3b4", rounding), backend=count, fullgraph=True)(torch.randn(9))
+    return sum(counts)
+
+
+def test_ties_away_from_zero_take_few_operations() -> None:
+    """A model has hundreds of roundings, and minutes went by until all of them were compiled."""
+    assert operations("nearest") < operations("nearest-away") <= operations("nearest") + 4
+    assert 2 * operations("nearest-away") < operations("stochastic")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
