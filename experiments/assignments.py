@@ -8,12 +8,12 @@ The images are a pack of JPEGs (see cifar_pack.py) or a folder with CIFAR-10's o
 the formats of Lee, Sharma & Aiken 2023 (arXiv 2301.13464) and their loss scale, 8,000 iterations of 128 images, two
 seeds: FP32, operator, uniform low, and ratios .3 .5 .7 .9 1.0 with promotion. On SqueezeNet at .5 and .9 also without
 promotion and with the orders smallest, random and sensitivity. Then a small GPT on characters at .5 and .9, and
-ResNet-18 two and a half times as long: FP32, operator and .9.
+ResNet-18 two and a half times as long: FP32, operator, .7 and .9.
 
 For every plan also the peak of a packed step, measured on this device, and how many tensors were promoted and when. The
 claim that is read: at FP32's accuracy, an assignment saves more than twice what the operator baseline saves.
 
-That is 30 runs of SqueezeNet (smallest first at .9 demotes all, as 1.0 does), 16 of ResNet-18, 10 of the GPT and 6 long
+That is 30 runs of SqueezeNet (smallest first at .9 demotes all, as 1.0 does), 16 of ResNet-18, 10 of the GPT and 8 long
 ones. The same command goes on where it was interrupted, and `bitplan report` draws the folders of the runs.
 """
 
@@ -50,7 +50,7 @@ RECIPE = (
     *("pad=4", "mirror=true"),
 )
 LONG = ("steps=20000", "evaluate_every=5000")
-LONG_PLANS = (CONTROL, "operator", "r = 0.9")
+LONG_PLANS = (CONTROL, "operator", "r = 0.7", "r = 0.9")
 QUICK = ("width=0.25", "batch=8", "steps=4", "evaluate_every=4")
 GPT_RECIPE = ("layers=6", "heads=8", "features=256", "length=256", "batch=32", "steps=2000", "evaluate_every=500")
 GPT_QUICK = ("layers=1", "heads=2", "features=32", "length=32", "steps=4", "evaluate_every=4", "batch=2")

@@ -359,6 +359,8 @@ def test_the_words_about_experiments_were_measured() -> None:
     ratio, base = squeezenet["r = 0.7"]["ratio"], squeezenet["operator"]["ratio"]
     assert f"ratio of {ratio:.2f}, where the operator baseline has {base:.2f}: more than twice" in words
     assert 0.4 < gpt["operator"]["ratio"] < 0.6
+    (resnet18,) = studies("assignments-resnet18-long")
+    assert f"ResNet-18 ({resnet18['r = 0.7']['ratio']:.2f} against {resnet18['operator']['ratio']:.2f})" in words
 
 
 # Links.
