@@ -146,6 +146,37 @@ def test_tasks_are_experiments_of_their_own(write_run: WriteRun, tmp_path: Path)
     assert report.answer.count("On ") == 2
 
 
+def test_networks_are_experiments_of_their_own(write_run: WriteRun, tmp_path: Path) -> None:
+    """A network is judged by its own FP32, not by another's."""
+    for model, best in (("resnet8", 0.9), ("resnet20", 0.97)):
+        settings = {"steps": 30, "model": model, "width": 1.0}
+        write_run(tmp_path / f"{model}-fp32", value=best, settings=settings)
+        write_run(
+            tmp_path / f"{model}-int8", plan="int8", value=best - 0.001, settings={**settings, "loss_scale": 1024}
+        )
+    small, large = Report.of([tmp_path]).experiments
+    assert [small.name, large.name] == ["digits, model resnet20", "digits, model resnet8"]
+    assert small.task == large.task == "digits"
+    assert verdicts(small) == verdicts(large) == {"fp32": "reference", "int8": "keeps"}
+    assert small.answer.startswith("On digits, model resnet20 (1 seed, 30 steps), int8 keeps")
+
+
+def test_the_same_data_in_two_places_is_the_same(write_run: WriteRun, tmp_path: Path) -> None:
+    write_run(tmp_path / "a", settings={"data": "/here/set.npz"})
+    write_run(tmp_path / "b", plan="int8", settings={"data": "there/set.npz"})
+    write_run(tmp_path / "c", plan="int8", settings={"data": "there/other.npz"})
+    assert [each.name for each in Report.of([tmp_path]).experiments] == [
+        "digits, data set.npz",
+        "digits, data other.npz",
+    ]
+
+
+def test_a_network_alone_needs_no_name(write_run: WriteRun, tmp_path: Path) -> None:
+    write_run(tmp_path / "a", settings={"model": "resnet8"})
+    (found,) = Report.of([tmp_path]).experiments
+    assert found.name == "digits"
+
+
 def test_errors_of_a_site_are_means_over_runs(experiment: Make) -> None:
     site = {"site": "a/linear.0:weight", "role": "weight", "format": "int4", "rule": None}
     (plan,) = experiment(p=[{"sites": [site | {"error": 0.1}]}, {"sites": [site | {"error": 0.3}]}]).plans

@@ -96,7 +96,7 @@ def write_measurement_page(found: Measurement, page: Path) -> None:
 def print_experiment(experiment: Experiment, console: Console) -> None:
     """The table of plans, and the answer."""
     columns = plan_columns(experiment)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=experiment.task, title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=experiment.name, title_justify="left")
     for column in columns:
         table.add_column(column.title, justify="right" if column.is_number else "left", no_wrap=True)
     for plan in experiment.plans:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def answer(experiment: Experiment) -> str:
     """What an experiment shows, in one sentence that names the plans that fail, and runs that are not there yet."""
-    clauses = [f"On {experiment.task} ({_extent(experiment)}), {_finding(experiment)}"]
+    clauses = [f"On {experiment.name} ({_extent(experiment)}), {_finding(experiment)}"]
     failing = [plan for plan in experiment.plans if plan.verdict == "fails"]
     if failing:
         clauses.append(_failure(experiment, failing))

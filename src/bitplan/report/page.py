@@ -70,9 +70,9 @@ def _asset(name: str) -> str:
 
 
 def _experiment_html(experiment: Experiment, key: str, drawings: dict[str, Any]) -> str:
-    task = html.escape(experiment.task)
+    name = html.escape(experiment.name)
     return (
-        f'<section class="experiment" id="{key}"><h2>{task}</h2>'
+        f'<section class="experiment" id="{key}"><h2>{name}</h2>'
         f'<p class="answer">{_unbroken(experiment.answer)}</p>'
         f"{_emulation_note(experiment)}{_facts_html(experiment)}{_legend_html(experiment, key)}"
         f'<div class="charts">{charts_html(experiment, key, drawings)}</div>'

@@ -25,7 +25,7 @@ def plans_html(experiment: Experiment) -> str:
         commands = Cell("", None, _commands([run.command for run in plan.runs]))
         rows.append([*figures, Cell(verdict.text, verdict.order, f"{badge(plan)}{why}"), commands])
     note = f'<p class="quiet small">{html.escape(COLUMNS_NOTE)}</p>'
-    return table_html(head, rows, f"plans on {experiment.task}", True) + note
+    return table_html(head, rows, f"plans on {experiment.name}", True) + note
 
 
 def runs_html(experiment: Experiment) -> str:
@@ -47,7 +47,7 @@ def runs_html(experiment: Experiment) -> str:
                     Cell("", run.command, _command(run.command)),
                 ]
             )
-    return table_html(list(zip(titles, numbers, strict=True)), rows, f"runs on {experiment.task}", True)
+    return table_html(list(zip(titles, numbers, strict=True)), rows, f"runs on {experiment.name}", True)
 
 
 def promotions_html(experiment: Experiment) -> str:
@@ -69,7 +69,7 @@ def promotions_html(experiment: Experiment) -> str:
         return ""
     titles = ("plan", "seed", "from step", "tensor", "because of", "promoted to")
     numbers = (False, True, True, False, True, False)
-    table = table_html(list(zip(titles, numbers, strict=True)), rows, f"promotions on {experiment.task}", True)
+    table = table_html(list(zip(titles, numbers, strict=True)), rows, f"promotions on {experiment.name}", True)
     return f'<h3 class="part">Promotions</h3>{table}'
 
 

@@ -17,6 +17,7 @@ def report_record(report: Report) -> dict[str, Any]:
         "experiments": [
             {
                 "task": experiment.task,
+                "variant": experiment.variant,
                 "metric": metric_record(experiment),
                 "answer": experiment.answer,
                 "plans": [plan_record(plan) for plan in experiment.plans],

@@ -1,7 +1,7 @@
 """What runs add up to: plans with their spread over seeds, judged against a reference.
 
-A **plan's row** holds the runs that differ in nothing but the seed. An **experiment** holds the plans of one task. The
-**reference** is the row without a plan, or else the dearest row that finished.
+A **plan's row** holds the runs that differ in nothing but the seed. An **experiment** holds the plans of one task on
+one network and its data. The **reference** is the row without a plan, or else the dearest row that finished.
 """
 
 from __future__ import annotations
@@ -25,6 +25,12 @@ TOLERANCE = 0.01
 #: ... or by no more than the reference's own spread over seeds; and it fails if it loses more than this share of what
 #: the reference gains over the trivial predictor.
 FAILING_LOSS = 0.5
+#: Settings that make another network, or other data: runs that differ in one of them are not judged by each other.
+#: Those of the recipe (steps, lr, loss_scale, ...) are not here, since plans may differ in them on purpose.
+OF_THE_NETWORK = (
+    *("data", "size", "length", "vocabulary", "level", "model", "width", "layers", "heads", "features"),
+    *("levels", "head", "norm"),
+)
 
 Verdict = Literal["reference", "keeps", "loses", "fails", "unfinished", "alone"]
 
@@ -119,11 +125,18 @@ class PlanSummary:
 
 @dataclass(frozen=True)
 class Experiment:
-    """All plans of one task."""
+    """All plans of one task, on one network."""
 
     task: str
     metric: Metric
     plans: tuple[PlanSummary, ...]
+    #: In what it differs from other experiments of its task in the report, such as ``model resnet20``; mostly empty.
+    variant: str = ""
+
+    @property
+    def name(self) -> str:
+        """What it is called where several are shown."""
+        return f"{self.task}, {self.variant}" if self.variant else self.task
 
     @property
     def runs(self) -> list[Run]:
@@ -211,15 +224,34 @@ class Report:
 
 def summarized(runs: Sequence[Run]) -> Report:
     """What these runs add up to."""
-    by_task: dict[tuple[str, Metric], list[Run]] = {}
+    by_task: dict[tuple[str, Metric], dict[str, list[Run]]] = {}
     for run in runs:
         # A trivial predictor may depend on the settings; the name and the direction make a metric.
-        key = (run.task, replace(run.metric, trivial=0.0))
-        by_task.setdefault(key, []).append(run)
-    return Report(tuple(_experiment(task, own) for (task, _), own in by_task.items()))
+        networks = by_task.setdefault((run.task, replace(run.metric, trivial=0.0)), {})
+        networks.setdefault(json.dumps(_network(run), default=str), []).append(run)
+    return Report(
+        tuple(
+            _experiment(task, own, variant)
+            for (task, _), networks in by_task.items()
+            for own, variant in zip(networks.values(), _variants(list(networks.values())), strict=True)
+        )
+    )
 
 
-def _experiment(task: str, runs: list[Run]) -> Experiment:
+def _network(run: Run) -> dict[str, Any]:
+    """What makes its network and its data; of a path the last part, for the same data may lie elsewhere."""
+    found = {key: run.settings.get(key) for key in OF_THE_NETWORK}
+    return found | {"data": Path(str(found["data"])).name} if found["data"] else found
+
+
+def _variants(groups: list[list[Run]]) -> list[str]:
+    """In what the networks of one task differ, in words."""
+    networks = [_network(group[0]) for group in groups]
+    odd = [key for key in OF_THE_NETWORK if any(network[key] != networks[0][key] for network in networks)]
+    return [", ".join(f"{key} {network[key]}" for key in odd if network[key] is not None) for network in networks]
+
+
+def _experiment(task: str, runs: list[Run], variant: str) -> Experiment:
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(_identity(run), []).append(run)
@@ -230,7 +262,7 @@ def _experiment(task: str, runs: list[Run]) -> Experiment:
     ]
     reference = _reference(plans)
     judged = [_judged(plan, reference) for plan in plans]
-    return Experiment(task, runs[0].metric, tuple(_with_fronts(judged)))
+    return Experiment(task, runs[0].metric, tuple(_with_fronts(judged)), variant)
 
 
 def _identity(run: Run) -> str:
