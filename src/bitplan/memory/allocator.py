@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,7 +68,7 @@ class HostAllocator(Allocator):
             raise AccountError(
                 "torch's profiler is at work already, and it is what measures memory on a CPU: measure outside of it."
             )
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         with _quiet_profiler():
             self._profile.__enter__()  # type: ignore[no-untyped-call]
 
@@ -102,11 +103,17 @@ def _events(tree: list[Any]) -> Iterator[tuple[int, int, Phase | None]]:
 
 @contextmanager
 def _quiet_profiler() -> Iterator[None]:
-    """The profiler's library tells of each start and stop on stderr, unless this variable is set at its first use."""
+    """The profiler's library tells of each start and stop on stderr, unless this variable is set at its first use.
+
+    Python's part of it warns that its own events are not kept from one watch to the next. To keep them (``acc_events``)
+    it would digest all of them, which takes as long as the step; what is read here are the allocator's.
+    """
     before = os.environ.get("KINETO_LOG_LEVEL")
     os.environ["KINETO_LOG_LEVEL"] = before or "99"
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*clears events")
+            yield
     finally:
         if before is None:
             del os.environ["KINETO_LOG_LEVEL"]

@@ -15,12 +15,13 @@ from torch import Tensor
 from bitplan.errors import FormatError, QuantizeError, nearest_names
 from bitplan.numbers import tensor_parts
 from bitplan.numbers.carriers import carrier_for
+from bitplan.numbers.elements import decode_block, encode_block, round_element
 from bitplan.numbers.formats import BlockFormat, FloatFormat, Format, IntFormat, Overflow
 from bitplan.numbers.live import LiveFormat
 from bitplan.numbers.names import format as format_of
 from bitplan.numbers.noise import Counter, random_bits
 from bitplan.numbers.reference import ROUNDINGS, Rounding
-from bitplan.numbers.rounding import round_float, round_float_by_row, round_int, round_to_whole
+from bitplan.numbers.rounding import round_float_by_row, round_to_whole
 from bitplan.numbers.scaling import (
     Blocks,
     Granularity,
@@ -28,14 +29,10 @@ from bitplan.numbers.scaling import (
     Scaling,
     amax_of,
     amax_scale,
-    block_amax,
     checked_axis,
     divide,
-    floor_log2,
     minmax_scale,
-    multiply_by_power,
     reduced_dims,
-    shared_exponent,
     step_scale,
     steps_above,
 )
@@ -195,7 +192,7 @@ class Quantizer:
             work = blocks.split(work, repeat_last=self._is_affine)
             bits = None if bits is None else blocks.split(bits)
         if isinstance(self.format, BlockFormat):
-            return self._encode_block(work, self.format, bits)
+            return encode_block(work, self.format, self.rounding, bits)
         scales = self._scales(work, row, span)
         return Encoded(self._elements(work, scales, bits, row, span), scales)
 
@@ -261,7 +258,7 @@ class Quantizer:
         """The second half: values in the dtype, shape and layout of `like` (which may be a meta tensor)."""
         elements, scales = encoded
         if isinstance(self.format, BlockFormat):
-            values = self._decode_block(elements, scales, self.format)
+            values = decode_block(elements, scales, self.format)
         elif not scales:
             values = elements
         elif self._is_affine:
@@ -298,39 +295,7 @@ class Quantizer:
             low, high = row[0], row[1]
             return torch.minimum(torch.maximum(round_to_whole(t, self.rounding, bits), low), high) + 0.0
         assert not isinstance(self.format, BlockFormat)
-        return _round_element(t, self.format, self.rounding, self.overflow, bits)
-
-    def _encode_block(self, blocks: Tensor, target: BlockFormat, bits: Tensor | None) -> Encoded:
-        scales: tuple[Tensor, ...]
-        if target.scale == "e8m0":
-            codes = shared_exponent(blocks, floor_log2(target.element_max))
-            scales = (codes,)
-            ready = multiply_by_power(blocks, codes, -1) * (1.0 / target.unit)
-        else:
-            amax = block_amax(blocks)
-            whole = step_scale(amax.amax().reshape(1), 448.0 * target.element_max, power_of_two=False)
-            wanted = divide(amax, whole * target.element_max)
-            scales = (round_float(wanted, _E4M3, "nearest", "saturate"), whole)
-            effective = scales[0] * whole
-            # A block so small that its scale vanished becomes zeros.
-            ready = divide(blocks, torch.where(effective == 0, torch.inf, effective))
-        return Encoded(_round_element(ready, target.element, self.rounding, "saturate", bits), scales)
-
-    def _decode_block(self, elements: Tensor, scales: tuple[Tensor, ...], target: BlockFormat) -> Tensor:
-        if target.scale == "e8m0":
-            return multiply_by_power(elements * target.unit, scales[0], 1)
-        return elements * (scales[0] * scales[1])
-
-
-_E4M3 = FloatFormat(4, 3, specials="fn")
-
-
-def _round_element(
-    t: Tensor, target: FloatFormat | IntFormat, rounding: Rounding, overflow: Overflow | None, bits: Tensor | None
-) -> Tensor:
-    if isinstance(target, IntFormat):
-        return round_int(t, target, rounding, bits) + 0.0  # an integer has no negative zero
-    return round_float(t, target, rounding, overflow or target.default_overflow, bits)
+        return round_element(t, self.format, self.rounding, self.overflow, bits)
 
 
 def _in_layout_of(like: Tensor, values: Tensor) -> Tensor:
