@@ -10,24 +10,18 @@ import bisect
 import itertools
 import math
 import random
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles import GFLOAT_MODES, ML_DTYPES, by_gfloat, in_gfloat, ml_dtype
 
 from bitplan.errors import FormatError
 from bitplan.numbers.formats import FloatFormat, IntFormat, Overflow
 from bitplan.numbers.names import format as format_named
 from bitplan.numbers.reference import ROUNDINGS, Rounding, round_value
 
-#: Oracles are imported where they are asked, so that a machine without them still runs the rest.
-GFLOAT_MODES: dict[Rounding, str] = {
-    "nearest": "TiesToEven",
-    "nearest-away": "TiesToAway",
-    "toward-zero": "TowardZero",
-}
 OVERFLOWS: tuple[Overflow, ...] = ("saturate", "special")
 
 #: Formats too wide to try every code of: every rounding way of the fast code, extremes of every field.
@@ -85,37 +79,6 @@ def hard_values(target: FloatFormat, seed: int = 0) -> list[float]:
     return [sign * value for value in (*corners, *near, *rest) for sign in (1.0, -1.0)]
 
 
-def in_gfloat(target: FloatFormat, more_exponent_bits: int = 0) -> Any:
-    gfloat = pytest.importorskip("gfloat")
-    return gfloat.FormatInfo(
-        target.name,
-        k=target.bits + more_exponent_bits,
-        precision=target.mantissa_bits + 1,
-        bias=target.exponent_bias,
-        is_signed=True,
-        domain=gfloat.Domain.Extended if target.specials == "ieee" else gfloat.Domain.Finite,
-        has_nz=True,
-        num_high_nans={"ieee": (1 << target.mantissa_bits) - 1, "fn": 1, "none": 0}[target.specials],
-        has_subnormals=True,
-        is_twos_complement=False,
-    )
-
-
-def gfloat_rounds(values: list[float], target: FloatFormat, rounding: Rounding, overflow: Overflow) -> list[float]:
-    """gfloat's vector code: its scalar one adds 1/2 to find ties away, which rounds in the last place."""
-    gfloat = pytest.importorskip("gfloat")
-    mode = gfloat.RoundMode[GFLOAT_MODES[rounding]]
-    x = np.array(values)
-    if overflow == "special" and target.specials == "none":
-        # gfloat refuses here and bitplan answers infinity, so round as if there were more binades above.
-        rounded = gfloat.round_ndarray(in_gfloat(target, more_exponent_bits=1), x, mode, sat=True)
-        stops = (rounding == "toward-zero") & np.isfinite(x)
-        rounded = np.where(np.abs(rounded) > target.max, np.copysign(np.where(stops, target.max, np.inf), x), rounded)
-    else:
-        rounded = gfloat.round_ndarray(in_gfloat(target), x, mode, sat=overflow == "saturate")
-    return [float(value) for value in rounded]
-
-
 #: Without IEEE floats of one exponent bit, all subnormal: gfloat's largest value of those is none of its own codes.
 KNOWN_TO_GFLOAT = [each for each in small_floats() if each.exponent_bits > 1 or each.specials != "ieee"]
 
@@ -125,7 +88,7 @@ KNOWN_TO_GFLOAT = [each for each in small_floats() if each.exponent_bits > 1 or 
 def test_every_float_rounds_as_in_gfloat(target: FloatFormat, rounding: Rounding) -> None:
     values = hard_values(target)
     for overflow in OVERFLOWS:
-        theirs = gfloat_rounds(values, target, rounding, overflow)
+        theirs = by_gfloat(np.array(values), target, rounding, overflow).tolist()
         ours = [round_value(value, target, rounding, overflow) for value in values]
         wrong = [found for found in zip(values, ours, theirs, strict=True) if not same(found[1], found[2])]
         assert wrong == [], overflow
@@ -170,25 +133,6 @@ def test_rounding_is_a_search_in_the_list_of_values(target: FloatFormat, roundin
         }[rounding]
         expected = math.copysign(high if goes_up else low, value)
         assert same(round_value(value, target, rounding, uniform=0.25), expected), value.hex()
-
-
-ML_DTYPES = {
-    "e5m2": "float8_e5m2",
-    "e4m3": "float8_e4m3fn",
-    "e4m3ieee": "float8_e4m3",
-    "e3m4": "float8_e3m4",
-    "e3m2": "float6_e3m2fn",
-    "e2m3": "float6_e2m3fn",
-    "e2m1": "float4_e2m1fn",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "fp32": "float32",
-}
-
-
-def ml_dtype(name: str) -> Any:
-    """A type of ml_dtypes, or numpy's own."""
-    return getattr(pytest.importorskip("ml_dtypes"), name, None) or np.dtype(name)
 
 
 @pytest.mark.parametrize("name", ML_DTYPES)
