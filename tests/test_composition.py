@@ -11,22 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from small import attached
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.optim import SGD
 
 import bitplan
-from bitplan.attach import Attachment, attach
-from bitplan.plan import Plan
 
 NOISY = {"format": "e3m2", "rounding": "stochastic"}
 ROLES = {"match": "*", "weight": NOISY, "activation": "e4m3", "grad_activation": NOISY}
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
-
-
-def attached(model: nn.Module, *rules: dict[str, Any], **options: Any) -> Attachment:
-    return attach(model, Plan.from_dict({"version": 1, "rules": list(rules)}), **options)
 
 
 def small() -> nn.Sequential:

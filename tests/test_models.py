@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from small import attached
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bitplan
-from bitplan.attach import Attachment, attach
 from bitplan.models.gcn import GCN, normalised_adjacency
 from bitplan.models.gpt import GPT
 from bitplan.models.lstm import LSTMModel
 from bitplan.models.mobilenet import MobileNetV2
 from bitplan.models.resnet import BasicBlock, ResNet, cifar_resnet
-from bitplan.plan import Plan
 from bitplan.seeing.intercept import is_planned
 
 transformers = pytest.importorskip("transformers")
@@ -59,10 +58,6 @@ MODELS: dict[str, Callable[[], Made]] = {
 def made(name: str) -> Made:
     torch.manual_seed(0)
     return MODELS[name]()
-
-
-def attached(model: nn.Module, *rules: dict[str, Any], **options: Any) -> Attachment:
-    return attach(model, Plan.from_dict({"version": 1, "rules": list(rules)}), **options)
 
 
 def step_of(model: nn.Module, inputs: tuple[Any, ...], called: Any = None) -> list[Tensor]:

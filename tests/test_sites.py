@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import Apply
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -16,19 +17,6 @@ from bitplan.models.resnet import cifar_resnet
 from bitplan.plan import ROLES, SLOTS, Plan
 from bitplan.seeing.recording import record
 from bitplan.sites import Site, sites
-
-
-class Apply(nn.Module):
-    """A function as a model, perhaps with a weight."""
-
-    def __init__(self, function: Callable[..., Any], *weight: int) -> None:
-        super().__init__()
-        self.function = function
-        if weight:
-            self.weight = nn.Parameter(torch.randn(weight))
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.function(*inputs, *self.parameters())
 
 
 def names(function: Callable[..., Any], *inputs: Tensor, weight: tuple[int, ...] = ()) -> list[str]:

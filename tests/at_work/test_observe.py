@@ -7,20 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small import attached
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import bitplan
 from bitplan.at_work.observe import COLUMNS, MOMENTUM, Statistics, Watched, blank_record, fold
-from bitplan.attach import Attachment, attach
-from bitplan.plan import Plan
+from bitplan.attach import Attachment
 
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
-
-
-def attached(model: nn.Module, *rules: dict[str, Any], **options: Any) -> Attachment:
-    return attach(model, Plan.from_dict({"version": 1, "rules": list(rules)}), **options)
 
 
 class Net(nn.Module):

@@ -3,39 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from small import Apply, attached, q
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bitplan
-from bitplan.attach import Attachment, attach
-from bitplan.plan import Plan
-
-
-def attached(model: nn.Module, *rules: dict[str, Any], **options: Any) -> Attachment:
-    return attach(model, Plan.from_dict({"version": 1, "rules": list(rules)}), **options)
-
-
-def q(x: Tensor, name: str, **how: Any) -> Tensor:
-    rounded = bitplan.quantize(x.detach(), name, **how)
-    assert not torch.equal(rounded, x.detach()), "a test on values that need no rounding shows nothing"
-    return rounded
-
-
-class Apply(nn.Module):
-    """A function as a model, with one parameter."""
-
-    def __init__(self, function: Callable[..., Any], *weight: int) -> None:
-        super().__init__()
-        self.function = function
-        if weight:
-            self.weight = nn.Parameter(torch.randn(weight))
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.function(*inputs, *self.parameters())
 
 
 @pytest.fixture(autouse=True)
