@@ -335,13 +335,54 @@ class Checkpointed(nn.Module):
         return checkpoint(self.region, self.before(x), use_reentrant=self.reentrant)
 
 
+#: What packing divides by, which a scope at work must not take for an operation of the model.
+SCALES = {name: PLANS[name] for name in ("unscaled", "scaled", "min-max", "blocks")}
+SCALES["scaled float"] = plan_of(activation={"format": "e4m3", "scale": "tensor"})
+SCALES["powers of two"] = plan_of(activation={"format": "e4m3", "scale": "tensor", "power_of_two": True})
+
+
+@pytest.mark.parametrize("plan", SCALES.values(), ids=SCALES)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_still_recomputes(reentrant: bool) -> None:
+def test_checkpointing_still_recomputes(reentrant: bool, plan: Plan) -> None:
     torch.manual_seed(0)
     model, x = Checkpointed(reentrant), torch.randn(4, 16)
-    packed = Trained(model, EIGHT_BITS, "packed", (x,))
+    packed = Trained(model, plan, "packed", (x,))
     assert packed.model.runs == 4  # type: ignore[union-attr]
-    assert_equal(packed, Trained(model, EIGHT_BITS, "emulate", (x,)))
+    assert_equal(packed, Trained(model, plan, "emulate", (x,)))
+
+
+class Square(torch.autograd.Function):
+    """A function of the user's own, which saves its input."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        context.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(context: Any, *grads: Tensor) -> Tensor:
+        (x,) = context.saved_tensors
+        return 2 * x * grads[0]
+
+
+class OwnFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        squared: Tensor = Square.apply(self.first(x))  # type: ignore[no-untyped-call]
+        return self.last(squared / 2)
+
+
+@pytest.mark.parametrize("plan", SCALES.values(), ids=SCALES)
+def test_what_a_function_of_ones_own_saves_is_packed_and_comes_back(plan: Plan) -> None:
+    torch.manual_seed(0)
+    model, x = OwnFunction(), torch.randn(4, 16)
+    packed = Trained(model, plan, "packed", (x,))
+    assert_equal(packed, Trained(model, plan, "emulate", (x,)))
+    assert packed.kept is not None
+    assert 0 < packed.kept[0] < packed.kept[1]
 
 
 def test_a_checkpointed_model_as_a_whole_recomputes_and_packs_nothing() -> None:

@@ -176,6 +176,12 @@ class Keeper:
             yield
 
     def pack(self, tensor: Tensor) -> Any:
+        # What an autograd function of the user's saves (checkpointing's among them) is packed while a module's scope is
+        # at work, which would take packing for operations of the model and round them.
+        with torch._C.DisableTorchFunction():
+            return self._packed(tensor)
+
+    def _packed(self, tensor: Tensor) -> Any:
         note = note_of(tensor)
         if note is None:
             return tensor
@@ -206,4 +212,5 @@ def unpack(kept: Any) -> Tensor:
             "packed execution keeps tensors without their history, so there is no second derivative: "
             "attach with execution='emulate' for create_graph=True."
         )
-    return kept.copy.unpack().as_strided(kept.shape, kept.stride, kept.offset)
+    with torch._C.DisableTorchFunction():  # as for packing: a backward pass may be run inside of a forward one
+        return kept.copy.unpack().as_strided(kept.shape, kept.stride, kept.offset)
