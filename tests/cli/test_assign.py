@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,12 +85,25 @@ def test_budgets_that_can_and_cannot_be_met(bitplan: Run, tmp_path: Path) -> Non
         (("gpt-tiny", "--ratio", 0.5, "--width", 0.5), "not of gpt-tiny"),
         (("shufflenet_v2", "--ratio", 0.5, "--width", 0.3), "has the widths"),
         (("gpt-tiny", "--ratio", 0.5, "--optimizer", "lion"), "no optimizer"),
+        (("gpt-tiny", "--baseline", "operator", "--order", "random"), "has no order: drop random."),
     ],
 )
 def test_mistakes_are_sentences(bitplan: Run, arguments: tuple[Any, ...], message: str) -> None:
     ran = bitplan("assign", *arguments)
     assert ran.code == 2
     assert message in ran.err
+
+
+def test_what_does_not_run_is_one_sentence_without_a_traceback_of_torchs(tmp_path: Path) -> None:
+    """In a process of its own: torch's log has the stderr with which a process began."""
+    own = tmp_path / "own.py"
+    model = "torch.nn.Linear(4, 4), (torch.randn(2, 5), torch.randn(2, 4)), torch.nn.functional.mse_loss"
+    own.write_text(f"import torch\n\ndef bad():\n    return {model}\n")
+    words = [sys.executable, "-m", "bitplan", "assign", f"{own}:bad", "--ratio", "0.5"]
+    ran = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    (said,) = ran.stderr.splitlines()
+    assert "does not run on its batch" in said
 
 
 TINY = ("--set", "steps=4", "--set", "batch=8", "--set", "width=0.25", "--set", "evaluate_every=2")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,20 @@ def test_plans_that_have_not_finished_are_shown_and_judged_by_nothing(experiment
 
 def test_without_fp32_the_dearest_plan_is_the_reference(experiment: Make) -> None:
     assert verdicts(experiment(a=[{"cost": 0.1}], b=[{"cost": 0.5}])) == {"a": "keeps", "b": "reference"}
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
+def test_the_longest_run_without_a_plan_is_the_reference(write_run: WriteRun, tmp_path: Path, names: list[str]) -> None:
+    """Whatever the folders are called: a trial of a few steps lies in front of everything, or behind it."""
+    short, long = names
+    for name, steps, value in ((short, 10, 0.3), (long, 20, 0.7)):
+        folder = write_run(tmp_path / name, value=value, settings={"steps": steps})
+        summary = json.loads((folder / "summary.json").read_text())
+        (folder / "summary.json").write_text(json.dumps({**summary, "step": steps}))
+    write_run(tmp_path / "c", plan="int8", value=0.6, settings={"steps": 20})
+    (found,) = Report.of([tmp_path]).experiments
+    assert verdicts(found)["fp32 (steps=20)"] == "reference"
+    assert verdicts(found)["int8"] == "loses"
 
 
 def test_one_plan_alone_has_no_reference(experiment: Make) -> None:

@@ -6,6 +6,8 @@ missing one is answered by a sentence.
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -27,12 +29,19 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if library not in _COMMAND_LINE_LIBRARIES:
             raise
         _refuse(f"the command line needs {library}, which is not installed: run 'pip install typer rich'.")
+    if "TORCH_LOGS" not in os.environ:
+        # What does not run on its batch is told in a sentence; torch would put a traceback in front of it.
+        logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_no_failure_of_shapes)
     try:
         # A fixed program name: `python -m bitplan` must offer the same shell completion as `bitplan`.
         app(args=arguments, prog_name="bitplan")
     except BitplanError as error:
         _refuse(str(error))
     sys.exit(0)
+
+
+def _is_no_failure_of_shapes(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("failed while attempting to run meta")
 
 
 def _refuse(sentence: str) -> NoReturn:

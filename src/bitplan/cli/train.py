@@ -123,14 +123,19 @@ def train_command(
     the current step. Exit code 1: the run diverged. With --json: one object, what came of it.
     """
     with command_output(as_json) as output, _warnings_as_notes(output):
+        of_assign = order != "largest" or formats is not None or promotion is not None
         if resume is not None:
-            _require_nothing_else(task, plan, settings, out, assign, loss_scale is not None)
+            _require_nothing_else(task, plan, settings, out, assign, of_assign, loss_scale is not None)
             asked = _Asked.from_folder(resume, checkpoint_every)
         elif task is None:
             raise TaskError(f"name a task to train, such as {', '.join(task_names())}, or a run with --resume.")
         else:
             if assign is not None and plan is not None:
                 raise RunError("give --plan or --assign, not both.")
+            if assign is None and of_assign:
+                raise RunError(
+                    "--order, --formats and --promotion say how --assign is done: give that, too, or drop them."
+                )
             words = None if assign is None else AssignWords(assign, order, formats, promotion)
             recipe = _with_loss_scale(settings or [], loss_scale, words)
             made = find_task(task, recipe, seed)

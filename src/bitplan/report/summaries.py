@@ -296,12 +296,23 @@ def _difference(run: Run, twins: list[Run]) -> str:
 
 
 def _reference(plans: Sequence[PlanSummary]) -> PlanSummary | None:
-    """What the others are judged by; one plan alone has none."""
+    """What the others are judged by; one plan alone has none.
+
+    Of several runs without a plan the longest, and of those the best: a short one, left from a trial, is no standard.
+    """
     usable = [plan for plan in plans if plan.value is not None and plan.count("finished")]
     if len(plans) < 2 or not usable:
         return None
     plain = [plan for plan in usable if not plan.has_plan]
-    return plain[0] if plain else max(usable, key=lambda plan: plan.cost or 0.0)
+    if not plain:
+        return max(usable, key=lambda plan: plan.cost or 0.0)
+    sign = 1.0 if plain[0].metric.better == "higher" else -1.0
+
+    def length_and_value(plan: PlanSummary) -> tuple[int, bool, float]:
+        assert plan.value is not None
+        return max(run.step for run in plan.judged), plan.value.is_finite, sign * plan.value.mean
+
+    return max(plain, key=length_and_value)
 
 
 def _judged(plan: PlanSummary, reference: PlanSummary | None) -> PlanSummary:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -58,7 +59,7 @@ class FakeStep(Step):
         return int(self.peaks[number])  # type: ignore[attr-defined]
 
 
-def fitted(peaks: list[int], budget: str) -> tuple[int, list[int]]:
+def fitted(peaks: list[int], budget: str | int) -> tuple[int, list[int]]:
     step = FakeStep(peaks)
     return fit(Budget.of(budget), step, lambda made: Plan(name=str(made)), len(peaks) - 1).made, step.asked  # type: ignore[attr-defined]
 
@@ -95,6 +96,16 @@ def test_what_is_impossible_says_the_least() -> None:
         fitted([900, 700, 500], "10%")
     with pytest.raises(PlanError, match=r"the least is 800 B, after 1 of 2 moves"):
         fitted([900, 800, 850], "10%")
+
+
+def test_the_least_that_fits_only_without_what_is_spared_says_which_budget_would_do() -> None:
+    with pytest.raises(PlanError, match=r"within 505 B: the least is 500 B.*, and 2% of a budget is spared") as refused:
+        fitted([900, 700, 500], "505B")
+    needed = re.search(r"a budget of (\d+) bytes or more", str(refused.value))
+    assert needed is not None
+    assert fitted([900, 700, 500], int(needed[1]))
+    with pytest.raises(PlanError, match="least"):
+        fitted([900, 700, 500], int(needed[1]) - 3)
 
 
 @pytest.mark.parametrize(("text", "limit"), [("70%", 700), ("1.5KiB", 1536), (64, 64), ("12.5 %", 125)])

@@ -55,6 +55,8 @@ class Asked:
         if self.ratio is not None and not 0 <= self.ratio <= 1:
             raise PlanError(f"ratio is {self.ratio:g}; it must be a share from 0 to 1.")
         require_order(self.order)
+        if self.baseline is not None and self.order != "largest":
+            raise PlanError(f"the baseline {self.baseline} has no order: drop {self.order}.")
         if not isinstance(self.promotion, bool) and not 0 < self.promotion <= 1:
             raise PlanError(f"promotion is {self.promotion:g}; it must be a share above 0, at most 1, or False.")
 

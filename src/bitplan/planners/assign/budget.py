@@ -8,6 +8,7 @@ moves the peak falls, so the least cut under the budget is found by halving.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -181,7 +182,7 @@ def _predicted_fit(
         fitting = [made for made in range(moves - 1, max(moves - 1 - _NEIGHBOURS, 0), -1) if peak(made) <= allowed]
         if not fitting:
             peaks = {made: bytes_ for made, bytes_ in known.items() if made != _TODAY}
-            raise PlanError(_impossible(limit, today, peaks, moves))
+            raise PlanError(_impossible(limit, share, today, peaks, moves))
         high = fitting[-1]
     while high - low > 1:
         middle = (low + high) // 2
@@ -192,11 +193,15 @@ def _predicted_fit(
     return Fit(high, today, peak(high), limit)
 
 
-def _impossible(limit: int, today: int, known: dict[int, int], moves: int) -> str:
+def _impossible(limit: int, share: float, today: int, known: dict[int, int], moves: int) -> str:
     best = min(known, key=lambda made: (known[made], made))
+    needed = math.ceil(known[best] / share) + 1
+    spared = (
+        f", and {1 - share:.0%} of a budget is spared for what a prediction may miss" if known[best] <= limit else ""
+    )
     how = "with every group at the lowest level" if best == moves else f"after {best} of {moves} moves"
     beside = f"; without a plan the peak is {byte_text(today)}, which fits" if today <= limit else ""
     return (
         f"no assignment keeps the peak within {byte_text(limit)}: the least is {byte_text(known[best])}, "
-        f"{how}{beside}. Raise the budget, add a lower level, or make the batch smaller."
+        f"{how}{spared}{beside}. Give a budget of {needed} bytes or more, add a lower level, or make the batch smaller."
     )
