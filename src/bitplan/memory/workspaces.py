@@ -40,6 +40,18 @@ def _recurrent_on_cpu(result: tuple[Tensor, ...], input: Tensor, *args: Any, **k
     return (*result[:3], result[3].new_empty(elements * input.element_size(), dtype=torch.uint8))
 
 
+def _recurrent_backward_on_cpu(result: Any, input: Tensor, weight: Tensor, recurrent_weight: Tensor, *rest: Any) -> int:
+    """Gradients of the gates and of the states of all steps, and the weights in oneDNN's rows.
+
+    Larger weights have another copy or two, by rules that were not found: a hundredth of a step's peak or less.
+    """
+    steps, batch, inputs = input.shape
+    hidden = recurrent_weight.shape[1]
+    gates = _good_row(weight.shape[0])
+    elements = steps * batch * (gates + hidden) + (inputs + hidden + batch) * gates
+    return elements * input.element_size() if input.device.type == "cpu" else 0
+
+
 #: Operation -> what puts in the memory that it keeps.
 KEPT: dict[Any, Callable[..., Any]] = {torch.ops.aten.mkldnn_rnn_layer.default: _recurrent_on_cpu}
 
@@ -47,39 +59,148 @@ KEPT: dict[Any, Callable[..., Any]] = {torch.ops.aten.mkldnn_rnn_layer.default: 
 # --- convolutions -----------------------------------------------------------------------------------------------
 
 
+#: oneDNN computes on blocks of so many channels: as many floats as a register holds.
+_BLOCK = 16 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 8
+
+
 def _is_reordered(x: Tensor) -> bool:
     """Whether oneDNN takes the images and brings them into an order of its own, and back."""
-    return (
-        x.device.type == "cpu"
-        and x.dim() == 4
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and not x.is_contiguous(memory_format=torch.channels_last)
-    )
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    is_in_order = x.dim() in layouts and x.is_contiguous(memory_format=layouts[x.dim()])
+    is_known = x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return is_known and not is_in_order and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _convolution(result: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> int:
-    """First input and weight in oneDNN's order beside the result, then the result in both orders."""
-    return max(_bytes(x) + _bytes(weight), _bytes(result)) if _is_reordered(x) else 0
+def _blocks(channels: int) -> int:
+    return -(-channels // _BLOCK) * _BLOCK
+
+
+def _in_blocks(x: Tensor) -> int:
+    """Bytes of images whose channels fill whole blocks."""
+    return _bytes(x) // max(x.shape[1], 1) * _blocks(x.shape[1])
+
+
+def _read_in_blocks(x: Tensor, weight: Tensor) -> int:
+    """Bytes of a copy that a pass reads; less than a block of channels, a network's first ones, is read as it is."""
+    is_product = weight[0, 0].numel() == 1
+    return _in_blocks(x) if x.shape[1] >= _BLOCK or is_product else 0
+
+
+def _few_channels(x: Tensor, transposed: bool) -> int:
+    """Bytes of copies that the weight's gradient takes of less than a block of channels: sequences become images."""
+    return 2 * _bytes(x) if x.dim() == 3 else _bytes(x) if transposed else 0
+
+
+def _weight_in_blocks(weight: Tensor, groups: int) -> int:
+    """Both its axes of channels fill blocks, unless groups cut them."""
+    if groups > 1:
+        return _bytes(weight)
+    return (
+        _bytes(weight)
+        // max(weight.shape[0] * weight.shape[1], 1)
+        * _blocks(weight.shape[0])
+        * _blocks(weight.shape[1])
+    )
+
+
+def _forth(result: Tensor, x: Tensor, weight: Tensor, groups: int) -> int:
+    """Input, weight and result in blocks; then the result in both orders."""
+    blocks = _in_blocks(result)
+    return max(_read_in_blocks(x, weight) + _weight_in_blocks(weight, groups) + blocks - _bytes(result), blocks)
+
+
+def _back(result: Tensor, grad: Tensor, weight: Tensor, groups: int, is_strided: bool) -> int:
+    """What spreads each value over a kernel's places: an input's gradient, or a transposed convolution's result."""
+    is_whole = is_strided and result.shape[1] < _BLOCK
+    blocks = _bytes(result) if is_whole else _in_blocks(result)
+    at_once = _in_blocks(grad) + _weight_in_blocks(weight, groups) + blocks - _bytes(result)
+    return max(at_once, 2 * _bytes(result) if is_strided and weight.shape[1] > 1 else 0)
+
+
+def _columns(x: Tensor, weight: Tensor, result: Tensor) -> int:
+    """Without oneDNN (float64) every image is written as many times as a kernel has places, all at once."""
+    places = weight[0, 0].numel()
+    if x.device.type != "cpu" or x.dim() != 4 or x.dtype != torch.float64 or places == 1:
+        return 0
+    return x.shape[0] * x.shape[1] * places * result[0, 0].numel() * x.element_size()
+
+
+def _convolution(
+    result: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+) -> int:
+    if not _is_reordered(x):
+        return _columns(x, weight, result)
+    if transposed:
+        return _back(result, x, weight, groups, any(size != 1 for size in stride))
+    return _forth(result, x, weight, groups)
 
 
 def _convolution_backward(
-    result: tuple[Tensor | None, ...], grad: Tensor, x: Tensor, weight: Tensor, sizes: Any, stride: Any, *rest: Any
+    result: tuple[Tensor | None, ...],
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    sizes: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+    *rest: Any,
 ) -> int:
-    """Gradient and input in oneDNN's order; where the stride is not 1, also the input's gradient twice."""
+    """The input's gradient, before the weight's has its memory; then the weight's beside it."""
+    to_x, to_weight = result[0], result[1]
     if not _is_reordered(x):
-        return 0
-    if result[0] is None:
-        return _bytes(grad)
-    is_strided = any(size != 1 for size in stride) and weight.shape[1] > 1
-    return max(_bytes(grad) + _bytes(x), 2 * _bytes(x) - _bytes(weight) if is_strided else 0)
+        return _columns(x, weight, grad) if to_weight is not None else 0
+    found = 0
+    copied = 0 if grad.is_contiguous() else _bytes(grad)  # a part of a gradient, as a concatenation passes it back
+    if to_x is not None:
+        is_strided = any(size != 1 for size in stride)
+        found = _forth(to_x, grad, weight, groups) if transposed else _back(to_x, grad, weight, groups, is_strided)
+        found -= 0 if to_weight is None else _bytes(weight)
+    if to_weight is not None and (groups == 1 or groups == x.shape[1]):
+        small, large = (grad, x) if transposed else (x, grad)  # in which order of channels the weight's are
+        if x.dtype == torch.float32 or _read_in_blocks(small, weight):
+            found = max(found, _in_blocks(large) + (_read_in_blocks(small, weight) or _few_channels(small, transposed)))
+    return found + copied
+
+
+# --- others -----------------------------------------------------------------------------------------------------
+
+
+def _batch_norm_backward(result: Any, grad: Tensor, x: Tensor, *rest: Any) -> int:
+    return _bytes(x) if x.device.type == "cpu" and grad.is_contiguous() == x.is_contiguous() else 0
+
+
+def _upsample(result: Tensor, x: Tensor, *rest: Any) -> int:
+    """Both in another order."""
+    return _bytes(x) + _bytes(result) if x.device.type == "cpu" else 0
+
+
+def _upsample_backward(result: Tensor, grad: Tensor, *rest: Any) -> int:
+    return 0 if grad.device.type != "cpu" or grad.is_contiguous() else _bytes(grad)
 
 
 #: Operation -> how many bytes it takes for itself while it is at work.
 PASSING: dict[Any, Callable[..., int]] = {
     torch.ops.aten.convolution.default: _convolution,
     torch.ops.aten.convolution_backward.default: _convolution_backward,
+    torch.ops.aten.mkldnn_rnn_layer_backward.default: _recurrent_backward_on_cpu,
+    torch.ops.aten.native_batch_norm_backward.default: _batch_norm_backward,
+    torch.ops.aten.upsample_bilinear2d.default: _upsample,
+    torch.ops.aten.upsample_bilinear2d_backward.default: _upsample_backward,
 }
