@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from bitplan.planners.assign import Asked, assignment
+from bitplan.planners.assign.levels import PAPER
+from bitplan.targets import load_target
+
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 TEXT = (RESULTS / "assignments.md").read_text()
 NETWORKS = {"SqueezeNet, %": "squeezenet", "ResNet-18, %": "resnet18", "GPT, perplexity": "gpt"}
@@ -90,3 +94,14 @@ def test_orders(ratio: str) -> None:
     assert [row[""] for row in rows] == list(ORDERS)
     for row in rows:
         assert is_close(row[ratio], figure(plans[ratio + ORDERS[row[""]]], 100)), row
+
+
+@pytest.mark.parametrize("ratio", ["r = 0.5", "r = 0.9"])
+@pytest.mark.parametrize("order", ["largest", "smallest", "random"])
+def test_groups_that_an_order_makes_low(ratio: str, order: str) -> None:
+    """Sensitivity's, which a probe on a GPU decides, cannot be counted here."""
+    target = load_target("squeezenet")
+    asked = Asked(ratio=float(ratio.removeprefix("r = ")), order=order)
+    found = assignment(target.model, target.batch, target.loss, asked, PAPER)
+    (told,) = [row for row in table("| r = 0.5 | groups |") if row[""].removesuffix(" first") == order]
+    assert told[f"{ratio}: groups"] == str(found.demoted)

@@ -97,6 +97,13 @@ def test_convolutions_back(case: Case, asked: tuple[bool, bool]) -> None:
     assert abs(told - measured) < NEAR * size(x, result)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_empty_batch_is_foreseen(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8).eval(), nn.AdaptiveAvgPool2d(1)).to(dtype)
+    empty = torch.zeros(0, 3, 8, 8, dtype=dtype)
+    assert predict_memory(model, empty, torch.sum, "none").activations == empty.element_size()  # the loss alone
+
+
 class UNet(nn.Module):
     """Batch norms, a concatenation whose gradient comes in parts, and both ways to make images larger."""
 

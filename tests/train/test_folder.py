@@ -102,7 +102,7 @@ def test_a_folder_of_another_version_is_refused(finished: Path, tiny: Any, noisy
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"bitplan_run": 1}'])
 def test_a_damaged_run_file_is_a_sentence(finished: Path, tiny: Any, noisy: Plan, text: str) -> None:
     (finished / "run.json").write_text(text)
-    with pytest.raises(RunError, match=r"run\.json is damaged: restore it, or begin anew"):
+    with pytest.raises(RunError, match=r"run\.json is damaged: restore it, leave it out of a report, or begin anew"):
         train(tiny("steps=3"), noisy, folder=finished)
 
 

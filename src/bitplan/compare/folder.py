@@ -92,4 +92,4 @@ def _comparison(content: Mapping[str, Any]) -> Comparison:
 
 
 def _damaged(file: Path) -> RunError:
-    return RunError(f"{file} is damaged: restore it, or begin anew in another folder.")
+    return RunError(f"{file} is damaged: restore it, leave it out of a report, or begin anew in another folder.")

@@ -10,6 +10,7 @@ torch that runs. Those of GPUs are not known here: cuDNN chooses its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -81,12 +82,13 @@ def _blocks(channels: int) -> int:
 
 def _in_blocks(x: Tensor) -> int:
     """Bytes of images whose channels fill whole blocks."""
-    return _bytes(x) // max(x.shape[1], 1) * _blocks(x.shape[1])
+    images, channels, *places = x.shape
+    return images * _blocks(channels) * math.prod(places) * x.element_size()
 
 
 def _read_in_blocks(x: Tensor, weight: Tensor) -> int:
     """Bytes of a copy that a pass reads; less than a block of channels, a network's first ones, is read as it is."""
-    is_product = weight[0, 0].numel() == 1
+    is_product = math.prod(weight.shape[2:]) == 1
     return _in_blocks(x) if x.shape[1] >= _BLOCK or is_product else 0
 
 
@@ -99,12 +101,8 @@ def _weight_in_blocks(weight: Tensor, groups: int) -> int:
     """Both its axes of channels fill blocks, unless groups cut them."""
     if groups > 1:
         return _bytes(weight)
-    return (
-        _bytes(weight)
-        // max(weight.shape[0] * weight.shape[1], 1)
-        * _blocks(weight.shape[0])
-        * _blocks(weight.shape[1])
-    )
+    first, second, *kernel = weight.shape
+    return _blocks(first) * _blocks(second) * math.prod(kernel) * weight.element_size()
 
 
 def _forth(result: Tensor, x: Tensor, weight: Tensor, groups: int) -> int:
@@ -123,10 +121,10 @@ def _back(result: Tensor, grad: Tensor, weight: Tensor, groups: int, is_strided:
 
 def _columns(x: Tensor, weight: Tensor, result: Tensor) -> int:
     """Without oneDNN (float64) every image is written as many times as a kernel has places, all at once."""
-    places = weight[0, 0].numel()
+    places = math.prod(weight.shape[2:])
     if x.device.type != "cpu" or x.dim() != 4 or x.dtype != torch.float64 or places == 1:
         return 0
-    return x.shape[0] * x.shape[1] * places * result[0, 0].numel() * x.element_size()
+    return x.shape[0] * x.shape[1] * places * math.prod(result.shape[2:]) * x.element_size()
 
 
 def _convolution(

@@ -271,4 +271,4 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _damaged(path: Path) -> BitplanError:
-    return RunError(f"{path} is damaged: restore it, or begin anew in another folder.")
+    return RunError(f"{path} is damaged: restore it, leave it out of a report, or begin anew in another folder.")
