@@ -231,6 +231,18 @@ def test_a_copy_of_a_planned_model_is_plain(make_target: MakeTarget, eight_bits:
         assert all(is_planned(module) for module in target.model.modules())
 
 
+def test_a_plain_copy_has_none_of_the_buffers_of_delayed_scaling(make_target: MakeTarget) -> None:
+    target = make_target("perceptron")
+    delayed = {"format": "e4m3", "scale": "tensor", "history": 2, "rounding": "stochastic"}
+    plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "op": "linear", "x": delayed, "w": delayed}]})
+    with bitplan.attach(target.model, plan, example=target.batch[0]):
+        planned = {name.rpartition(".")[2] for name, _ in target.model.named_buffers()}
+        assert planned == {"_bitplan_table", "_bitplan_record", "_bitplan_reach"}
+        for twin in (plain_copy(target.model), Fakes().model(target.model)):
+            assert dict(twin.named_buffers()) == {}
+            assert not any(module._non_persistent_buffers_set for module in twin.modules())
+
+
 # --- optimizer state in few bits ---
 
 

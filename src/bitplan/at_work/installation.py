@@ -21,7 +21,7 @@ from bitplan.at_work.observe import Watched
 from bitplan.at_work.rounder import Rounder
 from bitplan.at_work.run_tables import RunTables, restore_rows
 from bitplan.at_work.sheet import with_twins
-from bitplan.at_work.tables import LiveRow, ModuleTables
+from bitplan.at_work.tables import LiveRow, ModuleTables, remove_buffers
 from bitplan.at_work.timeline import Timeline
 from bitplan.errors import PlanError
 from bitplan.explain import require_seen
@@ -77,7 +77,7 @@ class Installation:
             self.rounder.enabled = False  # copies that were made of the model become plain, too
             self.tell_compiled_code()
             for tables in self.tables.each:
-                tables.remove()
+                remove_buffers(tables.module)
             uninstall(self.modules)
             checkpointing.restore()
         self.modules = []

@@ -141,10 +141,12 @@ class ModuleTables:
             show_reach(self.module, record)
         return row
 
-    def remove(self) -> None:
-        for name in (TABLE, RECORD, REACH):
-            self.module._buffers.pop(name, None)
-            self.module._non_persistent_buffers_set.discard(name)
+
+def remove_buffers(module: nn.Module) -> None:
+    """Remove every buffer that a plan has given the module."""
+    for name in (TABLE, RECORD, REACH):
+        module._buffers.pop(name, None)
+        module._non_persistent_buffers_set.discard(name)
 
 
 def show_reach(module: nn.Module, record: Tensor) -> None:

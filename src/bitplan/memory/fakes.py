@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_map_only
 
-from bitplan.at_work.tables import RECORD, TABLE
+from bitplan.at_work.tables import remove_buffers
 from bitplan.errors import AccountError
 from bitplan.numbers import tensor_parts
 from bitplan.seeing.fake_inputs import FakeInputs
@@ -94,9 +94,7 @@ def plain_copy(model: nn.Module, known: dict[int, Any] | None = None) -> nn.Modu
     for module in twin.modules():
         if is_planned(module):
             uninstall([("", module)])
-            for name in (TABLE, RECORD):
-                module._buffers.pop(name, None)
-                module._non_persistent_buffers_set.discard(name)
+            remove_buffers(module)
     for parameter in twin.parameters():
         parameter.grad = None
     return twin
