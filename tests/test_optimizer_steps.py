@@ -48,13 +48,13 @@ def test_the_hook_holds_until_it_is_removed_or_its_object_is_gone() -> None:
     optimizer = SGD(nn.Linear(2, 2).parameters(), 0.1)
     kept, removed, gone = Watcher(), Watcher(), Watcher()
     seen = gone.seen
-    hooks = [before_every_step(each.note) for each in (kept, removed, gone)]
+    removals = [before_every_step(each.note) for each in (kept, removed, gone)]
     try:
         optimizer.step()
-        hooks[1].remove()
+        removals[1]()
         del gone
         optimizer.step()
     finally:
-        for hook in hooks:
-            hook.remove()
+        for remove in removals:
+            remove()
     assert [len(kept.seen), len(removed.seen), len(seen)] == [2, 1, 1]

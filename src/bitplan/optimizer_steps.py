@@ -54,11 +54,34 @@ class OptimizerSteps:
         self._untold.clear()
 
 
-def before_every_step(method: Callable[[Optimizer], None]) -> Any:
-    """Call a bound method before each step of any optimizer, as long as its object lives; the handle can be removed."""
+#: How many hooks of ours are running, and the handles of hooks to be removed when none is: torch raises where a hook is
+#: removed while it goes through them, and a garbage collection may happen at any time.
+_running = 0
+_unneeded: list[Any] = []
+
+
+def before_every_step(method: Callable[[Optimizer], None]) -> Callable[[], object]:
+    """Call a bound method before each step of any optimizer, until its object is gone or the result is called."""
     watcher = weakref.WeakMethod(method)
-    return register_optimizer_step_pre_hook(lambda optimizer, *_: (watcher() or _nothing)(optimizer))
+    watching_object: object = method.__self__  # type: ignore[attr-defined]
+
+    def hook(optimizer: Optimizer, *_: Any) -> None:
+        global _running
+        watching = watcher()
+        if watching is None:
+            return
+        _running += 1
+        try:
+            watching(optimizer)
+        finally:
+            _running -= 1
+
+    remove = weakref.finalize(watching_object, _remove, register_optimizer_step_pre_hook(hook))
+    remove.atexit = False
+    return remove
 
 
-def _nothing(*given: object) -> None:
-    return None
+def _remove(handle: Any) -> None:
+    _unneeded.append(handle)
+    while _unneeded and not _running:
+        _unneeded.pop().remove()

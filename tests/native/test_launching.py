@@ -147,8 +147,7 @@ def test_torch_looks_once_into_a_kernel_of_ours(monkeypatch: pytest.MonkeyPatch)
 
     for name in ("identify_mutated_tensors", "identify_accessed_tensors"):
         monkeypatch.setattr(launching.triton_kernel_wrap, name, look, raising=False)
-    remember_accesses()
-    remember_accesses()
+    undo = remember_accesses()
     looked: Any = launching.triton_kernel_wrap.identify_mutated_tensors
     given: dict[str, Any] = {"x": torch.ones(3), "count": 3}
     for module in ("bitplan.graphs.moments_kernel", "elsewhere"):
@@ -162,6 +161,8 @@ def test_torch_looks_once_into_a_kernel_of_ours(monkeypatch: pytest.MonkeyPatch)
         ):
             assert looked(kernel, values, {}) == ["x", "count"]
     assert looks == ["bitplan.graphs.moments_kernel"] * 3 + ["elsewhere"] * 4
+    undo()
+    assert launching.triton_kernel_wrap.identify_accessed_tensors is look
 
 
 @pytest.mark.parametrize("spare_memory", ["no", "inputs", "products"])

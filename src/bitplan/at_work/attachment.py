@@ -87,11 +87,11 @@ class Attachment:
         self._ledger = Ledger(self.model, plan, self._all_tables.each, self._timeline, self._all_tables.promotions)
         self._promise = OptimizerPromise(plan, self.model)
         self._optimizer_steps = OptimizerSteps(self.model)
-        self._optimizer_hook: Any = None
+        self._remove_optimizer_hook: Callable[[], object] = lambda: None
         if plan.all_rules:
             self._install()
         if plan.all_rules or plan.optimizer_rule is not None:
-            self._optimizer_hook = before_every_step(self._before_optimizer_step)
+            self._remove_optimizer_hook = before_every_step(self._before_optimizer_step)
 
     # --- life ---
 
@@ -109,8 +109,7 @@ class Attachment:
     def detach(self) -> None:
         """Leave the model exactly as it was."""
         self._installation.take_out()
-        if self._optimizer_hook is not None:
-            self._optimizer_hook.remove()
+        self._remove_optimizer_hook()
 
     def __enter__(self) -> Attachment:
         return self

@@ -8,12 +8,13 @@ present phase has for them (:mod:`bitplan.at_work.decisions`), tables beside its
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from bitplan import torch_patches
 from bitplan.at_work.actions import Action
 from bitplan.at_work.decisions import Decider
 from bitplan.at_work.here import Here
@@ -31,7 +32,7 @@ from bitplan.numbers.names import format as format_of
 from bitplan.plan.document import Phase
 from bitplan.schedules import Schedule
 from bitplan.seeing import checkpointing
-from bitplan.seeing.intercept import install, state_of, uninstall
+from bitplan.seeing.intercept import install, show_all_functions, state_of, uninstall
 from bitplan.seeing.recording import Operation
 
 
@@ -54,6 +55,9 @@ class Installation:
         self._actions: dict[tuple[ModuleTables, Phase], dict[str, Any]] = {}
         self._operations: list[Operation] = []
         self._widths: dict[Schedule, int] = {}
+        #: Changes to torch belong to the rounder, which the model and its copies refer to: a model that outlives its
+        #: attachment still rounds.
+        self._release_patches: Callable[[], object] = lambda: None
         self._allowances: list[Allowance] = []
         self._is_out = False
 
@@ -63,7 +67,9 @@ class Installation:
         """Let the plan work in all modules of the model. Random bits are those of that seed and step."""
         require_seen(self.plan, self.model)
         self.modules = install(self.model, self.rounder)
-        checkpointing.exchange()
+        self._release_patches = torch_patches.hold(self.rounder)
+        torch_patches.apply(checkpointing.carry_scopes)
+        torch_patches.apply(show_all_functions)
         for path, module in self.modules:
             self.add(path, module, seed, step)
         self._let_recurrent_layers_compile()
@@ -79,7 +85,7 @@ class Installation:
             for tables in self.tables.each:
                 remove_buffers(tables.module)
             uninstall(self.modules)
-            checkpointing.restore()
+            self._release_patches()
         self.modules = []
         for allowance in self._allowances:
             allowance.remove()
@@ -138,11 +144,11 @@ class Installation:
         """torch.compile refuses nn.LSTM and its like unless told otherwise; written out they are plain operations."""
         recurrent = [m for _, m in self.modules if isinstance(m, nn.RNNBase)]
         if any(state_of(m).actions[f"open {m.mode.lower()}"] for m in recurrent):
-            self._allowances.append(Allowance("allow_rnn", True, owner=self))
+            self._allowances.append(Allowance("allow_rnn", True, owner=self.rounder))
 
     def _let_phases_compile(self) -> None:
         """Every phase of the plan has a graph of its own, in training and in evaluation; torch stops after eight."""
-        self._allowances.append(Allowance("recompile_limit", 2 * self.timeline.count_phases(), owner=self))
+        self._allowances.append(Allowance("recompile_limit", 2 * self.timeline.count_phases(), owner=self.rounder))
 
     def tell_compiled_code(self) -> None:
         """Graphs hold for what tracing reads now, until this is called again."""

@@ -21,6 +21,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.inductor_prims import force_stride_order
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from bitplan import torch_patches
 from bitplan.graphs import kernel_operations
 from bitplan.graphs.kernel_operations import OPERATIONS, KernelOperation
 from bitplan.native import amax_joining, gated_fusing, norm_fusing, patterns, record_noting
@@ -28,6 +29,7 @@ from bitplan.native.amax_joining import join_amax
 from bitplan.native.gated_fusing import fuse_gates
 from bitplan.native.norm_fusing import fuse_norms
 from bitplan.native.record_noting import note_records
+from bitplan.torch_patches import Undo, replace_attribute
 
 #: Whether compiled graphs launch the kernels themselves; to compare, or where a version of torch cannot.
 OPENS = True
@@ -45,7 +47,7 @@ class OpeningPass(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         for each in self.earlier:
             each(graph)
-        remember_accesses()
+        torch_patches.apply(remember_accesses)
         fuse_gates(graph)
         fuse_norms(graph)
         note_records(graph)
@@ -166,15 +168,24 @@ def _is_of_launch(node: fx.Node) -> bool:
     return node.target is operator.getitem and node.all_input_nodes[0].target is triton_kernel_wrapper_functional
 
 
-def remember_accesses() -> None:
-    """Have torch look once, and not at each launch, what a kernel of ours writes with arguments of the same kinds.
+def remember_accesses() -> Undo:
+    """A patch of torch: it looks once, and not at each launch, what a kernel of ours writes with arguments of the same
+    kinds.
 
     It translates the kernel to see, three times for every launch in a graph: of some hundred launches, a minute.
     """
-    for name in ("identify_mutated_tensors", "identify_accessed_tensors"):  # before torch 2.12 or so, and since
-        look = getattr(triton_kernel_wrap, name, None)
-        if look is not None and not hasattr(look, "accesses_seen"):
-            setattr(triton_kernel_wrap, name, _remembering(look))
+    names = ("identify_mutated_tensors", "identify_accessed_tensors")  # before torch 2.12 or so, and since
+    restore = [
+        replace_attribute(triton_kernel_wrap, name, _remembering(look))
+        for name in names
+        if (look := getattr(triton_kernel_wrap, name, None)) is not None
+    ]
+
+    def undo() -> None:
+        for restore_function in restore:
+            restore_function()
+
+    return undo
 
 
 def _remembering(look: Callable[..., Any]) -> Callable[..., Any]:
@@ -192,7 +203,6 @@ def _remembering(look: Callable[..., Any]) -> Callable[..., Any]:
             seen[key] = look(kernel, kwargs, *rest)
         return seen[key]
 
-    looked.accesses_seen = seen  # type: ignore[attr-defined]
     return looked
 
 

@@ -17,12 +17,10 @@ from typing import Any
 import torch.utils.checkpoint as home
 
 from bitplan.seeing.intercept import innermost_scope
+from bitplan.torch_patches import Undo, replace_attribute
 
 _keep_hooks = home._checkpoint_without_reentrant_generator
 _Reentrant = home.CheckpointFunction
-
-#: How many attached plans rely on the exchange.
-_users = 0
 
 
 def _planned_keep_hooks(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -39,18 +37,13 @@ class _PlannedReentrant(_Reentrant):
         )
 
 
-def exchange() -> None:
-    """From now on checkpointed functions carry their scope along."""
-    global _users
-    _users += 1
-    home._checkpoint_without_reentrant_generator = _planned_keep_hooks  # type: ignore[assignment]
-    home.CheckpointFunction = _PlannedReentrant  # type: ignore[misc]
+def carry_scopes() -> Undo:
+    """A patch of torch: checkpointed functions carry their scope along."""
+    restore_hooked = replace_attribute(home, "_checkpoint_without_reentrant_generator", _planned_keep_hooks)
+    restore_reentrant = replace_attribute(home, "CheckpointFunction", _PlannedReentrant)
 
+    def undo() -> None:
+        restore_hooked()
+        restore_reentrant()
 
-def restore() -> None:
-    """The counterpart of :func:`exchange`; the last one leaves torch as it was."""
-    global _users
-    _users -= 1
-    if not _users:
-        home._checkpoint_without_reentrant_generator = _keep_hooks
-        home.CheckpointFunction = _Reentrant  # type: ignore[misc]
+    return undo

@@ -18,7 +18,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -32,6 +31,7 @@ from bitplan.graphs.packed_backend import refuse_other_backends
 from bitplan.keeping import Keeper
 from bitplan.seeing.opened import TRANSPARENT
 from bitplan.seeing.ops import REGIONS, name_of, traceable
+from bitplan.torch_patches import Undo
 from bitplan.tracing import constant_when_traced
 
 _STATE = "_bitplan"
@@ -295,9 +295,9 @@ def original_class(planned: type) -> type[nn.Module]:
     return plain
 
 
-@cache
-def _let_compiled_code_show_all() -> None:
-    """torch.compile shows modes only what torch lists as overridable, and that list has gaps: hardswish is one.
+def show_all_functions() -> Undo:
+    """A patch of torch: torch.compile shows modes only functions that torch lists as overridable, and that list has
+    gaps: hardswish is one.
 
     A function that is added here is shown to modes, and is no different where there is none.
     """
@@ -309,14 +309,17 @@ def _let_compiled_code_show_all() -> None:
         torch.sparse: ("addmm", "log_softmax", "mm", "sampled_addmm", "softmax", "sum"),
         torch: (),
     }
+    missing: set[Callable[..., Any]] = set()
     for home, names in homes.items():
         in_place = [name for name in dir(home) if name.endswith("_") and not name.startswith("_")]
-        listed.update(getattr(home, name) for name in (*names, *in_place) if callable(getattr(home, name, None)))
+        missing.update(getattr(home, name) for name in (*names, *in_place) if callable(getattr(home, name, None)))
+    missing -= listed
+    listed.update(missing)
+    return lambda: listed.difference_update(missing)
 
 
 def install(model: nn.Module, interceptor: Interceptor) -> list[tuple[str, nn.Module]]:
     """Exchange the classes of all modules that can be followed; those (path and module) are returned."""
-    _let_compiled_code_show_all()
     followed: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules:
