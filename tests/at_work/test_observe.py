@@ -237,6 +237,25 @@ def test_evaluation_uses_the_running_mean_of_the_ranges_of_training(
     assert not torch.allclose(seen, bitplan.quantize(torch.tanh(X), "int4", scale="tensor", **own), atol=1e-3)
 
 
+def test_the_running_mean_of_ranges_has_a_momentum_of_nine_tenths() -> None:
+    """The plan reference promises 0.9: it is written out here, so that another one fails."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False))
+    nn.init.ones_(model[0].weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    rule = {"match": "0", "activation": {"format": "int8", "scale": "tensor", "eval": "ema"}}
+    with bitplan.attach(model, bitplan.Plan.from_dict({"version": 1, "rules": [rule]})) as run:
+        for amax in (4.0, 12.0):
+            model(torch.tensor([[-amax], [amax]])).sum().backward()
+            optimizer.step()
+            run.step()
+        mean = 0.9 * 4.0 + (1 - 0.9) * 12.0
+        x = torch.linspace(-20.0, 20.0, 101)[:, None]
+        evaluated = model.eval()(x)
+    scale = mean / 127
+    torch.testing.assert_close(evaluated, torch.round(x / scale).clamp(-127, 127) * scale, rtol=1e-5, atol=1e-5)
+    assert float(evaluated.detach().max()) == pytest.approx(4.8, rel=1e-5)
+
+
 def test_evaluation_before_any_training_uses_the_values_own_range() -> None:
     model = nn.Tanh().eval()
     with attached(model, {"match": "*", "activation": {"format": "int4", "scale": "tensor", "eval": "ema"}}):
