@@ -7,11 +7,12 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 INPUTS := pyproject.toml constraints.txt src/bitplan/_version.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit bench docs clean
+.PHONY: help demo test lint types unit goldens bench docs clean
 
 help:
 	@echo "make demo    install bitplan into $(VENV), train digits under six plans, and write a page about it"
 	@echo "make test    install with the dev extra, then ruff, mypy --strict and every test"
+	@echo "make goldens compare every golden run to its stored losses and weights (make test has a sample of them)"
 	@echo "make bench   install the peers and measure every number format against them"
 	@echo "make docs    install mkdocs and build the documentation into site/"
 	@echo "make clean   remove $(VENV), caches and what the demo and the documentation wrote"
@@ -34,6 +35,10 @@ types: $(VENV)/.stamp-dev
 unit: $(VENV)/.stamp-dev
 	@echo "== pytest"
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
+
+# Every case of tests/golden; make.py in that folder says how they were made.
+goldens: $(VENV)/.stamp-dev
+	@BITPLAN_GOLDENS=all OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal tests/golden $(PYTEST_ARGS)
 
 bench: $(VENV)/.stamp-bench
 	@$(BIN)/bitplan bench formats
