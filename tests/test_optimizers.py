@@ -209,3 +209,9 @@ def test_state_of_another_kind_is_refused() -> None:
                 with pytest.raises(PlanError, match=r"kept (in|otherwise)"):
                     load_plain_state(optimizer, states[other])
                 assert not optimizer.state
+    damaged = states["int8"]
+    damaged["state"][0]["exp_avg"]["dtype"] = "_inductor"  # a name that torch would import a submodule for
+    with bitplan.attach(a_model(), plan_of("int8")) as run:
+        optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
+        with pytest.raises(KeyError, match="_inductor"):
+            load_plain_state(optimizer, damaged)

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import hashlib
+import importlib.util
+import py_compile
 import sys
 from pathlib import Path
 
 import pytest
 
 from bitplan.errors import TaskError
-from bitplan.user_code import in_words, named_file, public_name, run_file
+from bitplan.user_code import file_sha256, in_words, module_sha256, named_file, public_name, run_file
 
 
 @pytest.mark.parametrize(
@@ -39,6 +42,17 @@ def test_only_what_can_be_called_counts(tmp_path: Path) -> None:
     assert public_name(module, path, "function", "thing", TaskError) is module.function
     with pytest.raises(TaskError, match=r"own\.py has no thing 'number'; known names are function$"):
         public_name(module, path, "number", "thing", TaskError)
+
+
+def test_what_runs_is_the_file_and_not_bytecode_that_claims_to_be_it(tmp_path: Path) -> None:
+    path, other = tmp_path / "own.py", tmp_path / "other.py"
+    path.write_text("here = 'source'\n")
+    other.write_text("here = 'bytecode'\n")
+    cached = importlib.util.cache_from_source(str(path))
+    py_compile.compile(str(other), cached, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    module = run_file(path, TaskError)
+    assert module.here == "source"
+    assert module_sha256(module) == hashlib.sha256(path.read_bytes()).hexdigest() == file_sha256(path)
 
 
 def test_an_error_without_words_has_its_name() -> None:

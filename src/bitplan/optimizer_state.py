@@ -37,6 +37,10 @@ from bitplan.errors import PlanError
 _FORMATS = {"OptimState8bit": "int8", "OptimState4bit": "int4", "OptimStateFp8": "e4m3"}
 #: What a group of parameters says of torch's ways to make the same step.
 _IMPLEMENTATION = ("foreach", "fused", "capturable")
+#: The dtypes that a state may name: it may come from a file, and looking any name up in torch would import submodules.
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+}
 
 
 def _format_of(value: object) -> str | None:
@@ -124,7 +128,7 @@ def _small(value: Any, optimizer: Optimizer) -> Any:
     import torchao.optim.subclass_8bit as eight
     import torchao.optim.subclass_fp8 as float8
 
-    dtype = getattr(torch, value["dtype"])
+    dtype = _DTYPES[value["dtype"]]
     codes, scale = value["codes"].clone(), value["scale"].clone()
     if value["format"] == "e4m3":
         return float8.OptimStateFp8(codes, scale, dtype)

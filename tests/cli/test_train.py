@@ -75,7 +75,7 @@ def test_the_same_out_goes_on_and_then_has_nothing_to_do(bitplan: Bitplan, monke
     stopped = bitplan("train", TASK, "--out", "mine")
     monkeypatch.setattr(StopRequest, "__call__", asked)
     assert stopped.code == 128
-    assert stopped.err == "bitplan: stopped on request; go on with: bitplan train --resume mine\n"
+    assert stopped.err == f"bitplan: stopped on request; go on with: bitplan train --resume mine --task {TASK}\n"
     assert "would go on from step 1" in bitplan("train", TASK, "--out", "mine", "--dry-run").out
     rest = bitplan("train", TASK, "--out", "mine")
     assert rest.code == 0
@@ -96,7 +96,7 @@ def test_resuming_takes_everything_from_the_folder(bitplan: Bitplan, monkeypatch
     bitplan("train", TASK, *options, "--out", "parts")
     monkeypatch.setattr(StopRequest, "__call__", asked)
     Path("own.yaml").unlink()  # the run keeps its plan
-    assert bitplan("train", "--resume", "parts").code == 0
+    assert bitplan("train", "--resume", "parts", "--task", TASK).code == 0
     for name in ("metrics.jsonl", "model.safetensors", "run.json"):
         assert Path("whole", name).read_bytes() == Path("parts", name).read_bytes()
     ran = bitplan("train", TASK, "--resume", "parts")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ from bitplan.train.checkpoint import checkpoints_in
 from bitplan.train.config import command_of, plan_name
 from bitplan.train.loop import chosen_device
 from bitplan.train.signals import stop_on_signals
-from bitplan.user_code import in_words, named_file
+from bitplan.user_code import file_sha256, in_words, named_file
 
 log = logging.getLogger("bitplan")
 
@@ -104,6 +105,15 @@ def train_command(
     resume: Annotated[
         Path | None, typer.Option("--resume", metavar="DIR", help="Go on with the run in this folder.")
     ] = None,
+    task_file: Annotated[
+        str | None,
+        typer.Option(
+            "--task",
+            metavar="FILE.py:NAME",
+            help="With --resume, of a run whose task is a file: that file again, as no run folder chooses code to run.",
+            show_default=False,
+        ),
+    ] = None,
     checkpoint_every: Annotated[
         int | None, typer.Option(min=0, help="Steps between checkpoints (default: as evaluations; 0: at the end).")
     ] = None,
@@ -126,7 +136,9 @@ def train_command(
         of_assign = order != "largest" or formats is not None or promotion is not None
         if resume is not None:
             _require_nothing_else(task, plan, settings, out, assign, of_assign, loss_scale is not None)
-            asked = _Asked.from_folder(resume, checkpoint_every)
+            asked = _Asked.from_folder(resume, task_file, checkpoint_every)
+        elif task_file is not None:
+            raise RunError("--task goes with --resume: give a new run's task without it, as bitplan train TASK.")
         elif task is None:
             raise TaskError(f"name a task to train, such as {', '.join(task_names())}, or a run with --resume.")
         else:
@@ -206,14 +218,15 @@ class _Asked:
         self.measure_every = measure_every
 
     @classmethod
-    def from_folder(cls, folder: Path, checkpoint_every: int | None) -> _Asked:
+    def from_folder(cls, folder: Path, task_file: str | None, checkpoint_every: int | None) -> _Asked:
         place = RunFolder(folder)
         known = place.config()
+        task_source = _task_to_resume(place, known.task_source, task_file)
         # What words cannot give is what the task's own file says.
         settings = [f"{key}={value}" for key, value in known.settings.items() if isinstance(value, (str, int, float))]
-        task = find_task(known.task_source, settings, known.seed)
+        task = find_task(task_source, settings, known.seed)
         return cls(
-            *(task, known.task_source, place.plan(), known.plan_source, folder),
+            *(task, task_source, place.plan(), known.plan_source, folder),
             *(known.execution, known.device, known.compile, checkpoint_every, known.measure_every),
         )
 
@@ -222,10 +235,37 @@ class _Asked:
         return "no plan" if self.plan is None else plan_name(self.plan, self.plan_source)
 
 
+def _task_to_resume(folder: RunFolder, recorded: str, named: str | None) -> str:
+    """What names the task of a run that goes on: the run's record a built-in one, and only the user a file.
+
+    Whoever made the folder wrote the record, and a file that is named is run.
+    """
+    is_built_in = recorded in task_names()
+    if named is None:
+        if is_built_in:
+            return recorded
+        is_file = named_file(recorded) is not None
+        raise RunError(
+            f"{folder} is a run of {recorded}, which {'is a file' if is_file else 'does not come with bitplan'}, and a "
+            f"run folder does not choose code to run: if you trust the task's file, name it, as in "
+            f"bitplan train --resume {shlex.quote(str(folder))} --task "
+            f"{shlex.quote(recorded) if is_file else 'FILE.py:NAME'}"
+        )
+    if is_built_in and named != recorded:
+        raise RunError(f"{folder} is a run of {recorded}, which comes with bitplan: leave out --task.")
+    file = named_file(named)
+    if file is None and not is_built_in:
+        raise RunError(f"{folder} is a run of {recorded}, and {named} is no file: name the run's own, FILE.py:NAME.")
+    if file is not None and file[0].is_file():
+        folder.require_task_file(named, file_sha256(file[0]))  # before it is run
+    return named
+
+
 def _require_nothing_else(*given: object) -> None:
     if any(given):
         raise RunError(
-            "--resume takes everything from the run's folder: leave out TASK, --plan, --assign, --set and --out."
+            "--resume takes everything from the run's folder: leave out TASK, --plan, --assign, --set and --out (a "
+            "task that is a file is named by --task)."
         )
 
 

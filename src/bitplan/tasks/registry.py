@@ -19,7 +19,7 @@ from bitplan.tasks.public_texts import Sst2, Xnli
 from bitplan.tasks.task import Task
 from bitplan.tasks.text_classification import Docstrings
 from bitplan.tasks.voc import Voc
-from bitplan.user_code import in_words, named_file, public_name, run_file
+from bitplan.user_code import in_words, module_sha256, named_file, public_name, run_file
 
 #: The built-in tasks, in the order ``bitplan tasks`` shows them.
 TASKS: tuple[type[Task], ...] = (
@@ -42,7 +42,7 @@ def task_class(text: str) -> type[Task]:
     """The class of the task that `text` names: a built-in one, or ``my_task.py:MyTask``, a file that is **run**."""
     named = named_file(text)
     if named is not None:
-        return _class_in_file(*named)
+        return _class_in_file(*named)[0]
     for task in TASKS:
         if task.name == text:
             return task
@@ -63,10 +63,13 @@ def find_task(text: str, settings: Sequence[str] = (), seed: int = 0) -> Task:
         that you trust.
     :param settings: what differs from the task's recipe, as ``key=value``.
     """
-    task = task_class(text)
     named = named_file(text)
     if named is not None:
-        return own_task(task, named[0], settings, seed)
+        own_class, sha256 = _class_in_file(*named)
+        own = own_task(own_class, named[0], settings, seed)
+        own.source_sha256 = sha256
+        return own
+    task = task_class(text)
     return task(read_settings(task.settings_class, settings, text), seed)
 
 
@@ -85,7 +88,8 @@ def own_task(task: type[Task], path: Path, settings: Sequence[str] = (), seed: i
         raise TaskError(f"{path}:{task.__name__} failed: {in_words(error, path)}") from error
 
 
-def _class_in_file(path: Path, name: str) -> type[Task]:
+def _class_in_file(path: Path, name: str) -> tuple[type[Task], str]:
+    """The task of that name in a file, and the SHA-256 of the file's contents."""
     if not path.is_file():
         raise TaskError(f"there is no file {path}: a task is {', '.join(task_names())} or my_task.py:MyTask.")
     module = run_file(path, TaskError)
@@ -93,7 +97,7 @@ def _class_in_file(path: Path, name: str) -> type[Task]:
         found = public_name(module, path, name, "task", TaskError)
         if not isinstance(found, type) or not issubclass(found, Task):
             raise TaskError(f"{path}:{name} is not a task: derive it from bitplan.tasks.Task.")
-        return found
+        return found, module_sha256(module)
     own = [
         value
         for value in vars(module).values()
@@ -102,4 +106,4 @@ def _class_in_file(path: Path, name: str) -> type[Task]:
     if len(own) != 1:
         names = ", ".join(task.__name__ for task in own) or "none"
         raise TaskError(f"{path} has {len(own)} tasks ({names}): name one of them as {path}:MyTask.")
-    return own[0]
+    return own[0], module_sha256(module)

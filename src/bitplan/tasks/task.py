@@ -91,6 +91,8 @@ class Task(ABC):
     #: Whether a compiled run evaluates with compiled code, too: worth its compilation where evaluations are many small
     #: operations, all of one shape. Figures then differ in their last bits from those of uncompiled code.
     evaluates_compiled: ClassVar[bool] = False
+    #: The SHA-256 of the user's file that the task was made from; None: not made from a file by its name.
+    source_sha256: str | None = None
 
     def __init__(self, settings: Settings | None = None, seed: int = 0) -> None:
         self.settings: Any = self.settings_class() if settings is None else settings

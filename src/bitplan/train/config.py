@@ -15,6 +15,7 @@ from bitplan.plan import Plan
 from bitplan.planners.assign.of_task import AssignWords
 from bitplan.strict_json import strict
 from bitplan.tasks.task import Task
+from bitplan.user_code import file_sha256, named_file
 
 #: The version of run folders that this package reads and writes.
 VERSION = 1
@@ -36,6 +37,9 @@ class RunConfig:
     plan_source: str | None
     seed: int
     metric: Mapping[str, Any]
+    #: The SHA-256 of the file that `task_source` names; None: a task that is no file, or a run from before hashes were
+    #: recorded.
+    task_sha256: str | None = None
     execution: str = "emulate"
     device: str = "cpu"
     compile: bool = False
@@ -52,6 +56,12 @@ class RunConfig:
             raise RunError(f"log_every is {self.log_every}; it must be at least 1.")
         if self.measure_every < 0:
             raise RunError(f"measure_every is {self.measure_every}; it must be at least 0 (which measures nothing).")
+        # It is printed as part of a command to type, and a control character could hide what that command says.
+        if not isinstance(self.task_source, str) or not self.task_source.isprintable():
+            raise RunError(
+                f"a run's task cannot be named {self.task_source!r}: a name such as my_task.py:MyTask has printable "
+                f"characters only, so restore the run's run.json, or rename the file."
+            )
 
     def to_dict(self) -> dict[str, Any]:
         return {"bitplan_run": VERSION, **asdict(self)}
@@ -98,6 +108,7 @@ def config_of(
         plan_source=plan_source,
         seed=task.seed,
         metric=strict(asdict(task.metric)),
+        task_sha256=_task_sha256(task, source),
         execution=execution,
         device=str(device),
         compile=compile,
@@ -113,6 +124,14 @@ def config_of(
         versions=versions(),
         machine=machine(device),
     )
+
+
+def _task_sha256(task: Task, source: str) -> str | None:
+    """Of the file that the task comes from: of what was run, where it is known, and else of what lies there."""
+    named = named_file(source)
+    if named is None:
+        return None
+    return task.source_sha256 or (file_sha256(named[0]) if named[0].is_file() else None)
 
 
 def plan_name(plan: Plan, source: str | None) -> str:

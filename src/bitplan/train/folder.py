@@ -173,7 +173,17 @@ class RunFolder:
             raise RunError(
                 f"{self.path} holds a run with {difference}: name another folder, or ask for the same to go on with it."
             )
+        self.require_task_file(config.task_source, config.task_sha256)
         return True
+
+    def require_task_file(self, source: str, sha256: str | None) -> None:
+        """Raise where a task's file, `source` with that SHA-256, is not the one that the run here was begun with."""
+        recorded = self.config().task_sha256
+        if recorded is not None and sha256 is not None and recorded != sha256:
+            raise RunError(
+                f"{self.path} was begun with a task file of SHA-256 {recorded}, and the file of {source} has {sha256}: "
+                f"restore the file as it was then, or begin a new run in another folder."
+            )
 
     def begin(self, config: RunConfig, plan: Plan | None) -> None:
         """Write what the run is; from now on the folder is a run's."""

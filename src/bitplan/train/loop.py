@@ -35,6 +35,7 @@ from bitplan.train.monitor import Monitor
 from bitplan.train.session import Session, repeatable
 from bitplan.train.site_table import measured_sites, planned_sites
 from bitplan.train.summary import Phase, Progress, PromotionRecord, Status, Summary
+from bitplan.user_code import named_file
 
 log = logging.getLogger("bitplan")
 
@@ -101,6 +102,13 @@ def train(
         summary = place.summary() if is_known else None
         if summary is not None and summary.status != "stopped":
             return summary
+        if is_known and config.task_sha256 is not None and place.config().task_sha256 is None:
+            warnings.warn(
+                f"{place} has no SHA-256 of its task's file, so {config.task_source} cannot be compared with the file "
+                f"that the run was begun with; it goes on with that file because you named it.",
+                BitplanWarning,
+                stacklevel=2,
+            )
         with repeatable(chosen):
             session = Session(task, found or Plan(), execution=execution, device=chosen, compile=compile)
             try:
@@ -129,9 +137,14 @@ def chosen_device(device: str | torch.device) -> torch.device:
     return chosen
 
 
-def resume_command(folder: Path) -> str:
-    """What goes on with a run."""
-    return f"bitplan train --resume {shlex.quote(str(folder))}"
+def resume_command(folder: Path, task_source: str) -> str:
+    """What goes on with a run of the task that `task_source` names; a file must be named again.
+
+    >>> resume_command(Path("runs/mine"), "my_task.py:MyTask")
+    'bitplan train --resume runs/mine --task my_task.py:MyTask'
+    """
+    task = [] if named_file(task_source) is None else ["--task", task_source]
+    return shlex.join(["bitplan", "train", "--resume", str(folder), *task])
 
 
 class _Diverged(Exception):
@@ -315,7 +328,10 @@ class _Loop:
     def _way_back(self) -> str:
         if self.saved < 0:
             return "No checkpoint was written yet."
-        return f"The checkpoint of step {self.saved} is whole; go on from it with: {resume_command(self.place.path)}"
+        return f"The checkpoint of step {self.saved} is whole; go on from it with: {self._resume_command()}"
+
+    def _resume_command(self) -> str:
+        return resume_command(self.place.path, self.config.task_source)
 
     # --- ends ---
 
@@ -330,7 +346,7 @@ class _Loop:
     def _stopped(self) -> Summary:
         self._save()
         save_tensors(self.place.model_file, self.session.model.state_dict())
-        why = f"stopped on request; go on with: {resume_command(self.place.path)}"
+        why = f"stopped on request; go on with: {self._resume_command()}"
         summary = self._summary("stopped", self.session.run.cost(), why=why)
         self.place.write_summary(summary)
         return summary
