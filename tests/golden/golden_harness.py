@@ -10,9 +10,9 @@ import hashlib
 import io
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -20,17 +20,32 @@ import torch
 from golden_cases import STEPS, Case, plan_document
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 import bitplan
 from bitplan.models.gcn import GCN
 from bitplan.models.gpt import GPT
 from bitplan.models.llama import LlamaBlocks
 from bitplan.models.neighbours import symmetric_neighbours
-from bitplan.models.resnet import cifar_resnet
+from bitplan.models.resnet import BasicBlock, ResNet, cifar_resnet
 from bitplan.native.units import Float8Unit, Int8Unit
 from bitplan.tasks.lstm_lm import CarriedLSTM
+from bitplan.tasks.registry import find_task
 
 SEED = 20
+DRAWN_MODELS = (
+    "resnet20",
+    "resnet18",
+    "mobilenet-v2",
+    "squeezenet",
+    "shufflenet-v2",
+    "resnet18-imagenet",
+    "mobilenet-v2-imagenet",
+    "gpt-tiny",
+    "lstm",
+    "gcn",
+)
+DRAWN_TASKS = ("digits", "detection", "graph")
 
 
 @dataclass
@@ -51,7 +66,6 @@ class Result:
     weights: str
     promotions: int = 0
     native_products: int = 0
-    run_state: dict[str, Any] = field(default_factory=dict)
 
     def stored(self) -> dict[str, Any]:
         return {"losses": self.losses, "weights": self.weights}
@@ -133,6 +147,27 @@ def _counted(multiply: Callable[..., Tensor], products: Counter[str]) -> Callabl
     return counted
 
 
+def initial_digests() -> dict[str, str]:
+    """Digests of what is drawn before any training: weights of built-in models, and weights and batches of tasks.
+
+    Tasks are those whose data come with bitplan and do not depend on the Python version.
+    """
+    digests = {}
+    with torch.random.fork_rng():
+        for name in DRAWN_MODELS:
+            torch.manual_seed(SEED)
+            digests[f"model/{name}"] = digest(bitplan.load_target(name).model)
+        for name in DRAWN_TASKS:
+            torch.manual_seed(SEED)
+            task = find_task(name, seed=SEED)
+            digests[f"task/{name}"] = digest(task.model())
+            for step in (0, 1, 30):
+                leaves = tree_leaves(task.batch(step))
+                tensors = {str(number): tensor for number, tensor in enumerate(leaves)}
+                digests[f"task/{name}/batch-{step}"] = digest_of_tensors(tensors)
+    return digests
+
+
 # --- training ---
 
 
@@ -146,7 +181,6 @@ def train(case: Case, device: str = "cpu", resume_at: int | None = None) -> Resu
         setup.model.train()
         torch.manual_seed(SEED + 1)  # of dropout
         losses = []
-        run_state: dict[str, Any] = {}
         for step in range(STEPS):
             if step == resume_at:
                 saved = save(setup, run)
@@ -155,10 +189,10 @@ def train(case: Case, device: str = "cpu", resume_at: int | None = None) -> Resu
                 setup = build_setup(case, device)
                 run = attach_plan(setup, case)
                 call = compile_model(setup, run, case)
-                run_state = load(saved, setup, run)
+                load(saved, setup, run)
                 setup.model.train()
             losses.append(train_step(call, setup, run, step).hex())
-        result = Result(losses, digest(setup.model), run_state=run_state)
+        result = Result(losses, digest(setup.model))
         if run is not None:
             result.promotions = len(run.promotions())
             result.native_products = products.total()
@@ -175,21 +209,24 @@ def save(setup: Setup, run: Any) -> bytes:
     return file.getvalue()
 
 
-def load(saved: bytes, setup: Setup, run: Any) -> dict[str, Any]:
-    """Load into new objects; returns the state of the run, which must be plain enough for ``weights_only``."""
+def load(saved: bytes, setup: Setup, run: Any) -> None:
+    """Load into new objects. The state of a run is plain enough for ``weights_only``."""
     state = torch.load(io.BytesIO(saved), weights_only=True)
     setup.model.load_state_dict(state["model"])
     setup.optimizer.load_state_dict(state["optimizer"])
     if run is not None:
         run.load_state_dict(state["run"])
     torch.set_rng_state(state["rng"])
-    return dict(state.get("run", {}))
 
 
 def digest(model: nn.Module) -> str:
-    """SHA-256 over names and bytes of the weights and buffers, in the order of the state dict."""
+    return digest_of_tensors(model.state_dict())
+
+
+def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, shapes, dtypes and bytes, in the order of the mapping."""
     hashed = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
+    for name, tensor in tensors.items():
         hashed.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         hashed.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return hashed.hexdigest()
@@ -216,9 +253,8 @@ def deterministic(device: str) -> Iterator[None]:
 # --- models and data ---
 
 
-def _images(width: float, batch: int, side: int) -> Setup:
-    """Ten classes, each a random picture, with noise: ResNet-8 learns them."""
-    model = cifar_resnet(8, classes=10, width=width)
+def _images(model: nn.Module, batch: int, side: int) -> Setup:
+    """Ten classes, each a random picture, with noise."""
     pictures = torch.randn(10, 3, side, side)
     batches = []
     for _ in range(STEPS):
@@ -246,8 +282,8 @@ def _text(vocabulary: int, length: int, batch: int) -> list[tuple[tuple[Tensor, 
     return batches
 
 
-def _gpt(vocabulary: int, length: int, features: int, batch: int) -> Setup:
-    model = GPT(tokens=vocabulary, length=length, layers=2, heads=2, features=features)
+def _gpt(vocabulary: int, length: int, features: int, batch: int, layers: int = 2) -> Setup:
+    model = GPT(tokens=vocabulary, length=length, layers=layers, heads=2, features=features)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     return Setup(model, _text(vocabulary, length, batch), _token_loss, optimizer)
 
@@ -293,12 +329,15 @@ def _llama() -> Setup:
 
 
 SETUPS: dict[str, Callable[[], Setup]] = {
-    "resnet": lambda: _images(0.5, 8, 8),
+    "resnet": lambda: _images(cifar_resnet(8, classes=10, width=0.5), 8, 8),
     "gpt": lambda: _gpt(32, 16, 32, 4),
     "lstm": _lstm,
     "graph": _graph,
+    # For Inductor, which takes minutes to compile those above under some plans.
+    "resnet-tiny": lambda: _images(ResNet(BasicBlock, [1], [8], 10), 8, 8),
+    "gpt-tiny": lambda: _gpt(32, 16, 32, 4, layers=1),
     # For accelerators, whose FP8 units want multiples of 16.
-    "resnet-wide": lambda: _images(1.0, 32, 16),
+    "resnet-wide": lambda: _images(cifar_resnet(8, classes=10), 32, 16),
     "gpt-wide": lambda: _gpt(256, 64, 128, 8),
     "llama-bf16": _llama,
 }

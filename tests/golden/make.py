@@ -29,7 +29,7 @@ from typing import Any
 import golden_store as store
 import torch
 from golden_cases import Case, cpu_cases, cuda_cases, skipped
-from golden_harness import train
+from golden_harness import initial_digests, train
 
 
 def main() -> int:
@@ -81,9 +81,9 @@ def _make(cases: list[Case], arguments: argparse.Namespace) -> int:
         cases = [case for case in cases if case not in already]
         if already:
             print(f"{len(already)} cases are stored already and stay as they are (--force replaces them).")
-    if not cases:
-        return 0
-    first, second = (_in_own_process(cases, arguments.device) for _ in range(2))
+    if arguments.device == "cpu" and ("initial" not in stored or arguments.force):
+        stored = {"initial": initial_digests()} | stored
+    first, second = (_in_own_process(cases, arguments.device) if cases else {} for _ in range(2))
     unstable = []
     for case in cases:
         equal = {name: value for name, value in first[case.id].items() if second[case.id][name] == value}
@@ -92,7 +92,7 @@ def _make(cases: list[Case], arguments: argparse.Namespace) -> int:
         if len(equal) < len(first[case.id]):
             unstable.append(f"{case.id}: only {', '.join(equal) or 'nothing'}")
     store.write(path, stored)
-    print(f"{len(cases) - len(unstable)} of {len(cases)} cases are equal in two processes; written to {path}.")
+    print(f"{len(cases) - len(unstable)} of {len(cases)} new cases are equal in two processes; written to {path}.")
     for line in unstable:
         print(f"not deterministic, stored {line}")
     return 0
