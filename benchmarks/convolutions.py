@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 import bitplan
 from bitplan import Plan
+from bitplan.executions.native import convolution, crossover
 from bitplan.files import write_whole
 from bitplan.machine import describe_machine
-from bitplan.native import convolution, crossover
 
 #: (input channels, height and width, output channels, kernel, stride)
 SHAPES = [

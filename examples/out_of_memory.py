@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import bitplan as bp
-from bitplan.sizes import byte_text
+from bitplan.files import byte_text
 
 BUDGET = 13 * 2**20
 #: Plainest first: each one keeps fewer bits.

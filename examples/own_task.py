@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from bitplan.tasks import Metric, Settings, Task
-from bitplan.tasks.draws import generator
+from bitplan.lab.tasks import Metric, Settings, Task
+from bitplan.lab.tasks.task import generator
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import bitplan as bp
-from bitplan.tasks.pictures import digits
+from bitplan.lab.tasks.images import digits
 
 STEPS, BATCH = 300, 128
 

@@ -29,18 +29,18 @@ import torch
 from common import CIFAR_PACK, CONTROL, Experiment, arguments, in_sentences, is_short, metric_record, short_words
 from records import ended_seeds
 
-from bitplan.compare import Choice
-from bitplan.compare.assign_suite import RATIOS, assign_choices
-from bitplan.compare.compare import PLANS_FOLDER, slug
-from bitplan.memory import measure_memory
-from bitplan.placing import placed
-from bitplan.plan import Plan
+from bitplan.analysis.memory import measure_memory
+from bitplan.analysis.targets import placed
+from bitplan.lab.assignments import assign_task
+from bitplan.lab.compare import Choice
+from bitplan.lab.compare.compare import PLANS_FOLDER, slug
+from bitplan.lab.compare.suites import RATIOS, assign_choices
+from bitplan.lab.report.runs import Run
+from bitplan.lab.tasks.registry import find_task
+from bitplan.lab.tasks.task import Metric, Task
 from bitplan.planners.assign.assign import LOSS_SCALE, Asked
 from bitplan.planners.assign.levels import PAPER
-from bitplan.planners.assign.of_task import assign_task
-from bitplan.report.runs import Run
-from bitplan.tasks.registry import find_task
-from bitplan.tasks.task import Metric, Task
+from bitplan.plans import Plan
 
 STUDIES = ("squeezenet", "resnet18", "gpt", "resnet18-long")
 #: FP32 must reach these; where it does not, the runs were too short to conclude anything from.

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from common import CIFAR_PACK, Experiment, arguments, cyclic_study, in_sentences
 
-from bitplan.schedules import TEN
+from bitplan.plans.schedules import TEN
 
 RANGE = (3, 8)
 #: FP32 must reach these accuracies; where it does not, the runs were too short to conclude anything from.

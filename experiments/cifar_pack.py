@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from bitplan.errors import TaskError
-from bitplan.tasks.images import ImageClassification, ImageSettings
-from bitplan.tasks.pictures import PictureData, StoredPictures
+from bitplan.lab.tasks.images import ImageClassification, ImageSettings, PictureData, StoredPictures
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 

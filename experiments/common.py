@@ -24,18 +24,17 @@ import torch
 from earlier import FLOAT32, TF32, Earlier
 from records import ended_seeds, joined, plan_record, row, spread
 
-from bitplan.compare import Choice, Update, compare
-from bitplan.compare.correlation import LEAST, cost_correlation, seed_share
-from bitplan.compare.time_suites import cpt_choices
 from bitplan.errors import BitplanError, TaskError
-from bitplan.files import write_whole
-from bitplan.report.runs import Run, read_runs
-from bitplan.schedules.cyclic import DEFAULT_CYCLES
-from bitplan.strict_json import strict
-from bitplan.tasks.registry import find_task
-from bitplan.tasks.task import Metric
-from bitplan.train import Summary
-from bitplan.train.environment import machine, versions
+from bitplan.files import strict, write_whole
+from bitplan.lab.compare import Choice, Update, compare
+from bitplan.lab.compare.correlation import LEAST, cost_correlation, seed_share
+from bitplan.lab.compare.suites import cpt_choices
+from bitplan.lab.report.runs import Run, read_runs
+from bitplan.lab.tasks.registry import find_task
+from bitplan.lab.tasks.task import Metric
+from bitplan.lab.train import Summary
+from bitplan.lab.train.config import machine, versions
+from bitplan.plans.schedules.cyclic import DEFAULT_CYCLES
 
 CONTROL = "FP32"
 RESULTS = Path("docs/results")

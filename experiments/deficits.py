@@ -26,9 +26,9 @@ from typing import Any
 from common import CIFAR_PACK, CONTROL, Experiment, arguments, in_sentences, metric_record
 from records import spread
 
-from bitplan.compare.time_suites import EARLY, HIGH, LOW, STARTS, deficit_choices
-from bitplan.tasks.registry import find_task
-from bitplan.tasks.task import Metric
+from bitplan.lab.compare.suites import EARLY, HIGH, LOW, STARTS, deficit_choices
+from bitplan.lab.tasks.registry import find_task
+from bitplan.lab.tasks.task import Metric
 
 NONE, LONGER, EQUAL = "no deficit", f"no deficit, {EARLY[-1]}% longer", "static at the cost of half"
 PARTS = ("weights", "activations", "gradients")

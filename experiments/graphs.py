@@ -17,9 +17,9 @@ from typing import Any
 
 from common import CONTROL, Experiment, arguments, cyclic_reading, in_sentences, metric_record
 
-from bitplan.compare.time_suites import cpt_choices
-from bitplan.schedules import TEN
-from bitplan.tasks.registry import find_task
+from bitplan.lab.compare.suites import cpt_choices
+from bitplan.lab.tasks.registry import find_task
+from bitplan.plans.schedules import TEN
 
 RANGE = (3, 8)
 GRAPHS = ("cora", "coauthor-cs")

@@ -27,17 +27,14 @@ from typing import Any
 
 from common import CIFAR_PACK, Experiment, arguments, in_sentences
 
-from bitplan.compare import Choice
-from bitplan.compare.correlation import LEAST, cost_correlation
-from bitplan.measure import DEFAULT_CANDIDATES, Measurement
-from bitplan.plan import SLOTS, Plan, QuantizerSpec
-from bitplan.planners.advise import Advice, advise_on
-from bitplan.planners.advise.choice import SlotAdvice
-from bitplan.planners.advise.rules import plan_of
-from bitplan.planners.advise.slots import Slot, pairs_of
-from bitplan.tasks.registry import find_task
-from bitplan.tasks.task import Task
-from bitplan.train.stages import measure_task
+from bitplan.analysis.measure import DEFAULT_CANDIDATES, Measurement
+from bitplan.lab.compare import Choice
+from bitplan.lab.compare.correlation import LEAST, cost_correlation
+from bitplan.lab.tasks.registry import find_task
+from bitplan.lab.tasks.task import Task
+from bitplan.lab.train.stages import measure_task
+from bitplan.planners.advise import Advice, Slot, SlotAdvice, advise_on, pairs_of, plan_of
+from bitplan.plans import SLOTS, Plan, QuantizerSpec
 
 BASELINE, CONTROL = "bf16", "fp32"
 MODELS = ("bert", "resnet")

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from bitplan.tasks.task import Metric
-from bitplan.train import Summary
+from bitplan.lab.tasks.task import Metric
+from bitplan.lab.train import Summary
 
 #: Of a record's figures, the means over all of its runs.
 _MEANS = ("relative_to_fp32", "mean_bits")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from common import Experiment, arguments, cyclic_study, in_sentences
 
-from bitplan.tasks.sources.pretrained import PretrainedFolder
+from bitplan.lab.sources.pretrained import PretrainedFolder
 
 RANGE = (5, 8)
 SCHEDULES = ("CR", "RR", "ER")

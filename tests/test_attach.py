@@ -20,9 +20,9 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils import checkpoint
 
 import bitplan
-from bitplan.attach import Attachment, attach
 from bitplan.errors import BitplanWarning, PlanError
-from bitplan.plan import Plan
+from bitplan.plans import Plan
+from bitplan.runtime.attach import Attachment, attach
 
 NOISY = {"format": "e3m2", "rounding": "stochastic"}
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))

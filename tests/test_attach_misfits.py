@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import bitplan
-from bitplan.attach import Attachment
 from bitplan.errors import PlanError
-from bitplan.plan import Plan
+from bitplan.plans import Plan
+from bitplan.runtime.attach import Attachment
 
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
 

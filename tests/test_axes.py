@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import bitplan
-from bitplan.attach import attach
-from bitplan.axes import resolve
-from bitplan.plan import Plan
-from bitplan.plan.spec import QuantizerSpec
+from bitplan.gemm.axes import resolve
+from bitplan.plans import Plan
+from bitplan.plans.spec import QuantizerSpec
+from bitplan.runtime.attach import attach
 
 
 def kept_axes(spec: QuantizerSpec, place: str, op: str, shape: tuple[int, ...]) -> set[int]:

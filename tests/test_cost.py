@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from bitplan.cost import Cost, TensorCost, cost, step_cost
+from bitplan.analysis.cost import Cost, TensorCost, cost, step_cost
+from bitplan.capture.recording import record
 from bitplan.errors import CostError
-from bitplan.models.resnet import cifar_resnet, resnet18
-from bitplan.models.squeezenet import SqueezeNet
-from bitplan.numbers.packing import pack
-from bitplan.plan import ROLES, Plan
-from bitplan.seeing.recording import record
+from bitplan.lab.models.resnet import cifar_resnet, resnet18
+from bitplan.lab.models.small_cnns import SqueezeNet
+from bitplan.numerics.packing import pack
+from bitplan.plans import ROLES, Plan
 
 NOTHING = Plan()
 #: Of the linear layer that most tests price.

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bitplan
 from bitplan import Plan, PlanError
-from bitplan.native.units import Float8Unit
+from bitplan.executions.native.backends import Float8Unit
 
 LATE: dict[str, Any] = {"format": "e4m3", "scale": "tensor", "history": 2, "margin": 1}
 LATE_GRAD: dict[str, Any] = {"format": "e5m2", "scale": "tensor", "history": 3}
@@ -213,7 +213,7 @@ def test_a_plan_says_it_as_it_was_written() -> None:
 
 
 def test_processes_tell_each_other_their_largest_magnitudes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bitplan.at_work.observe.largest_over_ranks", lambda values: values.clamp_min(7.0))
+    monkeypatch.setattr("bitplan.runtime.statistics.largest_over_ranks", lambda values: values.clamp_min(7.0))
     model = nn.Linear(2, 1, bias=False)
     run = bitplan.attach(model, plan_of(**{"fprop.x": LATE}))
     model(torch.ones(1, 2)).sum().backward()

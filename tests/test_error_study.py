@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from bitplan.error_study import StudyRow, StudyScale, draw_operands, study
+from bitplan.analysis.error_study import StudyRow, StudyScale, draw_operands, study
 from bitplan.errors import MetricError
 
 INF = math.inf

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from bitplan.errors import BitplanError
-from bitplan.tasks.task import Metric
+from bitplan.lab.tasks.task import Metric
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted(path for path in (ROOT / "experiments").glob("*.py") if "__main__" in path.read_text(encoding="utf-8"))
@@ -207,7 +207,7 @@ def test_of_one_seed_there_is_no_verdict(common: Namespace) -> None:
 
 
 def test_an_order_that_seeds_would_make_is_not_sure(common: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bitplan.compare.correlation.DRAWS", 100)
+    monkeypatch.setattr("bitplan.lab.compare.correlation.DRAWS", 100)
     clear = [plan(str(n), n, n + 0.01, cost=n) for n in range(1, 9)]
     assert common.order_by_cost(clear)["is_sure"]
     noisy = [plan(str(n), n * 0.01, 5.0 - n * 0.001, cost=n) for n in range(1, 9)]

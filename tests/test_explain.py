@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bitplan.attach import attach
+from bitplan.analysis.explain import Explanation, explain
 from bitplan.errors import BitplanWarning, PlanError
-from bitplan.explain import Explanation, explain
-from bitplan.numbers.quantizer import quantize
-from bitplan.plan import Plan
+from bitplan.numerics.quantizer import quantize
+from bitplan.plans import Plan
+from bitplan.runtime.attach import attach
 
 
 class Net(nn.Module):

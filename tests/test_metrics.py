@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bitplan
-from bitplan import metrics
+from bitplan.analysis import error_metrics as metrics
 from bitplan.errors import MetricError
 
 NAN, INF = math.nan, math.inf

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bitplan
-from bitplan.models.gcn import GCN, normalised_adjacency
-from bitplan.models.gpt import GPT
-from bitplan.models.lstm import LSTMModel
-from bitplan.models.mobilenet import MobileNetV2
-from bitplan.models.resnet import BasicBlock, ResNet, cifar_resnet
-from bitplan.seeing.intercept import is_planned
+from bitplan.capture.scopes import is_planned
+from bitplan.lab.models.graph_networks import GCN, normalised_adjacency
+from bitplan.lab.models.language_models import GPT, LSTMModel
+from bitplan.lab.models.resnet import BasicBlock, ResNet, cifar_resnet
+from bitplan.lab.models.small_cnns import MobileNetV2
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from bitplan.errors import BitplanWarning
-from bitplan.optimizer_steps import OptimizerSteps, before_every_step
+from bitplan.runtime.optimizers import OptimizerSteps, before_every_step
 
 
 class Watcher:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import bitplan
-from bitplan import optimizers
+from bitplan.analysis.memory.fakes import storage_bytes
 from bitplan.errors import PlanError
-from bitplan.memory.storages import storage_bytes
-from bitplan.optimizer_state import decoded, is_small, load_plain_state, plain_state
-from bitplan.plan import Plan
-from bitplan.train.checkpoint import Checkpoint
+from bitplan.lab.train.checkpoint import Checkpoint
+from bitplan.plans import Plan
+from bitplan.runtime import optimizers
+from bitplan.runtime.optimizers import decoded, is_small, load_plain_state, plain_state
 
 pytest.importorskip("torchao")
 

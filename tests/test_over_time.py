@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from bitplan.at_work.timeline import Timeline
-from bitplan.attach import Attachment, attach
-from bitplan.cost import Cost, cost
+from bitplan.analysis.cost import Cost, cost
 from bitplan.errors import BitplanWarning, CostError, PlanError, ScheduleError
-from bitplan.plan import Plan
-from bitplan.schedules import TEN, Deficit, Function, Moment, Position, schedule
+from bitplan.plans import Plan
+from bitplan.plans.schedules import TEN, Deficit, Function, Moment, Position, schedule
+from bitplan.runtime.attach import Attachment, attach
+from bitplan.runtime.clock import Timeline
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
 STEPS = 12

@@ -14,16 +14,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import bitplan
-from bitplan.attach import Attachment
+from bitplan.analysis.memory import measure_memory
 from bitplan.errors import BitplanWarning, PlanError
-from bitplan.keeping import Keeper, note_of
-from bitplan.memory import measure_memory
-from bitplan.models.gcn import GCN, normalised_adjacency
-from bitplan.models.gpt import GPT, next_token_loss
-from bitplan.models.lstm import LSTMModel
-from bitplan.models.mobilenet import MobileNetV2
-from bitplan.models.resnet import cifar_resnet
-from bitplan.plan import Plan
+from bitplan.executions.packed.saved_tensors import Keeper, note_of
+from bitplan.lab.models.graph_networks import GCN, normalised_adjacency
+from bitplan.lab.models.language_models import GPT, LSTMModel, next_token_loss
+from bitplan.lab.models.resnet import cifar_resnet
+from bitplan.lab.models.small_cnns import MobileNetV2
+from bitplan.plans import Plan
+from bitplan.runtime.attach import Attachment
 
 
 def plan_of(**places: Any) -> Plan:

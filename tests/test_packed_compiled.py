@@ -14,12 +14,12 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
 import bitplan
-from bitplan.graphs import partitioning
-from bitplan.graphs.partitioning import PackedPartitioner
-from bitplan.models.gpt import GPT
-from bitplan.models.resnet import BasicBlock
-from bitplan.plan import Plan
-from bitplan.seeing import intercept
+from bitplan.capture import scopes as intercept
+from bitplan.compiler import partitioning
+from bitplan.compiler.partitioning import PackedPartitioner
+from bitplan.lab.models.language_models import GPT
+from bitplan.lab.models.resnet import BasicBlock
+from bitplan.plans import Plan
 
 
 def plan_of(**places: Any) -> Plan:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bitplan
-from bitplan.at_work.actions import PlaceAction
-from bitplan.plan import SLOTS
+from bitplan.plans import SLOTS
+from bitplan.runtime.rounding_op import PlaceAction
 
 EPS = torch.finfo(torch.float32).eps
 

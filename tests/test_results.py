@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from bitplan.analysis.targets import load_target
 from bitplan.planners.assign import Asked, assignment
 from bitplan.planners.assign.levels import PAPER
-from bitplan.targets import load_target
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 TEXT = (RESULTS / "assignments.md").read_text()

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import bitplan
-from bitplan.attach import Attachment, attach
-from bitplan.plan import Plan
+from bitplan.plans import Plan
+from bitplan.runtime.attach import Attachment, attach
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
 

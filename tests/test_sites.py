@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from bitplan.attach import attach
-from bitplan.models.resnet import cifar_resnet
-from bitplan.plan import ROLES, SLOTS, Plan
-from bitplan.seeing.recording import record
-from bitplan.sites import Site, sites
+from bitplan.analysis.sites import Site, sites
+from bitplan.capture.recording import record
+from bitplan.lab.models.resnet import cifar_resnet
+from bitplan.plans import ROLES, SLOTS, Plan
+from bitplan.runtime.attach import attach
 
 
 def names(function: Callable[..., Any], *inputs: Tensor, weight: tuple[int, ...] = ()) -> list[str]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from bitplan.errors import BitplanError
-from bitplan.sizes import byte_text, read_bytes
+from bitplan.files import byte_text, read_bytes
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bitplan.sparing import RUN_AGAIN, Bits, spared
+from bitplan.executions.packed.recompute import RUN_AGAIN, Bits, spared
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 64, 1000])

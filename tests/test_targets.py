@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from bitplan.analysis.sites import sites
+from bitplan.analysis.targets import Target, load_target, running
 from bitplan.errors import TargetError
-from bitplan.sites import sites
-from bitplan.targets import Target, load_target, running
 
 GOOD = """
 import torch
@@ -60,9 +60,7 @@ def test_another_function_can_be_named(good: str) -> None:
 
 
 def test_a_function_may_return_a_target(tmp_path: Path) -> None:
-    text = (
-        "import bitplan.targets, torch\ndef make():\n    return bitplan.targets.Target(torch.nn.ReLU(), torch.ones(2))"
-    )
+    text = "import bitplan.analysis.targets, torch\ndef make():\n    return bitplan.targets.Target(torch.nn.ReLU(), torch.ones(2))"
     assert isinstance(load_target(written(tmp_path, text)).model, nn.ReLU)
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import bitplan
 from bitplan import Attachment, Plan
-from bitplan.native.launching import OpeningPass
+from bitplan.compiler.launching import OpeningPass
 
 X = torch.randn(4, 8)
 ROUNDED = {"match": "*", "weight": "e4m3", "activation": "e4m3", "grad_activation": "e5m2"}

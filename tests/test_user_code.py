@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from bitplan.analysis.targets import file_sha256, in_words, module_sha256, named_file, public_name, run_file
 from bitplan.errors import TaskError
-from bitplan.user_code import file_sha256, in_words, module_sha256, named_file, public_name, run_file
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,12 @@ Number formats (:func:`format`), rounding onto them (:func:`quantize`) and keepi
 import logging
 
 from bitplan._version import __version__
-from bitplan.attach import Attachment, attach
-from bitplan.cost import Cost, cost
+from bitplan.analysis.cost import Cost, cost
+from bitplan.analysis.explain import Explanation, explain
+from bitplan.analysis.measure import Measurement, Watch, measure
+from bitplan.analysis.memory import Memory, measure_memory, predict_memory
+from bitplan.analysis.sites import Site, sites
+from bitplan.analysis.targets import Target, load_target
 from bitplan.errors import (
     AccountError,
     BitplanError,
@@ -22,20 +26,15 @@ from bitplan.errors import (
     ScheduleError,
     TargetError,
 )
-from bitplan.explain import Explanation, explain
-from bitplan.measure import Measurement, Watch, measure
-from bitplan.memory import Memory, measure_memory, predict_memory
-from bitplan.numbers.formats import BlockFormat, FloatFormat, Format, IntFormat
-from bitplan.numbers.live import LiveFormat
-from bitplan.numbers.names import format
-from bitplan.numbers.packing import Packed, pack
-from bitplan.numbers.quantizer import Quantizer, quantize
-from bitplan.numbers.scaling import Scaling
-from bitplan.plan import Plan
+from bitplan.numerics.formats import BlockFormat, FloatFormat, Format, IntFormat, format
+from bitplan.numerics.mutable_format import LiveFormat
+from bitplan.numerics.packing import Packed, pack
+from bitplan.numerics.quantizer import Quantizer, quantize
+from bitplan.numerics.scaling import Scaling
 from bitplan.planners import Advice, RangeTest, advise, assign, cpt_plan, range_test
-from bitplan.schedules import Schedule, schedule
-from bitplan.sites import Site, sites
-from bitplan.targets import Target, load_target
+from bitplan.plans import Plan
+from bitplan.plans.schedules import Schedule, schedule
+from bitplan.runtime.attach import Attachment, attach
 
 logging.getLogger("bitplan").addHandler(logging.NullHandler())
 

@@ -14,8 +14,8 @@ import bitplan.bench.formats as bench
 from bitplan.bench import peers
 from bitplan.bench.timing import seconds_per_call
 from bitplan.machine import describe_machine
-from bitplan.numbers.formats import FloatFormat
-from bitplan.numbers.reference import Rounding
+from bitplan.numerics.formats import FloatFormat
+from bitplan.numerics.reference import Rounding
 
 ROW_KEYS = {
     *("who", "format", "rounding", "mode", "ns_per_element", "share_of_copy", "terabytes_per_second"),

@@ -11,6 +11,7 @@ from torch import nn
 
 import bitplan
 import bitplan.bench.memory as bench
+from bitplan.analysis.targets import Target, batch_size, load_target, placed
 from bitplan.bench.contenders import (
     VARIANTS,
     Checkpointed,
@@ -24,11 +25,9 @@ from bitplan.bench.memory import Aim, Row, aim_reached, bench_memory, chosen_var
 from bitplan.bench.own_plans import own_plan
 from bitplan.bench.real_data import stream_for
 from bitplan.errors import BitplanError
-from bitplan.models.built_in import BUILT_IN
-from bitplan.models.gpt import GPT
-from bitplan.models.resnet import cifar_resnet
-from bitplan.placing import batch_size, placed
-from bitplan.targets import Target, load_target
+from bitplan.lab.models.built_in import BUILT_IN
+from bitplan.lab.models.language_models import GPT
+from bitplan.lab.models.resnet import cifar_resnet
 
 ROW = Row("bf16", False, 1000, 500, {}, 10.0, 100.0, 1.0)
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from bitplan.analysis.memory.fakes import storage_bytes
 from bitplan.bench import runners, speed, speed_variants, switching
 from bitplan.bench.own_plans import own_plan
 from bitplan.bench.real_data import TextStream
 from bitplan.bench.speed import Aim, Row, Shape
 from bitplan.bench.speed_variants import SpeedVariant, planned, unchanged
 from bitplan.errors import BitplanError
-from bitplan.memory.storages import storage_bytes
 
 
 def _broken(model: nn.Module, x: torch.Tensor) -> None:
@@ -28,7 +28,7 @@ def small_and_uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     small = Shape(lambda: (nn.Linear(16, 16, bias=False), torch.randn(8, 16)), aim=Aim("2 CPU cores", 1e9))
     monkeypatch.setattr(speed_variants, "peers", lambda device: {"a peer": _broken})
     monkeypatch.setitem(speed.SHAPES, "small", small)
-    monkeypatch.setattr("bitplan.native.crossover.SIZES", {"cpu": (8,)})
+    monkeypatch.setattr("bitplan.executions.native.crossover.SIZES", {"cpu": (8,)})
     monkeypatch.setattr(torch, "compile", lambda model, **given: backends.append(str(given.get("backend"))) or model)
     return backends
 
@@ -70,7 +70,7 @@ def test_plans_in_fp8_may_have_fast_sums(small_and_uncompiled: list[str]) -> Non
 def test_each_variant_learns_from_the_same_text_and_is_held_against_its_emulation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from bitplan.models.llama import LlamaBlocks, random_states
+    from bitplan.lab.models.language_models import LlamaBlocks, random_states
 
     blocks = Shape(lambda: (LlamaBlocks(32, 1, 64, heads=2), random_states(2, 16, 32)))
     monkeypatch.setitem(speed.SHAPES, "blocks", blocks)
@@ -172,7 +172,7 @@ def test_a_shape_that_does_not_exist_is_one_sentence() -> None:
 
 @pytest.mark.parametrize("name", speed_variants.OWN_PLANS)
 def test_the_plans_of_the_benchmark_run_all_three_products_natively(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bitplan.native.units import Float8Unit, Int8Unit
+    from bitplan.executions.native.backends import Float8Unit, Int8Unit
 
     for kind in (Int8Unit, Float8Unit):
         monkeypatch.setattr(kind, "is_on", lambda self, device: True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bitplan.plan import Plan
+from bitplan.plans import Plan
 
 TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny_task.py'}:Tiny"
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from bitplan.plan import Plan
-from bitplan.planners.assign.of_task import AssignWords
+from bitplan.lab.assignments import AssignWords
+from bitplan.plans import Plan
 
 Run = Callable[..., Any]
 

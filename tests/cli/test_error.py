@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from bitplan.analysis.error_study import StudyRow, study
 from bitplan.cli.error import drawing
-from bitplan.error_study import StudyRow, study
 
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 COMMANDS = [

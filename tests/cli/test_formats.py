@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bitplan.numbers.names import NAMED
-from bitplan.numbers.names import format as format_named
+from bitplan.numerics.formats import NAMED
+from bitplan.numerics.formats import format as format_named
 
 Bitplan = Callable[..., Any]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bitplan.measure import Measurement
+from bitplan.analysis.measure import Measurement
 
 KEYS = {"product", "pass", "candidate", "median", "mean", "p99", "sqnr", "underflow", "overflow"}
 TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny_task.py'}:Tiny"

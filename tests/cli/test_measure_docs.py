@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from bitplan.analysis.measure import DEFAULT_CANDIDATES, Measurement
 from bitplan.cli import main
-from bitplan.measure import DEFAULT_CANDIDATES, Measurement
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -23,7 +23,7 @@ def test_the_commands_run_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("bitplan.train.stages.STEPS", 3)  # what they print is not looked at
+    monkeypatch.setattr("bitplan.lab.train.stages.STEPS", 3)  # what they print is not looked at
     for line in (
         line for page in ("measure.md", "advise.md") for block in blocks(page, "sh") for line in block.splitlines()
     ):

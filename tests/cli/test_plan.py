@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import yaml
 
-from bitplan.plan import Plan, plan_schema, preset_names, preset_text
+from bitplan.plans import Plan, plan_schema, preset_names, preset_text
 
 Bitplan = Callable[..., Any]
 

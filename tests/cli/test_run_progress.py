@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from bitplan.cli.run_progress import RunProgress, progress_words
-from bitplan.train.summary import Phase, Progress
+from bitplan.lab.train.summary import Phase, Progress
 
 
 def at(step: int, phase: Phase = "training", metric: float | None = None, steps: int = 100) -> Progress:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bitplan.schedules import TEN, schedule
+from bitplan.plans.schedules import TEN, schedule
 
 
 def test_the_figures_of_one_as_json(bitplan: Callable[..., Any]) -> None:
@@ -37,7 +37,7 @@ def test_all_ten_side_by_side_in_their_groups(bitplan: Callable[..., Any]) -> No
 
 
 def test_the_groups_follow_from_the_costs() -> None:
-    from bitplan.schedules.groups import GROUPS
+    from bitplan.plans.schedules.named import GROUPS
 
     costs = {name: schedule(name, low=3, high=8).summary(64000).relative_cost for name in TEN}
     ordered = sorted(costs, key=costs.__getitem__)

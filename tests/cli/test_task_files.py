@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bitplan.train import RunFolder
+from bitplan.lab.train import RunFolder
 
 Bitplan = Callable[..., Any]
 TINY = Path(__file__).parents[1] / "train" / "tiny_task.py"
@@ -27,7 +27,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def stopped(bitplan: Bitplan, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run of own.py:Tiny, stopped after its first step."""
-    from bitplan.train.signals import StopRequest
+    from bitplan.lab.train.loop import StopRequest
 
     Path("own.py").write_text(TINY.read_text())
     with monkeypatch.context() as patch:

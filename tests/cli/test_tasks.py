@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bitplan.cli.arguments import complete_task
-from bitplan.tasks.registry import task_names
+from bitplan.lab.tasks.registry import task_names
 
 Bitplan = Callable[..., Any]
 

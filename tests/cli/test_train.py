@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bitplan.train import RunFolder
+from bitplan.lab.train import RunFolder
 
 Bitplan = Callable[..., Any]
 TINY = Path(__file__).parents[1] / "train" / "tiny_task.py"
@@ -68,7 +68,7 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(bitplan: Bitplan) -> N
 
 
 def test_the_same_out_goes_on_and_then_has_nothing_to_do(bitplan: Bitplan, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bitplan.train.signals import StopRequest
+    from bitplan.lab.train.loop import StopRequest
 
     asked = StopRequest.__call__
     monkeypatch.setattr(StopRequest, "__call__", lambda self: True)
@@ -86,7 +86,7 @@ def test_the_same_out_goes_on_and_then_has_nothing_to_do(bitplan: Bitplan, monke
 
 
 def test_resuming_takes_everything_from_the_folder(bitplan: Bitplan, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bitplan.train.signals import StopRequest
+    from bitplan.lab.train.loop import StopRequest
 
     Path("own.yaml").write_text("version: 1\nextends: bf16-all\nrules:\n- {match: '4', keep: true}\n")
     options = ("--plan", "own.yaml", "--seed", 2, "--set", "steps=12", "--set", "lr=0.03")

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from bitplan.compare import Choice, Update, compare
-from bitplan.compare.compare import choices_of, planned_jobs
-from bitplan.compare.folder import read_comparison
 from bitplan.errors import BitplanError, PlanError, RunError, TaskError
-from bitplan.plan import Plan
-from bitplan.report.runs import read_runs
-from bitplan.train import RunFolder, train
+from bitplan.lab.compare import Choice, Update, compare
+from bitplan.lab.compare.compare import choices_of, planned_jobs
+from bitplan.lab.compare.folder import read_comparison
+from bitplan.lab.report.runs import read_runs
+from bitplan.lab.train import RunFolder, train
+from bitplan.plans import Plan
 
 CHOICES = [Choice("FP32", None), Choice("8 bits", "int8-all"), Choice("4 bits", "int4-all")]
 ROUNDS_LINEAR = {"version": 1, "rules": [{"match": "*", "op": "linear", "weight": "e3m2"}]}
@@ -41,7 +41,7 @@ def test_every_plan_with_every_seed_in_a_folder_of_its_own(tiny: str, tmp_path: 
 
 def test_a_run_of_a_comparison_is_the_run_that_its_command_makes(tiny: str, tmp_path: Path) -> None:
     """Nothing of the runs before it in the same process reaches it, what tasks remember included."""
-    from bitplan.tasks.registry import find_task
+    from bitplan.lab.tasks.registry import find_task
 
     compare(tiny, CHOICES, folder=tmp_path / "all", seeds=[3])
     config = RunFolder(tmp_path / "all" / "4-bits-s3").config()

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from bitplan.compare.correlation import LEAST, cost_correlation, seed_share, spearman
 from bitplan.errors import RunError
+from bitplan.lab.compare.correlation import LEAST, cost_correlation, seed_share, spearman
 
 
 def test_ranks_alone_matter_and_ties_share_theirs() -> None:

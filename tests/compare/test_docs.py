@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bitplan.compare import SUITES
+from bitplan.lab.compare import SUITES
 
 DOCS = Path(__file__).parents[2] / "docs"
 WriteRun = Callable[..., Path]

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from bitplan.compare import SUITES, find_suite
-from bitplan.compare.compare import slug
 from bitplan.errors import RunError
-from bitplan.plan import Plan
-from bitplan.plan.find import find_plan
+from bitplan.lab.compare import SUITES, find_suite
+from bitplan.lab.compare.compare import slug
+from bitplan.plans import Plan
+from bitplan.plans.loading import find_plan
 
 
 @pytest.mark.parametrize("name", list(SUITES))

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from bitplan.compare import Choice, compare, find_suite
-from bitplan.compare.jobs import Job
-from bitplan.cost import cost
-from bitplan.plan import Plan
-from bitplan.plan.find import find_plan
-from bitplan.report.runs import read_runs
-from bitplan.schedules import TEN, Deficit
-from bitplan.tasks.registry import find_task
-from bitplan.tasks.task import Task
-from bitplan.train import RunFolder
+from bitplan.analysis.cost import cost
+from bitplan.lab.compare import Choice, compare, find_suite
+from bitplan.lab.compare.workers import Job
+from bitplan.lab.report.runs import read_runs
+from bitplan.lab.tasks.registry import find_task
+from bitplan.lab.tasks.task import Task
+from bitplan.lab.train import RunFolder
+from bitplan.plans import Plan
+from bitplan.plans.loading import find_plan
+from bitplan.plans.schedules import TEN, Deficit
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_a_deficit_comes_on_top_of_the_whole_recipe(tiny: str, tmp_path: Path) -
 
 
 def test_holding_keeps_the_peak_learning_rate_and_then_runs_the_recipe(tmp_path: Path) -> None:
-    from bitplan.train import train
+    from bitplan.lab.train import train
 
     def rates(*settings: str) -> list[float]:
         place = tmp_path / ("-".join(settings) or "plain")

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from bitplan.compare import Choice, Update, compare
-from bitplan.compare.jobs import Job
-from bitplan.compare.workers import _next_job, cores, threads_of
 from bitplan.errors import RunError, TaskError
-from bitplan.plan import Plan
-from bitplan.train import RunFolder
+from bitplan.lab.compare import Choice, Update, compare
+from bitplan.lab.compare.workers import Job, _next_job, cores, threads_of
+from bitplan.lab.train import RunFolder
+from bitplan.plans import Plan
 
 CHOICES = [Choice("FP32", None), Choice("8 bits", "int8-all")]
 

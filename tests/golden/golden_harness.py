@@ -23,14 +23,12 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 import bitplan
-from bitplan.models.gcn import GCN
-from bitplan.models.gpt import GPT
-from bitplan.models.llama import LlamaBlocks
-from bitplan.models.neighbours import symmetric_neighbours
-from bitplan.models.resnet import BasicBlock, ResNet, cifar_resnet
-from bitplan.native.units import Float8Unit, Int8Unit
-from bitplan.tasks.lstm_lm import CarriedLSTM
-from bitplan.tasks.registry import find_task
+from bitplan.executions.native.backends import Float8Unit, Int8Unit
+from bitplan.lab.models.graph_networks import GCN, symmetric_neighbours
+from bitplan.lab.models.language_models import GPT, LlamaBlocks
+from bitplan.lab.models.resnet import BasicBlock, ResNet, cifar_resnet
+from bitplan.lab.tasks.lstm_lm import CarriedLSTM
+from bitplan.lab.tasks.registry import find_task
 
 SEED = 20
 DRAWN_MODELS = (

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 import bitplan
 from bitplan import Plan
-from bitplan.native import gated_fusing
-from bitplan.native.float8_cast import FORMATS
-from bitplan.native.gated_cast import codes_in_torch, gated_cast_in_torch, grads_cast_in_torch
-from bitplan.native.units import units_of
+from bitplan.compiler import gated_fusion as gated_fusing
+from bitplan.executions.native.backends import units_of
+from bitplan.executions.native.float8_cast import FORMATS
+from bitplan.executions.native.gated_cast import codes_in_torch, gated_cast_in_torch, grads_cast_in_torch
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitplan.measure import measure
+from bitplan.analysis.measure import measure
 
 pytestmark = pytest.mark.gpu
 

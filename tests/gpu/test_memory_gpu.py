@@ -6,12 +6,11 @@ import pytest
 import torch
 
 import bitplan
-from bitplan.memory import kept_bytes, measure_memory, predict_memory
-from bitplan.memory.fakes import plain_copy
-from bitplan.memory.step import TrainingStep, call_of
-from bitplan.placing import placed
-from bitplan.plan import Plan
-from bitplan.targets import Target, load_target
+from bitplan.analysis.memory import kept_bytes, measure_memory, predict_memory
+from bitplan.analysis.memory.fakes import plain_copy
+from bitplan.analysis.memory.step import TrainingStep, call_of
+from bitplan.analysis.targets import Target, load_target, placed
+from bitplan.plans import Plan
 
 pytestmark = pytest.mark.gpu
 

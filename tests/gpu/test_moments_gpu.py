@@ -11,10 +11,10 @@ from torch._inductor.utils import run_and_get_code
 
 import bitplan
 from bitplan import Plan
-from bitplan.graphs import partitioning
-from bitplan.graphs.fusing import fuse_moments
-from bitplan.graphs.moments import coded_moments, plain_coded_moments
-from bitplan.native.launching import with_opening
+from bitplan.compiler import partitioning
+from bitplan.compiler.launching import with_opening
+from bitplan.compiler.moments import coded_moments, plain_coded_moments
+from bitplan.compiler.moments_fusion import fuse_moments
 
 pytestmark = pytest.mark.gpu
 

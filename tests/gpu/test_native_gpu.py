@@ -11,9 +11,10 @@ from torch._inductor.utils import run_and_get_code
 
 import bitplan
 from bitplan import Plan
-from bitplan.native import crossover, launching
-from bitplan.native.float8_cast import FORMATS, Cast, amax_in_torch, cast_float8, cast_in_torch
-from bitplan.native.units import units_of
+from bitplan.compiler import launching
+from bitplan.executions.native import crossover
+from bitplan.executions.native.backends import units_of
+from bitplan.executions.native.float8_cast import FORMATS, Cast, amax_in_torch, cast_float8, cast_in_torch
 
 pytestmark = pytest.mark.gpu
 
@@ -203,7 +204,7 @@ def test_convolutions_are_those_of_the_rounded_operands_in_float64(
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_bottleneck_agrees_with_emulation(compiled: bool) -> None:
     require_unit("fp8")
-    from bitplan.models.resnet import Bottleneck
+    from bitplan.lab.models.resnet import Bottleneck
 
     torch._dynamo.reset()
     plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "op": "conv2d", **PLANS["fp8 tensor"]}]})
@@ -363,7 +364,7 @@ def test_launched_by_inductor_the_kernels_give_the_same_bits(dtype: torch.dtype)
 @pytest.mark.parametrize("spare_memory", ["no", "inputs", "products"])
 def test_compiled_steps_launch_the_kernels_themselves(monkeypatch: pytest.MonkeyPatch, spare_memory: str) -> None:
     require_unit("fp8")
-    from bitplan.models.llama import LlamaBlocks
+    from bitplan.lab.models.language_models import LlamaBlocks
 
     def stepped(model: nn.Module, x: Tensor) -> tuple[list[Tensor], list[str]]:
         torch._dynamo.reset()
@@ -432,7 +433,7 @@ def test_scales_of_the_past_are_those_of_emulation(compiled: bool) -> None:
 
 def test_blocks_that_spare_memory_take_less_than_those_that_keep_codes_and_than_bfloat16() -> None:
     require_unit("fp8")
-    from bitplan.models.llama import LlamaBlocks
+    from bitplan.lab.models.language_models import LlamaBlocks
 
     def peak(plan: Plan | None, spare_memory: str = "no") -> int:
         torch._dynamo.reset()

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 import bitplan
 from bitplan import Plan
-from bitplan.native import norm_fusing
-from bitplan.native.float8_cast import FORMATS, cast_float8
-from bitplan.native.norm_cast import norm_cast_in_torch
-from bitplan.native.units import units_of
+from bitplan.compiler import norm_fusion as norm_fusing
+from bitplan.executions.native.backends import units_of
+from bitplan.executions.native.float8_cast import FORMATS, cast_float8
+from bitplan.executions.native.norm_cast import norm_cast_in_torch
 
 pytestmark = pytest.mark.gpu
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import bitplan
-from bitplan.numbers.live import LiveFormat
-from bitplan.numbers.noise import random_bits
-from bitplan.numbers.reference import ROUNDINGS, Rounding
+from bitplan.numerics.mutable_format import LiveFormat
+from bitplan.numerics.noise import random_bits
+from bitplan.numerics.reference import ROUNDINGS, Rounding
 
 pytestmark = pytest.mark.gpu
 

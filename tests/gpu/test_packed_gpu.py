@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import bitplan
-from bitplan.models.resnet import cifar_resnet
-from bitplan.numbers.packing import pack_rounded
-from bitplan.numbers.quantizer import make_quantizer
-from bitplan.numbers.tensor_parts import sparing_memory
-from bitplan.plan import Plan
+from bitplan.lab.models.resnet import cifar_resnet
+from bitplan.numerics.chunks import sparing_memory
+from bitplan.numerics.packing import pack_rounded
+from bitplan.numerics.quantizer import make_quantizer
+from bitplan.plans import Plan
 
 pytestmark = pytest.mark.gpu
 

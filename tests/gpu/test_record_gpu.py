@@ -12,12 +12,13 @@ from torch.nn import functional as F
 
 import bitplan
 from bitplan import Plan
-from bitplan.at_work.tables import RECORD
-from bitplan.graphs.kernel_operations import OPERATIONS, itself
-from bitplan.native import amax_joining, record_noting
-from bitplan.native.float8_cast import FORMATS, JOINED
-from bitplan.native.noted_cast import CASTS
-from bitplan.native.units import units_of
+from bitplan.compiler import amax_joining
+from bitplan.compiler import amax_recording as record_noting
+from bitplan.compiler.kernel_ops import OPERATIONS, itself
+from bitplan.executions.native.backends import units_of
+from bitplan.executions.native.float8_cast import FORMATS, JOINED
+from bitplan.executions.native.recorded_cast import CASTS
+from bitplan.runtime.module_state import RECORD
 
 pytestmark = pytest.mark.gpu
 

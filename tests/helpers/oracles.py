@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bitplan.numbers.formats import FloatFormat, Overflow
-from bitplan.numbers.reference import Rounding
+from bitplan.numerics.formats import FloatFormat, Overflow
+from bitplan.numerics.reference import Rounding
 
 GFLOAT_MODES: dict[Rounding, str] = {"nearest": "TiesToEven", "nearest-away": "TiesToAway", "toward-zero": "TowardZero"}
 #: Of ml_dtypes or numpy.

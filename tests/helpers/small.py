@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import bitplan
-from bitplan.attach import Attachment, attach
-from bitplan.plan import Plan
+from bitplan.plans import Plan
+from bitplan.runtime.attach import Attachment, attach
 
 
 def attached(model: nn.Module, *rules: dict[str, Any], **options: Any) -> Attachment:

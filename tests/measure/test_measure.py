@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import bitplan
+from bitplan.analysis.measure import DEFAULT_CANDIDATES, Candidate, Measurement, Watch, measure
 from bitplan.errors import MetricError
-from bitplan.measure import DEFAULT_CANDIDATES, Candidate, Measurement, Watch, measure
-from bitplan.plan.places import PASSES
+from bitplan.plans.match import PASSES
 
 FEW = ("int8 tensor", "e4m3 vector")
 

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bitplan import metrics
-from bitplan.axes import resolve
-from bitplan.measure import Candidate, measure
-from bitplan.measure.figures import _tails, group_figures, pass_figures
-from bitplan.measure.layouts import layout_of
-from bitplan.measure.operands import Operand
-from bitplan.measure.planned import Planned
-from bitplan.measure.sampling import Sampling
-from bitplan.plan import QuantizerSpec
-from bitplan.seeing.ops import PRODUCTS
+from bitplan.analysis import error_metrics as metrics
+from bitplan.analysis.measure import Candidate, measure
+from bitplan.analysis.measure.candidate import Planned
+from bitplan.analysis.measure.figures import _tails, group_figures, pass_figures
+from bitplan.capture.ops import PRODUCTS
+from bitplan.gemm.axes import resolve
+from bitplan.gemm.layouts import layout_of
+from bitplan.gemm.matrices import Operand
+from bitplan.gemm.sampling import Sampling
+from bitplan.plans import QuantizerSpec
 
 #: So many rows that every element of a small product is looked at.
 ALL = Sampling(rows=4096, terms=10**6)

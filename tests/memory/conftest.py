@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bitplan.models.gcn import GCN, normalised_adjacency
-from bitplan.models.gpt import GPT, next_token_loss
-from bitplan.models.lstm import LSTMModel
-from bitplan.models.mobilenet import MobileNetV2
-from bitplan.models.resnet import cifar_resnet
-from bitplan.plan import Plan
-from bitplan.targets import Target
+from bitplan.analysis.targets import Target
+from bitplan.lab.models.graph_networks import GCN, normalised_adjacency
+from bitplan.lab.models.language_models import GPT, LSTMModel, next_token_loss
+from bitplan.lab.models.resnet import cifar_resnet
+from bitplan.lab.models.small_cnns import MobileNetV2
+from bitplan.plans import Plan
 
 MakeTarget = Callable[[str], Target]
 

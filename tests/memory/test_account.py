@@ -4,8 +4,8 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
+from bitplan.analysis.memory import Memory
 from bitplan.errors import AccountError
-from bitplan.memory import Memory
 
 
 def test_what_remains_of_the_peak_is_other() -> None:

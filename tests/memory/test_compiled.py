@@ -9,10 +9,10 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from bitplan.analysis.memory import measure_memory, predict_memory
+from bitplan.analysis.memory.lifetimes import extra_bytes
 from bitplan.errors import AccountError
-from bitplan.memory import measure_memory, predict_memory
-from bitplan.memory.lifetimes import extra_bytes
-from bitplan.plan import Plan
+from bitplan.plans import Plan
 
 
 class Gated(nn.Module):

@@ -10,15 +10,14 @@ import torch
 from torch import fx, nn
 
 import bitplan
-from bitplan.attach import Attachment
+from bitplan.analysis.memory import kept_bytes, measure_memory, predict_memory
+from bitplan.analysis.memory.fakes import plain_copy, storage_bytes
+from bitplan.analysis.memory.measure import HostAllocator, allocator_of
+from bitplan.analysis.memory.step import TrainingStep, call_of
+from bitplan.analysis.targets import Target
 from bitplan.errors import AccountError
-from bitplan.memory import kept_bytes, measure_memory, predict_memory
-from bitplan.memory.allocator import HostAllocator, allocator_of
-from bitplan.memory.fakes import plain_copy
-from bitplan.memory.step import TrainingStep, call_of
-from bitplan.memory.storages import storage_bytes
-from bitplan.plan import Plan
-from bitplan.targets import Target
+from bitplan.plans import Plan
+from bitplan.runtime.attach import Attachment
 
 MakeTarget = Callable[[str], Target]
 KINDS = ("resnet20", "mobilenet-v2", "gpt", "gpt2", "bert", "gcn")
@@ -73,7 +72,7 @@ def test_more_copies_of_a_model_are_compiled_than_torch_allows_graphs_of_one(
         return graph.forward
 
     compiled = partial(torch.compile, backend=noted, fullgraph=True)
-    monkeypatch.setattr("bitplan.memory.measure.compiled", lambda model, run: compiled(model))
+    monkeypatch.setattr("bitplan.analysis.memory.measure.compiled", lambda model, run: compiled(model))
     with torch._dynamo.config.patch(recompile_limit=1):
         for name in ("bf16-all", "int8-all", "fp8-all"):
             measure_memory(target.model, target.batch, target.loss, "none", name, compile=True)

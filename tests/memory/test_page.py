@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from bitplan.analysis.memory.fit import LADDER
 from bitplan.cli import main
-from bitplan.memory.room import LADDER
 
 PAGE = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import bitplan
+from bitplan.analysis.memory import Memory, measure_memory, predict_memory
+from bitplan.analysis.memory.fakes import Fakes, plain_copy
+from bitplan.analysis.targets import Target
+from bitplan.capture.scopes import is_planned
 from bitplan.errors import AccountError, PlanError
-from bitplan.memory import Memory, measure_memory, predict_memory
-from bitplan.memory.fakes import Fakes, plain_copy
-from bitplan.numbers import tensor_parts
-from bitplan.plan import Plan
-from bitplan.seeing.intercept import is_planned
-from bitplan.targets import Target
+from bitplan.numerics import chunks as tensor_parts
+from bitplan.plans import Plan
 
 MakeTarget = Callable[[str], Target]
 KINDS = ("resnet20", "mobilenet-v2", "gpt", "gpt2", "bert", "lstm", "gcn")

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch
 
-from bitplan.memory.room import LADDER, choices, free_memory
-from bitplan.plan import preset_names
-from bitplan.targets import Target
+from bitplan.analysis.memory.fit import LADDER, choices, free_memory
+from bitplan.analysis.targets import Target
+from bitplan.plans import preset_names
 
 MakeTarget = Callable[[str], Target]
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bitplan.memory import measure_memory, predict_memory
-from bitplan.memory.allocator import HostAllocator
-from bitplan.memory.workspaces import PASSING
+from bitplan.analysis.memory import measure_memory, predict_memory
+from bitplan.analysis.memory.measure import HostAllocator
+from bitplan.analysis.memory.workspaces import PASSING
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.skipif(

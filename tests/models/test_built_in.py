@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bitplan.models.built_in import BUILT_IN
-from bitplan.sites import sites
-from bitplan.targets import load_target
+from bitplan.analysis.sites import sites
+from bitplan.analysis.targets import load_target
+from bitplan.lab.models.built_in import BUILT_IN
 
 
 @pytest.mark.parametrize("name", [name for name in BUILT_IN if name not in ("resnet110", "resnet152")])

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bitplan.models.gcn import GCN, normalised_adjacency
+from bitplan.lab.models.graph_networks import GCN, normalised_adjacency
 
 #: A path of three nodes and one node alone; the first edge is given twice, in both directions.
 EDGES = torch.tensor([[0, 1, 1], [1, 0, 2]])

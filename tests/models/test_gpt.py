@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bitplan.models.gpt import GPT, gpt2_small, next_token_loss
+from bitplan.lab.models.language_models import GPT, gpt2_small, next_token_loss
 
 
 def tiny() -> GPT:

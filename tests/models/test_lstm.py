@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from bitplan.models.lstm import LSTMModel
+from bitplan.lab.models.language_models import LSTMModel
 
 
 def test_logits_are_per_step_and_text() -> None:

@@ -4,8 +4,13 @@ import torch
 from torch.nn import functional as F
 
 import bitplan
-from bitplan.models.gcn import GCN, normalised_adjacency
-from bitplan.models.neighbours import both_ways, mean_neighbours, symmetric_neighbours
+from bitplan.lab.models.graph_networks import (
+    GCN,
+    both_ways,
+    mean_neighbours,
+    normalised_adjacency,
+    symmetric_neighbours,
+)
 
 #: A path of three nodes and one node alone; the first edge is given twice, and one leads back to its node.
 EDGES = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 2]])

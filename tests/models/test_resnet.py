@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from bitplan.models.resnet import PadShortcut, Shortcut, cifar_resnet, imagenet_resnet, resnet18
+from bitplan.lab.models.resnet import PadShortcut, Shortcut, cifar_resnet, imagenet_resnet, resnet18
 
 
 def parameters(model: nn.Module) -> int:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from bitplan.models.resnet import imagenet_resnet
-from bitplan.models.retinanet import FrozenBatchNorm, Pyramid, RetinaNet, Stages, freeze_norms
+from bitplan.lab.models.resnet import imagenet_resnet
+from bitplan.lab.models.retinanet import FrozenBatchNorm, Pyramid, RetinaNet, Stages, freeze_norms
 
 
 def test_the_backbone_is_a_resnet_18_without_its_classifier() -> None:

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bitplan.models.neighbours import mean_neighbours
-from bitplan.models.sage import GraphSAGE, SageLayer
+from bitplan.lab.models.graph_networks import GraphSAGE, SageLayer, mean_neighbours
 
 #: A path of three nodes and one node alone.
 EDGES = torch.tensor([[0, 1], [1, 2]])

@@ -8,10 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from bitplan.models.mobilenet import InvertedResidual, MobileNetV2
-from bitplan.models.shufflenet import ShuffleNetV2
-from bitplan.models.squeezenet import Fire, SqueezeNet
-from bitplan.models.widths import scaled
+from bitplan.lab.models.small_cnns import Fire, InvertedResidual, MobileNetV2, ShuffleNetV2, SqueezeNet, scaled
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from torch._inductor.decomposition import select_decomp_table
 
 import bitplan
 from bitplan import Plan
-from bitplan.at_work.compiling import SPARING
-from bitplan.native.units import Float8Unit, Int8Unit
+from bitplan.compiler.compiling import SPARING
+from bitplan.executions.native.backends import Float8Unit, Int8Unit
 
 
 @pytest.fixture(autouse=True)

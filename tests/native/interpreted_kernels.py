@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from bitplan.graphs.kernel_operations import itself
-from bitplan.native.float8_cast import FORMATS, amax_in_torch, cast_in_torch
-from bitplan.native.gated_cast import (
+from bitplan.compiler.kernel_ops import itself
+from bitplan.executions.native.float8_cast import FORMATS, amax_in_torch, cast_in_torch
+from bitplan.executions.native.gated_cast import (
     codes_in_torch,
     gated_amax_in_torch,
     gated_cast_in_torch,
     grads_amax_in_torch,
     grads_cast_in_torch,
 )
-from bitplan.native.norm_cast import norm_amax_in_torch, norm_cast_in_torch
-from bitplan.native.noted_cast import CASTS
+from bitplan.executions.native.norm_cast import norm_amax_in_torch, norm_cast_in_torch
+from bitplan.executions.native.recorded_cast import CASTS
 
 KINDS = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 
@@ -126,7 +126,7 @@ def gated() -> int:
     """The same for the kernels of a gate."""
     import triton.language as tl
 
-    from bitplan.native import gated_cast_kernel as kernels
+    from bitplan.executions.native import gated_cast_kernel as kernels
 
     kernels.libdevice = SimpleNamespace(exp=lambda x: tl.exp(x))  # the interpreter has its own at work by then
     kernels.PARTS = 4
@@ -170,7 +170,7 @@ def norms() -> int:
     """The same for those of a norm; in NumPy the inverse of a root is another to the last bit, so it is given, too."""
     import triton.language as tl
 
-    from bitplan.native import norm_cast_kernel as kernels
+    from bitplan.executions.native import norm_cast_kernel as kernels
 
     kernels.libdevice = SimpleNamespace(rsqrt=lambda x: tl.rsqrt(x))
     kernels.PARTS, kernels._BLOCK = 4, 64
@@ -200,7 +200,7 @@ def main() -> int:
     import triton.runtime.interpreter as interpreter
 
     complete(interpreter)
-    from bitplan.native.float8_cast_kernel import amax_by_kernel, cast_by_kernel, joined_by_kernel
+    from bitplan.executions.native.float8_cast_kernel import amax_by_kernel, cast_by_kernel, joined_by_kernel
 
     agreed = 0
     np.seterr(all="ignore")

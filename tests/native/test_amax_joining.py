@@ -12,10 +12,10 @@ from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from bitplan.native import amax_joining
-from bitplan.native.amax_joining import join_amax
-from bitplan.native.float8_cast import JOINED, cast_float8
-from bitplan.native.launching import OpeningPass, open_operations
+from bitplan.compiler import amax_joining
+from bitplan.compiler.amax_joining import join_amax
+from bitplan.compiler.launching import OpeningPass, open_operations
+from bitplan.executions.native.float8_cast import JOINED, cast_float8
 
 E4M3 = torch.float8_e4m3fn
 OURS: Any = torch.ops.bitplan

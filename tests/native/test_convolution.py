@@ -15,11 +15,11 @@ from torch.nn import functional as F
 
 import bitplan
 from bitplan import Plan, PlanError
-from bitplan.native import convolution, paths
-from bitplan.native.convolution import has_channels_last, unfolded
-from bitplan.native.operands import codes_of
-from bitplan.native.units import Float8Unit, Int8Unit
-from bitplan.numbers.straight import Encoded
+from bitplan.executions.native import convolution, paths
+from bitplan.executions.native.backends import Float8Unit, Int8Unit
+from bitplan.executions.native.convolution import has_channels_last, unfolded
+from bitplan.executions.native.gemm import codes_of
+from bitplan.numerics.quantizer import Encoded
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*are emulated:bitplan.BitplanWarning")
 
@@ -378,9 +378,9 @@ def test_a_scale_for_each_pixel_serves_1x1_only() -> None:
 
 
 def test_sizes_that_do_not_suit_a_unit_are_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bitplan.native import units
+    from bitplan.executions.native import backends as units
 
-    for place in ("bitplan.native.fallbacks.suits", "bitplan.at_work.applying.suits"):
+    for place in ("bitplan.executions.native.fallbacks.suits", "bitplan.runtime.autograd.suits"):
         monkeypatch.setattr(place, lambda name, kind, sizes: units.suits(name, "cuda", sizes))
     make, shape = LAYERS["1x1"]
     native, fallen = step(make, image(shape), plan_of(**PLANS["fp8"]), "native")
@@ -419,7 +419,7 @@ def test_statistics_are_those_of_emulation() -> None:
 
 
 def test_bottlenecks_learn_as_they_do_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bitplan.models.resnet import Bottleneck
+    from bitplan.lab.models.resnet import Bottleneck
 
     def losses(execution: str) -> tuple[list[float], int]:
         torch.manual_seed(0)
@@ -457,7 +457,7 @@ def test_bottlenecks_learn_as_they_do_emulated(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_compiled_bottleneck_is_the_eager_one() -> None:
-    from bitplan.models.resnet import Bottleneck
+    from bitplan.lab.models.resnet import Bottleneck
 
     def make() -> nn.Module:
         return Bottleneck(16, 8, 1, "conv").to(memory_format=torch.channels_last)

@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bitplan
 from bitplan import Plan, PlanError
-from bitplan.at_work.compiling import SPARING
-from bitplan.models.llama import LlamaBlocks
-from bitplan.native.float8_cast import FORMATS, cast_float8
-from bitplan.native.sparing_backend import Sparing, SparingPartitioner
-from bitplan.numbers.quantizer import make_quantizer
+from bitplan.compiler.compiling import SPARING
+from bitplan.compiler.native_backend import Sparing, SparingPartitioner
+from bitplan.executions.native.float8_cast import FORMATS, cast_float8
+from bitplan.lab.models.language_models import LlamaBlocks
+from bitplan.numerics.quantizer import make_quantizer
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 F8: dict[str, Any] = {"format": "e4m3", "scale": "tensor"}

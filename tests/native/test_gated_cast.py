@@ -17,16 +17,17 @@ from torch.nn import functional as F
 
 import bitplan
 from bitplan import Plan
-from bitplan.at_work import actions
-from bitplan.models.llama import LlamaBlocks
-from bitplan.native import gated_cast, gated_fusing
-from bitplan.native.float8_cast import cast_float8, tiles_of
-from bitplan.native.gated_cast import codes_in_torch, grads_in_torch, product_in_torch, squares_of
-from bitplan.native.gated_fusing import fuse_gates
-from bitplan.native.launching import OpeningPass, open_operations
-from bitplan.native.sparing_backend import Sparing, SparingPartitioner
-from bitplan.native.units import Float8Unit
-from bitplan.numbers import quantizer
+from bitplan.compiler import gated_fusion as gated_fusing
+from bitplan.compiler.gated_fusion import fuse_gates
+from bitplan.compiler.launching import OpeningPass, open_operations
+from bitplan.compiler.native_backend import Sparing, SparingPartitioner
+from bitplan.executions.native import gated_cast
+from bitplan.executions.native.backends import Float8Unit
+from bitplan.executions.native.float8_cast import cast_float8, tiles_of
+from bitplan.executions.native.gated_cast import codes_in_torch, grads_in_torch, product_in_torch, squares_of
+from bitplan.lab.models.language_models import LlamaBlocks
+from bitplan.numerics import quantizer
+from bitplan.runtime import rounding_op as actions
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OURS: Any = torch.ops.bitplan

@@ -19,11 +19,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import bitplan
 from bitplan import Plan
-from bitplan.graphs.kernel_operations import OPERATIONS, KernelOperation
-from bitplan.graphs.moments import coded_moments, plain_coded_moments
-from bitplan.native import launching
-from bitplan.native.float8_cast import amax_in_torch, cast_float8, cast_in_torch
-from bitplan.native.launching import OPTION, OpeningPass, open_operations, remember_accesses, with_opening
+from bitplan.compiler import launching
+from bitplan.compiler.kernel_ops import OPERATIONS, KernelOperation
+from bitplan.compiler.launching import OPTION, OpeningPass, open_operations, remember_accesses, with_opening
+from bitplan.compiler.moments import coded_moments, plain_coded_moments
+from bitplan.executions.native.float8_cast import amax_in_torch, cast_float8, cast_in_torch
 
 E4M3 = torch.float8_e4m3fn
 
@@ -150,7 +150,7 @@ def test_torch_looks_once_into_a_kernel_of_ours(monkeypatch: pytest.MonkeyPatch)
     undo = remember_accesses()
     looked: Any = launching.triton_kernel_wrap.identify_mutated_tensors
     given: dict[str, Any] = {"x": torch.ones(3), "count": 3}
-    for module in ("bitplan.graphs.moments_kernel", "elsewhere"):
+    for module in ("bitplan.compiler.moments_kernel", "elsewhere"):
         written = type("written", (), {"__module__": module})  # where a function would be
         kernel = SimpleNamespace(fn=SimpleNamespace(fn=written))
         for values in (
@@ -160,7 +160,7 @@ def test_torch_looks_once_into_a_kernel_of_ours(monkeypatch: pytest.MonkeyPatch)
             {**given, "x": torch.ones(3).half()},
         ):
             assert looked(kernel, values, {}) == ["x", "count"]
-    assert looks == ["bitplan.graphs.moments_kernel"] * 3 + ["elsewhere"] * 4
+    assert looks == ["bitplan.compiler.moments_kernel"] * 3 + ["elsewhere"] * 4
     undo()
     assert launching.triton_kernel_wrap.identify_accessed_tensors is look
 
@@ -184,7 +184,7 @@ def test_native_models_are_compiled_with_it(monkeypatch: pytest.MonkeyPatch, spa
 
 
 def test_packed_models_are_compiled_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bitplan.graphs.packed_backend import compile_packed
+    from bitplan.compiler.packed_backend import compile_packed
 
     asked: list[Any] = []
 

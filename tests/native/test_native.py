@@ -16,8 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 import bitplan
 from bitplan import Plan, PlanError
 from bitplan.errors import BitplanWarning
-from bitplan.native import crossover, paths, units
-from bitplan.native.units import Float8Unit, Int8Unit
+from bitplan.executions.native import backends as units
+from bitplan.executions.native import crossover, paths
+from bitplan.executions.native.backends import Float8Unit, Int8Unit
 
 INT8_VECTOR = {"format": "int8", "scale": "vector"}
 INT8 = {"format": "int8", "scale": "tensor"}
@@ -229,7 +230,7 @@ def test_a_fallback_says_which_pass_and_why(rule: dict[str, Any], one: str, reas
 
 
 def test_sizes_that_do_not_suit_a_unit_are_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("bitplan.native.fallbacks.suits", "bitplan.at_work.applying.suits"):
+    for place in ("bitplan.executions.native.fallbacks.suits", "bitplan.runtime.autograd.suits"):
         monkeypatch.setattr(place, lambda name, kind, sizes: units.suits(name, "cuda", sizes))
     calls = Calls(monkeypatch)
     plan = PLANS["fp8"][0]

@@ -14,8 +14,8 @@ from torch._inductor.decomposition import select_decomp_table
 
 import bitplan
 from bitplan import Plan
-from bitplan.at_work.compiling import SPARING
-from bitplan.models.llama import LlamaBlocks
+from bitplan.compiler.compiling import SPARING
+from bitplan.lab.models.language_models import LlamaBlocks
 
 TOKENS, WIDTH, HIDDEN = 64, 64, 128
 F8: dict[str, Any] = {"format": "e4m3", "scale": "tensor"}

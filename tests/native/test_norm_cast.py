@@ -16,14 +16,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from bitplan import Plan
-from bitplan.models.llama import LlamaBlocks
-from bitplan.native import norm_fusing
-from bitplan.native.float8_cast import cast_float8, tiles_of
-from bitplan.native.gated_fusing import fuse_gates
-from bitplan.native.launching import OpeningPass, open_operations
-from bitplan.native.norm_cast import normed_in_torch
-from bitplan.native.norm_fusing import fuse_norms
-from bitplan.native.sparing_backend import Sparing, SparingPartitioner
+from bitplan.compiler import norm_fusion as norm_fusing
+from bitplan.compiler.gated_fusion import fuse_gates
+from bitplan.compiler.launching import OpeningPass, open_operations
+from bitplan.compiler.native_backend import Sparing, SparingPartitioner
+from bitplan.compiler.norm_fusion import fuse_norms
+from bitplan.executions.native.float8_cast import cast_float8, tiles_of
+from bitplan.executions.native.norm_cast import normed_in_torch
+from bitplan.lab.models.language_models import LlamaBlocks
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OURS: Any = torch.ops.bitplan

@@ -20,19 +20,19 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import bitplan
 from bitplan import Plan
-from bitplan.at_work import actions
-from bitplan.at_work.compiling import SPARING
-from bitplan.at_work.observe import COLUMNS, blank_record, observe_amax, observe_range
-from bitplan.at_work.tables import RECORD
-from bitplan.models.llama import LlamaBlocks
-from bitplan.native import record_noting
-from bitplan.native.float8_cast import Cast, cast_float8
-from bitplan.native.gated_fusing import fuse_gates
-from bitplan.native.launching import OpeningPass, open_operations
-from bitplan.native.norm_fusing import fuse_norms
-from bitplan.native.record_noting import note_records
-from bitplan.native.sparing_backend import Sparing, SparingPartitioner
-from bitplan.numbers import quantizer
+from bitplan.compiler import amax_recording as record_noting
+from bitplan.compiler.amax_recording import note_records
+from bitplan.compiler.compiling import SPARING
+from bitplan.compiler.gated_fusion import fuse_gates
+from bitplan.compiler.launching import OpeningPass, open_operations
+from bitplan.compiler.native_backend import Sparing, SparingPartitioner
+from bitplan.compiler.norm_fusion import fuse_norms
+from bitplan.executions.native.float8_cast import Cast, cast_float8
+from bitplan.lab.models.language_models import LlamaBlocks
+from bitplan.numerics import quantizer
+from bitplan.runtime import rounding_op as actions
+from bitplan.runtime.module_state import RECORD
+from bitplan.runtime.statistics import COLUMNS, blank_record, observe_amax, observe_range
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 NOW = 22

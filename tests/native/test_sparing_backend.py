@@ -15,8 +15,8 @@ from torch._inductor.decomposition import select_decomp_table
 
 import bitplan
 from bitplan import Plan
-from bitplan.at_work.compiling import SPARING
-from bitplan.models.resnet import Bottleneck
+from bitplan.compiler.compiling import SPARING
+from bitplan.lab.models.resnet import Bottleneck
 
 F8: dict[str, Any] = {"format": "e4m3", "scale": "tensor"}
 G8: dict[str, Any] = {"format": "e5m2", "scale": "tensor"}

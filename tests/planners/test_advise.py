@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bitplan
+from bitplan.analysis.measure import Measurement, measure
 from bitplan.errors import PlanError
-from bitplan.measure import Measurement, measure
-from bitplan.plan import Plan
-from bitplan.planners.advise import UNSEEN, Advice, advise, advise_on
-from bitplan.planners.advise.slots import default_tau
+from bitplan.planners.advise import UNSEEN, Advice, advise, advise_on, default_tau
+from bitplan.plans import Plan
 
 
 def layer_fed(nu: float, seed: int = 0) -> Advice:

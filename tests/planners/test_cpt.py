@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from bitplan import attach, explain
+from bitplan.analysis.targets import load_target
 from bitplan.errors import PlanError, ScheduleError
-from bitplan.plan import Plan
 from bitplan.planners import cpt_plan
 from bitplan.planners.cpt import Widths, exempt, kind_of, operations_of, plan_of
-from bitplan.schedules import schedule
-from bitplan.targets import load_target
+from bitplan.plans import Plan
+from bitplan.plans.schedules import schedule
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import bitplan
 from bitplan.errors import PlanError
-from bitplan.plan import Plan
 from bitplan.planners.range_test import judged, range_test, rising_schedule
+from bitplan.plans import Plan
 
 FEATURES = 16
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bitplan.report.summaries import Report
+from bitplan.lab.report.summaries import Report
 
 WriteRun = Callable[..., Path]
 Answer = Callable[..., str]

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from bitplan.errors import RunError
-from bitplan.report.charts.common import log_ticks
-from bitplan.report.charts.curves import MOST_POINTS, bits_chart, loss_chart, metric_chart
-from bitplan.report.charts.memory import memory_chart
-from bitplan.report.charts.prices import MOST_NAMES, price_chart
-from bitplan.report.charts.sites import measures_of, sites_chart
-from bitplan.report.page import page_html
-from bitplan.report.palette import dark_partners, plan_styles
-from bitplan.report.summaries import Experiment, Report
+from bitplan.lab.report.charts.common import log_ticks
+from bitplan.lab.report.charts.curves import MOST_POINTS, bits_chart, loss_chart, metric_chart
+from bitplan.lab.report.charts.prices import MOST_NAMES, price_chart
+from bitplan.lab.report.charts.sites import measures_of, memory_chart, sites_chart
+from bitplan.lab.report.page import page_html
+from bitplan.lab.report.palette import dark_partners, plan_styles
+from bitplan.lab.report.summaries import Experiment, Report
 
 WriteRun = Callable[..., Path]
 Make = Callable[..., Experiment]

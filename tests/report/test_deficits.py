@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from bitplan.compare.time_suites import deficit_choices
-from bitplan.plan import Plan
-from bitplan.report.charts.deficits import early_chart, recovery_chart, sliding_chart
-from bitplan.report.deficits import Window, courses_of, early_windows, recovering, sliding_windows, without_deficit
-from bitplan.report.page import page_html
-from bitplan.report.summaries import Experiment, Report
-from bitplan.tasks.registry import find_task
+from bitplan.lab.compare.suites import deficit_choices
+from bitplan.lab.report.charts.deficits import early_chart, recovery_chart, sliding_chart
+from bitplan.lab.report.deficits import Window, courses_of, early_windows, recovering, sliding_windows, without_deficit
+from bitplan.lab.report.page import page_html
+from bitplan.lab.report.summaries import Experiment, Report
+from bitplan.lab.tasks.registry import find_task
+from bitplan.plans import Plan
 
 pytest.importorskip("plotly")
 

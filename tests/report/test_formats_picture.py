@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 import pytest
 
 from bitplan.errors import FormatError
-from bitplan.numbers.names import NAMED
-from bitplan.numbers.names import format as format_named
-from bitplan.report.formats_picture import drawable_formats, formats_svg
+from bitplan.lab.report.formats_picture import drawable_formats, formats_svg
+from bitplan.numerics.formats import NAMED
+from bitplan.numerics.formats import format as format_named
 
 SVG = "{http://www.w3.org/2000/svg}"
 

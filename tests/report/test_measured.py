@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import nn
 
+from bitplan.analysis.measure import Measurement, measure
 from bitplan.cli import main
 from bitplan.errors import RunError
-from bitplan.measure import Measurement, measure
-from bitplan.report.charts.measured import measured_chart, measured_table
-from bitplan.report.measured import measured_in_file, measured_in_run
-from bitplan.report.measured_page import measurement_page_html
-from bitplan.report.page import page_html
-from bitplan.report.summaries import Report
-from bitplan.tasks.registry import find_task
-from bitplan.train import train
+from bitplan.lab.report.charts.measured import measured_chart, measured_table
+from bitplan.lab.report.measured import measured_in_file, measured_in_run
+from bitplan.lab.report.measured_page import measurement_page_html
+from bitplan.lab.report.page import page_html
+from bitplan.lab.report.summaries import Report
+from bitplan.lab.tasks.registry import find_task
+from bitplan.lab.train import train
 
 TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny_task.py'}:Tiny"
 

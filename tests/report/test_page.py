@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from bitplan.report.page import page_html, script_json
-from bitplan.report.summaries import Report
+from bitplan.lab.report.page import page_html, script_json
+from bitplan.lab.report.summaries import Report
 
 WriteRun = Callable[..., Path]
 EVIL = "</script><script>window.evil = 1</script><img src=x onerror='window.evil = 1'>\"'&amp;"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bitplan.report.page import page_html
-from bitplan.report.summaries import Report
+from bitplan.lab.report.page import page_html
+from bitplan.lab.report.summaries import Report
 
 WriteRun = Callable[..., Path]
 EVIL = "<script>window.evil=1</script></script><img src=x onerror='window.evil=1'>"

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from bitplan.compare.assign_suite import assign_choices
-from bitplan.plan import Plan
-from bitplan.report.charts.ratios import ratio_chart
-from bitplan.report.page import page_html
-from bitplan.report.ratios import assigned_plans
-from bitplan.report.summaries import Experiment, Report
-from bitplan.tasks.registry import find_task
+from bitplan.lab.compare.suites import assign_choices
+from bitplan.lab.report.charts.ratios import ratio_chart
+from bitplan.lab.report.page import page_html
+from bitplan.lab.report.ratios import assigned_plans
+from bitplan.lab.report.summaries import Experiment, Report
+from bitplan.lab.tasks.registry import find_task
+from bitplan.plans import Plan
 
 pytest.importorskip("plotly")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bitplan.errors import RunError
-from bitplan.report.runs import read_run, read_runs
+from bitplan.lab.report.runs import read_run, read_runs
 
 WriteRun = Callable[..., Path]
 

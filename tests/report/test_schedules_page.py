@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from bitplan.report.schedules_page import schedules_page
-from bitplan.schedules import TEN, schedule
+from bitplan.lab.report.schedules_page import schedules_page
+from bitplan.plans.schedules import TEN, schedule
 
 pytest.importorskip("plotly")
 

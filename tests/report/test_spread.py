@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from bitplan.report.spread import spread
+from bitplan.lab.report.answer import spread
 
 
 def test_mean_and_sample_deviation() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bitplan.report.summaries import Experiment, Report
+from bitplan.lab.report.summaries import Experiment, Report
 
 WriteRun = Callable[..., Path]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bitplan.errors import ScheduleError
-from bitplan.schedules import TEN, Cyclic, Ramp, schedule
+from bitplan.plans.schedules import TEN, Cyclic, Ramp, schedule
 
 #: Costs relative to static at the top, with the backward pass at the top (64,000 steps, 8 cycles).
 COSTS = {

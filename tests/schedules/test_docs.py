@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from bitplan.cli import main
-from bitplan.compare import find_suite
-from bitplan.plan import Plan
+from bitplan.lab.compare import find_suite
 from bitplan.planners.range_test import THRESHOLD, WINDOW
-from bitplan.schedules import SCHEDULE_NAMES, TEN, schedule
+from bitplan.plans import Plan
+from bitplan.plans.schedules import SCHEDULE_NAMES, TEN, schedule
 
 TEXT = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
 COMMANDS, COMPARISONS = re.findall(r"```sh\n(.*?)```", TEXT, flags=re.DOTALL)

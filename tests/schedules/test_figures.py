@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from bitplan.errors import ScheduleError
-from bitplan.schedules import TEN, schedule
-from bitplan.schedules.figures import pieces_of
+from bitplan.plans.schedules import TEN, schedule
+from bitplan.plans.schedules.plots import pieces_of
 
 
 @pytest.mark.parametrize("name", TEN)

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from bitplan.errors import ScheduleError
-from bitplan.schedules import Moment, Schedule, schedule, schedule_from_data
+from bitplan.plans.schedules import Moment, Schedule, schedule, schedule_from_data
 
 
 def test_shares_are_exact() -> None:

@@ -3,10 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bitplan.models.retinanet import RetinaNet
-from bitplan.tasks.anchors import BACKGROUND, IGNORED, IN_CELL, Anchors
-from bitplan.tasks.boxes import areas, moved_by
-from bitplan.tasks.scenes import Objects
+from bitplan.lab.models.retinanet import RetinaNet
+from bitplan.lab.tasks.detection import BACKGROUND, IGNORED, IN_CELL, Anchors, areas, moved_by
+from bitplan.lab.tasks.scenes import Objects
 
 ANCHORS = Anchors(64, 3, 1.5)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bitplan.tasks.average_precision import Detections, average_precision, mean_average_precision
-from bitplan.tasks.scenes import Objects
+from bitplan.lab.tasks.detection import Detections, average_precision, mean_average_precision
+from bitplan.lab.tasks.scenes import Objects
 
 A, B, C = [0.0, 0, 10, 10], [20.0, 0, 30, 10], [40.0, 0, 50, 10]
 HALF = [0.0, 0, 10, 5]  # overlaps A by exactly a half

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bitplan.tasks.boxes import areas, kept_of, moved_by, offsets_to, overlaps
+from bitplan.lab.tasks.detection import areas, kept_of, moved_by, offsets_to, overlaps
 
 
 def some_boxes(count: int, seed: int) -> Tensor:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import pytest
 
 from bitplan.errors import TaskError
-from bitplan.tasks.choices import read_settings
-from bitplan.tasks.task import Settings
+from bitplan.lab.tasks.registry import read_settings
+from bitplan.lab.tasks.task import Settings
 
 
 @dataclass(frozen=True)

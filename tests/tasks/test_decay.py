@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from bitplan.tasks.decay import DECAYS, decayed
+from bitplan.lab.tasks.task import DECAYS, decayed
 
 
 @pytest.mark.parametrize("decay", DECAYS)

@@ -13,13 +13,12 @@ from torch.nn import functional as F
 
 import bitplan
 from bitplan.errors import TaskError
-from bitplan.models.retinanet import FrozenBatchNorm
+from bitplan.lab.models.retinanet import FrozenBatchNorm
+from bitplan.lab.tasks import detection, scenes
+from bitplan.lab.tasks.detection import BACKGROUND, IGNORED, DigitDetection, DigitDetectionSettings
+from bitplan.lab.tasks.registry import find_task
+from bitplan.lab.train import train
 from bitplan.planners import cpt_plan
-from bitplan.tasks import detection, scenes
-from bitplan.tasks.anchors import BACKGROUND, IGNORED
-from bitplan.tasks.detection import DigitDetection, DigitDetectionSettings
-from bitplan.tasks.registry import find_task
-from bitplan.train import train
 
 SMALL = ("batch=4", "size=32", "head=1", "steps=4", "evaluate_every=2", "warmup=0")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bitplan.cli import main
-from bitplan.tasks.registry import task_class, task_names
+from bitplan.lab.tasks.registry import task_class, task_names
 
 TEXT = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
 (EXAMPLE,) = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from bitplan.tasks.draws import generator, shuffled
+from bitplan.lab.tasks.task import generator, shuffled
 
 
 def drawn(*where: int | str) -> list[float]:

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 import bitplan
-from bitplan.seeing.batches import call_arguments
-from bitplan.tasks.cards import CARDS, times_trivial
-from bitplan.tasks.registry import find_task
-from bitplan.tasks.task import Task
+from bitplan.capture.recording import call_arguments
+from bitplan.lab.tasks.registry import CARDS, find_task, times_trivial
+from bitplan.lab.tasks.task import Task
 
 EIGHT_BITS = "int8-minmax"
 EIGHT_BIT_STEPS = 12

@@ -9,11 +9,17 @@ from torch import Tensor, nn
 
 from bitplan import cpt_plan
 from bitplan.errors import TaskError
-from bitplan.tasks.graph import NOT_ASKED, Graph, OwnGraphSettings
-from bitplan.tasks.graph_data import GraphData, digits_graph, first_of_each, nearest_neighbours, usual_split
-from bitplan.tasks.graph_sampling import Sampler
-from bitplan.tasks.registry import find_task
-from bitplan.train import RunFolder, train
+from bitplan.lab.tasks.graph import NOT_ASKED, Graph, OwnGraphSettings
+from bitplan.lab.tasks.graph_data import (
+    GraphData,
+    Sampler,
+    digits_graph,
+    first_of_each,
+    nearest_neighbours,
+    usual_split,
+)
+from bitplan.lab.tasks.registry import find_task
+from bitplan.lab.train import RunFolder, train
 
 
 def test_the_graph_of_digits() -> None:

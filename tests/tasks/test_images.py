@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.errors import TaskError
-from bitplan.tasks.images import NETWORKS, Digits, DigitsSettings, ImageSettings
-from bitplan.tasks.registry import find_task
+from bitplan.lab.tasks.images import NETWORKS, Digits, DigitsSettings, ImageSettings
+from bitplan.lab.tasks.registry import find_task
 
 
 class Knows(nn.Module):

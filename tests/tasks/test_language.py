@@ -8,9 +8,14 @@ import torch
 from torch import nn
 
 from bitplan.errors import TaskError
-from bitplan.tasks.language import perplexity_figures, transformer_optimizer, unigram_perplexity
-from bitplan.tasks.lm import DecoderLanguageModelling, DecoderSettings
-from bitplan.tasks.registry import find_task
+from bitplan.lab.tasks.language import (
+    DecoderLanguageModelling,
+    DecoderSettings,
+    perplexity_figures,
+    transformer_optimizer,
+    unigram_perplexity,
+)
+from bitplan.lab.tasks.registry import find_task
 
 #: Every task that reads a text, with settings that make it small.
 TEXT_TASKS = {"lstm-lm": ["features=8"], "lm": ["features=8", "layers=1"], "mlm": []}

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from bitplan.attach import Attachment
+from bitplan.analysis.sites import sites
 from bitplan.errors import TaskError
-from bitplan.plan import Plan
-from bitplan.plan.find import find_plan
+from bitplan.lab.tasks.lstm_lm import CarriedLSTM, LSTMLanguageModelling, LSTMSettings
+from bitplan.lab.tasks.registry import find_task
+from bitplan.lab.train import RunFolder, train
+from bitplan.lab.train.session import Session
 from bitplan.planners.cpt import cpt_plan
-from bitplan.sites import sites
-from bitplan.tasks.lstm_lm import CarriedLSTM, LSTMLanguageModelling, LSTMSettings
-from bitplan.tasks.registry import find_task
-from bitplan.train import RunFolder, train
-from bitplan.train.session import Session
+from bitplan.plans import Plan
+from bitplan.plans.loading import find_plan
+from bitplan.runtime.attach import Attachment
 
 SMALL = LSTMSettings(batch=3, length=5, features=8, dropout=0.0, evaluation=4)
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.errors import TaskError
-from bitplan.tasks.mlm import NOT_ASKED, SIZES, MaskedLanguageModelling, MaskedSettings
-from bitplan.tasks.registry import find_task
+from bitplan.lab.tasks.mlm import NOT_ASKED, SIZES, MaskedLanguageModelling, MaskedSettings
+from bitplan.lab.tasks.registry import find_task
 
 #: Cut by words: pieces take a second to learn.
 QUICK = MaskedSettings(level="words", vocabulary=500, batch=64)

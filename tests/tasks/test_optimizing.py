@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bitplan.tasks.optimizing import fused_for
-from bitplan.tasks.registry import find_task
+from bitplan.lab.tasks.registry import find_task
+from bitplan.lab.tasks.task import fused_for
 
 TINY = {
     "digits": ("width=0.25",),

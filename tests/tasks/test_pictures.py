@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from bitplan.errors import TaskError
-from bitplan.tasks import pictures
-from bitplan.tasks.pictures import Normalisation, PictureData, StoredPictures, digits, moved_and_mirrored
+from bitplan.lab.tasks import images as pictures
+from bitplan.lab.tasks.images import Normalisation, PictureData, StoredPictures, digits, moved_and_mirrored
 
 
 def ramp(count: int = 6, size: int = 5) -> Tensor:
@@ -31,7 +31,7 @@ def test_the_digits_are_all_there_and_split_for_good() -> None:
 
 
 def test_the_digits_come_with_their_source() -> None:
-    words = (files("bitplan") / "tasks" / "data" / "DIGITS.md").read_text()
+    words = (files("bitplan") / "lab" / "tasks" / "data" / "DIGITS.md").read_text()
     assert "CC BY 4.0" in words
     assert "Alpaydin" in words
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bitplan.tasks.pieces import joined, learn_merges, letters, pieces_of
+from bitplan.lab.tasks.tokens import joined, learn_merges, letters, pieces_of
 
 COUNTS = {"low": 5, "lower": 2, "newest": 6, "widest": 3}
 

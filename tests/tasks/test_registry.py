@@ -4,18 +4,17 @@ from pathlib import Path
 
 import pytest
 
+from bitplan.analysis.sites import sites
+from bitplan.analysis.targets import load_target
 from bitplan.errors import TaskError
-from bitplan.sites import sites
-from bitplan.targets import load_target
-from bitplan.tasks.cards import CARDS
-from bitplan.tasks.images import Digits
-from bitplan.tasks.registry import find_task, task_class, task_names
+from bitplan.lab.tasks.images import Digits
+from bitplan.lab.tasks.registry import CARDS, find_task, task_class, task_names
 
 OWN = """
 from dataclasses import dataclass
 import torch
 from torch import nn
-from bitplan.tasks import Metric, Settings, Task
+from bitplan.lab.tasks import Metric, Settings, Task
 
 @dataclass(frozen=True)
 class MySettings(Settings):

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from bitplan.errors import TaskError
-from bitplan.tasks.boxes import overlaps
-from bitplan.tasks.pictures import digits
-from bitplan.tasks.scenes import DigitScenes, Objects, digit_scenes
+from bitplan.lab.tasks.detection import overlaps
+from bitplan.lab.tasks.images import digits
+from bitplan.lab.tasks.scenes import DigitScenes, Objects, digit_scenes
 
 DIGITS = digits()
 

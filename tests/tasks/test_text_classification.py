@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from bitplan import cpt_plan
+from bitplan.analysis.explain import explain
+from bitplan.analysis.targets import load_target
 from bitplan.errors import TaskError
-from bitplan.explain import explain
-from bitplan.targets import load_target
-from bitplan.tasks.registry import find_task
-from bitplan.tasks.sources.docstrings import PACKAGES, docstrings_in, library_docstrings
-from bitplan.tasks.text_classification import Docstrings
-from bitplan.tasks.text_encoding import END, PAD, SPECIAL, START, LearntEncoder
-from bitplan.train import RunFolder, train
+from bitplan.lab.sources.texts import PACKAGES, docstrings_in, library_docstrings
+from bitplan.lab.tasks.registry import find_task
+from bitplan.lab.tasks.text_classification import Docstrings
+from bitplan.lab.tasks.tokens import END, PAD, SPECIAL, START, LearntEncoder
+from bitplan.lab.train import RunFolder, train
 
 #: Cut by words: pieces take a second to learn.
 QUICK = {"level": "words", "vocabulary": "500", "length": "16", "batch": "8"}

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from bitplan.tasks.pieces import joined
-from bitplan.tasks.sources.texts import Text
-from bitplan.tasks.tokens import LEVELS, UNKNOWN, Pieces, Units, tokenised, words
+from bitplan.lab.sources.texts import Text
+from bitplan.lab.tasks.tokens import LEVELS, UNKNOWN, Pieces, Units, joined, tokenised, words
 
 TEXT = "def low(self):\n    return self.lowest_value  # the low one\n" * 5
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from bitplan.plan import Plan
-from bitplan.tasks.registry import find_task
-from bitplan.tasks.task import Task
-from bitplan.train.checkpoint import checkpoints_in
+from bitplan.lab.tasks.registry import find_task
+from bitplan.lab.tasks.task import Task
+from bitplan.lab.train.checkpoint import checkpoints_in
+from bitplan.plans import Plan
 
 MakeTask = Callable[..., Task]
 Fingerprint = Callable[[Path], tuple[str, ...]]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from bitplan.tasks.task import Metric, Settings, Task
+from bitplan.lab.tasks.task import Metric, Settings, Task
 
 FEATURES, CLASSES, SAMPLES = 12, 3, 96
 TIMES = 1000.0

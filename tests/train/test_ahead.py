@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from bitplan.train.ahead import Ahead
+from bitplan.lab.train.session import Ahead
 
 
 def test_batches_come_in_any_order_and_are_made_by_one_thread_ahead_of_time() -> None:

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from bitplan.errors import RunError
-from bitplan.plan import Plan
-from bitplan.train import train
-from bitplan.train.checkpoint import Checkpoint, checkpoints_in, newest_whole, remove_older, save_tensors
+from bitplan.lab.train import train
+from bitplan.lab.train.checkpoint import Checkpoint, checkpoints_in, newest_whole, remove_older, save_tensors
+from bitplan.plans import Plan
 
 TENSORS = {
     "floats": torch.randn(3, 4),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bitplan.train.copies import Copies
+from bitplan.lab.train.session import Copies
 
 
 def moving() -> Copies:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from bitplan.cli import main
-from bitplan.tasks import find_task
-from bitplan.train import RunFolder, train
+from bitplan.lab.tasks import find_task
+from bitplan.lab.train import RunFolder, train
 
 TEXT = (Path(__file__).parents[2] / "docs" / "runs.md").read_text()
 

@@ -11,11 +11,10 @@ import pytest
 import safetensors.torch
 from safetensors import SafetensorError
 
-from bitplan.plan import Plan
-from bitplan.train import RunFolder, train
-from bitplan.train.checkpoint import checkpoints_in
-from bitplan.train.durable import DiskError, as_os_error, write_durably, writing
-from bitplan.train.journal import Journal
+from bitplan.lab.train import RunFolder, train
+from bitplan.lab.train.checkpoint import checkpoints_in
+from bitplan.lab.train.folder import DiskError, Journal, as_os_error, write_durably, writing
+from bitplan.plans import Plan
 
 
 def test_a_disk_that_fills_up_costs_no_checkpoint(

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from bitplan._version import __version__
-from bitplan.train.environment import NEEDED, cpu_flags, environment, machine, versions
+from bitplan.lab.train.config import NEEDED, cpu_flags, environment, machine, versions
 
 
 def test_what_is_needed_is_installed_and_has_its_version() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from bitplan.train import train
-from bitplan.train.events import Events, open_events
+from bitplan.lab.train import train
+from bitplan.lab.train.summary import Events, open_events
 
 
 def test_without_tensorboard_nothing_is_written(tmp_path: Path, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:

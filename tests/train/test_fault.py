@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from bitplan.plan import Plan
-from bitplan.strict_json import json_text
-from bitplan.tasks.task import Metric, Settings, Task
-from bitplan.train import RunFolder, Summary, train
-from bitplan.train.checkpoint import checkpoints_in
+from bitplan.files import json_text
+from bitplan.lab.tasks.task import Metric, Settings, Task
+from bitplan.lab.train import RunFolder, Summary, train
+from bitplan.lab.train.checkpoint import checkpoints_in
+from bitplan.plans import Plan
 
 
 class Planted(Task):

@@ -12,14 +12,14 @@ import pytest
 
 import bitplan
 from bitplan.errors import RunError
-from bitplan.plan import Plan
-from bitplan.train import RunFolder, find_runs, fresh_folder, train
+from bitplan.lab.train import RunFolder, find_runs, fresh_folder, train
+from bitplan.plans import Plan
 
 SRC = Path(bitplan.__file__).parents[1]
 
 HOLD = """
 import sys
-from bitplan.train import RunFolder
+from bitplan.lab.train import RunFolder
 with RunFolder(sys.argv[1]).locked():
     print("held", flush=True)
     sys.stdin.read()

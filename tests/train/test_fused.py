@@ -13,13 +13,12 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from bitplan.optimizer_state import load_plain_state, plain_state
-from bitplan.plan import Plan
-from bitplan.tasks import images, language
-from bitplan.tasks.registry import find_task
-from bitplan.train import train
-from bitplan.train.loss_scale import LossScale
-from bitplan.train.session import Session
+from bitplan.lab.tasks import images, language
+from bitplan.lab.tasks.registry import find_task
+from bitplan.lab.train import train
+from bitplan.lab.train.session import LossScale, Session
+from bitplan.plans import Plan
+from bitplan.runtime.optimizers import load_plain_state, plain_state
 
 IMAGES = ("digits", "steps=6", "batch=8", "evaluate_every=6", "width=0.25", "model=resnet8")
 TEXT = ("lm", "steps=6", "evaluate_every=6", "layers=1", "features=16", "batch=2", "length=8", "evaluation=1")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bitplan.train.journal import Journal, read_lines
+from bitplan.lab.train.folder import Journal, read_lines
 
 WHOLE = b'{"step": 1}\n{"step": 4}\n{"step": 4, "evaluation": true}\n{"step": 9, "loss": "NaN"}\n'
 

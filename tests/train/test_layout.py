@@ -10,13 +10,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from bitplan.plan import Plan
-from bitplan.tasks.registry import find_task
-from bitplan.train import session as sessions
-from bitplan.train import train
-from bitplan.train.checkpoint import Checkpoint, checkpoints_in
-from bitplan.train.layout import laid_out, lay_out, layout_for
-from bitplan.train.session import Session
+from bitplan.lab.tasks.registry import find_task
+from bitplan.lab.train import session as sessions
+from bitplan.lab.train import train
+from bitplan.lab.train.checkpoint import Checkpoint, checkpoints_in
+from bitplan.lab.train.session import Session, laid_out, lay_out, layout_for
+from bitplan.plans import Plan
 
 SETTINGS = ("steps=6", "batch=8", "evaluate_every=6", "width=0.25", "model=resnet8")
 

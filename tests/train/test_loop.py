@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.errors import PlanError, RunError, TaskError
-from bitplan.plan import Plan
-from bitplan.train import Progress, RunFolder, train
-from bitplan.train.checkpoint import checkpoints_in
+from bitplan.lab.train import Progress, RunFolder, train
+from bitplan.lab.train.checkpoint import checkpoints_in
+from bitplan.plans import Plan
 
 
 def lines(folder: Path, key: str) -> list[dict[str, Any]]:

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from bitplan.errors import TaskError
-from bitplan.tasks.registry import find_task
-from bitplan.train import train
-from bitplan.train.journal import read_lines
-from bitplan.train.loss_scale import LossScale
+from bitplan.lab.tasks.registry import find_task
+from bitplan.lab.train import train
+from bitplan.lab.train.folder import read_lines
+from bitplan.lab.train.session import LossScale
 
 
 def stepped(scale: LossScale, parameter: nn.Parameter, gradient: float) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from bitplan.analysis.measure.watch import Watchman
 from bitplan.errors import RunError
-from bitplan.measure.alarm import Watchman
-from bitplan.plan import Plan
-from bitplan.tasks.registry import find_task
-from bitplan.tasks.task import Task
-from bitplan.train import Progress, RunFolder, train
-from bitplan.train.journal import read_lines
+from bitplan.lab.tasks.registry import find_task
+from bitplan.lab.tasks.task import Task
+from bitplan.lab.train import Progress, RunFolder, train
+from bitplan.lab.train.folder import read_lines
+from bitplan.plans import Plan
 
 PLANTED = f"{Path(__file__).parent / 'planted_task.py'}:Planted"
 
@@ -115,11 +115,11 @@ def test_the_watchman_knows_what_is_usual() -> None:
 
 
 def test_figures_go_to_tensorboard(tmp_path: Path, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bitplan.train.events import Events
+    from bitplan.lab.train.summary import Events
 
     told: dict[int, dict[str, float]] = {}
     monkeypatch.setattr(Events, "scalars", lambda self, step, values: told.setdefault(step, dict(values)))
-    monkeypatch.setattr("bitplan.train.loop.open_events", lambda folder, after: Events())
+    monkeypatch.setattr("bitplan.lab.train.loop.open_events", lambda folder, after: Events())
     train(tiny(), folder=tmp_path / "run", measure_every=12)
     assert list(told) == [0, 12]
     row = read_lines(tmp_path / "run" / "measurements.jsonl")[1]["rows"][0]

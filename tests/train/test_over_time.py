@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from bitplan.cost import cost
-from bitplan.plan import Plan
-from bitplan.train import RunFolder, train
+from bitplan.analysis.cost import cost
+from bitplan.lab.train import RunFolder, train
+from bitplan.plans import Plan
 
 PLAN = Plan.from_yaml("""
 version: 1

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 from bitplan import Plan
-from bitplan.report.page import page_html
-from bitplan.report.summaries import Report
-from bitplan.tasks.registry import find_task
-from bitplan.train.loop import train
-from bitplan.train.summary import Summary
+from bitplan.lab.report.page import page_html
+from bitplan.lab.report.summaries import Report
+from bitplan.lab.tasks.registry import find_task
+from bitplan.lab.train.loop import train
+from bitplan.lab.train.summary import Summary
 
 SETTINGS = ["steps=8", "batch=16", "evaluate_every=4", "model=resnet8", "width=0.25"]
 #: Its largest value is 1.75, so that some activations overflow at once.

@@ -18,9 +18,9 @@ import torch
 
 import bitplan
 from bitplan.errors import BitplanWarning, RunError
-from bitplan.plan import Plan
-from bitplan.tasks.task import Settings
-from bitplan.train import RunFolder, train
+from bitplan.lab.tasks.task import Settings
+from bitplan.lab.train import RunFolder, train
+from bitplan.plans import Plan
 
 SRC = Path(bitplan.__file__).parents[1]
 
@@ -49,7 +49,7 @@ def test_the_fingerprint_notices_what_a_resumed_run_may_lose(
     tmp_path: Path, tiny: Any, noisy: Plan, fingerprint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each part of the state is needed: without it, the resumed run ends otherwise."""
-    from bitplan.train.session import Session
+    from bitplan.lab.train.session import Session
 
     whole = tmp_path / "whole"
     train(tiny("optimizer=adamw"), noisy, folder=whole)
@@ -146,7 +146,7 @@ def test_killed_between_the_two_files_of_a_checkpoint(
             raise Killed
         write(path, text)
 
-    from bitplan.train import checkpoint
+    from bitplan.lab.train import checkpoint
 
     write = checkpoint.write_durably
     monkeypatch.setattr(checkpoint, "write_durably", die)

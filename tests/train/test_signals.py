@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from bitplan.train.signals import stop_on_signals
+from bitplan.lab.train.loop import stop_on_signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from bitplan.errors import PlanError
-from bitplan.plan import Plan
-from bitplan.tasks.registry import find_task
-from bitplan.train import RunFolder, train
-from bitplan.train.checkpoint import checkpoints_in
+from bitplan.lab.tasks.registry import find_task
+from bitplan.lab.train import RunFolder, train
+from bitplan.lab.train.checkpoint import checkpoints_in
+from bitplan.plans import Plan
 
 pytest.importorskip("torchao")
 PLAN = Plan.from_dict({"version": 1, "optimizer": {"state": "int8"}, "rules": [{"match": "*", "weight": "bf16"}]})

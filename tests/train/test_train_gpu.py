@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from bitplan.plan import Plan
-from bitplan.train import train
+from bitplan.lab.train import train
+from bitplan.plans import Plan
 
 pytestmark = pytest.mark.gpu
 

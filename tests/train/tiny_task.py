@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from bitplan.tasks.task import Metric, Settings, Task
+from bitplan.lab.tasks.task import Metric, Settings, Task
 
 FEATURES, CLASSES, SAMPLES = 12, 3, 96
 

@@ -15,14 +15,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from bitplan.attach import attach
+from bitplan.analysis.targets import Target, batch_size, load_target, placed
 from bitplan.bench.own_plans import own_plan
 from bitplan.bench.timing import best_turns, seconds_per_step
+from bitplan.capture.recording import call_arguments, call_loss, split_batch
 from bitplan.machine import describe_machine
-from bitplan.placing import batch_size, placed
-from bitplan.plan import Plan
-from bitplan.seeing.batches import call_arguments, call_loss, split_batch
-from bitplan.targets import Target, load_target
+from bitplan.plans import Plan
+from bitplan.runtime.attach import attach
 
 Mode = Literal["eager", "compiled"]
 

@@ -20,16 +20,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from bitplan.attach import Attachment, attach
+from bitplan.analysis.memory.measure import measure_step
+from bitplan.analysis.memory.step import Memory, TrainingStep
+from bitplan.analysis.targets import Target
 from bitplan.bench.curves import losses_of
 from bitplan.bench.timing import seconds_per_step
+from bitplan.capture.recording import call_arguments, call_loss, split_batch
 from bitplan.errors import BitplanError
-from bitplan.memory.account import Memory
-from bitplan.memory.measure import measure_step
-from bitplan.memory.step import TrainingStep
-from bitplan.plan import Plan
-from bitplan.seeing.batches import call_arguments, call_loss, split_batch
-from bitplan.targets import Target
+from bitplan.plans import Plan
+from bitplan.runtime.attach import Attachment, attach
 
 
 @dataclass(frozen=True)

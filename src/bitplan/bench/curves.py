@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitplan.memory.step import TrainingStep
-from bitplan.optimizers import set_rate
-from bitplan.tasks.decay import decayed
+from bitplan.analysis.memory.step import TrainingStep
+from bitplan.lab.tasks.task import decayed
+from bitplan.runtime.optimizers import set_rate
 
 #: What a step is called with: arguments, and those by name.
 Call = tuple[tuple[Any, ...], dict[str, Any]]

@@ -18,11 +18,11 @@ from torch import Tensor
 from bitplan.bench.peers import COMPILED_PEERS, working_peers
 from bitplan.bench.timing import seconds_per_call
 from bitplan.machine import describe_machine
-from bitplan.numbers.formats import FloatFormat
-from bitplan.numbers.live import LiveFormat
-from bitplan.numbers.names import format as format_of
-from bitplan.numbers.quantizer import quantize
-from bitplan.numbers.reference import Rounding
+from bitplan.numerics.formats import FloatFormat
+from bitplan.numerics.formats import format as format_of
+from bitplan.numerics.mutable_format import LiveFormat
+from bitplan.numerics.quantizer import quantize
+from bitplan.numerics.reference import Rounding
 
 Mode = Literal["eager", "compiled", "compiled, tensor parameters"]
 

@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 
+from bitplan.analysis.targets import load_target, placed
 from bitplan.bench.contenders import VARIANTS, Contender, optimizer_for
 from bitplan.bench.real_data import stream_for
 from bitplan.errors import BitplanError
-from bitplan.placing import placed
-from bitplan.plan import Plan
-from bitplan.targets import load_target
+from bitplan.plans import Plan
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
+from bitplan.analysis.measure import DEFAULT_CANDIDATES, measure
+from bitplan.analysis.targets import Target, batch_size, load_target, placed
+from bitplan.capture.recording import call_arguments, call_loss, split_batch
+from bitplan.gemm.sampling import Sampling
 from bitplan.machine import describe_machine
-from bitplan.measure import DEFAULT_CANDIDATES, measure
-from bitplan.measure.sampling import Sampling
-from bitplan.placing import batch_size, placed
-from bitplan.seeing.batches import call_arguments, call_loss, split_batch
-from bitplan.targets import Target, load_target
 
 #: A full probe of the default candidates takes at most so many training steps' time.
 MOST_STEPS = 5.0

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from bitplan.analysis.targets import batch_size, load_target, placed
 from bitplan.bench.contenders import VARIANTS, Contender, Variant, optimizer_for
 from bitplan.bench.curves import final, thinned
 from bitplan.bench.losses import Trial, beside
@@ -22,8 +23,6 @@ from bitplan.bench.real_data import stream_for
 from bitplan.bench.timing import best_turns
 from bitplan.errors import BitplanError, nearest_names
 from bitplan.machine import describe_machine
-from bitplan.placing import batch_size, placed
-from bitplan.targets import load_target
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-from bitplan.plan import Plan
-from bitplan.plan.find import find_plan
+from bitplan.plans import Plan
+from bitplan.plans.loading import find_plan
 
 
 def own_plan(name: str) -> Plan:

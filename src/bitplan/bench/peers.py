@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitplan.numbers.formats import FloatFormat
-from bitplan.numbers.names import format as format_of
-from bitplan.numbers.reference import Rounding
+from bitplan.numerics.formats import FloatFormat
+from bitplan.numerics.formats import format as format_of
+from bitplan.numerics.reference import Rounding
 
 Round = Callable[[Tensor], object]
 Peer = Callable[[FloatFormat, Rounding], Round | None]

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bitplan.targets import Target
-from bitplan.tasks.draws import generator, shuffled
-from bitplan.tasks.pictures import Normalisation, digits, moved_and_mirrored
-from bitplan.tasks.sources.texts import library_text
-from bitplan.tasks.tokens import tokenised
+from bitplan.analysis.targets import Target
+from bitplan.lab.sources.texts import library_text
+from bitplan.lab.tasks.images import Normalisation, digits, moved_and_mirrored
+from bitplan.lab.tasks.task import generator, shuffled
+from bitplan.lab.tasks.tokens import tokenised
 
 
 class Stream(ABC):

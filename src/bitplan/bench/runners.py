@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from bitplan.attach import Attachment
+from bitplan.analysis.memory.fakes import storage_bytes
+from bitplan.analysis.memory.step import TrainingStep
+from bitplan.analysis.targets import Target
 from bitplan.bench.contenders import WithLoss, with_own_code
 from bitplan.bench.curves import Call, losses_of, mean_loss
 from bitplan.bench.real_data import TextStream
 from bitplan.bench.speed_variants import SpeedVariant
 from bitplan.bench.timing import seconds_per_step, wait_for
-from bitplan.memory.step import TrainingStep
-from bitplan.memory.storages import storage_bytes
-from bitplan.targets import Target
+from bitplan.runtime.attach import Attachment
 
 #: Batches that a trained model is judged by, and the bytes at the text's end that they are from and training is not.
 _JUDGED_BY = 16

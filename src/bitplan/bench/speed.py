@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from bitplan.analysis.targets import Target, of_size
 from bitplan.bench.curves import thinned
 from bitplan.bench.own_plans import own_plan
 from bitplan.bench.real_data import TextStream
@@ -32,14 +33,11 @@ from bitplan.bench.speed_variants import (
 )
 from bitplan.bench.switching import measure_switches
 from bitplan.bench.timing import best_turns
+from bitplan.compiler.tracing import many_graphs
 from bitplan.errors import BitplanError, nearest_names
-from bitplan.graphs.allowances import many_graphs
+from bitplan.executions.native import crossover
+from bitplan.lab.models.language_models import GPT, LlamaBlocks, next_token_loss, random_states
 from bitplan.machine import describe_machine
-from bitplan.models.gpt import GPT, next_token_loss
-from bitplan.models.llama import LlamaBlocks, random_states
-from bitplan.native import crossover
-from bitplan.placing import of_size
-from bitplan.targets import Target
 
 log = logging.getLogger(__name__)
 Made = TypeVar("Made")

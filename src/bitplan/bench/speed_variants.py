@@ -11,13 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from bitplan.at_work.compiling import SPARING
-from bitplan.attach import Attachment, attach
 from bitplan.bench.own_plans import own_plan
 from bitplan.bench.peers import has_torchao
+from bitplan.compiler.compiling import SPARING
 from bitplan.errors import BitplanError, BitplanWarning
-from bitplan.native.operands import PASSES
-from bitplan.plan import Plan
+from bitplan.executions.native.gemm import PASSES
+from bitplan.plans import Plan
+from bitplan.runtime.attach import Attachment, attach
 
 #: The plans that come with the benchmark, for forward and backward and for a full training step.
 OWN_PLANS = ("native-int8", "native-int8-tensor", "native-fp8", "native-fp8-delayed", "native-fp8-packed")

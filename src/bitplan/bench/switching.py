@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 
-from bitplan.attach import attach
 from bitplan.bench.own_plans import own_plan
 from bitplan.bench.speed_variants import OWN_PLANS
 from bitplan.errors import BitplanWarning
-from bitplan.models.llama import LlamaBlocks, random_states
-from bitplan.plan import Plan
+from bitplan.lab.models.language_models import LlamaBlocks, random_states
+from bitplan.plans import Plan
+from bitplan.runtime.attach import attach
 
 #: Steps in each format, of which the first may compile.
 _STEPS = 3

@@ -11,6 +11,7 @@ import typer
 from rich import box
 from rich.table import Table
 
+from bitplan.analysis.measure import Measurement
 from bitplan.cli.arguments import TargetArgument, complete_plan
 from bitplan.cli.compare_progress import CompareProgress
 from bitplan.cli.measure import (
@@ -24,16 +25,14 @@ from bitplan.cli.measure import (
 )
 from bitplan.cli.output import JsonOption, Output, command_output, make_folder
 from bitplan.cli.schedules import read_bits
-from bitplan.compare.verify import RIVALS, STEPS, Verified, verify
 from bitplan.errors import MetricError
-from bitplan.measure import Measurement
-from bitplan.measure.sampling import Sampling
-from bitplan.plan.find import find_plan
-from bitplan.planners.advise import UNSEEN, Advice, advise_on
-from bitplan.planners.advise.advise import with_reference
-from bitplan.schedules import Schedule
-from bitplan.schedules import schedule as schedule_named
-from bitplan.train.signals import stop_on_signals
+from bitplan.gemm.sampling import Sampling
+from bitplan.lab.compare.verify import RIVALS, STEPS, Verified, verify
+from bitplan.lab.train.loop import stop_on_signals
+from bitplan.planners.advise import UNSEEN, Advice, advise_on, with_reference
+from bitplan.plans.loading import find_plan
+from bitplan.plans.schedules import Schedule
+from bitplan.plans.schedules import schedule as schedule_named
 
 
 def register(app: typer.Typer) -> None:

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from bitplan.models.built_in import BUILT_IN
-from bitplan.plan import preset_names
-from bitplan.tasks.registry import task_names
+from bitplan.lab.models.built_in import BUILT_IN
+from bitplan.lab.tasks.registry import task_names
+from bitplan.plans import preset_names
 
 
 def _complete_target(incomplete: str) -> list[str]:

@@ -11,21 +11,18 @@ import typer
 from rich import box
 from rich.table import Table
 
+from bitplan.analysis.memory.step import OPTIMIZER_NAMES, OptimizerChoice
+from bitplan.analysis.targets import Target, batch_size, load_target, placed, running
 from bitplan.cli.arguments import TargetArgument
 from bitplan.cli.output import JsonOption, Output, command_output
 from bitplan.errors import AccountError, nearest_names
-from bitplan.memory.step import OPTIMIZER_NAMES, OptimizerChoice
-from bitplan.models.built_in import sized_target
-from bitplan.placing import batch_size, placed
+from bitplan.files import byte_text
+from bitplan.lab.models.built_in import sized_target
+from bitplan.lab.tasks.registry import find_task, task_names
 from bitplan.planners.assign.assign import Asked, assignment, chosen_formats
-from bitplan.planners.assign.assignment import Assignment
-from bitplan.planners.assign.baselines import BASELINES, REMARKS
-from bitplan.planners.assign.levels import FORMATS
-from bitplan.planners.assign.orders import ORDERS
+from bitplan.planners.assign.assignment import BASELINES, REMARKS, Assignment
+from bitplan.planners.assign.levels import FORMATS, ORDERS
 from bitplan.planners.assign.probe import BATCHES, WARM
-from bitplan.sizes import byte_text
-from bitplan.targets import Target, load_target, running
-from bitplan.tasks.registry import find_task, task_names
 
 
 def register(app: typer.Typer) -> None:

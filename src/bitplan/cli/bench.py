@@ -23,8 +23,8 @@ from bitplan.bench.speed import SHAPES, bench_speed
 from bitplan.bench.speed_variants import OWN_PLANS as SPEED_PLANS
 from bitplan.cli.output import JsonOption, Output, command_output, json_text, write_file
 from bitplan.errors import BitplanError
-from bitplan.numbers.names import format as format_of
-from bitplan.sizes import byte_text
+from bitplan.files import byte_text
+from bitplan.numerics.formats import format as format_of
 
 OutputFile = Annotated[Path | None, typer.Option("--output", "-o", help="Also write the JSON document here.")]
 

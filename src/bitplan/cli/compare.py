@@ -15,14 +15,14 @@ from bitplan.cli.compare_progress import CompareProgress
 from bitplan.cli.output import JsonOption, Output, command_output
 from bitplan.cli.report import print_experiment
 from bitplan.cli.train import STOPPED
-from bitplan.compare import SUITES, Choice, compare, find_suite
-from bitplan.compare.compare import choices_of, slug
 from bitplan.errors import RunError
-from bitplan.report.records import report_record
-from bitplan.report.summaries import Report
-from bitplan.tasks.registry import find_task, task_names
-from bitplan.train.folder import DEFAULT_PARENT
-from bitplan.train.signals import stop_on_signals
+from bitplan.lab.compare import SUITES, Choice, compare, find_suite
+from bitplan.lab.compare.compare import choices_of, slug
+from bitplan.lab.report.summaries import Report
+from bitplan.lab.report.tables import report_record
+from bitplan.lab.tasks.registry import find_task, task_names
+from bitplan.lab.train.folder import DEFAULT_PARENT
+from bitplan.lab.train.loop import stop_on_signals
 
 
 def register(app: typer.Typer) -> None:

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from bitplan.compare import Update
-from bitplan.report.words import number_words
-from bitplan.train import Summary
+from bitplan.lab.compare import Update
+from bitplan.lab.report.answer import number_words
+from bitplan.lab.train import Summary
 
 
 class CompareProgress:

@@ -8,11 +8,11 @@ import typer
 from rich import box
 from rich.table import Table
 
+from bitplan.analysis.cost import Cost
+from bitplan.analysis.cost import cost as cost_of
+from bitplan.analysis.targets import load_target, running
 from bitplan.cli.arguments import PlanArgument, TargetArgument
 from bitplan.cli.output import JsonOption, Output, command_output
-from bitplan.cost import Cost
-from bitplan.cost import cost as cost_of
-from bitplan.targets import load_target, running
 
 
 def register(app: typer.Typer) -> None:

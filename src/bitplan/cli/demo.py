@@ -11,11 +11,11 @@ import typer
 from bitplan.cli.compare import Asked, run_comparison
 from bitplan.cli.output import JsonOption, command_output, make_folder
 from bitplan.cli.report import write_page
-from bitplan.compare import find_suite
-from bitplan.compare.workers import cores
-from bitplan.report.charts.common import plotly
-from bitplan.report.records import report_record
-from bitplan.report.words import counted, listed
+from bitplan.lab.compare import find_suite
+from bitplan.lab.compare.workers import cores
+from bitplan.lab.report.answer import counted, listed
+from bitplan.lab.report.charts.common import plotly
+from bitplan.lab.report.tables import report_record
 
 TASK = "digits"
 SUITE = "static"

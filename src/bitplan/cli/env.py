@@ -7,8 +7,8 @@ from typing import Any
 import typer
 
 from bitplan.cli.output import JsonOption, Output, command_output
-from bitplan.sizes import byte_text
-from bitplan.train.environment import environment
+from bitplan.files import byte_text
+from bitplan.lab.train.config import environment
 
 
 def register(app: typer.Typer) -> None:

@@ -12,10 +12,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from bitplan.analysis.error_study import DEFAULT_FORMATS, StudyRow, StudyScale, study
 from bitplan.cli.output import JsonOption, command_output
-from bitplan.error_study import DEFAULT_FORMATS, StudyRow, StudyScale, study
-from bitplan.numbers.names import NAMED
-from bitplan.numbers.reference import ROUNDINGS, Rounding
+from bitplan.numerics.formats import NAMED
+from bitplan.numerics.reference import ROUNDINGS, Rounding
 
 _BAR_COLUMNS = 48
 

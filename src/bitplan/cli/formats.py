@@ -13,10 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bitplan.cli.output import JsonOption, Output, command_output, write_file
-from bitplan.numbers.formats import MAX_LISTED_BITS, BlockFormat, FloatFormat, Format, IntFormat
-from bitplan.numbers.names import NAMED
-from bitplan.numbers.names import format as format_named
-from bitplan.report.formats_picture import drawable_formats, formats_svg
+from bitplan.lab.report.formats_picture import drawable_formats, formats_svg
+from bitplan.numerics.formats import MAX_LISTED_BITS, NAMED, BlockFormat, FloatFormat, Format, IntFormat
+from bitplan.numerics.formats import format as format_named
 
 
 def register(app: typer.Typer) -> None:

@@ -15,19 +15,18 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from bitplan.analysis.measure import DEFAULT_CANDIDATES, Measurement, measure
+from bitplan.analysis.measure.candidate import checked_candidates
+from bitplan.analysis.measure.result import Row
+from bitplan.analysis.targets import load_target, named_file, running
 from bitplan.cli.arguments import TargetArgument
 from bitplan.cli.output import JsonOption, Output, command_output, make_folder
 from bitplan.errors import MetricError, TaskError
-from bitplan.measure import DEFAULT_CANDIDATES, Measurement, measure
-from bitplan.measure.candidate import checked_candidates
-from bitplan.measure.result import Row
-from bitplan.measure.sampling import Sampling
-from bitplan.report.measured import FILE
-from bitplan.targets import load_target, running
-from bitplan.tasks.registry import find_task, task_names
-from bitplan.tasks.task import Task
-from bitplan.train.stages import STAGES, STEPS, measure_task
-from bitplan.user_code import named_file
+from bitplan.gemm.sampling import Sampling
+from bitplan.lab.report.measured import FILE
+from bitplan.lab.tasks.registry import find_task, task_names
+from bitplan.lab.tasks.task import Task
+from bitplan.lab.train.stages import STAGES, STEPS, measure_task
 
 StagesOption = Annotated[
     bool,

@@ -10,18 +10,16 @@ import typer
 from rich import box
 from rich.table import Table
 
-from bitplan.attach import EXECUTIONS
+from bitplan.analysis.memory.fit import LADDER, Choice, choices, free_memory
+from bitplan.analysis.memory.measure import measure_memory
+from bitplan.analysis.memory.step import MEANINGS, OPTIMIZER_NAMES, Memory, chosen_optimizer
+from bitplan.analysis.targets import batch_size, load_target, placed, running
 from bitplan.cli.arguments import TargetArgument, complete_plan
 from bitplan.cli.output import JsonOption, Output, command_output
 from bitplan.errors import AccountError, PlanError, nearest_names
-from bitplan.memory.account import MEANINGS, Memory
-from bitplan.memory.measure import measure_memory
-from bitplan.memory.room import LADDER, Choice, choices, free_memory
-from bitplan.memory.step import OPTIMIZER_NAMES, chosen_optimizer
-from bitplan.placing import batch_size, placed
-from bitplan.plan.find import find_plan
-from bitplan.sizes import byte_text, read_bytes
-from bitplan.targets import load_target, running
+from bitplan.files import byte_text, read_bytes
+from bitplan.plans.loading import find_plan
+from bitplan.runtime.attach import EXECUTIONS
 
 #: Measuring copies the model first, and a machine has other things to do.
 _USABLE_SHARE = 0.8

@@ -4,7 +4,7 @@ Without ``--json`` a command prints for people, on stdout. With it, stdout carri
 document, written last and only when the command succeeded; everything else goes to stderr, even
 what a library or a child process prints on its own.
 
-The JSON is strict, see :mod:`bitplan.strict_json`.
+The JSON is strict, see :mod:`bitplan.files`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import typer
 from rich.console import Console
 
 from bitplan.errors import BitplanError
-from bitplan.files import write_whole
-from bitplan.strict_json import json_text
+from bitplan.files import json_text, write_whole
 
 __all__ = ["JsonOption", "Output", "command_output", "json_text", "make_folder", "write_file"]
 

@@ -9,13 +9,13 @@ from rich import box
 from rich.progress import Progress
 from rich.table import Table
 
+from bitplan.analysis.targets import running
 from bitplan.cli.arguments import complete_task
 from bitplan.cli.output import JsonOption, Output, command_output
 from bitplan.cli.schedules import read_bits
-from bitplan.plan.find import find_plan
+from bitplan.lab.tasks.registry import find_task
 from bitplan.planners.range_test import THRESHOLD, WINDOW, RangeTest, range_test_of_task
-from bitplan.targets import running
-from bitplan.tasks.registry import find_task
+from bitplan.plans.loading import find_plan
 
 #: Characters of the longest bar.
 _BAR = 40

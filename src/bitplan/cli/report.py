@@ -10,13 +10,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from bitplan.analysis.measure import Measurement
 from bitplan.cli.output import JsonOption, command_output, make_folder, write_file
-from bitplan.measure import Measurement
-from bitplan.report.measured import FILE
-from bitplan.report.records import csv_text, report_record
-from bitplan.report.summaries import Experiment, Report
-from bitplan.report.tables import COLUMNS_NOTE, plan_columns
-from bitplan.train.folder import RunFolder
+from bitplan.lab.report.measured import FILE
+from bitplan.lab.report.summaries import Experiment, Report
+from bitplan.lab.report.tables import COLUMNS_NOTE, csv_text, plan_columns, report_record
+from bitplan.lab.train.folder import RunFolder
 
 
 def register(app: typer.Typer) -> None:
@@ -68,7 +67,7 @@ def report_command(
 
 def write_page(report: Report, page: Path) -> None:
     """Write the page of a report."""
-    from bitplan.report.page import page_html
+    from bitplan.lab.report.page import page_html
 
     text = page_html(report)
     make_folder(page.parent)
@@ -86,7 +85,7 @@ def measurement_file(paths: list[Path]) -> Path | None:
 
 def write_measurement_page(found: Measurement, page: Path) -> None:
     """Write the page of a measurement."""
-    from bitplan.report.measured_page import measurement_page_html
+    from bitplan.lab.report.measured_page import measurement_page_html
 
     text = measurement_page_html(found)
     make_folder(page.parent)

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from bitplan.sizes import byte_text
-from bitplan.train.summary import Progress
+from bitplan.files import byte_text
+from bitplan.lab.train.summary import Progress
 
 #: How many lines a run gets, beside those of its evaluations, where they stay.
 _LINES = 10

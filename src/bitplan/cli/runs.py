@@ -11,7 +11,7 @@ from rich.table import Table
 
 from bitplan.cli.output import JsonOption, Output, command_output
 from bitplan.errors import RunError
-from bitplan.train.folder import DEFAULT_PARENT, RunFolder, find_runs
+from bitplan.lab.train.folder import DEFAULT_PARENT, RunFolder, find_runs
 
 
 def register(app: typer.Typer) -> None:

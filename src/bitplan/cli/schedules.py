@@ -13,11 +13,18 @@ from rich.table import Table
 
 from bitplan.cli.output import JsonOption, Output, command_output, make_folder, write_file
 from bitplan.errors import ScheduleError
-from bitplan.schedules import SCHEDULE_NAMES, TEN, Schedule, ScheduleSummary, schedule
-from bitplan.schedules.cyclic import DEFAULT_CYCLES, PROFILE_WORDS
-from bitplan.schedules.drawing import drawing, sparkline
-from bitplan.schedules.groups import GROUPS, GROUPS_EXPLAINED, PAPERS_WORDS, group_of, recommend
-from bitplan.schedules.named import SCHEDULE_NEEDS, SCHEDULE_OPTIONS
+from bitplan.plans.schedules import SCHEDULE_NAMES, TEN, Schedule, ScheduleSummary, schedule
+from bitplan.plans.schedules.cyclic import DEFAULT_CYCLES, PROFILE_WORDS
+from bitplan.plans.schedules.named import (
+    GROUPS,
+    GROUPS_EXPLAINED,
+    PAPERS_WORDS,
+    SCHEDULE_NEEDS,
+    SCHEDULE_OPTIONS,
+    group_of,
+    recommend,
+)
+from bitplan.plans.schedules.plots import drawing, sparkline
 
 #: Schedules that a range of bits describes.
 _SHOWN = tuple(name for name in SCHEDULE_NAMES if SCHEDULE_NEEDS[name] == ("low", "high"))
@@ -107,7 +114,7 @@ def schedules(
 def _write_plot(page: Path | None, shown: list[Schedule], steps: int, output: Output) -> None:
     if page is None:
         return
-    from bitplan.report.schedules_page import schedules_page
+    from bitplan.lab.report.schedules_page import schedules_page
 
     text = schedules_page(shown, steps)
     make_folder(page.parent)

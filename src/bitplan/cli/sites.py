@@ -9,14 +9,14 @@ import typer
 from rich import box
 from rich.table import Table
 
+from bitplan.analysis.sites import Site
+from bitplan.analysis.sites import sites as sites_of_model
+from bitplan.analysis.targets import load_target, running
+from bitplan.capture.recording import unseen_modules
 from bitplan.cli.arguments import TargetArgument
 from bitplan.cli.output import JsonOption, Output, command_output
-from bitplan.plan import ROLES
-from bitplan.seeing.unseen import unseen_modules
-from bitplan.sites import Site
-from bitplan.sites import sites as sites_of_model
-from bitplan.sizes import byte_text
-from bitplan.targets import load_target, running
+from bitplan.files import byte_text
+from bitplan.plans import ROLES
 
 
 def register(app: typer.Typer) -> None:

@@ -11,9 +11,8 @@ from rich.table import Table
 
 from bitplan.cli.arguments import complete_task
 from bitplan.cli.output import JsonOption, Output, command_output
-from bitplan.tasks.cards import CARDS, Card
-from bitplan.tasks.registry import task_class, task_names
-from bitplan.tasks.task import Task
+from bitplan.lab.tasks.registry import CARDS, Card, task_class, task_names
+from bitplan.lab.tasks.task import Task
 
 
 def register(app: typer.Typer) -> None:

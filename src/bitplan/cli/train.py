@@ -16,27 +16,25 @@ import typer
 from rich import box
 from rich.table import Table
 
+from bitplan.analysis.cost import cost as cost_of
+from bitplan.analysis.explain import explain
+from bitplan.analysis.targets import file_sha256, in_words, named_file, running
 from bitplan.cli.arguments import complete_plan
 from bitplan.cli.assign import FormatsOption, OrderOption
 from bitplan.cli.output import JsonOption, Output, command_output
 from bitplan.cli.run_progress import RunProgress
-from bitplan.cost import cost as cost_of
 from bitplan.errors import BitplanError, BitplanWarning, RunError, TaskError
-from bitplan.explain import explain
-from bitplan.plan import ROLES, Plan
-from bitplan.plan.find import find_plan
+from bitplan.files import byte_text
+from bitplan.lab.assignments import AssignWords, assign_task
+from bitplan.lab.tasks.registry import find_task, task_names
+from bitplan.lab.tasks.task import Task
+from bitplan.lab.train import Progress, RunFolder, Summary, fresh_folder, train
+from bitplan.lab.train.checkpoint import checkpoints_in
+from bitplan.lab.train.config import command_of, plan_name
+from bitplan.lab.train.loop import chosen_device, stop_on_signals
 from bitplan.planners.assign.assign import LOSS_SCALE
-from bitplan.planners.assign.of_task import AssignWords, assign_task
-from bitplan.sizes import byte_text
-from bitplan.targets import running
-from bitplan.tasks.registry import find_task, task_names
-from bitplan.tasks.task import Task
-from bitplan.train import Progress, RunFolder, Summary, fresh_folder, train
-from bitplan.train.checkpoint import checkpoints_in
-from bitplan.train.config import command_of, plan_name
-from bitplan.train.loop import chosen_device
-from bitplan.train.signals import stop_on_signals
-from bitplan.user_code import file_sha256, in_words, named_file
+from bitplan.plans import ROLES, Plan
+from bitplan.plans.loading import find_plan
 
 log = logging.getLogger("bitplan")
 

@@ -27,19 +27,23 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from bitplan.analysis.cost import step_cost
+from bitplan.capture.decompositions import is_opened
+from bitplan.capture.ops import PRODUCTS
+from bitplan.capture.recording import Operation, record
 from bitplan.errors import PlanError
-from bitplan.plan import Plan, QuantizerSpec, Rule
-from bitplan.schedules import Schedule
-from bitplan.schedules import schedule as schedule_of
-from bitplan.schedules.cyclic import DEFAULT_CYCLES
-from bitplan.schedules.named import SCHEDULE_OPTIONS
-from bitplan.seeing.openings import is_opened
-from bitplan.seeing.ops import PRODUCTS
-from bitplan.seeing.recording import Operation, record
+from bitplan.gemm.macs import multiplications
+from bitplan.plans import Plan, QuantizerSpec, Rule
+from bitplan.plans.quantizer_use import Use
+from bitplan.plans.schedules import Schedule, Static
+from bitplan.plans.schedules import schedule as schedule_of
+from bitplan.plans.schedules.cyclic import DEFAULT_CYCLES
+from bitplan.plans.schedules.named import SCHEDULE_OPTIONS
 
 Kind = Literal["images", "large images", "convolutional", "recurrent", "transformer", "graph", "plain"]
 #: The three roundings of the quantiser, by the operand that each is of.
 Operand = Literal["w", "x", "dy"]
+
 OPERANDS: tuple[Operand, ...] = ("w", "x", "dy")
 
 #: The name of the schedule in the plan.
@@ -48,6 +52,7 @@ SCHEDULE = "cpt"
 _SMALL_SIDE = 64
 
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
 _AGGREGATIONS = ("sparse_matmul", "index_add", "scatter_add", "scatter_reduce", "index_reduce", "segment_reduce")
 #: Products of two activations.
 _OF_ACTIVATIONS = ("matmul", "bmm", "baddbmm", "scaled_dot_product_attention")
@@ -230,3 +235,79 @@ def _story(kind: Kind, kept: Sequence[str], quantized_aggregation: bool) -> str:
         and_these = also.get(kind, "") if kind != "graph" or quantized_aggregation else ""
         return f"every product with a weight{and_these} is quantised"
     return f"{', '.join(kept)} stay{'s' * (len(kept) == 1)} as {'it is' if len(kept) == 1 else 'they are'}"
+
+
+# --- A static plan that costs what a plan over time costs: the control that asks whether *moving* precision helps
+
+
+#: The schedule, which stays, of the layers with one bit more.
+RAISED = "raised"
+
+
+def mean_bit_operations(operations: Sequence[Operation], plan: Plan, steps: int) -> float:
+    """What a step of a run of `steps` costs on average, in bit operations."""
+    periods = plan.periods(steps).items()
+    total = sum(step_cost(operations, plan.in_phase(phase).decide).bit_operations * count for phase, count in periods)
+    return total / steps
+
+
+def equal_cost_plan(
+    operations: Sequence[Operation],
+    bit_operations: float,
+    backward: int,
+    *,
+    name: str | None = None,
+    quantized_aggregation: bool = False,
+) -> Plan:
+    """The papers' quantiser with constant widths, at most two that are neighbours, at the price given.
+
+    :param bit_operations: of a step.
+    :param backward: bits of gradients.
+    :param quantized_aggregation: of graph networks, round what is summed over neighbours, too, at the lower width.
+    """
+
+    def static(bits: int) -> Plan:
+        widths = Widths(Static(bits), Static(bits), Static(backward))
+        return plan_of(operations, widths, name=name, quantized_aggregation=quantized_aggregation)
+
+    def price(plan: Plan) -> int:
+        return step_cost(operations, plan.decide).bit_operations
+
+    width = max((bits for bits in range(2, backward + 1) if price(static(bits)) <= bit_operations), default=None)
+    if width is None:
+        raise PlanError("no static width is as cheap as that: raise the schedule's lowest bits.")
+    plan = static(width)
+    if width == backward:
+        return plan
+    raised: list[str] = []
+    budget = bit_operations - price(plan)
+    macs = _macs_by_module(operations, plan)
+    for module in sorted(macs, key=lambda module: macs[module], reverse=True):
+        # q^2 + 2 q q_backward, from one width to the next.
+        more = macs[module] * (2 * width + 1 + 2 * backward)
+        if more <= budget:
+            raised.append(module)
+            budget -= more
+    if not raised:
+        return plan
+    first = plan.rules[0]
+    places = tuple(module for module in macs if module in raised)
+    higher = tuple((place, _raised(use) if place in ("w", "x") else use) for place, use in first.quantizers)
+    schedules = {**plan.schedules, RAISED: Static(width + 1)}
+    return replace(plan, rules=(first, Rule(places, first.op, higher), *plan.rules[1:]), schedules=schedules)
+
+
+def _raised(use: Use) -> Use:
+    assert isinstance(use, QuantizerSpec)
+    return replace(use, bits=RAISED)
+
+
+def _macs_by_module(operations: Sequence[Operation], plan: Plan) -> dict[str, int]:
+    """MACs of the forward products that the plan's first rule quantises, which are not left alone."""
+    kept = exempt(operations, kind_of(operations))
+    found: dict[str, int] = {}
+    for operation in operations:
+        if operation.op in plan.rules[0].op and operation.module and operation.module not in kept:
+            macs = sum(product.macs for product in multiplications(operation))
+            found[operation.module] = found.get(operation.module, 0) + macs
+    return found

@@ -23,16 +23,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bitplan.attach import attach
+from bitplan.capture.recording import call_arguments
 from bitplan.errors import PlanError
-from bitplan.plan import Plan
+from bitplan.numerics.noise import randomness_kept
 from bitplan.planners.cpt import cpt_plan
-from bitplan.randomness import randomness_kept
-from bitplan.schedules import Moment, Schedule, StepList
-from bitplan.seeing.batches import call_arguments
+from bitplan.plans import Plan
+from bitplan.plans.schedules import Moment, Schedule, StepList
+from bitplan.runtime.attach import attach
 
 if TYPE_CHECKING:
-    from bitplan.tasks.task import Task
+    from bitplan.lab.tasks.task import Task
 
 #: Steps of a window.
 WINDOW = 40

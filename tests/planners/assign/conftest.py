@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from bitplan.models.built_in import sized_target
+from bitplan.lab.models.built_in import sized_target
 from bitplan.planners.assign.groups import Account, account_of
 
 

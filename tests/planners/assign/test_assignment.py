@@ -11,14 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import bitplan
+from bitplan.analysis.targets import load_target
+from bitplan.capture.decompositions import decision_for
 from bitplan.errors import PlanError
-from bitplan.planners.assign.assignment import Assignment, cut_for_ratio
-from bitplan.planners.assign.baselines import BASELINES, baseline
+from bitplan.planners.assign.assignment import BASELINES, Assignment, baseline, cut_for_ratio
 from bitplan.planners.assign.groups import Account, account_of, place_of
-from bitplan.planners.assign.levels import PAPER, formats_of
-from bitplan.planners.assign.orders import moves_of
-from bitplan.seeing.openings import decision_for
-from bitplan.targets import load_target
+from bitplan.planners.assign.levels import PAPER, formats_of, moves_of
 
 Network = Callable[..., Account]
 

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 import bitplan
 from bitplan.errors import PlanError
-from bitplan.models.gpt import GPT, next_token_loss
-from bitplan.plan import Plan
+from bitplan.lab.models.language_models import GPT, next_token_loss
 from bitplan.planners.assign import Asked, assignment, chosen_formats
 from bitplan.planners.assign.budget import Budget, Step, fit
+from bitplan.plans import Plan
 
 
 def cnn() -> tuple[nn.Module, Any, Any]:

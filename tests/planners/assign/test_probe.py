@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import bitplan
 from bitplan.errors import PlanError
 from bitplan.planners.assign import Asked, assignment, chosen_formats
-from bitplan.planners.assign.orders import Move, moves_by_damage
+from bitplan.planners.assign.levels import Move, moves_by_damage
 
 
 def planted() -> tuple[nn.Sequential, tuple[torch.Tensor, torch.Tensor]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bitplan.errors import TaskError
-from bitplan.tasks.sources.archives import open_files
+from bitplan.lab.sources.files import open_files
 
 
 def write_tar(path: Path, mode: str = "w") -> Path:

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import save_file
 
 from bitplan.errors import TaskError
-from bitplan.models.resnet import imagenet_resnet
-from bitplan.models.retinanet import RetinaNet
-from bitplan.tasks.sources.backbones import read_backbone
+from bitplan.lab.models.resnet import imagenet_resnet
+from bitplan.lab.models.retinanet import RetinaNet
+from bitplan.lab.sources.pretrained import read_backbone
 
 
 def stored(network: torch.nn.Module, names: str = "own") -> dict[str, torch.Tensor]:

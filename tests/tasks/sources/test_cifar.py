@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from bitplan.errors import TaskError
-from bitplan.tasks.registry import find_task
-from bitplan.tasks.sources.cifar import CIFAR10, CIFAR100, CifarFiles, read_cifar
+from bitplan.lab.sources.images import CIFAR10, CIFAR100, CifarFiles, read_cifar
+from bitplan.lab.tasks.registry import find_task
 
 EACH = 3
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from bitplan.errors import TaskError
-from bitplan.tasks import public_images
-from bitplan.tasks.registry import find_task
-from bitplan.tasks.sources.fashion import read_fashion_mnist, read_idx
+from bitplan.lab.sources.images import read_fashion_mnist, read_idx
+from bitplan.lab.tasks import public_images
+from bitplan.lab.tasks.registry import find_task
 
 
 def idx(array: np.ndarray) -> bytes:  # type: ignore[type-arg]

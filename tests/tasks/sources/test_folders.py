@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from bitplan.errors import TaskError
-from bitplan.tasks.registry import find_task
-from bitplan.tasks.sources import folders
-from bitplan.tasks.sources.folders import read_folder, read_image
+from bitplan.lab.sources import images as folders
+from bitplan.lab.sources.images import read_folder, read_image
+from bitplan.lab.tasks.registry import find_task
 
 Image = pytest.importorskip("PIL.Image")
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from bitplan.errors import TaskError
-from bitplan.tasks import public_graphs
-from bitplan.tasks.registry import find_task
-from bitplan.tasks.sources.graphs import read_npz, read_ogb
+from bitplan.lab.sources.graphs import read_npz, read_ogb
+from bitplan.lab.tasks import public_graphs
+from bitplan.lab.tasks.registry import find_task
 
 FEATURES = np.array([[0, 2, 0], [1, 0, 3], [0, 0, 0], [4, 0, 0]], np.float32)
 #: 0 - 1 - 2, in one direction only.

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bitplan.tasks.sources.pickled import NotPlainData, bytes_array, plain_data
+from bitplan.lab.sources.pickled import NotPlainData, bytes_array, plain_data
 
 PLAIN = {
     "numbers": [1, -2, 300, 70_000, 2**40, 1.5],

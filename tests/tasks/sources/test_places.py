@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bitplan.errors import TaskError
-from bitplan.tasks.sources.places import Sought, read_bytes, read_set, read_text, with_torchvision
+from bitplan.lab.sources.files import Sought, read_bytes, read_set, read_text, with_torchvision
 
 SOUGHT = Sought("Things", "a folder with things.bin", "get things")
 

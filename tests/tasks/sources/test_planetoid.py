@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from bitplan.errors import TaskError
-from bitplan.tasks import public_graphs
-from bitplan.tasks.registry import find_task
-from bitplan.tasks.sources import planetoid
-from bitplan.tasks.sources.planetoid import read_planetoid
+from bitplan.lab.sources import graphs as planetoid
+from bitplan.lab.sources.graphs import read_planetoid
+from bitplan.lab.tasks import public_graphs
+from bitplan.lab.tasks.registry import find_task
 
 #: Eight nodes: 0 and 1 are learnt from, 2 is for validation, 3 is there unasked; test nodes are 4, 5 and 7, and 6 is
 #: missing, as in Citeseer.

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from bitplan.analysis.targets import load_target
 from bitplan.errors import TaskError
-from bitplan.targets import load_target
-from bitplan.tasks.registry import find_task
-from bitplan.tasks.sources.pretrained import PretrainedFolder
+from bitplan.lab.sources.pretrained import PretrainedFolder
+from bitplan.lab.tasks.registry import find_task
 
 transformers = pytest.importorskip("transformers")
 

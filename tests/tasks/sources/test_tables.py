@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from bitplan.errors import TaskError
-from bitplan.tasks.registry import find_task
-from bitplan.tasks.sources.tables import read_tables
+from bitplan.lab.sources.texts import read_tables
+from bitplan.lab.tasks.registry import find_task
 
 SST = 'sentence\tlabel\na "fine" film \t1\ndull\t0\n'
 XNLI = "language\tgold_label\tsentence1\tsentence2\n" + "".join(

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from bitplan.errors import TaskError
-from bitplan.tasks.sources import texts
-from bitplan.tasks.sources.texts import Text, fetched_wikitext, library_text, read_texts, split
+from bitplan.lab.sources import texts
+from bitplan.lab.sources.texts import Text, fetched_wikitext, library_text, read_texts, split
 
 
 def test_the_library_s_text_is_this_python_s_own() -> None:

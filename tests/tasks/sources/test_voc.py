@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from bitplan.errors import TaskError
-from bitplan.tasks.registry import find_task
-from bitplan.tasks.sources import voc
-from bitplan.tasks.sources.voc import read_annotation, read_voc
+from bitplan.lab.sources import voc
+from bitplan.lab.sources.voc import read_annotation, read_voc
+from bitplan.lab.tasks.registry import find_task
 
 Image = pytest.importorskip("PIL.Image")
 

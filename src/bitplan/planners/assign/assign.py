@@ -13,18 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitplan.analysis.memory.step import OptimizerChoice
 from bitplan.errors import PlanError
-from bitplan.memory.step import OptimizerChoice
-from bitplan.numbers.formats import BlockFormat
-from bitplan.plan import Plan
-from bitplan.plan.promotion import DEFAULT_OVERFLOW
+from bitplan.numerics.formats import BlockFormat
 from bitplan.planners.assign.assignment import Assignment, cut_for_ratio
-from bitplan.planners.assign.baselines import baseline as baseline_of
+from bitplan.planners.assign.assignment import baseline as baseline_of
 from bitplan.planners.assign.budget import Budget, Step, fit
 from bitplan.planners.assign.groups import Account, account_of
-from bitplan.planners.assign.levels import Formats, Level, formats_of
-from bitplan.planners.assign.orders import Move, moves_by_damage, moves_of, require_order
+from bitplan.planners.assign.levels import Formats, Level, Move, formats_of, moves_by_damage, moves_of, require_order
 from bitplan.planners.assign.probe import BATCHES, WARM, Probe, probe
+from bitplan.plans import Plan
+from bitplan.plans.spec import DEFAULT_OVERFLOW
 
 #: What a budget in bytes is met with, where no formats are named: types that memory and hardware have.
 BUDGET_FORMATS = "bf16/e4m3+e5m2"
@@ -113,7 +112,7 @@ def assign(
     :param ratio: the share of all values of a step that are to be low, 0 to 1.
     :param budget: what the peak of a packed step may be: ``"6GiB"``, bytes, or a share of the peak without a plan,
         ``"70%"``. Weights, optimizer state and all else that lives is counted in.
-    :param baseline: in place of both, one of :data:`bitplan.planners.assign.baselines.BASELINES`.
+    :param baseline: in place of both, one of :data:`bitplan.planners.assign.assignment.BASELINES`.
     :param formats: ``paper`` (the default with a ratio), ``bf16/e4m3+e5m2`` (the default with a budget),
         ``bf16/mxfp8``, or levels of your own as in ``bf16/8/4``.
     :param levels: the same as a list; or `low` and `high`, the two ends.

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitplan.analysis.memory import measure_memory, predict_memory
+from bitplan.analysis.memory.step import OptimizerChoice
 from bitplan.errors import PlanError
-from bitplan.memory import measure_memory, predict_memory
-from bitplan.memory.step import OptimizerChoice
-from bitplan.plan import Plan
-from bitplan.sizes import byte_text, read_bytes
+from bitplan.files import byte_text, read_bytes
+from bitplan.plans import Plan
 
 #: A predicted peak has been up to a hundredth below what the allocator then counted, for kernels take memory of their
 #: own; a promise should hold, so this share of the budget is spared.

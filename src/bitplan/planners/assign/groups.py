@@ -33,9 +33,9 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from bitplan.capture.ops import FUSED, PRODUCTS
+from bitplan.capture.recording import Operation, record
 from bitplan.errors import PlanError, QuantizeError
-from bitplan.seeing.ops import FUSED, PRODUCTS
-from bitplan.seeing.recording import Operation, record
 
 #: What a unit is rounded as. ``input`` is the data, by the ``x`` of the products that read it.
 Kind = Literal["input", "activation", "grad_activation", "weight"]

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bitplan.attach import attach
+from bitplan.capture.recording import call_arguments, call_loss, split_batch
 from bitplan.errors import PlanError
-from bitplan.plan import Plan
-from bitplan.planners.assign.orders import Move
-from bitplan.seeing.batches import call_arguments, call_loss, split_batch
+from bitplan.planners.assign.levels import Move
+from bitplan.plans import Plan
+from bitplan.runtime.attach import attach
 
 #: Batches that damage is measured on, and training steps before.
 BATCHES, WARM = 2, 8

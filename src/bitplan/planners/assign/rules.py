@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from bitplan.capture.decompositions import decision_for, inner_operations
 from bitplan.errors import PlanError
-from bitplan.numbers.formats import BlockFormat
-from bitplan.plan import KEEP, Plan, QuantizerSpec, Rule, compile_match
-from bitplan.plan.promotion import Promotion
-from bitplan.plan.uses import Use
+from bitplan.numerics.formats import BlockFormat
 from bitplan.planners.assign.groups import Account, place_of
 from bitplan.planners.assign.levels import Formats
-from bitplan.seeing.openings import decision_for, inner_operations
+from bitplan.plans import KEEP, Plan, QuantizerSpec, Rule, compile_match
+from bitplan.plans.quantizer_use import Use
+from bitplan.plans.spec import Promotion
 
 #: The role of each kind of unit.
 _ROLES = ("weight", "activation", "grad_activation")

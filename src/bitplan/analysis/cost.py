@@ -1,0 +1,342 @@
+"""The price of one training step under a plan, before it runs: bit operations, bytes, mean bits.
+
+**Bit operations.** A product of m multiply-accumulates between operands of a and b bits costs m a b. Training has
+three products for each forward one, so a layer costs
+
+    m (b(fprop.x) b(fprop.w) + b(dgrad.dy) b(dgrad.w) + b(wgrad.dy) b(wgrad.x)),
+
+which for q forward and q_b backward bits is m (q^2 + 2 q q_b). In units of 10^9 these are the *GBitOPs* of cyclic
+precision training (Fu et al. 2021, arXiv 2101.09868); divided by 32^2 they are the *effective MACs* of Wolfe &
+Kyrillidis 2024 (arXiv 2403.02243). As there, the input gradient of a layer counts even for the first layer, which
+autograd spares, and norms, the optimizer, quantizing itself and memory traffic count nothing. A product of two
+activations counts only the gradients that exist.
+
+The bits of an operand: of the slot's quantizer, if a rule gives it one; else those of the tensor that arrives there, by
+the quantizer of the weight or of the activation's producer; else those of its dtype. A block format counts an
+element's bits here.
+
+**Bytes** of weights, activations and their gradients: every site once, views not at all (Lee, Sharma & Aiken 2023,
+arXiv 2301.13464), each value with the bits of its quantizer, a block format's share of its scale included, or of its
+dtype. Scales per tensor, channel or vector, rounded copies for slots, optimizer state and workspaces are not counted.
+Nor is this a peak: tensors of one step do not all live at once.
+
+**Low-precision ratio** of the same paper: 2 (B16 - B) / B16 with B the bits of all these tensors and B16 what they
+would be at 16 bits each. 0 is all 16 bits, 1 is all 8, and negative is more than 16.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from bitplan.analysis.sites import Site, sites_of
+from bitplan.capture.decompositions import decision_for, is_opened
+from bitplan.capture.recording import Operation, record, unseen_modules
+from bitplan.errors import CostError
+from bitplan.gemm.macs import Multiplication, multiplications
+from bitplan.plans import ROLES, Decision, Plan
+from bitplan.plans.loading import find_plan
+from bitplan.plans.spec import QuantizerSpec
+
+#: What a plan is compared with: name -> bits of every value.
+BASELINES = {"fp32": 32, "bf16": 16}
+#: Bits of the "high" precision that the low-precision ratio is relative to.
+HIGH_BITS = 16
+
+Decide = Callable[[str, str], Decision]
+
+
+@dataclass(frozen=True)
+class TensorCost:
+    """All tensors of one class (weights, say) together."""
+
+    tensors: int = 0
+    elements: int = 0
+    bits: float = 0.0
+
+    @property
+    def bytes(self) -> float:
+        return self.bits / 8
+
+    @property
+    def mean_bits(self) -> float:
+        return self.bits / self.elements if self.elements else 0.0
+
+    def __add__(self, other: TensorCost) -> TensorCost:
+        return TensorCost(self.tensors + other.tensors, self.elements + other.elements, self.bits + other.bits)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one or several training steps cost; costs add up, so ``sum(costs, Cost())`` is a run's."""
+
+    #: MACs of the forward products.
+    forward_macs: int = 0
+    #: MACs of all three products of training.
+    training_macs: int = 0
+    #: See the module's formula.
+    bit_operations: int = 0
+    #: weight, activation, grad_activation, grad_weight -> their tensors.
+    tensors: Mapping[str, TensorCost] = field(default_factory=lambda: dict.fromkeys(ROLES, TensorCost()))
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        if set(self.tensors) != set(ROLES):
+            raise CostError(f"a cost has the tensor classes {', '.join(ROLES)}, not {', '.join(self.tensors)}.")
+
+    def __add__(self, other: Cost) -> Cost:
+        if not isinstance(other, Cost):
+            return NotImplemented
+        return Cost(
+            self.forward_macs + other.forward_macs,
+            self.training_macs + other.training_macs,
+            self.bit_operations + other.bit_operations,
+            {role: self.tensors[role] + other.tensors[role] for role in ROLES},
+            self.steps + other.steps,
+        )
+
+    def times(self, steps: int) -> Cost:
+        """The cost of that many such steps."""
+        return Cost(
+            self.forward_macs * steps,
+            self.training_macs * steps,
+            self.bit_operations * steps,
+            {
+                role: TensorCost(part.tensors * steps, part.elements * steps, part.bits * steps)
+                for role, part in self.tensors.items()
+            },
+            self.steps * steps,
+        )
+
+    @property
+    def gbitops(self) -> float:
+        """Bit operations in units of 10^9."""
+        return self.bit_operations / 1e9
+
+    @property
+    def effective_macs(self) -> float:
+        """Bit operations in units of one MAC of two 32-bit numbers."""
+        return self.bit_operations / 32**2
+
+    @property
+    def relative(self) -> float:
+        """Bit operations as a share of what the same products cost in FP32."""
+        return self.bit_operations / self.baseline_bit_operations("fp32") if self.training_macs else 0.0
+
+    def baseline_bit_operations(self, name: str) -> int:
+        """Bit operations with every operand in ``fp32`` or ``bf16``."""
+        return self.training_macs * BASELINES[name] ** 2
+
+    @property
+    def total(self) -> TensorCost:
+        """All four classes together."""
+        return sum(self.tensors.values(), TensorCost())
+
+    @property
+    def mean_bits(self) -> float:
+        return self.total.mean_bits
+
+    @property
+    def low_precision_ratio(self) -> float:
+        high = self.total.elements * HIGH_BITS
+        return 2 * (high - self.total.bits) / high if high else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; bytes are those of all steps together."""
+        classes = {**self.tensors, "total": self.total}
+        return {
+            "steps": self.steps,
+            "macs": {"forward": self.forward_macs, "training": self.training_macs},
+            "bit_operations": {
+                "plan": self.bit_operations,
+                **{name: self.baseline_bit_operations(name) for name in BASELINES},
+            },
+            "gbitops": self.gbitops,
+            "effective_macs": self.effective_macs,
+            "relative_to_fp32": self.relative,
+            "tensors": {role: part.tensors for role, part in classes.items()},
+            "elements": {role: part.elements for role, part in classes.items()},
+            "bytes": {
+                "plan": {role: part.bytes for role, part in classes.items()},
+                **{
+                    name: {role: part.elements * bits / 8 for role, part in classes.items()}
+                    for name, bits in BASELINES.items()
+                },
+            },
+            "mean_bits": {role: part.mean_bits for role, part in classes.items()},
+            "low_precision_ratio": self.low_precision_ratio,
+        }
+
+    def rows(self) -> list[tuple[str, float, float, float]]:
+        """(what, under the plan, in FP32, in BF16) for a table."""
+        fp32, bf16 = (self.baseline_bit_operations(name) / 1e9 for name in ("fp32", "bf16"))
+        mebibyte = 8 * 2**20
+        return [
+            ("GBitOPs", self.gbitops, fp32, bf16),
+            *(
+                (f"{role}, MiB", part.bits / mebibyte, part.elements * 32 / mebibyte, part.elements * 16 / mebibyte)
+                for role, part in {**self.tensors, "all tensors": self.total}.items()
+            ),
+            ("mean bits", self.mean_bits, 32.0, 16.0),
+            ("low-precision ratio", self.low_precision_ratio, -2.0, 0.0),
+        ]
+
+    def __str__(self) -> str:
+        lines = [f"{'':<22}{'plan':>14}{'FP32':>14}{'BF16':>14}"]
+        lines += [f"{what:<22}" + "".join(f"{value:>14,.3f}" for value in values) for what, *values in self.rows()]
+        return "\n".join(lines)
+
+
+def cost(
+    model: nn.Module,
+    plan: Plan | str,
+    batch: Any,
+    loss: Callable[..., Tensor] | None = None,
+    steps: int | None = None,
+) -> Cost:
+    """The price of one training step of `model` under `plan` (a plan, a preset's name or a file), without running it.
+
+    `batch` and `loss` as :func:`bitplan.sites` takes them.
+
+    :param steps: price a whole run of so many steps, which a plan that changes over time needs.
+
+    >>> import torch
+    >>> whole = cost(nn.Linear(100, 10), "fp8-linear", torch.randn(5, 100))
+    >>> whole.forward_macs, whole.bit_operations == 3 * 5000 * 8 * 8
+    (5000, True)
+    """
+    found = find_plan(plan)
+    for path in unseen_modules(model):
+        raise CostError(
+            f"{path or 'the model'} is scripted, so that its products cannot be seen: price it before that."
+        )
+    if steps is not None and steps < 1:
+        raise CostError(f"steps is {steps}; a run has at least 1.")
+    if found.moves and steps is None:
+        raise CostError("this plan changes over time: price a whole run, with the number of its steps.")
+    operations = record(model, batch, loss, opens=partial(is_opened, found))
+    if not found.moves:
+        return step_cost(operations, found.decide).times(steps or 1)
+    assert steps is not None
+    periods = found.periods(steps).items()
+    return sum((step_cost(operations, found.in_phase(phase).decide).times(count) for phase, count in periods), Cost())
+
+
+def step_cost(
+    operations: Sequence[Operation], decide: Decide, promoted: Mapping[str, QuantizerSpec | None] | None = None
+) -> Cost:
+    """The price of the recorded operations; `decide` is ``plan.decide``, or what a plan decides at some step.
+
+    :param promoted: names of sites -> what they get whatever `decide` says.
+    """
+    promoted = {} if promoted is None else promoted
+    planned = [
+        decision_for(decide, operation.module, f"{operation.op}.{operation.index}", operation.inside)
+        for operation in operations
+    ]
+    decisions = [
+        _with_promoted(decision, operation.label, promoted)
+        for operation, decision in zip(operations, planned, strict=True)
+    ]
+    readers = Counter(source for operation in operations for source in operation.inputs)
+    forward = training = bit_operations = 0
+    for number, (operation, decision) in enumerate(zip(operations, decisions, strict=True)):
+        bits = _OperandBits(operation, decision, decisions, readers[number])
+        for product in multiplications(operation):
+            passes = _passes(operation, product)
+            forward += product.macs
+            training += product.macs * len(passes)
+            bit_operations += product.macs * sum(
+                bits.of(one, product) * bits.of(other, product) for one, other in passes
+            )
+    labels = {operation.label: decision for operation, decision in zip(operations, planned, strict=True)}
+    tensors = dict.fromkeys(ROLES, TensorCost())
+    for site in sites_of(list(operations)):
+        if site.role in ROLES:
+            name = site.name.partition("[")[0]  # several results are promoted together
+            quantizer = labels[f"{site.module}/{site.op}"][site.role].quantizer
+            tensors[site.role] += _tensor_cost(site, promoted.get(name, quantizer))
+    return Cost(forward, training, bit_operations, tensors, steps=1)
+
+
+def _with_promoted(decision: Decision, label: str, promoted: Mapping[str, QuantizerSpec | None]) -> Decision:
+    here = {place: f"{label}:{place}" for place in decision.choices} if promoted else {}
+    choices = {
+        place: replace(decision[place], quantizer=promoted[name]) for place, name in here.items() if name in promoted
+    }
+    return replace(decision, choices={**decision.choices, **choices}) if choices else decision
+
+
+def _tensor_cost(site: Site, quantizer: QuantizerSpec | None) -> TensorCost:
+    per_value = site.dtype.itemsize * 8.0 if quantizer is None else stored_bits(quantizer)
+    return TensorCost(1, site.elements, site.elements * per_value)
+
+
+def stored_bits(quantizer: QuantizerSpec) -> float:
+    """Bits of a stored value, with its share of a block's scale: 8 bits in MX and NVFP4, a float32 where
+    ``scale: block`` gives another format blocks.
+
+    >>> stored_bits(QuantizerSpec("mxfp4")), stored_bits(QuantizerSpec("int4", scale="block", block=64))
+    (4.25, 4.5)
+    """
+    share = 32 / quantizer.block if quantizer.scale == "block" and quantizer.block else 0.0
+    return quantizer.target.bits_per_value + share
+
+
+def _passes(operation: Operation, product: Multiplication) -> list[tuple[str, str]]:
+    """The products of training that this one stands for, as pairs of slots."""
+    passes = [("fprop.x", "fprop.w")]
+    if not operation.needs_grad:
+        return passes
+    is_layer = any(product.w is tensor for _, tensor in operation.parameters)
+    if is_layer or product.x is None or product.x.requires_grad:
+        passes.append(("dgrad.dy", "dgrad.w"))
+    if product.w is None or product.w.requires_grad:
+        passes.append(("wgrad.dy", "wgrad.x"))
+    return passes
+
+
+class _OperandBits:
+    """How many bits each operand of an operation's products has when it is multiplied."""
+
+    def __init__(self, operation: Operation, decision: Decision, decisions: Sequence[Decision], readers: int) -> None:
+        self.operation = operation
+        self.decision = decision
+        self.decisions = decisions
+        self.readers = readers
+        self.parameters = {id(tensor) for _, tensor in operation.parameters}
+
+    def of(self, slot: str, product: Multiplication) -> int:
+        asked = self.decision[slot].quantizer
+        if asked is not None:
+            return asked.target.bits
+        operand = slot.partition(".")[2]
+        if operand == "dy":
+            return self._gradient(product)
+        return self._arriving(product.x if operand == "x" else product.w)
+
+    def _arriving(self, tensor: Tensor | None) -> int:
+        if tensor is None:
+            return _dtype_bits(self.operation.outputs[0])
+        quantizer = None
+        if id(tensor) in self.parameters:
+            quantizer = self.decision["weight"].quantizer
+        elif id(tensor) in self.operation.origins:
+            quantizer = self.decisions[self.operation.origins[id(tensor)]]["activation"].quantizer
+        return _dtype_bits(tensor) if quantizer is None else quantizer.target.bits
+
+    def _gradient(self, product: Multiplication) -> int:
+        quantizer = self.decision["grad_activation"].quantizer if product.is_result else None
+        # Rounded where it leaves each consumer, the sum over several of them is not rounded again.
+        is_sum = self.decision.grad_at == "consumer" and self.readers > 1
+        y = self.operation.outputs[0]
+        return _dtype_bits(y) if quantizer is None or is_sum else quantizer.target.bits
+
+
+def _dtype_bits(tensor: Tensor) -> int:
+    return tensor.dtype.itemsize * 8

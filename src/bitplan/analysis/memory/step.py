@@ -1,0 +1,255 @@
+"""One training step, walked phase by phase: the same one for what is measured and for what is predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, fields, replace
+from html import escape
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from bitplan.capture.recording import FakeInputs, call_arguments, call_loss, split_batch
+from bitplan.errors import AccountError, nearest_names
+from bitplan.files import byte_text
+from bitplan.plans import KEEP, Plan
+from bitplan.plans.loading import find_plan
+from bitplan.plans.spec import OptimizerRule
+from bitplan.runtime.attach import Attachment
+
+# --- What a training step holds in memory, class by class
+
+
+#: What each figure means, in the order of the table.
+MEANINGS = {
+    "weights": "parameters and buffers",
+    "optimizer": "the optimizer's state",
+    "activations": "kept for the backward pass, when the forward pass has ended",
+    "gradients": "of the parameters, when the backward pass has ended",
+    "other": "what else lives at the peak: the batch, tensors on their way, workspaces",
+    "peak": "the most that lives at any moment of a step",
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one training step: forward, loss, backward, optimizer.
+
+    Weights and optimizer state live all the time. Activations die while gradients are born, so the two do not add up:
+    ``peak = weights + optimizer + max(activations, gradients) + other``.
+    """
+
+    weights: int
+    gradients: int
+    activations: int
+    optimizer: int
+    other: int
+    peak: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or value < 0:
+                raise AccountError(f"{field.name} are bytes, a whole number from 0, not {value!r}.")
+        if self.peak != self.weights + self.optimizer + max(self.activations, self.gradients) + self.other:
+            raise AccountError("these classes do not make up the peak: use Memory.of, which takes other from it.")
+
+    @classmethod
+    def of(cls, weights: int, gradients: int, activations: int, optimizer: int, peak: int) -> Memory:
+        """With what remains of the peak as ``other``. (Sizes of a graph that was made for any batch are symbols.)"""
+        given: tuple[Any, ...] = (weights, gradients, activations, optimizer, peak)
+        weights, gradients, activations, optimizer, peak = (
+            int(size) if isinstance(size, torch.SymInt) else size for size in given
+        )
+        known = weights + optimizer + max(activations, gradients)
+        # What is counted tensor by tensor is there at the peak; an allocator may say a few bytes less.
+        peak = max(peak, known)
+        return cls(weights, gradients, activations, optimizer, peak - known, peak)
+
+    def to_dict(self) -> dict[str, int]:
+        """Plain numbers of bytes by class, the peak among them."""
+        return asdict(self)
+
+    def rows(self) -> list[tuple[str, int, str]]:
+        """(class, bytes, meaning), the peak last."""
+        return [(name, getattr(self, name), meaning) for name, meaning in MEANINGS.items()]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<12}{byte_text(count):>12}  {meaning}" for name, count, meaning in self.rows())
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f'<tr><th style="text-align:left">{escape(name)}</th><td style="text-align:right">{byte_text(count)}</td>'
+            f'<td style="text-align:left">{escape(meaning)}</td></tr>'
+            for name, count, meaning in self.rows()
+        )
+        return f"<table><tbody>{rows}</tbody></table>"
+
+
+#: What has just ended when a note is taken: nothing yet, the forward pass with the loss, the backward pass, all.
+Phase = Literal["start", "forward", "backward", "end"]
+
+Note = Callable[[Phase], None]
+
+Loss = Callable[..., Tensor]
+
+#: An optimizer by name, a function that makes one for a model, or None: forward and backward only. ``"default"`` is
+#: SGD with momentum; AdamW where the plan says what an optimizer's state is kept in, for SGD has no such twin.
+OptimizerChoice = str | Callable[[nn.Module], Optimizer] | None
+
+#: Learning rates do not matter for memory.
+_OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(_trained(model), lr=1e-3, momentum=0.9),
+    "adamw": lambda model: torch.optim.AdamW(_trained(model), lr=1e-4),
+}
+
+OPTIMIZER_NAMES = (*_OPTIMIZERS, "none")
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def chosen_optimizer(choice: OptimizerChoice, *plans: Plan | None) -> OptimizerChoice:
+    """What ``"default"`` stands for with these plans; other choices as they are."""
+    if choice != "default":
+        return choice
+    return "adamw" if any(plan is not None and plan.optimizer_rule is not None for plan in plans) else "sgd"
+
+
+def plan_for(plan: Plan | str | None, choice: OptimizerChoice) -> Plan | None:
+    """The plan to attach: what it says of optimizers is dropped where a step is asked for that has none."""
+    found = None if plan is None else find_plan(plan)
+    if found is None or found.optimizer_rule is None or not (choice is None or choice == "none"):
+        return found
+    return replace(found, optimizer=OptimizerRule(KEEP))
+
+
+def make_optimizer(choice: OptimizerChoice, model: nn.Module, run: Attachment | None = None) -> Optimizer | None:
+    """The optimizer that `choice` stands for, with its state as the plan at work wants it; None for none."""
+    plain = _plain_optimizer(chosen_optimizer(choice, None if run is None else run.plan), model)
+    return plain if plain is None or run is None else run.optimizer(plain)
+
+
+def _plain_optimizer(choice: OptimizerChoice, model: nn.Module) -> Optimizer | None:
+    if choice is None or choice == "none":
+        return None
+    if isinstance(choice, str):
+        if choice not in _OPTIMIZERS:
+            raise AccountError(f"there is no optimizer {choice!r} here; {nearest_names(choice, OPTIMIZER_NAMES)}")
+        return _OPTIMIZERS[choice](model)
+    return choice(model)
+
+
+def call_of(batch: Any, loss: Loss | None) -> tuple[Any, dict[str, Any], Any]:
+    """(args, kwargs) of the model's call, and what the loss expects of it."""
+    if isinstance(batch, FakeInputs):
+        return batch.args, batch.kwargs, None
+    inputs, expected = split_batch(batch, loss)
+    args, kwargs = call_arguments(inputs)
+    return args, kwargs, expected
+
+
+class TrainingStep:
+    """A model with its batch, loss and optimizer; calling it makes one step.
+
+    Only the loss is held when the forward pass has ended, so what lives then is what autograd keeps.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: tuple[Any, dict[str, Any], Any],
+        loss: Loss | None,
+        optimizer: OptimizerChoice,
+        run: Attachment | None = None,
+        forward: Callable[..., Any] | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        """
+        :param call: what the model is called with and what the loss expects, see :func:`call_of`.
+        :param run: the plan at work on the model, which is told of every step.
+        :param forward: what is called instead of the model, such as the model compiled.
+        """
+        self.model = model
+        #: Looked up once: going through a model's modules takes as long as launching some kernels.
+        self._parameters = list(model.parameters())
+        self.args, self.kwargs, self.expected = call
+        self.loss = loss
+        self.optimizer = make_optimizer(optimizer, model, run)
+        self.run = run
+        self.forward: Callable[..., Any] = model if forward is None else forward
+        self.autocast = autocast
+        #: Shown every step's loss, where someone wants to see it.
+        self.on_loss: Callable[[Tensor], None] | None = None
+        #: Entered around what the plan at work does between two steps: its tables hold real numbers.
+        self.around_run: Callable[[], AbstractContextManager[Any]] = nullcontext
+        #: Entered around every step of the optimizer.
+        self.around_optimizer: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def __call__(self, note: Note) -> None:
+        note("start")
+        loss = self.loss_of_batch()
+        note("forward")
+        if self.on_loss is not None:
+            self.on_loss(loss.detach())
+        loss.backward()  # type: ignore[no-untyped-call]
+        del loss
+        note("backward")
+        if self.optimizer is not None:
+            with self.around_optimizer():
+                self.optimizer.step()
+        if self.run is not None:
+            with self.around_run():
+                self.run.step()
+        self.forget_gradients()
+        note("end")
+
+    def loss_of_batch(self) -> Tensor:
+        """The forward pass with its loss."""
+        with self._precision():
+            output = self.forward(*self.args, **self.kwargs)
+            return _size_of(output) if self.loss is None else call_loss(self.loss, output, self.expected)
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters(), torch.empty(0)).device
+
+    def forget_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    # --- what is counted tensor by tensor ---
+
+    def weights(self) -> list[Tensor]:
+        return [*self.model.parameters(), *self.model.buffers()]
+
+    def gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+
+    def optimizer_state(self) -> list[Tensor]:
+        states = {} if self.optimizer is None else dict(self.optimizer.state)
+        return [tensor for state in states.values() for tensor in tree_leaves(state) if isinstance(tensor, Tensor)]
+
+    def compiles_optimizer(self) -> bool:
+        """Whether the optimizer compiles itself, as those do that keep their state in few bits."""
+        return self.run is not None and self.run.plan.optimizer_rule is not None and self.optimizer is not None
+
+    def batch(self) -> list[Tensor]:
+        given = tree_leaves((self.args, self.kwargs, self.expected))
+        return [tensor for tensor in given if isinstance(tensor, Tensor)]
+
+
+def _size_of(output: Any) -> Tensor:
+    """A number that depends on every output, for a model that comes without a loss."""
+    floats = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not floats:
+        raise AccountError("nothing that the model returns depends on its parameters: give a loss.")
+    return torch.stack([tensor.float().square().mean() for tensor in floats]).sum()

@@ -1,0 +1,271 @@
+"""Fused operations written out in single ones, so that what happens inside can be rounded too.
+
+Each function here takes the arguments of the fused one and computes the same by torch functions that an interceptor
+sees: products as ``matmul`` and ``linear``, the rest by its own name. They are used only where a plan asks for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from bitplan.capture.ops import PRODUCTS
+from bitplan.errors import QuantizeError
+from bitplan.plans import SLOTS, Decision, Plan, Rule, compile_match
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``F.scaled_dot_product_attention``: softmax(Q K^T / sqrt(d) + mask) V."""
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = torch.matmul(query, key.transpose(-2, -1)) * factor
+    if is_causal:
+        allowed = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        scores = scores.masked_fill(allowed.logical_not(), -math.inf)
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(attn_mask.logical_not(), -math.inf)
+        else:
+            scores = scores + attn_mask
+    weights = torch.softmax(scores, -1)
+    if dropout_p > 0.0:
+        weights = torch.dropout(weights, dropout_p, True)
+    return torch.matmul(weights, value)
+
+
+def lstm(
+    x: Tensor,
+    state: tuple[Tensor, Tensor],
+    weights: list[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``torch.lstm`` over padded sequences: gates by two linears a step, cell and output by single operations."""
+
+    def cell(gates: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        enter, forget, new, leave = gates.chunk(4, -1)
+        c = torch.sigmoid(forget) * hidden[1] + torch.sigmoid(enter) * torch.tanh(new)
+        return torch.sigmoid(leave) * torch.tanh(c), c
+
+    out, last = _recurrent(
+        x, state, weights, has_biases, num_layers, dropout if train else 0.0, bidirectional, batch_first, _summed(cell)
+    )
+    return out, last[0], last[1]
+
+
+def gru(
+    x: Tensor,
+    state: Tensor,
+    weights: list[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor]:
+    """``torch.gru`` over padded sequences."""
+
+    def cell(from_x: Tensor, from_h: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        reset_x, update_x, new_x = from_x.chunk(3, -1)
+        reset_h, update_h, new_h = from_h.chunk(3, -1)
+        update = torch.sigmoid(update_x + update_h)
+        new = torch.tanh(new_x + torch.sigmoid(reset_x + reset_h) * new_h)
+        return (new + update * (hidden[0] - new),)
+
+    out, last = _recurrent(
+        x, (state,), weights, has_biases, num_layers, dropout if train else 0.0, bidirectional, batch_first, cell
+    )
+    return out, last[0]
+
+
+def _simple(activation: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def rnn(
+        x: Tensor,
+        state: Tensor,
+        weights: list[Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> tuple[Tensor, Tensor]:
+        def cell(gates: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return (activation(gates),)
+
+        out, last = _recurrent(
+            *(x, (state,), weights, has_biases, num_layers, dropout if train else 0.0, bidirectional, batch_first),
+            _summed(cell),
+        )
+        return out, last[0]
+
+    return rnn
+
+
+Cell = Callable[[Tensor, Tensor, tuple[Tensor, ...]], tuple[Tensor, ...]]
+
+
+def _summed(cell: Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, ...]]) -> Cell:
+    return lambda from_x, from_h, hidden: cell(from_x + from_h, hidden)
+
+
+def _recurrent(
+    x: Tensor,
+    state: tuple[Tensor, ...],
+    weights: list[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    bidirectional: bool,
+    batch_first: bool,
+    cell: Cell,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    if not isinstance(num_layers, int) or isinstance(num_layers, bool):
+        raise QuantizeError("packed sequences cannot be opened up: pad them, or plan only what lies outside the layer.")
+    if batch_first:
+        x = x.transpose(0, 1)
+    directions = 2 if bidirectional else 1
+    per_direction = 4 if has_biases else 2
+    if len(weights) != num_layers * directions * per_direction:
+        raise QuantizeError("recurrent layers with projections cannot be opened up: plan only what lies outside them.")
+    last: list[tuple[Tensor, ...]] = []
+    for layer in range(num_layers):
+        outputs = []
+        for direction in range(directions):
+            at = layer * directions + direction
+            own = weights[at * per_direction : (at + 1) * per_direction]
+            hidden = tuple(part[at] for part in state)
+            steps, hidden = _one_direction(x, hidden, own, has_biases, bool(direction), cell)
+            outputs.append(steps)
+            last.append(hidden)
+        x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+        if dropout > 0.0 and layer < num_layers - 1:
+            x = torch.dropout(x, dropout, True)
+    final = tuple(torch.stack([hidden[part] for hidden in last]) for part in range(len(state)))
+    return (x.transpose(0, 1) if batch_first else x), final
+
+
+def _one_direction(
+    x: Tensor, hidden: tuple[Tensor, ...], own: list[Tensor], has_biases: bool, backwards: bool, cell: Cell
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    bias_x, bias_h = (own[2], own[3]) if has_biases else (None, None)
+    inputs = F.linear(x, own[0], bias_x)  # all steps in one product, as the fused kernels do
+    steps: list[Any] = [None] * x.shape[0]
+    order = range(x.shape[0] - 1, -1, -1) if backwards else range(x.shape[0])
+    for step in order:
+        hidden = cell(inputs[step], F.linear(hidden[0], own[1], bias_h), hidden)
+        steps[step] = hidden[0]
+    return torch.stack(steps), hidden
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """``F.cross_entropy`` of classes: the log-softmax, then the negative log-likelihood."""
+    if target.is_floating_point() or label_smoothing:
+        raise QuantizeError(
+            "a cross-entropy of probabilities or with label smoothing cannot be opened up: plan it as a whole."
+        )
+    logs = F.log_softmax(input, 1 if input.dim() > 1 else 0)
+    return F.nll_loss(logs, target, weight, size_average, ignore_index, reduce, reduction)
+
+
+#: torch's own function, whose body is Python; the copy does not ask a mode first and so runs inside it.
+multi_head_attention: Callable[..., Any] = FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {**F.multi_head_attention_forward.__globals__, "has_torch_function": lambda _: False},
+    "multi_head_attention",
+    F.multi_head_attention_forward.__defaults__,
+)
+
+#: Fused functions that only call others, and are looked into always.
+TRANSPARENT: dict[str, Callable[..., Any]] = {"multi_head_attention_forward": multi_head_attention}
+
+#: Canonical operation name -> its open form.
+OPENED: dict[str, Callable[..., Any]] = {
+    "scaled_dot_product_attention": attention,
+    "lstm": lstm,
+    "gru": gru,
+    "rnn_tanh": _simple(torch.tanh),
+    "rnn_relu": _simple(torch.relu),
+    "cross_entropy": cross_entropy,
+}
+
+
+# --- Which fused operations a plan wants written out, and what its rules then say of the operations inside
+
+
+_INSIDE = {
+    "scaled_dot_product_attention": ("matmul", "softmax"),
+    "cross_entropy": ("log_softmax", "nll_loss"),
+}
+
+
+def is_opened(plan: Plan, module: str, op: str) -> bool:
+    """Whether the plan asks for something inside the fused operation `op` of the module at that path."""
+    if op not in OPENED:
+        return False
+    return has_slots(plan.decide(module, op)) or any(_asks_inside(rule, module, op) for rule in plan.all_rules)
+
+
+def inner_operations(op: str) -> tuple[str, ...]:
+    """The operations inside the fused one that rules can ask for."""
+    return _INSIDE.get(op, ("linear",))
+
+
+def _asks_inside(rule: Rule, module: str, op: str) -> bool:
+    matches = compile_match(rule)
+    if rule.keep or not rule.op or matches.matches_operation(op) or not matches.matches_module(module):
+        return False
+    return any(matches.matches_operation(inner) or _numbered(rule, inner) for inner in inner_operations(op))
+
+
+def _numbered(rule: Rule, inner: str) -> bool:
+    """Whether the rule means one of several, as in ``matmul.1``."""
+    return any(pattern.split(".")[0] == inner for pattern in rule.op)
+
+
+def has_slots(decision: Decision) -> bool:
+    return any(decision[slot].quantizer is not None for slot in SLOTS)
+
+
+def decision_for(decide: Callable[[str, str], Decision], module: str, op: str, inside: str | None = None) -> Decision:
+    """What a plan (its ``decide``) says of an operation, which may lie `inside` an opened one.
+
+    `op` may carry its number, as in ``relu.1``.
+    """
+    if inside is not None and op.split(".")[0] in PRODUCTS:
+        around = decide(module, inside)
+        if has_slots(around):
+            return around
+    return decide(module, op)

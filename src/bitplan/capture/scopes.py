@@ -1,0 +1,459 @@
+"""Seeing every operation of a model, eager and compiled, and knowing which module it happens in.
+
+A ``TorchFunctionMode`` sees all torch functions, ``F.relu`` and ``x + y`` as well as layers. To know *where* one
+happens, and to be there again when a checkpointed region is recomputed in the backward pass (after all modes were
+left), every module enters a mode of its own, a :class:`Scope`: its class is exchanged for a subclass whose ``forward``
+does so. A class, not a patched ``forward``: a deep copy then runs on its own weights, and ``torch.compile`` sees one
+code object for equal blocks. A new scope for each call, not one that is told where it is: inside a checkpointed region
+``torch.compile`` forbids to change anything that lives outside.
+
+:class:`Interceptor` is the base of what is done with an operation.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from bitplan.capture.decompositions import TRANSPARENT
+from bitplan.capture.ops import REGIONS, name_of, traceable
+from bitplan.compiler.packed_backend import refuse_other_backends
+from bitplan.compiler.torch_patches import Undo, replace_attribute
+from bitplan.compiler.tracing import VERSION, constant_when_traced, depend_on
+from bitplan.executions.packed.saved_tensors import Keeper
+
+_STATE = "_bitplan"
+
+
+class ModuleState:
+    """What is known of one module: its path, and what a plan does with its operations."""
+
+    def __init__(self, interceptor: Interceptor, path: str) -> None:
+        self.interceptor = interceptor
+        self.path = path
+        self.actions: dict[str, Any] = {}
+        #: Whether the module has buffers of ours, which tracing has to look for.
+        self.has_buffers = True
+        #: Copies that were made of the module; they follow the plan, and its changes reach them.
+        self.twins: weakref.WeakSet[nn.Module] | None = None
+
+    def copies(self) -> Sequence[nn.Module]:
+        """Those of the copies that still exist."""
+        return () if self.twins is None else tuple(self.twins)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
+        return self  # a copy of the model follows the same plan, on its own weights
+
+
+class Interceptor:
+    """What is done with the operations of a model."""
+
+    #: Copies of a model outlive its detachment: they are plain from then on.
+    enabled = True
+    #: What keeps tensors for the backward pass in fewer bits, where that is wanted.
+    keeper: Keeper | None = None
+
+    def on_operation(
+        self, scope: Scope, op: str, index: int, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Do what `func` does, or something else, and return its result."""
+        return func(*args, **kwargs)
+
+    def written_out(self, scope: Scope, op: str) -> Callable[..., Any] | None:
+        """A function that does what a fused operation does in single ones, where that is wanted."""
+        return None
+
+    def on_call(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """A module is about to be called."""
+
+    def known_of(self, given: Any) -> dict[int, Any]:
+        """What is known of some arguments, by their position, beyond their values."""
+        return {}
+
+    def recognised(self, args: Any, known: dict[int, Any]) -> Any:
+        """`args`, which are detached copies of others, with what was known of those."""
+        return args
+
+    def on_view(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Functions that make no values of their own."""
+        return func(*args, **kwargs)
+
+
+class Scope(TorchFunctionMode):
+    """One call of one module: counts the operations in it and hands them to the interceptor.
+
+    Scopes lie inside each other as the modules do; the innermost has the word, and the others do not see what it does.
+    """
+
+    def __init__(self, interceptor: Interceptor, module: nn.Module, counts: dict[str, int] | int | None = None) -> None:
+        super().__init__()
+        self.interceptor = interceptor
+        self.module = module
+        if counts is None:
+            counts = _new_counts() if torch.compiler.is_compiling() else {}
+        #: How often each operation ran here. Under torch.compile the number of such a count that tracing keeps for
+        #: itself: inside a checkpointed region, what lies outside must not be changed.
+        self.counts = counts
+        #: Inside an opened operation: the operation whose rules its products follow.
+        self.inside: str | None = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        with torch._C.DisableTorchFunction():  # or every question about a tensor goes through all scopes around
+            concerns_us = self.interceptor.enabled and _has_float_tensor(args, named)
+        if not concerns_us:
+            return func(*args, **named)  # factories among them, which other modes may want to see
+        if not torch.compiler.is_compiling() and _is_called_by_compiled_code():
+            return func(*args, **named)  # which was planned when it was traced
+        op = name_of(func)
+        func = traceable(func)
+        if op in REGIONS:
+            return func(self.carried(args[0]), *args[1:], **named)
+        if op == "einsum" and len(args) == 2 and isinstance(args[1], (list, tuple)):
+            args = (args[0], *args[1])  # the operands as one list
+        written_out = None if op is None else TRANSPARENT.get(op) or self.interceptor.written_out(self, op)
+        if written_out is not None:
+            inner = Scope(self.interceptor, self.module, self.counts)
+            inner.inside = self.inside if op in TRANSPARENT else op
+            with inner:
+                return written_out(*args, **named)
+        with torch._C.DisableTorchFunction():
+            if op is None:
+                return self.interceptor.on_view(func, args, named)
+            index = self._number(op)
+            return self.interceptor.on_operation(self, op, index, func, args, named)
+
+    def _number(self, op: str) -> int:
+        """The operation's number among its equals."""
+        counts = self.counts
+        if isinstance(counts, int):
+            return _count_when_traced(counts, op)
+        counts[op] = counts.get(op, -1) + 1
+        return counts[op]
+
+    def carried(self, function: Callable[..., Any], given: Any = ()) -> Callable[..., Any]:
+        """`function` to be called in this scope, now and when it is recomputed after the scope was left.
+
+        :param given: its arguments, where it will be recomputed on detached copies of them.
+        """
+        known = self.interceptor.known_of(given)
+        if isinstance(function, nn.Module) and is_planned(function) and not known:
+            return function  # it has a scope of its own
+        interceptor, module, counts, inside = self.interceptor, self.module, self.counts, self.inside
+        before = dict(counts) if isinstance(counts, dict) else counts
+        first = True
+
+        def in_scope(*args: Any, **kwargs: Any) -> Any:
+            nonlocal first
+            again = Scope(interceptor, module, dict(before) if isinstance(before, dict) else before)
+            again.inside = inside
+            if known:
+                args = interceptor.recognised(args, known)
+            with again:
+                result = function(*args, **kwargs)
+            if isinstance(counts, dict) and isinstance(again.counts, dict) and first:
+                first = False
+                counts.update(again.counts)  # what follows the region goes on counting where it ended
+            return result
+
+        return in_scope
+
+
+#: Python between an operation's caller and the mode.
+_IN_BETWEEN = frozenset(
+    f"torch.{name}" for name in ("_ops", "overrides", "nn.functional", "functional", "_tensor", "fx.interpreter")
+)
+
+
+def _is_called_by_compiled_code() -> bool:
+    """Whether a graph is running: a single compiled block inside a model whose own scope is open.
+
+    Inductor calls matrix products as torch functions, and other backends all operations.
+    """
+    frame = sys._getframe(2)
+    while frame.f_globals.get("__name__") in _IN_BETWEEN and frame.f_back is not None:
+        frame = frame.f_back
+    if "extern_kernels" in frame.f_globals or frame.f_globals.get("__name__", "").startswith("torch._functorch"):
+        return True
+    return frame.f_code.co_filename.startswith("<eval_with_key>") and not is_planned(frame.f_locals.get("self"))
+
+
+_traced_counts: list[dict[str, int]] = []
+
+
+@constant_when_traced
+def _new_counts() -> int:
+    _traced_counts.append({})
+    return len(_traced_counts) - 1
+
+
+@constant_when_traced
+def _count_when_traced(counts: int, op: str) -> int:
+    """Counting while torch.compile traces: it sees a constant, and no side effect."""
+    known = _traced_counts[counts]
+    known[op] = known.get(op, -1) + 1
+    return known[op]
+
+
+def innermost_scope() -> Scope | None:
+    """The scope of the operation that is running; None outside of models with a plan."""
+    for position in range(torch._C._len_torch_function_stack() - 1, -1, -1):
+        mode = torch._C._get_function_stack_at(position)
+        if isinstance(mode, Scope):
+            return mode
+    return None
+
+
+class _Planned:
+    """Mixed into a module's class in front of it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        interceptor = self.__dict__[_STATE].interceptor
+        interceptor.on_call(self, args, kwargs)
+        if torch.compiler.is_compiling():
+            depend_on(self.__dict__[VERSION])
+        if interceptor.keeper is not None:
+            if torch.compiler.is_compiling():
+                refuse_other_backends()
+            elif innermost_scope() is None:
+                return self._kept_packed(interceptor, args, kwargs)
+        with Scope(interceptor, self):  # type: ignore[arg-type]
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    def _kept_packed(self, interceptor: Interceptor, args: Any, kwargs: dict[str, Any]) -> Any:
+        assert interceptor.keeper is not None
+        with interceptor.keeper.hooks(), Scope(interceptor, self):  # type: ignore[arg-type]
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """``model.bfloat16()`` converts buffers too, but what was observed keeps its precision."""
+        own: dict[str, Tensor | None] = self._buffers  # type: ignore[attr-defined]
+        before = {name: buffer for name, buffer in own.items() if name.startswith(_STATE) and buffer is not None}
+        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        for name, buffer in before.items():
+            moved = own[name]
+            if moved is not None and moved.dtype != buffer.dtype:
+                own[name] = buffer.to(moved.device)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin: Any = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        state: ModuleState = self.__dict__[_STATE]
+        if state.twins is None:
+            state.twins = weakref.WeakSet()
+        state.twins.add(twin)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A pickle holds the plain model: its class can be found again, an exchanged one cannot."""
+        plain = original_class(type(self))
+        state: Any = plain.__getstate__(self)  # type: ignore[arg-type, no-untyped-call]
+        if not isinstance(state, dict):
+            return copyreg._reconstructor, (plain, object, None), state  # type: ignore[attr-defined]
+        own = {key: value for key, value in state.items() if key not in (_STATE, VERSION)}
+        for kind, copied in (("_buffers", dict), ("_non_persistent_buffers_set", set)):
+            kept = copied(own[kind])
+            for name in [name for name in kept if name.startswith(_STATE)]:
+                kept.pop(name) if isinstance(kept, dict) else kept.remove(name)
+            own[kind] = kept
+        return copyreg._reconstructor, (plain, object, None), own  # type: ignore[attr-defined]
+
+
+_EXCHANGED: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def planned_class(plain: type[nn.Module]) -> type[nn.Module]:
+    """The subclass that enters the mode; one for each class, so that equal blocks share compiled code."""
+    if plain not in _EXCHANGED:
+        # Code of its own, though the same: torch.compile counts recompilations by the code object.
+        forward = FunctionType(
+            _Planned.forward.__code__.replace(), globals(), "forward", None, _Planned.forward.__closure__
+        )
+        own = {"__module__": plain.__module__, "forward": forward}
+        _EXCHANGED[plain] = type(plain.__name__, (_Planned, plain), own)
+    return _EXCHANGED[plain]
+
+
+def original_class(planned: type) -> type[nn.Module]:
+    plain: type[nn.Module] = planned.__mro__[2]
+    return plain
+
+
+def show_all_functions() -> Undo:
+    """A patch of torch: torch.compile shows modes only functions that torch lists as overridable, and that list has
+    gaps: hardswish is one.
+
+    A function that is added here is shown to modes, and is no different where there is none.
+    """
+    from torch._dynamo.variables.torch import get_overridable_functions
+
+    listed = get_overridable_functions()
+    homes: dict[Any, tuple[str, ...]] = {
+        F: ("hardsigmoid", "hardswish", "sigmoid", "tanh", "upsample", "upsample_bilinear", "upsample_nearest"),
+        torch.sparse: ("addmm", "log_softmax", "mm", "sampled_addmm", "softmax", "sum"),
+        torch: (),
+    }
+    missing: set[Callable[..., Any]] = set()
+    for home, names in homes.items():
+        in_place = [name for name in dir(home) if name.endswith("_") and not name.startswith("_")]
+        missing.update(getattr(home, name) for name in (*names, *in_place) if callable(getattr(home, name, None)))
+    missing -= listed
+    listed.update(missing)
+    return lambda: listed.difference_update(missing)
+
+
+def install(model: nn.Module, interceptor: Interceptor) -> list[tuple[str, nn.Module]]:
+    """Exchange the classes of all modules that can be followed; those (path and module) are returned."""
+    followed: list[tuple[str, nn.Module]] = []
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules:
+            continue  # cannot be seen, or is torch.compile's wrapper around one that follows
+        module.__dict__[VERSION] = ""
+        module.__dict__[_STATE] = ModuleState(interceptor, without_wrappers(path))
+        module.__class__ = planned_class(type(module))
+        followed.append((without_wrappers(path), module))
+    return followed
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own model inside torch.compile's and DistributedDataParallel's wrappers, whose paths a plan means."""
+    while True:
+        inner = model._modules.get("_orig_mod")
+        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
+
+
+def without_wrappers(path: str) -> str:
+    """The path as it would be if torch.compile had wrapped none of the modules.
+
+    >>> without_wrappers("blocks.0._orig_mod.fc")
+    'blocks.0.fc'
+    """
+    return ".".join(part for part in path.split(".") if part != "_orig_mod")
+
+
+def uninstall(followed: Iterable[tuple[str, nn.Module]]) -> None:
+    """Give every module its own class back."""
+    for _, module in followed:
+        module.__class__ = original_class(type(module))
+        del module.__dict__[_STATE], module.__dict__[VERSION]
+
+
+def is_planned(module: object) -> bool:
+    return isinstance(module, _Planned)
+
+
+def state_of(module: nn.Module) -> ModuleState:
+    state: ModuleState = module.__dict__[_STATE]
+    return state
+
+
+@contextmanager
+def followed(model: nn.Module, interceptor: Interceptor) -> Iterator[None]:
+    """`model` under `interceptor` for a while, uncompiled; a plan that is attached to it rests meanwhile."""
+    resting = [state_of(module) for module in model.modules() if is_planned(module)]
+    planned = [state.interceptor for state in resting]
+    for state in resting:
+        state.interceptor = interceptor
+    installed = [] if resting else install(model, interceptor)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        uninstall(installed)
+        for state, own in zip(resting, planned, strict=True):
+            state.interceptor = own
+
+
+def _has_float_tensor(args: Any, kwargs: dict[str, Any]) -> bool:
+    return any(_is_float(value) for value in args) or any(_is_float(value) for value in kwargs.values())
+
+
+def _is_float(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.is_floating_point()
+    return isinstance(value, (list, tuple)) and any(
+        isinstance(item, Tensor) and item.is_floating_point() for item in value
+    )
+
+
+# --- Functions under activation checkpointing
+
+
+_keep_hooks = torch_checkpoint._checkpoint_without_reentrant_generator
+
+_Reentrant = torch_checkpoint.CheckpointFunction
+
+
+def _planned_keep_hooks(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    scope = innermost_scope()
+    return _keep_hooks(function if scope is None else scope.carried(function), *args, **kwargs)
+
+
+class _PlannedReentrant(_Reentrant):
+    @classmethod
+    def apply(cls, function: Callable[..., Any], *args: Any) -> Any:
+        scope = innermost_scope()
+        return _Reentrant.apply(  # type: ignore[no-untyped-call]
+            function if scope is None else scope.carried(function, args[1:]), *args
+        )
+
+
+def carry_scopes() -> Undo:
+    """A patch of torch: checkpointed functions carry their scope along."""
+    restore_hooked = replace_attribute(torch_checkpoint, "_checkpoint_without_reentrant_generator", _planned_keep_hooks)
+    restore_reentrant = replace_attribute(torch_checkpoint, "CheckpointFunction", _PlannedReentrant)
+
+    def undo() -> None:
+        restore_hooked()
+        restore_reentrant()
+
+    return undo
+
+
+# --- A loss function as a part of the model: its tensors are sites of the module path ``loss``
+
+
+#: The path of a loss function's tensors.
+LOSS_PATH = "loss"
+
+
+def loss_holder(interceptor: Interceptor) -> nn.Module:
+    """An empty module for a loss, whose operations `interceptor` sees."""
+    holder = nn.Module()
+    holder.__dict__["_bitplan"] = ModuleState(interceptor, LOSS_PATH)
+    return holder
+
+
+def bring_in(function: Callable[..., Tensor], interceptor: Interceptor, holder: nn.Module) -> Callable[..., Tensor]:
+    """`function` with its operations in the holder's scope, eager and compiled, as a planned module has its own."""
+
+    def planned_loss(*args: Any, **kwargs: Any) -> Tensor:
+        if torch.compiler.is_compiling():
+            depend_on(holder.__dict__[VERSION])
+        if interceptor.keeper is not None and not torch.compiler.is_compiling() and innermost_scope() is None:
+            with interceptor.keeper.hooks(), Scope(interceptor, holder):
+                return function(*args, **kwargs)
+        with Scope(interceptor, holder):
+            return function(*args, **kwargs)
+
+    return planned_loss

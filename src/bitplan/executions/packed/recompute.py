@@ -1,0 +1,246 @@
+"""Operations that keep less for the backward pass than torch's own do, and compute the same bits (eager, ``packed``).
+
+Torch's ReLU keeps its whole result, dropout on a CPU a whole tensor of factors, max-pooling eight bytes for every
+index. Here ReLU and dropout keep a bit for each element; and operations whose backward pass needs their own, unrounded
+result (tanh, softmax, attention, ...) keep their *inputs*, which a plan has rounded and which are therefore small, and
+run once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitplan.executions.packed.saved_tensors import PackedCopy, note_of
+
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+
+#: Operations that keep their result, or more than their inputs: run again in the backward pass.
+RUN_AGAIN = frozenset(
+    """
+    tanh sigmoid softmax log_softmax softmin exp expm1 sqrt rsqrt reciprocal elu celu selu logsigmoid logsumexp
+    scaled_dot_product_attention max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d
+    adaptive_max_pool3d cross_entropy nll_loss hardtanh relu6
+    """.split()  # noqa: SIM905 - a paragraph of names reads better than a page of quotes
+)
+
+
+def spared(op: str, func: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that returns what `func` does and keeps less, where there is one."""
+    if op == "relu":
+        return sparing_relu
+    if op == "dropout":
+        return sparing_dropout
+    return _run_again(func) if op in RUN_AGAIN else func
+
+
+# --- a bit an element ---------------------------------------------------------------------------------------
+
+
+#: Times this, eight bytes of 0 or 1 that are one number have their bits side by side in its highest byte: byte i is
+#: shifted by 56 - 7 i and by nothing else that stays in range, and no two shifts meet.
+_GATHER = 0x0102040810204080
+#: Bit i of byte i, of a byte that stands in all eight places.
+_SPREAD = 0x8040201008040201 - (1 << 64)
+
+
+class Bits:
+    """A mask in a bit for each element, packed eight at a time."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self.shape, self.stride = mask.shape, mask.stride()
+        flat = mask.as_strided((mask.numel(),), (1,), mask.storage_offset())  # in the order of memory
+        if missing := -flat.numel() % 8:
+            flat = torch.nn.functional.pad(flat, (0, missing))
+        elif flat.storage_offset() % 8:
+            flat = flat.clone()
+        self.payload = ((flat.view(torch.int64) * _GATHER) >> 56).to(torch.uint8)
+
+    def mask(self) -> Tensor:
+        spread = (self.payload.to(torch.int64) * 0x0101010101010101) & _SPREAD
+        return spread.view(torch.uint8).bool().as_strided(self.shape, self.stride)
+
+    def where_set(self, x: Tensor) -> Tensor:
+        """`x`, and zero where the mask is not set."""
+        return torch.where(self.mask(), x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+class Passes:
+    """Where a ReLU lets its gradient pass: a bit for each element, or its result, once another operation keeps that."""
+
+    def __init__(self, y: Tensor) -> None:
+        self.bits: Bits | None = Bits(~(y <= 0))
+        self.copy: PackedCopy | None = None
+
+    def wait_for_copy(self, y: Tensor) -> None:
+        """`y` lies on a grid, so that a packed copy of it shows the same signs."""
+        note = note_of(y)
+        if note is not None:
+            note.waiting.append(self._use)
+
+    def _use(self, copy: PackedCopy) -> None:
+        self.copy, self.bits = copy, None
+
+    def apply(self, x: Tensor) -> Tensor:
+        """`x`, and zero where it does not pass."""
+        if self.bits is not None:
+            return self.bits.where_set(x)
+        assert self.copy is not None
+        passed: Tensor = torch.ops.aten.threshold_backward(x, self.copy.unpack(), 0)
+        return passed
+
+
+class BitRelu(torch.autograd.Function):
+    """ReLU that remembers where its gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = torch.relu(x)
+        ctx.passes = Passes(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        passed: Tensor = ctx.passes.apply(grads[0])
+        return passed
+
+
+def sparing_relu(input: Tensor, inplace: bool = False) -> Tensor:
+    """ReLU; where a gradient is wanted it keeps a bit for each element."""
+    if not (torch.is_grad_enabled() and input.requires_grad):
+        return torch.relu(input)
+    y: Tensor = BitRelu.apply(input)  # type: ignore[no-untyped-call]
+    return y
+
+
+class BitDropout(torch.autograd.Function):
+    """Dropout that remembers which elements it let pass, drawn as torch draws them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
+        ctx.p = p
+        if x.is_cuda:
+            y, passed = torch.native_dropout(x, p, True)
+        else:
+            factors = torch.empty_like(x).bernoulli_(1 - p)
+            passed = factors.bool()
+            y = x * factors.div_(1 - p)
+        ctx.passed = Bits(passed)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        passed = ctx.passed.mask()
+        if grads[0].is_cuda:
+            return torch.ops.aten.native_dropout_backward(grads[0], passed, 1 / (1 - ctx.p)), None
+        return grads[0] * passed.to(grads[0].dtype).div_(1 - ctx.p), None
+
+
+def sparing_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Dropout; where a gradient is wanted it keeps a bit for each element."""
+    learns = torch.is_grad_enabled() and input.requires_grad
+    if not (learns and training and 0 < p < 1 and input.numel()):
+        return torch.nn.functional.dropout(input, p, training)
+    y: Tensor = BitDropout.apply(input, p)  # type: ignore[no-untyped-call]
+    return y
+
+
+# --- once more ----------------------------------------------------------------------------------------------
+
+
+class RunAgain(torch.autograd.Function):
+    """An operation that keeps its inputs only, and runs once more in the backward pass with the same random numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: Tensor) -> Any:
+        ctx.call = call
+        ctx.save_for_backward(*tensors)
+        return call.run(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = [
+            tensor.detach().requires_grad_(wanted)
+            for tensor, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
+        ]
+        with torch.enable_grad():
+            result = ctx.call.run_again(inputs)
+        outputs = list(result) if isinstance(result, (tuple, list)) else [result]
+        paired = [(y, g) for y, g in zip(outputs, grads, strict=True) if y.requires_grad and g is not None]
+        wanted_inputs = [tensor for tensor in inputs if tensor.requires_grad]
+        found = iter(torch.autograd.grad([y for y, _ in paired], wanted_inputs, [g for _, g in paired]))
+        return None, *(next(found) if tensor.requires_grad else None for tensor in inputs)
+
+
+class Call:
+    """A call of a torch function, apart from the tensors that it is given, and the circumstances it was made in."""
+
+    def __init__(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
+        self.func = func
+        self.args = [None if isinstance(value, Tensor) else value for value in args]
+        self.named = {key: None if isinstance(value, Tensor) else value for key, value in kwargs.items()}
+        self.places: list[int | str] = [at for at, value in enumerate(args) if isinstance(value, Tensor)]
+        self.places += [key for key, value in kwargs.items() if isinstance(value, Tensor)]
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        self.device = tensors[0].device
+        self.autocast = _autocast_now(self.device.type)
+        #: Only attention draws random numbers here; its fifth argument says how many.
+        self.draws = bool(kwargs.get("dropout_p") or (len(args) > 4 and func is _ATTENTION and args[4]))
+        self.state: Tensor | None = None
+
+    def run(self, tensors: Any) -> Any:
+        if self.draws:
+            self.state = _random_state(self.device)
+        return self._call(tensors)
+
+    def run_again(self, tensors: Any) -> Any:
+        with self.autocast():
+            if self.state is None:
+                return self._call(tensors)
+            now = _random_state(self.device)
+            _set_random_state(self.device, self.state)
+            try:
+                return self._call(tensors)
+            finally:
+                _set_random_state(self.device, now)
+
+    def _call(self, tensors: Any) -> Any:
+        args, named = list(self.args), dict(self.named)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            if isinstance(place, int):
+                args[place] = tensor
+            else:
+                named[place] = tensor
+        return self.func(*args, **named)
+
+
+def _run_again(func: Callable[..., Any]) -> Callable[..., Any]:
+    def runs_again(*args: Any, **kwargs: Any) -> Any:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+            return func(*args, **kwargs)
+        return RunAgain.apply(Call(func, args, kwargs), *tensors)  # type: ignore[no-untyped-call]
+
+    return runs_again
+
+
+def _autocast_now(kind: str) -> Callable[[], AbstractContextManager[Any]]:
+    if not torch.is_autocast_enabled(kind):
+        return nullcontext
+    dtype = torch.get_autocast_dtype(kind)
+    return lambda: torch.autocast(kind, dtype)
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_random_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)

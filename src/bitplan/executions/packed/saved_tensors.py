@@ -1,0 +1,215 @@
+"""What autograd keeps for the backward pass, kept in its low-precision form (eager execution ``packed``).
+
+Autograd hands every tensor that it wants to keep to a pair of hooks. A tensor that a plan has rounded lies on its
+format's grid, so it is stored there in the format's own bits, and comes back bit for bit. Everything else is kept as it
+is, parameters and the model's inputs among them, which live anyway.
+
+*Which* tensors have been rounded, and how, is noted on their **storage** (torch keeps one Python object for a storage
+as long as it lives): views and detached aliases of a tensor share it, another tensor that is given the same address
+later does not. One packed copy serves all operations that keep the tensor.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from bitplan.errors import BitplanWarning, PlanError, QuantizeError
+from bitplan.numerics.chunks import sparing_memory
+from bitplan.numerics.formats import FloatFormat, Format
+from bitplan.numerics.mutable_format import LiveFormat
+from bitplan.numerics.packing import MAX_PACKED_BITS, Packed, pack_rounded
+from bitplan.numerics.quantizer import Quantizer
+
+_NOTE = "_bitplan_note"
+
+#: Formats of which torch has a type: a cast each way, faster than any code of ours.
+_TYPES: dict[Format, torch.dtype] = {
+    FloatFormat(8, 7): torch.bfloat16,
+    FloatFormat(5, 10): torch.float16,
+    FloatFormat(4, 3, specials="fn"): torch.float8_e4m3fn,
+    FloatFormat(5, 2): torch.float8_e5m2,
+}
+
+
+@dataclass
+class Note:
+    """How the values of a whole storage have been rounded."""
+
+    quantizer: Quantizer
+    scales: tuple[Tensor, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    #: torch's count of writes when the note was made: after a write it says nothing any more.
+    version: int
+    #: The packed copy, as long as something keeps it.
+    copy: weakref.ref[PackedCopy] | None = None
+    #: Who can do with the packed copy, once there is one, and keep less of their own.
+    waiting: list[Callable[[PackedCopy], None]] = field(default_factory=list)
+
+
+class PackedCopy:
+    """A tensor in its format's own bits; all that keep the tensor share it."""
+
+    def __init__(self, note: Note, whole: Tensor) -> None:
+        self.packed: Packed | None = None
+        self.cast: Tensor | None = None
+        self.dtype = note.dtype
+        if not note.scales and note.quantizer.format in _TYPES:
+            self.cast = whole.to(_TYPES[note.quantizer.format])
+        else:
+            with sparing_memory():
+                self.packed = pack_rounded(note.quantizer, whole, note.scales)
+        self._unpacked: weakref.ref[Tensor] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        if self.packed is not None:
+            return self.packed.nbytes
+        assert self.cast is not None
+        return self.cast.untyped_storage().nbytes()
+
+    def unpack(self) -> Tensor:
+        known = None if self._unpacked is None else self._unpacked()
+        if known is None:
+            known = self._whole()
+            self._unpacked = weakref.ref(known)
+        return known
+
+    def _whole(self) -> Tensor:
+        if self.packed is not None:
+            with sparing_memory():
+                return self.packed.unpack()
+        assert self.cast is not None
+        return self.cast.to(self.dtype)
+
+
+@dataclass
+class Kept:
+    """What a hook gives to autograd in a tensor's place: the packed copy, and which part of it the tensor was."""
+
+    copy: PackedCopy
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def note_rounded(tensor: Tensor, quantizer: Quantizer, scales: Sequence[Tensor]) -> None:
+    """Note that `quantizer` has rounded `tensor` with these scales."""
+    assert not isinstance(quantizer.format, LiveFormat)
+    if not is_smaller(quantizer.format, tensor.dtype) or not tensor.numel() or tensor.is_inference():
+        return
+    if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+        return  # a part of something larger, or the same memory several times
+    note = Note(
+        *(quantizer, tuple(scales), tensor.shape, tensor.stride(), int(tensor.storage_offset())),
+        *(tensor.dtype, tensor._version),
+    )
+    setattr(tensor.untyped_storage(), _NOTE, note)
+
+
+def note_copy(copy: Tensor, original: Tensor) -> None:
+    """Note what is known of `original` for a tensor that has just received its values, perhaps in another type."""
+    note = note_of(original)
+    if note is not None and copy.shape == note.shape and original.shape == note.shape:
+        note_rounded(copy, note.quantizer, note.scales)
+
+
+def note_of(tensor: Tensor) -> Note | None:
+    """What is known of the storage that `tensor` looks at; None where nothing is, or no longer."""
+    if tensor.layout != torch.strided:
+        return None  # a sparse tensor has no storage of its own
+    note: Note | None = getattr(tensor.untyped_storage(), _NOTE, None)
+    return note if note is not None and note.version == tensor._version and note.dtype == tensor.dtype else None
+
+
+def is_smaller(target: Format, dtype: torch.dtype) -> bool:
+    """Whether the format's own bits are fewer than those of `dtype`."""
+    return target.bits <= MAX_PACKED_BITS and target.bits_per_value < dtype.itemsize * 8
+
+
+class Keeper:
+    """The hooks of one attached plan, and what they have done."""
+
+    def __init__(self) -> None:
+        #: Bytes of all packed copies that are kept at the moment.
+        self.packed_bytes = 0
+        #: What the same tensors would take in their own types.
+        self.plain_bytes = 0
+        self._warned = False
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Keep packed what is saved inside, unless someone else's hooks are at work.
+
+        Checkpointing has hooks of its own, in forward and in recomputation: hooks inside of those would switch it off.
+        Of others the user is told, since nothing is packed then.
+        """
+        others: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if others is not None or not torch.is_grad_enabled():
+            if (
+                others is not None
+                and not self._warned
+                and getattr(others[0], "__module__", "") != checkpoint.__module__
+            ):
+                self._warned = True
+                warnings.warn(
+                    "other hooks on saved tensors are at work around the model, so nothing is packed inside of them: "
+                    "leave them, or attach with execution='emulate'.",
+                    BitplanWarning,
+                    stacklevel=3,
+                )
+            yield
+            return
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack):
+            yield
+
+    def pack(self, tensor: Tensor) -> Any:
+        # What an autograd function of the user's saves (checkpointing's among them) is packed while a module's scope is
+        # at work, which would take packing for operations of the model and round them.
+        with torch._C.DisableTorchFunction():
+            return self._packed(tensor)
+
+    def _packed(self, tensor: Tensor) -> Any:
+        note = note_of(tensor)
+        if note is None:
+            return tensor
+        copy = None if note.copy is None else note.copy()
+        if copy is None:
+            try:
+                with torch.no_grad():
+                    copy = PackedCopy(note, tensor.detach().as_strided(note.shape, note.stride, note.offset))
+            except QuantizeError:  # NaN in a format that has no code for it is kept as it is
+                return tensor
+            note.copy = weakref.ref(copy)
+            while note.waiting:
+                note.waiting.pop()(copy)
+            self._count(copy.nbytes, tensor.untyped_storage().nbytes())
+            weakref.finalize(copy, self._count, -copy.nbytes, -tensor.untyped_storage().nbytes())
+        return Kept(copy, tensor.shape, tensor.stride(), int(tensor.storage_offset()) - note.offset)
+
+    def _count(self, packed: int, plain: int) -> None:
+        self.packed_bytes += packed
+        self.plain_bytes += plain
+
+
+def unpack(kept: Any) -> Tensor:
+    if not isinstance(kept, Kept):
+        return kept  # type: ignore[no-any-return]
+    if torch.is_grad_enabled():
+        raise PlanError(
+            "packed execution keeps tensors without their history, so there is no second derivative: "
+            "attach with execution='emulate' for create_graph=True."
+        )
+    with torch._C.DisableTorchFunction():  # as for packing: a backward pass may be run inside of a forward one
+        return kept.copy.unpack().as_strided(kept.shape, kept.stride, kept.offset)

@@ -1,0 +1,1 @@
+"""The geometry of matrix products: operands, passes, summed axes and multiply-accumulates."""

@@ -1,0 +1,73 @@
+"""Which axis a plan means when it says ``channel``, ``vector`` or ``block`` and names none.
+
+A scale must be constant along what a product sums over, or it cannot be taken out of the sum. So ``vector`` keeps one
+scale for everything else, which differs from slot to slot (x, w and dy each need two scaled copies):
+
+===========  =========================  ===================================  ==========================
+operation    fprop (x | w)              dgrad (dy | w)                       wgrad (dy | x)
+===========  =========================  ===================================  ==========================
+linear       token | output             token | input                        output | input
+conv         sample | output channel    sample | input channel               output | input channel
+matmul       row of x | column of w     row of dy | row of w                 column of dy | column of x
+===========  =========================  ===================================  ==========================
+
+``channel`` keeps the feature axis: a weight's outputs, dimension 1 of images, the last of everything else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from bitplan.numerics.mutable_format import LiveFormat
+from bitplan.numerics.quantizer import Quantizer
+from bitplan.plans.spec import QuantizerSpec
+
+#: Places whose tensor is a weight in its own layout.
+_WEIGHT_PLACES = ("weight", "grad_weight", "fprop.w", "dgrad.w")
+#: Operations whose results have their features last, whatever their dimensions.
+_FEATURES_LAST = ("linear", "matmul", "scaled_dot_product_attention", "layer_norm", "rms_norm", "softmax")
+
+
+@lru_cache(maxsize=4096)  # the same few for thousands of layers
+def resolve(spec: QuantizerSpec, place: str, op: str, dims: int, live: LiveFormat | None = None) -> Quantizer:
+    """The quantizer for a tensor of `dims` dimensions in that place of that operation."""
+    if dims == 0:
+        return replace(spec, scale="tensor" if spec.scale else None, axis=None, block=None).resolve(live=live)
+    meaning = spec.axis_meaning
+    if meaning is None:
+        return spec.resolve(live=live)
+    if meaning == "kept":
+        return spec.resolve(axis_default=_feature_axis(place, op, dims) % dims, live=live)
+    summed = _summed_axes(place, op, dims)
+    kept = [axis for axis in range(dims) if axis not in summed]
+    if spec.scale == "vector" and len(summed) > 1 and len(kept) == 1:
+        return replace(spec, scale="channel", axis=kept[0]).resolve(live=live)
+    return spec.resolve(axis_default=summed[-1], live=live)
+
+
+def _feature_axis(place: str, op: str, dims: int) -> int:
+    if place in _WEIGHT_PLACES:
+        if op in ("matmul", "bmm", "addmm", "baddbmm"):
+            return -1
+        return 1 if op.startswith("conv_transpose") and dims > 1 else 0
+    is_image = op.startswith("conv") or (dims >= 4 and op not in _FEATURES_LAST)
+    return 1 if is_image else -1
+
+
+def _summed_axes(place: str, op: str, dims: int) -> list[int]:
+    """The axes a product sums over, for the tensor in that place."""
+    if op.startswith("conv") and dims > 2:
+        if place in ("fprop.w", "dgrad.w", "weight", "grad_weight"):
+            outputs = 1 if op.startswith("conv_transpose") else 0
+            kept = outputs if place != "dgrad.w" else 1 - outputs
+        else:
+            kept = 1 if place.startswith("wgrad") else 0
+        return [axis for axis in range(dims) if axis != kept]
+    if op == "linear":
+        if place == "dgrad.w":
+            return [0]
+        return list(range(dims - 1)) or [0] if place.startswith("wgrad") else [dims - 1]
+    if place in ("fprop.w", "wgrad.dy", "wgrad.x") and dims > 1:
+        return [dims - 2]
+    return [dims - 1]

@@ -1,0 +1,176 @@
+"""Comparing: every plan with every seed, in one folder that the same call goes on with."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from bitplan.analysis.explain import explain
+from bitplan.errors import PlanError, RunError
+from bitplan.files import json_text
+from bitplan.lab.compare.folder import COMPARE_FILE, Choice, Comparison, PlanEntry, read_comparison
+from bitplan.lab.compare.workers import Job, Setting, Trainer, Update, run_in_workers
+from bitplan.lab.tasks.registry import task_class
+from bitplan.lab.train import RunFolder, Summary
+from bitplan.lab.train.folder import make_folder, write_durably
+from bitplan.plans import Plan
+from bitplan.plans.loading import find_plan
+
+#: Where plans that no file and no preset holds are written, for commands to name them.
+PLANS_FOLDER = "plans"
+
+
+def compare(
+    task: str,
+    choices: Sequence[Choice],
+    *,
+    folder: str | os.PathLike[str],
+    seeds: Iterable[int] = (0,),
+    settings: Sequence[str] = (),
+    jobs: int = 1,
+    execution: str = "emulate",
+    device: str = "cpu",
+    compile: bool = False,
+    command: str = "",
+    on_update: Callable[[Update], None] | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> list[Summary]:
+    """Train `task` under every plan with every seed, each run in a subfolder of `folder`.
+
+    Runs that are over already are not made again, and half ones are gone on with: the same call after an interruption
+    does what is left. More plans and seeds may join a comparison later.
+
+    :param task: as the command line names it: ``digits``, or ``my_task.py:MyTask``.
+    :param settings: what differs from the task's recipe, as ``key=value``.
+    :param jobs: processes side by side; 1 trains in this process.
+    :param command: what the comparison's record says to reproduce it.
+    :param on_update: told of every run's progress and end.
+    :param stop: asked again and again; once it is true, runs are stopped, or not begun, and what is done is returned.
+    """
+    if jobs < 1:
+        raise RunError(f"jobs is {jobs}; it must be at least 1.")
+    place = Path(folder)
+    setting = Setting(task, tuple(settings), execution, device, compile)
+    found = planned_jobs(task, choices, tuple(seeds), place, plan_major=compile)
+    trainer = Trainer(setting)
+    _require_effect(trainer, found)
+    _write_record(place, task, found, tuple(settings), command)
+    on_update, stop = on_update or (lambda update: None), stop or (lambda: False)
+    # What is over is only read: no process need start for it, and it is never too late to.
+    over = [job for job in found if _is_over(job)]
+    left = [job for job in found if job not in over]
+    summaries = _run_here(trainer, over, on_update, lambda: False)
+    if jobs > 1 and len(left) > 1:
+        return summaries + run_in_workers(setting, left, jobs, on_update, stop)
+    return summaries + _run_here(trainer, left, on_update, stop)
+
+
+def planned_jobs(
+    task: str, choices: Sequence[Choice], seeds: Sequence[int], folder: Path, plan_major: bool = False
+) -> list[Job]:
+    """What is to be run, in order: seed by seed, so that an early end is a comparison still; or plan by plan."""
+    task_class(task)  # says at once where there is no such task
+    if not choices:
+        raise RunError("name at least one plan to compare, or a suite.")
+    if any(len(set(own)) != len(own) for own in (seeds, *(choice.seeds or () for choice in choices))) or not seeds:
+        raise RunError("name at least one seed, and each only once.")
+    known: dict[str, tuple[Job, Sequence[int]]] = {}
+    for choice in choices:
+        plan = None if choice.plan is None else find_plan(choice.plan)
+        source = choice.plan if isinstance(choice.plan, str) else _source_of(plan, choice.label, folder)
+        stem = slug(choice.label)
+        if stem in known:
+            raise RunError(f"two plans are called {choice.label}: give them different names.")
+        own = seeds if choice.seeds is None else choice.seeds
+        known[stem] = Job(choice.label, plan, source, 0, folder / stem, choice.settings), own
+    by_plan = [
+        replace(job, seed=seed, folder=folder / f"{stem}-s{seed}") for stem, (job, own) in known.items() for seed in own
+    ]
+    return by_plan if plan_major else sorted(by_plan, key=lambda job: [*seeds, job.seed].index(job.seed))
+
+
+def choices_of(plans: Sequence[str]) -> list[Choice]:
+    """Plans that a user names, called by their names; those of equal name by what was typed."""
+    names = [_name_of(plan) for plan in plans]
+    return [
+        Choice(name if names.count(name) == 1 else plan, None if plan.lower() == "fp32" else plan)
+        for name, plan in zip(names, plans, strict=True)
+    ]
+
+
+def slug(label: str) -> str:
+    """A label as a folder's name.
+
+    >>> slug("8 bits"), slug("plans/a.yaml")
+    ('8-bits', 'plans-a.yaml')
+    """
+    return re.sub(r"[^\w.+=-]+", "-", label).strip("-.").lower() or "plan"
+
+
+def _name_of(plan: str) -> str:
+    if plan.lower() == "fp32":
+        return "fp32"
+    return find_plan(plan).name or Path(plan).stem
+
+
+def _source_of(plan: Plan | None, label: str, folder: Path) -> str | None:
+    """A file for a plan that is known to this process only."""
+    if plan is None:
+        return None
+    if plan.origin is not None and plan.origin.is_file():
+        return str(plan.origin)
+    make_folder(folder / PLANS_FOLDER)
+    file = folder / PLANS_FOLDER / f"{slug(label)}.yaml"
+    write_durably(file, plan.flattened().to_yaml())
+    return str(file)
+
+
+def _write_record(folder: Path, task: str, jobs: Sequence[Job], settings: tuple[str, ...], command: str) -> None:
+    """Say which run is which, with what an earlier call said of others."""
+    known = read_comparison(folder)
+    if known is not None and known.task != task:
+        raise RunError(f"{folder} holds a comparison on {known.task}: name another folder for one on {task}.")
+    entries = {} if known is None else {entry.label: entry for entry in known.plans}
+    for job in jobs:
+        entry = entries.setdefault(job.label, PlanEntry(job.label, job.plan_source))
+        runs = tuple(dict.fromkeys((*entry.runs, job.folder.name)))
+        entries[job.label] = replace(entry, plan=job.plan_source, runs=runs)
+    seeds = tuple(sorted({job.seed for job in jobs} | set(() if known is None else known.seeds)))
+    comparison = Comparison(task, tuple(entries.values()), seeds, command, settings)
+    make_folder(folder)
+    write_durably(folder / COMPARE_FILE, json_text(comparison.to_dict()) + "\n")
+
+
+def _require_effect(trainer: Trainer, jobs: Sequence[Job]) -> None:
+    """Raise before anything is trained where a plan does not fit the task; runs that exist have shown that it does."""
+    fresh = {job.label: job for job in jobs if job.plan is not None and not RunFolder(job.folder).is_run}
+    if not fresh:
+        return
+    target = trainer.task(jobs[0].seed).target()
+    for job in fresh.values():
+        assert job.plan is not None
+        try:
+            explain(target.model, job.plan, target.batch, target.loss)
+        except PlanError as error:
+            raise PlanError(f"{job.label} does not fit {trainer.setting.task}: {error}") from error
+
+
+def _is_over(job: Job) -> bool:
+    place = RunFolder(job.folder)
+    return place.is_run and place.status() in ("finished", "diverged")
+
+
+def _run_here(
+    trainer: Trainer, jobs: Sequence[Job], on_update: Callable[[Update], None], stop: Callable[[], bool]
+) -> list[Summary]:
+    summaries = []
+    for job in jobs:
+        if stop():
+            break
+        summary = trainer.run(job, lambda progress, job=job: on_update(Update(job, progress)), stop)  # type: ignore[misc]
+        on_update(Update(job, summary=summary))
+        summaries.append(summary)
+    return summaries

@@ -1,0 +1,112 @@
+"""Comparison folders: run folders side by side, and a ``compare.json`` that says which is which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bitplan.errors import RunError
+from bitplan.lab.train.folder import read_object
+from bitplan.plans import Plan
+
+# --- What a comparison compares
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One plan of a comparison, and what tables and charts call it."""
+
+    label: str
+    #: A preset's name, a file, or a plan itself; None: no plan, which is the task in its own precision.
+    plan: Plan | str | None
+    #: What this plan's runs change in the task's recipe, as ``key=value``.
+    settings: tuple[str, ...] = ()
+    #: Its own seeds; None: those of the comparison.
+    seeds: tuple[int, ...] | None = None
+
+
+COMPARE_FILE = "compare.json"
+#: The version of comparison folders that this package reads and writes.
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    """One plan of a comparison."""
+
+    #: How tables and charts call it.
+    label: str
+    #: A preset's name or a file; None: no plan.
+    plan: str | None
+    #: The folders of its runs, a seed each.
+    runs: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"label": self.label, "plan": self.plan, "runs": list(self.runs)}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The contents of ``compare.json``."""
+
+    task: str
+    plans: tuple[PlanEntry, ...]
+    seeds: tuple[int, ...]
+    #: What goes on with it, or makes it again.
+    command: str
+    settings: tuple[str, ...] = field(default=())
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "bitplan_compare": VERSION,
+            "task": self.task,
+            "settings": list(self.settings),
+            "plans": [entry.to_dict() for entry in self.plans],
+            "seeds": list(self.seeds),
+            "command": self.command,
+        }
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Run folder -> the label of its plan, in order."""
+        return {run: entry.label for entry in self.plans for run in entry.runs}
+
+
+def read_comparison(folder: Path) -> Comparison | None:
+    """What lies in that folder; None where it is no comparison."""
+    file = folder / COMPARE_FILE
+    if not file.is_file():
+        return None
+    content = read_object(file)
+    if content.get("bitplan_compare") != VERSION:
+        raise RunError(
+            f"{folder} is a comparison of version {content.get('bitplan_compare')!r}, and this bitplan knows version "
+            f"{VERSION}: use the bitplan that made it, or name another folder."
+        )
+    try:
+        return _comparison(content)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(file) from error
+
+
+def _comparison(content: Mapping[str, Any]) -> Comparison:
+    return Comparison(
+        task=str(content["task"]),
+        plans=tuple(
+            PlanEntry(
+                str(entry["label"]),
+                None if entry["plan"] is None else str(entry["plan"]),
+                tuple(map(str, entry["runs"])),
+            )
+            for entry in content["plans"]
+        ),
+        seeds=tuple(int(seed) for seed in content["seeds"]),
+        command=str(content["command"]),
+        settings=tuple(map(str, content["settings"])),
+    )
+
+
+def _damaged(file: Path) -> RunError:
+    return RunError(f"{file} is damaged: restore it, leave it out of a report, or begin anew in another folder.")

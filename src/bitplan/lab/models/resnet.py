@@ -1,0 +1,154 @@
+"""Residual networks (He et al. 2015, arXiv 1512.03385): three families that share their blocks.
+
+=====================================  ====================================================================
+:func:`cifar_resnet`                   depth 6n+2 for 32x32 images: 16, 32 and 64 channels, n blocks each
+:func:`resnet18`                       its CIFAR variant: 3x3 stem, no pooling after it, a width to choose
+:func:`imagenet_resnet`                depths 18, 34 and 50 for 224x224 images
+=====================================  ====================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bitplan.lab.models.small_cnns import scaled
+
+#: How a shortcut changes its shape: ``pad`` strides and fills new channels with zeros (no parameters: He et al.'s
+#: option A), ``conv`` is a 1x1 convolution and a batch norm (option B).
+Shortcut = Literal["pad", "conv"]
+
+
+def _conv3x3(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+
+
+class PadShortcut(nn.Module):
+    """Every `stride`-th pixel, and zeros in the channels that are new."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.stride, self.new = stride, outputs - inputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.new // 2, self.new - self.new // 2))
+
+
+def _shortcut(inputs: int, outputs: int, stride: int, kind: Shortcut) -> nn.Module:
+    if stride == 1 and inputs == outputs:
+        return nn.Identity()
+    if kind == "pad":
+        return PadShortcut(inputs, outputs, stride)
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+
+class BasicBlock(nn.Module):
+    """relu(x + BN conv3x3 relu BN conv3x3 x)."""
+
+    expansion = 1
+
+    def __init__(self, inputs: int, channels: int, stride: int, shortcut: Shortcut) -> None:
+        super().__init__()
+        self.conv1 = _conv3x3(inputs, channels, stride)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = _conv3x3(channels, channels)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.shortcut = _shortcut(inputs, channels, stride, shortcut)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = F.relu(self.bn1(self.conv1(x)))
+        return F.relu(self.bn2(self.conv2(inner)) + self.shortcut(x))
+
+
+class Bottleneck(nn.Module):
+    """1x1 down, 3x3 (which carries the stride), 1x1 up to four times the channels."""
+
+    expansion = 4
+
+    def __init__(self, inputs: int, channels: int, stride: int, shortcut: Shortcut) -> None:
+        super().__init__()
+        outputs = channels * self.expansion
+        self.conv1 = nn.Conv2d(inputs, channels, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = _conv3x3(channels, channels, stride)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.conv3 = nn.Conv2d(channels, outputs, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(outputs)
+        self.shortcut = _shortcut(inputs, outputs, stride, shortcut)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = F.relu(self.bn1(self.conv1(x)))
+        inner = F.relu(self.bn2(self.conv2(inner)))
+        return F.relu(self.bn3(self.conv3(inner)) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """A stem, stages of residual blocks (every stage after the first halves the image), average pool, linear."""
+
+    def __init__(
+        self,
+        block: type[BasicBlock] | type[Bottleneck],
+        blocks: Sequence[int],
+        channels: Sequence[int],
+        classes: int,
+        shortcut: Shortcut = "conv",
+        big_images: bool = False,
+    ) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, channels[0], 7, 2, 3, bias=False) if big_images else _conv3x3(3, channels[0])
+        self.bn1 = nn.BatchNorm2d(channels[0])
+        self.pool = nn.MaxPool2d(3, 2, 1) if big_images else nn.Identity()
+        self.stages: list[str] = []
+        features = channels[0]
+        for number, (count, size) in enumerate(zip(blocks, channels, strict=True), start=1):
+            stage = nn.Sequential()
+            for position in range(count):
+                stride = 2 if number > 1 and position == 0 else 1
+                stage.append(block(features, size, stride, shortcut))
+                features = size * block.expansion
+            self.stages.append(f"layer{number}")
+            self.add_module(self.stages[-1], stage)
+        self.fc = nn.Linear(features, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(F.relu(self.bn1(self.conv1(x))))
+        for stage in self.stages:
+            x = self.get_submodule(stage)(x)
+        logits: Tensor = self.fc(F.adaptive_avg_pool2d(x, 1).flatten(1))
+        return logits
+
+
+def cifar_resnet(depth: int, classes: int = 10, shortcut: Shortcut = "conv", width: float = 1.0) -> ResNet:
+    """He et al.'s network for CIFAR, section 4.2: depth 6n+2, such as 20, 38, 56, 74, 110 or 152.
+
+    He et al. used ``pad`` shortcuts, the papers on cyclic precision (arXiv 2101.09868, 2403.02243) ``conv``.
+    """
+    blocks, rest = divmod(depth - 2, 6)
+    if rest or blocks < 1:
+        raise ValueError(f"a CIFAR ResNet has depth 6n+2, such as 20 or 56, not {depth}.")
+    return ResNet(BasicBlock, [blocks] * 3, [scaled(size, width) for size in (16, 32, 64)], classes, shortcut)
+
+
+def resnet18(classes: int = 100, width: float = 1.0) -> ResNet:
+    """ResNet-18 for CIFAR as in Lee, Sharma & Aiken 2023 (arXiv 2301.13464): 3x3 stem without stride or pooling."""
+    return ResNet(BasicBlock, [2, 2, 2, 2], [scaled(size, width) for size in (64, 128, 256, 512)], classes)
+
+
+def imagenet_resnet(depth: int, classes: int = 1000, width: float = 1.0) -> ResNet:
+    """He et al.'s network for ImageNet, table 1, at depth 18, 34 or 50."""
+    shapes: dict[int, tuple[type[BasicBlock] | type[Bottleneck], list[int]]] = {
+        18: (BasicBlock, [2, 2, 2, 2]),
+        34: (BasicBlock, [3, 4, 6, 3]),
+        50: (Bottleneck, [3, 4, 6, 3]),
+    }
+    if depth not in shapes:
+        raise ValueError(f"an ImageNet ResNet has depth 18, 34 or 50 here, not {depth}.")
+    block, blocks = shapes[depth]
+    channels = [scaled(size, width) for size in (64, 128, 256, 512)]
+    return ResNet(block, blocks, channels, classes, big_images=True)

@@ -1,0 +1,208 @@
+"""The answer in one sentence: which plan is cheapest without a loss, and which fail."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bitplan.lab.report.summaries import Experiment, PlanSummary
+
+
+# --- How a figure is spread over seeds
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and spread of one figure over several runs."""
+
+    mean: float
+    #: The sample standard deviation; 0 for a single run, of which nothing is known.
+    deviation: float
+    low: float
+    high: float
+    count: int
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.mean)
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """The spread of those values that exist; None where none does.
+
+    >>> spread([0.25, 0.75, None])
+    Spread(mean=0.5, deviation=0.3535533905932738, low=0.25, high=0.75, count=2)
+    >>> spread([None]) is None
+    True
+    """
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    if not all(map(math.isfinite, known)):
+        return Spread(math.nan, math.nan, math.nan, math.nan, len(known))
+    deviation = statistics.stdev(known) if len(known) > 1 else 0.0
+    return Spread(statistics.fmean(known), deviation, min(known), max(known), len(known))
+
+
+# --- Numbers and names as people read them, the same on the page, in the terminal and in a sentence
+
+
+def percent_words(share: float) -> str:
+    """A share with two or three digits that matter.
+
+    >>> percent_words(1.0), percent_words(0.0625), percent_words(0.00391), percent_words(0.9833)
+    ('100 %', '6.2 %', '0.39 %', '98.3 %')
+    """
+    percent = 100 * share
+    if not math.isfinite(percent):
+        return number_words(share)
+    digits = 0 if abs(percent) >= 99.95 else 1 if abs(percent) >= 1 else 2
+    return f"{percent:.{digits}f} %"
+
+
+def number_words(value: float) -> str:
+    """A number with four digits that matter.
+
+    >>> number_words(2.302585), number_words(0.00012), number_words(float("nan")), number_words(123456.0)
+    ('2.303', '0.00012', 'NaN', '123,456')
+    """
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "infinite"
+    if 1000 <= abs(value) < 1e9:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def duration_words(seconds: float) -> str:
+    """A time.
+
+    >>> duration_words(3.21), duration_words(75.2), duration_words(7300)
+    ('3.2 s', '1 min 15 s', '2 h 01 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """Names as a sentence lists them; a long list is cut.
+
+    >>> listed(["a"]), listed(["a", "b", "c"]), listed(list("abcdefg"))
+    ('a', 'a, b and c', 'a, b, c and 4 more')
+    """
+    if len(names) > most:
+        names = [*names[: most - 1], f"{len(names) - most + 1} more"]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def counted(count: int, noun: str) -> str:
+    """A count with its noun.
+
+    >>> counted(1, "seed"), counted(3, "seed")
+    ('1 seed', '3 seeds')
+    """
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def answer(experiment: Experiment) -> str:
+    """What an experiment shows, in one sentence that names the plans that fail, and runs that are not there yet."""
+    clauses = [f"On {experiment.name} ({_extent(experiment)}), {_finding(experiment)}"]
+    failing = [plan for plan in experiment.plans if plan.verdict == "fails"]
+    if failing:
+        clauses.append(_failure(experiment, failing))
+    missing = [run for run in experiment.runs if run.is_under_way]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        clauses.append(f"{len(missing)} of {counted(len(experiment.runs), 'run')} {verb} not finished")
+    return f"{'; '.join(clauses)}."
+
+
+def best_plan(experiment: Experiment) -> PlanSummary | None:
+    """The cheapest plan that keeps the reference's metric; if none does, the one that comes closest."""
+    keeping = [plan for plan in experiment.plans if plan.verdict == "keeps"]
+    if keeping:
+        return min(keeping, key=_price)
+    sign = -1.0 if experiment.metric.better == "higher" else 1.0
+    others = [plan for plan in experiment.plans if plan.verdict in ("loses", "alone") and plan.value is not None]
+    return min(others, key=lambda plan: sign * plan.value.mean if plan.value else 0.0, default=None)
+
+
+def _extent(experiment: Experiment) -> str:
+    parts = [counted(len(experiment.seeds), "seed")]
+    if (steps := experiment.shared_settings.get("steps")) is not None:
+        parts.append(counted(int(steps), "step"))
+    return ", ".join(parts)
+
+
+def _finding(experiment: Experiment) -> str:
+    metric, reference = experiment.metric.name, experiment.reference
+    if reference is None:
+        return _without_reference(experiment)
+    assert reference.value is not None
+    standard = experiment.metric_words(reference.value.mean)
+    best = best_plan(experiment)
+    if best is not None and best.verdict == "keeps":
+        return (
+            f"{best.label} keeps the {metric} of {reference.label} ({_value(experiment, best)} against {standard})"
+            f"{_savings(best, reference)}"
+        )
+    if best is not None:
+        return (
+            f"no plan keeps the {metric} of {reference.label} ({standard}): {best.label} comes closest with "
+            f"{_value(experiment, best)}{_savings(best, reference)}"
+        )
+    if all(plan.verdict == "unfinished" for plan in experiment.plans if plan is not reference):
+        return f"{reference.label} reaches {metric} {standard}, and nothing else has finished yet"
+    return f"no plan keeps the {metric} of {reference.label} ({standard})"
+
+
+def _without_reference(experiment: Experiment) -> str:
+    metric = experiment.metric
+    best = best_plan(experiment)
+    if best is not None:
+        words = f"{best.label} reaches {metric.name} {_value(experiment, best)}"
+        if best.cost is not None:
+            words += f" with {percent_words(best.cost)} of FP32's bit operations"
+        words += f", and the trivial predictor gets {experiment.metric_words(metric.trivial)}"
+        return words
+    if any(plan.verdict == "fails" for plan in experiment.plans):
+        return "nothing works"
+    return "nothing has finished yet"
+
+
+def _value(experiment: Experiment, plan: PlanSummary) -> str:
+    return "nothing" if plan.value is None else experiment.metric_words(plan.value.mean)
+
+
+def _price(plan: PlanSummary) -> tuple[float, float]:
+    infinite = float("inf")
+    return (infinite if plan.cost is None else plan.cost, infinite if plan.memory is None else plan.memory)
+
+
+def _savings(plan: PlanSummary, reference: PlanSummary) -> str:
+    parts = []
+    if plan.cost is not None and reference.cost:
+        parts.append(f"{percent_words(plan.cost / reference.cost)} of its bit operations")
+    if plan.memory is not None and reference.memory:
+        parts.append(f"{percent_words(plan.memory / reference.memory)} of its tensors' bytes")
+    # What is emulated is counted, not saved.
+    verb = "would need" if plan.runs[0].execution == "emulate" else "needs"
+    return f" and {verb} {' and '.join(parts)}" if parts else ""
+
+
+def _failure(experiment: Experiment, failing: list[PlanSummary]) -> str:
+    if len(failing) > 3:
+        return f"{len(failing)} plans fail ({listed([plan.label for plan in failing])})"
+    described = []
+    for plan in failing:
+        measured = plan.value is not None and plan.value.is_finite
+        value = f"{experiment.metric.name} {_value(experiment, plan)}, " if measured else ""
+        described.append(f"{plan.label} fails ({value}{plan.why})")
+    return " and ".join(described)

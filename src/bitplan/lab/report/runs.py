@@ -1,0 +1,247 @@
+"""Runs as their folders tell them. Only files are read, so that a report can be made anywhere, long afterwards.
+
+What a run has not written yet is missing here, too. A run without a ``summary.json`` is *running* or *unfinished*, and
+is shown as such.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from bitplan.errors import RunError
+from bitplan.lab.compare.folder import read_comparison
+from bitplan.lab.tasks.task import Metric
+from bitplan.lab.train.folder import RunFolder
+from bitplan.lab.train.summary import PromotionRecord
+
+#: How deep runs may lie beneath a folder that is named: runs/comparison/run.
+_DEPTH = 3
+
+Status = Literal["finished", "stopped", "diverged", "running", "unfinished"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One line of a run's metrics."""
+
+    step: int
+    values: Mapping[str, float]
+    #: On held-out data rather than while training.
+    is_evaluation: bool = False
+
+
+@dataclass(frozen=True)
+class SiteRecord:
+    """One tensor: the format it had, and what rounding did to it where that was watched."""
+
+    site: str
+    role: str
+    #: As the plan says it, such as ``int8 channel``; None: left alone.
+    format: str | None
+    rule: str | None = None
+    overflow: float | None = None
+    underflow: float | None = None
+    error: float | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, as its folder tells it."""
+
+    folder: Path
+    task: str
+    #: What it is called: the name in its comparison, or its plan's, or fp32.
+    label: str
+    seed: int
+    metric: Metric
+    status: Status
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    #: The plan's name; None: no plan at all.
+    plan: str | None = None
+    #: The resolved plan as it lies in the folder.
+    plan_text: str | None = None
+    execution: str = "emulate"
+    device: str = "cpu"
+    compiled: bool = False
+    #: What reproduces it.
+    command: str = ""
+    versions: Mapping[str, Any] = field(default_factory=dict)
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    #: Why it did not finish.
+    why: str = ""
+    step: int = 0
+    #: The metric after the last step; None before the first evaluation.
+    value: float | None = None
+    best: float | None = None
+    loss: float | None = None
+    #: Bit operations so far, as a share of what FP32 would have needed for the same steps.
+    relative_cost: float | None = None
+    bit_operations: float | None = None
+    mean_bits: float | None = None
+    #: Bytes by class of a step's tensors, in the plan's formats: counted, not measured.
+    memory: Mapping[str, float] = field(default_factory=dict)
+    #: The most bytes held, measured: on a GPU by torch's allocator, else by the whole process.
+    peak: float | None = None
+    seconds: float | None = None
+    #: 0: every tensor has 16 bits, 1: every tensor has 8; None before there is a summary.
+    low_precision_ratio: float | None = None
+    promotions: Sequence[PromotionRecord] = ()
+    points: Sequence[Point] = ()
+    sites: Sequence[SiteRecord] = ()
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status == "finished"
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it can go on, or does."""
+        return self.status in ("stopped", "running", "unfinished")
+
+    @property
+    def total_memory(self) -> float | None:
+        return sum(self.memory.values()) if self.memory else None
+
+    def curve(self, name: str) -> tuple[list[int], list[float]]:
+        """(steps, values) of everything logged under that name."""
+        found = [(point.step, point.values[name]) for point in self.points if name in point.values]
+        return [step for step, _ in found], [value for _, value in found]
+
+
+def read_runs(paths: Iterable[Path]) -> list[Run]:
+    """Every run in these folders, which are runs, comparisons, or folders of them; each run once."""
+    runs: dict[Path, Run] = {}
+    for path in paths:
+        if not path.is_dir():
+            raise RunError(f"there is no folder {path}: name run folders, or folders that hold some.")
+        found = list(_runs_beneath(path, _DEPTH))
+        if not found:
+            raise RunError(f"{path} holds no runs (a run folder has a run.json): name another folder.")
+        for run in found:
+            runs.setdefault(run.folder.resolve(), run)
+    return list(runs.values())
+
+
+def read_run(path: Path, label: str | None = None) -> Run:
+    """The run in that folder, under that label or its own."""
+    folder = RunFolder(path)
+    config, summary, points = folder.config(), folder.summary(), _points(folder)
+    metric = _metric(config.metric, folder)
+    cost = {} if summary is None else summary.cost
+    value = _last(points, metric.name) if summary is None else summary.metrics.get(metric.name)
+    return Run(
+        folder=path,
+        task=config.task,
+        label=label or config.plan or "fp32",
+        seed=config.seed,
+        metric=metric,
+        status=folder.status(),
+        settings=config.settings,
+        plan=config.plan,
+        plan_text=_text(folder.plan_file) if folder.plan_file.exists() else None,
+        execution=config.execution,
+        device=config.device,
+        compiled=config.compile,
+        command=config.command,
+        versions=config.versions,
+        machine=config.machine,
+        why=(summary.why or "") if summary is not None else "no summary yet",
+        step=summary.step if summary is not None else points[-1].step if points else 0,
+        value=value,
+        best=None if summary is None else summary.best,
+        loss=_last(points, "loss") if summary is None else summary.loss,
+        relative_cost=cost.get("relative_to_fp32"),
+        bit_operations=cost.get("bitops"),
+        mean_bits=_last(points, "mean_bits") if summary is None else cost.get("mean_bits"),
+        memory={} if summary is None else summary.memory,
+        peak=None if summary is None else float(summary.peak),
+        seconds=None if summary is None else summary.seconds,
+        low_precision_ratio=cost.get("low_precision_ratio"),
+        promotions=() if summary is None else summary.promotions,
+        points=points,
+        sites=_sites(folder.sites_file),
+    )
+
+
+def _runs_beneath(path: Path, depth: int) -> Iterator[Run]:
+    if RunFolder(path).is_run:
+        yield read_run(path)
+        return
+    if depth == 0:
+        return
+    comparison = read_comparison(path)
+    labels = {} if comparison is None else comparison.labels
+    # A comparison's runs in the order it names them; others behind them.
+    order = {name: number for number, name in enumerate(labels)}
+    children = [child for child in sorted(path.iterdir()) if child.is_dir() and not child.name.startswith(".")]
+    for child in sorted(children, key=lambda child: order.get(child.name, len(order))):
+        if child.name in labels and RunFolder(child).is_run:
+            yield read_run(child, labels[child.name])
+        else:
+            yield from _runs_beneath(child, depth - 1)
+
+
+def _points(folder: RunFolder) -> list[Point]:
+    points = []
+    for line in folder.metrics():
+        values = {name: known for name, each in line.items() if (known := _number(each)) is not None}
+        points.append(Point(int(values.pop("step")), values, bool(line.get("evaluation", False))))
+    return points
+
+
+def _sites(file: Path) -> list[SiteRecord]:
+    if not file.exists():
+        return []
+    try:
+        return [_site(record) for record in json.loads(_text(file))]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise RunError(f"{file} is damaged: restore it, or leave that run out.") from error
+
+
+def _site(record: Mapping[str, Any]) -> SiteRecord:
+    # A second weight of one operation is a role of its own here: conv1/conv2d.0:weight(bias) is weight(bias).
+    site, _, role = str(record["site"]).rpartition(":") if ":" in str(record["site"]) else ("", "", "")
+    role = role if role.startswith(str(record["role"])) else str(record["role"])
+    texts = {key: None if (text := record.get(key)) is None else str(text) for key in ("format", "rule")}
+    return SiteRecord(
+        site=site or str(record["site"]),
+        role=role,
+        format=texts["format"],
+        rule=texts["rule"],
+        overflow=_number(record.get("overflow")),
+        underflow=_number(record.get("underflow")),
+        error=_number(record.get("error")),
+    )
+
+
+def _metric(content: Mapping[str, Any], folder: RunFolder) -> Metric:
+    trivial = _number(content.get("trivial"))
+    better = content.get("better")
+    if better not in ("higher", "lower"):
+        raise RunError(f"{folder.run_file} is damaged: restore it, or leave that run out.")
+    return Metric(str(content.get("name")), better, math.nan if trivial is None else trivial)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"cannot read {file} ({error.strerror}): mend that, or leave that run out.") from error
+
+
+def _last(points: Sequence[Point], name: str) -> float | None:
+    return next((point.values[name] for point in reversed(points) if name in point.values), None)
+
+
+def _number(value: Any) -> float | None:
+    """A number, also one that strict JSON had to write as a text; None for everything else."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, (int, float)):
+        return float(value)
+    return float(value) if value in ("NaN", "Infinity", "-Infinity") else None

@@ -1,0 +1,380 @@
+"""What runs add up to: plans with their spread over seeds, judged against a reference.
+
+A **plan's row** holds the runs that differ in nothing but the seed. An **experiment** holds the plans of one task on
+one network and its data. The **reference** is the row without a plan, or else the dearest row that finished.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from bitplan.lab.report.answer import Spread, counted, number_words, percent_words, spread
+from bitplan.lab.report.pareto import pareto_front
+from bitplan.lab.report.runs import Run, SiteRecord, read_runs
+from bitplan.lab.tasks.task import Metric
+
+#: A plan keeps the reference's metric if its mean is worse by no more than this share of it ...
+TOLERANCE = 0.01
+#: ... or by no more than the reference's own spread over seeds; and it fails if it loses more than this share of what
+#: the reference gains over the trivial predictor.
+FAILING_LOSS = 0.5
+#: Settings that make another network, or other data: runs that differ in one of them are not judged by each other.
+#: Those of the recipe (steps, lr, loss_scale, ...) are not here, since plans may differ in them on purpose.
+OF_THE_NETWORK = (
+    *("data", "size", "length", "vocabulary", "level", "model", "width", "layers", "heads", "features"),
+    *("levels", "head", "norm"),
+)
+
+Verdict = Literal["reference", "keeps", "loses", "fails", "unfinished", "alone"]
+
+
+@dataclass(frozen=True)
+class PlanSummary:
+    """The runs of one plan that differ in the seed only, with mean and spread."""
+
+    label: str
+    runs: tuple[Run, ...]
+    verdict: Verdict = "alone"
+    #: Half a sentence: why the verdict is so.
+    why: str = ""
+    #: Whether no other plan that works is both cheaper (in bit operations; in bytes) and better.
+    on_cost_front: bool = False
+    on_memory_front: bool = False
+
+    @property
+    def metric(self) -> Metric:
+        return self.runs[0].metric
+
+    @property
+    def has_plan(self) -> bool:
+        return self.runs[0].plan is not None
+
+    @cached_property
+    def judged(self) -> tuple[Run, ...]:
+        """The runs whose figures count: the finished ones, and all where none is."""
+        return tuple(run for run in self.runs if run.is_finished) or self.runs
+
+    @cached_property
+    def value(self) -> Spread | None:
+        """The metric after the last step."""
+        return spread(run.value for run in self.judged)
+
+    @cached_property
+    def cost(self) -> float | None:
+        """Bit operations as a share of FP32's."""
+        found = spread(run.relative_cost for run in self.judged)
+        return None if found is None else found.mean
+
+    @cached_property
+    def memory(self) -> float | None:
+        """Bytes of all classes of tensors."""
+        found = spread(run.total_memory for run in self.judged)
+        return None if found is None else found.mean
+
+    @cached_property
+    def memory_classes(self) -> dict[str, float]:
+        """Bytes of each class of tensors, mean over runs."""
+        names = dict.fromkeys(name for run in self.judged for name in run.memory)
+        means = {name: spread(run.memory.get(name) for run in self.judged) for name in names}
+        return {name: found.mean for name, found in means.items() if found is not None}
+
+    @cached_property
+    def mean_bits(self) -> float | None:
+        found = spread(run.mean_bits for run in self.judged)
+        return None if found is None else found.mean
+
+    @cached_property
+    def loss(self) -> Spread | None:
+        return spread(run.loss for run in self.judged)
+
+    @cached_property
+    def seconds(self) -> float | None:
+        found = spread(run.seconds for run in self.judged)
+        return None if found is None else found.mean
+
+    def count(self, status: str) -> int:
+        """How many of its runs have that status."""
+        return sum(run.status == status for run in self.runs)
+
+    @property
+    def status_words(self) -> str:
+        """What became of its runs.
+
+        Empty where all of them finished: that goes without saying.
+        """
+        statuses = ("diverged", "stopped", "running", "unfinished")
+        odd = [(status, self.count(status)) for status in statuses if self.count(status)]
+        return ", ".join(f"{count} of {len(self.runs)} {status}" for status, count in odd)
+
+    @cached_property
+    def sites(self) -> list[SiteRecord]:
+        """What each tensor got, with errors as means over runs."""
+        gathered: dict[tuple[str, str], list[SiteRecord]] = {}
+        for run in self.runs:
+            for site in run.sites:
+                gathered.setdefault((site.site, site.role), []).append(site)
+        return [_mean_site(records) for records in gathered.values()]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """All plans of one task, on one network."""
+
+    task: str
+    metric: Metric
+    plans: tuple[PlanSummary, ...]
+    #: In what it differs from other experiments of its task in the report, such as ``model resnet20``; mostly empty.
+    variant: str = ""
+
+    @property
+    def name(self) -> str:
+        """What it is called where several are shown."""
+        return f"{self.task}, {self.variant}" if self.variant else self.task
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for plan in self.plans for run in plan.runs]
+
+    @property
+    def reference(self) -> PlanSummary | None:
+        return next((plan for plan in self.plans if plan.verdict == "reference"), None)
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted({run.seed for run in self.runs})
+
+    @cached_property
+    def metric_is_share(self) -> bool:
+        """Whether its metric is a share such as accuracy, which people read in per cent."""
+        values = [self.metric.trivial, *(run.value for run in self.runs if run.value is not None)]
+        known = [value for value in values if math.isfinite(value)]
+        return "accuracy" in self.metric.name and all(0 <= value <= 1 for value in known)
+
+    def metric_words(self, value: float) -> str:
+        """A value of the metric."""
+        return percent_words(value) if self.metric_is_share else number_words(value)
+
+    def deviation_words(self, value: float) -> str:
+        """A spread of the metric."""
+        if not self.metric_is_share or not math.isfinite(value):
+            return number_words(value)
+        return f"{100 * value:.1f}" if value >= 0.0005 else f"{100 * value:.2f}"
+
+    def spread_words(self, plan: PlanSummary) -> str:
+        """Mean and, over several runs, spread of a plan's metric."""
+        if plan.value is None:
+            return "-"
+        mean = self.metric_words(plan.value.mean)
+        if plan.value.count < 2 or not plan.value.is_finite:
+            return mean
+        if self.metric_is_share:
+            return f"{mean.removesuffix(' %')} ± {self.deviation_words(plan.value.deviation)} %"
+        return f"{mean} ± {self.deviation_words(plan.value.deviation)}"
+
+    @property
+    def answer(self) -> str:
+        """What the runs show, in one sentence."""
+        from bitplan.lab.report.answer import answer
+
+        return answer(self)
+
+    def _repr_html_(self) -> str:
+        from bitplan.lab.report.tables import summary_html
+
+        return summary_html(self)
+
+    @property
+    def shared_settings(self) -> dict[str, Any]:
+        """The settings that all its runs have in common."""
+        runs = self.runs
+        first = runs[0].settings
+        return {key: value for key, value in first.items() if all(run.settings.get(key) == value for run in runs)}
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that was asked about, by task."""
+
+    experiments: tuple[Experiment, ...]
+
+    @classmethod
+    def of(cls, paths: Iterable[str | Path]) -> Report:
+        """The report on all runs in these folders."""
+        return summarized(read_runs(Path(path) for path in paths))
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for experiment in self.experiments for run in experiment.runs]
+
+    @property
+    def answer(self) -> str:
+        """One sentence for each task."""
+        return " ".join(experiment.answer for experiment in self.experiments)
+
+    def _repr_html_(self) -> str:
+        return "".join(experiment._repr_html_() for experiment in self.experiments)
+
+
+def summarized(runs: Sequence[Run]) -> Report:
+    """What these runs add up to."""
+    by_task: dict[tuple[str, Metric], dict[str, list[Run]]] = {}
+    for run in runs:
+        # A trivial predictor may depend on the settings; the name and the direction make a metric.
+        networks = by_task.setdefault((run.task, replace(run.metric, trivial=0.0)), {})
+        networks.setdefault(json.dumps(_network(run), default=str), []).append(run)
+    return Report(
+        tuple(
+            _experiment(task, own, variant)
+            for (task, _), networks in by_task.items()
+            for own, variant in zip(networks.values(), _variants(list(networks.values())), strict=True)
+        )
+    )
+
+
+def _network(run: Run) -> dict[str, Any]:
+    """What makes its network and its data; of a path the last part, for the same data may lie elsewhere."""
+    found = {key: run.settings.get(key) for key in OF_THE_NETWORK}
+    return found | {"data": Path(str(found["data"])).name} if found["data"] else found
+
+
+def _variants(groups: list[list[Run]]) -> list[str]:
+    """In what the networks of one task differ, in words."""
+    networks = [_network(group[0]) for group in groups]
+    odd = [key for key in OF_THE_NETWORK if any(network[key] != networks[0][key] for network in networks)]
+    return [", ".join(f"{key} {network[key]}" for key in odd if network[key] is not None) for network in networks]
+
+
+def _experiment(task: str, runs: list[Run], variant: str) -> Experiment:
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(_identity(run), []).append(run)
+    labels = _labels(list(groups.values()))
+    plans = [
+        PlanSummary(label, tuple(sorted(own, key=lambda run: run.seed)))
+        for label, own in zip(labels, groups.values(), strict=True)
+    ]
+    reference = _reference(plans)
+    judged = [_judged(plan, reference) for plan in plans]
+    return Experiment(task, runs[0].metric, tuple(_with_fronts(judged)), variant)
+
+
+def _identity(run: Run) -> str:
+    """Everything that makes a run but its seed."""
+    facts = [run.label, run.plan_text, run.execution, run.device, run.compiled, dict(run.settings)]
+    return json.dumps(facts, sort_keys=True, default=str)
+
+
+def _labels(groups: list[list[Run]]) -> list[str]:
+    """The label of each group; those that share one say in what they differ."""
+    labels = []
+    for group in groups:
+        run = group[0]
+        twins = [other[0] for other in groups if other[0].label == run.label]
+        labels.append(run.label + (f" ({_difference(run, twins)})" if len(twins) > 1 else ""))
+    repeated = {label for label in labels if labels.count(label) > 1}
+    return [
+        f"{label}, {group[0].folder.name}" if label in repeated else label
+        for label, group in zip(labels, groups, strict=True)
+    ]
+
+
+def _difference(run: Run, twins: list[Run]) -> str:
+    def facts(each: Run) -> Mapping[str, Any]:
+        own = {"execution": each.execution, "device": each.device, "compile": each.compiled}
+        return {**own, **each.settings}
+
+    mine = facts(run)
+    odd = [key for key in mine if any(facts(twin).get(key) != mine[key] for twin in twins)]
+    return ", ".join(f"{key}={mine[key]}" for key in odd) or run.folder.name
+
+
+def _reference(plans: Sequence[PlanSummary]) -> PlanSummary | None:
+    """What the others are judged by; one plan alone has none.
+
+    Of several runs without a plan the longest, and of those the best: a short one, left from a trial, is no standard.
+    """
+    usable = [plan for plan in plans if plan.value is not None and plan.count("finished")]
+    if len(plans) < 2 or not usable:
+        return None
+    plain = [plan for plan in usable if not plan.has_plan]
+    if not plain:
+        return max(usable, key=lambda plan: plan.cost or 0.0)
+    sign = 1.0 if plain[0].metric.better == "higher" else -1.0
+
+    def length_and_value(plan: PlanSummary) -> tuple[int, bool, float]:
+        assert plan.value is not None
+        return max(run.step for run in plan.judged), plan.value.is_finite, sign * plan.value.mean
+
+    return max(plain, key=length_and_value)
+
+
+def _judged(plan: PlanSummary, reference: PlanSummary | None) -> PlanSummary:
+    verdict, why = _verdict(plan, reference)
+    return replace(plan, verdict=verdict, why=why)
+
+
+def _verdict(plan: PlanSummary, reference: PlanSummary | None) -> tuple[Verdict, str]:
+    value, metric = plan.value, plan.metric
+    if diverged := plan.count("diverged"):
+        return "fails", f"diverged in {diverged} of {counted(len(plan.runs), 'run')}"
+    if not plan.count("finished"):
+        return "unfinished", plan.runs[0].why.strip().rstrip(".") or "not finished"
+    if value is None:
+        return "fails", f"no {metric.name} was measured"
+    if not value.is_finite:
+        return "fails", f"its {metric.name} is not a number"
+    if math.isfinite(metric.trivial) and not metric.is_better(value.mean, metric.trivial):
+        return "fails", "no better than the trivial predictor"
+    if plan is reference:
+        return "reference", "what the others are judged by"
+    if reference is None or reference.value is None or not reference.value.is_finite:
+        return "alone", "there is nothing to compare it with"
+    return _against(value, reference, metric)
+
+
+def _against(value: Spread, reference: PlanSummary, metric: Metric) -> tuple[Verdict, str]:
+    assert reference.value is not None
+    loss = reference.value.mean - value.mean
+    if metric.better == "lower":
+        loss = -loss
+    gain = abs(reference.value.mean - metric.trivial)
+    if math.isfinite(gain) and metric.is_better(reference.value.mean, metric.trivial) and loss > FAILING_LOSS * gain:
+        return "fails", f"loses more than half of what {reference.label} gains over the trivial predictor"
+    if loss <= max(TOLERANCE * abs(reference.value.mean), reference.value.deviation):
+        return "keeps", f"within {TOLERANCE:.0%} or the spread of {reference.label}"
+    return "loses", f"worse than {reference.label} by more than {TOLERANCE:.0%} and its spread"
+
+
+def _with_fronts(plans: list[PlanSummary]) -> list[PlanSummary]:
+    """Plans that fail or have not finished are on no front, however cheap they are."""
+
+    def front(price_of: Any) -> set[int]:
+        able = [
+            (number, price_of(plan), plan.value.mean)
+            for number, plan in enumerate(plans)
+            if plan.verdict not in ("fails", "unfinished") and plan.value is not None and price_of(plan) is not None
+        ]
+        if not able:
+            return set()
+        chosen = pareto_front([(price, value) for _, price, value in able], plans[0].metric.better)
+        return {able[index][0] for index in chosen}
+
+    cheap, small = front(lambda plan: plan.cost), front(lambda plan: plan.memory)
+    return [
+        replace(plan, on_cost_front=number in cheap, on_memory_front=number in small)
+        for number, plan in enumerate(plans)
+    ]
+
+
+def _mean_site(records: list[SiteRecord]) -> SiteRecord:
+    def mean(name: str) -> float | None:
+        found = spread(getattr(record, name) for record in records)
+        return None if found is None else found.mean
+
+    return replace(records[0], overflow=mean("overflow"), underflow=mean("underflow"), error=mean("error"))

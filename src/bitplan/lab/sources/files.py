@@ -1,0 +1,168 @@
+"""Where data are looked for, and what is said when they are not there."""
+
+from __future__ import annotations
+
+import gzip
+import tarfile
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from bitplan.errors import TaskError
+
+# --- Files of a data set by their relative names, in a folder or in a ``.tar`` that need not be unpacked
+
+
+class Files(ABC):
+    """What lies below some place. Names have slashes, and none of them leads out of it."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Of all files, sorted."""
+
+    @abstractmethod
+    def read(self, name: str) -> bytes:
+        """A file's content."""
+
+    def where(self, name: str) -> str:
+        """The file as messages call it."""
+        return f"{self.place}/{name}"
+
+
+class FolderFiles(Files):
+    """Files in a folder."""
+
+    def names(self) -> list[str]:
+        return sorted(path.relative_to(self.place).as_posix() for path in self.place.rglob("*") if path.is_file())
+
+    def read(self, name: str) -> bytes:
+        return read_bytes(self.place / name)
+
+
+class TarFiles(Files):
+    """Files in an archive that is not compressed, so that each can be read where it lies. Links are passed over."""
+
+    def __init__(self, place: Path) -> None:
+        super().__init__(place)
+        try:
+            with tarfile.open(place, "r:") as archive:
+                members = [member for member in archive if member.isreg() and not member.issparse()]
+        except tarfile.ReadError as error:
+            raise TaskError(
+                f"{place} is no .tar archive, or is compressed or damaged: unpack it, and set data= to the folder."
+            ) from error
+        except OSError as error:
+            raise TaskError(
+                f"cannot read {place} ({error.strerror}): set data= to a file that you may read."
+            ) from error
+        self._members = {member.name.removeprefix("./"): (member.offset_data, member.size) for member in members}
+
+    def names(self) -> list[str]:
+        return sorted(self._members)
+
+    def read(self, name: str) -> bytes:
+        if name not in self._members:
+            raise TaskError(f"there is no {name} in {self.place}, which belongs to the set: get the archive again.")
+        start, size = self._members[name]
+        with self.place.open("rb") as file:
+            file.seek(start)
+            content = file.read(size)
+        if len(content) < size:
+            raise TaskError(f"{self.place} ends in the middle of {name}: get the archive again.")
+        return content
+
+
+def open_files(place: Path) -> Files:
+    """Those of a folder or of an archive."""
+    return FolderFiles(place) if place.is_dir() else TarFiles(place)
+
+
+Found = TypeVar("Found")
+
+#: Where a downloader puts data when no folder is named.
+DOWNLOADS = "data"
+
+
+@dataclass(frozen=True)
+class Sought:
+    """A data set in words."""
+
+    name: str
+    #: What its folder looks like.
+    layout: str
+    #: How to come by it.
+    advice: str
+
+
+def read_set(
+    sought: Sought,
+    read: Callable[[Path], Found | None],
+    data: str,
+    usual: Sequence[Path] = (),
+    download: Callable[[Path], None] | None = None,
+) -> Found:
+    """What `read` finds in the folder `data`, in one of the `usual` places, or after `download`.
+
+    :param data: the folder that the user named, or "".
+    :param download: fetches the set into a folder; None where the user did not ask for it.
+    """
+    places = [Path(data).expanduser()] if data else [*usual, Path(DOWNLOADS)]
+    if data and not places[0].is_dir() and download is None:
+        raise TaskError(f"there is no folder {data}: set data= to {sought.layout}.")
+    for place in places:
+        found = read(place)
+        if found is not None:
+            return found
+    if download is not None:
+        download(places[-1])
+        found = read(places[-1])
+        if found is not None:
+            return found
+    looked = f"{data} holds no {sought.name}" if data else f"{sought.name} is not here"
+    raise TaskError(f"{looked}: {sought.advice} and set data= to {sought.layout}, or set download=true.")
+
+
+def read_bytes(path: Path) -> bytes:
+    """The file's content, unpacked where its name ends in ``.gz``, or a sentence."""
+    try:
+        content = path.read_bytes()
+        return gzip.decompress(content) if path.suffix == ".gz" else content
+    except FileNotFoundError as error:
+        raise TaskError(f"there is no file {path}, which belongs to the set: copy it there.") from error
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise TaskError(f"{path} is damaged ({error}): get it again.") from error
+    except OSError as error:
+        raise TaskError(f"cannot read {path} ({error.strerror}): set data= to a folder that you may read.") from error
+
+
+def read_text(path: Path) -> str:
+    """The file's text, as UTF-8, unpacked where its name ends in ``.gz``."""
+    try:
+        return read_bytes(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{path} is not UTF-8 text (byte {error.start}): convert it, or name another file.") from error
+
+
+def with_torchvision(name: str, folder: Path) -> None:
+    """Have torchvision fetch the set that it calls `name` into `folder`."""
+    try:
+        from torchvision import datasets
+    except ModuleNotFoundError as error:
+        raise TaskError(
+            "download=true needs torchvision, which is not installed: run 'pip install torchvision', "
+            "or get the files yourself and set data= to their folder."
+        ) from error
+    try:
+        getattr(datasets, name)(str(folder), train=True, download=True)
+    except Exception as error:  # no network, no room, another machine's error page: the reason is in the words
+        first = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise TaskError(
+            f"torchvision could not fetch {name} into {folder} ({first.removesuffix('.')}): "
+            f"get the files yourself and set data= to their folder."
+        ) from error

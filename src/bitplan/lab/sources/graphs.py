@@ -1,0 +1,249 @@
+"""Graphs in .npz files of NumPy, and OGB's in its own files of text. No file is unpickled.
+
+An .npz file holds features and edges as the three arrays of a sparse matrix in rows (CSR), or as they are:
+
+============  ================================================================================================
+features      ``x_data x_indices x_indptr x_shape``, or ``attr_...`` as in the files of Shchur et al., or ``x``
+edges         ``adj_indptr adj_indices``, or ``edge_index`` of shape (2, edges); they are made to go both ways
+classes       ``y`` or ``labels``, a number for every node
+split         ``idx_train idx_val idx_test``, numbers of nodes; without them the usual split is made
+============  ================================================================================================
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bitplan.errors import TaskError
+from bitplan.lab.sources.files import read_bytes, read_text
+from bitplan.lab.sources.pickled import Call, NotPlainData, any_array, plain_data
+from bitplan.lab.tasks.graph_data import GraphData, usual_split
+
+_SPLIT = ("idx_train", "idx_val", "idx_test")
+
+
+def read_graph(data: str) -> GraphData:
+    """The graph in that .npz file."""
+    path = Path(data).expanduser()
+    if not path.is_file():
+        raise TaskError(f"there is no file {data}: set data= to a graph in an .npz file.")
+    return read_npz(path)
+
+
+def read_npz(path: Path) -> GraphData:
+    """See the module's words."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return _graph(path, file)
+    except (OSError, ValueError, KeyError, IndexError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        if isinstance(error, TaskError):
+            raise
+        # numpy's own words would advise to unpickle it, which runs what it holds.
+        is_pickled = "pickle" in str(error)
+        words = (
+            "no .npz file, or one of pickled objects"
+            if is_pickled
+            else " ".join(str(error).split()) or type(error).__name__
+        )
+        raise TaskError(
+            f"{path} is not a graph that can be read ({words}): it wants "
+            f"x_data, x_indices, x_indptr, x_shape, adj_indptr, adj_indices and y."
+        ) from error
+
+
+def _graph(path: Path, file: Mapping[str, NDArray[Any]]) -> GraphData:
+    labels = torch.from_numpy(_first(path, file, "y", "labels").astype(np.int64).reshape(-1))
+    given = [name for name in _SPLIT if name in file]
+    if given and len(given) < len(_SPLIT):
+        missing = next(name for name in _SPLIT if name not in given)
+        raise TaskError(f"{path} has {given[0]} and no {missing}: add it, or take the split out.")
+    split = [torch.from_numpy(file[name].astype(np.int64)) for name in _SPLIT] if given else usual_split(labels)
+    return GraphData(_features(path, file), _edges(path, file), labels, *split)
+
+
+def _first(path: Path, file: Mapping[str, NDArray[Any]], *names: str) -> NDArray[Any]:
+    for name in names:
+        if name in file:
+            return file[name]
+    raise TaskError(f"{path} lacks {' or '.join(names)}: it is not a graph whose nodes have features and classes.")
+
+
+def _features(path: Path, file: Mapping[str, NDArray[Any]]) -> Tensor:
+    if "x" in file:
+        return torch.from_numpy(file["x"].astype(np.float32))
+    parts = ("data", "indices", "indptr", "shape")
+    values, columns, ends, shape = (_first(path, file, f"x_{part}", f"attr_{part}") for part in parts)
+    dense = np.zeros(tuple(int(size) for size in shape), np.float32)
+    np.add.at(dense, (_rows(path, ends, len(dense)), columns.astype(np.int64)), values.astype(np.float32))
+    return torch.from_numpy(dense)
+
+
+def _edges(path: Path, file: Mapping[str, NDArray[Any]]) -> Tensor:
+    if "edge_index" in file:
+        return torch.from_numpy(file["edge_index"].astype(np.int64))
+    ends, columns = _first(path, file, "adj_indptr"), _first(path, file, "adj_indices")
+    rows = _rows(path, ends, len(ends) - 1)
+    if len(rows) != len(columns):
+        raise TaskError(f"{path} is damaged: adj_indptr promises {len(rows)} edges and adj_indices has {len(columns)}.")
+    return torch.from_numpy(np.stack([rows, columns.astype(np.int64)]))
+
+
+def _rows(path: Path, ends: NDArray[Any], count: int) -> NDArray[np.int64]:
+    """The row of every value of a matrix in rows."""
+    lengths: NDArray[np.int64] = np.diff(ends).astype(np.int64)
+    if len(lengths) != count or (lengths < 0).any():
+        raise TaskError(f"{path} is damaged: the rows of a matrix begin at places that are out of order.")
+    return np.repeat(np.arange(count), lengths)
+
+
+def read_ogb(folder: Path, name: str) -> GraphData | None:
+    """A node property graph of OGB from the text files that its archive unpacks to; None where they are not there.
+
+    :param name: as the package ogb calls the folder: ``ogbn_arxiv``. The archive itself calls it ``arxiv``.
+    """
+    for place in (folder / name, folder / name.removeprefix("ogbn_"), folder):
+        raw = place / "raw"
+        if (raw / "edge.csv.gz").is_file():
+            splits = sorted(path for path in (place / "split").glob("*") if path.is_dir())
+            if len(splits) != 1:
+                raise TaskError(
+                    f"{place / 'split'} has {len(splits)} splits, and one is wanted: unpack the archive again."
+                )
+            edges = _numbers(raw / "edge.csv.gz", np.int64, 2).T
+            features = _numbers(raw / "node-feat.csv.gz", np.float32)
+            labels = _numbers(raw / "node-label.csv.gz", np.int64, 1)[:, 0]
+            parts = [_numbers(splits[0] / f"{part}.csv.gz", np.int64, 1)[:, 0] for part in ("train", "valid", "test")]
+            return GraphData(
+                *(torch.from_numpy(np.ascontiguousarray(each)) for each in (features, edges, labels, *parts))
+            )
+    return None
+
+
+def _numbers(path: Path, kind: type[np.generic], columns: int | None = None) -> NDArray[Any]:
+    """A table of numbers with commas, which has no heading."""
+    content = read_bytes(path)
+    try:
+        # Whole numbers may be written as 4.0.
+        as_read = np.float64 if issubclass(kind, np.integer) else kind
+        table = np.loadtxt(io.BytesIO(content), as_read, delimiter=",", comments=None, ndmin=2).astype(kind)
+    except ValueError as error:
+        raise TaskError(f"{path} is damaged ({error}): get it again.") from error
+    width = table.shape[1]
+    if columns not in (None, width):
+        raise TaskError(f"{path} has {width} columns, and {columns} are wanted: it is another file.")
+    return table
+
+
+def with_ogb(name: str, folder: Path) -> None:
+    """Have OGB's own package fetch the graph that it calls `name` into `folder`."""
+    try:
+        from ogb.nodeproppred import NodePropPredDataset
+    except ModuleNotFoundError as error:
+        raise TaskError(
+            "download=true needs the package ogb, which is not installed: run 'pip install ogb', "
+            "or unpack its archive yourself and set data= to that folder."
+        ) from error
+    try:
+        NodePropPredDataset(name, root=str(folder))
+    except Exception as error:  # no network, no room; or a file of its own that a newer torch does not load
+        if (folder / name.replace("-", "_") / "raw").is_dir():
+            return  # the archive is unpacked, and its text is all that is read here
+        first = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise TaskError(
+            f"ogb could not fetch {name} into {folder} ({first.removesuffix('.')}): "
+            f"unpack its archive yourself and set data= to that folder."
+        ) from error
+
+
+# --- Planetoid's own files (Yang et al. 2016, arXiv 1603.08861): ``ind.cora.allx``, ``ind.cora.graph`` and so on
+
+
+#: Nodes behind those that are learnt from.
+VALIDATION = 500
+
+
+def read_planetoid(folder: Path, name: str) -> GraphData | None:
+    """The graph that files in the folder, or in its ``raw``, call `name` (``cora``, say); None where there are none."""
+    for place in (folder, folder / "raw"):
+        if (place / f"ind.{name}.allx").is_file():
+            return _read(place / f"ind.{name}")
+    return None
+
+
+def _read(stem: Path) -> GraphData:
+    known, tested = _matrix(_file(stem, "allx")), _matrix(_file(stem, "tx"))
+    classes, tested_classes = _dense(_file(stem, "ally")), _dense(_file(stem, "ty"))
+    told = len(_dense(_file(stem, "y")))
+    # Test nodes stand in the files in another order than in the graph, and some of the graph's are missing: these have
+    # no features and no class, and judge nothing.
+    places = np.array([int(line) for line in read_text(_file(stem, "test.index")).split()])
+    nodes = max(len(known), int(places.max(initial=-1)) + 1)
+    if len(places) != len(tested) or len(tested) != len(tested_classes) or len(known) != len(classes):
+        raise _damaged(_file(stem, "test.index"), "its files are of different lengths")
+    features = np.zeros((nodes, known.shape[1]), np.float32)
+    labels = np.zeros(nodes, np.int64)
+    features[: len(known)], labels[: len(known)] = known, classes.argmax(1)
+    features[places], labels[places] = tested, tested_classes.argmax(1)
+    parts = (np.arange(told), np.arange(told, told + VALIDATION), np.sort(places))
+    return GraphData(
+        *(torch.from_numpy(each) for each in (features, _planetoid_edges(_file(stem, "graph")), labels)),
+        *(torch.from_numpy(each.astype(np.int64)) for each in parts),
+    )
+
+
+def _file(stem: Path, part: str) -> Path:
+    return stem.with_name(f"{stem.name}.{part}")
+
+
+def _damaged(path: Path, why: str) -> TaskError:
+    return TaskError(f"{path} is damaged or something else ({why}): get Planetoid's files again.")
+
+
+def _plain(path: Path) -> Any:
+    try:
+        return plain_data(read_bytes(path))
+    except NotPlainData as error:
+        raise _damaged(path, str(error)) from error
+
+
+def _dense(path: Path) -> NDArray[Any]:
+    try:
+        return any_array(_plain(path))
+    except NotPlainData as error:
+        raise _damaged(path, str(error)) from error
+
+
+def _matrix(path: Path) -> NDArray[np.float32]:
+    """A matrix of SciPy's in rows, dense."""
+    held = _plain(path)
+    state = held.state if isinstance(held, Call) else None
+    try:
+        if not isinstance(state, dict):
+            raise NotPlainData("no matrix")
+        parts = {key.decode() if isinstance(key, bytes) else str(key): state[key] for key in state}
+        values, columns, ends = (any_array(parts[part]) for part in ("data", "indices", "indptr"))
+        rows, width = (int(size) for size in parts["_shape"])
+        dense = np.zeros((rows, width), np.float32)
+        np.add.at(dense, (np.repeat(np.arange(rows), np.diff(ends)), columns), values.astype(np.float32))
+    except (NotPlainData, KeyError, ValueError, TypeError, IndexError) as error:
+        raise _damaged(path, str(error)) from error
+    return dense
+
+
+def _planetoid_edges(path: Path) -> NDArray[np.int64]:
+    """From every node to each in its list."""
+    held = _plain(path)
+    try:
+        pairs = [(int(node), int(other)) for node, others in held.items() for other in others]
+    except (AttributeError, ValueError, TypeError) as error:
+        raise _damaged(path, "no dictionary of neighbours") from error
+    return np.ascontiguousarray(np.array(pairs, dtype=np.int64).reshape(-1, 2).T)

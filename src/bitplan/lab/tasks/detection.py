@@ -1,0 +1,460 @@
+"""Object detection: find the objects of an image, by RetinaNet; and the quick task that every machine has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Adam, Optimizer
+
+from bitplan.errors import TaskError, nearest_names
+from bitplan.lab.models.retinanet import BACKBONE_LEVELS, COARSEST, MOST_LEVELS, RetinaNet, freeze_norms, level_grids
+from bitplan.lab.sources.pretrained import read_backbone
+from bitplan.lab.tasks.images import Normalisation, digits
+from bitplan.lab.tasks.scenes import Objects, SceneData, digit_scenes
+from bitplan.lab.tasks.task import DECAYS, LoadingTask, Metric, Settings, decayed, fused_for, generator, shuffled
+
+# --- Boxes of images: left, top, right and bottom edge in pixels, the last dimension of every tensor here
+
+
+#: What offsets are divided by, so that they are about 1 (Girshick 2015, arXiv 1504.08083).
+_DEVIATIONS = (0.1, 0.1, 0.2, 0.2)
+#: No box is told to be larger than its anchor by more than this factor: exp() of an untrained output must stay finite.
+_LARGEST_GROWTH = math.log(1000 / 16)
+
+
+def areas(boxes: Tensor) -> Tensor:
+    """Of each box; 0 where its edges cross."""
+    width, height = (boxes[..., 2:] - boxes[..., :2]).clamp(min=0).unbind(-1)
+    return width * height
+
+
+def overlaps(one: Tensor, other: Tensor) -> Tensor:
+    """Intersection over union of each box in `one` (n, 4) with each in `other` (m, 4): (n, m).
+
+    >>> overlaps(torch.tensor([[0.0, 0, 2, 2]]), torch.tensor([[0.0, 0, 2, 2], [1, 0, 3, 2], [5, 5, 6, 6]]))
+    tensor([[1.0000, 0.3333, 0.0000]])
+    """
+    first = torch.maximum(one[:, None, :2], other[None, :, :2])
+    last = torch.minimum(one[:, None, 2:], other[None, :, 2:])
+    common = areas(torch.cat([first, last], -1))
+    union = areas(one)[:, None] + areas(other)[None] - common
+    return torch.where(union > 0, common / union, 0.0)
+
+
+def offsets_to(boxes: Tensor, anchors: Tensor) -> Tensor:
+    """How far each box is from its anchor: the middle in the anchor's sides, the sides as logarithms of their ratio."""
+    box_middle, box_side = _middle_and_side(boxes)
+    middle, side = _middle_and_side(anchors)
+    told = torch.cat([(box_middle - middle) / side, (box_side / side).log()], -1)
+    return told / told.new_tensor(_DEVIATIONS)
+
+
+def moved_by(offsets: Tensor, anchors: Tensor) -> Tensor:
+    """The boxes that lie at those offsets: the inverse of :func:`offsets_to`."""
+    middle, side = _middle_and_side(anchors)
+    told = offsets * offsets.new_tensor(_DEVIATIONS)
+    new_middle = middle + told[..., :2] * side
+    half = side * told[..., 2:].clamp(max=_LARGEST_GROWTH).exp() / 2
+    return torch.cat([new_middle - half, new_middle + half], -1)
+
+
+def kept_of(boxes: Tensor, labels: Tensor, most: float) -> Tensor:
+    """Which of the boxes, best first, stay (a mask): a better one of equal label that overlaps more takes one away.
+
+    A box that was itself taken away takes none. Greedy suppression decides from the best to the worst; here all are
+    decided at once, again and again until nothing changes. A box's fate is right as soon as those of all better ones
+    are, so the end is the greedy one, after as many rounds as the longest chain of boxes has.
+    """
+    rivals = (overlaps(boxes, boxes) > most) & (labels[:, None] == labels[None])
+    rivals = rivals.triu(diagonal=1)  # row: the better one
+    kept = torch.ones_like(labels, dtype=torch.bool)
+    while True:
+        now = ~(rivals & kept[:, None]).any(0)
+        if torch.equal(now, kept):
+            return kept
+        kept = now
+
+
+def _middle_and_side(boxes: Tensor) -> tuple[Tensor, Tensor]:
+    first, last = boxes[..., :2], boxes[..., 2:]
+    return (first + last) / 2, last - first
+
+
+# --- The boxes that a detector moves, and what it ought to say of each where the objects of an image are known
+
+
+#: Sides of a cell's anchors in those of the smallest, and height over width.
+SCALES = (1.0, 2 ** (1 / 3), 2 ** (2 / 3))
+
+RATIOS = (0.5, 1.0, 2.0)
+
+IN_CELL = len(SCALES) * len(RATIOS)
+
+#: What an anchor's label is where it is no class's.
+BACKGROUND, IGNORED = -1, -2
+#: An anchor is an object's from this overlap on, and background below the other one; between them it does not count.
+_OBJECT_FROM, _BACKGROUND_BELOW = 0.5, 0.4
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to say of an image's anchors; of those that it does not name, that they are background."""
+
+    places: Tensor
+    #: A class, or :data:`IGNORED`.
+    labels: Tensor
+    offsets: Tensor
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """Those of square images, in the order of :class:`bitplan.lab.models.retinanet.Head`'s outputs."""
+
+    side: int
+    levels: int
+    #: The side of the smallest anchor of a cell, in the cell's.
+    smallest: float
+
+    @cached_property
+    def boxes(self) -> Tensor:
+        """(anchors, 4)."""
+        with torch.device("cpu"):  # where only shapes are asked for, models are made on another device
+            return torch.cat([self._of_level(*grid) for grid in level_grids(self.side, self.levels)])
+
+    def _of_level(self, stride: int, cells: int) -> Tensor:
+        places = (torch.arange(cells) + 0.5) * stride
+        middle = torch.stack([places.expand(cells, cells), places[:, None].expand(cells, cells)], -1)[:, :, None]
+        sides = [(scale / ratio**0.5, scale * ratio**0.5) for scale in SCALES for ratio in RATIOS]
+        half = torch.tensor(sides) * stride * self.smallest / 2
+        return torch.cat([middle - half, middle + half], -1).view(-1, 4)
+
+    def wanted(self, objects: Objects) -> Wanted:
+        """What to say of an image with these objects.
+
+        Every object has at least the anchor that overlaps it most, however little that is. Difficult objects are
+        neither to be found nor background.
+        """
+        if not len(objects):
+            return Wanted(torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long), torch.zeros(0, 4))
+        overlap = overlaps(self.boxes, objects.boxes)
+        most, nearest = overlap.max(1)
+        best_of_object, best_anchor = overlap.max(0)
+        served = best_of_object > 0
+        nearest[best_anchor[served]] = torch.arange(len(objects))[served]
+        found = most >= _OBJECT_FROM
+        found[best_anchor[served]] = True
+        places = (found | (most >= _BACKGROUND_BELOW)).nonzero().flatten()
+        nearest, found = nearest[places], found[places] & ~objects.difficult[nearest[places]]
+        return Wanted(
+            places,
+            torch.where(found, objects.labels[nearest], IGNORED),
+            offsets_to(objects.boxes[nearest], self.boxes[places]),
+        )
+
+    def stacked(self, wanted: Sequence[Wanted]) -> tuple[Tensor, Tensor]:
+        """What to say of a batch: labels (batch, anchors) and offsets (batch, anchors, 4), however many objects."""
+        labels = torch.full((len(wanted), len(self.boxes)), BACKGROUND)
+        offsets = torch.zeros(len(wanted), len(self.boxes), 4)
+        for number, each in enumerate(wanted):
+            labels[number, each.places] = each.labels
+            offsets[number, each.places] = each.offsets
+        return labels, offsets
+
+
+# --- Mean average precision: the figure that detectors are judged by, as the VOC challenge defines it since 2010
+
+
+#: The least overlap of a find.
+ENOUGH = 0.5
+
+
+@dataclass(frozen=True)
+class Detections:
+    """What a detector says of an image."""
+
+    boxes: Tensor
+    labels: Tensor
+    #: How sure it is of each.
+    scores: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+def mean_average_precision(told: Sequence[Detections], true: Sequence[Objects], classes: int) -> float:
+    """mAP at an overlap of 0.5 over images, with what was told of each and what is in it; 0 where nothing is."""
+    found = [average_precision(told, true, label) for label in range(classes)]
+    known = [value for value in found if value is not None]
+    return sum(known) / len(known) if known else 0.0
+
+
+def average_precision(told: Sequence[Detections], true: Sequence[Objects], label: int) -> float | None:
+    """The average precision of one class; None where no image has an object of it (difficult ones do not count)."""
+    wanted = sum(int(((objects.labels == label) & ~objects.difficult).sum()) for objects in true)
+    if not wanted:
+        return None
+    scores, finds = [], []
+    for detections, objects in zip(told, true, strict=True):
+        here = detections.labels == label
+        order = detections.scores[here].argsort(descending=True, stable=True)
+        scores += detections.scores[here][order].tolist()
+        finds += _finds(detections.boxes[here][order], objects, label)
+    surest = sorted((number for number in range(len(finds)) if finds[number] is not None), key=lambda n: -scores[n])
+    hits = torch.tensor([float(bool(finds[number])) for number in surest], dtype=torch.float64)
+    return _area(hits, wanted)
+
+
+def _finds(boxes: Tensor, objects: Objects, label: int) -> list[bool | None]:
+    """Of one image's detections, the surest first: whether each is a find; None where it does not count."""
+    of_class = objects.labels == label
+    if not bool(of_class.any()):
+        return [False] * len(boxes)
+    difficult = objects.difficult[of_class].tolist()
+    most, nearest = overlaps(boxes, objects.boxes[of_class]).max(1)
+    taken: set[int] = set()
+    finds: list[bool | None] = []
+    for overlap, place in zip(most.tolist(), nearest.tolist(), strict=True):
+        if overlap < ENOUGH:
+            finds.append(False)
+        elif difficult[place]:
+            finds.append(None)
+        else:
+            finds.append(place not in taken)
+            taken.add(place)
+    return finds
+
+
+def _area(hits: Tensor, wanted: int) -> float:
+    """Under precision over recall, of detections in order, each 1 for a find or 0."""
+    if not len(hits):
+        return 0.0
+    precision = hits.cumsum(0) / torch.arange(1, len(hits) + 1)
+    best_to_come = precision.flip(0).cummax(0).values.flip(0)
+    # Recall rises by 1 / wanted at every find, and only there.
+    return float((best_to_come * hits).sum()) / wanted
+
+
+NORMS = ("batch", "frozen")
+
+#: The focal loss's weight of objects against background, and how much sure answers count less.
+_ALPHA, _GAMMA = 0.25, 2.0
+#: Offsets that are wrong by less than this count by their square.
+_BETA = 1 / 9
+
+#: What becomes a detection: surer than this, among so many of an image, not hidden by a better one of more overlap.
+_SURE, _CANDIDATES, _HIDDEN = 0.05, 500, 0.5
+#: The most detections of an image.
+_MOST = 100
+
+#: Training images whose objects the trivial predictor knows.
+_TRIVIAL_IMAGES = 500
+
+#: ImageNet's mean and deviation of red, green and blue, in bytes: what pretrained backbones are used to.
+_COLOURS = Normalisation(
+    *(
+        torch.tensor(bytes_, device="cpu").view(3, 1, 1)
+        for bytes_ in ([123.675, 116.28, 103.53], [58.395, 57.12, 57.375])
+    )
+)
+
+
+@dataclass(frozen=True)
+class DetectionSettings(Settings):
+    """What ``--set`` may change of a detection; the defaults train RetinaNet with a ResNet-18 from scratch."""
+
+    steps: int = 4000
+    batch: int = 16
+    evaluate_every: int = 500
+    lr: float = 1e-3
+    clip: float = 1.0
+    #: Pixels of an image's side, a multiple of 32.
+    size: int = 320
+    #: Channels, times this.
+    width: float = 1.0
+    #: Levels of the feature pyramid, from P3 on.
+    levels: int = MOST_LEVELS
+    #: The side of the smallest anchor in a cell, in the cell's.
+    anchor: float = 4.0
+    #: Convolutions of each head before the one that tells.
+    head: int = 4
+    #: What batch norms do: batch (they learn), or frozen (as they come with the backbone's weights).
+    norm: str = "batch"
+    #: A safetensors file with the weights of a ResNet-18 to begin from.
+    weights: str = ""
+    #: How the learning rate falls.
+    decay: str = "cosine"
+    #: Steps over which the learning rate rises from 0 to its peak first.
+    warmup: int = 100
+    #: Mirror every other image.
+    mirror: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, known in (("norm", NORMS), ("decay", DECAYS)):
+            if getattr(self, name) not in known:
+                wrong = getattr(self, name)
+                raise TaskError(f"there is no {name} {wrong!r}; {nearest_names(wrong, known)}")
+        if self.size < COARSEST or self.size % COARSEST:
+            raise TaskError(f"size is {self.size}; it must be a multiple of {COARSEST} pixels.")
+        for name in ("width", "anchor"):
+            if not getattr(self, name) > 0:
+                raise TaskError(f"{name} is {getattr(self, name)}; it must be above 0.")
+        if not BACKBONE_LEVELS <= self.levels <= MOST_LEVELS:
+            raise TaskError(f"levels is {self.levels}; it must be {BACKBONE_LEVELS} to {MOST_LEVELS}.")
+        for name in ("head", "warmup"):
+            if getattr(self, name) < 0:
+                raise TaskError(f"{name} is {getattr(self, name)}; it must be at least 0.")
+        if self.weights and self.width != 1:
+            raise TaskError("weights are those of a whole ResNet-18: drop width, or the weights.")
+
+
+class Detection(LoadingTask[SceneData]):
+    """Find the objects of an image. A set of images derives from this and says where its data come from."""
+
+    settings_class: ClassVar[type[DetectionSettings]] = DetectionSettings
+    settings: DetectionSettings
+
+    def __init__(self, settings: Settings | None = None, seed: int = 0) -> None:
+        super().__init__(settings, seed)
+        # Matching thousands of anchors takes longer than a small step on a GPU, and images come again.
+        self._known = lru_cache(maxsize=4096)(self._wanted)
+
+    @property
+    def classes(self) -> int:
+        return len(self.data.classes)
+
+    @cached_property
+    def anchors(self) -> Anchors:
+        return Anchors(self.settings.size, self.settings.levels, self.settings.anchor)
+
+    @cached_property
+    def metric(self) -> Metric:
+        """Mean average precision on held-out images; the trivial predictor says the same of all of them.
+
+        It is the best that can be said blindly: of each anchor and class, how often that is an object in training, and
+        where such objects lie on average.
+        """
+        often = torch.zeros(len(self.anchors.boxes), self.classes)
+        offsets = torch.zeros(len(self.anchors.boxes), 4)
+        scenes = self.data.training
+        count = min(len(scenes), _TRIVIAL_IMAGES)
+        for index in range(count):
+            wanted = self._known(index, False)
+            found = wanted.labels >= 0
+            often[wanted.places[found], wanted.labels[found]] += 1
+            offsets[wanted.places[found]] += wanted.offsets[found]
+        offsets /= often.sum(1, keepdim=True).clamp(min=1)
+        told = self.detections(often / count, offsets, at_least=0.0)
+        true = self._true()
+        return Metric("mAP", "higher", mean_average_precision([told] * len(true), true, self.classes))
+
+    def model(self) -> nn.Module:
+        recipe = self.settings
+        model = RetinaNet(
+            self.classes, anchors=IN_CELL, width=recipe.width, levels=recipe.levels, head_layers=recipe.head
+        )
+        if recipe.weights:
+            read_backbone(Path(recipe.weights).expanduser(), model.backbone)
+        if recipe.norm == "frozen":
+            freeze_norms(model)
+        return model
+
+    def batch(self, step: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Images, and of every anchor its label and offsets: one shape, however many objects there are."""
+        recipe, scenes = self.settings, self.data.training
+        chosen = shuffled(step, recipe.batch, len(scenes), self.seed)
+        mirrored = torch.rand(recipe.batch, generator=generator("mirror", self.seed, step)) < 0.5
+        turned = [(index, bool(turn) and recipe.mirror) for index, turn in zip(chosen.tolist(), mirrored, strict=True)]
+        images = [scenes.image(index).flip(-1) if turn else scenes.image(index) for index, turn in turned]
+        wanted = [self._known(index, turn) for index, turn in turned]
+        return _COLOURS(torch.stack(images)), self.anchors.stacked(wanted)
+
+    def loss(self, output: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> Tensor:
+        """The focal loss of every anchor and class, and how far the objects' boxes are off, per anchor with an object.
+
+        Which anchors are whose was decided with the batch: a plan that rounds losses, too, must not move the aim.
+        """
+        (logits, offsets), (labels, wanted) = output, target
+        is_object = labels >= 0
+        true = (labels[..., None] == torch.arange(logits.shape[-1], device=labels.device)).to(logits.dtype)
+        surprise = F.binary_cross_entropy_with_logits(logits, true, reduction="none")
+        chance = logits.sigmoid()
+        wrong = true * (1 - chance) + (1 - true) * chance
+        weight = (true * _ALPHA + (1 - true) * (1 - _ALPHA)) * wrong**_GAMMA
+        classes = (weight * surprise * (labels != IGNORED)[..., None]).sum()
+        boxes = F.smooth_l1_loss(offsets, wanted, reduction="none", beta=_BETA)
+        return (classes + (boxes.mean(-1) * is_object).sum()) / is_object.sum().clamp(min=1)
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        trained = [each for each in model.parameters() if each.requires_grad]
+        return Adam(trained, self.settings.lr, fused=fused_for(trained))
+
+    def learning_rate(self, step: int) -> float:
+        recipe = self.settings
+        return decayed(recipe.decay, step, recipe.steps, recipe.warmup)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        device = next(model.parameters()).device
+        scenes, size = self.data.held_out, self.settings.batch
+        told: list[Detections] = []
+        for first in range(0, len(scenes), size):
+            count = min(size, len(scenes) - first)
+            # A short last batch is filled with its own images again: one shape, and no scale over the batch changes.
+            images = torch.stack([scenes.image(first + number % count) for number in range(size)])
+            logits, offsets = model(_COLOURS(images).to(device))
+            chances = logits[:count].float().sigmoid().cpu()
+            told += [self.detections(*each) for each in zip(chances, offsets[:count].float().cpu(), strict=True)]
+        return {"mAP": mean_average_precision(told, self._true(), self.classes)}
+
+    def detections(self, chances: Tensor, offsets: Tensor, at_least: float = _SURE) -> Detections:
+        """What is in one image, from each anchor's chances (anchors, classes) and offsets (anchors, 4)."""
+        order = chances.flatten().argsort(descending=True, stable=True)[:_CANDIDATES]
+        order = order[chances.flatten()[order] > at_least]
+        places, labels = order // chances.shape[1], order % chances.shape[1]
+        boxes = moved_by(offsets[places], self.anchors.boxes[places]).clamp(0, self.settings.size)
+        kept = kept_of(boxes, labels, _HIDDEN).nonzero().flatten()[:_MOST]
+        return Detections(boxes[kept], labels[kept], chances.flatten()[order][kept])
+
+    def _true(self) -> list[Objects]:
+        scenes = self.data.held_out
+        return [scenes.objects(index) for index in range(len(scenes))]
+
+    def _wanted(self, index: int, mirrored: bool) -> Wanted:
+        """What to say of a training image."""
+        objects = self.data.training.objects(index)
+        return self.anchors.wanted(objects.mirrored(self.settings.size) if mirrored else objects)
+
+
+@dataclass(frozen=True)
+class DigitDetectionSettings(DetectionSettings):
+    """A quick recipe: about a minute on one CPU core."""
+
+    steps: int = 600
+    evaluate_every: int = 150
+    lr: float = 2e-3
+    size: int = 64
+    width: float = 0.25
+    levels: int = BACKBONE_LEVELS
+    anchor: float = 1.5
+    head: int = 2
+    warmup: int = 20
+    mirror: bool = False  # a mirrored digit is no digit
+
+
+class DigitDetection(Detection):
+    """Handwritten digits on a canvas."""
+
+    name = "detection"
+    summary = "handwritten digits on a canvas, found by RetinaNet"
+    settings_class = DigitDetectionSettings
+
+    def load(self) -> SceneData:
+        return digit_scenes(digits(), self.settings.size)

@@ -1,0 +1,162 @@
+"""Graphs whose nodes have features and classes: what node classification reads its batches from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from bitplan.errors import TaskError
+from bitplan.lab.models.graph_networks import both_ways
+from bitplan.lab.tasks.images import digits
+from bitplan.lab.tasks.task import generator
+
+# --- Samples of a graph: some nodes, some of their neighbours, some of theirs, in shapes that never change
+
+
+class Sampler:
+    """Draws neighbours of nodes, so many in each layer.
+
+    Every neighbour is as likely at each draw, so that the mean of the drawn is on average that of all; a node may be
+    drawn more than once. In this way every sample has the same shapes, and one compiled graph serves them all.
+    """
+
+    def __init__(self, edges: Tensor, nodes: int, fanouts: Sequence[int]) -> None:
+        targets, self.sources = both_ways(edges, nodes)
+        self.degrees = torch.bincount(targets, minlength=nodes)
+        self.firsts = self.degrees.cumsum(0) - self.degrees
+        self.fanouts = tuple(fanouts)
+
+    def sample(self, nodes: Tensor, draws: torch.Generator) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The nodes whose features are wanted, and the tensors of each layer, first to last, as GraphSAGE takes them.
+
+        The nodes asked for come first, then the drawn neighbours of each, then those of all these.
+        """
+        layers: list[tuple[Tensor, Tensor, Tensor]] = []
+        for fanout in reversed(self.fanouts):
+            count = len(nodes)
+            degrees = self.degrees[nodes]
+            chance = torch.rand(count, fanout, generator=draws, dtype=torch.float64)
+            places = self.firsts[nodes, None] + (chance * degrees[:, None]).long()
+            # A node without neighbours draws anyone, and the scale says that it counts for nothing.
+            drawn = self.sources[places.clamp(max=len(self.sources) - 1)]
+            scale = (degrees > 0).float().unsqueeze(1) / fanout
+            layers.append((count + torch.arange(count * fanout), torch.arange(count).repeat_interleave(fanout), scale))
+            nodes = torch.cat([nodes, drawn.flatten()])
+        return nodes, tuple(part for layer in reversed(layers) for part in layer)
+
+    @staticmethod
+    def sizes(batch: int, fanouts: Sequence[int]) -> list[int]:
+        """Nodes before the first layer, before the second, ..., and behind the last.
+
+        >>> Sampler.sizes(2, (10, 5))
+        [132, 12, 2]
+        """
+        return [*reversed([*accumulate(reversed(fanouts), lambda count, fanout: count * (1 + fanout), initial=batch)])]
+
+
+#: Of each digit so many are told to the learner, and so many of the rest choose between recipes.
+DIGITS_TOLD, DIGITS_VALIDATION = 20, 300
+#: Each digit is joined to those that look most like it.
+DIGITS_NEIGHBOURS = 8
+
+#: The usual split of graphs that come without one (Shchur et al. 2018, arXiv 1811.05868), nodes of each class.
+USUAL_TOLD, USUAL_VALIDATION = 20, 30
+
+
+@dataclass(frozen=True)
+class GraphData:
+    """A graph and which of its nodes are learnt from, which choose, and which judge."""
+
+    #: (nodes, features), float32.
+    features: Tensor
+    #: (2, edges); directions do not matter, and neither does an edge that is there twice.
+    edges: Tensor
+    #: The class of every node.
+    labels: Tensor
+    #: Numbers of nodes.
+    training: Tensor
+    validation: Tensor
+    test: Tensor
+
+    def __post_init__(self) -> None:
+        if self.features.dim() != 2 or self.labels.shape != (self.nodes,):
+            raise TaskError(
+                f"features of shape {[*self.features.shape]} and {self.labels.numel()} labels do not make a graph: "
+                f"each node has a row and a label."
+            )
+        if self.edges.dim() != 2 or self.edges.shape[0] != 2:
+            raise TaskError(f"edges are of shape {[*self.edges.shape]}; they must be two rows: from and to.")
+        for numbers, what in (
+            *((self.edges, "an edge"), (self.training, "the training set")),
+            *((self.validation, "the validation set"), (self.test, "the test set")),
+        ):
+            if numbers.numel() == 0 and numbers is not self.edges:
+                raise TaskError(f"{what} of this graph has no node: it takes some of each.")
+            if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.nodes:
+                raise TaskError(
+                    f"{what} names node {int(numbers.max())}, and the graph has {self.nodes}: it is damaged."
+                )
+        if not self.nodes or int(self.labels.min()) < 0:
+            raise TaskError("every node of a graph needs a class, a number from 0 up.")
+
+    @property
+    def nodes(self) -> int:
+        return self.features.shape[0]
+
+    @property
+    def classes(self) -> int:
+        return int(self.labels.max()) + 1
+
+
+def nearest_neighbours(points: Tensor, count: int) -> Tensor:
+    """The edges (2, n count) from each of n points to those nearest to it; of two as near, to the one listed first.
+
+    >>> nearest_neighbours(torch.tensor([[0], [1], [3]]), 1).tolist()
+    [[0, 1, 2], [1, 0, 1]]
+    """
+    wide = points.double()  # whole numbers stay exact: the graph is the same on every machine
+    squares = wide.square().sum(1)
+    apart = squares[:, None] + squares - 2 * wide @ wide.T
+    apart.fill_diagonal_(torch.inf)
+    near = apart.argsort(dim=1, stable=True)[:, :count]
+    return torch.stack([torch.arange(len(points)).repeat_interleave(count), near.flatten()])
+
+
+def digits_graph() -> GraphData:
+    """The nearest neighbours among the 1,797 handwritten digits. Other hands wrote those that judge."""
+    pictures = digits()
+    parts = (pictures.training, pictures.held_out)
+    pixels = torch.cat([part.take(torch.arange(len(part)))[:, 0].flatten(1) for part in parts])
+    labels = torch.cat([part.labels for part in parts])
+    own = len(pictures.training)
+    order = torch.randperm(own, generator=generator("digits graph"))
+    told, rest = first_of_each(order, labels, DIGITS_TOLD)
+    edges = nearest_neighbours(pixels, DIGITS_NEIGHBOURS)
+    return GraphData(pixels / 16, edges, labels, told, rest[:DIGITS_VALIDATION], torch.arange(own, len(labels)))
+
+
+def first_of_each(order: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The first `count` nodes of each class in an order of nodes, and those that are left.
+
+    >>> first_of_each(torch.tensor([2, 0, 1, 3]), torch.tensor([5, 5, 5, 6]), 2)
+    (tensor([2, 0, 3]), tensor([1]))
+    """
+    seen: dict[int, int] = {}
+    taken = []
+    for label in labels[order].tolist():
+        seen[label] = seen.get(label, 0) + 1
+        taken.append(seen[label] <= count)
+    chosen = torch.tensor(taken)
+    return order[chosen], order[~chosen]
+
+
+def usual_split(labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Nodes to learn from, to choose by and to judge by: the same for every seed of a run."""
+    order = torch.randperm(len(labels), generator=generator("graph split"))
+    told, rest = first_of_each(order, labels, USUAL_TOLD)
+    validation, test = first_of_each(rest, labels, USUAL_VALIDATION)
+    return told, validation, test

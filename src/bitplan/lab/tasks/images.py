@@ -1,0 +1,270 @@
+"""Image classification: one task for every set of labelled images."""
+
+from __future__ import annotations
+
+import zipfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from importlib.resources import files
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Optimizer
+
+from bitplan.errors import TaskError, nearest_names
+from bitplan.lab.models.resnet import cifar_resnet, imagenet_resnet, resnet18
+from bitplan.lab.models.small_cnns import MobileNetV2, ShuffleNetV2, SqueezeNet
+from bitplan.lab.tasks.task import DECAYS, LoadingTask, Metric, Settings, decayed, fused_for, generator, shuffled
+
+# --- Sets of labelled images: what a task reads its batches from, and what is done to an image on the way
+
+
+#: The last so many of the digits are held out: other hands wrote them.
+DIGITS_HELD_OUT = 360
+
+
+class Pictures(ABC):
+    """Images of one size, three bytes a pixel, with their labels."""
+
+    labels: Tensor
+
+    @abstractmethod
+    def take(self, indices: Tensor) -> Tensor:
+        """These images as bytes, (count, 3, height, width)."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+class StoredPictures(Pictures):
+    """Images that lie in memory. Grey ones have one channel there and are given out with three."""
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        if images.dtype != torch.uint8 or images.dim() != 4 or images.shape[1] not in (1, 3):
+            raise TaskError(f"images are bytes (count, 1 or 3, height, width), not {images.dtype} {[*images.shape]}.")
+        if len(images) != len(labels) or not len(images):
+            raise TaskError(f"{len(images)} images and {len(labels)} labels do not make a set: each image has one.")
+        self.images = images
+        self.labels = labels.long()
+
+    def take(self, indices: Tensor) -> Tensor:
+        return self.images.index_select(0, indices).expand(-1, 3, -1, -1)
+
+
+@dataclass(frozen=True)
+class PictureData:
+    """A data set: what is trained on, what is held out, and the names of the classes."""
+
+    training: Pictures
+    held_out: Pictures
+    classes: Sequence[str]
+
+    def __post_init__(self) -> None:
+        for part in (self.training, self.held_out):
+            largest = int(part.labels.max())
+            if largest >= len(self.classes) or int(part.labels.min()) < 0:
+                raise TaskError(
+                    f"a label is {largest}, but there are {len(self.classes)} classes: this is another set."
+                )
+
+
+def digits() -> PictureData:
+    """The 1,797 handwritten digits that come with bitplan (see tasks/data/DIGITS.md for their source)."""
+    with (files("bitplan.lab") / "tasks" / "data" / "digits.npz").open("rb") as file:
+        try:
+            stored = np.load(file, allow_pickle=False)
+            images, labels = stored["images"], stored["labels"]
+        except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+            raise TaskError("bitplan's digits.npz is damaged: install bitplan again.") from error
+    pictures, names = torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels)
+    return PictureData(
+        StoredPictures(pictures[:-DIGITS_HELD_OUT], names[:-DIGITS_HELD_OUT]),
+        StoredPictures(pictures[-DIGITS_HELD_OUT:], names[-DIGITS_HELD_OUT:]),
+        [str(digit) for digit in range(10)],
+    )
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """Bytes to floats of mean 0 and variance 1, channel by channel."""
+
+    mean: Tensor
+    deviation: Tensor
+
+    #: Enough images to know two numbers a channel, and few enough for a folder whose images are read one by one.
+    SAMPLE = 10_000
+
+    @classmethod
+    def of(cls, pictures: Pictures) -> Normalisation:
+        """From the training images, or from :data:`SAMPLE` of them spread over the set."""
+        step = max(1, len(pictures) // cls.SAMPLE)
+        total = squares = torch.zeros(3, dtype=torch.float64)
+        count = 0
+        for first in range(0, len(pictures), 1000 * step):
+            part = torch.arange(first, min(first + 1000 * step, len(pictures)), step)
+            values = pictures.take(part).double()
+            total = total + values.sum((0, 2, 3))
+            squares = squares + values.square().sum((0, 2, 3))
+            count += values.numel() // 3
+        mean = total / count
+        deviation = (squares / count - mean.square()).clamp(min=0).sqrt()
+        # A channel of one colour throughout has nothing to say, and must not be divided by zero.
+        return cls(*(each.float().view(3, 1, 1) for each in (mean, torch.where(deviation > 0, deviation, 1.0))))
+
+    def __call__(self, images: Tensor) -> Tensor:
+        return (images.float() - self.mean) / self.deviation
+
+
+def moved_and_mirrored(images: Tensor, pad: int, mirror: bool, seed: int, step: int) -> Tensor:
+    """Each image cut out of itself with `pad` black pixels around, and mirrored or not: a function of seed and step."""
+    draws = generator("augmentation", seed, step)
+    count, _, height, width = images.shape
+    if pad:
+        down, right = torch.randint(2 * pad + 1, (2, count), generator=draws)
+        # All windows as one view, of which whole images are taken: four times as fast as pixels by their indices.
+        windows = F.pad(images, (pad, pad, pad, pad)).unfold(2, height, 1).unfold(3, width, 1)
+        images = windows[torch.arange(count), :, down, right]
+    if mirror:
+        mirrored = (torch.rand(count, generator=draws) < 0.5).nonzero().squeeze(1)
+        images = images.index_copy(0, mirrored, images[mirrored].flip(-1))
+    return images
+
+
+#: Name -> what makes the network; each takes classes= and width=. Names are those of ``bitplan sites``.
+NETWORKS: dict[str, Callable[..., nn.Module]] = {
+    **{f"resnet{depth}": partial(cifar_resnet, depth) for depth in (8, 14, 20, 38, 56, 74, 110, 152)},
+    "resnet18": resnet18,
+    "mobilenet-v2": MobileNetV2,
+    "squeezenet": SqueezeNet,
+    "shufflenet-v2": ShuffleNetV2,
+    "resnet18-imagenet": partial(imagenet_resnet, 18),
+    "resnet50": partial(imagenet_resnet, 50),
+}
+
+
+@dataclass(frozen=True)
+class ImageSettings(Settings):
+    """What ``--set`` may change of an image classification; the defaults are the CIFAR recipe of arXiv 2101.09868."""
+
+    steps: int = 64_000
+    evaluate_every: int = 1000
+    #: A network: resnet20, resnet74, resnet18, mobilenet-v2, ...
+    model: str = "resnet20"
+    #: Its channels, times this.
+    width: float = 1.0
+    momentum: float = 0.9
+    weight_decay: float = 1e-4
+    #: How the learning rate falls: steps (a tenth at 50 % and again at 75 %), cosine or constant.
+    decay: str = "steps"
+    #: Steps over which the learning rate rises from 0 to its peak first.
+    warmup: int = 0
+    #: Move images by up to so many pixels.
+    pad: int = 4
+    #: Mirror every other image.
+    mirror: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, known in (("model", NETWORKS), ("decay", DECAYS)):
+            if getattr(self, name) not in known:
+                wrong = getattr(self, name)
+                raise TaskError(f"there is no {name} {wrong!r}; {nearest_names(wrong, known)}")
+        if not self.width > 0:
+            raise TaskError(f"width is {self.width}; it must be above 0.")
+        if not 0 <= self.momentum < 1:
+            raise TaskError(f"momentum is {self.momentum}; it must be at least 0 and below 1.")
+        for name in ("weight_decay", "pad", "warmup"):
+            if not getattr(self, name) >= 0:
+                raise TaskError(f"{name} is {getattr(self, name)}; it must be at least 0.")
+
+
+class ImageClassification(LoadingTask[PictureData]):
+    """Tell an image's class. A set of images derives from this and says where its data come from."""
+
+    settings_class: ClassVar[type[ImageSettings]] = ImageSettings
+    settings: ImageSettings
+
+    @property
+    def classes(self) -> int:
+        return len(self.data.classes)
+
+    @cached_property
+    def normalisation(self) -> Normalisation:
+        return Normalisation.of(self.data.training)
+
+    @cached_property
+    def metric(self) -> Metric:
+        """Accuracy on held-out images; the trivial predictor always says the class commonest in training."""
+        commonest = torch.bincount(self.data.training.labels).argmax()
+        hits = (self.data.held_out.labels == commonest).double().mean()
+        return Metric("accuracy", "higher", float(hits))
+
+    def model(self) -> nn.Module:
+        return NETWORKS[self.settings.model](classes=self.classes, width=self.settings.width)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        pictures = self.data.training
+        chosen = shuffled(step, self.settings.batch, len(pictures), self.seed)
+        images = pictures.take(chosen)
+        images = moved_and_mirrored(images, self.settings.pad, self.settings.mirror, self.seed, step)
+        return self.normalisation(images), pictures.labels[chosen]
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target)
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        recipe = self.settings
+        trained = list(model.parameters())
+        return SGD(trained, recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay, fused=fused_for(trained))
+
+    def learning_rate(self, step: int) -> float:
+        recipe = self.settings
+        return decayed(recipe.decay, step, recipe.steps, recipe.warmup)
+
+    def epoch(self) -> int:
+        """So many batches see every image once."""
+        return -(-len(self.data.training) // self.settings.batch)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        device = next(model.parameters()).device
+        pictures, size = self.data.held_out, self.settings.batch
+        hits = losses = 0.0
+        for first in range(0, len(pictures), size):
+            count = min(size, len(pictures) - first)
+            # A short last batch is filled with its own images again: compiled models meet one shape only, and no scale
+            # that is taken over the batch changes.
+            chosen = first + torch.arange(size) % count
+            logits = model(self.normalisation(pictures.take(chosen)).to(device))[:count].float()
+            labels = pictures.labels[first : first + count].to(device)
+            hits += float((logits.argmax(1) == labels).sum())
+            losses += float(F.cross_entropy(logits, labels, reduction="sum"))
+        return {"accuracy": hits / len(pictures), "validation_loss": losses / len(pictures)}
+
+
+@dataclass(frozen=True)
+class DigitsSettings(ImageSettings):
+    """A quick recipe: a few seconds on one CPU core."""
+
+    steps: int = 300
+    evaluate_every: int = 50
+    model: str = "resnet8"
+    decay: str = "cosine"
+    weight_decay: float = 5e-4
+    pad: int = 1
+    mirror: bool = False  # a mirrored digit is no digit
+
+
+class Digits(ImageClassification):
+    """Handwritten digits, 8x8 pixels: the quick task that every machine has."""
+
+    name = "digits"
+    summary = "handwritten digits, 8x8 pixels"
+    settings_class = DigitsSettings
+
+    def load(self) -> PictureData:
+        return digits()

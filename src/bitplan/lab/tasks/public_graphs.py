@@ -1,0 +1,164 @@
+"""Node classification on public graphs, from files on this machine or fetched by OGB's package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from bitplan.errors import TaskError
+from bitplan.lab.sources.files import DOWNLOADS, Sought, read_set
+from bitplan.lab.sources.graphs import read_npz, read_ogb, read_planetoid, with_ogb
+from bitplan.lab.tasks.graph import GraphSettings, NodeClassification
+from bitplan.lab.tasks.graph_data import GraphData, Sampler
+
+
+@dataclass(frozen=True)
+class PublicGraphSettings(GraphSettings):
+    """The usual recipe for citations: features of a node sum to 1."""
+
+    #: The graph's .npz file, or its folder.
+    data: str = ""
+    normalise: bool = True
+    weight_decay: float = 5e-4
+
+
+class PublicGraph(NodeClassification):
+    """A graph whose sizes are known without its files: sites, plans and costs can be asked before they are there."""
+
+    settings_class: ClassVar[type[PublicGraphSettings]] = PublicGraphSettings
+    settings: PublicGraphSettings
+    #: Nodes, features of each, classes, and edges counted in both directions.
+    known: ClassVar[tuple[int, int, int, int]]
+    #: What its file may be called, without .npz.
+    files: ClassVar[Sequence[str]]
+
+    @property
+    def inputs(self) -> int:
+        return self.known[1]
+
+    @property
+    def classes(self) -> int:
+        return self.known[2]
+
+    def example(self) -> tuple[tuple[Tensor, ...], Tensor]:
+        nodes, features, _, edges = self.known
+        recipe = self.settings
+        if not recipe.fanout:
+            count = edges + nodes * (recipe.model == "gcn")
+            ends = [torch.zeros(count, dtype=torch.long) for _ in range(2)]
+            return (torch.zeros(nodes, features), *ends, torch.ones(nodes, 1)), torch.zeros(nodes, dtype=torch.long)
+        sizes = Sampler.sizes(recipe.batch, recipe.fanouts)
+        graph: list[Tensor] = []
+        for count, fanout in zip(sizes[1:], recipe.fanouts, strict=True):
+            graph += [torch.zeros(count * fanout, dtype=torch.long) for _ in range(2)]
+            graph.append(torch.ones(count, 1))
+        return (torch.zeros(sizes[0], features), *graph), torch.zeros(recipe.batch, dtype=torch.long)
+
+    def load(self) -> GraphData:
+        path = Path(self.settings.data).expanduser()
+        if self.settings.data and path.is_file():
+            return self._fitting(read_npz(path))
+        names = [f"{name}.npz" for name in self.files]
+        folder = path if self.settings.data else Path(DOWNLOADS)
+        for name in names:
+            if (folder / name).is_file():
+                return self._fitting(read_npz(folder / name))
+        graph = read_planetoid(folder, self.name)
+        if graph is not None:
+            return self._fitting(graph)
+        where = f"{self.settings.data} holds no {self.name}" if self.settings.data else f"{self.name} is not here"
+        raise TaskError(f"{where}: set data= to its file, {' or '.join(names)}, or to the folder that has it.")
+
+    def _fitting(self, graph: GraphData) -> GraphData:
+        found = (graph.nodes, graph.features.shape[1], graph.classes)
+        if found != self.known[:3]:
+            raise TaskError(
+                "this is not {}, which has {} nodes, {} features and {} classes, not {}, {} and {}: read it with the "
+                "task graph.".format(self.name, *self.known[:3], *found)
+            )
+        return graph
+
+
+class Cora(PublicGraph):
+    """Cora in Planetoid's split: papers that cite each other."""
+
+    name = "cora"
+    summary = "Cora: subjects of papers that cite each other"
+    known = (2708, 1433, 7, 10_556)
+    files = ("planetoid_cora", "cora")
+
+
+class Citeseer(PublicGraph):
+    """Citeseer in Planetoid's split."""
+
+    name = "citeseer"
+    summary = "Citeseer, the same"
+    known = (3327, 3703, 6, 9104)
+    files = ("planetoid_citeseer", "citeseer")
+
+
+@dataclass(frozen=True)
+class LargerGraphSettings(PublicGraphSettings):
+    """Without weight decay: there is more to learn from."""
+
+    weight_decay: float = 0.0
+    steps: int = 300
+
+
+class AmazonPhoto(PublicGraph):
+    """Photographic goods that are bought together."""
+
+    name = "amazon-photo"
+    summary = "goods that are bought together"
+    settings_class = LargerGraphSettings
+    known = (7650, 745, 8, 238_162)
+    files = ("amazon_photo", "amazon_electronics_photo")
+
+
+class CoauthorCS(PublicGraph):
+    """Computer scientists who wrote papers together."""
+
+    name = "coauthor-cs"
+    summary = "fields of authors who wrote together"
+    settings_class = LargerGraphSettings
+    known = (18_333, 6805, 15, 163_788)
+    files = ("coauthor_cs", "ms_academic_cs")
+
+
+@dataclass(frozen=True)
+class ArxivSettings(PublicGraphSettings):
+    """The recipe of Wolfe & Kyrillidis: three layers, 128-512-512-40, full batch, Adam at 1e-3."""
+
+    steps: int = 500
+    evaluate_every: int = 25
+    lr: float = 1e-3
+    layers: int = 3
+    features: int = 512
+    normalise: bool = False
+    weight_decay: float = 0.0
+    #: Let OGB's package fetch it.
+    download: bool = False
+
+
+class OgbnArxiv(PublicGraph):
+    """OGB's graph of arXiv's papers in computer science, split by year."""
+
+    name = "ogbn-arxiv"
+    summary = "subjects of arXiv's papers"
+    settings_class = ArxivSettings
+    settings: ArxivSettings
+    known = (169_343, 128, 40, 2_315_598)
+    sought: ClassVar[Sought] = Sought(
+        "ogbn-arxiv", "a folder with ogbn_arxiv/raw and ogbn_arxiv/split", "unpack the archive arxiv.zip of OGB"
+    )
+
+    def load(self) -> GraphData:
+        folder = self.name.replace("-", "_")
+        fetch = partial(with_ogb, self.name) if self.settings.download else None
+        return self._fitting(read_set(self.sought, partial(read_ogb, name=folder), self.settings.data, download=fetch))

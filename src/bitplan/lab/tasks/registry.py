@@ -1,0 +1,241 @@
+"""The tasks by name, and those in a user's own file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+from bitplan.analysis.targets import in_words, module_sha256, named_file, public_name, run_file
+from bitplan.errors import BitplanError, TaskError, nearest_names
+from bitplan.lab.tasks.detection import DigitDetection
+from bitplan.lab.tasks.graph import Graph
+from bitplan.lab.tasks.images import Digits
+from bitplan.lab.tasks.language import DecoderLanguageModelling
+from bitplan.lab.tasks.lstm_lm import LSTMLanguageModelling, PennTreebank, WikiText
+from bitplan.lab.tasks.mlm import BertMini, MaskedLanguageModelling
+from bitplan.lab.tasks.public_graphs import AmazonPhoto, Citeseer, CoauthorCS, Cora, OgbnArxiv
+from bitplan.lab.tasks.public_images import Cifar10, Cifar100, FashionMnist, ImageFolder
+from bitplan.lab.tasks.task import Metric, Settings, Task
+from bitplan.lab.tasks.text_classification import Docstrings, Sst2, Xnli
+from bitplan.lab.tasks.voc import Voc
+
+# --- Settings that are given as words: ``--set key=value``
+
+
+_TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+def read_settings(kind: type[Settings], given: Sequence[str], task: str) -> Settings:
+    """The settings of `kind` with what is `given` as ``key=value``, each value read as its field's type.
+
+    >>> read_settings(Settings, ["steps=200", "lr=0.05"], "digits").lr
+    0.05
+    """
+    types = get_type_hints(kind)
+    known = [field.name for field in fields(kind)]
+    chosen: dict[str, Any] = {}
+    for item in given:
+        key, equals, text = item.partition("=")
+        if not equals or not key:
+            raise TaskError(f"{item!r} sets nothing: write key=value, such as steps=200.")
+        if key not in known:
+            raise TaskError(f"the task {task} has no setting {key!r}; {nearest_names(key, known)}")
+        if key in chosen:
+            raise TaskError(f"{key} is set twice: give it once.")
+        chosen[key] = _read(key, text, types[key])
+    try:
+        return kind(**chosen)
+    except ValueError as error:
+        if isinstance(error, TaskError):
+            raise
+        raise TaskError(f"the task {task} refuses these settings: {error}") from error
+
+
+def _read(key: str, text: str, kind: Any) -> Any:
+    if kind is bool:
+        if text.lower() in _TRUTH:
+            return _TRUTH[text.lower()]
+    elif kind is str:
+        return text
+    elif kind in (int, float):
+        try:
+            # 64_000 and 1e3 are whole numbers, too.
+            number = float(text)
+            if kind is float:
+                return number
+            if number.is_integer():
+                return int(text) if text.lstrip("+-").replace("_", "").isdigit() else int(number)
+        except ValueError:
+            pass
+    else:
+        raise TaskError(f"{key} is of a kind that words cannot give: set it in the task's own file.")
+    raise TaskError(f"{key}={text}: {key} must be {_WORDS[kind]}.")
+
+
+# --- What there is to know about each built-in task before it is tried, and what it must reach
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What FP32 reaches in a short run."""
+
+    #: The metric over the trivial predictor's, or the other way round where lower is better.
+    times_trivial: float
+    #: What the short run sets, as ``--set`` takes it.
+    settings: tuple[str, ...]
+
+
+def times_trivial(metric: Metric, value: float) -> float:
+    """How many times better than the trivial predictor `value` is.
+
+    >>> times_trivial(Metric("accuracy", "higher", 0.1), 0.9)
+    9.0
+    >>> times_trivial(Metric("perplexity", "lower", 300.0), 100.0)
+    3.0
+    """
+    return value / metric.trivial if metric.better == "higher" else metric.trivial / value
+
+
+@dataclass(frozen=True)
+class Card:
+    """A task in words."""
+
+    model: str
+    #: What it learns from without a download; "" where it needs files.
+    embedded: str
+    #: What it reads from a folder, or has fetched.
+    public: str
+    metric: str
+    better: Literal["higher", "lower"]
+    floor: Floor | None = None
+
+
+_LIBRARY = "Python's standard library"
+
+_ANY_TEXT = "any text file, a folder of train and valid"
+
+_DOCSTRINGS = Floor(2.0, ("steps=80", "lr=2e-3", "length=24"))
+
+_BERT = "BERT, tiny to base, or pretrained"
+
+_GRAPH, _NPZ = "GCN or GraphSAGE", "a graph in an .npz file"
+
+#: Every built-in task's card, by its name.
+CARDS: dict[str, Card] = {
+    "digits": Card("resnet8 or other CNNs", "1,797 digits", "", "accuracy", "higher", Floor(8.5, ("steps=60",))),
+    "cifar10": Card("resnet20 or other CNNs", "", "CIFAR-10 files, torchvision", "accuracy", "higher"),
+    "cifar100": Card("resnet20 or other CNNs", "", "CIFAR-100 files, torchvision", "accuracy", "higher"),
+    "fashion-mnist": Card("resnet20 or other CNNs", "", "IDX files, Debian, torchvision", "accuracy", "higher"),
+    "images": Card("resnet20 or other CNNs", "", "a folder of images per class", "accuracy", "higher"),
+    "detection": Card("RetinaNet, narrow", "digits on a canvas", "", "mAP", "higher", Floor(30.0, ("steps=100",))),
+    "voc": Card("RetinaNet, ResNet-18", "", "VOC's layout, a folder or .tar", "mAP", "higher"),
+    "lstm-lm": Card("LSTM, 1 or more layers", _LIBRARY, _ANY_TEXT, "perplexity", "lower", Floor(1.25, ("steps=100",))),
+    "ptb": Card("LSTM, 1 layer of 800", "", "Penn Treebank's text files", "perplexity", "lower"),
+    "wikitext2": Card("LSTM, 2 layers of 650", "", "WikiText-2's files, datasets", "perplexity", "lower"),
+    "lm": Card("GPT-like decoder", _LIBRARY, _ANY_TEXT, "perplexity", "lower", Floor(1.4, ("steps=100",))),
+    "mlm": Card("BERT, tiny to base", _LIBRARY, _ANY_TEXT, "perplexity", "lower", Floor(1.08, ("steps=200",))),
+    "bert-mini": Card("BERT-mini", _LIBRARY, _ANY_TEXT, "perplexity", "lower"),
+    "text-classification": Card(
+        _BERT, "docstrings of the library", "train.tsv and dev.tsv", "accuracy", "higher", _DOCSTRINGS
+    ),
+    "sst2": Card(_BERT, "", "SST-2's .tsv files", "accuracy", "higher"),
+    "xnli": Card(_BERT, "", "XNLI's .tsv or .jsonl files", "accuracy", "higher"),
+    "graph": Card(_GRAPH, "1,797 digits and their neighbours", _NPZ, "accuracy", "higher", Floor(9.0, ("steps=60",))),
+    "cora": Card(_GRAPH, "", "its .npz file, Planetoid's files", "accuracy", "higher"),
+    "citeseer": Card(_GRAPH, "", "its .npz file, Planetoid's files", "accuracy", "higher"),
+    "amazon-photo": Card(_GRAPH, "", "its .npz file", "accuracy", "higher"),
+    "coauthor-cs": Card(_GRAPH, "", "its .npz file", "accuracy", "higher"),
+    "ogbn-arxiv": Card(_GRAPH, "", "OGB's files, ogb", "accuracy", "higher"),
+}
+
+
+#: The built-in tasks, in the order ``bitplan tasks`` shows them.
+TASKS: tuple[type[Task], ...] = (
+    *(Digits, Cifar10, Cifar100, FashionMnist, ImageFolder),
+    *(DigitDetection, Voc),
+    *(LSTMLanguageModelling, PennTreebank, WikiText),
+    DecoderLanguageModelling,
+    *(MaskedLanguageModelling, BertMini),
+    *(Docstrings, Sst2, Xnli),
+    *(Graph, Cora, Citeseer, AmazonPhoto, CoauthorCS, OgbnArxiv),
+)
+
+
+def task_names() -> list[str]:
+    """The names of the built-in tasks."""
+    return [task.name for task in TASKS]
+
+
+def task_class(text: str) -> type[Task]:
+    """The class of the task that `text` names: a built-in one, or ``my_task.py:MyTask``, a file that is **run**."""
+    named = named_file(text)
+    if named is not None:
+        return _class_in_file(*named)[0]
+    for task in TASKS:
+        if task.name == text:
+            return task
+    from bitplan.lab.models.built_in import BUILT_IN
+
+    if text in BUILT_IN:
+        raise TaskError(f"{text} is a model, not a task: a task has data too, such as {', '.join(task_names())}.")
+    raise TaskError(
+        f"there is no task {text!r}; {nearest_names(text, task_names())} "
+        f"(A task of your own is named as my_task.py:MyTask.)"
+    )
+
+
+def find_task(text: str, settings: Sequence[str] = (), seed: int = 0) -> Task:
+    """The task that `text` names, ready to train.
+
+    :param text: a built-in task's name, or ``my_task.py:MyTask``. The file is code and is **run**, so name only files
+        that you trust.
+    :param settings: what differs from the task's recipe, as ``key=value``.
+    """
+    named = named_file(text)
+    if named is not None:
+        own_class, sha256 = _class_in_file(*named)
+        own = own_task(own_class, named[0], settings, seed)
+        own.source_sha256 = sha256
+        return own
+    task = task_class(text)
+    return task(read_settings(task.settings_class, settings, text), seed)
+
+
+def own_task(task: type[Task], path: Path, settings: Sequence[str] = (), seed: int = 0) -> Task:
+    """An object of a class in a user's file; what goes wrong there is one sentence."""
+    missing = sorted(task.__abstractmethods__)
+    if missing:
+        raise TaskError(f"{path}:{task.__name__} lacks what every task has: write its {', '.join(missing)}.")
+    if not hasattr(task, "name"):
+        task.name = task.__name__.lower()
+    try:
+        return task(read_settings(task.settings_class, settings, task.name), seed)
+    except BitplanError:
+        raise
+    except Exception as error:
+        raise TaskError(f"{path}:{task.__name__} failed: {in_words(error, path)}") from error
+
+
+def _class_in_file(path: Path, name: str) -> tuple[type[Task], str]:
+    """The task of that name in a file, and the SHA-256 of the file's contents."""
+    if not path.is_file():
+        raise TaskError(f"there is no file {path}: a task is {', '.join(task_names())} or my_task.py:MyTask.")
+    module = run_file(path, TaskError)
+    if name:
+        found = public_name(module, path, name, "task", TaskError)
+        if not isinstance(found, type) or not issubclass(found, Task):
+            raise TaskError(f"{path}:{name} is not a task: derive it from bitplan.tasks.Task.")
+        return found, module_sha256(module)
+    own = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Task) and value.__module__ == module.__name__
+    ]
+    if len(own) != 1:
+        names = ", ".join(task.__name__ for task in own) or "none"
+        raise TaskError(f"{path} has {len(own)} tasks ({names}): name one of them as {path}:MyTask.")
+    return own[0], module_sha256(module)

@@ -1,0 +1,248 @@
+"""What a task is: a model, data, a recipe and a metric behind one small interface.
+
+A task is a class; an object of it is one experiment with its settings and its seed. To add one, derive from
+:class:`Task`, give it a :class:`Settings` class of its own, and name it as ``my_task.py:MyTask``.
+
+Everything random is a pure function of the seed and the step, and nothing is remembered between two calls of
+:meth:`Task.batch`: a run that was killed goes on with exactly the data that it would have seen. What must be remembered
+is in three places that checkpoints hold: the model with its buffers, the optimizer, and :attr:`Task.memory`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from bitplan.analysis.targets import Target
+from bitplan.errors import TaskError
+
+# --- What is random in a task's data, as a pure function of the seed and of where it is used
+
+
+def generator(*where: int | str) -> torch.Generator:
+    """A fresh generator on the CPU whose stream belongs to `where`, such as ``("crop", seed, step)``."""
+    digest = hashlib.blake2b(repr(where).encode(), digest_size=8).digest()
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def shuffled(step: int, batch: int, count: int, seed: int) -> Tensor:
+    """The indices, of `count` samples, that make up the batch of `step`.
+
+    Every epoch is an order of its own in which each sample comes once; a batch may lie across two epochs.
+    """
+    places = torch.arange(step * batch, (step + 1) * batch)
+    epochs = places // count
+    chosen = torch.empty_like(places)
+    for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+        here = epochs == epoch
+        chosen[here] = _order(count, seed, epoch)[places[here] % count]
+    return chosen
+
+
+@lru_cache(maxsize=4)
+def _order(count: int, seed: int, epoch: int) -> Tensor:
+    return torch.randperm(count, generator=generator("order", seed, epoch))
+
+
+# --- How a learning rate changes over a run: factors of its peak, as functions of the step
+
+
+#: Names of the ways to fall.
+DECAYS = ("constant", "steps", "cosine", "linear")
+
+
+def decayed(decay: str, step: int, steps: int, warmup: int = 0) -> float:
+    """The factor at `step` of `steps`: a linear rise over the first `warmup` steps, then the fall.
+
+    ``steps`` divides by ten at 50 % and again at 75 % of the run; ``cosine`` and ``linear`` fall to zero at its end.
+
+    >>> [decayed("steps", step, 100) for step in (0, 50, 75)]
+    [1.0, 0.1, 0.01]
+    >>> decayed("cosine", 50, 100)
+    0.5
+    >>> [decayed("constant", step, 100, warmup=2) for step in (0, 1, 2)]
+    [0.5, 1.0, 1.0]
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    if decay == "constant":
+        return 1.0
+    if decay == "steps":
+        return (1.0, 0.1, 0.01)[(step >= steps * 0.5) + (step >= steps * 0.75)]
+    gone = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return 1 - gone if decay == "linear" else (1 + math.cos(math.pi * gone)) / 2
+
+
+# --- Which of torch's implementations of an optimizer the built-in tasks take
+
+
+def fused_for(parameters: Iterable[Tensor]) -> bool | None:
+    """``fused=`` of an optimizer of these parameters: on a GPU all of them in one launch; elsewhere torch decides.
+
+    >>> import torch
+    >>> fused_for([torch.zeros(2)]) is None
+    True
+    """
+    known = list(parameters)
+    is_on_gpu = all(each.is_cuda and each.is_floating_point() for each in known)
+    return True if known and is_on_gpu else None
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The figure that a task is judged by."""
+
+    name: str
+    better: Literal["higher", "lower"]
+    #: What the trivial predictor gets (the commonest class, say), so that a number can be read.
+    trivial: float
+
+    def is_better(self, a: float, b: float) -> bool:
+        """Whether `a` is strictly better than `b`."""
+        return a > b if self.better == "higher" else a < b
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The recipe: what ``--set key=value`` may change. A task's own settings derive from this and add fields."""
+
+    #: Optimizer steps of the recipe, which are those of the whole run unless it is told to hold.
+    steps: int = 400
+    #: Samples in a batch.
+    batch: int = 128
+    #: Evaluate after so many steps (and always after the last).
+    evaluate_every: int = 100
+    #: The peak learning rate.
+    lr: float = 0.1
+    #: Clip the gradients' norm to this; 0 does not clip.
+    clip: float = 0.0
+    #: Steps at the peak learning rate before the recipe begins, on top of `steps`: low precision for a while, and then
+    #: the whole budget.
+    hold: int = 0
+    #: Multiply the loss by this, to begin with, so that small gradients reach low formats (65536 in many papers). It is
+    #: halved, and the step skipped, where a gradient is not finite. 0 does not scale.
+    loss_scale: float = 0.0
+    #: Double the loss scale after so many clean steps in a row; 0: after an epoch.
+    scale_window: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "evaluate_every"):
+            if getattr(self, name) < 1:
+                raise TaskError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if not self.lr > 0:
+            raise TaskError(f"lr is {self.lr}; it must be above 0.")
+        if not self.clip >= 0:
+            raise TaskError(f"clip is {self.clip}; it must be at least 0 (which does not clip).")
+        if self.hold < 0:
+            raise TaskError(f"hold is {self.hold}; it must be at least 0.")
+        if not 0 <= self.loss_scale < float("inf"):
+            raise TaskError(f"loss_scale is {self.loss_scale}; it must be at least 0 (which does not scale).")
+        if self.scale_window < 0:
+            raise TaskError(f"scale_window is {self.scale_window}; it must be at least 0 (which is an epoch).")
+
+    @property
+    def all_steps(self) -> int:
+        """The steps of the whole run."""
+        return self.hold + self.steps
+
+
+class Task(ABC):
+    """One experiment; see the module's words."""
+
+    #: How the command line calls it.
+    name: ClassVar[str]
+    #: One line of ``bitplan tasks``.
+    summary: ClassVar[str]
+    #: The class of its settings, whose defaults are the recipe.
+    settings_class: ClassVar[type[Settings]] = Settings
+    #: Whether a compiled run evaluates with compiled code, too: worth its compilation where evaluations are many small
+    #: operations, all of one shape. Figures then differ in their last bits from those of uncompiled code.
+    evaluates_compiled: ClassVar[bool] = False
+    #: The SHA-256 of the user's file that the task was made from; None: not made from a file by its name.
+    source_sha256: str | None = None
+
+    def __init__(self, settings: Settings | None = None, seed: int = 0) -> None:
+        self.settings: Any = self.settings_class() if settings is None else settings
+        self.seed = seed
+        #: What the task remembers of a run beside the model and the optimizer, such as the best figure so far of a rule
+        #: that waits for a plateau. Training saves it in every checkpoint, as JSON, and puts it back on resuming.
+        self.memory: dict[str, float] = {}
+
+    @property
+    @abstractmethod
+    def metric(self) -> Metric:
+        """What it is judged by."""
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """A fresh model; torch's generator has been seeded with the run's seed."""
+
+    @abstractmethod
+    def batch(self, step: int) -> tuple[Any, Any]:
+        """The inputs and the target of training step `step`, on the CPU: a pure function of seed and step."""
+
+    @abstractmethod
+    def loss(self, output: Any, target: Any) -> Tensor:
+        """The training loss of the model's output."""
+
+    @abstractmethod
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """The optimizer at the peak learning rate."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Figures on held-out data, the metric's among them. The model is in evaluation mode, without gradients."""
+
+    def final_figures(self, model: nn.Module) -> dict[str, float]:
+        """Figures that are wanted once, after the last step, beside those of its evaluation: on a test set, say."""
+        return {}
+
+    def learning_rate(self, step: int) -> float:
+        """The factor of the peak learning rate at training step `step`: a function of the step and of the memory."""
+        return 1.0
+
+    def epoch(self) -> int:
+        """Steps of an epoch; by default, the steps between two evaluations."""
+        return int(self.settings.evaluate_every)
+
+    def after_evaluation(self, figures: dict[str, float]) -> None:  # noqa: B027 - most tasks remember nothing
+        """Told the figures of each evaluation during training, right after it: the place to change the memory."""
+
+    def example(self) -> tuple[Any, Any]:
+        """A batch of the right shapes and types, for those who ask before anything runs.
+
+        The first one, unless a task knows its shapes without its data.
+        """
+        return self.batch(0)
+
+    def target(self) -> Target:
+        """The first training step, as sites, plans and costs take it."""
+        return Target(self.model(), self.batch(0), self.loss)
+
+
+# --- Tasks whose data are loaded once, when they are first asked for
+
+
+Data = TypeVar("Data")
+
+
+class LoadingTask(Task, Generic[Data]):
+    """A task with a data set. A set derives from this, or from a kind of task that does, and says how it is loaded."""
+
+    @abstractmethod
+    def load(self) -> Data:
+        """The data set."""
+
+    @cached_property
+    def data(self) -> Data:
+        with torch.device("cpu"):  # where only shapes are asked for, models are made on another device
+            return self.load()

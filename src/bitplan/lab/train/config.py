@@ -1,0 +1,271 @@
+"""What a run is: everything that decides its numbers, and what else its ``run.json`` tells."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bitplan._version import __version__
+from bitplan.analysis.targets import file_sha256, named_file
+from bitplan.errors import RunError
+from bitplan.files import strict
+from bitplan.lab.assignments import AssignWords
+from bitplan.lab.tasks.task import Task
+from bitplan.machine import describe_machine
+from bitplan.plans import Plan
+
+# --- What a run ran on and with: for run folders, and for bug reports
+
+
+#: What bitplan cannot do without.
+NEEDED = ("torch", "numpy", "PyYAML", "safetensors", "typer", "rich")
+#: What it uses where it is installed.
+OPTIONAL = (
+    "triton",
+    "tensorboard",
+    "plotly",
+    "transformers",
+    "torchvision",
+    "torchao",
+    "ml_dtypes",
+    "gfloat",
+    "qtorch",
+)
+#: Flags of a processor that decide how fast low precision is there.
+FLAGS = (
+    *("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"),
+    *("asimd", "asimddp", "i8mm", "bf16", "sve"),
+)
+
+_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG")
+
+
+def versions() -> dict[str, str]:
+    """What a run's numbers may depend on."""
+    found = {"bitplan": __version__, "python": platform.python_version()}
+    for package in ("torch", "numpy", "safetensors", "triton"):
+        version = _version(package)
+        if version is not None:
+            found[package] = version
+    return found
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Processor, device and threads: with other ones a run may differ in its last bits."""
+    described = describe_machine(device)
+    described.pop("versions")
+    return {**described, "threads": torch.get_num_threads()}
+
+
+def environment() -> dict[str, Any]:
+    """Everything that a bug report needs."""
+    packages = {name: _version(name) for name in (*NEEDED, *OPTIONAL)}
+    return {
+        "bitplan": __version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cpu": {
+            "name": describe_machine(torch.device("cpu"))["cpu"],
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+            "flags": cpu_flags(),
+        },
+        "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
+        "cuda": torch.version.cuda,
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        "packages": packages,
+    }
+
+
+def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """Which of :data:`FLAGS` the processor has; none where the system does not tell."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    words = {word for line in lines if line.lower().startswith(("flags", "features")) for word in line.split()}
+    return [flag for flag in FLAGS if flag in words]
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    known = torch.cuda.get_device_properties(index)
+    return {
+        "name": known.name,
+        "memory": known.total_memory,
+        "capability": f"{known.major}.{known.minor}",
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+#: The version of run folders that this package reads and writes.
+VERSION = 1
+#: Steps between two lines of metrics.jsonl.
+LOG_EVERY = 10
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The contents of ``run.json``."""
+
+    task: str
+    #: What names the task on the command line: its name, or ``my_task.py:MyTask``.
+    task_source: str
+    settings: Mapping[str, Any]
+    #: How tables and charts call the plan; None: no plan.
+    plan: str | None
+    #: What the user typed.
+    plan_source: str | None
+    seed: int
+    metric: Mapping[str, Any]
+    #: The SHA-256 of the file that `task_source` names; None: a task that is no file, or a run from before hashes were
+    #: recorded.
+    task_sha256: str | None = None
+    execution: str = "emulate"
+    device: str = "cpu"
+    compile: bool = False
+    log_every: int = LOG_EVERY
+    #: Steps between two looks at every product (:mod:`bitplan.lab.train.monitor`); 0: none.
+    measure_every: int = 0
+    #: What makes such a run again, in a folder of its own.
+    command: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    machine: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.log_every < 1:
+            raise RunError(f"log_every is {self.log_every}; it must be at least 1.")
+        if self.measure_every < 0:
+            raise RunError(f"measure_every is {self.measure_every}; it must be at least 0 (which measures nothing).")
+        # It is printed as part of a command to type, and a control character could hide what that command says.
+        if not isinstance(self.task_source, str) or not self.task_source.isprintable():
+            raise RunError(
+                f"a run's task cannot be named {self.task_source!r}: a name such as my_task.py:MyTask has printable "
+                f"characters only, so restore the run's run.json, or rename the file."
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"bitplan_run": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> RunConfig:
+        known = {each.name for each in fields(cls)}
+        return cls(**{key: value for key, value in content.items() if key in known})
+
+    def difference(self, other: RunConfig) -> str | None:
+        """The first thing in which two runs differ that decides their numbers, in words; None where they are one."""
+        for key in ("task", "seed", "execution", "device", "compile", "log_every", "measure_every"):
+            mine, theirs = getattr(self, key), getattr(other, key)
+            if mine != theirs:
+                return f"{key} {mine}, not {theirs}"
+        for key in {**self.settings, **other.settings}:
+            mine, theirs = self.settings.get(key), other.settings.get(key)
+            if mine != theirs:
+                return f"{key}={mine}, not {theirs}"
+        return None
+
+
+def config_of(
+    task: Task,
+    plan: Plan | None,
+    plan_source: str | None,
+    task_source: str | None,
+    *,
+    execution: str,
+    device: torch.device,
+    compile: bool,
+    log_every: int,
+    measure_every: int = 0,
+) -> RunConfig:
+    """The config of a run that is about to start on this machine."""
+
+    source = task_source or task.name
+    return RunConfig(
+        task=task.name,
+        task_source=source,
+        settings=strict(asdict(task.settings)),  # as they will be read back
+        plan=None if plan is None else plan_name(plan, plan_source),
+        plan_source=plan_source,
+        seed=task.seed,
+        metric=strict(asdict(task.metric)),
+        task_sha256=_task_sha256(task, source),
+        execution=execution,
+        device=str(device),
+        compile=compile,
+        log_every=log_every,
+        measure_every=measure_every,
+        command=command_of(
+            *(task, source, plan_source),
+            execution=execution,
+            device=device,
+            compile=compile,
+            measure_every=measure_every,
+        ),
+        versions=versions(),
+        machine=machine(device),
+    )
+
+
+def _task_sha256(task: Task, source: str) -> str | None:
+    """Of the file that the task comes from: of what was run, where it is known, and else of what lies there."""
+    named = named_file(source)
+    if named is None:
+        return None
+    return task.source_sha256 or (file_sha256(named[0]) if named[0].is_file() else None)
+
+
+def plan_name(plan: Plan, source: str | None) -> str:
+    """How a plan is called: by its own name, its preset's, or its file's.
+
+    >>> plan_name(Plan(), "plans/cautious.yaml"), plan_name(Plan(name="bold"), "plans/x.yaml")
+    ('cautious', 'bold')
+    """
+    if plan.name:
+        return plan.name
+    return "plan" if source is None else Path(source).stem
+
+
+def command_of(
+    task: Task,
+    source: str,
+    plan_source: str | None,
+    *,
+    execution: str,
+    device: torch.device,
+    compile: bool,
+    measure_every: int = 0,
+) -> str:
+    """The command line that makes such a run; what it leaves out is the default."""
+    words = ["bitplan", "train", source]
+    if (assigned := AssignWords.of_source(plan_source)) is not None:
+        words += assigned.command()
+    elif plan_source is not None:
+        words += ["--plan", plan_source]
+    if execution != "emulate":
+        words += ["--execution", execution]
+    if device.type != "cpu":
+        words += ["--device", str(device)]
+    if compile:
+        words.append("--compile")
+    if measure_every:
+        words += ["--measure-every", str(measure_every)]
+    words += ["--seed", str(task.seed)]
+    recipe = asdict(task.settings_class())
+    for key, value in asdict(task.settings).items():
+        if value != recipe.get(key):
+            words += ["--set", f"{key}={value}"]
+    return shlex.join(words)

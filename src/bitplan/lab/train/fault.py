@@ -1,0 +1,325 @@
+"""What broke first in a run whose loss or weights are no longer finite.
+
+The failing step is made again, uncompiled and watched: every operation's result, every gradient on its way back, and
+what rounding does at each site. Where the weights were broken already when the loss was, an earlier step did that:
+the run is taken up from its last good checkpoint, and made again until that step is met.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+
+from bitplan.capture.scopes import Interceptor, Scope, followed, is_planned, loss_holder, state_of
+from bitplan.lab.tasks.task import Task
+from bitplan.lab.train.checkpoint import newest_whole
+from bitplan.lab.train.session import Session
+from bitplan.plans.spec import QuantizerSpec
+from bitplan.runtime.module_state import RECORD
+from bitplan.runtime.rounding_op import Action
+from bitplan.runtime.statistics import AMAX, ERROR, FRESH, OVERFLOW
+
+# --- Watching one training step: which results and gradients are not finite, in the order they are made
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """One operation that ran."""
+
+    #: Module path and operation, as sites are called: ``fc/linear.0``.
+    label: str
+    module: nn.Module
+    #: The operation and its number in the module.
+    site: str
+    #: What it was made of, as numbers of earlier operations.
+    inputs: tuple[int, ...]
+    is_finite: bool
+    #: It holds infinities below zero and nothing else amiss: what masks are made of.
+    is_like_a_mask: bool
+
+
+class StepWatch:
+    """While entered, sees every operation of the model and its loss, under the model's plan if it has one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.results: list[Seen] = []
+        #: The operations to whose results gradients have come back, in that order.
+        self.gradients: list[Seen] = []
+        self.first_broken_gradient: Seen | None = None
+        self._made_by: dict[int, int] = {}
+        #: So that no id is used twice.
+        self._kept: list[Tensor] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> StepWatch:
+        planned = [state_of(module).interceptor for module in self.model.modules() if is_planned(module)]
+        self.interceptor = planned[0] if planned else Interceptor()
+        self._has_plan = bool(planned)
+        if not planned:
+            self._stack.enter_context(followed(self.model, self.interceptor))
+        # On the object, in front of its class's: the loss that the plan has brought in goes through it, too.
+        for name, watched in (("on_operation", self._watched_operation), ("on_view", self._watched_view)):
+            setattr(self.interceptor, name, watched(getattr(self.interceptor, name)))
+            self._stack.callback(delattr, self.interceptor, name)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        self._kept.clear()
+
+    def loss(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`function` with its operations in view."""
+        if self._has_plan:
+            return function
+        holder = loss_holder(self.interceptor)
+
+        def watched(*args: Any) -> Tensor:
+            with Scope(self.interceptor, holder):
+                return function(*args)
+
+        return watched
+
+    def first_broken_result(self) -> Seen | None:
+        """Where the last result that is not finite, which is the loss, got it from: the earliest operation behind it
+        that broke without having been given anything broken."""
+        broken = [number for number, seen in enumerate(self.results) if not seen.is_finite]
+        if not broken or broken[-1] != len(self.results) - 1:
+            return None  # infinities that something has absorbed
+        behind, waiting = set[int](), [broken[-1]]
+        while waiting:
+            number = waiting.pop()
+            if number not in behind:
+                behind.add(number)
+                waiting += [source for source in self.results[number].inputs if not self.results[source].is_finite]
+        origins = [
+            self.results[number]
+            for number in sorted(behind)
+            if all(self.results[source].is_finite for source in self.results[number].inputs)
+        ]
+        return next((seen for seen in origins if not seen.is_like_a_mask), origins[0])
+
+    # --- what is seen ---
+
+    def _watched_operation(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def on_operation(
+            scope: Scope, op: str, index: int, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+        ) -> Any:
+            sources = self._sources(args, kwargs)
+            result = original(scope, op, index, func, args, kwargs)
+            self._note(scope, f"{op}.{index}", sources, [t for t in _tensors(result) if t.is_floating_point()])
+            return result
+
+        return on_operation
+
+    def _watched_view(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def on_view(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+            sources = self._sources(args, kwargs)
+            result = original(func, args, kwargs)
+            if sources:
+                for tensor in _tensors(result):
+                    self._keep(tensor, sources[0])
+            return result
+
+        return on_view
+
+    def _sources(self, args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
+        given = [tensor for value in (*args, *kwargs.values()) for tensor in _tensors(value)]
+        return tuple(dict.fromkeys(self._made_by[id(tensor)] for tensor in given if id(tensor) in self._made_by))
+
+    def _keep(self, tensor: Tensor, number: int) -> None:
+        self._made_by[id(tensor)] = number
+        self._kept.append(tensor)
+
+    def _note(self, scope: Scope, site: str, sources: tuple[int, ...], outputs: list[Tensor]) -> None:
+        if not outputs:
+            return
+        values = [tensor.detach() for tensor in outputs]
+        finite = all(bool(value.isfinite().all()) for value in values)
+        like_a_mask = not finite and not any(bool((value.isnan() | value.isposinf()).any()) for value in values)
+        label = f"{state_of(scope.module).path}/{site}"
+        seen = Seen(label, scope.module, site, sources, finite, like_a_mask)
+        for tensor in outputs:
+            self._keep(tensor, len(self.results))
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._note_gradient, seen))  # type: ignore[no-untyped-call]
+        self.results.append(seen)
+
+    def _note_gradient(self, seen: Seen, gradient: Tensor) -> None:
+        if self.first_broken_gradient is None:
+            self.gradients.append(seen)
+            if not bool(gradient.isfinite().all()):
+                self.first_broken_gradient = seen
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+#: Places whose rounding happens before an operation's result is there, in that order; and those of its gradients.
+_FORWARD = ("weight", "fprop.x", "fprop.w", "activation")
+
+_BACKWARD = ("grad_activation", "dgrad.dy", "wgrad.dy", "dgrad.w", "wgrad.x", "grad_weight")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The tensor that broke first, and how."""
+
+    #: Counted from 1, as in metrics.jsonl.
+    step: int
+    #: None where it was not found.
+    site: str | None
+    sentence: str
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+def find_fault(session: Session, checkpoints: Path, on_step: Callable[[], None]) -> Fault:
+    """Search from where `session` stands: before the step whose loss is not finite, or after one that broke weights.
+
+    :param on_step: called for every step that is made again.
+    """
+    last = session.step + 1
+    session.observe()
+    if session.broken_weight() is None:
+        on_step()
+        return _fault_of_step(session)
+    known = newest_whole(checkpoints)
+    if known is None:
+        session.restart()
+    else:
+        session.load(*known)
+    while session.step < last:
+        on_step()
+        loss = session.forward_backward()
+        if not math.isfinite(loss) or session.broken_gradient() is not None:
+            return _fault_of_step(session)
+        session.apply()
+        broken = session.broken_weight()
+        if broken is not None:
+            return Fault(
+                *(session.step, broken),
+                f"step {session.step} broke {broken}: its gradient was finite, but the optimizer's step on it was not. "
+                f"Lower the learning rate.",
+            )
+        _remind(session)
+    return _not_found(last)
+
+
+def _remind(session: Session) -> None:
+    """Evaluate where the run did, if the task learns from that what its next learning rate is."""
+    listens = type(session.task).after_evaluation is not Task.after_evaluation
+    if listens and session.step % session.task.settings.evaluate_every == 0:
+        session.evaluate()
+
+
+def _fault_of_step(session: Session) -> Fault:
+    """Make the next step's forward and backward pass again, and look."""
+    step = session.step + 1
+    with StepWatch(session.model) as watch:
+        loss = watch.loss(session.loss)
+        kept, session.loss = session.loss, loss
+        try:
+            session.forward_backward()
+        finally:
+            session.loss = kept
+    found = watch.first_broken_result()
+    if found is not None:
+        return _described(
+            session, step, found, _FORWARD, "activation", "is no longer finite, though what it is made of is"
+        )
+    found = watch.first_broken_gradient
+    if found is not None:
+        # A gradient that was rounded beyond the largest number arrives broken at the operation before.
+        for earlier in watch.gradients:
+            if earlier is not found and _overflowed(earlier, _BACKWARD) is not None:
+                return _described(session, step, earlier, _BACKWARD, "grad_activation", "")
+        return _described(session, step, found, (), "grad_activation", "arrives there not finite")
+    broken = session.broken_gradient()
+    if broken is not None:
+        return Fault(step, f"{broken}: grad_weight", f"step {step} broke the gradient of {broken}. {_ADVICE}")
+    return _not_found(step)
+
+
+_ADVICE = "Lower the learning rate, or give the tensors around it more bits."
+
+
+def _not_found(step: int) -> Fault:
+    return Fault(
+        step,
+        None,
+        f"the loss of step {step} is not finite, and stays finite when the step is made again uncompiled and watched: "
+        f"lower the learning rate.",
+    )
+
+
+def _described(session: Session, step: int, seen: Seen, places: tuple[str, ...], role: str, words: str) -> Fault:
+    overflow = _overflowed(seen, places)
+    site = f"{seen.label}:{role if overflow is None else overflow.place}"
+    rules = {f"{each.site.module}/{each.site.op}:{each.site.role}": each for each in reversed(session.run.table())}
+    rule = rules.get(site)
+    by = (
+        ""
+        if rule is None or rule.quantizer is None
+        else f" ({rule.quantizer}{f', {rule.where}' if rule.where else ''})"
+    )
+    if overflow is None:
+        return Fault(step, site, f"step {step} broke at {site}{by}, which {words}. {_ADVICE}")
+    return Fault(
+        *(step, site),
+        f"step {step} broke at {site}{by}: {overflow.share:.2%} of its values, up to {overflow.largest:.3g}, lie "
+        f"beyond the format's largest and became infinite or NaN. Give it a scale, saturation or a wider format.",
+    )
+
+
+@dataclass(frozen=True)
+class _Overflow:
+    place: str
+    share: float
+    largest: float
+
+
+def _overflowed(seen: Seen, places: tuple[str, ...]) -> _Overflow | None:
+    """The first of these places whose rounding made finite values infinite, by its statistics."""
+    record = seen.module._buffers.get(RECORD)
+    if record is None or not is_planned(seen.module):
+        return None
+    actions = [action for action in state_of(seen.module).actions.values() if isinstance(action, Action)]
+    for place in places:
+        rows = {
+            action.places[place].records[seen.site]
+            for action in actions
+            if place in action.places
+            and seen.site in action.places[place].records
+            and _overflows_specially(action.places[place].spec)
+        }
+        for row in rows:
+            values = record[row].tolist()
+            if (
+                values[FRESH]
+                and values[OVERFLOW] > 0
+                and math.isfinite(values[AMAX])
+                and not math.isfinite(values[ERROR])
+            ):
+                return _Overflow(place, values[OVERFLOW], values[AMAX])
+    return None
+
+
+def _overflows_specially(spec: QuantizerSpec) -> bool:
+    return (spec.overflow or getattr(spec.target, "default_overflow", "saturate")) == "special"

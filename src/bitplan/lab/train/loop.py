@@ -1,0 +1,474 @@
+"""Training: a task, a plan and a folder become a run.
+
+Everything that a run writes into ``metrics.jsonl`` and its checkpoints is a pure function of the task, its settings,
+the plan and the seed. So a run that was killed and resumed ends with the very bytes that it would have ended with.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shlex
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from bitplan.analysis.cost import Cost
+from bitplan.analysis.targets import named_file
+from bitplan.errors import BitplanWarning, RunError
+from bitplan.lab.tasks.task import Task
+from bitplan.lab.train.checkpoint import Checkpoint, newest_whole, remove_older, save_tensors
+from bitplan.lab.train.config import LOG_EVERY, RunConfig, config_of
+from bitplan.lab.train.fault import find_fault
+from bitplan.lab.train.folder import DiskError, Journal, RunFolder, read_lines
+from bitplan.lab.train.monitor import Monitor
+from bitplan.lab.train.session import Session, repeatable
+from bitplan.lab.train.summary import (
+    Events,
+    Phase,
+    Progress,
+    PromotionRecord,
+    Status,
+    Summary,
+    measured_sites,
+    open_events,
+    planned_sites,
+)
+from bitplan.plans import Plan
+from bitplan.plans.loading import find_plan
+
+# --- Stopping a run from outside: the first signal asks politely, the second does what it always did
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """Whether a signal has come; ``train(stop=...)`` asks it after every step."""
+
+    def __init__(self) -> None:
+        #: The number of the signal; None as long as none has come.
+        self.signal: int | None = None
+
+    def __call__(self) -> bool:
+        return self.signal is not None
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """Inside, Ctrl-C and SIGTERM only raise a flag, once each."""
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():  # which alone may handle signals
+        yield request
+        return
+    before: dict[int, Any] = {}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        request.signal = number
+        signal.signal(number, before[number])
+
+    for number in _SIGNALS:
+        before[number] = signal.getsignal(number)
+        signal.signal(number, note)
+    try:
+        yield request
+    finally:
+        for number in _SIGNALS:
+            signal.signal(number, before[number])
+
+
+log = logging.getLogger("bitplan")
+
+#: What the loop itself remembers from step to step.
+_OWN_STATE = ("loss", "metrics", "best", "told", "bits", "cost")
+
+OnProgress = Callable[[Progress], None]
+
+
+def train(
+    task: Task,
+    plan: Plan | str | None = None,
+    *,
+    folder: str | os.PathLike[str],
+    execution: str = "emulate",
+    device: str | torch.device = "cpu",
+    compile: bool = False,
+    seed: int | None = None,
+    checkpoint_every: int | None = None,
+    log_every: int = LOG_EVERY,
+    measure_every: int = 0,
+    task_source: str | None = None,
+    plan_source: str | None = None,
+    on_progress: OnProgress | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> Summary:
+    """Train `task` under `plan` in `folder`, or go on with that run where it lies there unfinished.
+
+    A run that has finished, or diverged, is not made again: its summary is returned.
+
+    :param plan: a plan, a preset's name or a file; None: no plan, which is the task in its own precision.
+    :param folder: of this run; made if it does not exist.
+    :param execution: as :func:`bitplan.attach` takes it.
+    :param compile: run the model's training steps through ``torch.compile``; evaluations stay uncompiled, unless the
+        task says otherwise.
+    :param seed: for asserting the task's own, which decides the run's initial weights, data and random bits.
+    :param checkpoint_every: steps between checkpoints, by default those between evaluations; 0: only at the end.
+    :param log_every: steps between lines of ``metrics.jsonl``.
+    :param measure_every: steps between two looks at every product, with an alarm, into ``measurements.jsonl``; 0: none.
+    :param task_source: what names the task on the command line, if not its name (``my_task.py:MyTask``).
+    :param plan_source: the same for the plan; by default what is given as `plan`, or the file that it came from.
+    :param on_progress: called after every step.
+    :param stop: asked after every step; once it is true, a checkpoint is written and the run is *stopped*.
+    """
+    if seed is not None and seed != task.seed:
+        raise RunError(f"the task was made with seed {task.seed}: make it with seed {seed}.")
+    if checkpoint_every is not None and checkpoint_every < 0:
+        raise RunError(f"checkpoint_every is {checkpoint_every}; it must be at least 0 (only at the end).")
+    place = RunFolder(folder)
+    found = None if plan is None else find_plan(plan)
+    if plan_source is None:
+        plan_source = plan if isinstance(plan, str) else str(found.origin) if found and found.origin else None
+    chosen = chosen_device(device)
+    config = config_of(
+        *(task, found, plan_source, task_source),
+        execution=execution,
+        device=chosen,
+        compile=compile,
+        log_every=log_every,
+        measure_every=measure_every,
+    )
+    with place.locked():
+        is_known = place.require_room_for(config, found)
+        summary = place.summary() if is_known else None
+        if summary is not None and summary.status != "stopped":
+            return summary
+        if is_known and config.task_sha256 is not None and place.config().task_sha256 is None:
+            warnings.warn(
+                f"{place} has no SHA-256 of its task's file, so {config.task_source} cannot be compared with the file "
+                f"that the run was begun with; it goes on with that file because you named it.",
+                BitplanWarning,
+                stacklevel=2,
+            )
+        with repeatable(chosen):
+            session = Session(task, found or Plan(), execution=execution, device=chosen, compile=compile)
+            try:
+                if not is_known:
+                    place.begin(config, found)
+                every = task.settings.evaluate_every if checkpoint_every is None else checkpoint_every
+                return _Loop(place, place.config(), session, every, on_progress, stop).go()
+            finally:
+                session.close()
+
+
+def chosen_device(device: str | torch.device) -> torch.device:
+    """The device of that name, or a sentence where this machine has none such."""
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise RunError(f"there is no device {device!r}: use cpu or cuda.") from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise RunError("this machine has no CUDA device: use the device cpu.")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise RunError(
+            f"this machine has {torch.cuda.device_count()} CUDA devices, and no {chosen}: use a lower number."
+        )
+    if chosen.type not in ("cpu", "cuda"):
+        raise RunError(f"runs are trained on cpu or cuda, not on {chosen.type}: use one of these.")
+    return chosen
+
+
+def resume_command(folder: Path, task_source: str) -> str:
+    """What goes on with a run of the task that `task_source` names; a file must be named again.
+
+    >>> resume_command(Path("runs/mine"), "my_task.py:MyTask")
+    'bitplan train --resume runs/mine --task my_task.py:MyTask'
+    """
+    task = [] if named_file(task_source) is None else ["--task", task_source]
+    return shlex.join(["bitplan", "train", "--resume", str(folder), *task])
+
+
+class _Diverged(Exception):
+    """The loss, or a weight, is not finite any more."""
+
+
+class _Loop:
+    """One process's part of a run, from its last checkpoint to its end."""
+
+    def __init__(
+        self,
+        place: RunFolder,
+        config: RunConfig,
+        session: Session,
+        checkpoint_every: int,
+        on_progress: OnProgress | None,
+        stop: Callable[[], bool] | None,
+    ) -> None:
+        self.place = place
+        self.config = config
+        self.session = session
+        self.steps: int = session.task.settings.all_steps
+        self.checkpoint_every = checkpoint_every
+        self.on_progress = on_progress
+        self.stop = stop or (lambda: False)
+        self.loss: float | None = None
+        self.metrics: dict[str, float] = {}
+        self.best: float | None = None
+        #: What steps had cost up to the last line of metrics.jsonl: see :func:`_sums`.
+        self.told: tuple[float, ...] = (0, 0, 0, 0)
+        self.bits = self.cost = 0.0
+        self.promoted = 0
+        #: The step of the last line, and what one step adds to the cost since then.
+        self._told_at, self._step_cost = 0, 0.0
+        #: As of the last line: asking a GPU's allocator takes a tenth of a millisecond.
+        self._peak = 0
+        #: The step of the newest checkpoint; -1 before the first.
+        self.saved = -1
+        self.monitor: Monitor | None = None
+        self.began = time.perf_counter()
+
+    # --- the whole ---
+
+    def go(self) -> Summary:
+        self._resume()
+        self.place.sweep()
+        self.place.forget_summary()
+        self.place.write_sites(planned_sites(self.session.run))
+        step = self.session.step
+        self.journal = Journal(self.place.metrics_file, step)
+        self.times = Journal(self.place.times_file, step)
+        earlier = read_lines(self.place.times_file)
+        self.began = time.perf_counter() - (float(earlier[-1]["seconds"]) if earlier else 0.0)
+        self.events: Events = open_events(self.place.events, step)
+        every = self.config.measure_every
+        if every:
+            self.monitor = Monitor(self.session, every, self.place.measurements_file, self.events)
+        with self.journal, self.times, self.events, self.monitor or nullcontext():
+            try:
+                return self._run()
+            except DiskError as error:
+                raise DiskError(f"{error} {self._way_back()}") from error
+            except torch.OutOfMemoryError as error:
+                raise RunError(
+                    f"{self.session.device} has not enough memory for step {self.session.step + 1}: make the batch "
+                    f"smaller with --set batch={max(1, self.session.task.settings.batch // 2)}."
+                ) from error
+
+    def _run(self) -> Summary:
+        try:
+            while self.session.step < self.steps:
+                self._step()
+                if self.stop() and self.session.step < self.steps:
+                    return self._stopped()
+            return self._finished()
+        except _Diverged:
+            return self._diverged()
+
+    def _step(self) -> None:
+        session = self.session
+        if self.monitor is not None:
+            self.monitor.before_step()
+        self.loss = session.forward_backward()
+        if not math.isfinite(self.loss):
+            raise _Diverged
+        rate = session.apply()
+        step = session.step
+        if step == 1 or step % self.config.log_every == 0 or step == self.steps:
+            self._log(rate)
+            if session.scale.is_lost:
+                raise _Diverged
+        if step % session.task.settings.evaluate_every == 0 or step == self.steps:
+            self._evaluate()
+        if step == self.steps or (self.checkpoint_every and step % self.checkpoint_every == 0):
+            self._save()
+        self._tell("training")
+
+    def _log(self, rate: float) -> None:
+        cost = self.session.run.cost()
+        macs, bit_operations, elements, bits = (now - then for now, then in zip(_sums(cost), self.told, strict=True))
+        self.told = _sums(cost)
+        self.bits = math.sqrt(bit_operations / macs) if macs else 0.0
+        step, before = self.session.step, self.cost
+        self.cost = _share_of_run(cost, self.steps)
+        self._step_cost = (self.cost - before) / max(step - self._told_at, 1)
+        self._told_at = step
+        line = {
+            "step": step,
+            "loss": self.loss,
+            "lr": rate,
+            "bits": self.bits,
+            "mean_bits": bits / elements if elements else 0.0,
+            "cost": self.cost,
+            **self._promotions(cost),
+        }
+        if self.session.scale.is_used:
+            line["loss_scale"] = self.session.scale.value
+        self.journal.add(line)
+        self._peak = self.session.peak()
+        self.times.add({"step": step, "seconds": self._seconds(), "peak": self._peak})
+        self.events.add(line)
+
+    def _promotions(self, cost: Cost) -> dict[str, float]:
+        """How many tensors are promoted, and the ratio that falls by it; nothing where the plan promotes nothing."""
+        run = self.session.run
+        if not run.promotes:
+            return {}
+        known = run.promotions()
+        for each in known[self.promoted :]:
+            log.info("promoted: %s", each)
+        self.promoted = len(known)
+        return {"promoted": self.promoted, "low_precision_ratio": cost.low_precision_ratio}
+
+    def _evaluate(self) -> None:
+        self._tell("evaluating")
+        session = self.session
+        self.metrics = session.evaluate(last=session.step == self.steps)
+        value, metric = self.metrics[session.task.metric.name], session.task.metric
+        if self.best is None or metric.is_better(value, self.best) or math.isnan(self.best):
+            self.best = value
+        line = {"step": session.step, "evaluation": True, **self.metrics}
+        self.journal.add(line)
+        self.events.add(line)
+
+    # --- checkpoints ---
+
+    def _resume(self) -> None:
+        known = newest_whole(self.place.checkpoints)
+        if known is None:
+            return
+        step, state = known
+        threads = self.config.machine.get("threads")
+        if threads != torch.get_num_threads():
+            warnings.warn(
+                f"this run was begun with {threads} threads and goes on with {torch.get_num_threads()}: its last bits "
+                f"may come out otherwise.",
+                BitplanWarning,
+                stacklevel=2,
+            )
+        self.session.load(step, state)
+        for name in _OWN_STATE:
+            setattr(self, name, state["loop"][name])
+        self._told_at = step
+        self.saved = step
+
+    def _save(self) -> None:
+        """A checkpoint of the steps made, if they are worth one: each that lies on the disk is good to go on from."""
+        step = self.session.step
+        if step == self.saved:
+            return
+        if self.session.broken_weight() is not None:
+            raise _Diverged
+        self.journal.sync()
+        if self.monitor is not None:
+            self.monitor.journal.sync()
+        own = {name: getattr(self, name) for name in _OWN_STATE}
+        Checkpoint(self.place.checkpoints, step).save({**self.session.state(), "loop": own})
+        self.saved = step
+        remove_older(self.place.checkpoints, step)
+
+    def _way_back(self) -> str:
+        if self.saved < 0:
+            return "No checkpoint was written yet."
+        return f"The checkpoint of step {self.saved} is whole; go on from it with: {self._resume_command()}"
+
+    def _resume_command(self) -> str:
+        return resume_command(self.place.path, self.config.task_source)
+
+    # --- ends ---
+
+    def _finished(self) -> Summary:
+        self._save()
+        save_tensors(self.place.model_file, self.session.model.state_dict())
+        summary = self._summary("finished", self.session.run.cost())
+        self.place.write_sites(measured_sites(self.session))
+        self.place.write_summary(summary)
+        return summary
+
+    def _stopped(self) -> Summary:
+        self._save()
+        save_tensors(self.place.model_file, self.session.model.state_dict())
+        why = f"stopped on request; go on with: {self._resume_command()}"
+        summary = self._summary("stopped", self.session.run.cost(), why=why)
+        self.place.write_summary(summary)
+        return summary
+
+    def _diverged(self) -> Summary:
+        """The last good checkpoint stays the last one."""
+        cost, step, loss = self.session.run.cost(), self.session.step, self.loss
+        promotions = self._promotion_records()  # the search makes steps again
+        self.journal.add({"step": step + 1, "loss": loss, "diverged": True})
+        fault = find_fault(self.session, self.place.checkpoints, lambda: self._tell("searching"))
+        good = f" The checkpoint of step {self.saved} is good." if self.saved >= 0 else ""
+        summary = self._summary(
+            "diverged", cost, step=step, why=f"{fault}{good}", site=fault.site, promotions=promotions
+        )
+        self.place.write_summary(summary)
+        return summary
+
+    # --- telling ---
+
+    def _summary(self, status: Status, cost: Cost, **more: Any) -> Summary:
+        bf16 = cost.baseline_bit_operations("bf16")
+        facts: dict[str, Any] = {
+            "step": self.session.step,
+            "metrics": self.metrics,
+            "best": self.best,
+            "loss": self.loss,
+            "cost": {
+                "bitops": cost.bit_operations,
+                "relative_to_fp32": cost.relative,
+                "relative_to_bf16": cost.bit_operations / bf16 if bf16 else 0.0,
+                "mean_bits": cost.mean_bits,
+                "low_precision_ratio": cost.low_precision_ratio,
+            },
+            "memory": {role: part.bytes / max(cost.steps, 1) for role, part in cost.tensors.items()},
+            "peak": self.session.peak(),
+            "seconds": self._seconds(),
+            "promotions": self._promotion_records(),
+        }
+        return Summary(self.place.path, status, **{**facts, **more})
+
+    def _promotion_records(self) -> tuple[PromotionRecord, ...]:
+        return tuple(map(PromotionRecord.of, self.session.run.promotions()))
+
+    def _seconds(self) -> float:
+        return round(time.perf_counter() - self.began, 3)
+
+    def _tell(self, phase: Phase) -> None:
+        if self.on_progress is None:
+            return
+        self.on_progress(
+            Progress(
+                step=self.session.step,
+                steps=self.steps,
+                phase=phase,
+                loss=self.loss,
+                metric=self.metrics.get(self.session.task.metric.name),
+                bits=self.bits,
+                cost=self.cost + self._step_cost * (self.session.step - self._told_at),
+                peak=self._peak,
+                seconds=self._seconds(),
+                error=None if self.monitor is None else self.monitor.worst,
+                alarm=None if self.monitor is None or self.monitor.alarm is None else str(self.monitor.alarm),
+                promoted=self.promoted,
+            )
+        )
+
+
+def _sums(cost: Cost) -> tuple[float, ...]:
+    """MACs and bit operations of all products, elements and bits of all tensors."""
+    return cost.training_macs, cost.bit_operations, cost.total.elements, cost.total.bits
+
+
+def _share_of_run(cost: Cost, steps: int) -> float:
+    """Bit operations as a share of what the whole run needs in FP32."""
+    whole = cost.baseline_bit_operations("fp32") / max(cost.steps, 1) * steps
+    return cost.bit_operations / whole if whole else 0.0

@@ -1,0 +1,455 @@
+"""A model in training: its optimizer, its attached plan, and single steps.
+
+Torch's generator is seeded anew for every step, with a number that follows from the run's seed and the step. So what a
+step draws (dropout, say) does not depend on what ran before it, and neither evaluations nor a resumption change it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from bitplan.analysis.measure.measure import look_at_step
+from bitplan.analysis.measure.probe import Probe
+from bitplan.capture.decompositions import is_opened
+from bitplan.capture.recording import call_arguments
+from bitplan.errors import RunError, TaskError
+from bitplan.lab.tasks.task import Task
+from bitplan.numerics.noise import key_of, randomness_kept
+from bitplan.plans import Plan
+from bitplan.runtime.attach import Attachment, attach
+from bitplan.runtime.optimizers import load_plain_state, plain_state, set_rate
+
+# --- How images and the weights of convolutions lie in a device's memory
+
+
+def layout_for(model: nn.Module, device: str, execution: str = "emulate") -> torch.memory_format:
+    """The layout of a model's four-dimensional tensors on that kind of device; native execution wants channels last.
+
+    >>> layout_for(nn.Conv2d(3, 8, 3), "cuda"), layout_for(nn.Conv2d(3, 8, 3), "cpu"), layout_for(nn.GELU(), "cuda")
+    (torch.channels_last, torch.contiguous_format, torch.contiguous_format)
+    """
+    dimensions = {tensor.dim() for tensor in (*model.parameters(), *model.buffers())}
+    # Where there are five, torch asks for a layout of its own.
+    has_images = any(parameter.dim() == 4 for parameter in model.parameters()) and 5 not in dimensions
+    wants_them = device == "cuda" or execution == "native"
+    return torch.channels_last if wants_them and has_images else torch.contiguous_format
+
+
+def lay_out(model: nn.Module, layout: torch.memory_format) -> nn.Module:
+    """Let the parameters and buffers of a model lie in that layout; as they are where it is torch's own."""
+    if layout == torch.contiguous_format:
+        return model
+    return model.to(memory_format=layout)  # type: ignore[call-overload, no-any-return]
+
+
+def laid_out(tensor: Tensor, layout: torch.memory_format) -> Tensor:
+    """A tensor of a batch in that layout, if it is made of images."""
+    is_images = tensor.dim() == 4 and tensor.layout == torch.strided and tensor.is_floating_point()
+    return tensor.contiguous(memory_format=layout) if is_images and layout != torch.contiguous_format else tensor
+
+
+# --- Copies of batches, on their way to a GPU
+
+
+class Copies:
+    """``copies(batch)`` is the batch with every tensor copied.
+
+    What was in the last batch already, such as a whole graph every step, is not copied again.
+    """
+
+    def __init__(self, copy: Callable[[Tensor], Tensor]) -> None:
+        self._copy = copy
+        #: The last batch: id of each tensor -> the tensor, its version, and its copy.
+        self._last: dict[int, tuple[Tensor, int, Tensor]] = {}
+
+    def __call__(self, batch: Any) -> Any:
+        before, self._last = self._last, {}
+
+        def copied(tensor: Tensor) -> Tensor:
+            kept = before.get(id(tensor))
+            if kept is None or kept[0] is not tensor or kept[1] != tensor._version:
+                kept = tensor, tensor._version, self._copy(tensor)
+            self._last[id(tensor)] = kept
+            return kept[2]
+
+        return tree_map_only(Tensor, copied, batch)
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """In memory that a GPU reads by itself: a copy from elsewhere waits until the GPU has done all that came before."""
+    is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
+    return tensor.pin_memory() if is_plain and not tensor.is_pinned() else tensor
+
+
+# --- Batches made ahead: while a GPU computes a step, another thread makes the batch of the next
+
+
+class Ahead:
+    """``ahead(step)`` is ``batch(step)``, and begins with the batch of the step after it, if that is before `end`."""
+
+    def __init__(self, batch: Callable[[int], Any], end: int) -> None:
+        self._batch = batch
+        self._end = end
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._next: tuple[int, Future[Any]] | None = None
+
+    def __call__(self, step: int) -> Any:
+        coming, self._next = self._next, None
+        if coming is not None and coming[0] == step:
+            batch = coming[1].result()
+        else:
+            if coming is not None:
+                coming[1].cancel()
+            batch = self._thread.submit(self._batch, step).result()  # never two at once: tasks may cache
+        if step + 1 < self._end:
+            self._next = step + 1, self._thread.submit(self._batch, step + 1)
+        return batch
+
+    def close(self) -> None:
+        """No more batches are made; one that is being made is waited for."""
+        self._thread.shutdown(cancel_futures=True)
+
+
+# --- Loss scaling: the loss times a power of two, so that small gradients reach formats without a scale of their own
+
+
+#: What the paper's runs begin with.
+PAPER_START = 65536.0
+#: A scale that was halved down to this has found no finite gradient for dozens of steps.
+_LOST = 2.0**-40
+
+
+class LossScale:
+    """The scale of a run, at some step. Without one, everything passes as it is."""
+
+    def __init__(self, device: torch.device, start: float, window: int) -> None:
+        """
+        :param start: the first scale; 0: none.
+        :param window: clean steps in a row after which it is doubled.
+        """
+        self._scaler = GradScaler(
+            device.type, init_scale=start or 1.0, growth_interval=max(window, 1), enabled=start > 0
+        )
+
+    @property
+    def is_used(self) -> bool:
+        return self._scaler.is_enabled()
+
+    @property
+    def value(self) -> float:
+        """The scale now; the device is waited for."""
+        return float(self._scaler.get_scale())
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether step after step was skipped, so that nothing is learnt any more."""
+        return self.is_used and self.value <= _LOST
+
+    def of(self, loss: Tensor) -> Tensor:
+        """The loss whose gradients are to be computed."""
+        scaled: Tensor = self._scaler.scale(loss)
+        return scaled
+
+    def undone(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the scale: from here on they are what the loss itself gives."""
+        if self.is_used:
+            self._scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """The optimizer's step, unless a gradient is not finite; then the scale for the next one."""
+        self._scaler.step(optimizer)
+        self._scaler.update()
+
+    def state(self) -> dict[str, Any]:
+        """Plain values."""
+        return dict(self._scaler.state_dict())
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state` was taken."""
+        if self.is_used:
+            self._scaler.load_state_dict(state)
+
+
+#: What torch's generator is seeded for.
+_TRAINING, _EVALUATION = 1, 2
+
+
+class Session:
+    """One run's objects, at some step."""
+
+    def __init__(self, task: Task, plan: Plan, *, execution: str, device: torch.device, compile: bool) -> None:
+        self.task = task
+        self.device = device
+        self._execution = execution
+        self._first_memory = dict(task.memory)
+        #: Steps made.
+        self.step = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        torch.manual_seed(task.seed)
+        plain = task.model().to(device)
+        layout = layout_for(plain, device.type, execution)
+        self.model: nn.Module = lay_out(plain, layout)
+        self._there = Copies(lambda tensor: laid_out(tensor.to(device, non_blocking=True), layout))
+        self.run: Attachment = attach(
+            *(self.model, plan, task.settings.all_steps, self._moved(task.batch(0)[0])),
+            seed=task.seed,
+            execution=execution,
+        )
+        #: Walking through all modules of a deep model takes as long as its optimizer's step.
+        self._parameters = list(self.model.parameters())
+        self.optimizer = self._new_optimizer()
+        self.scale = self._new_scale()
+        self.loss = self.run.loss(task.loss)
+        # A mask may hold infinities from the start, and rightly so.
+        self._finite = {name for name, tensor in self._floats() if first_not_finite([(name, tensor)]) is None}
+        # torch.compile cannot follow a fused recurrent layer; one that a plan opens up is plain operations.
+        recurrent = [(path, each) for path, each in self.model.named_modules() if isinstance(each, nn.RNNBase)]
+        whole = all(is_opened(plan, path, layer.mode.lower()) for path, layer in recurrent)
+        # Small models are bound by launches, which CUDA graphs spare; they hold memory that packed execution is about.
+        # Pieces of a model would hand their memory to what runs between them.
+        mode = "reduce-overhead" if device.type == "cuda" and execution == "emulate" and whole else None
+        self._called: nn.Module = self.run.compile(fullgraph=whole, mode=mode) if compile else self.model
+        #: What evaluations call.
+        self._evaluated = self._called if task.evaluates_compiled and whole else self.model
+        ready = Copies(pinned)
+        is_gpu = device.type == "cuda"
+        self._ahead = Ahead(lambda step: ready(task.batch(step)), task.settings.all_steps) if is_gpu else None
+
+    def _new_optimizer(self) -> Optimizer:
+        """The task's optimizer, with its state as the plan wants it."""
+        plain = self.task.optimizer(self.model)
+        # Before the twin is made: it holds its rates in float32.
+        self._peaks = [float(group["lr"]) for group in plain.param_groups]
+        return self.run.optimizer(plain)
+
+    def _new_scale(self) -> LossScale:
+        recipe = self.task.settings
+        return LossScale(self.device, recipe.loss_scale, recipe.scale_window or self.task.epoch())
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        if self._ahead is not None:
+            self._ahead.close()
+        self.run.detach()
+
+    # --- a step ---
+
+    def forward_backward(self) -> float:
+        """The gradients of the next step; its loss is returned, and waited for while the device goes on."""
+        _seed(self.task.seed, self.step, _TRAINING, self.device)
+        inputs, target = self.next_batch()
+        self.optimizer.zero_grad(set_to_none=True)
+        args, kwargs = call_arguments(inputs)
+        loss: Tensor = self.loss(self._called(*args, **kwargs), target)
+        reading = _Reading(loss)
+        self.scale.of(loss).backward()  # type: ignore[no-untyped-call]
+        return reading.value()
+
+    def apply(self) -> float:
+        """Let the optimizer use the gradients: the step is made. The learning rate is returned."""
+        held = self.task.settings.hold
+        factor = 1.0 if self.step < held else self.task.learning_rate(self.step - held)
+        groups = self.optimizer.param_groups
+        for group, peak in zip(groups, self._peaks, strict=True):
+            set_rate(group, peak * factor)
+        self.scale.undone(self.optimizer)
+        if self.task.settings.clip > 0:
+            nn.utils.clip_grad_norm_(self._parameters, self.task.settings.clip)
+        self.scale.step(self.optimizer)
+        self.run.step()
+        self.step += 1
+        return self._peaks[0] * factor
+
+    def evaluate(self, last: bool = False) -> dict[str, float]:
+        """The task's figures after the steps made; the task is told, and remembers what it wants.
+
+        :param last: also those that are wanted once, at the end.
+        """
+        _seed(self.task.seed, self.step, _EVALUATION, self.device)
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                found = self.task.evaluate(self._evaluated)
+                if last:
+                    found = {**found, **self.task.final_figures(self._evaluated)}
+                figures = {name: float(value) for name, value in found.items()}
+        finally:
+            for module, training in modes:
+                module.training = training
+        wanted = self.task.metric.name
+        if wanted not in figures:
+            raise TaskError(
+                f"the task {self.task.name} is judged by {wanted}, but its evaluate() returned "
+                f"{', '.join(figures) or 'nothing'}: let it return {wanted}, too."
+            )
+        self.task.after_evaluation(dict(figures))
+        return figures
+
+    def next_batch(self) -> Any:
+        """The inputs and the target of the next step, where the model is."""
+        return self._moved((self.task.batch if self._ahead is None else self._ahead)(self.step))
+
+    def _moved(self, batch: Any) -> Any:
+        return batch if self.device.type == "cpu" else self._there(batch)
+
+    def look(self, probe: Probe) -> None:
+        """Make the next step's passes, in the task's own precision, on a copy of the model under `probe`."""
+        with randomness_kept():
+            _seed(self.task.seed, self.step, _TRAINING, self.device)
+            look_at_step(self.model, self.next_batch(), self.task.loss, probe)
+
+    # --- state ---
+
+    def state(self) -> dict[str, Any]:
+        """All that a resumed run needs, in tensors and plain values."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": plain_state(self.optimizer),
+            "attachment": self.run.state_dict(),
+            "memory": dict(self.task.memory),
+            "loss_scale": self.scale.state(),
+        }
+
+    def load(self, step: int, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state` was taken, after `step` steps."""
+        try:
+            self.model.load_state_dict(state["model"])
+            load_plain_state(self.optimizer, state["optimizer"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            reason = (str(error).strip().splitlines() or [""])[-1].strip().removesuffix(".")
+            raise RunError(
+                f"the checkpoint of step {step} does not fit the task's model and optimizer ({reason}): the task has "
+                f"changed since, so train it anew in another folder."
+            ) from error
+        self.run.load_state_dict(state["attachment"])
+        self.task.memory = dict(state["memory"])
+        self.scale.load(state.get("loss_scale", {}))
+        self.step = step
+
+    def restart(self) -> None:
+        """Stand before the first step again."""
+        torch.manual_seed(self.task.seed)
+        self.model.load_state_dict(self.task.model().state_dict())
+        self.optimizer = self._new_optimizer()
+        self.scale = self._new_scale()
+        self.task.memory = dict(self._first_memory)
+        self.run.load_state_dict({**self.run.state_dict(), "step": 0})
+        self.step = 0
+
+    def observe(self) -> None:
+        """From now on run uncompiled, and gather what rounding does at every site."""
+        state = self.run.state_dict()
+        self.run.detach()
+        # No example: its rows would be made before the state's, and hide them.
+        self.run = attach(
+            self.model,
+            self.run.plan,
+            self.task.settings.all_steps,
+            seed=self.task.seed,
+            stats=True,
+            execution=self._execution,
+        )
+        self.run.expect(self._moved(self.task.batch(0)[0]))
+        self.loss = self.run.loss(self.task.loss)
+        self.run.load_state_dict(state)
+        self._called = self._evaluated = self.model
+
+    def broken_weight(self) -> str | None:
+        """The first parameter or buffer that is no longer finite; None where all are."""
+        return first_not_finite([(name, tensor) for name, tensor in self._floats() if name in self._finite])
+
+    def _floats(self) -> list[tuple[str, Tensor]]:
+        state = self.model.state_dict().items()
+        return [(name, value) for name, value in state if isinstance(value, Tensor) and value.is_floating_point()]
+
+    def broken_gradient(self) -> str | None:
+        """The first parameter whose gradient is not finite."""
+        named = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
+        return first_not_finite(named)
+
+    def peak(self) -> int:
+        """The most bytes held so far: on a GPU by torch's allocator, else by the whole process."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        try:
+            import resource
+        except ImportError:  # Windows
+            return 0
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if os.uname().sysname == "Darwin" else most * 1024
+
+
+def first_not_finite(named: list[tuple[str, Tensor]]) -> str | None:
+    """The name of the first tensor that holds a NaN or an infinity. One wait for the device, however many there are."""
+    if not named:
+        return None
+    finite = torch.stack([tensor.detach().isfinite().all() for _, tensor in named]).cpu()
+    if bool(finite.all()):
+        return None
+    return named[int(finite.logical_not().nonzero()[0])][0]
+
+
+class _Reading:
+    """A loss on its way to the host: on a GPU the backward pass is launched meanwhile."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self._loss = loss.detach()
+        if loss.is_cuda:
+            self._host = torch.empty((), dtype=loss.dtype, pin_memory=True)
+            self._host.copy_(self._loss.reshape(()), non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record(torch.cuda.current_stream(loss.device))
+
+    def value(self) -> float:
+        if not self._loss.is_cuda:
+            return float(self._loss)
+        self._arrived.synchronize()
+        return float(self._host)
+
+
+def _seed(seed: int, step: int, purpose: int, device: torch.device) -> None:
+    low, high = key_of(seed, step, purpose)
+    number = (high % 2**32) << 32 | low % 2**32
+    torch.default_generator.manual_seed(number)  # torch.manual_seed also asks around for other devices: 0.1 ms
+    if device.type == "cuda":
+        torch.cuda.default_generators[_index(device)].manual_seed(number)
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+@contextmanager
+def repeatable(device: torch.device) -> Iterator[None]:
+    """Inside, equal steps give equal bits; the caller's generators and settings are given back at the end."""
+    devices = [_index(device)] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        if device.type != "cuda":
+            yield
+            return
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        memory: Any = torch.utils.deterministic
+        fills = memory.fill_uninitialized_memory
+        cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        memory.fill_uninitialized_memory = False  # we read none
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            memory.fill_uninitialized_memory = fills
+            torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn

@@ -1,0 +1,79 @@
+"""Measuring a task at several stages of its training: early, in the middle and late.
+
+The task is trained a little, in its own precision, as ``bitplan train`` without a plan would, and looked at on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from bitplan.analysis.measure import Candidate, Measurement, measure
+from bitplan.errors import MetricError, nearest_names
+from bitplan.gemm.sampling import Sampling
+from bitplan.lab.tasks.task import Task
+from bitplan.lab.train.loop import chosen_device
+from bitplan.lab.train.session import Session, repeatable
+from bitplan.plans import Plan
+
+#: Stage -> after which share of the steps it is.
+STAGES = {"early": 0.1, "middle": 0.5, "late": 1.0}
+#: Steps that a task is trained for, at most, where nothing else is asked for.
+STEPS = 60
+
+
+def measure_task(
+    task: Task,
+    candidates: Iterable[str | Candidate] | None = None,
+    *,
+    stages: Sequence[str] = tuple(STAGES),
+    steps: int | None = None,
+    rows: int = Sampling.rows,
+    terms: int = Sampling.terms,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    on_step: Callable[[int, int], None] | None = None,
+) -> Measurement:
+    """Train `task` for `steps` steps and measure it at the stages asked for, each on the batch that comes next.
+
+    :param stages: of early (after a tenth of the steps), middle and late (after all of them).
+    :param steps: by default 60, or all of the task's if those are fewer.
+    :param rows, terms, seed: as :func:`bitplan.measure` takes them.
+    :param on_step: told (steps made, steps to make).
+    """
+    for stage in stages:
+        if stage not in STAGES:
+            raise MetricError(f"there is no stage {stage!r}; {nearest_names(stage, STAGES)}")
+    if not stages:
+        raise MetricError(f"name at least one stage: {', '.join(STAGES)}.")
+    total = min(task.settings.all_steps, STEPS) if steps is None else steps
+    if not 1 <= total <= task.settings.all_steps:
+        raise MetricError(f"steps is {total}; the task has 1 to {task.settings.all_steps}.")
+    moments = {stage: max(1, round(STAGES[stage] * total)) for stage in STAGES if stage in stages}
+    chosen = chosen_device(device)
+    found = Measurement((), target=task.name)
+    wanted = None if candidates is None else tuple(candidates)
+    last = max(moments.values())
+    with repeatable(chosen):
+        session = Session(task, Plan(), execution="emulate", device=chosen, compile=False)
+        try:
+            while session.step < last:
+                session.forward_backward()
+                session.apply()
+                if on_step is not None:
+                    on_step(session.step, last)
+                for stage, moment in moments.items():
+                    if moment == session.step:
+                        found += measure(
+                            *(session.model, [session.next_batch()], task.loss, wanted),
+                            rows=rows,
+                            terms=terms,
+                            seed=seed,
+                            stage=stage,
+                            step=session.step,
+                            target=task.name,
+                        )
+        finally:
+            session.close()
+    return found

@@ -1,0 +1,251 @@
+"""What a run tells: how far it is while it goes on, and what came of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, get_args
+
+import torch
+
+from bitplan.errors import RunError
+from bitplan.lab.train.session import Session
+from bitplan.plans import ROLES
+from bitplan.runtime.attach import Attachment
+from bitplan.runtime.rounding_op import Promoted
+
+# --- TensorBoard's events beside a run, where tensorboard is installed; nothing at all where it is not
+
+
+log = logging.getLogger("bitplan")
+
+
+class Events:
+    """Takes the lines of metrics.jsonl, and here does nothing with them."""
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        return None
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Single figures by name."""
+
+    def close(self) -> None:
+        return None
+
+    def __enter__(self) -> Events:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class TensorBoardEvents(Events):
+    """Writes every figure as a scalar."""
+
+    def __init__(self, folder: Path, after: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # What an earlier attempt wrote of later steps is not shown any more.
+        writer: Any = SummaryWriter
+        self._writer = writer(str(folder), purge_step=after + 1 if after else None)
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        kind = "evaluation" if line.get("evaluation") else "training"
+        for name, value in line.items():
+            if name not in ("step", "evaluation"):
+                self._writer.add_scalar(f"{kind}/{name}", value, line["step"])
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(f"measured/{name}", value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def open_events(folder: Path, after: int) -> Events:
+    """Events of the steps that follow step `after`."""
+    if importlib.util.find_spec("tensorboard") is None:
+        return Events()
+    try:
+        return TensorBoardEvents(folder, after)
+    except Exception as error:  # an extra that does not work must not stop a run
+        log.info("no TensorBoard events are written: %s", error)
+        return Events()
+
+
+# --- ``sites.json``: what every tensor of a run got, and what rounding did to it
+
+
+def planned_sites(run: Attachment) -> list[dict[str, Any]]:
+    """Every tensor, and the operands that a rule speaks of."""
+    return [
+        {
+            "site": each.site.name,
+            "role": each.site.role,
+            "format": each.words,
+            "rule": each.where or f"rules[{each.rule}]" if each.rule is not None else None,
+            "elements": each.site.elements,
+        }
+        for each in run.table()
+        if each.site.role in ROLES or each.rule is not None
+    ]
+
+
+def measured_sites(session: Session) -> list[dict[str, Any]]:
+    """The same at the end of a run, with what rounding did to the last batch: one more pass, without a step."""
+    sites = planned_sites(session.run)
+    if not session.run.plan.all_rules:
+        return sites
+    session.observe()
+    session.step -= 1
+    try:
+        session.forward_backward()
+        session.run.step()
+        seen = session.run.stats()
+    except torch.OutOfMemoryError:  # uncompiled it may take more than the run did, and what is here is not needed
+        return sites
+    finally:
+        session.step += 1
+    for site in sites:
+        # Of several weights or results of one operation the record is the largest's, which is listed first.
+        label, _, shown = site["site"].rpartition(":")
+        found = seen.pop(f"{label}:{site['role']}", None) if "(" not in shown else None
+        if found is not None and site["format"] is not None:
+            site |= {"overflow": found.overflow, "underflow": found.underflow, "error": found.error}
+    return sites
+
+
+#: *finished*: all steps made. *stopped*: on request, and can be resumed. *diverged*: the loss or the weights are no
+#: longer finite, and trying again would give the same.
+Status = Literal["finished", "stopped", "diverged"]
+
+Phase = Literal["training", "evaluating", "searching"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is; handed to ``on_progress`` after every step."""
+
+    #: Steps made, and steps of the whole run.
+    step: int
+    steps: int
+    #: *searching*: the loss was not finite, and steps are made again to find out where that began.
+    phase: Phase
+    #: Of the last step; None before the first.
+    loss: float | None
+    #: The task's metric at the last evaluation; None before the first.
+    metric: float | None
+    #: Of the products' operands: with so many bits in each, products would cost what they did of late.
+    bits: float
+    #: Bit operations so far, as a share of what the whole run would need in FP32.
+    cost: float
+    #: The most bytes held so far, measured.
+    peak: int
+    #: Since the run was first started, without the time it lay still.
+    seconds: float
+    #: Where the run is looked at: the largest median backward error of its formats (of E4M3 without a plan).
+    error: float | None = None
+    #: The last alarm, in a sentence.
+    alarm: str | None = None
+    #: Tensors that were promoted so far, as of the last line of ``metrics.jsonl``.
+    promoted: int = 0
+
+
+@dataclass(frozen=True)
+class PromotionRecord:
+    """A tensor that was promoted, as files tell it; see :class:`bitplan.runtime.rounding_op.Promoted`."""
+
+    site: str
+    step: int
+    measure: str
+    share: float
+    to: str
+
+    @classmethod
+    def of(cls, promoted: Promoted) -> PromotionRecord:
+        return cls(promoted.site, promoted.step, promoted.measure, promoted.share, promoted.to)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What came of a run: the contents of its ``summary.json``."""
+
+    folder: Path
+    status: Status
+    #: Steps made.
+    step: int
+    #: The figures of the last evaluation.
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    #: The best value of the task's metric at any evaluation.
+    best: float | None = None
+    #: Of the last step.
+    loss: float | None = None
+    #: bitops, relative_to_fp32, relative_to_bf16, mean_bits and low_precision_ratio of the steps made.
+    cost: Mapping[str, float] = field(default_factory=dict)
+    #: Bytes of each class of a step's tensors in the plan's formats: counted by :mod:`bitplan.analysis.cost`, not measured.
+    memory: Mapping[str, float] = field(default_factory=dict)
+    #: The most bytes held, measured: on a GPU by torch's allocator, else by the whole process.
+    peak: int = 0
+    seconds: float = 0.0
+    #: Why it is not finished, in a sentence.
+    why: str | None = None
+    #: Of a run that diverged: the tensor that was the first not to be finite.
+    site: str | None = None
+    #: Tensors that were promoted, in the order of time.
+    promotions: tuple[PromotionRecord, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.status not in get_args(Status):
+            raise RunError(f"a run is {', '.join(get_args(Status))}, not {self.status!r}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as ``summary.json`` holds them."""
+        return {
+            "status": self.status,
+            "step": self.step,
+            "metrics": dict(self.metrics),
+            "best": self.best,
+            "loss": self.loss,
+            "cost": dict(self.cost),
+            "memory": dict(self.memory),
+            "peak": self.peak,
+            "seconds": self.seconds,
+            **({} if self.why is None else {"why": self.why}),
+            **({} if self.site is None else {"site": self.site}),
+            **({"promotions": [asdict(each) for each in self.promotions]} if self.promotions else {}),
+        }
+
+    @classmethod
+    def from_dict(cls, folder: Path, content: Mapping[str, Any]) -> Summary:
+        """What :meth:`to_dict` gave, after it was JSON."""
+        return cls(
+            folder=folder,
+            status=content["status"],
+            step=int(content["step"]),
+            metrics=_numbers(content["metrics"]),
+            best=_number(content["best"]),
+            loss=_number(content["loss"]),
+            cost=_numbers(content["cost"]),
+            memory=_numbers(content["memory"]),
+            peak=int(content["peak"]),
+            seconds=float(content["seconds"]),
+            why=content.get("why"),
+            site=content.get("site"),
+            promotions=tuple(PromotionRecord(**each) for each in content.get("promotions", ())),
+        )
+
+
+def _number(value: Any) -> Any:
+    """JSON writes what is not finite as a string, which ``float`` reads back."""
+    return float(value) if isinstance(value, str) else value
+
+
+def _numbers(content: Mapping[str, Any]) -> dict[str, float]:
+    return {name: _number(value) for name, value in content.items()}

@@ -1,0 +1,211 @@
+"""Random bits for stochastic rounding, as a pure function of where and when they are used.
+
+A generator's stream depends on how often it was drawn from, so an eager, a compiled, a recomputed
+and a resumed run would all round differently. Here the 32 bits of one element are a hash of
+``(seed, step, site, element)`` and of nothing else. `element` is the row-major index, whatever the
+memory layout, so a channels-last copy of a tensor is rounded alike.
+
+The hash is the two-multiply xor-shift of C. Wellons ("lowbias32", public domain constants): add one
+half of a 64-bit key first, xor the other half in between the multiplies, so that two keys never
+give shifted or permuted copies of one stream. All arithmetic is int32, which wraps alike in
+torch's eager kernels, in Inductor's C++ and in Triton.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bitplan.compiler.tracing import is_traced
+
+#: A number that is fixed, or a 0-d integer tensor that may change without a recompilation.
+Counter = int | Tensor
+
+_FIRST = 0x7FEB352D
+
+_SECOND = 0x846CA68B - (1 << 32)  # as a signed 32-bit number
+
+_FOLD = 0x9E3779B1 - (1 << 32)
+
+_ADDED = 0x5BD1E995
+
+_ELEMENTS_PER_KEY = 1 << 31
+
+
+def random_bits(like: Tensor, seed: Counter, step: Counter = 0, site: Counter = 0) -> Tensor:
+    """Uniform int32 bits in the shape of `like`, equal on every device and in every mode."""
+    return bits_of_key(like, *_key(seed, step, site, like.device))
+
+
+def key_of(seed: int, step: int, site: int = 0) -> tuple[int, int]:
+    """The two int32 numbers that three counters become; for callers that keep keys in a tensor."""
+    low, high = _key(seed, step, site, torch.device("cpu"))
+    return int(low), int(high)
+
+
+def keys_of(seed: int, step: int, sites: NDArray[np.uint32]) -> NDArray[np.int32]:
+    """:func:`key_of` for many sites below 2^32 at once, a row each.
+
+    By numpy, whose operations on short arrays take a tenth of torch's time.
+
+    >>> keys_of(1, 2, np.array([3, 2**32 - 1], np.uint32)).tolist() == [[*key_of(1, 2, 3)], [*key_of(1, 2, 2**32 - 1)]]
+    True
+    """
+    first, second = _mixed_counters((seed, step), torch.device("cpu"))
+    assert isinstance(first, int)
+    assert isinstance(second, int)
+    low = _mix_array(np.uint32(first & 0xFFFFFFFF) ^ sites)
+    high = _mix_array(np.uint32(second & 0xFFFFFFFF) ^ low)
+    return np.stack((low, high), 1).view(np.int32)
+
+
+def _mix_array(mixed: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """:func:`_mix` after its exclusive or: unsigned numbers wrap, and their shifts are logical ones."""
+    bits = mixed + np.uint32(_ADDED)
+    bits ^= bits >> np.uint32(16)
+    bits *= np.uint32(_FIRST)
+    bits ^= bits >> np.uint32(15)
+    bits *= np.uint32(_SECOND & 0xFFFFFFFF)
+    bits ^= bits >> np.uint32(16)
+    return bits
+
+
+def bits_of_key(like: Tensor, low: Counter, high: Counter) -> Tensor:
+    """:func:`random_bits` for a ready key: mixing one inside a graph costs seconds of compilation."""
+    count = like.numel()
+    if isinstance(low, int) and isinstance(high, int) and like.device.type == "cpu" and is_traced():
+        low, high = _from_memory(low, high, like.device)
+    if count <= _ELEMENTS_PER_KEY:
+        index = torch.arange(count, dtype=torch.int32, device=like.device)
+    else:  # beyond int32 the wrapped index meets another key
+        whole = torch.arange(count, dtype=torch.int64, device=like.device)
+        index = (whole & (_ELEMENTS_PER_KEY - 1)).to(torch.int32)
+        high = high ^ _mix_tensor((whole >> 31).to(torch.int32))
+    index = _in_layout_of(index.view(like.shape), like)
+    return _hash(index, low, high)
+
+
+def _from_memory(low: int, high: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A fixed key as two numbers the C++ compiler cannot see.
+
+    Inductor's scalar loops multiply signed integers, whose overflow C++ leaves undefined: knowing the key, GCC infers
+    that the product always overflows and drops the result. A view of another width makes Inductor write the key down.
+    """
+    both = [torch.full((), number, dtype=torch.int32, device=device) for number in (low, high)]
+    first, second = torch.stack(both).view(torch.int64).view(torch.int32)
+    return first, second
+
+
+def _hash(index: Tensor, low: Counter, high: Counter | Tensor) -> Tensor:
+    # In place: eager, every temporary saved is a tenth of the cost; compiled, it is all one kernel.
+    bits = index + low
+    bits ^= _shifted(bits, 16)
+    bits *= _FIRST
+    bits ^= high
+    bits ^= _shifted(bits, 15)
+    bits *= _SECOND
+    bits ^= _shifted(bits, 16)
+    return bits
+
+
+def _mix_tensor(value: Tensor) -> Tensor:
+    return _hash(value, 0, 0)
+
+
+def _mix_int(value: int) -> int:
+    """:func:`_mix_tensor` on one Python integer."""
+    value &= 0xFFFFFFFF
+    value = ((value ^ value >> 16) * _FIRST) & 0xFFFFFFFF
+    value = ((value ^ value >> 15) * _SECOND) & 0xFFFFFFFF
+    value ^= value >> 16
+    return value - (1 << 32) if value >> 31 else value
+
+
+def _key(seed: Counter, step: Counter, site: Counter, device: torch.device) -> tuple[Counter, Counter]:
+    """Two int32 numbers from the three counters, each wholly mixed before the next is added."""
+    low, high = _mixed_counters((seed, step, site), device)
+    if isinstance(low, Tensor) and isinstance(high, Tensor) and is_traced():
+        # Inductor would mix the key anew for every element; a view of another width makes it write the key down.
+        low, high = torch.stack((low, high)).view(torch.int64).view(torch.int32)
+    return low, high
+
+
+def _mixed_counters(counters: Iterable[Counter], device: torch.device) -> tuple[Counter, Counter]:
+    low: Counter = 0
+    high: Counter = 0x3C6EF372
+    for counter in counters:
+        low = _mix(low, _word(counter, device))
+        high = _mix(high, low)
+    return low, high
+
+
+def _mix(state: Counter, word: Counter) -> Counter:
+    mixed = (state ^ word) + _ADDED
+    return _mix_tensor(mixed) if isinstance(mixed, Tensor) else _mix_int(mixed)
+
+
+def _word(counter: Counter, device: torch.device) -> Counter:
+    """The counter folded to 32 bits, as a signed number: itself where it fits."""
+    if not isinstance(counter, Tensor) and is_traced() and _is_symbol(counter):
+        # As a symbol it would be carried through the whole mixing as one formula; see the view below.
+        low, high = torch.full((1,), counter, dtype=torch.int64, device=device).view(torch.int32)
+        folded: Tensor = low + high * _FOLD
+        return folded
+    if isinstance(counter, Tensor):
+        if counter.dtype == torch.int32:
+            # A negative number's upper half is all ones.
+            return counter + (counter >> 31) * _FOLD
+        wide = counter.to(torch.int64)
+        return (wide + (wide >> 32) * _FOLD).to(torch.int32)
+    word = (counter + (counter >> 32) * _FOLD) & 0xFFFFFFFF
+    return word - (1 << 32) if word >> 31 else word
+
+
+def _is_symbol(number: int) -> bool:
+    """Whether torch.compile made a symbol of a number because it changed from one call to the next."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return not has_static_value(number)
+
+
+def _shifted(bits: Tensor, by: int) -> Tensor:
+    """Logical right shift; torch's own is arithmetic on signed integers."""
+    shifted = bits >> by
+    shifted &= (1 << (32 - by)) - 1
+    return shifted
+
+
+def _in_layout_of(index: Tensor, like: Tensor) -> Tensor:
+    if like.is_contiguous() or is_traced():
+        return index
+    return torch.empty_like(like, dtype=torch.int32).copy_(index)
+
+
+def unit_interval(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Centred uniforms (k + 1/2) / 2^23 from the upper 23 bits: exact in float32, never 0 or 1, mean 1/2."""
+    scaled = _shifted(bits, 9).to(dtype)
+    scaled += 0.5
+    scaled *= math.ldexp(1.0, -23)
+    return scaled
+
+
+# --- Random states that are given back: what looks at a training run must not move its generators
+
+
+@contextmanager
+def randomness_kept() -> Iterator[None]:
+    """Give torch (on every device), numpy and Python their random states back at the end."""
+    python, numbers = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numbers)

@@ -1,0 +1,501 @@
+"""A quantizer: a format, a rounding and a scaling, applied to tensors.
+
+Two halves that packing shares: :meth:`Quantizer.encode` gives the elements on the format's grid and the
+scales that go with them, :meth:`Quantizer.decode` multiplies them back. ``quantize`` is one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from bitplan.compiler.tracing import is_traced
+from bitplan.errors import FormatError, QuantizeError, nearest_names
+from bitplan.numerics import chunks as tensor_parts
+from bitplan.numerics.dtypes import carrier_for, round_by_torch
+from bitplan.numerics.formats import BlockFormat, FloatFormat, Format, IntFormat, Overflow
+from bitplan.numerics.formats import format as format_of
+from bitplan.numerics.mutable_format import LiveFormat
+from bitplan.numerics.noise import Counter, random_bits
+from bitplan.numerics.reference import ROUNDINGS, Rounding
+from bitplan.numerics.rounding import round_float, round_float_by_row, round_int, round_to_whole
+from bitplan.numerics.scaling import (
+    Blocks,
+    Granularity,
+    Range,
+    Scaling,
+    amax_of,
+    amax_scale,
+    block_amax,
+    checked_axis,
+    divide,
+    floor_log2,
+    minmax_scale,
+    multiply_by_power,
+    reduced_dims,
+    shared_exponent,
+    step_scale,
+    steps_above,
+)
+
+# --- Rounding as autograd sees it: the rounded value forward, the gradient unchanged backward
+
+
+class Encoded(NamedTuple):
+    """Elements on the grid, in the carrier's dtype and possibly split into blocks, with their scales."""
+
+    elements: Tensor
+    #: Nothing, (scale,), (scale, minimum), (E8M0 codes,) or (block scales, tensor scale), by the kind of quantizer.
+    scales: tuple[Tensor, ...]
+
+
+#: The range of a ``tensor`` scale where it is not to be taken from the tensor: (least, largest) value, to which values
+#: are bound; or the largest magnitude for which it makes room, beyond which values overflow, and 0 where none is known.
+Span = tuple[Tensor, Tensor] | Tensor
+
+#: Looks at what lies between the two halves of rounding, or changes the form that it has there.
+Between = Callable[[Encoded], Encoded]
+
+
+class RoundsValues(Protocol):
+    """What :func:`straight_through` can apply."""
+
+    def round_values(
+        self,
+        x: Tensor,
+        bits: Tensor | None,
+        row: Tensor | None = None,
+        span: Span | None = None,
+        between: Between | None = None,
+    ) -> Tensor: ...
+
+
+def straight_through(
+    quantizer: RoundsValues,
+    x: Tensor,
+    bits: Tensor | None,
+    row: Tensor | None = None,
+    span: Span | None = None,
+    between: Between | None = None,
+) -> Tensor:
+    """The rounded `x`, whose gradient is that of `x` itself."""
+    if x.requires_grad and torch.is_grad_enabled():
+        straight: Tensor = _StraightThrough.apply(x, quantizer, bits, row, span, between)  # type: ignore[no-untyped-call]
+        return straight
+    return quantizer.round_values(x.detach(), bits, row, span, between)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The rounded value forward, the gradient unchanged backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        quantizer: RoundsValues,
+        bits: Tensor | None,
+        row: Tensor | None,
+        span: Span | None,
+        between: Between | None,
+    ) -> Tensor:
+        return quantizer.round_values(x, bits, row, span, between)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        return grads[0], None, None, None, None, None
+
+
+# --- Elements of a format: one rounding for floats and integers, and blocks of them that share scales
+
+
+_E4M3 = FloatFormat(4, 3, specials="fn")
+
+
+def round_element(
+    t: Tensor, target: FloatFormat | IntFormat, rounding: Rounding, overflow: Overflow | None, bits: Tensor | None
+) -> Tensor:
+    """`t`, already divided by its scale, on the grid of `target`; `bits` decide stochastic rounding."""
+    if isinstance(target, IntFormat):
+        return round_int(t, target, rounding, bits) + 0.0  # an integer has no negative zero
+    return round_float(t, target, rounding, overflow or target.default_overflow, bits)
+
+
+def encode_block(blocks: Tensor, target: BlockFormat, rounding: Rounding, bits: Tensor | None) -> Encoded:
+    """Elements and scales of values that lie in blocks along their last axis.
+
+    ``e8m0`` scales are powers of two (OCP MX); E4M3 ones stand beside one float for the whole tensor (NVFP4).
+    """
+    scales: tuple[Tensor, ...]
+    if target.scale == "e8m0":
+        codes = shared_exponent(blocks, floor_log2(target.element_max))
+        scales = (codes,)
+        ready = multiply_by_power(blocks, codes, -1) * (1.0 / target.unit)
+    else:
+        amax = block_amax(blocks)
+        whole = step_scale(amax.amax().reshape(1), 448.0 * target.element_max, power_of_two=False)
+        wanted = divide(amax, whole * target.element_max)
+        scales = (round_float(wanted, _E4M3, "nearest", "saturate"), whole)
+        effective = scales[0] * whole
+        # A block so small that its scale vanished becomes zeros.
+        ready = divide(blocks, torch.where(effective == 0, torch.inf, effective))
+    return Encoded(round_element(ready, target.element, rounding, "saturate", bits), scales)
+
+
+def decode_block(elements: Tensor, scales: tuple[Tensor, ...], target: BlockFormat) -> Tensor:
+    """The values again, still in blocks."""
+    if target.scale == "e8m0":
+        return multiply_by_power(elements * target.unit, scales[0], 1)
+    return elements * (scales[0] * scales[1])
+
+
+_IS_2_11 = torch.__version__.startswith("2.11.")
+#: From so many elements on, parts of a scaled tensor are faster on a CPU: on two EPYC cores twice to five times as fast
+#: at 2^24 elements, no faster at 2^20, half as fast at 2^17.
+_LARGE_ON_CPU = 1 << 21
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """What is done to a tensor; validated when made, free of any state.
+
+    `axis` here is the one a block format's blocks lie along; other scales carry their own.
+    """
+
+    format: Format | LiveFormat
+    rounding: Rounding = "nearest"
+    scaling: Scaling | None = None
+    overflow: Overflow | None = None
+    axis: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rounding not in ROUNDINGS:
+            raise QuantizeError(
+                f"there is no rounding {self.rounding!r}; {nearest_names(str(self.rounding), ROUNDINGS)}"
+            )
+        if self.overflow not in (None, "saturate", "special"):
+            raise QuantizeError(f"overflow is 'saturate' or 'special', not {self.overflow!r}.")
+        affine = self._is_affine
+        if isinstance(self.format, BlockFormat):
+            if self.scaling is not None:
+                raise QuantizeError(f"{self.format.name} brings its own block scales: drop scale=.")
+        elif self.scaling is None:
+            if affine:
+                raise QuantizeError(f"{self._name} counts steps above a minimum: give it scale='tensor' or another.")
+        elif affine and self.scaling.range != "minmax":
+            object.__setattr__(self, "scaling", replace(self.scaling, range="minmax"))
+        elif self.scaling.range == "minmax" and not affine:
+            if not isinstance(self.format, IntFormat):
+                instead = "make a uint live instead" if self.format.kind == "int" else "use range='amax'"
+                raise QuantizeError(f"a min-max range serves integer formats, not {self._name}: {instead}.")
+            object.__setattr__(self, "format", IntFormat(self.format.bits, affine=True))
+        if self.overflow == "special" and not isinstance(self.format, (FloatFormat, LiveFormat)):
+            raise QuantizeError(f"{self._name} has no special codes to overflow to: use overflow='saturate'.")
+        if isinstance(self.format, LiveFormat) and self.overflow is not None:
+            raise QuantizeError("a live format carries its own overflow: give it to LiveFormat instead.")
+        if self.axis is not None and not isinstance(self.format, BlockFormat):
+            raise QuantizeError("axis= goes with a scale: give scale='channel', 'vector' or 'block' too.")
+
+    @property
+    def _is_affine(self) -> bool:
+        return isinstance(self.format, (IntFormat, LiveFormat)) and self.format.affine
+
+    @property
+    def _name(self) -> str:
+        return f"a live {self.format.kind}" if isinstance(self.format, LiveFormat) else self.format.name
+
+    def quantize(self, x: Tensor, *, seed: Counter | None = None, step: Counter = 0, site: Counter = 0) -> Tensor:
+        """`x` on the grid, in its own dtype, shape, strides and device; the gradient passes straight through."""
+        self.check(x)
+        return straight_through(self, x, self.noise(x, seed, step, site))
+
+    def round_values(
+        self,
+        x: Tensor,
+        bits: Tensor | None,
+        row: Tensor | None = None,
+        span: Span | None = None,
+        between: Between | None = None,
+    ) -> Tensor:
+        """:meth:`quantize` with the random bits at hand, without checks and without a gradient.
+
+        :param between: what looks at the elements and scales between the two halves, or stores them; of a large
+            tensor that is gone through in parts, at those of each part.
+        """
+        if not x.numel():
+            return x.clone()
+        if self.scaling is None and isinstance(self.format, FloatFormat):
+            by_torch = round_by_torch(x, self.format, self.rounding, self.overflow or self.format.default_overflow)
+            if by_torch is not None:
+                return _in_layout_of(x, by_torch)
+        if bits is None and not is_traced() and self._gains_by_parts(x):
+            return self._rounded_in_parts(x, row, span, between)
+        encoded = self.encode(x, bits, row, span)
+        rounded = self.decode(encoded if between is None else between(encoded), x)
+        if not is_traced():
+            return rounded
+        # torch 2.11 compiles a function of autograd whose result was changed in place to one without a gradient;
+        # a copy, which Inductor makes no copy of, has not been changed. Its convolutions on a CPU refuse a bias that is
+        # a view of another type, which the result of a bound that changes nothing is not.
+        return rounded.clamp(max=torch.inf) if _IS_2_11 and not x.is_cuda else rounded.clone()
+
+    def check(self, x: Tensor) -> None:
+        """Raise one sentence where this quantizer cannot serve `x`."""
+        if not isinstance(x, Tensor) or x.dtype not in _DTYPES:
+            given = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise QuantizeError(f"only float32, bfloat16, float16 and float64 tensors can be rounded, not {given}.")
+        if isinstance(self.format, LiveFormat):
+            if (x.dtype == torch.float64) != (self.format.carrier.dtype == torch.float64):
+                raise QuantizeError(f"this live format was made for other inputs: make it with dtype={x.dtype}.")
+        elif not isinstance(self.format, BlockFormat):
+            require_room = _require_room if is_traced() else _require_room_once
+            require_room(self.format, x.dtype, self.scaling is not None)
+
+    def reach(self, row: Tensor | None = None) -> float | Tensor:
+        """The largest magnitude that unscaled values may have; infinite where a scale makes room for all."""
+        if self.scaling is not None or isinstance(self.format, BlockFormat):
+            return float("inf")
+        return self.format.max if row is None or not isinstance(self.format, LiveFormat) else self.format.max_in(row)
+
+    def overflow_threshold(self, row: Tensor | None = None) -> float | Tensor:
+        """Unscaled values of this magnitude and above overflow; infinite where a scale makes room for all."""
+        if self.scaling is not None or isinstance(self.format, BlockFormat):
+            return float("inf")
+        if row is None or not isinstance(self.format, LiveFormat):
+            assert not isinstance(self.format, LiveFormat)
+            return self.format.overflow_threshold
+        return self.format.overflow_threshold_in(row)
+
+    def reach_of_scale(self, span: Tensor, row: Tensor | None = None) -> Tensor:
+        """The largest magnitude that has a place beside a scale from the past; infinite where there is no past."""
+        assert self.scaling is not None
+        assert not isinstance(self.format, BlockFormat)
+        largest = self.format.max if row is None or not isinstance(self.format, LiveFormat) else self.format.max_in(row)
+        scale = step_scale(span.float(), largest, self.scaling.power_of_two)
+        return torch.where(span > 0, scale * largest, torch.inf)
+
+    def noise(self, x: Tensor, seed: Counter | None, step: Counter, site: Counter) -> Tensor | None:
+        """The random bits this call needs. Without a seed one is drawn from torch's generator."""
+        if self.rounding != "stochastic":
+            return None
+        if seed is None:
+            seed = torch.randint(0, 1 << 31, (), device=x.device, dtype=torch.int32)
+        return random_bits(x, seed, step, site)
+
+    def encode(
+        self,
+        x: Tensor,
+        bits: Tensor | None = None,
+        row: Tensor | None = None,
+        span: Span | None = None,
+    ) -> Encoded:
+        """The first half: elements and scales.
+
+        :param row: stands in for a live format's own row.
+        :param span: of a ``tensor`` scale, where it is not to be taken from `x`.
+        """
+        work = x.to(self._carrier_dtype(x))
+        blocks = self.blocks(x)
+        if blocks is not None:
+            work = blocks.split(work, repeat_last=self._is_affine)
+            bits = None if bits is None else blocks.split(bits)
+        if isinstance(self.format, BlockFormat):
+            return encode_block(work, self.format, self.rounding, bits)
+        scales = self._scales(work, row, span)
+        return Encoded(self._elements(work, scales, bits, row, span), scales)
+
+    def _scales(self, work: Tensor, row: Tensor | None, span: Span | None) -> tuple[Tensor, ...]:
+        """Nothing, (scale,) or (scale, minimum) for values in the carrier's dtype, dimensions kept."""
+        if self.scaling is None:
+            return ()
+        assert not isinstance(self.format, BlockFormat)
+        largest = self.format.max if row is None or not isinstance(self.format, LiveFormat) else self.format.max_in(row)
+        if isinstance(span, Tensor):
+            present = amax_of(work, tuple(range(work.dim())))
+            room = torch.where(span > 0, span.to(present.dtype), present)
+            return (step_scale(room, largest, self.scaling.power_of_two),)
+        shape = (1,) * work.dim()
+        if span is not None:
+            work = torch.stack(span).to(work.dtype).view(2, *shape)
+        dims = reduced_dims(work, self.scaling) if span is None else (0,)
+        scales: tuple[Tensor, ...]
+        if self._is_affine:
+            scales = minmax_scale(work, largest, dims, self.scaling.power_of_two)
+        else:
+            scales = (amax_scale(work, largest, dims, self.scaling.power_of_two),)
+        return scales if span is None else tuple(scale.view(shape) for scale in scales)
+
+    def _elements(
+        self, work: Tensor, scales: tuple[Tensor, ...], bits: Tensor | None, row: Tensor | None, span: Span | None
+    ) -> Tensor:
+        if span is not None and not isinstance(span, Tensor):
+            work = torch.minimum(torch.maximum(work, span[0]), span[1])
+        if len(scales) == 2:
+            work = work - scales[1]
+        return self._round(divide(work, scales[0]) if scales else work, bits, row)
+
+    # --- large tensors, eager ---
+
+    def _gains_by_parts(self, x: Tensor) -> bool:
+        """Whether a large tensor is better gone through in parts; what one operation rounds does so by itself."""
+        is_large = x.is_cuda or x.numel() >= _LARGE_ON_CPU
+        if isinstance(self.format, BlockFormat) or not is_large or tensor_parts.part_size_of(x) == x.numel():
+            return False
+        if self.scaling is not None:
+            return self.scaling.granularity == "tensor"
+        return isinstance(self.format, LiveFormat) or x.dtype != self._carrier_dtype(x)
+
+    def _rounded_in_parts(self, x: Tensor, row: Tensor | None, span: Span | None, between: Between | None) -> Tensor:
+        """The same: of all its values, a tensor's scale depends on the least and the largest."""
+        carrier, result = self._carrier_dtype(x), torch.empty_like(x)
+        extremes = (
+            torch.stack(torch.aminmax(x)).to(carrier) if self.scaling is not None else x.new_empty(0, dtype=carrier)
+        )
+        single = tuple(scale.reshape(()) for scale in self._scales(extremes, row, span))
+        scales = tuple(scale.reshape((1,) * x.dim()) for scale in single)
+        pairs = tuple(tensor_parts.parts_of_both(x, result))
+        with tensor_parts.at_once():
+            for part, rounded in pairs:
+                elements = self._elements(part.to(carrier), single, None, row, span)
+                if between is not None:
+                    elements = between(Encoded(elements, scales)).elements
+                rounded.copy_(self.decode(Encoded(elements, single), part))
+        return result
+
+    def decode(self, encoded: Encoded, like: Tensor) -> Tensor:
+        """The second half: values in the dtype, shape and layout of `like` (which may be a meta tensor)."""
+        elements, scales = encoded
+        if isinstance(self.format, BlockFormat):
+            values = decode_block(elements, scales, self.format)
+        elif not scales:
+            values = elements
+        elif self._is_affine:
+            values = steps_above(elements, *scales)
+        else:
+            values = elements * scales[0]
+        blocks = self.blocks(like)
+        if blocks is not None:
+            values = blocks.join(values, like.shape)
+        return _in_layout_of(like, values.to(like.dtype))
+
+    def blocks(self, x: Tensor) -> Blocks | None:
+        """How `x` is cut, where this quantizer cuts at all."""
+        if isinstance(self.format, BlockFormat):
+            axis, size = self.axis, self.format.size
+        elif self.scaling is not None and self.scaling.granularity == "block":
+            axis, size = self.scaling.axis, self.scaling.block or 1
+        else:
+            return None
+        axis = -1 if axis is None else axis
+        return Blocks(checked_axis(axis, x) if x.dim() else 0, size)
+
+    def _carrier_dtype(self, x: Tensor) -> torch.dtype:
+        if isinstance(self.format, LiveFormat):
+            return self.format.carrier.dtype
+        element = self.format.element if isinstance(self.format, BlockFormat) else self.format
+        return carrier_for(x.dtype, element, self.rounding).dtype
+
+    def _round(self, t: Tensor, bits: Tensor | None, row: Tensor | None = None) -> Tensor:
+        if isinstance(self.format, LiveFormat):
+            row = self.format.row if row is None else row
+            if self.format.kind == "float":
+                return round_float_by_row(t, row, self.rounding, bits)
+            low, high = row[0], row[1]
+            return torch.minimum(torch.maximum(round_to_whole(t, self.rounding, bits), low), high) + 0.0
+        assert not isinstance(self.format, BlockFormat)
+        return round_element(t, self.format, self.rounding, self.overflow, bits)
+
+
+def _in_layout_of(like: Tensor, values: Tensor) -> Tensor:
+    if values.stride() == like.stride():
+        return values
+    # empty_like of a meta tensor would not keep the strides of axes of length one.
+    own = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=values.device)
+    return (own if like.is_meta else torch.empty_like(like)).copy_(values)
+
+
+def _require_room(target: FloatFormat | IntFormat, dtype: torch.dtype, scaled: bool) -> None:
+    info = torch.finfo(dtype)
+    if isinstance(target, IntFormat):
+        fits = target.max <= 2.0 / info.eps
+    else:
+        smallest = info.smallest_normal * info.eps
+        in_range = scaled or (target.max <= info.max and target.min_subnormal >= smallest)
+        fits = target.epsilon >= info.eps and in_range
+    if not fits:
+        raise FormatError(f"{dtype} cannot hold the values of {target.name}: convert the tensor to a wider type first.")
+
+
+#: Eager calls on small tensors feel every microsecond; torch.compile would only warn of a cache that it must ignore.
+_require_room_once = lru_cache(maxsize=1024)(_require_room)
+
+
+def make_quantizer(
+    format: str | Format | LiveFormat,
+    rounding: Rounding = "nearest",
+    scale: Granularity | Scaling | None = None,
+    *,
+    axis: int | None = None,
+    block: int | None = None,
+    range: Range | None = None,
+    power_of_two: bool = False,
+    overflow: Overflow | None = None,
+) -> Quantizer:
+    """A :class:`Quantizer` from the vocabulary of :func:`quantize`."""
+    target = format if isinstance(format, LiveFormat) else format_of(format)
+    if scale is None:
+        if block is not None or range is not None or power_of_two:
+            raise QuantizeError("block=, range= and power_of_two= describe a scale: give scale= too.")
+        return Quantizer(target, rounding, None, overflow, axis)
+    if isinstance(scale, Scaling):
+        if axis is not None or block is not None or range is not None or power_of_two:
+            raise QuantizeError("a Scaling says all about the scale: drop axis=, block=, range= and power_of_two=.")
+        scaling = scale
+    else:
+        scaling = Scaling(scale, axis, block, range or "amax", power_of_two)
+    return Quantizer(target, rounding, scaling, overflow)
+
+
+_make_quantizer_once = lru_cache(maxsize=1024)(make_quantizer)
+
+
+def quantize(
+    x: Tensor,
+    format: str | Format | LiveFormat,
+    rounding: Rounding = "nearest",
+    scale: Granularity | Scaling | None = None,
+    seed: Counter | None = None,
+    *,
+    axis: int | None = None,
+    block: int | None = None,
+    range: Range | None = None,
+    power_of_two: bool = False,
+    overflow: Overflow | None = None,
+    step: Counter = 0,
+    site: Counter = 0,
+) -> Tensor:
+    """`x` rounded to `format`, in its own dtype, shape, strides and device. The gradient is straight-through.
+
+    :param format: a name (:func:`bitplan.format`), a format, or a :class:`LiveFormat`.
+    :param rounding: ``nearest`` (ties to even), ``nearest-away``, ``toward-zero`` or ``stochastic``.
+    :param scale: None, ``tensor``, ``channel`` (with `axis`), ``vector`` (with `axis`), ``block`` (with `block`).
+    :param range: ``amax`` (the default), or ``minmax`` for integers: 2^n - 1 steps from the least value to the largest.
+    :param power_of_two: round the scale up to a power of two.
+    :param overflow: ``saturate`` or ``special``; None is the format's own default.
+    :param seed: with `step` and `site` decides stochastic rounding, the same on every device, eager and compiled.
+        Without a seed one is drawn from torch's generator at each call.
+
+    >>> quantize(torch.tensor([1.0, 1.06, 500.0]), "e4m3")
+    tensor([  1.,   1., 448.])
+    """
+    make = make_quantizer if is_traced() or not isinstance(format, str) else _make_quantizer_once
+    quantizer = make(
+        format, rounding, scale, axis=axis, block=block, range=range, power_of_two=power_of_two, overflow=overflow
+    )
+    return quantizer.quantize(x, seed=seed, step=step, site=site)

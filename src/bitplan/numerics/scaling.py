@@ -1,0 +1,220 @@
+"""Scales: how a tensor's range is mapped onto a format's, and at what granularity.
+
+With largest magnitude ``amax`` over the elements that share a scale and a format's largest value ``fmax``:
+
+* range ``amax``: ``scale = amax / fmax``, elements ``x / scale``; symmetric integers and floats.
+* range ``minmax`` (unsigned integers): ``scale = (max - min) / (2^n - 1)``, elements ``(x - min) / scale``.
+  Wolfe & Kyrillidis floor this scale at 1e-8; gradients are often smaller than that, so ours is
+  floored at the smallest normal number only.
+* power of two: the scale is rounded *up* to one, so that nothing overflows.
+
+=========  ===================================================================================
+tensor     one scale
+channel    one scale per index of `axis`
+vector     one scale per vector along `axis`, the axis a product sums over
+block      one scale per `block` neighbours along `axis` (the last by default)
+=========  ===================================================================================
+
+Divisions are exact IEEE divisions everywhere. Two traps are avoided for that: torch on CUDA divides by
+a Python number by multiplying with its reciprocal, and Triton's plain division is only approximate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from bitplan.compiler.tracing import is_traced
+from bitplan.errors import QuantizeError, nearest_names
+from bitplan.numerics.dtypes import FLOAT64, carrier_of
+
+Granularity = Literal["tensor", "channel", "vector", "block"]
+Range = Literal["amax", "minmax"]
+
+#: Of how many past steps the largest magnitudes may be remembered for a scale, and the highest power of two by which it
+#: may make room for more; beyond that few formats have any numbers left for the present.
+LONGEST_HISTORY, MOST_MARGIN = 32, 16
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Which elements share a scale, and how it is found."""
+
+    granularity: Granularity
+    axis: int | None = None
+    block: int | None = None
+    range: Range = "amax"
+    power_of_two: bool = False
+
+    def __post_init__(self) -> None:
+        known = get_args(Granularity)
+        if self.granularity not in known:
+            raise QuantizeError(
+                f"there is no scale {self.granularity!r}; {nearest_names(str(self.granularity), known)}"
+            )
+        if self.range not in get_args(Range):
+            raise QuantizeError(f"a scale's range is 'amax' or 'minmax', not {self.range!r}.")
+        if self.granularity == "channel" and self.axis is None:
+            raise QuantizeError("scale='channel' needs axis=, the dimension that keeps one scale per index.")
+        if self.granularity == "vector" and self.axis is None:
+            raise QuantizeError("scale='vector' needs axis=, the dimension that the product sums over.")
+        if self.granularity == "tensor" and self.axis is not None:
+            raise QuantizeError("scale='tensor' has one scale and no axis: drop axis=, or use 'channel' or 'vector'.")
+        if self.granularity == "block" and (self.block is None or self.block < 1):
+            raise QuantizeError("scale='block' needs block=, how many neighbours share a scale (16, 32, 128, ...).")
+        if self.granularity != "block" and self.block is not None:
+            raise QuantizeError(f"block= belongs to scale='block', not to {self.granularity!r}.")
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How a tensor is cut into blocks along one axis: last axis, padded with zeros, split in two."""
+
+    axis: int
+    size: int
+
+    def split(self, x: Tensor, repeat_last: bool = False) -> Tensor:
+        """(..., count, size); a 0-d tensor counts as one element.
+
+        Zeros would widen a min-max range, so there the last element is repeated instead.
+        """
+        last = x.movedim(self.axis, -1) if x.dim() else x.reshape(1)
+        missing = -last.shape[-1] % self.size
+        if missing and repeat_last:
+            last = torch.cat((last, last[..., -1:].expand(*last.shape[:-1], missing)), -1)
+        elif missing:
+            last = torch.nn.functional.pad(last, (0, missing))
+        return last.reshape(*last.shape[:-1], last.shape[-1] // self.size, self.size)
+
+    def join(self, blocks: Tensor, shape: torch.Size) -> Tensor:
+        """The inverse of :meth:`split` for a tensor of that shape."""
+        flat = blocks.reshape(*blocks.shape[:-2], blocks.shape[-2] * self.size)
+        if is_traced() and not blocks.is_cuda:
+            # Inductor's C++ loops skip the ragged rest where they read blocks flattened and cut off in one go (torch
+            # 2.11 and 2.13, CppScheduling.try_loop_split); for as_strided it writes the blocks down first.
+            flat = flat.as_strided(flat.shape, flat.stride())
+        if not shape:
+            return flat[0]
+        return flat[..., : shape[self.axis]].movedim(-1, self.axis)
+
+
+def checked_axis(axis: int, x: Tensor) -> int:
+    """`axis` as a non-negative number, or one sentence."""
+    if not -x.dim() <= axis < x.dim():
+        raise QuantizeError(f"axis {axis} does not exist in a tensor of shape {tuple(x.shape)}: it has {x.dim()} axes.")
+    return axis % x.dim()
+
+
+def reduced_dims(x: Tensor, scaling: Scaling) -> tuple[int, ...]:
+    """The dimensions whose elements share a scale (blocks already split off)."""
+    if scaling.granularity == "block":
+        return (x.dim() - 1,)
+    if scaling.granularity == "tensor":
+        return tuple(range(x.dim()))
+    assert scaling.axis is not None
+    axis = checked_axis(scaling.axis, x)
+    return (axis,) if scaling.granularity == "vector" else tuple(d for d in range(x.dim()) if d != axis)
+
+
+def amax_scale(x: Tensor, largest: float | Tensor, dims: tuple[int, ...], power_of_two: bool) -> Tensor:
+    """amax / fmax, dimensions kept."""
+    return step_scale(amax_of(x, dims), largest, power_of_two)
+
+
+def minmax_scale(x: Tensor, steps: float | Tensor, dims: tuple[int, ...], power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """The step between two codes and the value of code 0, dimensions kept."""
+    low = _least(x, dims)
+    return step_scale(_largest(x, dims) - low, steps, power_of_two), low
+
+
+def step_scale(span: Tensor, steps: float | Tensor, power_of_two: bool) -> Tensor:
+    """span / steps, at least the smallest normal number, rounded up to a power of two where asked."""
+    carrier = carrier_of(span)
+    scale = divide(span, steps).clamp_min(torch.finfo(carrier.dtype).tiny)
+    if not power_of_two:
+        return scale
+    mantissa = (1 << carrier.mantissa_bits) - 1
+    raised = (scale.view(carrier.int_dtype) + mantissa) & carrier.exponent_mask
+    return raised.view(carrier.dtype) + scale * 0  # NaN stays NaN
+
+
+def amax_of(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The largest magnitude, dimensions kept."""
+    if is_traced():
+        return torch.amax(x.abs(), dims, keepdim=True) if dims else x.abs()
+    # Eagerly two reductions read the input twice; one of |x| would write it once and read it twice.
+    return torch.maximum(_largest(x, dims), -_least(x, dims))
+
+
+def _largest(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    return torch.amax(x, dims, keepdim=True) if dims else x  # torch takes no dimensions for all of them
+
+
+def _least(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    return torch.amin(x, dims, keepdim=True) if dims else x
+
+
+def block_amax(blocks: Tensor) -> Tensor:
+    """Largest magnitude of each block, last dimension kept."""
+    return amax_of(blocks, (blocks.dim() - 1,))
+
+
+def divide(a: Tensor, b: float | Tensor) -> Tensor:
+    """The correctly rounded quotient, eager and compiled, on every device.
+
+    Dividing in float64 and rounding to float32 rounds twice, which is harmless: 53 >= 2 * 24 + 2 bits (Figueroa 1995).
+    """
+    if a.dtype == torch.float64 and a.is_cuda and is_traced() and not isinstance(b, Tensor):
+        # Inductor multiplies with the reciprocal of a divisor it knows; in float32 the detour below forgives that.
+        b = (a.view(torch.int64) & 0 | FLOAT64.bits_of(b)).view(torch.float64)
+    divisor = b if isinstance(b, Tensor) else torch.full_like(a, b)
+    if a.dtype == torch.float32 and a.is_cuda and is_traced():
+        return (a.double() / divisor.double()).float()
+    return a / divisor
+
+
+def steps_above(steps: Tensor, scale: Tensor, low: Tensor) -> Tensor:
+    """steps * scale + low, rounded after each operation.
+
+    Triton fuses the product with the addition, which changes nothing where the product is exact: in float64 for float32
+    numbers; for float64 ones in two halves, each few enough bits for a count of up to 16.
+    """
+    if steps.dtype == torch.float32:
+        return (steps.double() * scale.double() + low.double()).float()
+    upper = (scale.view(torch.int64) & -(1 << 27)).view(torch.float64)
+    return (steps * upper + steps * (scale - upper)) + low
+
+
+def floor_log2(value: float) -> int:
+    """The largest whole power of two that `value`, at least 1, reaches."""
+    exponent = 0
+    while 2.0 ** (exponent + 1) <= value:
+        exponent += 1
+    return exponent
+
+
+def shared_exponent(blocks: Tensor, element_max_exponent: int) -> Tensor:
+    """OCP MX floor rule: floor(log2 amax) - emax as an E8M0 code (exponent + 127; 255 is NaN), one per block.
+
+    Blocks of zeros and of numbers below float32's normals get the least exponent, -127.
+    """
+    amax = block_amax(blocks)
+    carrier = carrier_of(amax)
+    exponent = (amax.view(carrier.int_dtype) >> carrier.mantissa_bits) - carrier.exponent_bias
+    code = (exponent - element_max_exponent + 127).clamp(0, 254)
+    broken = (exponent == carrier.exponent_bias + 1).to(code.dtype)  # infinity or NaN in the block
+    return (code + (255 - code) * broken).to(torch.uint8)
+
+
+def multiply_by_power(x: Tensor, code: Tensor, sign: Literal[1, -1]) -> Tensor:
+    """x * 2^(sign * (code - 127)), exactly: in two halves, since 2^-127 and 2^127 are no normal float32 pair."""
+    carrier = carrier_of(x)
+    exponent = sign * (code.to(carrier.int_dtype) - 127)
+    half = exponent >> 1
+    first = ((half + carrier.exponent_bias) << carrier.mantissa_bits).view(carrier.dtype)
+    second = ((exponent - half + carrier.exponent_bias) << carrier.mantissa_bits).view(carrier.dtype)
+    nan = torch.full_like(first, float("nan"))
+    return x * torch.where(code == 255, nan, first) * second

@@ -1,0 +1,356 @@
+"""The plan itself: ordered rules over named quantizers, what they decide for an operation, and its texts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bitplan.errors import PlanError
+from bitplan.files import write_whole
+from bitplan.plans.fields import Anything
+from bitplan.plans.match import KEYS, OPERANDS, PLACES, GradAt, Matcher, compile_match
+from bitplan.plans.presets import is_preset_name
+from bitplan.plans.quantizer_use import Choosing, Names, OverTime, Use, leaves, over_time, switches, use_data
+from bitplan.plans.schedules import Function, Position, Schedule
+from bitplan.plans.spec import KEEP, OptimizerRule, QuantizerSpec, Rule, check_name, check_quantizer_name
+from bitplan.plans.tree import tree_from_data, yaml_text
+
+#: The case of each switch that is at work, and perhaps the bits of each schedule.
+Phase = tuple[int, ...]
+
+#: The version of the plan language that this package reads and writes.
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one place gets, and which rule said so."""
+
+    #: None: the place is left alone. Where the whole quantizer changes over time: the first that is not None.
+    quantizer: QuantizerSpec | None = None
+    #: The index in :attr:`Plan.all_rules` of the rule that spoke last; None where no rule spoke.
+    rule: int | None = None
+    #: The name it has in the plan's `quantizers`; None where the rule spells it out.
+    name: str | None = None
+    #: Slots of one operation with the same share get one tensor, rounded once; None where nothing is shared.
+    share: str | None = None
+    #: Where the whole quantizer changes over time: the whole story in words.
+    over_time: str | None = None
+
+    @property
+    def words(self) -> str | None:
+        """What the place gets, in one line; None where it is left alone."""
+        return self.over_time or (None if self.quantizer is None else str(self.quantizer))
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What every place of one operation gets: ``decision["fprop.x"]``."""
+
+    choices: Mapping[str, Choice]
+    #: Where ``grad_activation`` rounds.
+    grad_at: GradAt = "producer"
+
+    def __getitem__(self, place: str) -> Choice:
+        return self.choices[place]
+
+    @property
+    def shared(self) -> dict[str, str]:
+        """Operand -> the slot whose quantizer rounds it once for both of its products."""
+        shares = {operand: [self[slot].share for slot in pair] for operand, pair in OPERANDS.items()}
+        return {operand: OPERANDS[operand][0] for operand, (one, other) in shares.items() if one and one == other}
+
+    @property
+    def changes_nothing(self) -> bool:
+        return all(choice.quantizer is None for choice in self.choices.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which tensors of a training run get which number format.
+
+    >>> rules = [{"match": "*", "weight": "e3m2"}, {"match": "fc", "keep": True}]
+    >>> plan = Plan.from_dict({"version": 1, "rules": rules})
+    >>> [str(plan.decide(path, op)["weight"].quantizer) for path, op in [("conv1", "conv2d"), ("fc", "linear")]]
+    ['e3m2', 'None']
+    """
+
+    #: The plan's own rules; those of what it extends come first, in :attr:`all_rules`.
+    rules: tuple[Rule, ...] = ()
+    quantizers: Mapping[str, Use] = field(default_factory=dict)
+    #: A file or a preset, as written; `base` is the plan that was found there.
+    extends: str | None = None
+    base: Plan | None = None
+    name: str | None = None
+    description: str | None = None
+    #: Who or what made the plan: kept, never interpreted.
+    made_by: str | Mapping[str, Any] | None = None
+    version: int = VERSION
+    #: Name -> how the bits of the quantizers that name it move.
+    schedules: Mapping[str, Schedule] = field(default_factory=dict)
+    #: What the optimizer's state is kept in; the plan's own replaces the base's.
+    optimizer: OptimizerRule | None = None
+    #: The file it was loaded from.
+    origin: Path | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.version != VERSION:
+            raise PlanError(f"this bitplan knows plans of version {VERSION}, not {self.version!r}.")
+        if (self.extends is None) != (self.base is None):
+            raise PlanError("extends names the plan that base holds: give both or neither.")
+        object.__setattr__(self, "quantizers", dict(self.quantizers))
+        object.__setattr__(self, "schedules", dict(self.schedules))
+        for name in self.schedules:
+            check_name(name)
+        if self.made_by is not None:
+            # A copy of plain values, so that what can be made can also be written.
+            object.__setattr__(self, "made_by", Anything("").read(tree_from_data(self.made_by, "made_by")))
+        for name, use in self.quantizers.items():
+            check_quantizer_name(name)
+            self._check(use, f"quantizers.{name}")
+        for index, rule in enumerate(self.all_rules):
+            for key, use in rule.quantizers:
+                self._check(use, f"{rule.where or f'rules[{index}]'}.{key}")
+
+    @cached_property
+    def all_rules(self) -> tuple[Rule, ...]:
+        """The rules that count, in order: the base's, then the plan's own."""
+        return (*self.base.all_rules, *self.rules) if self.base else self.rules
+
+    @cached_property
+    def all_quantizers(self) -> dict[str, Use]:
+        """Every name that rules may use. The plan's own replace the base's, in the base's rules too."""
+        return {**(self.base.all_quantizers if self.base else {}), **self.quantizers}
+
+    @cached_property
+    def all_schedules(self) -> dict[str, Schedule]:
+        """Every schedule that quantizers may name. The plan's own replace the base's."""
+        return {**(self.base.all_schedules if self.base else {}), **self.schedules}
+
+    @cached_property
+    def optimizer_rule(self) -> OptimizerRule | None:
+        """What counts for the optimizer's state; None where it is left alone."""
+        rule = self.optimizer or (self.base.optimizer_rule if self.base else None)
+        return None if rule is None or rule.state == KEEP else rule
+
+    @cached_property
+    def names(self) -> Names:
+        """What every name of the plan stands for."""
+        return Names(self.all_quantizers, self.all_schedules)
+
+    @cached_property
+    def _matchers(self) -> tuple[Matcher, ...]:
+        return tuple(map(compile_match, self.all_rules))
+
+    def quantizer(self, use: Use) -> QuantizerSpec | None:
+        """The quantizer that stands behind a name; None for ``keep``. Over time: the first that is not None."""
+        return next((spec for spec in leaves(use, self.names) if spec is not None), None)
+
+    def _check(self, use: Use, where: str) -> None:
+        try:
+            for _ in leaves(use, self.names):
+                pass
+        except PlanError as error:
+            raise PlanError(f"{where}: {error}") from None
+
+    def decide(self, module: str, op: str) -> Decision:
+        """What the rules, later ones over earlier ones and place by place, say of `op` in the module at that path."""
+        choices = dict.fromkeys(PLACES, Choice())
+        grad_at: GradAt = "producer"
+        for index, (rule, matches) in enumerate(zip(self.all_rules, self._matchers, strict=True)):
+            if not matches(module, op):
+                continue
+            if rule.keep:
+                choices = dict.fromkeys(PLACES, Choice(None, index))
+            for key, use in rule.quantizers:
+                spec = self.quantizer(use)
+                share = f"{key} of rules[{index}]" if key in OPERANDS and spec else None
+                name = use if isinstance(use, str) and use in self.all_quantizers else None
+                story = over_time(use, self.names)
+                choices |= dict.fromkeys(KEYS[key], Choice(spec, index, name, share, story))
+                if key == "grad_activation":
+                    grad_at = rule.grad_at or "producer"
+        return Decision(_without_lonely_shares(choices), grad_at)
+
+    def flattened(self) -> Plan:
+        """The same plan with nothing to extend: a text that stands alone."""
+        return replace(
+            self,
+            rules=self.all_rules,
+            quantizers=self.all_quantizers,
+            schedules=self.all_schedules,
+            optimizer=self.optimizer_rule,
+            extends=None,
+            base=None,
+        )
+
+    # --- over time ---
+
+    @cached_property
+    def switches(self) -> tuple[OverTime, ...]:
+        """Everything in the plan that changes its whole quantizer during a run."""
+        uses = [*self.all_quantizers.values(), *(use for rule in self.all_rules for _, use in rule.quantizers)]
+        return tuple(dict.fromkeys(switch for use in uses for switch in switches(use)))
+
+    @cached_property
+    def followed(self) -> dict[str, Schedule]:
+        """The schedules that some rule's quantizer follows."""
+        specs = [spec for rule in self.all_rules for _, use in rule.quantizers for spec in leaves(use, self.names)]
+        moving = {spec.moved_by for spec in specs if spec is not None}
+        choosing = {switch.by for switch in self.switches if isinstance(switch, Choosing)}
+        return {name: each for name, each in self.all_schedules.items() if each in moving or name in choosing}
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything changes while a run goes on."""
+        return bool(self.switches or self.followed)
+
+    def phase_at(self, position: Position, *, fixed: bool = False) -> Phase:
+        """Which case of each switch is at work there; `fixed`: and how many bits each schedule gives."""
+        cases = tuple(switch.case_at(position, self.all_schedules) for switch in self.switches)
+        if not fixed:
+            return cases
+        return (*cases, *(each.bits(position.step, position.total) for each in self.followed.values()))
+
+    def at(self, position: Position, *, fixed: bool = False) -> Plan:
+        """The plan as it stands at that position of a run: no quantizer changes as a whole any more.
+
+        :param fixed: bits do not move any more either.
+        """
+        return self.in_phase(self.phase_at(position, fixed=fixed))
+
+    def periods(self, total: int) -> dict[Phase, int]:
+        """How many steps of a run of `total` are made in each phase, bits fixed."""
+        columns = [switch.cases_in(total, self.all_schedules) for switch in self.switches]
+        columns += [schedule.table(total) for schedule in self.followed.values()]
+        if not columns:
+            return {(): total}
+        phases, counts = np.unique(np.stack(columns, axis=1), axis=0, return_counts=True)
+        return {tuple(phase): int(count) for phase, count in zip(phases.tolist(), counts, strict=True)}
+
+    def widest(self) -> Plan:
+        """The plan with every quantizer at the most bits it ever has: what a run's memory must have room for."""
+
+        def bits(use: Use) -> float:
+            found = leaves(use, self.names)
+            return max(float("inf") if spec is None else spec.target.bits_per_value for spec in found)
+
+        cases = []
+        for switch in self.switches:
+            widths = [bits(case) for case in switch.cases]
+            cases.append(widths.index(max(widths)))
+        return self.in_phase((*cases, *(schedule.highest for schedule in self.followed.values())))
+
+    def in_phase(self, phase: Phase) -> Plan:
+        """The plan of a phase, as :meth:`phase_at` gives it."""
+        count = len(self.switches)
+        cases = dict(zip(self.switches, phase[:count], strict=True))
+        widths = dict(zip(self.followed, phase[count:], strict=True)) if len(phase) > count else {}
+
+        def now(use: Use) -> Use:
+            while not isinstance(use, (str, QuantizerSpec)):
+                use = use.cases[cases[use]]
+            if isinstance(use, QuantizerSpec) and isinstance(use.bits, str) and use.bits in widths:
+                return use.with_bits(widths[use.bits], self.all_schedules[use.bits].highest)
+            return use
+
+        whole = self.flattened()
+        rules = (
+            replace(rule, quantizers=tuple((key, now(use)) for key, use in rule.quantizers)) for rule in whole.rules
+        )
+        quantizers = {name: now(use) for name, use in whole.quantizers.items()}
+        return replace(whole, rules=tuple(rules), quantizers=quantizers)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """The plan in a file: JSON if its name ends in ``.json``, YAML otherwise."""
+        from bitplan.plans.loading import load_file
+
+        return load_file(Path(path))
+
+    @classmethod
+    def preset(cls, name: str) -> Plan:
+        """A plan that comes with bitplan."""
+        from bitplan.plans.loading import load_preset
+
+        return load_preset(name)
+
+    @classmethod
+    def from_yaml(cls, text: str, source: str = "plan") -> Plan:
+        """The plan in a YAML text. `source` is what messages call it, and files it extends lie beside that path."""
+        from bitplan.plans.loading import load_text
+
+        return load_text(text, source, "yaml", Path(source))
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "plan") -> Plan:
+        """The plan in a JSON text; `source` as in :meth:`from_yaml`."""
+        from bitplan.plans.loading import load_text
+
+        return load_text(text, source, "json", Path(source))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], source: str = "plan") -> Plan:
+        """The plan that a mapping says, as YAML or JSON would have given it; `source` as in :meth:`from_yaml`."""
+        from bitplan.plans.loading import load_data
+
+        return load_data(data, source, Path(source))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, without what is default; ``Plan.from_dict`` gives the same plan back."""
+        data: dict[str, Any] = {"version": self.version}
+        for key in ("name", "description", "extends", "made_by"):
+            if (value := getattr(self, key)) is not None:
+                data[key] = value
+        if self.schedules:
+            data["schedules"] = {name: schedule.to_data() for name, schedule in self.schedules.items()}
+        if self.quantizers:
+            data["quantizers"] = {name: use_data(use) for name, use in self.quantizers.items()}
+        if self.optimizer is not None:
+            data["optimizer"] = self.optimizer.to_data()
+        data["rules"] = [rule.to_data() for rule in self.rules]
+        return data
+
+    def to_yaml(self) -> str:
+        return yaml_text(self.to_dict())
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan where :meth:`load` finds it again, the file that it extends included."""
+        target = Path(path)
+        if any(isinstance(schedule, Function) for schedule in self.schedules.values()):
+            raise PlanError("a schedule that is a function cannot be written to a file: keep this plan in Python.")
+        plan = replace(self, extends=self._extends_from(target))
+        text = plan.to_json() if target.suffix.lower() == ".json" else plan.to_yaml()
+        try:
+            write_whole(target, text)
+        except (OSError, ValueError) as error:
+            raise PlanError(f"{target} cannot be written: {getattr(error, 'strerror', None) or error}.") from None
+
+    def _extends_from(self, target: Path) -> str | None:
+        """`extends` as a file in the target's folder has to spell it."""
+        if self.extends is None or is_preset_name(self.extends):
+            return self.extends
+        assert self.base is not None
+        found, folder = self.base.origin, target.absolute().parent
+        if found is None or os.path.normpath(found) == os.path.normpath(folder / self.extends):
+            return self.extends
+        return Path(os.path.relpath(found, folder)).as_posix()
+
+
+def _without_lonely_shares(choices: dict[str, Choice]) -> dict[str, Choice]:
+    """Where a later rule took one slot of a shared operand, nothing is shared any more."""
+    shares = [choice.share for choice in choices.values()]
+    return {
+        place: replace(choice, share=None) if choice.share and shares.count(choice.share) == 1 else choice
+        for place, choice in choices.items()
+    }

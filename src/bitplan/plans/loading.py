@@ -1,0 +1,160 @@
+"""Texts, files and mappings become plans; every mistake is one sentence with its file, line and field.
+
+What a plan may say is in :mod:`bitplan.plans.grammar`; here are the ways to it: presets, files, and plans that extend
+others.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from bitplan.errors import PlanError, nearest_names
+from bitplan.plans.document import VERSION, Plan
+from bitplan.plans.fields import entries_of, items_of
+from bitplan.plans.grammar import PLAN
+from bitplan.plans.presets import is_preset_name, preset_names, preset_text
+from bitplan.plans.quantizer_use import Names, Use, leaves
+from bitplan.plans.schedules import Schedule
+from bitplan.plans.spec import Rule
+from bitplan.plans.tree import MAX_CHARACTERS, Node, tree_from_data, tree_from_json, tree_from_yaml
+
+Syntax = Literal["yaml", "json"]
+
+#: Files that extend files that extend files ...: more than this is a mistake.
+_MAX_EXTENDS = 16
+
+
+def plan_from_tree(tree: Node, origin: Path | None = None, chain: tuple[str, ...] = ()) -> Plan:
+    """The plan of a tree. `origin` is the file it came from, `chain` the files and presets being extended by now."""
+    if tree.value is None:
+        raise tree.error(f"the plan is empty: write at least version: {VERSION}.")
+    values = PLAN.read(tree)
+    base = None
+    if "extends" in values:
+        base = _base(entries_of(tree)["extends"], values["extends"], origin, chain)
+    quantizers = {name: placed.use for name, placed in values.pop("quantizers", {}).items()}
+    rules: tuple[Rule, ...] = values.pop("rules", ())
+    _check_names(tree, quantizers, rules, values.get("schedules", {}), base)
+    try:
+        return Plan(rules, quantizers, base=base, origin=origin, **values)
+    except PlanError as error:
+        raise tree.error(str(error)) from None
+
+
+def _check_names(
+    tree: Node,
+    quantizers: dict[str, Use],
+    rules: tuple[Rule, ...],
+    schedules: dict[str, Schedule],
+    base: Plan | None,
+) -> None:
+    """Every name stands for something. The plan checks this too, but only here are the lines known."""
+    known = Names(
+        {**(base.all_quantizers if base else {}), **quantizers}, {**(base.all_schedules if base else {}), **schedules}
+    )
+    nodes = entries_of(tree)
+    uses = [(entries_of(nodes["quantizers"])[name], use) for name, use in quantizers.items()]
+    for rule, node in zip(rules, items_of(nodes["rules"]) if rules else [], strict=True):
+        uses += [(entries_of(node)[key], use) for key, use in rule.quantizers]
+    for node, use in uses:
+        try:
+            for _ in leaves(use, known):
+                pass
+        except PlanError as error:
+            raise node.error(str(error)) from None
+
+
+def _base(node: Node, name: str, origin: Path | None, chain: tuple[str, ...]) -> Plan:
+    """The plan that `node` extends."""
+    is_preset = is_preset_name(name)
+    path = (origin.parent if origin else Path()) / name
+    try:
+        identity = name if is_preset else str(path.resolve())
+    except (OSError, ValueError, RuntimeError) as error:
+        raise node.error(f"{name!r} cannot be read: {error}.") from None
+    if identity in chain:
+        raise node.error(f"{name!r} extends, in the end, itself: break the circle.")
+    if len(chain) > _MAX_EXTENDS:
+        raise node.error(f"more than {_MAX_EXTENDS} plans extend one another.")
+    try:
+        return load_preset(name, chain) if is_preset else load_file(path, chain)
+    except _Unreadable as error:
+        raise node.error(str(error)) from None
+
+
+class _Unreadable(PlanError):
+    """No text could be had: the place to name is the one that asked for it."""
+
+
+def load_preset(name: str, chain: tuple[str, ...] = ()) -> Plan:
+    """A plan that comes with bitplan."""
+    try:
+        text = preset_text(name)
+    except PlanError as error:
+        raise _Unreadable(str(error)) from None
+    return plan_from_tree(tree_from_yaml(text, f"preset {name}"), None, (*chain, name))
+
+
+def load_file(path: Path, chain: tuple[str, ...] = ()) -> Plan:
+    """The plan in a file: JSON if its name ends in .json, YAML otherwise."""
+    text = _read_text(path)
+    origin = path.absolute()
+    return load_text(text, str(path), syntax_of(path), origin, (*chain, str(path.resolve())))
+
+
+def load_text(
+    text: str, source: str, syntax: Syntax = "yaml", origin: Path | None = None, chain: tuple[str, ...] = ()
+) -> Plan:
+    """The plan in a text; `source` is what messages call it."""
+    tree = tree_from_json(text, source) if syntax == "json" else tree_from_yaml(text, source)
+    return plan_from_tree(tree, origin, chain)
+
+
+def load_data(data: object, source: str, origin: Path | None = None) -> Plan:
+    """The plan that a mapping says."""
+    return plan_from_tree(tree_from_data(data, source), origin)
+
+
+def syntax_of(path: Path) -> Syntax:
+    return "json" if path.suffix.lower() == ".json" else "yaml"
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.exists() and not path.is_file():  # a folder, or a device that never ends
+            raise _Unreadable(f"{path} is not a file.")
+        with path.open("rb") as file:
+            # Four bytes hold any character of UTF-8, so a text that is cut here is too long in any case.
+            raw = file.read(4 * MAX_CHARACTERS + 1)
+    except FileNotFoundError:
+        raise _Unreadable(f"there is no file {path}.") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise _Unreadable(f"{path} cannot be read: {reason}.") from None
+    if len(raw) > 4 * MAX_CHARACTERS:
+        raise _Unreadable(f"{path}: a plan has at most {MAX_CHARACTERS:,} characters.")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise _Unreadable(f"{path}:{line}: this is not UTF-8 text: save the file as UTF-8.") from None
+
+
+# --- A plan by whatever names it: itself, a preset, a file
+
+
+def find_plan(plan: Plan | str) -> Plan:
+    """The plan itself, the preset of that name, or what lies in that file.
+
+    >>> find_plan("bf16-all").all_rules[0].match
+    ('*',)
+    """
+    if isinstance(plan, Plan):
+        return plan
+    presets = preset_names()
+    if plan in presets:
+        return Plan.preset(plan)
+    if is_preset_name(plan) and not Path(plan).exists():
+        raise PlanError(f"there is no preset and no file {plan!r}; {nearest_names(plan, presets)}")
+    return Plan.load(plan)

@@ -1,0 +1,293 @@
+"""Schedules that hold still and then change: static, steps, a late switch, a deficit, pieces; and functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from bitplan.errors import ScheduleError
+from bitplan.plans.schedules.base import Moment, Schedule, Whole, check_bits, check_range
+
+
+@dataclass(frozen=True)
+class Static(Schedule):
+    """The same bits throughout."""
+
+    width: int
+
+    def __post_init__(self) -> None:
+        check_bits(bits=self.width)
+
+    @property
+    def name(self) -> str:
+        return "static"
+
+    @property
+    def lowest(self) -> int:
+        return self.width
+
+    @property
+    def highest(self) -> int:
+        return self.width
+
+    def at(self, steps: Whole, total: int) -> Whole:
+        return np.full_like(steps, self.width)
+
+    def to_data(self) -> dict[str, Any]:
+        return {"name": self.name, "bits": self.width}
+
+
+@dataclass(frozen=True)
+class StepList(Schedule):
+    """One width after another, changing at given moments.
+
+    >>> StepList((4, 6, 8), (Moment.of("50%"), Moment.of("75%"))).table(8).tolist()
+    [4, 4, 4, 4, 6, 6, 8, 8]
+    """
+
+    widths: tuple[int, ...]
+    #: When each width but the first begins.
+    changes: tuple[Moment, ...]
+
+    def __post_init__(self) -> None:
+        if not self.widths or len(self.widths) != len(self.changes) + 1:
+            raise ScheduleError(
+                f"{len(self.widths)} widths change {max(len(self.widths) - 1, 0)} times, but at has "
+                f"{len(self.changes)} moments: give one moment fewer than widths."
+            )
+        for width in self.widths:
+            check_bits(bits=width)
+        _check_order(self.changes)
+
+    @property
+    def name(self) -> str:
+        return "steps"
+
+    @property
+    def lowest(self) -> int:
+        return min(self.widths)
+
+    @property
+    def highest(self) -> int:
+        return max(self.widths)
+
+    def moments(self) -> Iterator[Moment]:
+        yield from self.changes
+
+    def at(self, steps: Whole, total: int) -> Whole:
+        begins = np.array([change.first_step(total) for change in self.changes], dtype=np.int64)
+        chosen: Whole = np.array(self.widths, dtype=np.int64)[(steps[:, None] >= begins).sum(1)]
+        return chosen
+
+    def to_data(self) -> dict[str, Any]:
+        at = [change.to_data() for change in self.changes]
+        return {"name": self.name, "bits": list(self.widths), "at": at}
+
+    def __str__(self) -> str:
+        return f"steps {'-'.join(map(str, self.widths))}"
+
+
+@dataclass(frozen=True)
+class LateSwitch(Schedule):
+    """Low, and then high for the last share of the run (or the last so many steps).
+
+    Whether only the forward pass or the backward pass, too, switches is said by the quantizers that follow it.
+    """
+
+    low: int
+    high: int
+    #: How long the high part is.
+    last: Moment = field(default_factory=lambda: Moment.of("10%"))
+
+    def __post_init__(self) -> None:
+        check_range(self.low, self.high)
+
+    @property
+    def name(self) -> str:
+        return "late"
+
+    @property
+    def lowest(self) -> int:
+        return self.low
+
+    @property
+    def highest(self) -> int:
+        return self.high
+
+    def moments(self) -> Iterator[Moment]:
+        yield self.last
+
+    def at(self, steps: Whole, total: int) -> Whole:
+        if self.last.share is not None:
+            begins = Moment(share=1 - self.last.share).first_step(total)
+        else:
+            begins = total - self.last.first_step(total)
+        return np.where(steps >= begins, self.high, self.low)
+
+    def to_data(self) -> dict[str, Any]:
+        return {"name": self.name, "low": self.low, "high": self.high, "last": self.last.to_data()}
+
+    def __str__(self) -> str:
+        last = self.last if self.last.share is not None else f"{self.last.step} steps"
+        return f"late {self.low}, last {last} {self.high}"
+
+
+@dataclass(frozen=True)
+class Deficit(Schedule):
+    """High, but low inside a window: how critical learning periods are looked for.
+
+    >>> Deficit(3, 8, Moment.of("25%"), Moment.of("50%")).table(8).tolist()
+    [8, 8, 3, 3, 8, 8, 8, 8]
+    """
+
+    low: int
+    high: int
+    start: Moment
+    end: Moment
+
+    def __post_init__(self) -> None:
+        check_range(self.low, self.high)
+        _check_order((self.start, self.end))
+
+    @property
+    def name(self) -> str:
+        return "deficit"
+
+    @property
+    def lowest(self) -> int:
+        return self.low
+
+    @property
+    def highest(self) -> int:
+        return self.high
+
+    def moments(self) -> Iterator[Moment]:
+        yield from (self.start, self.end)
+
+    def at(self, steps: Whole, total: int) -> Whole:
+        inside = (steps >= self.start.first_step(total)) & (steps < self.end.first_step(total))
+        return np.where(inside, self.low, self.high)
+
+    def to_data(self) -> dict[str, Any]:
+        window = {"start": self.start.to_data(), "end": self.end.to_data()}
+        return {"name": self.name, "low": self.low, "high": self.high, **window}
+
+    def __str__(self) -> str:
+        return f"deficit {self.low} from {self.start} to {self.end}, else {self.high}"
+
+
+@dataclass(frozen=True)
+class Piecewise(Schedule):
+    """One schedule after another; each takes its piece of the run for the whole.
+
+    >>> half = Moment.of("50%")
+    >>> Piecewise((Static(4), StepList((6, 8), (half,))), (half,)).table(8).tolist()
+    [4, 4, 4, 4, 6, 6, 8, 8]
+    """
+
+    pieces: tuple[Schedule, ...]
+    #: When each piece but the first begins.
+    changes: tuple[Moment, ...]
+
+    def __post_init__(self) -> None:
+        if not self.pieces or len(self.pieces) != len(self.changes) + 1:
+            raise ScheduleError(
+                f"{len(self.pieces)} pieces change {max(len(self.pieces) - 1, 0)} times, but at has "
+                f"{len(self.changes)} moments: give one moment fewer than pieces."
+            )
+        _check_order(self.changes)
+
+    @property
+    def name(self) -> str:
+        return "pieces"
+
+    @property
+    def lowest(self) -> int:
+        return min(piece.lowest for piece in self.pieces)
+
+    @property
+    def highest(self) -> int:
+        return max(piece.highest for piece in self.pieces)
+
+    def moments(self) -> Iterator[Moment]:
+        yield from self.changes
+        for piece in self.pieces:
+            yield from piece.moments()
+
+    def at(self, steps: Whole, total: int) -> Whole:
+        inner = [min(change.first_step(total), total) for change in self.changes]
+        bits = np.zeros_like(steps)
+        for piece, (begin, end) in zip(self.pieces, pairwise([0, *inner, total]), strict=True):
+            inside = (steps >= begin) & (steps < end)
+            if inside.any():
+                bits[inside] = piece.at(steps[inside] - begin, end - begin)
+        return bits
+
+    def to_data(self) -> dict[str, Any]:
+        at = [change.to_data() for change in self.changes]
+        return {"name": self.name, "pieces": [piece.to_data() for piece in self.pieces], "at": at}
+
+    def __str__(self) -> str:
+        return f"{self.pieces[0]}" + "".join(
+            f", from {at} {piece}" for at, piece in zip(self.changes, self.pieces[1:], strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class Function(Schedule):
+    """A function of the user's own, (step, total) -> bits; no file can hold one."""
+
+    function: Callable[[int, int], int]
+    low: int
+    high: int
+
+    def __post_init__(self) -> None:
+        check_range(self.low, self.high)
+        if not callable(self.function):
+            raise ScheduleError(f"a schedule's function is called with step and total: {self.function!r} cannot be.")
+
+    @property
+    def name(self) -> str:
+        return "function"
+
+    @property
+    def lowest(self) -> int:
+        return self.low
+
+    @property
+    def highest(self) -> int:
+        return self.high
+
+    def at(self, steps: Whole, total: int) -> Whole:
+        return np.array([self._checked(int(step), total) for step in steps], dtype=np.int64)
+
+    def _checked(self, step: int, total: int) -> int:
+        bits = self.function(step, total)
+        if isinstance(bits, bool) or bits != int(bits) or not self.low <= bits <= self.high:
+            raise ScheduleError(
+                f"the schedule's function gave {bits!r} at step {step} of {total}: let it return a whole number of "
+                f"{self.low} to {self.high}."
+            )
+        return int(bits)
+
+    def to_data(self) -> dict[str, Any]:
+        """Which function it was: enough to tell two plans apart, not to make one of them again."""
+        title = f"{getattr(self.function, '__module__', '?')}.{getattr(self.function, '__qualname__', '?')}"
+        return {"name": self.name, "function": title, "low": self.low, "high": self.high}
+
+
+def _check_order(moments: tuple[Moment, ...]) -> None:
+    """Moments of one kind come in order; between a step and a share only a run's length decides."""
+    for one, other in pairwise(moments):
+        if one.share is not None and other.share is not None:
+            is_ordered = one.share < other.share
+        elif one.step is not None and other.step is not None:
+            is_ordered = one.step < other.step
+        else:
+            continue
+        if not is_ordered:
+            raise ScheduleError(f"{other} does not come after {one}: put the moments in order, each only once.")

@@ -1,5 +1,0 @@
-"""Pictures and pages that bitplan writes: self-contained files, no network, and only what their data says."""
-
-from bitplan.report.summaries import Experiment, PlanSummary, Report
-
-__all__ = ["Experiment", "PlanSummary", "Report"]

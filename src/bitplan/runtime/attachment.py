@@ -1,0 +1,348 @@
+"""A plan at work on a model: what :func:`bitplan.attach` returns.
+
+The attachment is the run as its user holds it. It tells its parts when something has happened, and asks them what they
+know: the :class:`~bitplan.runtime.installation.Installation` is the plan inside the model, the
+:class:`~bitplan.runtime.clock.Timeline` says where the run stands, the :class:`~bitplan.runtime.coverage.RollCall`
+whether every rule has had an effect, the :class:`~bitplan.runtime.cost_tracker.Ledger` keeps the books, the
+:class:`~bitplan.compiler.compiling.Compiler` compiles, and a :class:`~bitplan.runtime.checkpoint_state.RunState` is what is
+saved of it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from bitplan.analysis.cost import Cost
+from bitplan.analysis.explain import Explanation, require_effect
+from bitplan.capture.recording import FakeInputs, Operation, call_arguments, unseen_modules
+from bitplan.capture.scopes import LOSS_PATH, bring_in, loss_holder, unwrapped
+from bitplan.compiler.compiling import Compiler
+from bitplan.compiler.packed_backend import register_backend
+from bitplan.errors import PlanError
+from bitplan.executions.native.backends import units_of
+from bitplan.executions.native.fallbacks import Fallback, fallbacks_of
+from bitplan.executions.native.paths import Terms
+from bitplan.executions.packed.saved_tensors import Keeper
+from bitplan.plans import Plan
+from bitplan.runtime.checkpoint_state import RunState
+from bitplan.runtime.clock import Timeline, Total
+from bitplan.runtime.cost_tracker import Ledger
+from bitplan.runtime.coverage import RollCall
+from bitplan.runtime.decisions import Decider
+from bitplan.runtime.dispatch import Rounder
+from bitplan.runtime.installation import Installation
+from bitplan.runtime.op_context import Here
+from bitplan.runtime.optimizers import OptimizerPromise, OptimizerSteps, before_every_step
+from bitplan.runtime.rounding_op import Action, Promoted
+from bitplan.runtime.statistics import Statistics
+
+if TYPE_CHECKING:
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+
+class Attachment:
+    """A plan at work. Made by :func:`attach`; also a context manager that detaches at its end."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        steps: Total | None = None,
+        seed: int = 0,
+        live: bool = False,
+        stats: bool = False,
+        execution: str = "emulate",
+        terms: Terms | None = None,
+    ) -> None:
+        self.plan = plan
+        self.execution = execution
+        self.model = unwrapped(model)
+        self.steps = steps
+        self.seed = seed
+        self._step = 0
+        self._watched = stats
+        self._terms = terms
+        self._rounder = Rounder()
+        if execution == "packed":
+            self._rounder.keeper = Keeper()
+            register_backend()
+        self._timeline = Timeline(plan, steps, fixed=execution == "packed")
+        decider = Decider(plan, live, stats, execution == "packed", terms=terms)
+        self._installation = Installation(self.model, self._rounder, decider, self._timeline)
+        self._all_tables = self._installation.tables
+        self._compiler = Compiler(execution, self._installation)
+        self._roll_call = RollCall(plan, unseen_modules(self.model))
+        self._checked = not plan.all_rules
+        self._ledger = Ledger(self.model, plan, self._all_tables.each, self._timeline, self._all_tables.promotions)
+        self._promise = OptimizerPromise(plan, self.model)
+        self._optimizer_steps = OptimizerSteps(self.model)
+        self._remove_optimizer_hook: Callable[[], object] = lambda: None
+        if plan.all_rules:
+            self._install()
+        if plan.all_rules or plan.optimizer_rule is not None:
+            self._remove_optimizer_hook = before_every_step(self._before_optimizer_step)
+
+    # --- life ---
+
+    def _install(self) -> None:
+        self._installation.put_in(self.seed, self._step)
+        self._rounder.on_site = self._roll_call.note
+        self._rounder.on_first_call = self._note_call
+        self._look_for_new_sites()
+
+    def _look_for_new_sites(self) -> None:
+        """Have operations told that are met for the first time, where the plan observes any."""
+        if self._installation.observes:
+            self._rounder.on_new_site = self._meet
+
+    def detach(self) -> None:
+        """Leave the model exactly as it was."""
+        self._installation.take_out()
+        self._remove_optimizer_hook()
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.detach()
+
+    def compile(
+        self,
+        module: nn.Module | None = None,
+        *,
+        fullgraph: bool = True,
+        mode: str | None = None,
+        dynamic: bool | None = None,
+        options: dict[str, Any] | None = None,
+        spare_memory: str = "no",
+    ) -> Any:
+        """The model compiled as its execution wants it; packed, what the graph keeps is chosen by the plan's codes.
+
+        Before every call torch checks whether its graph still holds. Compiled here, it checks one word for all that the
+        plan says; by ``torch.compile``, every attribute of every module's actions.
+
+        :param module: a module that has the model in it, such as one that returns the loss; by default the model.
+        :param options: of Inductor, as ``torch.compile`` takes them; those that `mode` stands for come first.
+        :param spare_memory: of native execution: ``weights`` keeps no codes of a linear layer's weight, which is there
+            anyway and is cast again in the backward pass; ``activations`` keeps none of its input, and computes that
+            again where it can be had from what is kept; ``inputs`` keeps neither; ``products`` also makes a product
+            again whose result only pointwise operations read, where another one has the same input (half of a gate).
+            Each takes more time. Activations that the plan rounds are kept as codes in any case.
+        """
+        return self._compiler.compile(
+            self.model if module is None else module,
+            fullgraph=fullgraph,
+            mode=mode,
+            dynamic=dynamic,
+            options=options,
+            spare_memory=spare_memory,
+        )
+
+    def partitioner(self, spare_memory: str = "no") -> CustomPartitionerFn | None:
+        """What cuts the model's graph into forward and backward when :meth:`compile` compiles it; None: torch's own."""
+        return self._compiler.partitioner(spare_memory)
+
+    # --- the loop ---
+
+    def optimizer(self, kind: Any, params: Iterable[Any] | None = None, **settings: Any) -> Optimizer:
+        """An optimizer for the model's parameters, its state kept as the plan's ``optimizer:`` says.
+
+        ``run.optimizer(torch.optim.AdamW, lr=3e-4)`` is torch's own where the plan says nothing of it, else torchao's
+        twin of it. There, a learning rate is a tensor: change it by torch's schedulers, or by ``fill_()``.
+
+        :param kind: the class; or an optimizer that has made no step yet, whose groups and settings are taken over.
+        :param params: parameters or groups of them, as torch takes them; by default all that are trained.
+        """
+        return self._promise.make(kind, params, settings)
+
+    def progress(self, share: float) -> None:
+        """Tell that this share of the run (0 to 1) is done: schedules move there. For ``steps="progress"``.
+
+        Called before a training step, it decides the bits of that step.
+        """
+        self._timeline.tell(share)
+        self._move()
+        self._write_tables()
+
+    def step(self) -> None:
+        """Tell that an optimizer step is done: schedules move, random bits change, costs and statistics add up.
+
+        A step that a ``GradScaler`` skipped counts as well: fused optimizers skip on the device, where nobody looks,
+        and a schedule has to end when the loop does.
+        """
+        self._check_seen()
+        self._promise.after_step()
+        self._step += 1
+        self._ledger.count_step()
+        self._optimizer_steps.tell()
+        self._all_tables.fold(self._step)
+        self._installation.show_promotions()
+        self._timeline.after(self._step)
+        self._move()
+        self._write_tables()
+
+    def _move(self) -> None:
+        """Bring what the plan does to where the run is; tables are not written."""
+        if self._installation.move(self.seed, self._step):
+            self._look_for_new_sites()
+            self._formats_changed()
+
+    def _formats_changed(self) -> None:
+        self._ledger.formats_changed()
+        self._all_tables.formats_changed()
+
+    def set_format(self, quantizer: str, format: str) -> None:
+        """Give the plan's named quantizer another number format from now on, without a recompilation.
+
+        The format must be live (its plan leaves ``bits`` open, or ``attach(..., live=True)``) and stay of its kind:
+        floats among themselves, integers among themselves.
+        """
+        self._installation.set_format(quantizer, format)
+        self._formats_changed()
+        self._write_tables()
+
+    def _write_tables(self) -> None:
+        if self._installation.modules:
+            self._all_tables.write(self.seed, self._step)
+
+    def _before_optimizer_step(self, optimizer: Optimizer) -> None:
+        if not self._optimizer_steps.is_of_model(optimizer):
+            return
+        self._promise.before_step(optimizer)
+        self._check_seen()
+        if not self._checked:
+            raise PlanError(
+                "compiled code cannot be watched for rules that match nothing: give attach() an example= batch."
+            )
+        self._optimizer_steps.begin(optimizer)
+
+    # --- what happens ---
+
+    def _note_call(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Remember the shapes of the first batch: tables and costs are asked for later."""
+        if module is self.model:
+            self._rounder.on_first_call = None
+            self._ledger.inputs = FakeInputs(args, kwargs)
+
+    def expect(self, batch: Any) -> None:
+        """Remember the shapes of a batch for tables and costs."""
+        self._ledger.inputs = batch if isinstance(batch, FakeInputs) else FakeInputs(*call_arguments(batch))
+
+    def check(self, operations: list[Operation]) -> None:
+        """Raise where a rule has no effect on these operations; rules for the loss wait for :meth:`loss`."""
+        self._roll_call.note_all(operations)
+        waiting = [rule for rule in self.plan.all_rules if self._roll_call.waits_for_loss(rule)]
+        require_effect(
+            self.plan, operations, lambda rule: rule in waiting or self._roll_call.is_for_unseen_modules(rule)
+        )
+        self._ledger.use(operations)
+        self._installation.make_room_for(operations)
+        self._installation.tell_compiled_code()
+        self._checked = not waiting
+        if self._checked:
+            self._rounder.on_site = self._rounder.on_first_call = None
+
+    def _meet(self, module: nn.Module, action: Action, here: Here) -> None:
+        self._installation.make_room(module, action, here)
+
+    def _check_seen(self) -> None:
+        """Raise where a rule matched nothing in what has run so far; does nothing before the first forward."""
+        if not self._checked and self._roll_call.roles:
+            self._roll_call.require_answers()
+            self._checked = True
+            self._rounder.on_site = None
+
+    def loss(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`function` with its tensors brought in as sites of the module path ``loss``."""
+        if not self.plan.all_rules:
+            return function
+        self._installation.require_place()
+        holder = loss_holder(self._rounder)
+        self._installation.add(LOSS_PATH, holder, self.seed, self._step)
+        self._installation.tell_compiled_code()
+        self._look_for_new_sites()
+        return bring_in(function, self._rounder, holder)
+
+    # --- what is to be told ---
+
+    def table(self) -> list[Explanation]:
+        """What every tensor gets, and which rule said so; print the rows for a table."""
+        return self._ledger.table()
+
+    def cost(self) -> Cost:
+        """What the steps so far have cost (see :mod:`bitplan.analysis.cost`); of one step where none was made yet."""
+        return self._ledger.cost()
+
+    def memory(self, batch: Any = None, loss: Callable[..., Tensor] | None = None, **options: Any) -> dict[str, Any]:
+        """``{"predicted": ..., "measured": ...}``: bytes of a training step by class, see :mod:`bitplan.analysis.memory`.
+
+        Predicted from the shapes of the first batch that was seen; measured where a batch is given, on a copy.
+        """
+        from bitplan.analysis.memory import of_run
+
+        return dict(of_run(self, batch, loss, **options))
+
+    def fallbacks(self) -> list[Fallback]:
+        """In native execution: the products that are emulated, and why. Empty where all run on the device's units."""
+        if self._terms is None:
+            raise PlanError("only native execution has fallbacks: attach with execution='native'.")
+        device = next(self.model.parameters(), torch.empty(0)).device
+        plan = self._timeline.plan_in(self._installation.phase)
+        return fallbacks_of(self._ledger.operations(), plan.decide, units_of(device), self._terms, device.type)
+
+    def stats(self) -> dict[str, Statistics]:
+        """Per site and place, what rounding did to its values. Reading waits for the device."""
+        if not self._watched:
+            raise PlanError("statistics are off: attach with stats=True.")
+        return self._all_tables.statistics()
+
+    @property
+    def promotes(self) -> bool:
+        """Whether the plan may promote tensors."""
+        return self._all_tables.promotes
+
+    def promotions(self) -> list[Promoted]:
+        """The tensors that were promoted so far, and when. Reading waits for the device."""
+        return self._all_tables.promotions()
+
+    # --- state ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs: plain numbers and tensors only."""
+        return RunState(
+            step=self._step,
+            seed=self.seed,
+            plan=self.plan.flattened().to_dict(),
+            formats=self._installation.formats(),
+            records={
+                tables.path: (dict(tables.records), kept.cpu().clone()) for tables, kept in self._all_tables.records()
+            },
+            steps=self._ledger.state(),
+            total=self.steps,
+            phase=self._installation.phase,
+            position=[self._timeline.position.step, self._timeline.position.total],
+        ).to_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken; nothing is changed where the state does not fit."""
+        saved = RunState.from_dict(state)
+        saved.require_plan(self.plan, self._timeline)
+        self._installation.prepare_phases(saved.phases)
+        saved.require_rows(self._installation.rows_in(saved.phase))
+        self._step, self.seed = saved.step, saved.seed
+        self._installation.restore_formats(saved.phase, saved.formats)
+        self._timeline.restore(saved.step, saved.position)
+        self._move()
+        for tables in self._all_tables.each:
+            if tables.path in saved.records:
+                self._all_tables.take(tables, *saved.records[tables.path])
+        self._installation.show_promotions()
+        self._installation.tell_compiled_code()
+        self._ledger.load(saved.steps)
+        self._formats_changed()
+        self._write_tables()

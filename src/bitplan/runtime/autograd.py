@@ -1,0 +1,429 @@
+"""Applying actions: what autograd does with a rounded tensor, eager and in a compiled graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitplan.compiler.tracing import is_traced, taken_whole
+from bitplan.executions.native.backends import suits, unit_named
+from bitplan.executions.native.convolution import Convolution, has_channels_last
+from bitplan.executions.native.float8_cast import cast_float8
+from bitplan.executions.native.gemm import BY_ROW, PASSES, Codes, Form, Kept, byte_of, codes_of
+from bitplan.executions.native.gemm import native_product as multiplied
+from bitplan.executions.packed.recompute import Passes, sparing_relu
+from bitplan.executions.packed.saved_tensors import note_copy
+from bitplan.gemm.products import Product, slot_product
+from bitplan.plans import OPERANDS, SLOTS
+from bitplan.plans.spec import QuantizerSpec
+from bitplan.runtime.op_context import Here
+from bitplan.runtime.rounding_op import Action, PlaceAction, keeps_little, mark, numbered
+from bitplan.runtime.statistics import observe_amax
+
+# --- The six slots of a product: what each operand is rounded to in each of its two passes, or cast to
+
+
+#: The attribute by which a tensor of a graph in the making tells what :func:`_told_first` needs.
+_REACHES = "_bitplan_reaches"
+
+
+class Slots:
+    """The rounding of the six slots of one product, as :class:`SlotProduct` asks for it."""
+
+    def __init__(self, chosen: dict[str, tuple[PlaceAction, Here]], weight_key: Tensor | None) -> None:
+        self.chosen = chosen
+        self.weight_key = weight_key
+        #: Whether x is kept as the weight's gradient wants it, rounded and packed, rather than as it came.
+        self.keeps_rounded_x = "wgrad.x" in chosen and keeps_little(chosen["wgrad.x"][0])
+
+    def round(self, slot: str, tensor: Tensor) -> Tensor:
+        if slot not in self.chosen:
+            return tensor
+        action, here = self.chosen[slot]
+        if keeps_little(action) and action.changes_nothing_in(tensor):
+            return tensor  # not rounded again, so that the one packed copy serves this product, too
+        return action.round(tensor.detach(), here, self.weight_key if slot.endswith(".w") else None)
+
+
+class NativeSlots(Slots):
+    """The same for products on low-precision units, which take elements and scales instead of rounded values."""
+
+    def __init__(
+        self,
+        chosen: dict[str, tuple[PlaceAction, Here]],
+        weight_key: Tensor | None,
+        units: dict[str, str],
+        casts_again: tuple[str, ...] = (),
+        features: int = -1,
+    ) -> None:
+        """`features`: the axis of input and weight that the products see as features."""
+        super().__init__(chosen, weight_key)
+        self.units = {one: unit_named(name) for one, name in units.items()}
+        self.casts_again = casts_again
+        self.features = features
+
+    def shares(self, operand: str) -> bool:
+        chosen = [self.chosen[slot][0] for slot in OPERANDS[operand] if slot in self.chosen]
+        return len(chosen) == 2 and chosen[0] is chosen[1]
+
+    def kept(self, x: Tensor) -> Kept | None:
+        if "wgrad.x" not in self.chosen or not x.numel():
+            return None
+        action, here = self.chosen["wgrad.x"]
+        dtype = byte_of(action.spec)
+        if dtype is None or (action.live_kind is not None and action.spec.bits is None):  # a format that may be set
+            return None
+        encoded, quantizer = action.encode(x, here)
+        return Kept(encoded, quantizer, x, dtype)
+
+    def codes(self, slots: list[str], tensor: Tensor, after: Tensor | None = None) -> list[Codes]:
+        if len(slots) == 2 and not self._are_alike(*slots):
+            return [*self.codes(slots[:1], tensor, after), *self.codes(slots[1:], tensor, after)]
+        if not slots:
+            return []
+        action, here = self.chosen[slots[0]]
+        dtype = self.units[slots[0].partition(".")[0]].dtype_of(action.spec.target)
+        assert dtype is not None
+        if action.is_plain_cast(tensor, dtype):
+            return self._cast(slots, tensor, dtype, after)
+        encoded, _ = action.encode(tensor, here, self.weight_key if slots[0].endswith(".w") else None)
+        return [codes_of(encoded, dtype, self.features)] * len(slots)
+
+    def _are_alike(self, one: str, other: str) -> bool:
+        """Whether the two slots of a tensor get the same codes, with one scale."""
+        action, another = self.chosen[one][0], self.chosen[other][0]
+        if action is another:
+            return True
+        is_certain = not action.is_stochastic and not action.observes and action.live_kind is None
+        return is_certain and action.spec == another.spec and action.spec.scale in (None, "tensor")
+
+    def _cast(self, slots: list[str], tensor: Tensor, dtype: torch.dtype, after: Tensor | None) -> list[Codes]:
+        """One reading of the tensor gives the layouts of all its slots."""
+        action, here = self.chosen[slots[0]]
+        spec = action.spec
+        record, reach = action.remembered(here)
+        if reach is not None and is_traced():
+            reach = _told_first(tensor, spec, reach)
+        gathers = action.is_delayed and record is not None and here.observing and after is None
+        by_row = [slot in BY_ROW for slot in slots]
+        cast = cast_float8(
+            tensor.movedim(self.features, -1).reshape(-1, tensor.shape[self.features]),
+            dtype,
+            scaled=spec.scale is not None,
+            power_of_two=spec.power_of_two,
+            reach=reach,
+            as_rows=any(by_row),
+            as_columns=not all(by_row),
+            gathers=gathers,
+            after=after,
+        )
+        if gathers and record is not None:
+            observe_amax(record, cast.tops.amax())
+        return [Codes(cast.rows if is_by_row else cast.columns.t(), cast.scale) for is_by_row in by_row]
+
+
+def _told_first(tensor: Tensor, spec: QuantizerSpec, reach: Tensor) -> Tensor:
+    """While a graph is made: the reach that the first reader of a tensor with such a quantizer has.
+
+    Readers of one tensor have met the same magnitudes, so theirs is the same number; as one and the same node of the
+    graph it lets torch.compile see that their casts are one.
+    """
+    known: dict[QuantizerSpec, Tensor] = tensor.__dict__.setdefault(_REACHES, {})
+    return known.setdefault(spec, reach)
+
+
+class RoundedGradient(torch.autograd.Function):
+    """The tensor itself forward; backward its gradient, rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, action: PlaceAction, here: Here) -> Tensor:
+        ctx.action, ctx.here = action, here
+        # Eager, the same memory. Not a view as autograd has them: the caller may go on to change it in place, and then
+        # `x` is changed as well, as it would be without a plan. A graph's copy costs nothing.
+        return x.clone() if is_traced() else x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.action.round(grads[0], ctx.here), None, None
+
+
+class RoundedBothWays(torch.autograd.Function):
+    """The rounded tensor forward, its rounded gradient backward: one copy less than one after the other."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        forward: PlaceAction,
+        backward: PlaceAction,
+        here: Here,
+        back: Here,
+        weight_key: Tensor | None,
+    ) -> Tensor:
+        ctx.action, ctx.here = backward, back
+        return forward.round(x.detach(), here, weight_key)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.action.round(grads[0], ctx.here), None, None, None, None, None
+
+
+class GridRelu(torch.autograd.Function):
+    """ReLU of a tensor that lies on the grid already: so does its positive part, and so does a rounded gradient's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, backward: PlaceAction, back: Here) -> Tensor:
+        ctx.action, ctx.here = backward, back
+        y = torch.relu(x)
+        if keeps_little(backward):
+            ctx.passes = Passes(y)
+            note_copy(y, x)
+            ctx.passes.wait_for_copy(y)
+        else:
+            ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rounded = ctx.action.round(grads[0], ctx.here)
+        kept = ctx.saved_tensors  # asked for once: checkpointing gives them out once
+        passed = torch.ops.aten.threshold_backward(rounded, kept[0], 0) if kept else ctx.passes.apply(rounded)
+        return mark(passed, ctx.action.grid), None, None
+
+
+# --- compiled -----------------------------------------------------------------------------------------------
+#
+# torch.compile would follow every Python step of rounding, for every tensor of a model: minutes for a ResNet-50. So it
+# is given single functions of tensors and plain constants, which run as they are when the graph below is made.
+
+Ticket = tuple[int, int]
+
+_NOTHING: Ticket = (-1, -1)
+
+
+def _ticket(action: PlaceAction | None, here: Here) -> Ticket:
+    """What stands for an action in a graph: its number, and the row of its record (-1 where there is none)."""
+    if action is None:
+        return _NOTHING
+    seen = action.seen_at(here)
+    return action.number, -1 if seen is None else seen
+
+
+def _action(ticket: Ticket) -> PlaceAction | None:
+    return None if ticket[0] < 0 else numbered(ticket[0])
+
+
+#: What lies beside a module's weights, as a graph is given it: table, record and reach.
+Buffers = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def _buffers(here: Here) -> Buffers:
+    return here.table, here.record, here.reach
+
+
+def _there(here: Circumstances, ticket: Ticket, buffers: Buffers) -> Here:
+    there = Here.__new__(Here)
+    there.module = None
+    there.site, there.salt, there.training, there.observing = here
+    there.table, there._record, there._reach = buffers
+    there.seen = None if ticket[1] < 0 else ticket[1]
+    return there
+
+
+Circumstances = tuple[str, str, bool, bool]
+
+
+def _circumstances(here: Here) -> Circumstances:
+    return here.site, here.salt, here.training, here.observing
+
+
+@taken_whole
+def _both_ways_in_graph(
+    x: Tensor,
+    forward: Ticket,
+    backward: Ticket,
+    here: Circumstances,
+    buffers: Buffers,
+    weight_key: Tensor | None,
+) -> Tensor:
+    there, back = (_there(here, ticket, buffers) for ticket in (forward, backward))
+    return _both_ways(x, _action(forward), _action(backward), there, back, weight_key)
+
+
+@taken_whole
+def _relu_in_graph(x: Tensor, forward: Ticket, backward: Ticket, here: Circumstances, buffers: Buffers) -> Tensor:
+    there, back = (_there(here, ticket, buffers) for ticket in (forward, backward))
+    return _relu(x, _action(forward), _action(backward), there, back)
+
+
+def _chosen(tickets: tuple[Ticket, ...], here: Circumstances, buffers: Buffers) -> dict[str, tuple[PlaceAction, Here]]:
+    """Slot -> what rounds it and where, for the slots that have a ticket."""
+    actions = {slot: (_action(ticket), ticket) for slot, ticket in zip(SLOTS, tickets, strict=True)}
+    return {
+        slot: (action, _there(here, ticket, buffers))
+        for slot, (action, ticket) in actions.items()
+        if action is not None
+    }
+
+
+@taken_whole
+def _slot_product_in_graph(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    op: str,
+    settings: tuple[Any, ...],
+    tickets: tuple[Ticket, ...],
+    here: Circumstances,
+    buffers: Buffers,
+    weight_key: Tensor | None,
+) -> Tensor:
+    chosen = _chosen(tickets, here, buffers)
+    return slot_product(x, w, bias, Product(op, settings), Slots(chosen, weight_key))
+
+
+@taken_whole
+def _native_product_in_graph(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    op: str,
+    settings: tuple[Any, ...],
+    units: tuple[tuple[str, str], ...],
+    casts_again: tuple[str, ...],
+    tickets: tuple[Ticket, ...],
+    here: Circumstances,
+    buffers: Buffers,
+    weight_key: Tensor | None,
+) -> Tensor:
+    chosen = _chosen(tickets, here, buffers)
+    form = _form(Product(op, settings), x, w)
+    return multiplied(x, w, bias, form, NativeSlots(chosen, weight_key, dict(units), casts_again, form.features))
+
+
+def _form(product: Product, x: Tensor, w: Tensor) -> Form:
+    if product.op == "linear":
+        return Form()
+    return Convolution(product, w.shape[2:], has_channels_last(x))
+
+
+# --- what the rounder asks for --------------------------------------------------------------------------------
+
+
+def rounded(x: Tensor, action: PlaceAction, here: Here, weight_key: Tensor | None = None) -> Tensor:
+    """`x` rounded; the gradient passes straight through."""
+    return rounded_both_ways(x, action, None, here, weight_key)
+
+
+def rounded_gradient(x: Tensor, action: PlaceAction, here: Here) -> Tensor:
+    """`x`, whose gradient is rounded on its way back."""
+    return rounded_both_ways(x, None, action, here)
+
+
+def rounded_both_ways(
+    x: Tensor, forward: PlaceAction | None, backward: PlaceAction | None, here: Here, weight_key: Tensor | None = None
+) -> Tensor:
+    """`x` rounded, its gradient rounded, or both."""
+    forward, backward = _now(forward, here), _now(backward, here)
+    if forward is None and backward is None:
+        return x
+    if not torch.compiler.is_compiling():
+        return _both_ways(x, forward, backward, here, here, weight_key)
+    return _both_ways_in_graph(
+        *(x, _ticket(forward, here), _ticket(backward, here), _circumstances(here)),
+        *(_buffers(here), weight_key),
+    )
+
+
+def rounded_relu(x: Tensor, forward: PlaceAction | None, backward: PlaceAction | None, here: Here) -> Tensor:
+    """The positive part of `x`, rounded both ways; nothing is rounded that lies on the grid already."""
+    forward, backward = _now(forward, here), _now(backward, here)
+    if not torch.compiler.is_compiling():
+        return _relu(x, forward, backward, here, here)
+    return _relu_in_graph(x, _ticket(forward, here), _ticket(backward, here), _circumstances(here), _buffers(here))
+
+
+def rounded_product(
+    x: Tensor, w: Tensor, bias: Tensor | None, product: Product, action: Action, here: Here, weight_key: Tensor | None
+) -> Tensor:
+    """y = x w with the six slots rounded as the action says."""
+    asked = {slot: _now(action.places[slot], here) for slot in SLOTS if action.applies(slot, here.training)}
+    applied = {slot: place for slot, place in asked.items() if place is not None}
+    if not torch.compiler.is_compiling():
+        slots = Slots({slot: (place, here) for slot, place in applied.items()}, weight_key)
+        return slot_product(x, w, bias, product, slots)
+    tickets = tuple(_ticket(applied.get(slot), here) for slot in SLOTS)
+    return _slot_product_in_graph(
+        *(x, w, bias, product.op, product.settings, tickets, _circumstances(here)),
+        *(_buffers(here), weight_key),
+    )
+
+
+def native_product(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    product: Product,
+    units: dict[str, str],
+    action: Action,
+    here: Here,
+    weight_key: Tensor | None,
+    casts_again: tuple[str, ...] = (),
+) -> Tensor:
+    """y = x w of a layer, the passes in `units` on low-precision units, the others emulated.
+
+    :param casts_again: of compiled code: operands, of x and w, that the backward pass casts again.
+    """
+    applied: dict[str, PlaceAction] = {}
+    for slot in SLOTS:
+        place = action.shared.get(slot.split(".")[1], slot)
+        if action.applies(place, here.training):
+            applied[slot] = action.places[place]
+    # What evaluation leaves unrounded is multiplied as it is.
+    units = {one: name for one, name in units.items() if all(slot in applied for slot in PASSES[one])}
+    form = _form(product, x, w)
+    units = {one: name for one, name in units.items() if suits(name, x.device.type, form.sizes(one, x.shape, w.shape))}
+    if not torch.compiler.is_compiling():
+        chosen = {slot: (place, here) for slot, place in applied.items()}
+        return multiplied(x, w, bias, form, NativeSlots(chosen, weight_key, units, features=form.features))
+    tickets = tuple(_ticket(applied.get(slot), here) for slot in SLOTS)
+    return _native_product_in_graph(
+        *(x, w, bias, product.op, product.settings, tuple(units.items()), casts_again, tickets, _circumstances(here)),
+        *(_buffers(here), weight_key),
+    )
+
+
+def _now(action: PlaceAction | None, here: Here) -> PlaceAction | None:
+    return None if action is None else action.now(here)
+
+
+def _both_ways(
+    x: Tensor,
+    forward: PlaceAction | None,
+    backward: PlaceAction | None,
+    here: Here,
+    back: Here,
+    weight_key: Tensor | None,
+) -> Tensor:
+    if backward is None:
+        return x if forward is None else forward.round(x, here, weight_key)
+    if forward is None or forward.changes_nothing_in(x):
+        passed: Tensor = RoundedGradient.apply(x, backward, back)  # type: ignore[no-untyped-call]
+    else:
+        passed = RoundedBothWays.apply(x, forward, backward, here, back, weight_key)  # type: ignore[no-untyped-call]
+    return passed if forward is None else mark(passed, forward.grid)
+
+
+def _relu(x: Tensor, forward: PlaceAction | None, backward: PlaceAction | None, here: Here, back: Here) -> Tensor:
+    relu = sparing_relu if keeps_little(forward, backward) else torch.relu
+    if forward is None or not forward.changes_nothing_in(x):
+        return _both_ways(relu(x), forward, backward, here, back, None)
+    if backward is None:
+        y = relu(x)
+        if keeps_little(forward):
+            note_copy(y, x)
+        return mark(y, forward.grid)
+    passed: Tensor = GridRelu.apply(x, backward, back)  # type: ignore[no-untyped-call]
+    return mark(passed, forward.grid)

@@ -1,0 +1,157 @@
+"""From a plan to the actions of one module: every operation that may happen in it, looked up once and for all.
+
+Compiled code must not search rules while it is traced, so the names that patterns stand for are spelled out here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.overrides
+
+from bitplan.capture.decompositions import OPENED, decision_for, has_slots, is_opened
+from bitplan.capture.ops import PRODUCTS, name_of
+from bitplan.executions.native.backends import Unit, units_of
+from bitplan.executions.native.fallbacks import keeps_codes, passes_of
+from bitplan.executions.native.paths import Passes, Terms
+from bitplan.numerics.formats import BlockFormat
+from bitplan.numerics.mutable_format import LiveFormat
+from bitplan.plans import Decision, Plan, compile_match
+from bitplan.plans.match import is_pattern
+from bitplan.plans.spec import QuantizerSpec
+from bitplan.runtime.module_state import ModuleTables
+from bitplan.runtime.rounding_op import Action
+
+#: Stands for every operation that no rule names.
+ANY = "any other"
+#: A pattern over numbered operations, such as ``relu.[02]``, is spelled out up to this number.
+_HIGHEST_NUMBER = 64
+#: Inputs of linear layers have fewer dimensions than this.
+_MOST_DIMS = 6
+
+
+def inner_key(fused: str, op: str) -> str:
+    """Under what name a product inside an opened operation finds its action."""
+    return f"{op} in {fused}"
+
+
+@lru_cache(maxsize=1)
+def known_operations() -> tuple[str, ...]:
+    """The names of all operations that torch lets a mode see."""
+    named = {name_of(func) for funcs in torch.overrides.get_overridable_functions().values() for func in funcs}
+    return tuple(sorted(name for name in named if name))
+
+
+def named_operations(plan: Plan) -> tuple[str, ...]:
+    """Every operation that the rules name, by name or by pattern, with its number where they give one."""
+    found: dict[str, None] = {}
+    for rule in plan.all_rules:
+        if not rule.op:
+            continue
+        matches = compile_match(rule).matches_operation
+        for text in rule.op:
+            if not is_pattern(text):
+                found[text] = None
+        if any(map(is_pattern, rule.op)):
+            found |= dict.fromkeys(op for op in known_operations() if matches(op))
+            if any("." in text for text in rule.op):
+                numbered = (f"{op}.{number}" for op in known_operations() for number in range(_HIGHEST_NUMBER))
+                found |= dict.fromkeys(op for op in numbered if matches(op) and not matches(op.split(".")[0]))
+    return tuple(found)
+
+
+class Decider:
+    """Makes the actions of modules, and the rows of their tables on the way."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        live: bool,
+        watched: bool,
+        packed: bool = False,
+        whole: Decider | None = None,
+        terms: Terms | None = None,
+    ) -> None:
+        """`live`: every float and integer format may change; else only those whose ``bits`` the plan leaves open.
+        `watched`: statistics are wanted. `packed`: what is rounded is kept in its format's own bits.
+        `whole`: the decider of the plan that this one is a phase of. `native_from`: products of at least so many
+        multiplications go to low-precision units; None: none do."""
+        self.plan = plan
+        self.whole = self if whole is None else whole
+        self.live = live
+        self.watched = watched
+        self.packed = packed
+        self.terms = terms
+        self._named = named_operations(plan)
+        self._live_formats: dict[QuantizerSpec, LiveFormat] = {} if whole is None else whole._live_formats
+
+    @property
+    def ways(self) -> tuple[bool, bool, bool]:
+        """How it decides: live, watched, packed."""
+        return self.live, self.watched, self.packed
+
+    def actions(self, tables: ModuleTables) -> dict[str, Any]:
+        """Operation -> action; under :data:`ANY` what every operation gets that is not named."""
+        path = tables.path
+        found: dict[str, Any] = {}
+        for op in dict.fromkeys([*PRODUCTS, *OPENED, *self._named]):
+            found[op] = self._action(self.plan.decide(path, op), op.split(".")[0], tables)
+        for fused in OPENED:
+            # What is opened in any phase is opened in all, so that sites keep their names.
+            found[f"open {fused}"] = is_opened(self.whole.plan, path, fused)
+            if found[f"open {fused}"] and has_slots(self.plan.decide(path, fused)):
+                for op in PRODUCTS:
+                    decision = decision_for(self.plan.decide, path, op, inside=fused)
+                    found[inner_key(fused, op)] = self._action(decision, op, tables)
+        found[ANY] = self._action(self.plan.decide(path, ""), "", tables)
+        return found
+
+    def _action(self, decision: Decision, op: str, tables: ModuleTables) -> Action | None:
+        if decision.changes_nothing:
+            return None
+        action = Action(decision, op, self._live_format(decision))
+        if self.terms is not None and (op == "linear" or op.startswith("conv")) and action.has_slots:
+            action.native, action.terms = native_passes(decision, op), self.terms
+            action.keeps_codes = keeps_codes(decision)
+        tables.needs_keys |= action.needs_key
+        for place, place_action in action.places.items():
+            choice = decision[place]
+            place_action.watched = self.watched
+            place_action.is_packed = self.packed
+            is_fixed = place_action.live is None and place_action.promotion is None
+            place_action.keeps_codes = self.terms is not None and place == "activation" and is_fixed
+            if place_action.live is not None:
+                place_action.row = tables.format_row(
+                    choice.rule, place, place_action.live, place_action.spec, choice.name
+                )
+                place_action.format_now = tables.live_row(place_action.row).stored
+            place_action.settle()
+        return action
+
+    def _live_format(self, decision: Decision) -> Callable[[str], LiveFormat | None]:
+        def live_format(place: str) -> LiveFormat | None:
+            spec = decision[place].quantizer
+            assert spec is not None
+            if isinstance(spec.target, BlockFormat) or not (self.live or spec.bits is not None):
+                return None
+            # Modules share what is the same in all of them, so that compiled code can be shared, too.
+            return self._live_formats.setdefault(spec, spec.live())
+
+        return live_format
+
+
+def native_passes(decision: Decision, op: str) -> Passes:
+    """Which passes of a product run on which unit, on the devices of this machine that have any."""
+    devices = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+    found: Passes = {}
+    for device in devices:
+        units = units_of(device)
+        for dims in range(1, _MOST_DIMS) if units else ():
+            for sees_one_row in (True,) if op == "linear" else (True, False):
+                chosen = passes_of(decision, dims, units, op, sees_one_row)
+                passes = {one: unit.name for one, unit in chosen.items() if isinstance(unit, Unit)}
+                found[device.type, dims, sees_one_row] = passes
+    return found if op != "linear" or any(found.values()) else {}

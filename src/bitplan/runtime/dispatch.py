@@ -1,0 +1,423 @@
+"""Doing to a model's tensors what a plan says, operation by operation, forward and backward.
+
+Everything here must trace under ``torch.compile(fullgraph=True)`` and give the same graph for equal blocks,
+so what differs between blocks (the noise's key, the step) lies in a buffer of the module, not in Python numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.capture.decompositions import OPENED
+from bitplan.capture.ops import PRODUCTS, out_of_place, works_in_place
+from bitplan.capture.scopes import Interceptor, Scope, state_of
+from bitplan.errors import QuantizeError
+from bitplan.executions.native.paths import units_here
+from bitplan.executions.packed.recompute import spared
+from bitplan.executions.packed.saved_tensors import note_copy, note_of
+from bitplan.gemm.products import Product, has_settings, product_of
+from bitplan.plans import SLOTS
+from bitplan.runtime.autograd import (
+    native_product,
+    rounded,
+    rounded_both_ways,
+    rounded_gradient,
+    rounded_product,
+    rounded_relu,
+)
+from bitplan.runtime.decisions import ANY, inner_key
+from bitplan.runtime.module_state import TABLE
+from bitplan.runtime.op_context import Here
+from bitplan.runtime.rounding_op import Action, PlaceAction, is_finer, mark_copy
+
+# --- Weights of a module, seen through views and through what stands for them; and the key that a weight's uses share
+
+
+#: The attribute by which a view of a weight tells how it came about.
+WEIGHT_TAG = "_bitplan_weight"
+
+
+class WeightView:
+    """How a view of a weight came about. The weight itself is rounded, as a whole, and looked at in the same way."""
+
+    def __init__(
+        self, parent: Tensor, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], position: int | None
+    ) -> None:
+        self.parent = parent
+        self.func, self.args, self.kwargs = func, args, kwargs
+        #: Among several results, as of ``chunk``.
+        self.position = position
+
+    def of(self, rounded: Tensor) -> Tensor:
+        seen = self.func(rounded, *self.args, **self.kwargs)
+        return seen if self.position is None else seen[self.position]  # type: ignore[no-any-return]
+
+
+def tag_views(result: Any, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
+    """Note on every view that `func` made of a weight how it came about."""
+    if isinstance(result, Tensor):
+        if result is not args[0]:
+            setattr(result, WEIGHT_TAG, WeightView(args[0], func, args[1:], kwargs, None))
+    elif isinstance(result, (tuple, list)):
+        for position, tensor in enumerate(result):
+            if isinstance(tensor, Tensor):
+                setattr(tensor, WEIGHT_TAG, WeightView(args[0], func, args[1:], kwargs, position))
+
+
+def place_of_parameter(here: Here, module: nn.Module, tensor: Tensor) -> Here:
+    """The place of one of an operation's weights; each is promoted by itself."""
+    while getattr(tensor, WEIGHT_TAG, None) is not None:
+        tensor = getattr(tensor, WEIGHT_TAG).parent
+    for name, own in module._parameters.items():
+        if own is tensor:
+            return here.of_parameter(name)
+    return here
+
+
+def stands_for_a_parameter(module: nn.Module, tensor: Tensor) -> bool:
+    """Whether `torch.func.functional_call` put the tensor in a parameter's place."""
+    for own in module._parameters.values():  # noqa: SIM110 - tensors are compared by identity, under tracing too
+        if own is tensor:
+            return True
+    return False
+
+
+def contains_weight(value: Any) -> bool:
+    """Whether a parameter, or a view of one, is among the values."""
+    if isinstance(value, (list, tuple)):
+        return any(map(contains_weight, value))
+    return isinstance(value, nn.Parameter) or getattr(value, WEIGHT_TAG, None) is not None
+
+
+def weight_key(module: nn.Module, weight: Tensor) -> Tensor | None:
+    """The key that all uses of a parameter share; None for one that belongs to no module beneath this one."""
+    for owner in (module, *module.modules()):
+        names = [name for name, tensor in owner._parameters.items() if tensor is not None]
+        for position, name in enumerate(names):
+            if owner._parameters[name] is weight:
+                table = owner._buffers.get(TABLE)
+                return None if table is None else table[1 + position]
+    return None
+
+
+#: The attribute by which a tensor tells its consumers how to round the gradients they send back.
+_GRAD_TAG = "_bitplan_grad"
+
+
+class Rounder(Interceptor):
+    """The interceptor that rounds."""
+
+    def __init__(self) -> None:
+        #: Set when some plan rounds gradients where they leave a consumer.
+        self.tags_gradients = False
+        #: Set when some plan rounds weights, so that views of them must be known.
+        self.tags_weights = False
+        #: In native execution: operands that compiled code casts again in its backward pass rather than keep codes.
+        self.casts_again: tuple[str, ...] = ()
+        #: Called eagerly when a module is entered, as long as it is wanted.
+        self.on_first_call: Callable[[nn.Module, Any, dict[str, Any]], None] | None = None
+        #: Called eagerly for every operation (and the tensors it is given), as long as it is wanted.
+        self.on_site: Callable[[Scope, str, int, Any], None] | None = None
+        #: Called eagerly when an operation with an action is met in a place where it was not met before.
+        self.on_new_site: Callable[[nn.Module, Action, Here], None] | None = None
+
+    def on_operation(
+        self, scope: Scope, op: str, index: int, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        module = scope.module
+        if self.on_site is not None and not torch.compiler.is_compiling():
+            self.on_site(scope, op, index, (args, tuple(kwargs.values())))
+        action = self.action_of(module, op, index, scope.inside)
+        if action is None and not self.tags_gradients:
+            return func(*args, **kwargs)
+        here = Here(f"{op}.{index}", module)
+        is_product = op in PRODUCTS and (op != "einsum" or len(args) == 3)
+        has_slots = is_product and action is not None and action.has_slots
+        target = None
+        if has_slots or self.tags_gradients or (action is not None and action.rounds_output(here.training)):
+            target, func, kwargs = _returning(func, args, kwargs)
+        if self.tags_gradients:
+            args = _map(lambda tensor: self._from_consumer(tensor, here), args)
+            kwargs = {key: _map(lambda t: self._from_consumer(t, here), value) for key, value in kwargs.items()}
+        if action is None:
+            return _written(target, func(*args, **kwargs))
+        if not torch.compiler.is_compiling() and self.on_new_site is not None and here.site not in action.met:
+            self.on_new_site(module, action, here)
+        if self.keeper is not None and not torch.compiler.is_compiling():
+            func = self._sparing(op, func)
+        if is_product:
+            _require_room_under_autocast(action, args)
+        if has_slots:
+            return _written(target, self._product(module, action, here, func, args, kwargs))
+        if op == "relu" and action.rounds_output(here.training) and not action.at_consumer:
+            x = args[0] if args else kwargs["input"]
+            return _written(target, rounded_relu(x, *self._ways(action, here, x), here))
+        args, kwargs = self._rounded_weights(module, action, here, args, kwargs)
+        result = func(*args, **kwargs)
+        if action.rounds_output(here.training):
+            main = _largest(result, Tensor)
+            other = here.unrecorded(follows=action.promotes_together)
+            result = _map(lambda t: self._rounded_output(action, here if t is main else other, t, args), result)
+        return _written(target, result)
+
+    @staticmethod
+    def _sparing(op: str, func: Callable[..., Any]) -> Callable[..., Any]:
+        """What is called instead of `func` so that less is kept for the backward pass."""
+        if op not in PRODUCTS:
+            return spared(op, func)
+        return lambda *args, **kwargs: func(
+            *_map(_cast_by_autocast, args), **{key: _map(_cast_by_autocast, value) for key, value in kwargs.items()}
+        )
+
+    def on_call(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if self.on_first_call is not None and not torch.compiler.is_compiling():
+            self.on_first_call(module, args, kwargs)
+
+    def on_view(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        if not args or not isinstance(args[0], Tensor):
+            return result
+        if self.tags_gradients:
+            gradient = getattr(args[0], _GRAD_TAG, None)
+            if gradient is not None:
+                if isinstance(result, (tuple, list)) and torch.compiler.is_compiling():
+                    # Dynamo lets nothing be noted of one of several results, but of a view of it.
+                    result = tuple(part.view_as(part) if isinstance(part, Tensor) else part for part in result)
+                for view in result if isinstance(result, (tuple, list)) else [result]:
+                    if isinstance(view, Tensor):
+                        setattr(view, _GRAD_TAG, gradient)
+        if self.tags_weights and contains_weight(args[0]):
+            tag_views(result, func, args, kwargs)
+        return result
+
+    def known_of(self, given: Any) -> dict[int, Any]:
+        known: dict[int, Any] = {}
+        for position, tensor in enumerate(given):
+            tags = {tag: getattr(tensor, tag) for tag in (_GRAD_TAG, WEIGHT_TAG) if hasattr(tensor, tag)}
+            if isinstance(tensor, nn.Parameter) or tags:
+                known[position] = tensor if isinstance(tensor, nn.Parameter) else tags
+        return known
+
+    def recognised(self, args: Any, known: dict[int, Any]) -> Any:
+        recognised = list(args)
+        for position, what in known.items():
+            if isinstance(what, nn.Parameter):
+                recognised[position] = what  # its gradient goes straight to it
+                continue
+            for tag, value in what.items():
+                setattr(recognised[position], tag, value)
+        return recognised
+
+    @staticmethod
+    def action_of(module: nn.Module, op: str, index: int, inside: str | None = None) -> Action | None:
+        """What happens to the operation of that number, which may lie inside an opened one."""
+        actions = state_of(module).actions
+        if inside is not None:
+            inner = actions.get(inner_key(inside, op))
+            if inner is not None:
+                return inner  # type: ignore[no-any-return]
+        numbered = f"{op}.{index}"
+        if numbered in actions:
+            return actions[numbered]  # type: ignore[no-any-return]
+        return actions[op if op in actions else ANY]  # type: ignore[no-any-return]
+
+    def written_out(self, scope: Scope, op: str) -> Callable[..., Any] | None:
+        return OPENED[op] if op in OPENED and state_of(scope.module).actions[f"open {op}"] else None
+
+    # --- outputs ---
+
+    def _rounded_output(self, action: Action, here: Here, tensor: Tensor, inputs: Any) -> Tensor:
+        if not tensor.is_floating_point() or any(tensor is given for given in inputs):
+            return tensor  # dropout in evaluation, say, returns what it was given
+        value, gradient = self._ways(action, here, tensor)
+        if action.at_consumer and "grad_activation" in action.places:
+            tensor = rounded_both_ways(tensor, value, None, here)
+            # Also without a gradient: a checkpointed region runs so at first, and its result has one later.
+            setattr(tensor, _GRAD_TAG, (action.places["grad_activation"], here))
+            return tensor
+        return rounded_both_ways(tensor, value, gradient, here)
+
+    @staticmethod
+    def _ways(action: Action, here: Here, tensor: Tensor) -> tuple[PlaceAction | None, PlaceAction | None]:
+        """What rounds an output, and its gradient."""
+        value = action.places["activation"] if action.applies("activation", here.training) else None
+        gradient = action.places.get("grad_activation") if torch.is_grad_enabled() and tensor.requires_grad else None
+        return value, gradient
+
+    def _from_consumer(self, tensor: Tensor, here: Here) -> Tensor:
+        tag = getattr(tensor, _GRAD_TAG, None)
+        if tag is None or not (torch.is_grad_enabled() and tensor.requires_grad):
+            return tensor
+        gradient, producer = tag  # whose tables hold what rounding needs
+        return rounded_gradient(tensor, gradient, producer.towards(here))
+
+    # --- weights ---
+
+    def _rounded_weights(
+        self, module: nn.Module, action: Action, here: Here, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        if "weight" not in action.places and "grad_weight" not in action.places:
+            return args, kwargs
+        main = _largest((args, tuple(kwargs.values())), nn.Parameter)
+
+        def rounded(tensor: Tensor) -> Tensor:
+            if action.promotes:
+                return self._rounded_weight(module, action, place_of_parameter(here, module, tensor), tensor)
+            recorded = main is None or tensor is main or not isinstance(tensor, nn.Parameter)
+            return self._rounded_weight(module, action, here if recorded else here.unrecorded(), tensor)
+
+        return _map(rounded, args), {key: _map(rounded, value) for key, value in kwargs.items()}
+
+    def _rounded_weight(self, module: nn.Module, action: Action, here: Here, tensor: Tensor) -> Tensor:
+        view: WeightView | None = getattr(tensor, WEIGHT_TAG, None)
+        if view is not None:
+            return view.of(self._rounded_weight(module, action, here, view.parent))
+        if not isinstance(tensor, nn.Parameter) and not stands_for_a_parameter(module, tensor):
+            return tensor
+        gradient = action.places.get("grad_weight") if torch.is_grad_enabled() and tensor.requires_grad else None
+        value = action.places["weight"] if action.applies("weight", here.training) else None
+        key = weight_key(module, tensor) if action.needs_key else None
+        return rounded_both_ways(tensor, value, gradient, here, key)
+
+    # --- products ---
+
+    def _product(
+        self, module: nn.Module, action: Action, here: Here, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        op = here.site.split(".")[0]
+        (x_at, x_name), (w_at, w_name) = PRODUCTS[op]
+        w = args[w_at] if len(args) > w_at else kwargs[w_name]
+        key = weight_key(module, w) if action.needs_key and isinstance(w, nn.Parameter) else None
+        args, kwargs = self._rounded_weights(module, action, here, args, kwargs)
+        x = args[x_at] if len(args) > x_at else kwargs[x_name]
+        w = args[w_at] if len(args) > w_at else kwargs[w_name]
+        native = self._native(op, args, kwargs, x, w, action) if action.native else None
+        if native is not None:
+            product, bias, units = native
+            result = native_product(x, w, bias, product, units, action, here, key, self.casts_again)
+        elif action.slots_apart:
+            product, bias = product_of(op, args, kwargs)
+            result = rounded_product(x, w, bias, product, action, here, key)
+        else:
+            if "x" in action.shared and action.applies("fprop.x", here.training):
+                x = rounded(x, action.places["fprop.x"], here)
+            if "w" in action.shared and action.applies("fprop.w", here.training):
+                w = rounded(w, action.places["fprop.w"], here, key)
+            args, kwargs = _replaced(args, kwargs, (x_at, x_name, x), (w_at, w_name, w))
+            result = func(*args, **kwargs)
+            if "dy" in action.shared and torch.is_grad_enabled() and result.requires_grad:
+                result = rounded_gradient(result, action.places["dgrad.dy"], here)
+        return self._rounded_output(action, here, result, ())
+
+    @staticmethod
+    def _native(
+        op: str, args: Any, kwargs: dict[str, Any], x: Tensor, w: Tensor, action: Action
+    ) -> tuple[Product, Tensor | None, dict[str, str]] | None:
+        """The product, its bias and the units of its passes; None where it is emulated like everything else."""
+        if not has_settings(op, args, kwargs):
+            return None
+        product, bias = product_of(op, args, kwargs)
+        units = units_here(action.native, op, product.settings, x, w, action.terms)
+        keeps_codes = action.keeps_codes and op != "linear" and x.dim() == w.dim() and x.numel() > 0
+        return (product, bias, units) if units or keeps_codes else None
+
+
+#: In-place functions that fill a tensor with random numbers, and have no twin that returns a new one.
+_FILLERS = ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
+
+
+def _returning(
+    func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, Callable[..., Any], dict[str, Any]]:
+    """What `func` would write into (None where nothing), and a call that returns the same values instead."""
+    if kwargs.get("out") is not None:
+        return kwargs["out"], func, {key: value for key, value in kwargs.items() if key != "out"}
+    if kwargs.get("inplace"):
+        return args[0], func, {**kwargs, "inplace": False}
+    if not works_in_place(func):
+        return None, func, kwargs
+    if getattr(func, "__name__", "") in _FILLERS:
+        return args[0], lambda tensor, *rest, **named: func(tensor.clone(), *rest, **named), kwargs
+    return args[0], out_of_place(func), kwargs
+
+
+def _written(target: Any, result: Any) -> Any:
+    """`result` itself, or where it was to be written into a tensor, that tensor."""
+    if target is None:
+        return result
+    if isinstance(target, (tuple, list)):
+        return type(result)([_written(*pair) for pair in zip(target, result, strict=True)])
+    if target.shape != result.shape:
+        target.resize_(result.shape)
+    target.copy_(result)
+    if not torch.compiler.is_compiling():
+        mark_copy(target, result)
+        note_copy(target, result)
+    tag = getattr(result, _GRAD_TAG, None)
+    if tag is not None or hasattr(target, _GRAD_TAG):
+        setattr(target, _GRAD_TAG, tag)
+    return target
+
+
+def _map(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`value` with `change` applied to every tensor in it, tuples and lists entered."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*[_map(change, item) for item in value])
+    if isinstance(value, (list, tuple)):
+        return type(value)([_map(change, item) for item in value])
+    return value
+
+
+def _largest(value: Any, kind: type) -> Any:
+    """Of the tensors of a kind in `value` the (first) one with most elements; None where there is none."""
+    if isinstance(value, kind):
+        return value
+    best = None
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            found = _largest(item, kind)
+            if found is not None and (best is None or found.numel() > best.numel()):
+                best = found
+    return best
+
+
+def _replaced(args: Any, kwargs: dict[str, Any], *places: tuple[int, str, Tensor]) -> tuple[list[Any], dict[str, Any]]:
+    positional, named = list(args), dict(kwargs)
+    for position, name, tensor in places:
+        if len(positional) > position:
+            positional[position] = tensor
+        else:
+            named[name] = tensor
+    return positional, named
+
+
+def _cast_by_autocast(tensor: Tensor) -> Tensor:
+    """What autocast would make of a rounded operand, made here, where it can be noted that it lies on a grid."""
+    kind = tensor.device.type
+    if tensor.dtype != torch.float32 or not torch.is_autocast_enabled(kind) or note_of(tensor) is None:
+        return tensor
+    cast = tensor.to(torch.get_autocast_dtype(kind))
+    note_copy(cast, tensor)
+    return cast
+
+
+def _require_room_under_autocast(action: Action, args: Any) -> None:
+    """Autocast would round a finer operand again, to its own type: that is an error, not a surprise."""
+    kind = next((value.device.type for value in args if isinstance(value, Tensor)), "cpu")
+    if not torch.is_autocast_enabled(kind):
+        return
+    dtype = torch.get_autocast_dtype(kind)
+    for place in ("weight", *SLOTS):
+        if place in action.places:
+            target = action.places[place].spec.target
+            if is_finer(target, dtype):
+                raise QuantizeError(
+                    f"autocast computes {action.op} in {dtype}, which is coarser than {target.name} in {place}: "
+                    f"choose a coarser format, or leave autocast."
+                )

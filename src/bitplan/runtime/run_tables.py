@@ -1,0 +1,235 @@
+"""The tables of all modules of a model: written together after every step, their records folded together."""
+
+from __future__ import annotations
+
+import math
+import operator
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.capture.scopes import state_of, without_wrappers
+from bitplan.errors import PlanError
+from bitplan.runtime.decisions import ANY
+from bitplan.runtime.module_state import REACH, RECORD, ModuleTables, Sheet, show_reach, with_twins
+from bitplan.runtime.op_context import Here
+from bitplan.runtime.rounding_op import Action, PlaceAction, Promoted, limit_of, sum_over_ranks
+from bitplan.runtime.statistics import (
+    COLUMNS,
+    PROMOTED,
+    SIGN,
+    Statistics,
+    Watched,
+    fold,
+    promotion_in,
+    reach,
+    share_amax,
+    statistics,
+)
+
+
+class RunTables:
+    """What lies beside the weights of a whole model while a plan is at work, see :mod:`bitplan.runtime.module_state`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.each: list[ModuleTables] = []
+        #: What the plan writes into records.
+        self.watched = Watched()
+        #: Whether anything was ever observed: a step must not ask every module where nothing is.
+        self._observes = False
+        #: The records that were last folded, and memory for all of them, in parts as large as they are.
+        self._folded: list[Tensor] = []
+        self._whole = torch.empty(0)
+        self._parts: tuple[Tensor, ...] = ()
+        self._sheet: Sheet | None = None
+        self._parameter_names = {id(tensor): without_wrappers(name) for name, tensor in model.named_parameters()}
+
+    def device(self) -> torch.device:
+        return next(self.model.parameters(), torch.empty(0)).device
+
+    @property
+    def promotes(self) -> bool:
+        """Whether anything may be promoted."""
+        return self.watched.signs
+
+    @property
+    def delays(self) -> bool:
+        """Whether any scale comes from past steps."""
+        return self.watched.amax
+
+    # --- what a step reads ---
+
+    def install(self, tables: ModuleTables, seed: int, step: int) -> None:
+        """Give a module, and every copy that was made of it, its buffers."""
+        self._sheet = None
+        rows = Sheet([tables], self._parameter_names).at(seed, step)
+        for module in with_twins(tables.module):
+            device = next(module.parameters(), torch.empty(0, device=self.device())).device
+            tables.install(rows, device, module)
+
+    def write(self, seed: int, step: int) -> None:
+        """The tables of the model, and of every copy that was made of it."""
+        if self._sheet is None:
+            self._sheet = Sheet([tables for tables in self.each if tables.has_table], self._parameter_names)
+        if self._sheet.each:
+            self._sheet.write(seed, step)
+
+    def formats_changed(self) -> None:
+        """Formats are other ones than when the tables were last written."""
+        if self._sheet is not None:
+            self._sheet.formats_changed()
+
+    # --- what a step leaves ---
+
+    def records(self) -> list[tuple[ModuleTables, Tensor]]:
+        if not self._observes:
+            return []
+        found = [(tables, tables.module._buffers.get(RECORD)) for tables in self.each]
+        return [(tables, record) for tables, record in found if record is not None]
+
+    def fold(self, step: int) -> None:
+        """A step is done: what it left in the records becomes part of the whole. `step` is the one that comes next."""
+        found = self.records()
+        if not found:
+            return
+        records = [record for _, record in found]
+        if len(records) != len(self._folded) or not all(map(operator.is_, records, self._folded)):
+            self._folded, self._whole = records, torch.cat(records)
+            self._parts = torch.split(self._whole, [len(record) for record in records])
+        else:
+            torch.cat(records, out=self._whole)
+        whole, parts = self._whole, self._parts
+        if self.promotes:
+            whole[:, SIGN] = sum_over_ranks(whole[:, SIGN])
+        if self.delays:
+            share_amax(whole)
+        fold(whole, step, self.watched)
+        torch._foreach_copy_(records, parts)
+        if self.delays:
+            reaches = [tables.module._buffers.get(REACH) for tables, _ in found]
+            pairs = zip(reaches, torch.split(reach(whole), list(map(len, parts))), strict=True)
+            read = [(buffer, now) for buffer, now in pairs if buffer is not None]
+            torch._foreach_copy_([buffer for buffer, _ in read], [now for _, now in read])
+        for (tables, _), record in zip(found, parts, strict=True):
+            for twin in state_of(tables.module).copies():  # a copy evaluates with the same ranges and promotions
+                known = twin._buffers.get(RECORD)
+                if known is not None and known.shape == record.shape:
+                    known.copy_(record)
+                else:
+                    twin.register_buffer(RECORD, record.clone(), persistent=False)
+                if REACH in tables.module._buffers:
+                    show_reach(twin, record)
+
+    def statistics(self) -> dict[str, Statistics]:
+        """Per site and place, what rounding did to its values. Reading waits for the device."""
+        found = {}
+        for tables, kept in self.records():
+            rows = kept.tolist()
+            for name, row in tables.records.items():
+                seen = statistics(rows[row])
+                if seen.steps:  # an operation without a weight has no weight's statistics
+                    found[f"{tables.path}/{name}"] = seen
+        return found
+
+    def make_room(self, module: nn.Module, action: Action, here: Here) -> ModuleTables | None:
+        """A row of the record for each place of an operation that is observed; the tables that have grown."""
+        tables = next((tables for tables in self.each if tables.path == state_of(module).path), None)
+        if tables is None or tables.module is not module:
+            return None  # a copy of the model leaves no traces
+        action.met.add(here.site)
+        for place, place_action in action.places.items():
+            limit = math.inf if place_action.promotion is None else limit_of(place_action.promotion)
+            for part in _parts(place_action, module) if place_action.observes else ():
+                self._observes = True
+                row = tables.record_row(
+                    *(f"{here.site}:{place}{part}", self.device(), limit),
+                    *(place_action.spec.history or 0, place_action.spec.margin),
+                )
+                place_action.records[here.site + part] = row
+        return tables
+
+    def promotions(self) -> list[Promoted]:
+        """The tensors that were promoted, in the order of time. Reading waits for the device."""
+        found = []
+        for tables, kept in self.records() if self.promotes else ():
+            for name, row in zip(tables.records, kept.tolist(), strict=True):
+                known = promotion_in(row)
+                action = _place_action(tables, name)
+                if known is not None and action is not None and action.promotion is not None:
+                    promotion = action.promotion
+                    share = known[1] ** 0.5 if promotion.measure == "error" else known[1]
+                    site = f"{tables.path}/{name}"
+                    found.append(Promoted(site, known[0], promotion.measure, share, promotion.target))
+        return sorted(found, key=lambda each: each.step)
+
+    def show_promotions(self) -> bool:
+        """Let the actions of packed execution know what is promoted; whether that is news. Waits for the device."""
+        found = self.records() if self.promotes else []
+        if not found:
+            return False
+        is_news = False
+        steps = iter(torch.cat([record[:, PROMOTED] for _, record in found]).tolist())
+        for tables, _ in found:
+            for name in tables.records:
+                if not next(steps):
+                    continue
+                tensor, place = _tensor_and_place(name)
+                for action in _actions(tables):
+                    if place in action.places and tensor not in action.places[place].promoted:
+                        action.places[place].promoted[tensor] = True
+                        is_news = True
+        return is_news
+
+    def take(self, tables: ModuleTables, names: dict[str, int], kept: Tensor) -> None:
+        """A record that was saved goes on in this module."""
+        if kept.shape[1] != COLUMNS:
+            raise PlanError("this state was saved by another version of bitplan: go on with that version.")
+        self._observes = True
+        tables.records = dict(names)
+        tables.module.register_buffer(RECORD, kept.to(self.device()), persistent=False)
+        if self.delays:
+            show_reach(tables.module, tables.module._buffers[RECORD])  # type: ignore[arg-type]
+        restore_rows(tables)
+
+
+def restore_rows(tables: ModuleTables) -> None:
+    """Tell the module's actions which rows of its record are theirs."""
+    for name, row in tables.records.items():
+        tensor, place = _tensor_and_place(name)
+        for action in _actions(tables):
+            if place in action.places:
+                action.places[place].records[tensor] = row
+
+
+def _parts(action: PlaceAction, module: nn.Module) -> list[str]:
+    """What tells the tensors of a place apart: each weight is promoted by itself."""
+    if action.promotion is None or action.place not in ("weight", "grad_weight"):
+        return [""]
+    others = (name for name, tensor in module._parameters.items() if tensor is not None and name != "weight")
+    return ["", *(f"({name})" for name in others)]
+
+
+def _tensor_and_place(name: str) -> tuple[str, str]:
+    """The parts of a record's name.
+
+    >>> _tensor_and_place("conv2d.0:weight(bias)")
+    ('conv2d.0(bias)', 'weight')
+    """
+    site, _, rest = name.partition(":")
+    place, bracket, part = rest.partition("(")
+    return site + bracket + part, place
+
+
+def _actions(tables: ModuleTables) -> list[Action]:
+    return [action for action in state_of(tables.module).actions.values() if isinstance(action, Action)]
+
+
+def _place_action(tables: ModuleTables, name: str) -> PlaceAction | None:
+    """What rounds the tensor of that record in the plan's present phase."""
+    tensor, place = _tensor_and_place(name)
+    site = tensor.partition("(")[0]
+    actions = state_of(tables.module).actions
+    likely = [actions.get(key) for key in (site, site.partition(".")[0], ANY)]
+    found = [*(action for action in _actions(tables) if site in action.met), *likely]
+    return next((a.places[place] for a in found if isinstance(a, Action) and place in a.places), None)

@@ -1,6 +1,0 @@
-"""Ready experiments: tasks by name, and what a task of your own derives from."""
-
-from bitplan.tasks.registry import find_task, task_class, task_names
-from bitplan.tasks.task import Metric, Settings, Task
-
-__all__ = ["Metric", "Settings", "Task", "find_task", "task_class", "task_names"]

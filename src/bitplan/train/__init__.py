@@ -1,8 +1,0 @@
-"""Training: tasks under plans, in run folders that can be resumed bit for bit."""
-
-from bitplan.train.config import RunConfig
-from bitplan.train.folder import RunFolder, find_runs, fresh_folder
-from bitplan.train.loop import resume_command, train
-from bitplan.train.summary import Progress, Summary
-
-__all__ = ["Progress", "RunConfig", "RunFolder", "Summary", "find_runs", "fresh_folder", "resume_command", "train"]

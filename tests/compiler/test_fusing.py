@@ -1,0 +1,150 @@
+"""Codes and moments in one operation, where packed graphs round what batch norm reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bitplan
+from bitplan import Plan
+from bitplan.compiler import moments_fusion as fusing
+from bitplan.compiler import partitioning
+from bitplan.compiler.moments import coded_moments, plain_coded_moments
+from bitplan.compiler.moments_fusion import fold_batch_norms, fuse_moments
+from bitplan.numerics import quantizer
+from bitplan.runtime import rounding_op as actions
+
+PLAN = Plan.from_dict({"version": 1, "rules": [{"match": "*", "op": "conv2d", "activation": "e4m3"}]})
+
+
+def test_codes_and_moments_are_those_of_the_rounded_values() -> None:
+    y = (3 * torch.randn(4, 6, 5, 3) + 20 * torch.randn(1, 6, 1, 1)).bfloat16()
+    y[0, 0, 0, 0] = 1000.0
+    code, var, mean = coded_moments(y, torch.float8_e4m3fn)
+    rounded = bitplan.quantize(y, "e4m3")
+    assert torch.equal(code.to(torch.bfloat16), rounded)
+    exact_var, exact_mean = torch.var_mean(rounded.double(), (0, 2, 3), correction=0, keepdim=True)
+    assert torch.allclose(var.double(), exact_var, rtol=1e-5)
+    assert torch.allclose(mean.double(), exact_mean, rtol=1e-5)
+    assert (var.shape, var.dtype) == ((1, 6, 1, 1), torch.float32)
+    torch.library.opcheck(torch.ops.bitplan.coded_moments.default, (y, torch.float8_e4m3fn))
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rounding by casts, and the pass at work, as CUDA has them; how many moments were fused in each graph."""
+
+    def cast(x: Tensor, target: Any, rounding: Any, overflow: Any) -> Tensor:
+        return x.to(torch.float8_e4m3fn).to(x.dtype)
+
+    counts: list[int] = []
+
+    def fused(graph: torch.fx.Graph) -> int:
+        counts.append(fuse_moments(graph, "cpu", least=0))
+        return counts[-1]
+
+    monkeypatch.setattr(actions, "is_cast_small", lambda target, device: True)
+    monkeypatch.setattr(quantizer, "round_by_torch", cast)
+    monkeypatch.setattr(partitioning, "fuse_moments", fused)
+    return counts
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
+        *(nn.Conv2d(8, 4, 3, stride=2, bias=False), nn.BatchNorm2d(4), nn.ReLU()),
+    )
+
+
+def trained(model: nn.Module, x: Tensor, autocast: bool) -> list[Tensor]:
+    with bitplan.attach(model, PLAN, example=x, execution="packed") as run:
+        called = run.compile()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = called(x)
+        y.float().square().mean().backward()
+    state = [tensor for tensor in model.state_dict().values() if tensor.is_floating_point()]
+    return [y.detach().float(), *(p.grad for p in model.parameters() if p.grad is not None), *state]
+
+
+def assert_alike(ours: list[Tensor], plain: list[Tensor]) -> None:
+    """But for last bits, so that a BF16 rounding behind them may flip now and then."""
+    for one, other in zip(ours, plain, strict=True):
+        assert (one - other).norm() <= 4e-3 * other.norm()
+    assert plain[0].norm() > 0
+    assert plain[1].norm() > 0
+
+
+def test_a_packed_graph_has_them_fused(as_on_a_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    x = torch.randn(4, 3, 8, 8)
+    fused = trained(net(), x, autocast=True)
+    assert as_on_a_gpu == [2]
+    monkeypatch.setattr(partitioning, "fuse_moments", lambda graph: 0)
+    torch._dynamo.reset()
+    apart = trained(net(), x, autocast=True)
+    assert_alike(fused, apart)
+
+
+def test_float32_is_left_as_it_is(as_on_a_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    folded: list[int] = []
+
+    def fold(graph: torch.fx.Graph) -> int:
+        folded.append(fold_batch_norms(graph))
+        return folded[-1]
+
+    monkeypatch.setattr(partitioning, "fold_batch_norms", fold)
+    trained(net(), torch.randn(4, 3, 8, 8), autocast=False)
+    assert (as_on_a_gpu, folded) == ([0], [0])
+
+
+def test_batch_norm_is_a_factor_and_a_summand(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[set[tuple[int, ...]]] = []
+
+    def fold(graph: torch.fx.Graph) -> int:
+        found = fold_batch_norms(graph)
+        kept.append({tuple(node.meta["val"].shape) for node in graph.nodes if node.meta.get(fusing.KEPT)})
+        return found
+
+    torch._dynamo.reset()
+    x = torch.randn(4, 3, 8, 8)
+    monkeypatch.setattr(partitioning, "fold_batch_norms", fold)
+    folded = trained(net(), x, autocast=True)
+    assert kept == [{(1, 8, 1, 1), (1, 4, 1, 1)}]
+    monkeypatch.setattr(partitioning, "fold_batch_norms", lambda graph: 0)
+    torch._dynamo.reset()
+    apart = trained(net(), x, autocast=True)
+    assert_alike(folded, apart)
+
+
+def test_other_moments_are_left_as_they_are() -> None:
+    def graph_of(dims: list[int], dtype: torch.dtype, keepdim: bool) -> torch.fx.Graph:
+        graph = torch.fx.Graph()
+        y = graph.placeholder("y")
+        y.meta["val"] = torch.empty(2, 3, 4, 4, dtype=dtype)
+        code = graph.call_function(fusing._convert, (y, torch.float8_e4m3fn))
+        code.meta["val"] = torch.empty(2, 3, 4, 4, dtype=torch.float8_e4m3fn)
+        wide = graph.call_function(fusing._convert, (code, torch.float32))
+        both = graph.call_function(
+            torch.ops.aten.var_mean.correction, (wide, dims), {"correction": 0, "keepdim": keepdim}
+        )
+        both.meta["val"] = (torch.empty(1, 3, 1, 1), torch.empty(1, 3, 1, 1))
+        mean = graph.call_function(fusing.operator.getitem, (both, 1))
+        graph.output((mean, code))
+        return graph
+
+    assert fuse_moments(graph_of([0, 2, 3], torch.bfloat16, True), "cpu", least=0) == 1
+    assert fuse_moments(graph_of([0, 2, 3], torch.bfloat16, True), "cuda", least=0) == 0
+    assert fuse_moments(graph_of([0, 2, 3], torch.bfloat16, True), "cpu") == 0  # too few
+    assert fuse_moments(graph_of([0, 2], torch.bfloat16, True), "cpu", least=0) == 0
+    assert fuse_moments(graph_of([0, 2, 3], torch.float32, True), "cpu", least=0) == 0
+    assert fuse_moments(graph_of([0, 2, 3], torch.bfloat16, False), "cpu", least=0) == 0
+
+
+def test_the_twin_saturates() -> None:
+    code, _, _ = plain_coded_moments(torch.full((1, 1, 1, 2), -1e4), torch.float8_e4m3fn)
+    assert code.float().tolist() == [[[[-448.0, -448.0]]]]
