@@ -60,7 +60,10 @@ def test_another_function_can_be_named(good: str) -> None:
 
 
 def test_a_function_may_return_a_target(tmp_path: Path) -> None:
-    text = "import bitplan.analysis.targets, torch\ndef make():\n    return bitplan.targets.Target(torch.nn.ReLU(), torch.ones(2))"
+    text = (
+        "import torch\nfrom bitplan.analysis.targets import Target\n"
+        "def make():\n    return Target(torch.nn.ReLU(), torch.ones(2))"
+    )
     assert isinstance(load_target(written(tmp_path, text)).model, nn.ReLU)
 
 

@@ -157,7 +157,8 @@ def _others(node: fx.Node, readers: set[fx.Node]) -> bool:
 
 
 def _raised(outer: fx.Node) -> _Raise | None:
-    """How what :func:`~bitplan.runtime.statistics.observe_amax` does once is written in a graph; None where it is not."""
+    """How what :func:`~bitplan.runtime.statistics.observe_amax` does once is written in a graph; None where it is
+    not."""
     before, row, number = _put(outer)
     old, larger, column = _put(row)
     if not _is_selected(old, before, number) or larger is None or larger.target is not _aten.maximum.default:

@@ -1,7 +1,9 @@
 """Compiling a planned model: which backend takes its graphs, what they keep for the backward pass, what is guarded.
 
-Inductor compiles in any case. Packed execution cuts graphs by the plan's codes (:mod:`bitplan.compiler.packed_backend`),
-native execution by what is to be spared (:mod:`bitplan.compiler.native_backend`), and emulation leaves the cut to torch.
+Inductor compiles in any case. Packed execution cuts graphs by the plan's codes
+(:mod:`bitplan.compiler.packed_backend`),
+native execution by what is to be spared (:mod:`bitplan.compiler.native_backend`), and emulation leaves the cut to
+torch.
 Before every call torch checks whether its graph still holds: of all that a plan says, it checks one word a module
 (:mod:`bitplan.compiler.tracing`).
 """

@@ -1,4 +1,5 @@
-"""Casts of a gate's product and gradients, joined with what computes them (see :mod:`bitplan.executions.native.gated_cast`)."""
+"""Casts of a gate's product and gradients, joined with what computes them (see
+:mod:`bitplan.executions.native.gated_cast`)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Packed tensors: the same numbers as :func:`bitplan.quantize`, in as many bits as the format has.
 
 Every element becomes its code (:mod:`bitplan.numerics.packing`), and codes of any width from 1 to 16 bits follow each
-other without a gap (:mod:`bitplan.numerics.packing`). Where each element stands for itself they have the order in which the
+other without a gap (:mod:`bitplan.numerics.packing`). Where each element stands for itself they have the order in
+which the
 tensor lay in memory, so that one with channels last is not turned round twice; else that of its dimensions. The scales
 lie beside them.
 """

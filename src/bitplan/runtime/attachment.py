@@ -4,7 +4,8 @@ The attachment is the run as its user holds it. It tells its parts when somethin
 know: the :class:`~bitplan.runtime.installation.Installation` is the plan inside the model, the
 :class:`~bitplan.runtime.clock.Timeline` says where the run stands, the :class:`~bitplan.runtime.coverage.RollCall`
 whether every rule has had an effect, the :class:`~bitplan.runtime.cost_tracker.Ledger` keeps the books, the
-:class:`~bitplan.compiler.compiling.Compiler` compiles, and a :class:`~bitplan.runtime.checkpoint_state.RunState` is what is
+:class:`~bitplan.compiler.compiling.Compiler` compiles, and a :class:`~bitplan.runtime.checkpoint_state.RunState` is
+what is
 saved of it all.
 """
 
@@ -279,7 +280,8 @@ class Attachment:
         return self._ledger.cost()
 
     def memory(self, batch: Any = None, loss: Callable[..., Tensor] | None = None, **options: Any) -> dict[str, Any]:
-        """``{"predicted": ..., "measured": ...}``: bytes of a training step by class, see :mod:`bitplan.analysis.memory`.
+        """``{"predicted": ..., "measured": ...}``: bytes of a training step by class, see
+        :mod:`bitplan.analysis.memory`.
 
         Predicted from the shapes of the first batch that was seen; measured where a batch is given, on a copy.
         """

@@ -1,6 +1,7 @@
 """Where a run stands in time, and what a plan that changes over time is there.
 
-Two things move. *Bits* move within a kind: they lie in rows of the modules' tables (:mod:`bitplan.runtime.module_state`), and
+Two things move. *Bits* move within a kind: they lie in rows of the modules' tables
+(:mod:`bitplan.runtime.module_state`), and
 one compiled graph serves them all. A *whole quantizer* that changes makes another plan: the cases that are at work, one
 of each switch, are the plan's *phase*, and each phase has actions, rows and compiled graphs of its own.
 """

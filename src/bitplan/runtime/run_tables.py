@@ -29,7 +29,8 @@ from bitplan.runtime.statistics import (
 
 
 class RunTables:
-    """What lies beside the weights of a whole model while a plan is at work, see :mod:`bitplan.runtime.module_state`."""
+    """What lies beside the weights of a whole model while a plan is at work, see
+    :mod:`bitplan.runtime.module_state`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

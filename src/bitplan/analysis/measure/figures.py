@@ -1,4 +1,5 @@
-"""What candidates do to one pass of one product: the figures of :mod:`bitplan.analysis.error_metrics` for many candidates at once.
+"""What candidates do to one pass of one product: the figures of :mod:`bitplan.analysis.error_metrics` for many
+candidates at once.
 
 Every quantizer rounds each operand's sampled rows once, whichever candidates it is part of, and products of all
 candidates are one batched product in float64.

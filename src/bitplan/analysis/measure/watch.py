@@ -113,7 +113,8 @@ def alarm_from(content: Mapping[str, Any]) -> Alarm:
     return Alarm(int(content["step"]), str(content["site"]), float(content["times"]), float(content["amax_times"]))
 
 
-# --- A watch for training loops of your own: figures at a cadence, and the alarm of :mod:`bitplan.analysis.measure.watch`
+# --- A watch for training loops of your own: figures at a cadence, and the alarm of
+# :mod:`bitplan.analysis.measure.watch`
 
 
 class Watch:

@@ -10,7 +10,8 @@ once:
   several matrices (:mod:`bitplan.compiler.amax_joining`);
 * ``bitplan::float8_cast`` makes the scale of these, divides by it, rounds, and writes one layout or both.
 
-On a GPU they are Triton kernels (:mod:`bitplan.executions.native.float8_cast_kernel`), elsewhere the plain torch below, which says
+On a GPU they are Triton kernels (:mod:`bitplan.executions.native.float8_cast_kernel`), elsewhere the plain torch
+below, which says
 what they compute: to the bit what :meth:`bitplan.numerics.quantizer.Quantizer.encode` does.
 
 A *reach* is a magnitude from the past, one number on the device, for which the scale makes room instead of the
@@ -39,7 +40,8 @@ PARTS = 512
 JOINED = 8
 #: A GPU casts squares of this side.
 TILE = 128
-#: In so many records a cast can note the largest magnitude (:mod:`bitplan.executions.native.recorded_cast`): query, key and value.
+#: In so many records a cast can note the largest magnitude (:mod:`bitplan.executions.native.recorded_cast`): query,
+#: key and value.
 NOTED = 3
 
 

@@ -11,7 +11,8 @@ can write codes at once:
   past: else they do nothing.
 
 Scales are powers of two. Graphs get these operations by :mod:`bitplan.compiler.gated_fusion`. On a GPU they are Triton
-kernels (:mod:`bitplan.executions.native.gated_cast_kernel`), elsewhere the plain torch below, which says what they compute: in
+kernels (:mod:`bitplan.executions.native.gated_cast_kernel`), elsewhere the plain torch below, which says what they
+compute: in
 float32, rounded once to bfloat16, as Inductor does, and then cast as :mod:`bitplan.executions.native.float8_cast` does.
 """
 

@@ -2,7 +2,8 @@
 
 What Inductor would write in bfloat16 is computed where it is cast, by the operations that Inductor uses and in their
 order: float32 throughout, ``libdevice.exp``, one rounding to bfloat16 at the end. So codes are the same to the bit as
-where Inductor computes and :mod:`bitplan.executions.native.float8_cast_kernel` reads it, but for one thing: Triton's division has
+where Inductor computes and :mod:`bitplan.executions.native.float8_cast_kernel` reads it, but for one thing: Triton's
+division has
 four instructions that tell whether a divisor is above 2^126. Here they are left out, and where the gate is below -87.3
 the product and the gradients are zero instead of less than 1e-36 times their other factors.
 

@@ -11,7 +11,8 @@ A row's number is told as graphs have it: the mean of the squares, to which *eps
 square root is taken, or, without an *eps*, that inverse itself. Scales are powers of two.
 
 Graphs get these operations by :mod:`bitplan.compiler.norm_fusion`. On a GPU they are Triton kernels
-(:mod:`bitplan.executions.native.norm_cast_kernel`), elsewhere the plain torch below, which says what they compute: in float32,
+(:mod:`bitplan.executions.native.norm_cast_kernel`), elsewhere the plain torch below, which says what they compute: in
+float32,
 rounded once to bfloat16, as torch's own norm does, and then cast as :mod:`bitplan.executions.native.float8_cast` does.
 """
 

@@ -142,7 +142,8 @@ class SageLayer(nn.Module):
 class GraphSAGE(nn.Module):
     """Features (nodes, inputs) to logits (nodes, classes).
 
-    The graph is that of :func:`~bitplan.lab.models.graph_networks.mean_neighbours` for all layers, or three such tensors for
+    The graph is that of :func:`~bitplan.lab.models.graph_networks.mean_neighbours` for all layers, or three such
+    tensors for
     each layer, where neighbours were sampled.
     """
 

@@ -189,7 +189,8 @@ class Summary:
     loss: float | None = None
     #: bitops, relative_to_fp32, relative_to_bf16, mean_bits and low_precision_ratio of the steps made.
     cost: Mapping[str, float] = field(default_factory=dict)
-    #: Bytes of each class of a step's tensors in the plan's formats: counted by :mod:`bitplan.analysis.cost`, not measured.
+    #: Bytes of each class of a step's tensors in the plan's formats: counted by :mod:`bitplan.analysis.cost`, not
+    #: measured.
     memory: Mapping[str, float] = field(default_factory=dict)
     #: The most bytes held, measured: on a GPU by torch's allocator, else by the whole process.
     peak: int = 0
