@@ -28,8 +28,8 @@ lint: $(VENV)/.stamp-dev
 	@$(BIN)/ruff format --check --quiet . || { echo "run: $(BIN)/ruff format ."; exit 1; }
 
 types: $(VENV)/.stamp-dev
-	@echo "== mypy --strict src"
-	@$(BIN)/mypy --strict src
+	@echo "== mypy --strict src benchmarks"
+	@$(BIN)/mypy --strict src benchmarks
 
 # A process for each core, with one thread each: most tests are small. make unit PYTEST_ARGS="-n 0 tests/plan" has one.
 unit: $(VENV)/.stamp-dev
@@ -41,7 +41,7 @@ goldens: $(VENV)/.stamp-dev
 	@BITPLAN_GOLDENS=all OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal tests/golden $(PYTEST_ARGS)
 
 bench: $(VENV)/.stamp-bench
-	@$(BIN)/bitplan bench formats
+	@$(BIN)/python benchmarks/run.py formats
 
 # Strict: a page that is missing or a link that leads nowhere fails (with --quiet it would not). Of all that bitplan needs,
 # nothing is installed but mkdocs.

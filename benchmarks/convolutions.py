@@ -62,7 +62,7 @@ def step_of(shape: tuple[int, ...], column: str, plan: Plan, given: argparse.Nam
     dtype = getattr(torch, given.dtype)
     torch.manual_seed(0)
     model = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False).to(given.device, dtype)
-    model = model.to(memory_format=layout)
+    model = model.to(memory_format=layout)  # type: ignore[call-overload]
     x = torch.randn(given.images, inputs, side, side).to(given.device, dtype).to(memory_format=layout).requires_grad_()
     if execution is None:
         called: Any = torch.compile(model)

@@ -24,7 +24,7 @@ LAYERS = (
     ("analysis",),
     ("planners",),
     ("integrations",),
-    ("lab", "cli", "bench"),
+    ("lab", "cli"),
 )
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 #: Leaf modules that every layer may use: they import nothing of bitplan but errors.

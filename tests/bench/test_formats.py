@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import bitplan.bench.formats as bench
-from bitplan.bench import peers
-from bitplan.bench.timing import seconds_per_call
+import benchmarks.formats as bench
+from benchmarks import peers
+from benchmarks.timing import seconds_per_call
 from bitplan.machine import describe_machine
 from bitplan.numerics.formats import FloatFormat
 from bitplan.numerics.reference import Rounding

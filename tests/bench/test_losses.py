@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from bitplan.bench.losses import Trial, beside
+from benchmarks.losses import Trial, beside
 
 
 def endless(variant: str) -> Trial:

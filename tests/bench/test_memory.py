@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+import benchmarks.memory as bench
 import bitplan
-import bitplan.bench.memory as bench
-from bitplan.analysis.targets import Target, batch_size, load_target, placed
-from bitplan.bench.contenders import (
+from benchmarks.contenders import (
     VARIANTS,
     Checkpointed,
     Contender,
@@ -21,9 +20,10 @@ from bitplan.bench.contenders import (
     optimizer_for,
     with_own_code,
 )
-from bitplan.bench.memory import Aim, Row, aim_reached, bench_memory, chosen_variants, headline
-from bitplan.bench.own_plans import own_plan
-from bitplan.bench.real_data import stream_for
+from benchmarks.memory import Aim, Row, aim_reached, bench_memory, chosen_variants, headline
+from benchmarks.own_plans import own_plan
+from benchmarks.real_data import stream_for
+from bitplan.analysis.targets import Target, batch_size, load_target, placed
 from bitplan.errors import BitplanError
 from bitplan.lab.models.built_in import BUILT_IN
 from bitplan.lab.models.language_models import GPT

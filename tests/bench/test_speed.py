@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import runners, speed, speed_variants, switching
+from benchmarks.own_plans import own_plan
+from benchmarks.real_data import TextStream
+from benchmarks.speed import Aim, Row, Shape
+from benchmarks.speed_variants import SpeedVariant, planned, unchanged
 from bitplan.analysis.memory.fakes import storage_bytes
-from bitplan.bench import runners, speed, speed_variants, switching
-from bitplan.bench.own_plans import own_plan
-from bitplan.bench.real_data import TextStream
-from bitplan.bench.speed import Aim, Row, Shape
-from bitplan.bench.speed_variants import SpeedVariant, planned, unchanged
 from bitplan.errors import BitplanError
 
 

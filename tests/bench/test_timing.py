@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from bitplan.bench.timing import best_turns
+from benchmarks.timing import best_turns
 
 
 def test_all_take_turns_of_as_many_steps_as_the_fastest_makes_in_half_a_second() -> None:

@@ -1,4 +1,4 @@
-"""``bitplan measure`` and ``bitplan bench measure``."""
+"""``bitplan measure``."""
 
 from __future__ import annotations
 
@@ -51,13 +51,3 @@ def test_mistakes_are_one_sentence(bitplan: Callable[..., Any]) -> None:
         assert ran.code == 2
         assert sentence in ran.err
         assert len(ran.err.strip().splitlines()) == 1
-
-
-def test_the_benchmark_counts_in_steps(bitplan: Callable[..., Any], tmp_path: Path) -> None:
-    file = tmp_path / "measure.json"
-    document = bitplan("bench", "measure", "--target", "gpt-tiny", "--turns", 1, "-o", file, "--json").json
-    (row,) = document["rows"]
-    assert row["steps"] == row["probe_milliseconds"] / row["step_milliseconds"]
-    assert row["reached"] == (row["steps"] <= document["limit"])
-    assert row["products"] == 13
-    assert file.exists()

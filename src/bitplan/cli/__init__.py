@@ -10,9 +10,12 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from bitplan.errors import BitplanError
+
+if TYPE_CHECKING:
+    from typer import Typer
 
 #: Exit code for whatever the user can mend, typer's own usage errors included.
 USER_ERROR = 2
@@ -32,9 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if "TORCH_LOGS" not in os.environ:
         # What does not run on its batch is told in a sentence; torch would put a traceback in front of it.
         logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_no_failure_of_shapes)
+    # A fixed program name: `python -m bitplan` must offer the same shell completion as `bitplan`.
+    run_app(app, arguments, "bitplan")
+
+
+def run_app(app: Typer, arguments: Sequence[str] | None, program: str) -> NoReturn:
+    """Run a typer application on `arguments` and exit; a user's mistake is printed as one sentence."""
     try:
-        # A fixed program name: `python -m bitplan` must offer the same shell completion as `bitplan`.
-        app(args=arguments, prog_name="bitplan")
+        app(args=arguments, prog_name=program)
     except BitplanError as error:
         _refuse(str(error))
     sys.exit(0)

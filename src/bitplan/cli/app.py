@@ -17,7 +17,6 @@ from bitplan._version import __version__
 from bitplan.cli import (
     advise,
     assign,
-    bench,
     compare,
     cost,
     demo,
@@ -55,7 +54,6 @@ COMMANDS: tuple[Callable[[typer.Typer], None], ...] = (
     report.register,
     runs.register,
     demo.register,
-    bench.register,
     env.register,
 )
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-import bitplan.cli.bench as command
+import benchmarks.commands as command
 
-Bitplan = Callable[..., Any]
+Bench = Callable[..., Any]
 TINY = ("--elements", 256, "--samples", 1, "--no-peers")
 KEYS = {"benchmark", "machine", "device", "elements", "threads", "copy_ns_per_element", "rows", "torch_ratios"}
 
@@ -48,10 +48,10 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return asked
 
 
-def test_json_is_one_document_and_progress_goes_to_stderr(bitplan: Bitplan, tmp_path: Path) -> None:
+def test_json_is_one_document_and_progress_goes_to_stderr(bench: Bench, tmp_path: Path) -> None:
     """The one real measurement here."""
     file = tmp_path / "result.json"
-    ran = bitplan("bench", "formats", "-f", "e5m2", *TINY, "--json", "-o", file)
+    ran = bench("formats", "-f", "e5m2", *TINY, "--json", "-o", file)
     assert ran.code == 0
     assert ran.json.keys() == {"command", *KEYS}
     assert json.loads(file.read_text()) == ran.json
@@ -62,8 +62,8 @@ def test_json_is_one_document_and_progress_goes_to_stderr(bitplan: Bitplan, tmp_
     assert f"wrote {file}" in ran.err
 
 
-def test_the_table_shows_times_targets_and_ratios(bitplan: Bitplan, canned: list[tuple[Any, ...]]) -> None:
-    ran = bitplan("bench", "formats")
+def test_the_table_shows_times_targets_and_ratios(bench: Bench, canned: list[tuple[Any, ...]]) -> None:
+    ran = bench("formats")
     assert ran.code == 0
     cells = [line.split() for line in ran.out.splitlines() if line.split()[:2] == ["bitplan", "e4m3"]]
     assert cells[0] == ["bitplan", "e4m3", "nearest", "eager", "0.500", "25%", "0.02", "1", "reached"]
@@ -73,9 +73,9 @@ def test_the_table_shows_times_targets_and_ratios(bitplan: Bitplan, canned: list
     assert "Ours over torch's own conversion: e4m3 eager 0.50x." in ran.out
 
 
-def test_what_is_asked_for_is_measured(bitplan: Bitplan, canned: list[tuple[Any, ...]]) -> None:
-    bitplan("bench", "formats", "-f", "E8M7", "--format", "e4m3", "--elements", 5, "--samples", 2, "--no-peers")
-    bitplan("bench", "formats")
+def test_what_is_asked_for_is_measured(bench: Bench, canned: list[tuple[Any, ...]]) -> None:
+    bench("formats", "-f", "E8M7", "--format", "e4m3", "--elements", 5, "--samples", 2, "--no-peers")
+    bench("formats")
     assert canned[0] == (("bf16", "e4m3"), "cpu", 5, 2, False)
     assert canned[1] == (command.DEFAULT_FORMATS, "cpu", None, 15, True)
 
@@ -94,7 +94,7 @@ def test_the_default_measures_every_named_float() -> None:
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(
-    bitplan: Bitplan,
+    bench: Bench,
     canned: list[tuple[Any, ...]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -102,20 +102,20 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
     sentence: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    ran = bitplan("bench", "formats", *arguments, "--json")
+    ran = bench("formats", *arguments, "--json")
     assert ran.code == 2
     assert ran.err.startswith(sentence)
     assert ran.err.count("\n") == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, so nothing to complain about")
-def test_a_device_that_is_not_there_is_one_sentence(bitplan: Bitplan, canned: list[tuple[Any, ...]]) -> None:
-    ran = bitplan("bench", "formats", "--device", "cuda")
+def test_a_device_that_is_not_there_is_one_sentence(bench: Bench, canned: list[tuple[Any, ...]]) -> None:
+    ran = bench("formats", "--device", "cuda")
     assert (ran.code, ran.out, canned) == (2, "", [])
     assert ran.err == "bitplan: this machine has no CUDA device: run with --device cpu.\n"
 
 
 @pytest.mark.parametrize("arguments", [["--elements", 0], ["--samples", 0], ["--elements", "many"]])
-def test_sizes_must_be_positive_numbers(bitplan: Bitplan, canned: list[tuple[Any, ...]], arguments: list[Any]) -> None:
-    assert bitplan("bench", "formats", *arguments).code == 2
+def test_sizes_must_be_positive_numbers(bench: Bench, canned: list[tuple[Any, ...]], arguments: list[Any]) -> None:
+    assert bench("formats", *arguments).code == 2
     assert canned == []

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
+from pathlib import Path
 
 from bitplan.plans import Plan
 from bitplan.plans.loading import find_plan
 
+PLANS = Path(__file__).parent / "plans"
+
 
 def own_plan(name: str) -> Plan:
     """A benchmark's plan by its name, or whatever plan the name stands for."""
-    known = {file.name: file for file in files("bitplan.bench").joinpath("plans").iterdir()}
-    file = known.get(f"{name}.yaml")
-    return find_plan(name) if file is None else Plan.from_yaml(file.read_text(encoding="utf-8"), file.name)
+    file = PLANS / f"{name}.yaml"
+    return Plan.from_yaml(file.read_text(encoding="utf-8"), file.name) if file.is_file() else find_plan(name)

@@ -1,4 +1,4 @@
-"""``bitplan bench formats``: the time of rounding, ours beside the peers', against a plain copy.
+"""``python benchmarks/run.py formats``: the time of rounding, ours beside the peers', against a plain copy.
 
 On a CPU one thread rounds 2^20 float32 numbers and its CPU time counts; on a GPU events time tensors far larger
 than the caches, and the bytes read and written (8 an element) are set against a copy's.
@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from bitplan.bench.peers import COMPILED_PEERS, working_peers
-from bitplan.bench.timing import seconds_per_call
+from benchmarks.peers import COMPILED_PEERS, working_peers
+from benchmarks.timing import seconds_per_call
 from bitplan.machine import describe_machine
 from bitplan.numerics.formats import FloatFormat
 from bitplan.numerics.formats import format as format_of

@@ -1,4 +1,4 @@
-"""``bitplan bench measure``: what a probe of the default candidates costs, in training steps of the same model.
+"""``python benchmarks/run.py measure``: the cost of a probe of the default candidates, in training steps of the model.
 
 Steps and probes take turns, so that a machine that grows busy does so for both; the best turn of each counts. A step is
 forward, loss, backward and the optimizer, as a task trains; a probe is one call of :func:`bitplan.measure`.

@@ -1,4 +1,4 @@
-"""``bitplan bench memory``: what a model holds in memory and how fast it trains, packed and in every BF16 way.
+"""``python benchmarks/run.py memory``: memory and speed of packed training against every way to train in BF16.
 
 All contenders are made first, then their memory is measured, then they take turns for their speed, and last each trains
 from the same weights on the same real data, so that a saving that costs accuracy shows.
@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.contenders import VARIANTS, Contender, Variant, optimizer_for
+from benchmarks.curves import final, thinned
+from benchmarks.losses import Trial, beside
+from benchmarks.own_plans import own_plan
+from benchmarks.peers import has_torchao
+from benchmarks.real_data import stream_for
+from benchmarks.timing import best_turns
 from bitplan.analysis.targets import batch_size, load_target, placed
-from bitplan.bench.contenders import VARIANTS, Contender, Variant, optimizer_for
-from bitplan.bench.curves import final, thinned
-from bitplan.bench.losses import Trial, beside
-from bitplan.bench.own_plans import own_plan
-from bitplan.bench.peers import has_torchao
-from bitplan.bench.real_data import stream_for
-from bitplan.bench.timing import best_turns
 from bitplan.errors import BitplanError, nearest_names
 from bitplan.machine import describe_machine
 

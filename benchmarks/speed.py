@@ -1,4 +1,4 @@
-"""``bitplan bench speed``: training on the machine's own low-precision units, against BF16 and what others offer.
+"""``python benchmarks/run.py speed``: training on low-precision hardware units, against BF16 and torchao.
 
 Some shapes are forward and backward of a model in bfloat16, others a full training step. All variants are made first
 and then take turns, so that a machine that grows hot or busy does so for all of them; of each the best turn counts.
@@ -17,12 +17,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from bitplan.analysis.targets import Target, of_size
-from bitplan.bench.curves import thinned
-from bitplan.bench.own_plans import own_plan
-from bitplan.bench.real_data import TextStream
-from bitplan.bench.runners import Bytes, ForwardAndBackward, FullStep, Runner
-from bitplan.bench.speed_variants import (
+from benchmarks.curves import thinned
+from benchmarks.own_plans import own_plan
+from benchmarks.real_data import TextStream
+from benchmarks.runners import Bytes, ForwardAndBackward, FullStep, Runner
+from benchmarks.speed_variants import (
     OWN_FULL_PLANS,
     OWN_PLANS,
     PLAIN,
@@ -31,8 +30,9 @@ from bitplan.bench.speed_variants import (
     unchanged,
     variants_of,
 )
-from bitplan.bench.switching import measure_switches
-from bitplan.bench.timing import best_turns
+from benchmarks.switching import measure_switches
+from benchmarks.timing import best_turns
+from bitplan.analysis.targets import Target, of_size
 from bitplan.compiler.tracing import many_graphs
 from bitplan.errors import BitplanError, nearest_names
 from bitplan.executions.native import crossover

@@ -1,4 +1,4 @@
-"""``bitplan bench attach``: what a plan at work costs in time, against the same model without one.
+"""``python benchmarks/run.py attach``: what a plan at work costs in time, against the same model without one.
 
 All variants of a mode are made first and then take turns, a few steps each, so that a machine that grows hot or busy
 does so for all of them; of each the best turn counts. A step is forward, loss, backward and SGD with momentum.
@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from benchmarks.own_plans import own_plan
+from benchmarks.timing import best_turns, seconds_per_step
 from bitplan.analysis.targets import Target, batch_size, load_target, placed
-from bitplan.bench.own_plans import own_plan
-from bitplan.bench.timing import best_turns, seconds_per_step
 from bitplan.capture.recording import call_arguments, call_loss, split_batch
 from bitplan.machine import describe_machine
 from bitplan.plans import Plan

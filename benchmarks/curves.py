@@ -1,4 +1,4 @@
-"""Training for its losses: what ``bitplan bench memory`` and ``bitplan bench speed`` compare ways to train by."""
+"""Loss curves, by which the memory and the speed benchmark compare ways to train."""
 
 from __future__ import annotations
 

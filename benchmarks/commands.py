@@ -1,26 +1,27 @@
-"""``bitplan bench``: speed and memory, measured here and now, ours beside the peers'."""
+"""The commands of ``python benchmarks/run.py``: each runs one benchmark and prints it as a table or as JSON."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
 from rich import box
 from rich.table import Table
 
-from bitplan.bench.attach import OWN_PLANS, Mode, bench_attach
-from bitplan.bench.contenders import VARIANTS
-from bitplan.bench.formats import DEFAULT_FORMATS, Row, bench_formats
-from bitplan.bench.measure import DEFAULT_TARGETS, bench_measure
-from bitplan.bench.memory import OWN_PLANS as MEMORY_PLANS
-from bitplan.bench.memory import bench_memory
-from bitplan.bench.speed import SHAPES, bench_speed
-from bitplan.bench.speed_variants import OWN_PLANS as SPEED_PLANS
+from benchmarks.attach import OWN_PLANS, Mode, bench_attach
+from benchmarks.contenders import VARIANTS
+from benchmarks.formats import DEFAULT_FORMATS, Row, bench_formats
+from benchmarks.measure import DEFAULT_TARGETS, bench_measure
+from benchmarks.memory import OWN_PLANS as MEMORY_PLANS
+from benchmarks.memory import bench_memory
+from benchmarks.speed import SHAPES, bench_speed
+from benchmarks.speed_variants import OWN_PLANS as SPEED_PLANS
+from bitplan.cli import run_app
 from bitplan.cli.output import JsonOption, Output, command_output, json_text, write_file
 from bitplan.errors import BitplanError
 from bitplan.files import byte_text
@@ -28,14 +29,22 @@ from bitplan.numerics.formats import format as format_of
 
 OutputFile = Annotated[Path | None, typer.Option("--output", "-o", help="Also write the JSON document here.")]
 
-group = typer.Typer(help="Measure bitplan and every installed peer in one run.", no_args_is_help=True)
+PROGRAM = "python benchmarks/run.py"
+
+app = typer.Typer(
+    help="Measure bitplan and every installed peer in one run.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
-def register(app: typer.Typer) -> None:
-    app.add_typer(group, name="bench")
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the benchmark that `arguments` name (default: the process's own arguments) and exit."""
+    run_app(app, arguments, PROGRAM)
 
 
-@group.command("formats")
+@app.command("formats")
 def formats(
     context: typer.Context,
     names: Annotated[list[str] | None, typer.Option("--format", "-f", help="A float format; repeat for more.")] = None,
@@ -56,7 +65,7 @@ def formats(
         _finish(context, output, document, output_file, as_json, _print_formats)
 
 
-@group.command("attach")
+@app.command("attach")
 def attach(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="A built-in model, or file.py:make (which is run).")] = "resnet20",
@@ -86,7 +95,7 @@ def attach(
         _finish(context, output, document, output_file, as_json, _print_attach)
 
 
-@group.command("memory")
+@app.command("memory")
 def memory(
     context: typer.Context,
     model: Annotated[
@@ -127,7 +136,7 @@ def memory(
         _finish(context, output, document, output_file, as_json, _print_memory)
 
 
-@group.command("speed")
+@app.command("speed")
 def speed(
     context: typer.Context,
     shapes: Annotated[
@@ -217,7 +226,7 @@ def _print_losses_and_aim(output: Output, losses: dict[str, Any] | None, aim: di
         output.console.print(f"Aim {'reached by ' + ', '.join(by) if by else 'MISSED'}.", soft_wrap=True)
 
 
-@group.command("measure")
+@app.command("measure")
 def measure(
     context: typer.Context,
     targets: Annotated[
@@ -325,7 +334,7 @@ def _finish(
 
 def _asked(context: typer.Context) -> str:
     """What measures the same again: the command with the options that were given, but for those that say where to."""
-    words = ["bitplan", "bench", str(context.info_name)]
+    words = [*PROGRAM.split(), str(context.info_name)]
     for option in context.command.params:
         source = context.get_parameter_source(str(option.name))
         if source is None or source.name != "COMMANDLINE" or option.name in ("as_json", "output_file"):

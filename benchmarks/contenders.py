@@ -1,4 +1,4 @@
-"""The ways to train one model that ``bitplan bench memory`` holds against each other.
+"""The ways to train one model that ``python benchmarks/run.py memory`` holds against each other.
 
 Model and loss are one module, compiled as a whole, so that no way has to keep the logits in full only because the loss
 lies outside of its graph. Each contender's module has code of its own: ``torch.compile`` caches by code, and two
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.curves import losses_of
+from benchmarks.timing import seconds_per_step
 from bitplan.analysis.memory.measure import measure_step
 from bitplan.analysis.memory.step import Memory, TrainingStep
 from bitplan.analysis.targets import Target
-from bitplan.bench.curves import losses_of
-from bitplan.bench.timing import seconds_per_step
 from bitplan.capture.recording import call_arguments, call_loss, split_batch
 from bitplan.errors import BitplanError
 from bitplan.plans import Plan

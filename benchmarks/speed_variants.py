@@ -1,4 +1,4 @@
-"""The ways to compute that ``bitplan bench speed`` holds against each other."""
+"""The ways to compute that ``python benchmarks/run.py speed`` holds against each other."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from bitplan.bench.own_plans import own_plan
-from bitplan.bench.peers import has_torchao
+from benchmarks.own_plans import own_plan
+from benchmarks.peers import has_torchao
 from bitplan.compiler.compiling import SPARING
 from bitplan.errors import BitplanError, BitplanWarning
 from bitplan.executions.native.gemm import PASSES

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 
-from bitplan.bench.own_plans import own_plan
-from bitplan.bench.speed_variants import OWN_PLANS
+from benchmarks.own_plans import own_plan
+from benchmarks.speed_variants import OWN_PLANS
 from bitplan.errors import BitplanWarning
 from bitplan.lab.models.language_models import LlamaBlocks, random_states
 from bitplan.plans import Plan

@@ -1,4 +1,4 @@
-"""What ``bitplan bench speed`` runs: a copy of a model, changed in one way and compiled."""
+"""What ``python benchmarks/run.py speed`` runs: a copy of a model, changed in one way and compiled."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from benchmarks.contenders import WithLoss, with_own_code
+from benchmarks.curves import Call, losses_of, mean_loss
+from benchmarks.real_data import TextStream
+from benchmarks.speed_variants import SpeedVariant
+from benchmarks.timing import seconds_per_step, wait_for
 from bitplan.analysis.memory.fakes import storage_bytes
 from bitplan.analysis.memory.step import TrainingStep
 from bitplan.analysis.targets import Target
-from bitplan.bench.contenders import WithLoss, with_own_code
-from bitplan.bench.curves import Call, losses_of, mean_loss
-from bitplan.bench.real_data import TextStream
-from bitplan.bench.speed_variants import SpeedVariant
-from bitplan.bench.timing import seconds_per_step, wait_for
 from bitplan.runtime.attach import Attachment
 
 #: Batches that a trained model is judged by, and the bytes at the text's end that they are from and training is not.

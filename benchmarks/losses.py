@@ -1,4 +1,4 @@
-"""What the ways to train of ``bitplan bench memory`` lose on real data, each in a process of its own.
+"""What the ways to train of ``python benchmarks/run.py memory`` lose on real data, each in a process of its own.
 
 Losses need no quiet machine, other than times; so they are made beside the compilation of what is timed, and at a batch
 of their own, since a thousand steps of every way at the size at which memory matters would take a GPU's quarter hour.
@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.contenders import VARIANTS, Contender, optimizer_for
+from benchmarks.real_data import stream_for
 from bitplan.analysis.targets import load_target, placed
-from bitplan.bench.contenders import VARIANTS, Contender, optimizer_for
-from bitplan.bench.real_data import stream_for
 from bitplan.errors import BitplanError
 from bitplan.plans import Plan
 

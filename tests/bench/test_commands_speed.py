@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-import bitplan.cli.bench as command
+import benchmarks.commands as command
 
-Bitplan = Callable[..., Any]
+Bench = Callable[..., Any]
 
 ROW = {
     "variant": "bf16",
@@ -44,8 +44,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return seen
 
 
-def test_the_table_tells_time_memory_loss_and_the_aim(bitplan: Bitplan, asked: list[dict[str, Any]]) -> None:
-    ran = bitplan("bench", "speed", "--shape", "llama-2048", "--loss-steps", 5, "--no-peers")
+def test_the_table_tells_time_memory_loss_and_the_aim(bench: Bench, asked: list[dict[str, Any]]) -> None:
+    ran = bench("speed", "--shape", "llama-2048", "--loss-steps", 5, "--no-peers")
     assert ran.code == 0
     for words in ("native-fp8-packed", "0.680", "7.0 GiB", "+0.0123", "a peer failed: RuntimeError", "-0.0020"):
         assert words in ran.out
@@ -54,14 +54,12 @@ def test_the_table_tells_time_memory_loss_and_the_aim(bitplan: Bitplan, asked: l
     assert (asked[0]["loss_steps"], asked[0]["loss_batch"], asked[0]["peers"]) == (5, 1, False)
 
 
-def test_json_is_the_whole_document(bitplan: Bitplan, asked: list[dict[str, Any]]) -> None:
-    assert bitplan("bench", "speed", "--json").json == {"command": "bitplan bench speed", **DOCUMENT}
+def test_json_is_the_whole_document(bench: Bench, asked: list[dict[str, Any]]) -> None:
+    assert bench("speed", "--json").json == {"command": "python benchmarks/run.py speed", **DOCUMENT}
     assert asked[0]["loss_steps"] is None
 
 
-def test_the_document_says_what_measures_it_again(
-    bitplan: Bitplan, asked: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_the_document_says_what_measures_it_again(bench: Bench, asked: list[dict[str, Any]], tmp_path: Path) -> None:
     out = tmp_path / "speed.json"
     words = [
         *("--shape", "llama-2048", "--shape", "gpt-1b", "--plan", "a plan"),
@@ -70,5 +68,5 @@ def test_the_document_says_what_measures_it_again(
         "--fast-sums",
         "--no-peers",
     ]
-    assert bitplan("bench", "speed", *words, "-o", out).code == 0
-    assert json.loads(out.read_text())["command"] == shlex.join(["bitplan", "bench", "speed", *words])
+    assert bench("speed", *words, "-o", out).code == 0
+    assert json.loads(out.read_text())["command"] == shlex.join(["python", "benchmarks/run.py", "speed", *words])

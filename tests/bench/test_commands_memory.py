@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-import bitplan.cli.bench as command
+import benchmarks.commands as command
 
-Bitplan = Callable[..., Any]
+Bench = Callable[..., Any]
 
 ROW = {
     "variant": "bf16",
@@ -56,8 +56,8 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return asked
 
 
-def test_the_table_shows_memory_speed_and_the_headline(bitplan: Bitplan, canned: list[tuple[Any, ...]]) -> None:
-    ran = bitplan("bench", "memory")
+def test_the_table_shows_memory_speed_and_the_headline(bench: Bench, canned: list[tuple[Any, ...]]) -> None:
+    ran = bench("memory")
     cells = [line.split() for line in ran.out.splitlines()]
     assert cells[3] == ["bf16", "10.0", "GiB", "1.0", "GiB", "12.50", "800.0", "61.0", "0.5000", "+0.0000"]
     assert cells[4][:3] == ["packed", "5.0", "GiB"]
@@ -67,11 +67,11 @@ def test_the_table_shows_memory_speed_and_the_headline(bitplan: Bitplan, canned:
     assert "Aim MISSED." in ran.out
 
 
-def test_what_is_asked_for_is_measured(bitplan: Bitplan, canned: list[tuple[Any, ...]], tmp_path: Path) -> None:
+def test_what_is_asked_for_is_measured(bench: Bench, canned: list[tuple[Any, ...]], tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     options = ("--model", "resnet50", "--variant", "bf16", "--variant", "packed", "--batch", 256, "--loss-steps", 7)
     options += ("--loss-batch", 3, "--loss-jobs", 2)
-    ran = bitplan("bench", "memory", *options, "--json", "-o", file)
+    ran = bench("memory", *options, "--json", "-o", file)
     assert canned == [("resnet50", ["bf16", "packed"], None, "cpu", 256, None, True, 5, 7, 3, 2)]
     assert json.loads(file.read_text()) == ran.json
 
@@ -84,7 +84,7 @@ def test_what_is_asked_for_is_measured(bitplan: Bitplan, canned: list[tuple[Any,
         (["--plan", "absent"], "there is no "),
     ],
 )
-def test_a_mistake_is_one_sentence_and_exit_code_2(bitplan: Bitplan, arguments: list[str], sentence: str) -> None:
-    ran = bitplan("bench", "memory", *arguments, "--json")
+def test_a_mistake_is_one_sentence_and_exit_code_2(bench: Bench, arguments: list[str], sentence: str) -> None:
+    ran = bench("memory", *arguments, "--json")
     assert (ran.code, ran.out) == (2, "")
     assert ran.err.startswith(f"bitplan: {sentence}")
