@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
@@ -78,11 +77,17 @@ class Node:
 
 def tree_from_yaml(text: str, source: str) -> Node:
     """The tree of a YAML text, or one sentence about why there is none."""
-    text = _checked_size(text, source)
+    document = _compose(_checked_size(text, source), source, "YAML")
+    root = Node(None, source)
+    return root if document is None else _from_yaml_node(document, root, 1)
+
+
+def _compose(text: str, source: str, language: str) -> yaml.Node | None:
+    """PyYAML's nodes, which know their lines; `language` is what error messages call the text."""
     loader = None
     try:
         loader = _Composer(text)
-        document = loader.get_single_node()
+        document: yaml.Node | None = loader.get_single_node()
     except _Refused as refused:
         raise PlanError(f"{source}:{refused.line}: {refused.sentence}") from None
     except yaml.MarkedYAMLError as error:
@@ -93,17 +98,16 @@ def tree_from_yaml(text: str, source: str) -> Node:
             raise PlanError(f"{place}: a tab stands where YAML wants spaces: indent with spaces.") from None
         if "single document" in (error.context or ""):
             raise PlanError(f"{place}: a second document starts here: one file holds one plan.") from None
-        raise PlanError(f"{place}: this is not YAML: {problem}.") from None
+        raise PlanError(f"{place}: this is not {language}: {problem}.") from None
     except yaml.reader.ReaderError as error:
         place = f"{source}:{text.count(chr(10), 0, error.position) + 1}"
         raise PlanError(f"{place}: the character {text[error.position]!r} is not allowed in a plan.") from None
     except (ValueError, OverflowError) as error:  # PyYAML lets through what chr() and int() say to broken escapes
-        raise PlanError(f"{source}: this is not YAML: {error}.") from None
+        raise PlanError(f"{source}: this is not {language}: {error}.") from None
     finally:
         if loader is not None:
             loader.dispose()
-    root = Node(None, source)
-    return root if document is None else _from_yaml_node(document, root, 1)
+    return document
 
 
 class _Refused(Exception):
@@ -179,105 +183,47 @@ def _refuse_duplicate(entries: dict[str, Node], key: str, again: Node) -> None:
         raise again.error(f"the key {key!r} is given twice{f' (first in line {first})' if first else ''}: drop one.")
 
 
+class _Pairs(list[tuple[str, Any]]):
+    """A JSON object with its duplicate keys."""
+
+
 def tree_from_json(text: str, source: str) -> Node:
-    """The tree of a JSON text. Containers are walked here, for lines and duplicate keys; json reads the rest."""
-    reader = _JsonReader(_checked_size(text, source), source)
+    """The tree of a JSON text: values as json reads them, lines as PyYAML counts them, for JSON is YAML."""
+    text = _checked_size(text, source)
     try:
-        tree, end = reader.read(reader.skip_space(0), Node(None, source), 0)
-        if (rest := reader.skip_space(end)) < len(reader.text):
-            reader.fail(rest, "more text follows where the plan ends")
-    except RecursionError:  # only if the caller's own stack is nearly full
-        raise PlanError(f"{source}: this is nested too deeply.") from None
-    return tree
+        value = json.loads(text, object_pairs_hook=_Pairs)
+    except json.JSONDecodeError as error:
+        problem = error.msg[:1].lower() + error.msg[1:]
+        raise PlanError(f"{source}:{error.lineno}: this is not JSON: {problem}.") from None
+    except ValueError as error:  # integers of thousands of digits
+        raise PlanError(f"{source}: this is not JSON: {error}.") from None
+    except RecursionError:
+        raise PlanError(f"{source}: this is nested more than {MAX_DEPTH} levels deep.") from None
+    # Strings of JSON hold no tabs, and between its tokens PyYAML takes none.
+    document = _compose(text.replace("\t", " "), source, "JSON")
+    assert document is not None
+    return _from_json(value, document, Node(None, source), document.start_mark.line + 1)
 
 
-class _JsonReader:
-    _SPACE = re.compile(r"[ \t\n\r]*")
-
-    def __init__(self, text: str, source: str) -> None:
-        self.text = text
-        self.source = source
-        self.line_ends = [i for i, character in enumerate(text) if character == "\n"]
-        self.decoder = json.JSONDecoder(parse_constant=_refuse_constant)
-
-    def line_of(self, position: int) -> int:
-        return bisect_right(self.line_ends, position - 1) + 1
-
-    def fail(self, position: int, problem: str) -> NoReturn:
-        raise PlanError(f"{self.source}:{self.line_of(position)}: this is not JSON: {problem}.")
-
-    def skip_space(self, position: int) -> int:
-        found = self._SPACE.match(self.text, position)
-        return found.end() if found else position
-
-    def read(self, position: int, at: Node, depth: int, line: int | None = None) -> tuple[Node, int]:
-        """The value that starts at `position`, and where it ends."""
-        line = self.line_of(position) if line is None else line
-        here = Node(None, at.source, at.field, line)
-        if depth >= MAX_DEPTH:
-            raise here.error(f"this is nested more than {MAX_DEPTH} levels deep.")
-        first = self.text[position : position + 1]
-        if first == "{":
-            entries, end = self._entries(position, here, depth)
-            return Node(entries, at.source, at.field, line), end
-        if first == "[":
-            items, end = self._items(position, here, depth)
-            return Node(items, at.source, at.field, line), end
-        value, end = self._scalar(position)
-        if isinstance(value, float):
-            _finite(value, here)
-        return Node(value, at.source, at.field, line), end
-
-    def _scalar(self, position: int) -> tuple[Any, int]:
-        try:
-            return self.decoder.raw_decode(self.text, position)
-        except json.JSONDecodeError as error:
-            self.fail(error.pos, error.msg[:1].lower() + error.msg[1:])
-        except ValueError as error:
-            self.fail(position, str(error))
-
-    def _items(self, position: int, at: Node, depth: int) -> tuple[list[Node], int]:
-        items: list[Node] = []
-        position = self.skip_space(position + 1)
-        if self.text[position : position + 1] == "]":
-            return items, position + 1
-        while True:
-            item, position = self.read(position, at.child(len(items)), depth + 1)
-            items.append(item)
-            position, done = self._after_item(position, "]")
-            if done:
-                return items, position
-
-    def _entries(self, position: int, at: Node, depth: int) -> tuple[dict[str, Node], int]:
+def _from_json(value: Any, node: yaml.Node, at: Node, line: int) -> Node:
+    if isinstance(value, _Pairs):
         entries: dict[str, Node] = {}
-        position = self.skip_space(position + 1)
-        if self.text[position : position + 1] == "}":
-            return entries, position + 1
-        while True:
-            if self.text[position : position + 1] != '"':
-                self.fail(position, "a key in double quotes is missing")
-            line = self.line_of(position)
-            key, position = self._scalar(position)
-            child = at.child(key, line=line)
+        for (key, item), (key_node, item_node) in zip(value, node.value, strict=True):
+            key_line = key_node.start_mark.line + 1
+            child = at.child(key, line=key_line)
             _refuse_duplicate(entries, key, child)
-            position = self.skip_space(position)
-            if self.text[position : position + 1] != ":":
-                self.fail(position, "':' is missing after a key")
-            entries[key], position = self.read(self.skip_space(position + 1), child, depth + 1, line)
-            position, done = self._after_item(position, "}")
-            if done:
-                return entries, position
-
-    def _after_item(self, position: int, closing: str) -> tuple[int, bool]:
-        position = self.skip_space(position)
-        sign = self.text[position : position + 1]
-        if sign not in (",", closing) or not sign:
-            self.fail(position, f"',' or {closing!r} is missing")
-        return (position + 1, True) if sign == closing else (self.skip_space(position + 1), False)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number of JSON")
+            entries[key] = _from_json(item, item_node, child, key_line)
+        return Node(entries, at.source, at.field, line)
+    if isinstance(value, list):
+        items = [
+            _from_json(item, item_node, at.child(index), item_node.start_mark.line + 1)
+            for index, (item, item_node) in enumerate(zip(value, node.value, strict=True))
+        ]
+        return Node(items, at.source, at.field, line)
+    scalar = Node(value, at.source, at.field, line)
+    if isinstance(value, float):
+        _finite(value, scalar)
+    return scalar
 
 
 def tree_from_data(data: object, source: str) -> Node:
@@ -320,7 +266,7 @@ def _checked_size(text: object, source: str) -> str:
     return text.removeprefix("\ufeff")
 
 
-# --- Plain values to YAML that people like to read and that :mod:`bitplan.plans.tree` reads back unchanged
+# --- writing ---
 
 
 class _Dumper(yaml.SafeDumper):
