@@ -17,6 +17,7 @@ from bitplan.lab.sources.texts import library_text
 from bitplan.lab.tasks.images import Normalisation, digits, moved_and_mirrored
 from bitplan.lab.tasks.task import generator, shuffled
 from bitplan.lab.tasks.tokens import tokenised
+from bitplan.numerics.wire_format import WINDOWS
 
 
 class Stream(ABC):
@@ -66,7 +67,7 @@ class TextStream(Stream):
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         count, length = self.like.shape
-        firsts = torch.randint(len(self.text) - length, (count,), generator=generator("windows", self.seed, step))
+        firsts = torch.randint(len(self.text) - length, (count,), generator=generator(WINDOWS, self.seed, step))
         windows = self.text[firsts[:, None] + torch.arange(length + 1)].to(self.like.device, non_blocking=True)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.capture.recording import Operation, record
+from bitplan.numerics.wire_format import op_site, parameter_suffix
 from bitplan.plans import SLOTS
 
 
@@ -79,7 +80,7 @@ def sites_of(operations: list[Operation]) -> list[Site]:
             used.add(name)
             tensor = operation.wholes.get(name, tensor)
             short = name.rsplit(".", 1)[-1]
-            role = "weight" if short == "weight" else f"weight({short})"
+            role = f"weight{parameter_suffix(short)}"
             forward.append(_site(operation, role, "weight", tensor, None, (f"{operation.label}:activation",), name))
             if tensor.requires_grad:
                 grad_role = role.replace("weight", "grad_weight", 1)
@@ -127,7 +128,7 @@ def _site(
     return Site(
         name=f"{operation.label}:{shown}",
         module=operation.module,
-        op=f"{operation.op}.{operation.index}",
+        op=op_site(operation.op, operation.index),
         role=role,
         shape=tuple(tensor.shape),
         dtype=tensor.dtype,

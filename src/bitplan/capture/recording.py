@@ -29,6 +29,7 @@ from bitplan.capture.decompositions import OPENED
 from bitplan.capture.ops import FUSED, PRODUCTS
 from bitplan.capture.scopes import Interceptor, Scope, followed, loss_holder, state_of
 from bitplan.errors import TargetError
+from bitplan.numerics.wire_format import op_site, site_path
 from bitplan.plans.match import ancestors
 
 # --- A batch as users give it, and how a model and a loss are called with it
@@ -199,7 +200,7 @@ class Operation:
 
     @property
     def label(self) -> str:
-        return f"{self.module}/{self.op}.{self.index}"
+        return site_path(self.module, op_site(self.op, self.index))
 
 
 class Recorder(Interceptor):

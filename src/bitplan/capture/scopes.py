@@ -33,6 +33,7 @@ from bitplan.compiler.packed_backend import refuse_other_backends
 from bitplan.compiler.torch_patches import Undo, replace_attribute
 from bitplan.compiler.tracing import VERSION, constant_when_traced, depend_on
 from bitplan.executions.packed.saved_tensors import Keeper
+from bitplan.numerics.wire_format import LOSS_PATH
 
 _STATE = "_bitplan"
 
@@ -431,10 +432,6 @@ def carry_scopes() -> Undo:
 
 
 # --- A loss function as a part of the model: its tensors are sites of the module path ``loss``
-
-
-#: The path of a loss function's tensors.
-LOSS_PATH = "loss"
 
 
 def loss_holder(interceptor: Interceptor) -> nn.Module:

@@ -8,7 +8,6 @@ for all candidates, and the row says how many terms it had.
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from bitplan.errors import MetricError
 from bitplan.numerics.noise import key_of
+from bitplan.numerics.wire_format import text_hash
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Sampling:
 
     def draw(self, product: str, pass_: str, device: torch.device) -> Draw:
         """The choices for one pass of one product: the same for the same seed and name, whatever else is random."""
-        return Draw(key_of(self.seed, zlib.crc32(product.encode()), zlib.crc32(pass_.encode())), device)
+        return Draw(key_of(self.seed, text_hash(product), text_hash(pass_)), device)
 
     def sizes(self, matrices: int, rows: int, columns: int) -> tuple[int, int, int]:
         """How many matrices of a product, rows of the left and of the right operand are looked at."""

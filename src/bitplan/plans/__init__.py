@@ -4,14 +4,13 @@
 ``plan.decide("layer1.0.conv1", "conv2d")``.
 """
 
+from bitplan.numerics.wire_format import ROLES, SLOTS
 from bitplan.plans.document import Choice, Decision, Plan
 from bitplan.plans.match import (
     KEYS,
     OPERANDS,
     PASSES,
     PLACES,
-    ROLES,
-    SLOTS,
     GradAt,
     Matcher,
     closest,

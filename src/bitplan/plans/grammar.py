@@ -14,6 +14,7 @@ from bitplan.errors import PlanError, ScheduleError
 from bitplan.numerics.formats import Overflow
 from bitplan.numerics.reference import ROUNDINGS
 from bitplan.numerics.scaling import LONGEST_HISTORY, MOST_MARGIN, Granularity, Range
+from bitplan.numerics.wire_format import ROLES
 from bitplan.plans.document import VERSION
 from bitplan.plans.fields import (
     Anything,
@@ -30,7 +31,7 @@ from bitplan.plans.fields import (
     Whole,
     entries_of,
 )
-from bitplan.plans.match import KEYS, OPERANDS, PASSES, ROLES, GradAt, compile_pattern
+from bitplan.plans.match import KEYS, OPERANDS, PASSES, GradAt, compile_pattern
 from bitplan.plans.quantizer_use import Choosing, Switch, Use, use_from_text
 from bitplan.plans.schedules import SCHEDULE_NAMES, TEN, Moment, Schedule, schedule_from_data
 from bitplan.plans.schedules.base import LEAST_BITS, MOST_BITS

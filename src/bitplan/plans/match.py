@@ -25,15 +25,12 @@ from itertools import combinations
 from typing import Literal, Protocol
 
 from bitplan.errors import PlanError
+from bitplan.numerics.wire_format import DGRAD, FPROP, ROLES, SLOTS, WGRAD
 
 # --- Where a rule can round: the four roles, the six operand slots, and the shorthands that mean several of them
 
 
-#: What a tensor of training is.
-ROLES: tuple[str, ...] = ("weight", "activation", "grad_activation", "grad_weight")
-#: The operands of the three products.
-SLOTS: tuple[str, ...] = ("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x")
-
+#: What a tensor of training is, and the operands of the three products.
 PLACES: tuple[str, ...] = (*ROLES, *SLOTS)
 
 #: An operand in both of its products: rounded once, and the one rounded tensor is shared.
@@ -44,9 +41,9 @@ OPERANDS: dict[str, tuple[str, str]] = {
 }
 #: Both operands of one product: two different tensors, each rounded by itself.
 PASSES: dict[str, tuple[str, str]] = {
-    "fprop": ("fprop.x", "fprop.w"),
-    "dgrad": ("dgrad.dy", "dgrad.w"),
-    "wgrad": ("wgrad.dy", "wgrad.x"),
+    FPROP: ("fprop.x", "fprop.w"),
+    DGRAD: ("dgrad.dy", "dgrad.w"),
+    WGRAD: ("wgrad.dy", "wgrad.x"),
 }
 
 #: Every key of a rule that takes a quantizer, in the order rules are printed, with the places it means.

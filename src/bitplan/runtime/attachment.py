@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from bitplan.analysis.cost import Cost
 from bitplan.analysis.explain import Explanation, require_effect
 from bitplan.capture.recording import FakeInputs, Operation, call_arguments, unseen_modules
-from bitplan.capture.scopes import LOSS_PATH, bring_in, loss_holder, unwrapped
+from bitplan.capture.scopes import bring_in, loss_holder, unwrapped
 from bitplan.compiler.compiling import Compiler
 from bitplan.compiler.packed_backend import register_backend
 from bitplan.errors import PlanError
@@ -29,6 +29,7 @@ from bitplan.executions.native.backends import units_of
 from bitplan.executions.native.fallbacks import Fallback, fallbacks_of
 from bitplan.executions.native.paths import Terms
 from bitplan.executions.packed.saved_tensors import Keeper
+from bitplan.numerics.wire_format import LOSS_PATH
 from bitplan.plans import Plan
 from bitplan.runtime.checkpoint_state import RunState
 from bitplan.runtime.clock import Timeline, Total

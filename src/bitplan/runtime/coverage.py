@@ -12,8 +12,9 @@ from bitplan.analysis.explain import lacking_message
 from bitplan.analysis.sites import sites_of
 from bitplan.capture.ops import PRODUCTS
 from bitplan.capture.recording import Operation
-from bitplan.capture.scopes import LOSS_PATH, Scope, state_of
+from bitplan.capture.scopes import Scope, state_of
 from bitplan.errors import BitplanWarning, PlanError
+from bitplan.numerics.wire_format import LOSS_PATH, op_site
 from bitplan.plans import KEYS, SLOTS, Plan, Rule, compile_match, unmatched_message
 from bitplan.runtime.dispatch import contains_weight
 
@@ -37,7 +38,7 @@ class RollCall:
             roles |= set(SLOTS)
         if torch.is_grad_enabled():
             roles.add("grad_activation")
-        self._add(state_of(scope.module).path, f"{op}.{index}", scope.inside, roles)
+        self._add(state_of(scope.module).path, op_site(op, index), scope.inside, roles)
 
     def note_all(self, operations: list[Operation]) -> None:
         """Operations that were listed."""

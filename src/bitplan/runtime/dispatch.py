@@ -20,6 +20,7 @@ from bitplan.executions.native.paths import units_here
 from bitplan.executions.packed.recompute import spared
 from bitplan.executions.packed.saved_tensors import note_copy, note_of
 from bitplan.gemm.products import Product, has_settings, product_of
+from bitplan.numerics.wire_format import op_site
 from bitplan.plans import SLOTS
 from bitplan.runtime.autograd import (
     native_product,
@@ -134,7 +135,7 @@ class Rounder(Interceptor):
         action = self.action_of(module, op, index, scope.inside)
         if action is None and not self.tags_gradients:
             return func(*args, **kwargs)
-        here = Here(f"{op}.{index}", module)
+        here = Here(op_site(op, index), module)
         is_product = op in PRODUCTS and (op != "einsum" or len(args) == 3)
         has_slots = is_product and action is not None and action.has_slots
         target = None
@@ -220,7 +221,7 @@ class Rounder(Interceptor):
             inner = actions.get(inner_key(inside, op))
             if inner is not None:
                 return inner  # type: ignore[no-any-return]
-        numbered = f"{op}.{index}"
+        numbered = op_site(op, index)
         if numbered in actions:
             return actions[numbered]  # type: ignore[no-any-return]
         return actions[op if op in actions else ANY]  # type: ignore[no-any-return]

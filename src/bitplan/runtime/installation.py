@@ -22,6 +22,7 @@ from bitplan.compiler import torch_patches
 from bitplan.compiler.tracing import VERSION, Allowance, version_of
 from bitplan.errors import PlanError
 from bitplan.numerics.formats import format as format_of
+from bitplan.numerics.wire_format import op_site
 from bitplan.plans.document import Phase
 from bitplan.plans.schedules import Schedule
 from bitplan.runtime.clock import Timeline
@@ -188,7 +189,7 @@ class Installation:
                 continue
             action = self.rounder.action_of(module, operation.op, operation.index, operation.inside)
             if action is not None:
-                self.tables.make_room(module, action, Here(f"{operation.op}.{operation.index}", module))
+                self.tables.make_room(module, action, Here(op_site(operation.op, operation.index), module))
 
     def show_promotions(self) -> None:
         """What is kept has one width, so that packed execution must know on the host what was promoted."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import operator
 import struct
-import zlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -27,6 +26,7 @@ from bitplan.numerics.formats import Format
 from bitplan.numerics.mutable_format import LiveFormat
 from bitplan.numerics.noise import keys_of
 from bitplan.numerics.rounding import ROW_FIELDS
+from bitplan.numerics.wire_format import parameter_key, text_hash
 from bitplan.plans.document import Phase
 from bitplan.plans.spec import QuantizerSpec
 from bitplan.runtime.statistics import LENGTH, LIMIT, MARGIN, blank_record, reach
@@ -184,13 +184,13 @@ class Sheet:
         for tables, size in zip(each, self.sizes, strict=True):
             own = tables.module._parameters
             known = (parameter_names.get(id(own[name]), name) for name in tables.parameters)
-            sites += [tables.path, *(f"parameter {name}" for name in known)]
+            sites += [tables.path, *(parameter_key(name) for name in known)]
             after_keys = first + 1 + len(tables.parameters)
             keys += range(first, after_keys)
             self._formats += list(enumerate(tables.formats, after_keys))
             first += size
         self._keys = np.array(keys, np.int64)
-        self._sites = np.array([zlib.crc32(site.encode()) for site in sites], np.uint32)
+        self._sites = np.array([text_hash(site) for site in sites], np.uint32)
         #: The values that each format's row was last written with: a row keeps its list as long as it stays the same.
         self._written: list[list[int] | None] = [None] * len(self._formats)
         self._draws = any(tables.needs_keys for tables in each)

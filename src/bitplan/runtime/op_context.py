@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from bitplan.capture.scopes import state_of
 from bitplan.compiler.tracing import is_traced
+from bitplan.numerics.wire_format import consumer_site, parameter_suffix
 from bitplan.runtime.module_state import REACH, RECORD, TABLE
 
 
@@ -57,7 +58,7 @@ class Here:
         """This place for one of several weights."""
         assert self.module is not None
         other = Here(self.site, self.module)
-        other.part = "" if name == "weight" else f"({name})"
+        other.part = parameter_suffix(name)
         return other
 
     def unrecorded(self, follows: bool = False) -> Here:
@@ -74,5 +75,5 @@ class Here:
         """This place for what comes back from one of its consumers, with random bits of its own."""
         assert self.module is not None
         back = Here(self.site, self.module)
-        back.salt = f"{self.site}>{consumer.site}"
+        back.salt = consumer_site(self.site, consumer.site)
         return back

@@ -7,7 +7,6 @@ an operation, ready to be applied.
 from __future__ import annotations
 
 import copy
-import zlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +30,7 @@ from bitplan.numerics.noise import bits_of_key, key_of
 from bitplan.numerics.packing import stored
 from bitplan.numerics.quantizer import Between, Encoded, Quantizer, Span, straight_through
 from bitplan.numerics.scaling import amax_of
+from bitplan.numerics.wire_format import place_key, text_hash
 from bitplan.plans import OPERANDS, SLOTS, Decision
 from bitplan.plans.spec import Promotion, QuantizerSpec
 from bitplan.runtime.op_context import Here
@@ -306,7 +306,7 @@ class PlaceAction:
         bits = None
         if self.is_stochastic:
             assert here.table is not None
-            first, second = _salt(f"{here.salt if weight_key is None else ''}:{self.place}")
+            first, second = _salt(place_key(here.salt if weight_key is None else "", self.place))
             key = here.table[0] if weight_key is None else weight_key
             bits = bits_of_key(x, key[0] ^ first, key[1] ^ second)
         row: Tensor | None = None
@@ -401,7 +401,7 @@ _settled: list[PlaceAction] = []
 
 def _salt(site: str) -> tuple[int, int]:
     """What tells one site of a module from another, mixed into the module's key."""
-    return key_of(zlib.crc32(site.encode()), 0)
+    return key_of(text_hash(site), 0)
 
 
 class Action:

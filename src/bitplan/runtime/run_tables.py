@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bitplan.capture.scopes import state_of, without_wrappers
 from bitplan.errors import PlanError
+from bitplan.numerics.wire_format import parameter_suffix, place_key
 from bitplan.runtime.decisions import ANY
 from bitplan.runtime.module_state import REACH, RECORD, ModuleTables, Sheet, show_reach, with_twins
 from bitplan.runtime.op_context import Here
@@ -144,7 +145,7 @@ class RunTables:
             for part in _parts(place_action, module) if place_action.observes else ():
                 self._observes = True
                 row = tables.record_row(
-                    *(f"{here.site}:{place}{part}", self.device(), limit),
+                    *(place_key(here.site, place) + part, self.device(), limit),
                     *(place_action.spec.history or 0, place_action.spec.margin),
                 )
                 place_action.records[here.site + part] = row
@@ -208,7 +209,7 @@ def _parts(action: PlaceAction, module: nn.Module) -> list[str]:
     if action.promotion is None or action.place not in ("weight", "grad_weight"):
         return [""]
     others = (name for name, tensor in module._parameters.items() if tensor is not None and name != "weight")
-    return ["", *(f"({name})" for name in others)]
+    return ["", *map(parameter_suffix, others)]
 
 
 def _tensor_and_place(name: str) -> tuple[str, str]:

@@ -19,6 +19,7 @@ from bitplan.errors import MetricError, QuantizeError
 from bitplan.gemm.layouts import layout_of
 from bitplan.gemm.matrices import Layout, Operand
 from bitplan.gemm.sampling import Sampling
+from bitplan.numerics.wire_format import op_site, site_path
 from bitplan.plans import Plan
 
 #: Sampled values of one side that are measured at once: what a CPU's caches hold, or on a GPU what keeps it busy.
@@ -83,7 +84,7 @@ class Probe(Interceptor):
 
     def look(self, scope: Scope, op: str, index: int, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Measure the operation if it is a product, and its gradients once they come."""
-        label = f"{state_of(scope.module).path}/{op}.{index}"
+        label = site_path(state_of(scope.module).path, op_site(op, index))
         if op not in PRODUCTS:
             if op in _OTHER_PRODUCTS:
                 self.skipped.setdefault(label, _OTHER_PRODUCTS[op])

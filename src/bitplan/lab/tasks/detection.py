@@ -20,6 +20,7 @@ from bitplan.lab.sources.pretrained import read_backbone
 from bitplan.lab.tasks.images import Normalisation, digits
 from bitplan.lab.tasks.scenes import Objects, SceneData, digit_scenes
 from bitplan.lab.tasks.task import DECAYS, LoadingTask, Metric, Settings, decayed, fused_for, generator, shuffled
+from bitplan.numerics.wire_format import MIRROR
 
 # --- Boxes of images: left, top, right and bottom edge in pixels, the last dimension of every tensor here
 
@@ -371,7 +372,7 @@ class Detection(LoadingTask[SceneData]):
         """Images, and of every anchor its label and offsets: one shape, however many objects there are."""
         recipe, scenes = self.settings, self.data.training
         chosen = shuffled(step, recipe.batch, len(scenes), self.seed)
-        mirrored = torch.rand(recipe.batch, generator=generator("mirror", self.seed, step)) < 0.5
+        mirrored = torch.rand(recipe.batch, generator=generator(MIRROR, self.seed, step)) < 0.5
         turned = [(index, bool(turn) and recipe.mirror) for index, turn in zip(chosen.tolist(), mirrored, strict=True)]
         images = [scenes.image(index).flip(-1) if turn else scenes.image(index) for index, turn in turned]
         wanted = [self._known(index, turn) for index, turn in turned]

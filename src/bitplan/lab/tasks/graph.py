@@ -17,6 +17,7 @@ from bitplan.lab.models.graph_networks import GCN, NORMS, GraphSAGE, Neighbours,
 from bitplan.lab.sources.graphs import read_graph
 from bitplan.lab.tasks.graph_data import GraphData, Sampler, digits_graph
 from bitplan.lab.tasks.task import LoadingTask, Metric, Settings, decayed, fused_for, generator, shuffled
+from bitplan.numerics.wire_format import NEIGHBOURS
 
 #: Name -> the network, and what it wants to know of the edges.
 NETWORKS: dict[str, tuple[Callable[..., nn.Module], Callable[[Tensor, int], Neighbours]]] = {
@@ -149,7 +150,7 @@ class NodeClassification(LoadingTask[GraphData]):
             return self._whole, self._asked
         training = self.data.training
         chosen = training[shuffled(step, self.settings.batch, len(training), self.seed)]
-        nodes, graph = self._sampler.sample(chosen, generator("neighbours", self.seed, step))
+        nodes, graph = self._sampler.sample(chosen, generator(NEIGHBOURS, self.seed, step))
         return (self.features[nodes], *graph), self.data.labels[chosen]
 
     # --- recipe ---

@@ -13,6 +13,7 @@ from bitplan.errors import TaskError
 from bitplan.lab.models.graph_networks import both_ways
 from bitplan.lab.tasks.images import digits
 from bitplan.lab.tasks.task import generator
+from bitplan.numerics.wire_format import DIGITS_GRAPH, GRAPH_SPLIT
 
 # --- Samples of a graph: some nodes, some of their neighbours, some of theirs, in shapes that never change
 
@@ -133,7 +134,7 @@ def digits_graph() -> GraphData:
     pixels = torch.cat([part.take(torch.arange(len(part)))[:, 0].flatten(1) for part in parts])
     labels = torch.cat([part.labels for part in parts])
     own = len(pictures.training)
-    order = torch.randperm(own, generator=generator("digits graph"))
+    order = torch.randperm(own, generator=generator(DIGITS_GRAPH))
     told, rest = first_of_each(order, labels, DIGITS_TOLD)
     edges = nearest_neighbours(pixels, DIGITS_NEIGHBOURS)
     return GraphData(pixels / 16, edges, labels, told, rest[:DIGITS_VALIDATION], torch.arange(own, len(labels)))
@@ -156,7 +157,7 @@ def first_of_each(order: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Te
 
 def usual_split(labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Nodes to learn from, to choose by and to judge by: the same for every seed of a run."""
-    order = torch.randperm(len(labels), generator=generator("graph split"))
+    order = torch.randperm(len(labels), generator=generator(GRAPH_SPLIT))
     told, rest = first_of_each(order, labels, USUAL_TOLD)
     validation, test = first_of_each(rest, labels, USUAL_VALIDATION)
     return told, validation, test

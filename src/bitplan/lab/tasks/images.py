@@ -20,6 +20,7 @@ from bitplan.errors import TaskError, nearest_names
 from bitplan.lab.models.resnet import cifar_resnet, imagenet_resnet, resnet18
 from bitplan.lab.models.small_cnns import MobileNetV2, ShuffleNetV2, SqueezeNet
 from bitplan.lab.tasks.task import DECAYS, LoadingTask, Metric, Settings, decayed, fused_for, generator, shuffled
+from bitplan.numerics.wire_format import AUGMENTATION
 
 # --- Sets of labelled images: what a task reads its batches from, and what is done to an image on the way
 
@@ -122,7 +123,7 @@ class Normalisation:
 
 def moved_and_mirrored(images: Tensor, pad: int, mirror: bool, seed: int, step: int) -> Tensor:
     """Each image cut out of itself with `pad` black pixels around, and mirrored or not: a function of seed and step."""
-    draws = generator("augmentation", seed, step)
+    draws = generator(AUGMENTATION, seed, step)
     count, _, height, width = images.shape
     if pad:
         down, right = torch.randint(2 * pad + 1, (2, count), generator=draws)

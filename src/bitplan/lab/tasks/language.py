@@ -16,6 +16,7 @@ from bitplan.lab.models.language_models import GPT, next_token_loss
 from bitplan.lab.sources.texts import Text, library_text, read_texts
 from bitplan.lab.tasks.task import DECAYS, Metric, Settings, Task, decayed, fused_for, generator
 from bitplan.lab.tasks.tokens import LEVELS, tokenised
+from bitplan.numerics.wire_format import WINDOWS
 
 #: A loss beyond this is a perplexity that no float need hold.
 _LARGEST_LOSS = 100.0
@@ -180,7 +181,7 @@ class DecoderLanguageModelling(LanguageTask):
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         starts = len(self.training) - self.settings.length
-        draws = generator("windows", self.seed, step)
+        draws = generator(WINDOWS, self.seed, step)
         return self._windows(self.training, torch.randint(starts, (self.settings.batch,), generator=draws))
 
     def _windows(self, tokens: Tensor, firsts: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from bitplan.errors import TaskError, nearest_names
 from bitplan.lab.tasks.language import LanguageTask, TransformerSettings, perplexity_figures, transformer_optimizer
 from bitplan.lab.tasks.task import decayed, generator
+from bitplan.numerics.wire_format import HELD_OUT_MASKS, WINDOWS_AND_MASKS
 
 #: Layers and features by size, with a head for every 64 features (Turc et al. 2019, arXiv 1908.08962).
 SIZES = {"tiny": (2, 128), "mini": (4, 256), "small": (4, 512), "medium": (8, 512), "base": (12, 768)}
@@ -108,7 +109,7 @@ class MaskedLanguageModelling(LanguageTask):
         return self.settings.length
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        draws = generator("windows and masks", self.seed, step)
+        draws = generator(WINDOWS_AND_MASKS, self.seed, step)
         starts = len(self.training) - self.settings.length + 1
         firsts = torch.randint(starts, (self.settings.batch,), generator=draws)
         return self._masked(self.training, firsts, draws)
@@ -147,7 +148,7 @@ class MaskedLanguageModelling(LanguageTask):
         total = 0.0
         for number in range(count):
             places = (number * recipe.batch + torch.arange(recipe.batch)) % windows
-            parts = self._masked(self.held_out, places * recipe.length, generator("held-out masks", number))
+            parts = self._masked(self.held_out, places * recipe.length, generator(HELD_OUT_MASKS, number))
             inputs, target = (part.to(device) for part in parts)
             total += float(self.loss(model(inputs).float(), target))
         return perplexity_figures(total / count)

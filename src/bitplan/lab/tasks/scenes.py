@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from bitplan.errors import TaskError
 from bitplan.lab.tasks.images import PictureData, Pictures
 from bitplan.lab.tasks.task import generator
+from bitplan.numerics.wire_format import DIGIT_SCENE, HELD_OUT_SET, TRAINING_SET
 
 #: Scenes of digits that there are to train on and to be judged by.
 TRAINING_SCENES, HELD_OUT_SCENES = 10_000, 200
@@ -100,7 +101,7 @@ class DigitScenes(Scenes):
         return self._scene(index)[1]
 
     def _draw(self, index: int) -> tuple[Tensor, Objects]:
-        draws = generator("digit scene", self.name, index)
+        draws = generator(DIGIT_SCENE, self.name, index)
 
         def whole(low: int, high: int) -> int:
             return int(torch.randint(low, high + 1, (), generator=draws))
@@ -133,8 +134,8 @@ class DigitScenes(Scenes):
 def digit_scenes(digits: PictureData, side: int) -> SceneData:
     """Scenes of training digits to train on, and of held-out digits, other hands', to be judged by."""
     return SceneData(
-        DigitScenes(digits.training, "training", TRAINING_SCENES, side),
-        DigitScenes(digits.held_out, "held out", HELD_OUT_SCENES, side),
+        DigitScenes(digits.training, TRAINING_SET, TRAINING_SCENES, side),
+        DigitScenes(digits.held_out, HELD_OUT_SET, HELD_OUT_SCENES, side),
         digits.classes,
     )
 

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from bitplan.analysis.targets import Target
 from bitplan.errors import TaskError
+from bitplan.numerics.wire_format import ORDER
 
 # --- What is random in a task's data, as a pure function of the seed and of where it is used
 
@@ -50,7 +51,7 @@ def shuffled(step: int, batch: int, count: int, seed: int) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _order(count: int, seed: int, epoch: int) -> Tensor:
-    return torch.randperm(count, generator=generator("order", seed, epoch))
+    return torch.randperm(count, generator=generator(ORDER, seed, epoch))
 
 
 # --- How a learning rate changes over a run: factors of its peak, as functions of the step

@@ -25,6 +25,7 @@ from bitplan.capture.recording import call_arguments
 from bitplan.errors import RunError, TaskError
 from bitplan.lab.tasks.task import Task
 from bitplan.numerics.noise import key_of, randomness_kept
+from bitplan.numerics.wire_format import EVALUATION, TRAINING
 from bitplan.plans import Plan
 from bitplan.runtime.attach import Attachment, attach
 from bitplan.runtime.optimizers import load_plain_state, plain_state, set_rate
@@ -180,10 +181,6 @@ class LossScale:
             self._scaler.load_state_dict(state)
 
 
-#: What torch's generator is seeded for.
-_TRAINING, _EVALUATION = 1, 2
-
-
 class Session:
     """One run's objects, at some step."""
 
@@ -247,7 +244,7 @@ class Session:
 
     def forward_backward(self) -> float:
         """The gradients of the next step; its loss is returned, and waited for while the device goes on."""
-        _seed(self.task.seed, self.step, _TRAINING, self.device)
+        _seed(self.task.seed, self.step, TRAINING, self.device)
         inputs, target = self.next_batch()
         self.optimizer.zero_grad(set_to_none=True)
         args, kwargs = call_arguments(inputs)
@@ -276,7 +273,7 @@ class Session:
 
         :param last: also those that are wanted once, at the end.
         """
-        _seed(self.task.seed, self.step, _EVALUATION, self.device)
+        _seed(self.task.seed, self.step, EVALUATION, self.device)
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
@@ -307,7 +304,7 @@ class Session:
     def look(self, probe: Probe) -> None:
         """Make the next step's passes, in the task's own precision, on a copy of the model under `probe`."""
         with randomness_kept():
-            _seed(self.task.seed, self.step, _TRAINING, self.device)
+            _seed(self.task.seed, self.step, TRAINING, self.device)
             look_at_step(self.model, self.next_batch(), self.task.loss, probe)
 
     # --- state ---

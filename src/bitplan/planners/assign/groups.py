@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from bitplan.capture.ops import FUSED, PRODUCTS
 from bitplan.capture.recording import Operation, record
 from bitplan.errors import PlanError, QuantizeError
+from bitplan.numerics.wire_format import parameter_suffix
 
 #: What a unit is rounded as. ``input`` is the data, by the ``x`` of the products that read it.
 Kind = Literal["input", "activation", "grad_activation", "weight"]
@@ -226,7 +227,7 @@ class _Counting:
                 operation = self.operations[users[name][0]]
                 whole = operation.wholes.get(name, dict(operation.parameters)[name])
                 short = name.rpartition(".")[2]
-                shown = "weight" if short == "weight" else f"weight({short})"
+                shown = f"weight{parameter_suffix(short)}"
                 home = sources[name][0]
                 self._count(f"{operation.label}:{shown}", "weight", [whole], home, unit)
                 if whole.requires_grad:
