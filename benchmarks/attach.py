@@ -17,8 +17,9 @@ from torch import Tensor
 
 from benchmarks.own_plans import own_plan
 from benchmarks.timing import best_turns, seconds_per_step
-from bitplan.analysis.targets import Target, batch_size, load_target, placed
+from bitplan.analysis.targets import Target, batch_size, placed
 from bitplan.capture.recording import call_arguments, call_loss, split_batch
+from bitplan.lab.targets import load_target
 from bitplan.machine import describe_machine
 from bitplan.plans import Plan
 from bitplan.runtime.attach import attach
@@ -105,7 +106,7 @@ def bench_attach(
 ) -> dict[str, Any]:
     """Measure everything; a document with machine, versions, settings and one entry a row.
 
-    :param model: a target, see :func:`bitplan.targets.load_target`.
+    :param model: a target, see :func:`bitplan.lab.targets.load_target`.
     :param autocast: BF16 autocast; on a GPU if not said otherwise.
     """
     torch.manual_seed(seed)

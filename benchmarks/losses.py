@@ -18,8 +18,9 @@ import torch
 
 from benchmarks.contenders import VARIANTS, Contender, optimizer_for
 from benchmarks.real_data import stream_for
-from bitplan.analysis.targets import load_target, placed
+from bitplan.analysis.targets import placed
 from bitplan.errors import BitplanError
+from bitplan.lab.targets import load_target
 from bitplan.plans import Plan
 
 

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from bitplan.analysis.measure import DEFAULT_CANDIDATES, measure
-from bitplan.analysis.targets import Target, batch_size, load_target, placed
+from bitplan.analysis.targets import Target, batch_size, placed
 from bitplan.capture.recording import call_arguments, call_loss, split_batch
 from bitplan.gemm.sampling import Sampling
+from bitplan.lab.targets import load_target
 from bitplan.machine import describe_machine
 
 #: A full probe of the default candidates takes at most so many training steps' time.

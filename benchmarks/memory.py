@@ -20,8 +20,9 @@ from benchmarks.own_plans import own_plan
 from benchmarks.peers import has_torchao
 from benchmarks.real_data import stream_for
 from benchmarks.timing import best_turns
-from bitplan.analysis.targets import batch_size, load_target, placed
+from bitplan.analysis.targets import batch_size, placed
 from bitplan.errors import BitplanError, nearest_names
+from bitplan.lab.targets import load_target
 from bitplan.machine import describe_machine
 
 log = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ def bench_memory(
 ) -> dict[str, Any]:
     """Measure everything; a document with machine, versions, settings and one entry a row.
 
-    :param model: a target, see :func:`bitplan.targets.load_target`.
+    :param model: a target, see :func:`bitplan.lab.targets.load_target`.
     :param plan: one of :data:`OWN_PLANS`, a preset or a file; by default the one of ours that suits the model.
     :param optimizer: ``sgd`` or ``adamw``; by default AdamW where the model reads tokens.
     :param loss_steps: steps on real data; by default 1,000 on a GPU and none on a CPU.

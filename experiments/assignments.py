@@ -31,11 +31,11 @@ from records import ended_seeds
 
 from bitplan.analysis.memory import measure_memory
 from bitplan.analysis.targets import placed
-from bitplan.lab.assignments import assign_task
 from bitplan.lab.compare import Choice
 from bitplan.lab.compare.compare import PLANS_FOLDER, slug
 from bitplan.lab.compare.suites import RATIOS, assign_choices
 from bitplan.lab.report.runs import Run
+from bitplan.lab.task_planners import assign_task
 from bitplan.lab.tasks.registry import find_task
 from bitplan.lab.tasks.task import Metric, Task
 from bitplan.planners.assign.assign import LOSS_SCALE, Asked

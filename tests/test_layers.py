@@ -102,6 +102,19 @@ def test_imports_go_downwards() -> None:
     assert upward_imports() <= KNOWN
 
 
+def test_nothing_but_the_command_line_imports_the_lab() -> None:
+    """Not even inside a function: the library works where the lab's own requirements are missing."""
+    importers = set()
+    for file in SOURCE.rglob("*.py"):
+        module = file.relative_to(SOURCE)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if module.parts[0] not in ("lab", "cli") and any(f"{name}.".startswith("bitplan.lab.") for name in names):
+                importers.add(str(module))
+    assert importers == set()
+
+
 def test_no_violation_is_listed_that_is_gone() -> None:
     assert upward_imports() >= KNOWN
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bitplan.analysis.targets import load_target
+from bitplan.lab.targets import load_target
 from bitplan.planners.assign import Asked, assignment
 from bitplan.planners.assign.levels import PAPER
 

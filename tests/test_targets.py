@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from bitplan.analysis.sites import sites
-from bitplan.analysis.targets import Target, load_target, running
+from bitplan.analysis.targets import Target, running
 from bitplan.errors import TargetError
+from bitplan.lab.targets import load_target
 
 GOOD = """
 import torch

@@ -14,7 +14,7 @@ from bitplan.analysis.explain import Explanation, explain
 from bitplan.analysis.measure import Measurement, Watch, measure
 from bitplan.analysis.memory import Memory, measure_memory, predict_memory
 from bitplan.analysis.sites import Site, sites
-from bitplan.analysis.targets import Target, load_target
+from bitplan.analysis.targets import Target
 from bitplan.errors import (
     AccountError,
     BitplanError,
@@ -76,7 +76,6 @@ __all__ = [
     "cpt_plan",
     "explain",
     "format",
-    "load_target",
     "measure",
     "measure_memory",
     "pack",

@@ -23,11 +23,12 @@ from benchmarks.contenders import (
 from benchmarks.memory import Aim, Row, aim_reached, bench_memory, chosen_variants, headline
 from benchmarks.own_plans import own_plan
 from benchmarks.real_data import stream_for
-from bitplan.analysis.targets import Target, batch_size, load_target, placed
+from bitplan.analysis.targets import Target, batch_size, placed
 from bitplan.errors import BitplanError
 from bitplan.lab.models.built_in import BUILT_IN
 from bitplan.lab.models.language_models import GPT
 from bitplan.lab.models.resnet import cifar_resnet
+from bitplan.lab.targets import load_target
 
 ROW = Row("bf16", False, 1000, 500, {}, 10.0, 100.0, 1.0)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bitplan.lab.assignments import AssignWords
+from bitplan.lab.task_planners import AssignWords
 from bitplan.plans import Plan
 
 Run = Callable[..., Any]

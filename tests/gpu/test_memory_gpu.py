@@ -9,7 +9,8 @@ import bitplan
 from bitplan.analysis.memory import kept_bytes, measure_memory, predict_memory
 from bitplan.analysis.memory.fakes import plain_copy
 from bitplan.analysis.memory.step import TrainingStep, call_of
-from bitplan.analysis.targets import Target, load_target, placed
+from bitplan.analysis.targets import Target, placed
+from bitplan.lab.targets import load_target
 from bitplan.plans import Plan
 
 pytestmark = pytest.mark.gpu

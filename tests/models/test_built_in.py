@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from bitplan.analysis.sites import sites
-from bitplan.analysis.targets import load_target
 from bitplan.lab.models.built_in import BUILT_IN
+from bitplan.lab.targets import load_target
 
 
 @pytest.mark.parametrize("name", [name for name in BUILT_IN if name not in ("resnet110", "resnet152")])

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from bitplan import attach, explain
-from bitplan.analysis.targets import load_target
 from bitplan.errors import PlanError, ScheduleError
+from bitplan.lab.targets import load_target
 from bitplan.planners import cpt_plan
 from bitplan.planners.cpt import Widths, exempt, kind_of, operations_of, plan_of
 from bitplan.plans import Plan

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from bitplan.analysis.sites import sites
-from bitplan.analysis.targets import load_target
 from bitplan.errors import TaskError
+from bitplan.lab.targets import load_target
 from bitplan.lab.tasks.images import Digits
 from bitplan.lab.tasks.registry import CARDS, find_task, task_class, task_names
 

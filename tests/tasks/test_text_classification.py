@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from bitplan import cpt_plan
 from bitplan.analysis.explain import explain
-from bitplan.analysis.targets import load_target
 from bitplan.errors import TaskError
 from bitplan.lab.sources.texts import PACKAGES, docstrings_in, library_docstrings
+from bitplan.lab.targets import load_target
 from bitplan.lab.tasks.registry import find_task
 from bitplan.lab.tasks.text_classification import Docstrings
 from bitplan.lab.tasks.tokens import END, PAD, SPECIAL, START, LearntEncoder

@@ -6,21 +6,17 @@ import hashlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from bitplan.errors import BitplanError, TargetError, nearest_names
-
-if TYPE_CHECKING:
-    from bitplan.lab.tasks.task import Task
-
 
 # --- Python files that a user names, such as ``file.py:make`` or ``my_task.py:MyTask``
 
@@ -120,40 +116,47 @@ class Target:
             raise TargetError(f"a target's loss is a function or None, not {type(self.loss).__name__}.")
 
 
-def load_target(text: str, *, shapes_only: bool = False, settings: Sequence[str] = ()) -> Target:
-    """The target that `text` names: a built-in model, a task's first training step, or ``file.py:make``.
+def load_target(source: str) -> Target:
+    """The target that ``file.py:make`` names.
 
-    The file is Python code and is **run**; then its function ``make`` (or whatever is named behind the colon) is
-    called and returns a model, a batch and a loss; a task's class may be named as well. So name only files that you
-    trust.
-
-    :param shapes_only: make models on the ``meta`` device: large ones then cost nothing, and everything but running
-        them works. A file decides for itself.
-    :param settings: of a task, what differs from its recipe, as ``key=value``.
+    The file is Python code and is **run**; then its function ``make`` (or the one named behind the colon) is called and
+    returns a model, a batch and a loss. So name only files that you trust. Built-in models and tasks are loaded by
+    :func:`bitplan.lab.targets.load_target`.
     """
-    # Tasks are a later room of the house; a target that is one is made there.
-    from bitplan.lab.models.built_in import BUILT_IN
-    from bitplan.lab.tasks.registry import find_task, task_names
+    file = named_file(source)
+    if file is None:
+        raise TargetError(f"{source!r} names no Python file: a target is named as file.py:make.")
+    path, name = file
+    return make_target(target_function(path, name), path, name)
 
-    named = named_file(text)
-    if named is not None:
-        return _from_file(*named, settings)
-    if text in task_names():
-        return _of_task(find_task(text, settings), shapes_only)
-    text = next((name for name in BUILT_IN if name == text.replace("_", "-")), text)  # mobilenet_v2 is found, too
-    if text not in BUILT_IN:
+
+def target_function(path: Path, name: str) -> Callable[[], Any]:
+    """The function (or class) that a target's file calls `name`; running the file is how it is found."""
+    if not path.is_file():
+        raise TargetError(f"there is no file {path}: a target is a built-in model's name or file.py:make.")
+    function: Callable[[], Any] = public_name(
+        run_file(path, TargetError), path, name or DEFAULT_FUNCTION, "function", TargetError
+    )
+    return function
+
+
+def make_target(make: Callable[[], Any], path: Path, name: str) -> Target:
+    """Call a target's function; an error in it, or a result that is no target, is reported in one sentence."""
+    function = name or DEFAULT_FUNCTION
+    try:
+        made = make()
+    except BitplanError:
+        raise
+    except Exception as error:
+        raise TargetError(f"{path}:{function} failed: {in_words(error, path)}") from error
+    if isinstance(made, Target):
+        return made
+    if not isinstance(made, (tuple, list)) or len(made) != 3:
+        count = f" of {len(made)}" if isinstance(made, (tuple, list)) else ""
         raise TargetError(
-            f"there is no built-in model or task {text!r}; {nearest_names(text, (*BUILT_IN, *task_names()))} "
-            f"(A model of your own is named as file.py:make.)"
+            f"{path}:{function} must return three things, model, batch and loss, not {type(made).__name__}{count}."
         )
-    _require_no_settings(text, settings)
-    with torch.device("meta") if shapes_only else nullcontext():
-        return BUILT_IN[text]()
-
-
-def _require_no_settings(text: str, settings: Sequence[str]) -> None:
-    if settings:
-        raise TargetError(f"{text} is a model as it is, and only tasks have settings: drop --set {settings[0]}.")
+    return Target(*made)
 
 
 @contextmanager
@@ -171,41 +174,6 @@ def running(text: str) -> Iterator[None]:
         if named is None:
             raise
         raise TargetError(f"{text} does not run on its batch: {in_words(error, named[0])}") from error
-
-
-def _of_task(task: Task, shapes_only: bool) -> Target:
-    if not shapes_only:
-        return task.target()
-    batch = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), task.example())
-    with torch.device("meta"):
-        return Target(task.model(), batch, task.loss)
-
-
-def _from_file(path: Path, name: str, settings: Sequence[str]) -> Target:
-    from bitplan.lab.tasks.registry import own_task
-    from bitplan.lab.tasks.task import Task
-
-    if not path.is_file():
-        raise TargetError(f"there is no file {path}: a target is a built-in model's name or file.py:make.")
-    function = name or DEFAULT_FUNCTION
-    make = public_name(run_file(path, TargetError), path, function, "function", TargetError)
-    try:
-        if isinstance(make, type) and issubclass(make, Task):
-            return _of_task(own_task(make, path, settings), shapes_only=False)
-        _require_no_settings(f"{path}:{function}", settings)
-        made = make()
-    except BitplanError:
-        raise
-    except Exception as error:
-        raise TargetError(f"{path}:{function} failed: {in_words(error, path)}") from error
-    if isinstance(made, Target):
-        return made
-    if not isinstance(made, (tuple, list)) or len(made) != 3:
-        count = f" of {len(made)}" if isinstance(made, (tuple, list)) else ""
-        raise TargetError(
-            f"{path}:{function} must return three things, model, batch and loss, not {type(made).__name__}{count}."
-        )
-    return Target(*made)
 
 
 # --- A target where it is to run, with as many samples as it is to have

@@ -12,12 +12,13 @@ from rich import box
 from rich.table import Table
 
 from bitplan.analysis.memory.step import OPTIMIZER_NAMES, OptimizerChoice
-from bitplan.analysis.targets import Target, batch_size, load_target, placed, running
+from bitplan.analysis.targets import Target, batch_size, placed, running
 from bitplan.cli.arguments import TargetArgument
 from bitplan.cli.output import JsonOption, Output, command_output
 from bitplan.errors import AccountError, nearest_names
 from bitplan.files import byte_text
 from bitplan.lab.models.built_in import sized_target
+from bitplan.lab.targets import load_target
 from bitplan.lab.tasks.registry import find_task, task_names
 from bitplan.planners.assign.assign import Asked, assignment, chosen_formats
 from bitplan.planners.assign.assignment import BASELINES, REMARKS, Assignment

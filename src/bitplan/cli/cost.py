@@ -10,9 +10,10 @@ from rich.table import Table
 
 from bitplan.analysis.cost import Cost
 from bitplan.analysis.cost import cost as cost_of
-from bitplan.analysis.targets import load_target, running
+from bitplan.analysis.targets import running
 from bitplan.cli.arguments import PlanArgument, TargetArgument
 from bitplan.cli.output import JsonOption, Output, command_output
+from bitplan.lab.targets import load_target
 
 
 def register(app: typer.Typer) -> None:

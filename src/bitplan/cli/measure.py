@@ -18,12 +18,13 @@ from rich.text import Text
 from bitplan.analysis.measure import DEFAULT_CANDIDATES, Measurement, measure
 from bitplan.analysis.measure.candidate import checked_candidates
 from bitplan.analysis.measure.result import Row
-from bitplan.analysis.targets import load_target, named_file, running
+from bitplan.analysis.targets import named_file, running
 from bitplan.cli.arguments import TargetArgument
 from bitplan.cli.output import JsonOption, Output, command_output, make_folder
 from bitplan.errors import MetricError, TaskError
 from bitplan.gemm.sampling import Sampling
 from bitplan.lab.report.measured import FILE
+from bitplan.lab.targets import load_target
 from bitplan.lab.tasks.registry import find_task, task_names
 from bitplan.lab.tasks.task import Task
 from bitplan.lab.train.stages import STAGES, STEPS, measure_task

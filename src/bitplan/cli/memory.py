@@ -13,11 +13,12 @@ from rich.table import Table
 from bitplan.analysis.memory.fit import LADDER, Choice, choices, free_memory
 from bitplan.analysis.memory.measure import measure_memory
 from bitplan.analysis.memory.step import MEANINGS, OPTIMIZER_NAMES, Memory, chosen_optimizer
-from bitplan.analysis.targets import batch_size, load_target, placed, running
+from bitplan.analysis.targets import batch_size, placed, running
 from bitplan.cli.arguments import TargetArgument, complete_plan
 from bitplan.cli.output import JsonOption, Output, command_output
 from bitplan.errors import AccountError, PlanError, nearest_names
 from bitplan.files import byte_text, read_bytes
+from bitplan.lab.targets import load_target
 from bitplan.plans.loading import find_plan
 from bitplan.runtime.attach import EXECUTIONS
 

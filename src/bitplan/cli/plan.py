@@ -15,12 +15,13 @@ from rich.table import Table
 
 from bitplan.analysis.explain import Explanation
 from bitplan.analysis.explain import explain as explained
-from bitplan.analysis.targets import load_target, running
+from bitplan.analysis.targets import running
 from bitplan.cli.arguments import OptionalTargetArgument, PlanArgument, SettingsOption, TargetArgument
 from bitplan.cli.output import JsonOption, Output, command_output
 from bitplan.cli.schedules import complete_schedule, read_bits
 from bitplan.cli.sites import shape_text, site_record
 from bitplan.errors import BitplanWarning
+from bitplan.lab.targets import load_target
 from bitplan.planners import cpt_plan
 from bitplan.plans import ROLES, Plan, plan_schema, preset_names, preset_text
 from bitplan.plans.loading import find_plan

@@ -13,8 +13,9 @@ from bitplan.analysis.targets import running
 from bitplan.cli.arguments import complete_task
 from bitplan.cli.output import JsonOption, Output, command_output
 from bitplan.cli.schedules import read_bits
+from bitplan.lab.task_planners import range_test_of_task
 from bitplan.lab.tasks.registry import find_task
-from bitplan.planners.range_test import THRESHOLD, WINDOW, RangeTest, range_test_of_task
+from bitplan.planners.range_test import THRESHOLD, WINDOW, RangeTest
 from bitplan.plans.loading import find_plan
 
 #: Characters of the longest bar.

@@ -11,11 +11,12 @@ from rich.table import Table
 
 from bitplan.analysis.sites import Site
 from bitplan.analysis.sites import sites as sites_of_model
-from bitplan.analysis.targets import load_target, running
+from bitplan.analysis.targets import running
 from bitplan.capture.recording import unseen_modules
 from bitplan.cli.arguments import TargetArgument
 from bitplan.cli.output import JsonOption, Output, command_output
 from bitplan.files import byte_text
+from bitplan.lab.targets import load_target
 from bitplan.plans import ROLES
 
 

@@ -25,7 +25,7 @@ from bitplan.cli.output import JsonOption, Output, command_output
 from bitplan.cli.run_progress import RunProgress
 from bitplan.errors import BitplanError, BitplanWarning, RunError, TaskError
 from bitplan.files import byte_text
-from bitplan.lab.assignments import AssignWords, assign_task
+from bitplan.lab.task_planners import AssignWords, assign_task
 from bitplan.lab.tasks.registry import find_task, task_names
 from bitplan.lab.tasks.task import Task
 from bitplan.lab.train import Progress, RunFolder, Summary, fresh_folder, train

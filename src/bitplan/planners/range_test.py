@@ -15,8 +15,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,9 +29,6 @@ from bitplan.planners.cpt import cpt_plan
 from bitplan.plans import Plan
 from bitplan.plans.schedules import Moment, Schedule, StepList
 from bitplan.runtime.attach import attach
-
-if TYPE_CHECKING:
-    from bitplan.lab.tasks.task import Task
 
 #: Steps of a window.
 WINDOW = 40
@@ -144,25 +140,6 @@ def range_test(
                 if on_step is not None:
                     on_step(step + 1, total)
     return judged(losses, low, high, window, threshold)
-
-
-def range_test_of_task(task: Task, **options: Any) -> RangeTest:
-    """The range test of a task with its own recipe at the peak learning rate; options as of :func:`range_test`."""
-    with randomness_kept():
-        torch.manual_seed(task.seed)
-        model = task.model()
-        optimizer = task.optimizer(model)
-        return range_test(model, optimizer, _TaskBatches(task), task.loss, seed=task.seed, **options)
-
-
-class _TaskBatches:
-    """A task's batches, without an end."""
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self.task.batch, count())
 
 
 def rising_schedule(low: int, high: int, window: int) -> Schedule:

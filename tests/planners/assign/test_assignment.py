@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import bitplan
-from bitplan.analysis.targets import load_target
 from bitplan.capture.decompositions import decision_for
 from bitplan.errors import PlanError
+from bitplan.lab.targets import load_target
 from bitplan.planners.assign.assignment import BASELINES, Assignment, baseline, cut_for_ratio
 from bitplan.planners.assign.groups import Account, account_of, place_of
 from bitplan.planners.assign.levels import PAPER, formats_of, moves_of

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bitplan.analysis.targets import load_target
 from bitplan.errors import PlanError
+from bitplan.lab.targets import load_target
 from bitplan.planners.assign.assignment import cut_for_ratio
 from bitplan.planners.assign.groups import DATA, Account, account_of
 from bitplan.planners.assign.levels import PAPER, moves_of

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from bitplan.analysis.targets import load_target
 from bitplan.errors import TaskError
 from bitplan.lab.sources.pretrained import PretrainedFolder
+from bitplan.lab.targets import load_target
 from bitplan.lab.tasks.registry import find_task
 
 transformers = pytest.importorskip("transformers")

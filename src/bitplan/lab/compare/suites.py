@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from bitplan.capture.recording import Operation
 from bitplan.errors import RunError, nearest_names
-from bitplan.lab.assignments import assign_task
 from bitplan.lab.compare.folder import Choice
+from bitplan.lab.task_planners import assign_task
 from bitplan.lab.tasks.task import Task
 from bitplan.planners.assign.assign import LOSS_SCALE, Asked
 from bitplan.planners.assign.levels import PAPER, Formats

@@ -17,7 +17,7 @@ from bitplan._version import __version__
 from bitplan.analysis.targets import file_sha256, named_file
 from bitplan.errors import RunError
 from bitplan.files import strict
-from bitplan.lab.assignments import AssignWords
+from bitplan.lab.task_planners import AssignWords
 from bitplan.lab.tasks.task import Task
 from bitplan.machine import describe_machine
 from bitplan.plans import Plan

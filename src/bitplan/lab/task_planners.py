@@ -1,20 +1,23 @@
-"""Assignments for tasks, as the command line asks for them: ``--assign 0.9``, ``70%`` or ``operator``."""
+"""Planners applied to tasks: assignments (``--assign 0.9``, ``70%`` or ``operator``) and the range test."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from bitplan.errors import PlanError
+from bitplan.numerics.noise import randomness_kept
 from bitplan.planners.assign.assign import Asked, assignment, chosen_formats
 from bitplan.planners.assign.assignment import BASELINES, Assignment
 from bitplan.planners.assign.levels import Formats
 from bitplan.planners.assign.probe import BATCHES, WARM
+from bitplan.planners.range_test import RangeTest, range_test
 
 if TYPE_CHECKING:
     from bitplan.lab.tasks.task import Task
@@ -117,6 +120,25 @@ def assign_task(
         batches=batches,
         tell=tell,
     )
+
+
+def range_test_of_task(task: Task, **options: Any) -> RangeTest:
+    """The range test of a task with its own recipe at the peak learning rate; options as of :func:`range_test`."""
+    with randomness_kept():
+        torch.manual_seed(task.seed)
+        model = task.model()
+        optimizer = task.optimizer(model)
+        return range_test(model, optimizer, _TaskBatches(task), task.loss, seed=task.seed, **options)
+
+
+class _TaskBatches:
+    """A task's batches, without an end."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.task.batch, count())
 
 
 def _number(text: str) -> float | None:

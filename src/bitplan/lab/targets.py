@@ -1,0 +1,60 @@
+"""Targets by name: the built-in models, the first training step of a task, and a user's own ``file.py:make``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from bitplan.analysis.targets import DEFAULT_FUNCTION, Target, make_target, named_file, target_function
+from bitplan.errors import TargetError, nearest_names
+from bitplan.lab.models.built_in import BUILT_IN
+from bitplan.lab.tasks.registry import find_task, own_task, task_names
+from bitplan.lab.tasks.task import Task
+
+
+def load_target(source: str, *, shapes_only: bool = False, settings: Sequence[str] = ()) -> Target:
+    """The target that `source` names: a built-in model, a task's first training step, or ``file.py:make``.
+
+    A file is **run**, as :func:`bitplan.analysis.targets.load_target` says; it may name a task's class as well.
+
+    :param shapes_only: make models on the ``meta`` device: large ones then cost nothing, and everything but running
+        them works. A file decides for itself.
+    :param settings: of a task, what differs from its recipe, as ``key=value``.
+    """
+    file = named_file(source)
+    if file is not None:
+        path, name = file
+        function = target_function(path, name)
+        if isinstance(function, type) and issubclass(function, Task):
+            task = function
+            return make_target(lambda: own_task(task, path, settings).target(), path, name)
+        _require_no_settings(f"{path}:{name or DEFAULT_FUNCTION}", settings)
+        return make_target(function, path, name)
+    if source in task_names():
+        return _task_target(find_task(source, settings), shapes_only)
+    model_name = source.replace("_", "-")  # mobilenet_v2 is accepted for mobilenet-v2
+    if model_name not in BUILT_IN:
+        raise TargetError(
+            f"there is no built-in model or task {source!r}; {nearest_names(source, (*BUILT_IN, *task_names()))} "
+            f"(A model of your own is named as file.py:make.)"
+        )
+    _require_no_settings(model_name, settings)
+    with torch.device("meta") if shapes_only else nullcontext():
+        return BUILT_IN[model_name]()
+
+
+def _task_target(task: Task, shapes_only: bool) -> Target:
+    if not shapes_only:
+        return task.target()
+    batch = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), task.example())
+    with torch.device("meta"):
+        return Target(task.model(), batch, task.loss)
+
+
+def _require_no_settings(source: str, settings: Sequence[str]) -> None:
+    if settings:
+        raise TargetError(f"{source} is a model as it is, and only tasks have settings: drop --set {settings[0]}.")
