@@ -54,6 +54,10 @@ class MetricError(BitplanError, ValueError):
     """Figures of an error that cannot be taken of what was given."""
 
 
+class TorchVersionError(BitplanError, ImportError):
+    """A private torch symbol that the installed torch version does not have."""
+
+
 class BitplanWarning(UserWarning):
     """Base of every warning bitplan issues, so that one filter can silence or raise them all."""
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from bitplan.compiler.torch_private import tree_leaves
 from bitplan.errors import BitplanError, TargetError, nearest_names
 
 # --- Python files that a user names, such as ``file.py:make`` or ``my_task.py:MyTask``

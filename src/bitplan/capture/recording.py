@@ -14,20 +14,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from bitplan.capture.decompositions import OPENED
 from bitplan.capture.ops import FUSED, PRODUCTS
 from bitplan.capture.scopes import Interceptor, Scope, followed, loss_holder, state_of
+from bitplan.compiler.torch_private import (
+    DataDependentOutputException,
+    DisableTorchFunction,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    tree_map,
+)
 from bitplan.errors import TargetError
 from bitplan.numerics.wire_format import op_site, site_path
 from bitplan.plans.match import ancestors
@@ -151,7 +152,7 @@ def looking_away(model: nn.Module) -> Iterator[None]:
 
     def enter(module: nn.Module, *given: Any) -> None:
         if any(module is each for each in unseen):
-            guards.append(torch._C.DisableTorchFunction())
+            guards.append(DisableTorchFunction())
             guards[-1].__enter__()
 
     def leave(module: nn.Module, *given: Any) -> None:

@@ -29,8 +29,18 @@ from torch.overrides import TorchFunctionMode
 
 from bitplan.capture.decompositions import TRANSPARENT
 from bitplan.capture.ops import REGIONS, name_of, traceable
+from bitplan.compiler import torch_private
 from bitplan.compiler.packed_backend import refuse_other_backends
 from bitplan.compiler.torch_patches import Undo, replace_attribute
+from bitplan.compiler.torch_private import (
+    CHECKPOINT_GENERATOR,
+    DISPATCH_MODULES,
+    FUNCTORCH_MODULES,
+    DisableTorchFunction,
+    checkpoint_generator,
+    torch_function_mode_at,
+    torch_function_stack_depth,
+)
 from bitplan.compiler.tracing import VERSION, constant_when_traced, depend_on
 from bitplan.executions.packed.saved_tensors import Keeper
 from bitplan.numerics.wire_format import LOSS_PATH
@@ -114,7 +124,7 @@ class Scope(TorchFunctionMode):
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
-        with torch._C.DisableTorchFunction():  # or every question about a tensor goes through all scopes around
+        with DisableTorchFunction():  # or every question about a tensor goes through all scopes around
             concerns_us = self.interceptor.enabled and _has_float_tensor(args, named)
         if not concerns_us:
             return func(*args, **named)  # factories among them, which other modes may want to see
@@ -132,7 +142,7 @@ class Scope(TorchFunctionMode):
             inner.inside = self.inside if op in TRANSPARENT else op
             with inner:
                 return written_out(*args, **named)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             if op is None:
                 return self.interceptor.on_view(func, args, named)
             index = self._number(op)
@@ -174,21 +184,15 @@ class Scope(TorchFunctionMode):
         return in_scope
 
 
-#: Python between an operation's caller and the mode.
-_IN_BETWEEN = frozenset(
-    f"torch.{name}" for name in ("_ops", "overrides", "nn.functional", "functional", "_tensor", "fx.interpreter")
-)
-
-
 def _is_called_by_compiled_code() -> bool:
     """Whether a graph is running: a single compiled block inside a model whose own scope is open.
 
     Inductor calls matrix products as torch functions, and other backends all operations.
     """
     frame = sys._getframe(2)
-    while frame.f_globals.get("__name__") in _IN_BETWEEN and frame.f_back is not None:
+    while frame.f_globals.get("__name__") in DISPATCH_MODULES and frame.f_back is not None:
         frame = frame.f_back
-    if "extern_kernels" in frame.f_globals or frame.f_globals.get("__name__", "").startswith("torch._functorch"):
+    if "extern_kernels" in frame.f_globals or frame.f_globals.get("__name__", "").startswith(FUNCTORCH_MODULES):
         return True
     return frame.f_code.co_filename.startswith("<eval_with_key>") and not is_planned(frame.f_locals.get("self"))
 
@@ -212,8 +216,8 @@ def _count_when_traced(counts: int, op: str) -> int:
 
 def innermost_scope() -> Scope | None:
     """The scope of the operation that is running; None outside of models with a plan."""
-    for position in range(torch._C._len_torch_function_stack() - 1, -1, -1):
-        mode = torch._C._get_function_stack_at(position)
+    for position in range(torch_function_stack_depth() - 1, -1, -1):
+        mode = torch_function_mode_at(position)
         if isinstance(mode, Scope):
             return mode
     return None
@@ -302,9 +306,7 @@ def show_all_functions() -> Undo:
 
     A function that is added here is shown to modes, and is no different where there is none.
     """
-    from torch._dynamo.variables.torch import get_overridable_functions
-
-    listed = get_overridable_functions()
+    listed = torch_private.get_overridable_functions()
     homes: dict[Any, tuple[str, ...]] = {
         F: ("hardsigmoid", "hardswish", "sigmoid", "tanh", "upsample", "upsample_bilinear", "upsample_nearest"),
         torch.sparse: ("addmm", "log_softmax", "mm", "sampled_addmm", "softmax", "sum"),
@@ -400,7 +402,7 @@ def _is_float(value: Any) -> bool:
 # --- Functions under activation checkpointing
 
 
-_keep_hooks = torch_checkpoint._checkpoint_without_reentrant_generator
+_keep_hooks = checkpoint_generator
 
 _Reentrant = torch_checkpoint.CheckpointFunction
 
@@ -421,7 +423,7 @@ class _PlannedReentrant(_Reentrant):
 
 def carry_scopes() -> Undo:
     """A patch of torch: checkpointed functions carry their scope along."""
-    restore_hooked = replace_attribute(torch_checkpoint, "_checkpoint_without_reentrant_generator", _planned_keep_hooks)
+    restore_hooked = replace_attribute(torch_checkpoint, CHECKPOINT_GENERATOR, _planned_keep_hooks)
     restore_reentrant = replace_attribute(torch_checkpoint, "CheckpointFunction", _PlannedReentrant)
 
     def undo() -> None:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from bitplan.compiler.torch_private import FAKE_TENSOR_LOGGER
 from bitplan.errors import BitplanError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _refuse(f"the command line needs {library}, which is not installed: run 'pip install typer rich'.")
     if "TORCH_LOGS" not in os.environ:
         # What does not run on its batch is told in a sentence; torch would put a traceback in front of it.
-        logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_no_failure_of_shapes)
+        logging.getLogger(FAKE_TENSOR_LOGGER).addFilter(_is_no_failure_of_shapes)
     # A fixed program name: `python -m bitplan` must offer the same shell completion as `bitplan`.
     run_app(app, arguments, "bitplan")
 

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from bitplan.compiler import torch_private
 from bitplan.compiler.packed_backend import BACKEND
 from bitplan.compiler.tracing import guarded_by_version
 from bitplan.errors import PlanError, nearest_names
 from bitplan.runtime.installation import Installation
 
 if TYPE_CHECKING:
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
-
     from bitplan.compiler.native_backend import Sparing
+    from bitplan.compiler.torch_private import CustomPartitionerFn
 
 #: What compiled native execution casts again in its backward pass, by how much memory it is to spare.
 SPARING: dict[str, tuple[str, ...]] = {
@@ -53,8 +53,6 @@ class Compiler:
         spare_memory: str,
     ) -> Any:
         """See :meth:`bitplan.runtime.attachment.Attachment.compile`."""
-        from torch._inductor import list_mode_options
-
         if spare_memory not in SPARING:
             raise PlanError(f"there is no spare_memory={spare_memory!r}; {nearest_names(str(spare_memory), SPARING)}")
         if spare_memory != "no" and self.execution != "native":
@@ -62,7 +60,7 @@ class Compiler:
         self.installation.require_place()
         self.installation.rounder.casts_again = SPARING[spare_memory]
         self.installation.tell_compiled_code()
-        settings = {**({} if mode is None else list_mode_options(mode, dynamic)), **(options or {})}
+        settings = {**({} if mode is None else torch_private.list_mode_options(mode, dynamic)), **(options or {})}
         backend = self._backend(spare_memory)
         if self.execution == "native" and backend == "inductor":
             from bitplan.compiler.launching import with_opening

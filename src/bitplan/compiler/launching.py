@@ -14,11 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._functorch.partitioners import get_default_op_list
-from torch._higher_order_ops import triton_kernel_wrap
-from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._inductor.inductor_prims import force_stride_order
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from bitplan.compiler import amax_joining, patterns, torch_patches
@@ -32,6 +27,18 @@ from bitplan.compiler.gated_fusion import fuse_gates
 from bitplan.compiler.kernel_ops import OPERATIONS, KernelOperation
 from bitplan.compiler.norm_fusion import fuse_norms
 from bitplan.compiler.torch_patches import Undo, replace_attribute
+from bitplan.compiler.torch_private import (
+    CustomGraphPass,
+    detect_fake_mode,
+    force_stride_order,
+    get_default_op_list,
+    get_hash_for_files,
+    inductor_config,
+    select_decomp_table,
+    triton_access_analyses,
+    triton_kernel_wrap,
+    triton_kernel_wrapper_functional,
+)
 
 #: Whether compiled graphs launch the kernels themselves; to compare, or where a version of torch cannot.
 OPENS = True
@@ -77,8 +84,6 @@ class OpeningPass(CustomGraphPass):
 
 def with_opening(options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Options of Inductor, with the pass behind what is set there or, if nothing is, for all of Inductor."""
-    import torch._inductor.config as inductor_config
-
     settings = dict(options or {})
     theirs = settings.get(OPTION, getattr(inductor_config, OPTION))
     earlier = theirs if isinstance(theirs, (list, tuple)) else () if theirs is None else (theirs,)
@@ -107,9 +112,6 @@ def open_operations(
 
 def _open(graph: fx.Graph, node: fx.Node, operation: KernelOperation) -> list[fx.Node]:
     """Trace what the operation does to its inputs, and put that in its place. The launches in it."""
-    from torch._guards import detect_fake_mode
-    from torch._inductor.decomposition import select_decomp_table
-
     inputs = list(dict.fromkeys(node.all_input_nodes))
     numbers = {each: number for number, each in enumerate(inputs)}
 
@@ -176,11 +178,9 @@ def remember_accesses() -> Undo:
 
     It translates the kernel to see, three times for every launch in a graph: of some hundred launches, a minute.
     """
-    names = ("identify_mutated_tensors", "identify_accessed_tensors")  # before torch 2.12 or so, and since
     restore = [
         replace_attribute(triton_kernel_wrap, name, _remembering(look))
-        for name in names
-        if (look := getattr(triton_kernel_wrap, name, None)) is not None
+        for name, look in triton_access_analyses().items()
     ]
 
     def undo() -> None:

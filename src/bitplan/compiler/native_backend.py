@@ -15,11 +15,7 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
 from torch import fx
-from torch._functorch.compile_utils import fx_graph_cse
-from torch._functorch.partitioners import get_default_op_list, min_cut_rematerialization_partition
-from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 
 from bitplan.compiler import moments_fusion as fusing
@@ -27,6 +23,16 @@ from bitplan.compiler import partitioning
 from bitplan.compiler.launching import with_opening
 from bitplan.compiler.moments_fusion import fold_batch_norms, fuse_moments
 from bitplan.compiler.partitioning import LIFTED_BANS, SMALL_SHARE, backward_nodes, elements_of, mark_what_is_kept
+from bitplan.compiler.torch_private import (
+    CustomPartitionerFn,
+    compile_fx,
+    functorch_config,
+    fx_graph_cse,
+    get_default_op_list,
+    get_hash_for_files,
+    list_mode_options,
+    min_cut_rematerialization_partition,
+)
 
 #: Where a cast's arguments name the tensor that it waits for.
 _AFTER = [argument.name for argument in torch.ops.bitplan.float8_cast.default._schema.arguments].index("after")
@@ -199,9 +205,6 @@ def native_backend(sparing: Sparing) -> Callable[..., Callable[..., Any]]:
     def compile_native(
         gm: fx.GraphModule, example_inputs: Any, mode: str | None = None, options: dict[str, Any] | None = None
     ) -> Callable[..., Any]:
-        from torch._inductor import list_mode_options
-        from torch._inductor.compile_fx import compile_fx
-
         cut = {"custom_partitioner_fn": SparingPartitioner(sparing)}
         settings = {**list_mode_options(mode or "default"), **with_opening(options), **cut}
         compiled: Any = compile_fx(gm, example_inputs, config_patches=settings)

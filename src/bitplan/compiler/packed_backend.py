@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from bitplan.compiler import torch_private
 from bitplan.compiler.tracing import constant_when_traced
 from bitplan.errors import PlanError
 
@@ -25,32 +26,28 @@ def compile_packed(
     options: dict[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Compile one graph with Inductor, keeping codes for the backward pass."""
-    from torch._inductor import list_mode_options
-    from torch._inductor.compile_fx import compile_fx
-
     from bitplan.compiler.launching import with_opening
     from bitplan.compiler.partitioning import PackedPartitioner
 
     asked = with_opening(options)
-    settings = {**list_mode_options(mode or "default"), **asked, "custom_partitioner_fn": PackedPartitioner()}
-    compiled: Any = compile_fx(gm, example_inputs, config_patches=settings)
+    settings = {
+        **torch_private.list_mode_options(mode or "default"),
+        **asked,
+        "custom_partitioner_fn": PackedPartitioner(),
+    }
+    compiled: Any = torch_private.compile_fx(gm, example_inputs, config_patches=settings)
     return compiled  # type: ignore[no-any-return]
 
 
 def register_backend() -> None:
     """Let torch.compile know the backend by its name."""
-    from torch._dynamo.backends.registry import list_backends
-    from torch._dynamo.backends.registry import register_backend as register
-
-    if BACKEND not in list_backends(exclude_tags=()):
-        register(compile_packed, BACKEND)  # type: ignore[no-untyped-call, unused-ignore]
+    if BACKEND not in torch_private.list_backends(exclude_tags=()):
+        torch_private.register_backend(compile_packed, BACKEND)  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def is_compiled_by_us() -> bool:
     """While torch.compile traces: whether the graph goes to our backend."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    compiler: Any = InstructionTranslator.current_tx().output.compiler_fn
+    compiler: Any = torch_private.InstructionTranslator.current_tx().output.compiler_fn
     for _ in range(8):  # torch wraps backends in each other
         if compiler is None or getattr(compiler, "compiler_name", None) == BACKEND:
             return compiler is not None

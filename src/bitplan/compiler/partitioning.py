@@ -20,14 +20,18 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
 from torch import Tensor, fx
-from torch._functorch.partitioners import get_default_op_list, min_cut_rematerialization_partition
-from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 
 from bitplan.compiler import moments_fusion as fusing
 from bitplan.compiler.moments_fusion import KEPT, fold_batch_norms, fuse_moments
+from bitplan.compiler.torch_private import (
+    CustomPartitionerFn,
+    functorch_config,
+    get_default_op_list,
+    get_hash_for_files,
+    min_cut_rematerialization_partition,
+)
 
 #: How many codes in a row are computed again rather than kept.
 LONGEST_CHAIN = 2

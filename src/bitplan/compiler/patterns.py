@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._functorch.partitioners import get_default_op_list
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from bitplan.compiler.torch_private import FakeTensorMode, get_default_op_list, select_decomp_table
 
 aten: Any = torch.ops.aten
 ours: Any = torch.ops.bitplan
@@ -143,8 +143,6 @@ def is_kept(node: fx.Node) -> bool:
 
 def spelled(function: Callable[..., Tensor], **inputs: tuple[int, ...]) -> fx.Node:
     """The result of a function of bfloat16 tensors of these sizes, as in a graph; its inputs are told their names."""
-    from torch._inductor.decomposition import select_decomp_table
-
     with torch.inference_mode(False), FakeTensorMode():  # whatever the graph is compiled for
         given = [torch.empty(size, dtype=torch.bfloat16) for size in inputs.values()]
         graph = make_fx(function, decomposition_table=select_decomp_table())(*given).graph

@@ -15,7 +15,9 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
-from torch._guards import TracingContext
+
+from bitplan.compiler import torch_private
+from bitplan.compiler.torch_private import TracingContext
 
 # --- Where Python code runs: eagerly, or while torch.compile makes a graph of it
 
@@ -85,12 +87,12 @@ _MANY = 256
 
 
 class Allowance:
-    """One setting of ``torch._dynamo.config`` at a value or above, until removed or until its owner is gone."""
+    """A setting of torch.compile's tracer that is at least `value` until removed or until its owner is gone."""
 
     def __init__(self, name: str, value: int, owner: object) -> None:
         needs = _needs.setdefault(name, {})
         if not needs:
-            _before[name] = _written[name] = getattr(torch._dynamo.config, name)
+            _before[name] = _written[name] = getattr(torch_private.dynamo_config, name)
         number = next(_numbers)
         needs[number] = value
         _settle(name)
@@ -105,13 +107,13 @@ def _give_up(name: str, number: int) -> None:
 def _settle(name: str) -> None:
     kind = type(_before[name])
     wanted = kind(max([_before[name], *_needs[name].values()]))
-    if getattr(torch._dynamo.config, name) == _written[name]:
-        setattr(torch._dynamo.config, name, wanted)
+    if getattr(torch_private.dynamo_config, name) == _written[name]:
+        setattr(torch_private.dynamo_config, name, wanted)
     _written[name] = wanted
 
 
 def many_graphs() -> AbstractContextManager[None]:
     """While one piece of code is compiled for many copies of a model: torch counts graphs by code, and would take these
     for recompilations that never end."""
-    patched: AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=_MANY)
+    patched: AbstractContextManager[None] = torch_private.dynamo_config.patch(recompile_limit=_MANY)
     return patched

@@ -7,9 +7,9 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from bitplan.analysis.targets import DEFAULT_FUNCTION, Target, make_target, named_file, target_function
+from bitplan.compiler.torch_private import tree_map_only
 from bitplan.errors import TargetError, nearest_names
 from bitplan.lab.models.built_in import BUILT_IN
 from bitplan.lab.tasks.registry import find_task, own_task, task_names

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from bitplan.compiler.torch_private import tree_map_only
 from bitplan.errors import PlanError
 from bitplan.numerics.noise import randomness_kept
 from bitplan.planners.assign.assign import Asked, assignment, chosen_formats

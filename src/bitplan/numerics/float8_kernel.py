@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from bitplan.compiler.torch_private import FakeTensor
 
 _BLOCK = 4096
 _KINDS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from bitplan.compiler.torch_private import FakeTensor
 from bitplan.compiler.tracing import is_traced
 from bitplan.errors import QuantizeError
 from bitplan.numerics import chunks as tensor_parts

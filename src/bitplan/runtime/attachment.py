@@ -44,7 +44,7 @@ from bitplan.runtime.rounding_op import Action, Promoted
 from bitplan.runtime.statistics import Statistics
 
 if TYPE_CHECKING:
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    from bitplan.compiler.torch_private import CustomPartitionerFn
 
 
 class Attachment:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from bitplan.analysis.explain import require_seen
 from bitplan.capture import scopes as checkpointing
 from bitplan.capture.recording import Operation
 from bitplan.capture.scopes import install, show_all_functions, state_of, uninstall
 from bitplan.compiler import torch_patches
+from bitplan.compiler.torch_private import unset_fake_temporarily
 from bitplan.compiler.tracing import VERSION, Allowance, version_of
 from bitplan.errors import PlanError
 from bitplan.numerics.formats import format as format_of

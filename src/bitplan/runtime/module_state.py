@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.capture.scopes import state_of
+from bitplan.compiler.torch_private import foreach_copy_
 from bitplan.numerics.formats import Format
 from bitplan.numerics.mutable_format import LiveFormat
 from bitplan.numerics.noise import keys_of
@@ -270,7 +271,7 @@ def _copy(way: _Way) -> None:
         # From memory that is not pinned, a copy waits until the GPU has done all before it.
         sent = way.sheet.pin_memory() if way.there.is_cuda else way.sheet
         way.there.copy_(sent, non_blocking=way.there.is_cuda)
-    torch._foreach_copy_(way.buffers, way.rows)
+    foreach_copy_(way.buffers, way.rows)
 
 
 def with_twins(module: nn.Module) -> list[nn.Module]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.capture.scopes import state_of, without_wrappers
+from bitplan.compiler.torch_private import foreach_copy_
 from bitplan.errors import PlanError
 from bitplan.numerics.wire_format import parameter_suffix, place_key
 from bitplan.runtime.decisions import ANY
@@ -107,12 +108,12 @@ class RunTables:
         if self.delays:
             share_amax(whole)
         fold(whole, step, self.watched)
-        torch._foreach_copy_(records, parts)
+        foreach_copy_(records, parts)
         if self.delays:
             reaches = [tables.module._buffers.get(REACH) for tables, _ in found]
             pairs = zip(reaches, torch.split(reach(whole), list(map(len, parts))), strict=True)
             read = [(buffer, now) for buffer, now in pairs if buffer is not None]
-            torch._foreach_copy_([buffer for buffer, _ in read], [now for _, now in read])
+            foreach_copy_([buffer for buffer, _ in read], [now for _, now in read])
         for (tables, _), record in zip(found, parts, strict=True):
             for twin in state_of(tables.module).copies():  # a copy evaluates with the same ranges and promotions
                 known = twin._buffers.get(RECORD)

@@ -15,6 +15,7 @@ from bitplan.analysis.measure.result import Row, row_of
 from bitplan.capture.decompositions import OPENED
 from bitplan.capture.ops import FUSED, PRODUCTS
 from bitplan.capture.scopes import Interceptor, Scope, state_of
+from bitplan.compiler.torch_private import DisableTorchFunction
 from bitplan.errors import MetricError, QuantizeError
 from bitplan.gemm.layouts import layout_of
 from bitplan.gemm.matrices import Layout, Operand
@@ -70,7 +71,7 @@ class Probe(Interceptor):
                 return OPENED[op](*args, **kwargs)
             except QuantizeError as error:  # packed sequences, projections
                 self.skipped[f"{state_of(scope.module).path}/{op}"] = str(error)
-                with torch._C.DisableTorchFunction():
+                with DisableTorchFunction():
                     return getattr(torch, op)(*args, **kwargs)
 
         return opened
@@ -217,5 +218,5 @@ class _Product:
 
 @contextmanager
 def _plain_functions() -> Any:
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         yield

@@ -10,10 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx import GraphModule
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from bitplan.analysis.memory.fakes import (
     Fakes,
@@ -27,7 +24,9 @@ from bitplan.analysis.memory.lifetimes import extra_bytes
 from bitplan.analysis.memory.measure import measure_memory
 from bitplan.analysis.memory.step import Loss, Memory, OptimizerChoice, Phase, TrainingStep, call_of, plan_for
 from bitplan.analysis.memory.workspaces import KEPT, PASSING
+from bitplan.compiler import torch_private
 from bitplan.compiler.packed_backend import compile_packed
+from bitplan.compiler.torch_private import FakeTensor, TorchDispatchMode, tree_leaves, unset_fake_temporarily
 from bitplan.compiler.tracing import many_graphs
 from bitplan.errors import AccountError
 from bitplan.plans import Plan
@@ -150,21 +149,19 @@ def compiled_on_fakes(model: nn.Module, run: Attachment | None, walk: Walk) -> C
 
     @wraps(compile_packed)  # by whose name a packed model knows that its graphs are in the right hands
     def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> Any:
-        from torch._inductor.compile_fx import compile_fx
-
         partitioner = None if run is None else run.partitioner()
         settings = None if partitioner is None else {"custom_partitioner_fn": partitioner}
-        return compile_fx(graph, list(example_inputs), inner_compile=_last_stage(walk), config_patches=settings)
+        return torch_private.compile_fx(
+            graph, list(example_inputs), inner_compile=_last_stage(walk), config_patches=settings
+        )
 
     forward = torch.compile(model, backend=backend, fullgraph=True)
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        from torch._dynamo.exc import Unsupported
-
         try:
             with many_graphs(), walk.without_mode():
                 return forward(*args, **kwargs)
-        except Unsupported as error:
+        except torch_private.Unsupported as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise AccountError(
                 f"the model does not compile into one graph ({reason}), from which its memory is read: predict it "

@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
+
+from bitplan.capture.recording import FakeInputs
+from bitplan.capture.scopes import is_planned, uninstall, unwrapped
+from bitplan.compiler.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
+    is_traceable_wrapper_subclass,
+    tree_map_only,
 )
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map_only
-
-from bitplan.capture.recording import FakeInputs
-from bitplan.capture.scopes import is_planned, uninstall, unwrapped
 from bitplan.errors import AccountError
 from bitplan.numerics import chunks as tensor_parts
 from bitplan.runtime.module_state import remove_buffers

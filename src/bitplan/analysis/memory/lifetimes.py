@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.utils._pytree import tree_leaves
+
+from bitplan.compiler.torch_private import tree_leaves
 
 _REDUCTIONS = frozenset(
     "sum mean amax amin max min prod var std var_mean std_mean argmax argmin any all logsumexp cumsum".split()  # noqa: SIM905

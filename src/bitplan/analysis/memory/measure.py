@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._profiler import _EventType
 from torch.autograd.graph import Node
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from bitplan.analysis.memory.fakes import held, parts_of, plain_copy, storage_bytes
 from bitplan.analysis.memory.step import Loss, Memory, OptimizerChoice, Phase, TrainingStep, call_of, plan_for
 from bitplan.capture.recording import split_batch
+from bitplan.compiler.torch_private import ProfilerEventType, is_profiler_enabled
 from bitplan.compiler.tracing import many_graphs
 from bitplan.errors import AccountError
 from bitplan.executions.packed.saved_tensors import Keeper
@@ -73,7 +73,7 @@ class HostAllocator(Allocator):
     """The CPU's, by its events."""
 
     def _begin(self) -> None:
-        if torch._C._autograd._profiler_enabled():
+        if is_profiler_enabled():
             raise AccountError(
                 "torch's profiler is at work already, and it is what measures memory on a CPU: measure outside of it."
             )
@@ -102,7 +102,7 @@ class HostAllocator(Allocator):
 def _events(tree: list[Any]) -> Iterator[tuple[int, int, Phase | None]]:
     """(time, bytes allocated or, negative, released, the phase that a mark notes)."""
     for event in tree:
-        if event.tag == _EventType.Allocation:
+        if event.tag == ProfilerEventType.Allocation:
             if event.extra_fields.device.type == "cpu":
                 yield event.start_time_ns, event.extra_fields.alloc_size, None
         elif event.name.startswith(_MARK):

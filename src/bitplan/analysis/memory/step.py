@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from bitplan.capture.recording import FakeInputs, call_arguments, call_loss, split_batch
+from bitplan.compiler.torch_private import tree_leaves
 from bitplan.errors import AccountError, nearest_names
 from bitplan.files import byte_text
 from bitplan.plans import KEEP, Plan

@@ -12,6 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from bitplan.compiler.torch_private import int_mm, is_vnni_supported, scaled_mm
 from bitplan.numerics.formats import FloatFormat, Format, IntFormat
 
 _E5M2 = FloatFormat(5, 2)
@@ -51,12 +52,12 @@ class Int8Unit(Unit):
     def is_on(self, device: torch.device) -> bool:
         if device.type == "cuda":
             return _capability(device) >= (8, 0)
-        return device.type == "cpu" and torch.cpu._is_vnni_supported()
+        return device.type == "cpu" and is_vnni_supported()
 
     def multiply(self, a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], out: torch.dtype) -> Tensor:
         if a.is_cuda:  # cuBLAS wants the summed axis innermost in both
             a, b = _rows(a), _columns(b)
-        whole = torch._int_mm(a, b)
+        whole = int_mm(a, b)
         return (whole.float() * scales[0] * scales[1]).to(out)
 
 
@@ -89,7 +90,7 @@ class Float8Unit(Unit):
         else:
             one, other = one.reshape(()), other.reshape(())
         a, b = _rows(a), _columns(b)
-        return torch._scaled_mm(a, b, scale_a=one, scale_b=other, out_dtype=out, use_fast_accum=self._is_fast)
+        return scaled_mm(a, b, scale_a=one, scale_b=other, out_dtype=out, use_fast_accum=self._is_fast)
 
 
 #: All units, those first that are preferred where several fit.

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from bitplan.compiler import torch_private
+from bitplan.compiler.torch_private import unset_fake_temporarily
 from bitplan.executions.native.backends import Unit, suits, units_of
 from bitplan.executions.native.convolution import Convolution
 from bitplan.executions.native.float8_cast import FORMATS, READ, cast_float8
@@ -237,7 +237,9 @@ def _encoder(unit: Unit) -> Callable[[Tensor], Codes]:
         if compiled is not None:
             try:
                 return compiled(tensor)
-            except TorchDynamoException as error:  # a machine without a compiler, where no model is compiled either
+            except (
+                torch_private.TorchDynamoException
+            ) as error:  # a machine without a compiler, where no model is compiled either
                 log.info("the crossover is measured uncompiled: %s", error)
                 compiled = None
         return encode(tensor)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from bitplan.compiler.torch_private import DisableTorchFunction, top_saved_tensors_hooks
 from bitplan.errors import BitplanWarning, PlanError, QuantizeError
 from bitplan.numerics.chunks import sparing_memory
 from bitplan.numerics.formats import FloatFormat, Format
@@ -155,7 +156,7 @@ class Keeper:
         Checkpointing has hooks of its own, in forward and in recomputation: hooks inside of those would switch it off.
         Of others the user is told, since nothing is packed then.
         """
-        others: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        others: Any = top_saved_tensors_hooks(False)
         if others is not None or not torch.is_grad_enabled():
             if (
                 others is not None
@@ -177,7 +178,7 @@ class Keeper:
     def pack(self, tensor: Tensor) -> Any:
         # What an autograd function of the user's saves (checkpointing's among them) is packed while a module's scope is
         # at work, which would take packing for operations of the model and round them.
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return self._packed(tensor)
 
     def _packed(self, tensor: Tensor) -> Any:
@@ -211,5 +212,5 @@ def unpack(kept: Any) -> Tensor:
             "packed execution keeps tensors without their history, so there is no second derivative: "
             "attach with execution='emulate' for create_graph=True."
         )
-    with torch._C.DisableTorchFunction():  # as for packing: a backward pass may be run inside of a forward one
+    with DisableTorchFunction():  # as for packing: a backward pass may be run inside of a forward one
         return kept.copy.unpack().as_strided(kept.shape, kept.stride, kept.offset)

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from bitplan.analysis.measure.measure import look_at_step
 from bitplan.analysis.measure.probe import Probe
 from bitplan.capture.decompositions import is_opened
 from bitplan.capture.recording import call_arguments
+from bitplan.compiler.torch_private import tree_map_only
 from bitplan.errors import RunError, TaskError
 from bitplan.lab.tasks.task import Task
 from bitplan.numerics.noise import key_of, randomness_kept

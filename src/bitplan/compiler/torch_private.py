@@ -1,0 +1,194 @@
+"""Every private torch symbol that bitplan uses, and the only module that touches one.
+
+Each symbol is one row of :data:`SYMBOLS`: where torch has it and what bitplan needs it for. A name is resolved when it
+is first read, so that importing bitplan imports neither ``torch._dynamo`` nor ``torch._inductor`` (over a second), and
+a torch release that moved or removed a symbol fails here with one message. ``tests/compiler/test_torch_private.py``
+probes that every symbol exists and behaves as it is used.
+
+All symbols were seen on torch 2.11, 2.12 and 2.13 unless their row says otherwise. Code that torch.compile traces
+imports names from here with ``from ... import``: it then refers to torch's own object, which the tracer knows.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bitplan.errors import TorchVersionError
+
+if TYPE_CHECKING:
+    import torch._dynamo.config
+    import torch._functorch.config
+    import torch._inductor.config
+    import torch.utils.checkpoint
+    from torch._C import DisableTorchFunction as DisableTorchFunction
+    from torch._dynamo.backends.registry import list_backends as list_backends
+    from torch._dynamo.backends.registry import register_backend as register_backend
+    from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
+    from torch._dynamo.exc import Unsupported as Unsupported
+    from torch._dynamo.symbolic_convert import InstructionTranslator as InstructionTranslator
+    from torch._dynamo.variables.torch import get_overridable_functions as get_overridable_functions
+    from torch._functorch.compile_utils import fx_graph_cse as fx_graph_cse
+    from torch._functorch.partitioners import get_default_op_list as get_default_op_list
+    from torch._functorch.partitioners import (
+        min_cut_rematerialization_partition as min_cut_rematerialization_partition,
+    )
+    from torch._guards import TracingContext as TracingContext
+    from torch._guards import detect_fake_mode as detect_fake_mode
+    from torch._higher_order_ops import triton_kernel_wrap as triton_kernel_wrap
+    from torch._higher_order_ops.triton_kernel_wrap import (
+        triton_kernel_wrapper_functional as triton_kernel_wrapper_functional,
+    )
+    from torch._inductor import list_mode_options as list_mode_options
+    from torch._inductor.compile_fx import compile_fx as compile_fx
+    from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
+    from torch._inductor.custom_graph_pass import get_hash_for_files as get_hash_for_files
+    from torch._inductor.decomposition import select_decomp_table as select_decomp_table
+    from torch._inductor.inductor_prims import force_stride_order as force_stride_order
+    from torch._ops import OpOverload as OpOverload
+    from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+    from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch._subclasses.fake_tensor import UnsupportedFakeTensorException as UnsupportedFakeTensorException
+    from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+    from torch.utils._pytree import tree_leaves as tree_leaves
+    from torch.utils._pytree import tree_map as tree_map
+    from torch.utils._pytree import tree_map_only as tree_map_only
+
+    ProfilerEventType = torch._C._profiler._EventType
+    checkpoint_generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    dynamo_config = torch._dynamo.config
+    foreach_copy_ = torch._foreach_copy_
+    functorch_config = torch._functorch.config
+    inductor_config = torch._inductor.config
+    int_mm = torch._int_mm
+    is_profiler_enabled = torch._C._autograd._profiler_enabled
+    is_vnni_supported = torch.cpu._is_vnni_supported
+    scaled_mm = torch._scaled_mm
+    top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+    torch_function_mode_at = torch._C._get_function_stack_at
+    torch_function_stack_depth = torch._C._len_torch_function_stack
+
+SUPPORTED_VERSIONS = "2.11 to 2.13"
+
+#: Name here -> where torch has it ("module:attribute", or a module alone). The comment above a group says what for.
+SYMBOLS: dict[str, str] = {
+    # Modes and hooks: run code of ours without the scopes around it, find the innermost scope, and keep the
+    # saved-tensor hooks that were set before ours.
+    "DisableTorchFunction": "torch._C:DisableTorchFunction",
+    "torch_function_stack_depth": "torch._C:_len_torch_function_stack",
+    "torch_function_mode_at": "torch._C:_get_function_stack_at",
+    "top_saved_tensors_hooks": "torch._C._autograd:_top_saved_tensors_default_hooks",
+    "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
+    "OpOverload": "torch._ops:OpOverload",
+    # GEMMs on low-precision units, whether a CPU has one, and copies of many small tensors by one kernel.
+    "int_mm": "torch:_int_mm",
+    "is_vnni_supported": "torch.cpu:_is_vnni_supported",
+    "scaled_mm": "torch:_scaled_mm",
+    "foreach_copy_": "torch:_foreach_copy_",
+    # Fake tensors: shapes and dtypes without data, for recording models and estimating memory.
+    "FakeTensor": "torch._subclasses.fake_tensor:FakeTensor",
+    "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
+    "unset_fake_temporarily": "torch._subclasses.fake_tensor:unset_fake_temporarily",
+    "DataDependentOutputException": "torch._subclasses.fake_tensor:DataDependentOutputException",
+    "DynamicOutputShapeException": "torch._subclasses.fake_tensor:DynamicOutputShapeException",
+    "UnsupportedFakeTensorException": "torch._subclasses.fake_tensor:UnsupportedFakeTensorException",
+    "detect_fake_mode": "torch._guards:detect_fake_mode",
+    "is_traceable_wrapper_subclass": "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
+    # Tensors inside nested containers.
+    "tree_leaves": "torch.utils._pytree:tree_leaves",
+    "tree_map": "torch.utils._pytree:tree_map",
+    "tree_map_only": "torch.utils._pytree:tree_map_only",
+    # The CPU allocator's events, by which memory is measured without a GPU.
+    "is_profiler_enabled": "torch._C._autograd:_profiler_enabled",
+    "ProfilerEventType": "torch._C._profiler:_EventType",
+    # Behind checkpoint(use_reentrant=False): patched, so that recomputed functions keep the scope of their module.
+    "checkpoint_generator": "torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
+    # torch.compile's tracer: whether it runs, its limits, its errors, which backend a graph goes to, which functions it
+    # shows to modes, and the backend registry.
+    "TracingContext": "torch._guards:TracingContext",
+    "dynamo_config": "torch._dynamo.config",
+    "TorchDynamoException": "torch._dynamo.exc:TorchDynamoException",
+    "Unsupported": "torch._dynamo.exc:Unsupported",
+    "InstructionTranslator": "torch._dynamo.symbolic_convert:InstructionTranslator",
+    "get_overridable_functions": "torch._dynamo.variables.torch:get_overridable_functions",
+    "list_backends": "torch._dynamo.backends.registry:list_backends",
+    "register_backend": "torch._dynamo.backends.registry:register_backend",
+    # Cutting a joint graph into forward and backward, and the partitioner's classification of operations.
+    "functorch_config": "torch._functorch.config",
+    "fx_graph_cse": "torch._functorch.compile_utils:fx_graph_cse",
+    "get_default_op_list": "torch._functorch.partitioners:get_default_op_list",
+    "min_cut_rematerialization_partition": "torch._functorch.partitioners:min_cut_rematerialization_partition",
+    # Inductor: compiling a graph with options, our partitioners and graph passes with a cache key, and decompositions.
+    "inductor_config": "torch._inductor.config",
+    "compile_fx": "torch._inductor.compile_fx:compile_fx",
+    "list_mode_options": "torch._inductor:list_mode_options",
+    "CustomGraphPass": "torch._inductor.custom_graph_pass:CustomGraphPass",
+    "CustomPartitionerFn": "torch._inductor.custom_graph_pass:CustomPartitionerFn",
+    "get_hash_for_files": "torch._inductor.custom_graph_pass:get_hash_for_files",
+    "select_decomp_table": "torch._inductor.decomposition:select_decomp_table",
+    "force_stride_order": "torch._inductor.inductor_prims:force_stride_order",
+    # Launches of Triton kernels inside a graph.
+    "triton_kernel_wrap": "torch._higher_order_ops.triton_kernel_wrap",
+    "triton_kernel_wrapper_functional": "torch._higher_order_ops.triton_kernel_wrap:triton_kernel_wrapper_functional",
+}
+
+#: Modules of torch that lie between an operation's caller and a torch-function mode, on the call stack.
+DISPATCH_MODULES = frozenset(
+    {
+        "torch._ops",
+        "torch._tensor",
+        "torch.functional",
+        "torch.fx.interpreter",
+        "torch.nn.functional",
+        "torch.overrides",
+    }
+)
+#: Prefix of the modules that run compiled graphs.
+FUNCTORCH_MODULES = "torch._functorch"
+#: The logger that reports operations that fail on fake tensors.
+FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
+#: The attribute of torch.utils.checkpoint that holds ``checkpoint_generator``.
+CHECKPOINT_GENERATOR = SYMBOLS["checkpoint_generator"].partition(":")[2]
+
+
+def __getattr__(name: str) -> Any:
+    """Resolve a symbol of :data:`SYMBOLS` when it is first read."""
+    if name not in SYMBOLS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = resolve(SYMBOLS[name])
+    globals()[name] = value
+    return value
+
+
+def resolve(path: str) -> Any:
+    """The module, or the attribute of a module, that `path` names."""
+    module_name, _, attribute = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+        return getattr(module, attribute) if attribute else module
+    except (ImportError, AttributeError) as error:
+        raise TorchVersionError(
+            f"torch {torch.__version__} has no {path.replace(':', '.')}, which bitplan uses: install a torch version "
+            f"from {SUPPORTED_VERSIONS}."
+        ) from error
+
+
+def triton_access_analyses() -> dict[str, Callable[..., Any]]:
+    """Torch's functions that find out which tensors a Triton kernel writes, by their names in ``triton_kernel_wrap``.
+
+    torch 2.11 has ``identify_mutated_tensors``; later versions have ``identify_accessed_tensors``.
+    """
+    wrapper = resolve(SYMBOLS["triton_kernel_wrap"])
+    names = ("identify_mutated_tensors", "identify_accessed_tensors")
+    analyses = {name: getattr(wrapper, name) for name in names if hasattr(wrapper, name)}
+    if not analyses:
+        resolve(f"{SYMBOLS['triton_kernel_wrap']}:{names[-1]}")  # raises: neither name exists
+    return analyses
