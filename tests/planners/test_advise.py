@@ -42,7 +42,7 @@ def test_the_same_layer_gets_other_advice_for_other_data() -> None:
     gaussian, cauchy = layer_fed(math.inf), layer_fed(1)
     assert set(formats(gaussian).values()) == {"int8 tensor"}
     assert not any("int" in words for words in formats(cauchy).values())
-    assert set(formats(gaussian)) == set(formats(cauchy)) == {*bitplan.plan.SLOTS}
+    assert set(formats(gaussian)) == set(formats(cauchy)) == {*bitplan.plans.SLOTS}
     tail = next(each for each in cauchy.slots if each.slot == "wgrad.dy")
     assert "heavy tail, kurtosis" in tail.why
     assert "x worse than" in tail.why
@@ -119,7 +119,7 @@ def test_the_plan_gives_every_slot_what_was_advised() -> None:
         else:
             assert rounded[module, op, each.slot] == str(each.spec), each
     roles = {role for _, _, role in rounded}
-    assert roles == set(bitplan.plan.SLOTS)
+    assert roles == set(bitplan.plans.SLOTS)
     with bitplan.attach(model, again, example=x):
         model(x).square().sum().backward()
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters() if parameter.grad is not None)

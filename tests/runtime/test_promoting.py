@@ -268,7 +268,7 @@ def test_promotions_raise_the_cost_and_are_told_in_the_table() -> None:
     assert run.cost().tensors["activation"].bits == 3 * low_bits + 2 * 1000 * 8  # two steps of sixteen bits
     (row,) = [row for row in run.table() if row.site.name == "/mul.0:activation"]
     assert row.words == "e4m3b4 nearest-away until step 1, then e6m9b0"
-    assert row.quantizer == bitplan.plan.QuantizerSpec("e6m9b0")
+    assert row.quantizer == bitplan.plans.QuantizerSpec("e6m9b0")
 
 
 def test_in_emulate_a_promotion_recompiles_nothing() -> None:

@@ -104,9 +104,9 @@ class Slot:
     def elements(self) -> int:
         return self.options[0].figures.elements
 
-    def option(self, words: str) -> Option | None:
+    def option(self, spec_text: str) -> Option | None:
         """The quantizer of these words, if it was tried."""
-        return next((each for each in self.options if str(each.spec) == words), None)
+        return next((option for option in self.options if str(option.spec) == spec_text), None)
 
 
 #: Both slots of one pass.
@@ -121,13 +121,13 @@ def pairs_of(measurement: Measurement) -> list[Pair]:
         product = f"{row.module}/{row.inside}" if row.inside in RECURRENT else row.product
         insides[product] = row.inside
         sides = gathered.setdefault((product, row.pass_), ({}, {}))
-        for known, spec, figures in zip(
+        for level, spec, figures in zip(
             sides, Candidate.of(row.candidate).specs(row.pass_), (row.left, row.right), strict=True
         ):
             option = Option(spec, figures.median * math.sqrt(max(row.nonzero, 1.0)), figures)
-            before = known.get(figures.quantizer)
+            before = level.get(figures.quantizer)
             if before is None or not option.level <= before.level:  # NaN is worst of all
-                known[figures.quantizer] = option
+                level[figures.quantizer] = option
     pairs = []
     for (product, pass_), sides in gathered.items():
         left, right = (
@@ -198,8 +198,8 @@ def place_words(name: str) -> str:
 def chosen(pair: Pair, tau: float, cost: CostKind) -> tuple[SlotAdvice, SlotAdvice]:
     """The cheapest options of both slots whose errors together stay under tau."""
     options = [[*_usable(slot), _fallback(slot)] for slot in pair]
-    able = [each for each in cartesian_product(*options) if math.hypot(each[0].level, each[1].level) <= tau]
-    best = min(able, key=lambda each: price(cost, pair, (each[0], each[1])))
+    able = [choice for choice in cartesian_product(*options) if math.hypot(choice[0].level, choice[1].level) <= tau]
+    best = min(able, key=lambda choice: price(cost, pair, (choice[0], choice[1])))
     made = [
         SlotAdvice(slot.product, slot.slot, option.spec, option.level, reason(slot, option, other, tau), slot.inside)
         for slot, option, other in zip(pair, best, reversed(best), strict=True)
@@ -225,8 +225,8 @@ def reason(slot: Slot, taken: Option, other: Option, tau: float) -> str:
         if not usable:
             return "no figure of it is finite, so that it stays in 16 bits"
         best = usable[0]
-        words = f"nothing stays under tau, the best is {best.spec} at {_times(_with(best, other), tau)} of it"
-        return ", ".join([words, *causes(best.figures)])
+        message = f"nothing stays under tau, the best is {best.spec} at {_times(_with(best, other), tau)} of it"
+        return ", ".join([message, *causes(best.figures)])
     share = f"the product's error {_times(_with(taken, other), tau)} of tau"
     rival = _rival(slot, taken)
     if rival is None:
@@ -238,7 +238,7 @@ def reason(slot: Slot, taken: Option, other: Option, tau: float) -> str:
 def compared(taken: Option, rival: Option) -> str:
     """``INT8 4.0x worse than E4M3``, the worse one first."""
     worse, better = (taken, rival) if taken.level > rival.level else (rival, taken)
-    names = [_name(each, taken, rival) for each in (worse, better)]
+    names = [_name(option, taken, rival) for option in (worse, better)]
     if better.level == 0:
         return f"{names[1]} loses nothing, {names[0]} does"
     ratio = worse.level / better.level
@@ -249,12 +249,12 @@ def compared(taken: Option, rival: Option) -> str:
 
 def causes(figures: OperandFigures) -> list[str]:
     """What in the tensor an integer may stumble over."""
-    words = []
+    phrases = []
     if figures.kurtosis > HEAVY:
-        words.append(f"heavy tail, kurtosis {figures.kurtosis:.0f}")
+        phrases.append(f"heavy tail, kurtosis {figures.kurtosis:.0f}")
     if figures.underflow > _UNDERFLOW:
-        words.append(f"{figures.underflow:.0%} of its values vanish")
-    return words
+        phrases.append(f"{figures.underflow:.0%} of its values vanish")
+    return phrases
 
 
 def _rival(slot: Slot, taken: Option) -> Option | None:
@@ -263,17 +263,17 @@ def _rival(slot: Slot, taken: Option) -> Option | None:
     names = ["e4m3"] if isinstance(taken.spec.target, IntFormat) else ["int8"]
     names += ["e4m3" if taken.spec.target.name == "e5m2" else "int8"]
     for name in names:
-        wanted = replace(taken.spec.with_target(QuantizerSpec(name).target), rounding="nearest")
-        found = slot.option(str(wanted))
-        if found is not None and found is not taken and math.isfinite(found.level):
-            return found
+        rival_spec = replace(taken.spec.with_target(QuantizerSpec(name).target), rounding="nearest")
+        rival = slot.option(str(rival_spec))
+        if rival is not None and rival is not taken and math.isfinite(rival.level):
+            return rival
     return None
 
 
 def _name(option: Option, *both: Option) -> str:
     """The format in capitals; with its scale where that is what differs."""
     name = option.spec.target.name.upper()
-    if len({each.spec.scale for each in both}) > 1 and option.spec.scale:
+    if len({candidate.spec.scale for candidate in both}) > 1 and option.spec.scale:
         name += f" per {option.spec.scale}"
     return f"{name} (stochastic)" if option.spec.rounding == "stochastic" else name
 
@@ -289,8 +289,8 @@ def _times(level: float, tau: float) -> str:
 def summary_counts(slots: Sequence[SlotAdvice]) -> dict[str, int]:
     """How many slots get each quantizer, the commonest first."""
     counts: dict[str, int] = {}
-    for each in slots:
-        counts[str(each.spec)] = counts.get(str(each.spec), 0) + 1
+    for slot in slots:
+        counts[str(slot.spec)] = counts.get(str(slot.spec), 0) + 1
     return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
 
@@ -316,15 +316,15 @@ def plan_of(
         lies in operations that it does not open, is left to it.
     :param schedule: what the bits of integers follow, instead of being fixed.
     """
-    kept = [each for each in slots if base is None or not _is_left_to_base(base, each)]
+    kept = [slot for slot in slots if base is None or not _is_left_to_base(base, slot)]
     quantizers: dict[str, QuantizerSpec] = {}
     by_product: dict[str, dict[str, str]] = {}
-    for each in kept:
-        spec = _moved(each.spec, schedule)
+    for slot in kept:
+        spec = _moved(slot.spec, schedule)
         name = _quantizer_name(spec)
         quantizers[name] = spec
-        by_product.setdefault(each.product, {})[each.slot] = name
-    products = list(dict.fromkeys(each.product for each in slots))
+        by_product.setdefault(slot.product, {})[slot.slot] = name
+    products = list(dict.fromkeys(slot.product for slot in slots))
     rules = _rules(by_product, products)
     follows = schedule is not None and any(spec.bits == SCHEDULE for spec in quantizers.values())
     schedules = {SCHEDULE: schedule} if follows and schedule is not None else {}
@@ -347,8 +347,8 @@ def _is_left_to_base(base: Plan, advice: SlotAdvice) -> bool:
     module, _, op = advice.product.rpartition("/")
     if advice.inside is not None and not is_opened(base, module, advice.inside):
         return True
-    known = None if role is None else base.decide(module, op)[role].quantizer
-    return known is not None and known.target.bits <= advice.spec.target.bits
+    base_quantizer = None if role is None else base.decide(module, op)[role].quantizer
+    return base_quantizer is not None and base_quantizer.target.bits <= advice.spec.target.bits
 
 
 def _moved(spec: QuantizerSpec, schedule: Schedule | None) -> QuantizerSpec:
@@ -359,8 +359,8 @@ def _moved(spec: QuantizerSpec, schedule: Schedule | None) -> QuantizerSpec:
 
 def _quantizer_name(spec: QuantizerSpec) -> str:
     """A name for a quantizer that no format can have: ``tensor-e4m3``, ``vector-int8-stochastic``."""
-    words = [spec.scale or "plain", f"{spec.format}-{spec.bits}" if isinstance(spec.bits, str) else spec.format]
-    return "-".join(words + ["stochastic"] * (spec.rounding == "stochastic"))
+    parts = [spec.scale or "plain", f"{spec.format}-{spec.bits}" if isinstance(spec.bits, str) else spec.format]
+    return "-".join(parts + ["stochastic"] * (spec.rounding == "stochastic"))
 
 
 def _rules(by_product: Mapping[str, Mapping[str, str]], products: Sequence[str]) -> list[Rule]:
@@ -429,7 +429,7 @@ class Advice:
 
     @property
     def reasons(self) -> list[str]:
-        return [str(each) for each in self.slots]
+        return [str(slot) for slot in self.slots]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -443,13 +443,13 @@ class Advice:
             "cost": self.cost,
             "slots": [
                 {
-                    "product": each.product,
-                    "slot": each.slot,
-                    "quantizer": str(each.spec),
-                    "level": each.level,
-                    "why": each.why,
+                    "product": slot.product,
+                    "slot": slot.slot,
+                    "quantizer": str(slot.spec),
+                    "level": slot.level,
+                    "why": slot.why,
                 }
-                for each in self.slots
+                for slot in self.slots
             ],
             "counts": self.counts,
             "skipped": dict(self.measurement.skipped),
@@ -475,15 +475,15 @@ def advise(
     :param batches, loss, candidates: as :func:`bitplan.measure` takes them, whose other options may follow.
     :param tau, cost, base, schedule: as :func:`advise_on` takes them.
     """
-    wanted = with_reference(candidates)
-    found = measure(model, batches, loss, wanted, **options)
-    return advise_on(found, tau=tau, cost=cost, base=base, schedule=schedule)
+    with_references = with_reference(candidates)
+    measurement = measure(model, batches, loss, with_references, **options)
+    return advise_on(measurement, tau=tau, cost=cost, base=base, schedule=schedule)
 
 
 def with_reference(candidates: Iterable[str | Candidate] | None) -> tuple[Candidate, ...]:
     """The candidates, and the one that tau follows from."""
-    asked = DEFAULT_CANDIDATES if candidates is None else tuple(map(Candidate.of, candidates))
-    return tuple(dict.fromkeys((*asked, REFERENCE)))
+    requested = DEFAULT_CANDIDATES if candidates is None else tuple(map(Candidate.of, candidates))
+    return tuple(dict.fromkeys((*requested, REFERENCE)))
 
 
 def advise_on(
@@ -509,25 +509,25 @@ def advise_on(
     if tau is not None and not tau > 0:
         raise PlanError(f"tau is {tau:g}; it must be above 0.")
     limit = default_tau(measurement) if tau is None else tau
-    words = f"the level of {REFERENCE} in nine of ten products" if tau is None else "as given"
-    slots = tuple(each for pair in pairs_of(measurement) for each in chosen(pair, limit, kind))
+    tau_source = f"the level of {REFERENCE} in nine of ten products" if tau is None else "as given"
+    slots = tuple(slot for pair in pairs_of(measurement) for slot in chosen(pair, limit, kind))
     made_by = {
         "planner": "advise",
         **({} if measurement.target is None else {"target": measurement.target}),
         **({} if measurement.command is None else {"measured_by": measurement.command}),
         "tau": round(limit, 6),
-        "tau_from": words,
+        "tau_from": tau_source,
         "cost": kind,
         "unseen": list(UNSEEN),
         "why": _by_place(slots),
     }
-    found = None if base is None else find_plan(base)
-    return Advice(plan_of(slots, made_by, found, schedule), slots, limit, words, kind, measurement)
+    base_plan = None if base is None else find_plan(base)
+    return Advice(plan_of(slots, made_by, base_plan, schedule), slots, limit, tau_source, kind, measurement)
 
 
 def _by_place(slots: tuple[SlotAdvice, ...]) -> dict[str, dict[str, str]]:
     """Reasons as a plan's file holds them: product, slot, sentence."""
-    found: dict[str, dict[str, str]] = {}
-    for each in slots:
-        found.setdefault(place_words(each.product), {})[each.slot] = f"{each.spec}: {each.why}"
-    return found
+    quantizers: dict[str, dict[str, str]] = {}
+    for slot in slots:
+        quantizers.setdefault(place_words(slot.product), {})[slot.slot] = f"{slot.spec}: {slot.why}"
+    return quantizers

@@ -70,8 +70,10 @@ class Widths:
 
     def schedules(self) -> dict[str, Schedule]:
         """The different schedules by name."""
-        found = dict.fromkeys(width for width in (self.w, self.x, self.dy) if isinstance(width, Schedule))
-        return {SCHEDULE if number == 0 else f"{SCHEDULE}{number + 1}": each for number, each in enumerate(found)}
+        distinct = dict.fromkeys(width for width in (self.w, self.x, self.dy) if isinstance(width, Schedule))
+        return {
+            SCHEDULE if number == 0 else f"{SCHEDULE}{number + 1}": schedule for number, schedule in enumerate(distinct)
+        }
 
 
 def cpt_plan(
@@ -126,16 +128,16 @@ def plan_of(
     if not weighted and not paired:
         raise PlanError("this model has no convolution, linear or recurrent layer: there is nothing to quantise.")
     names = widths.schedules()
-    given: dict[str, QuantizerSpec | None] = {
+    operands: dict[str, QuantizerSpec | None] = {
         operand: _quantizer(operand, getattr(widths, operand), names, kind) for operand in OPERANDS
     }
     rules = []
     if weighted:
-        rules.append(_rule(("*",), weighted, given))
+        rules.append(_rule(("*",), weighted, operands))
     if paired:
-        rules.append(_rule(("*",), paired, {**given, "w": given["x"]}))
+        rules.append(_rule(("*",), paired, {**operands, "w": operands["x"]}))
     if quantized_aggregation:
-        rules += _before_aggregations(operations, kind, given)
+        rules += _before_aggregations(operations, kind, operands)
     kept = exempt(operations, kind)
     if kept:
         rules.append(Rule(tuple(kept), keep=True))
@@ -190,7 +192,7 @@ def _quantizer(
     if isinstance(width, int):
         number = QuantizerSpec(f"int{width}", scale="tensor", range="minmax")
     else:
-        followed = next(name for name, each in names.items() if each == width)
+        followed = next(name for name, schedule in names.items() if schedule == width)
         number = QuantizerSpec("int", bits=followed, scale="tensor", range="minmax")
     if operand == "w":
         return replace(number, scale="channel")
@@ -200,18 +202,18 @@ def _quantizer(
     return replace(number, scale="vector") if kind == "graph" else replace(number, eval="ema")
 
 
-def _rule(match: tuple[str, ...], ops: Sequence[str], given: dict[str, QuantizerSpec | None]) -> Rule:
-    return Rule(match, tuple(ops), tuple((operand, spec) for operand, spec in given.items() if spec is not None))
+def _rule(match: tuple[str, ...], ops: Sequence[str], operands: dict[str, QuantizerSpec | None]) -> Rule:
+    return Rule(match, tuple(ops), tuple((operand, spec) for operand, spec in operands.items() if spec is not None))
 
 
 def _before_aggregations(
-    operations: Sequence[Operation], kind: Kind, given: dict[str, QuantizerSpec | None]
+    operations: Sequence[Operation], kind: Kind, operands: dict[str, QuantizerSpec | None]
 ) -> list[Rule]:
     """Rules for the features that neighbour sums are of, and for the gradients that come back to them."""
     if kind != "graph":
         raise PlanError("this model sums over no neighbours: drop the quantised aggregation.")
     sources = {source for operation in operations if operation.op in _AGGREGATIONS for source in operation.inputs}
-    places = (("activation", given["x"]), ("grad_activation", given["dy"]))
+    places = (("activation", operands["x"]), ("grad_activation", operands["dy"]))
     quantizers = tuple((place, spec) for place, spec in places if spec is not None)
     rules = []
     for number in sorted(sources):

@@ -80,8 +80,8 @@ class RangeTest:
             "window": self.window,
             "threshold": self.threshold,
             "widths": [
-                {"bits": each.bits, "level": each.level, "change": each.change, "learns": each.learns}
-                for each in self.widths
+                {"bits": result.bits, "level": result.level, "change": result.change, "learns": result.learns}
+                for result in self.widths
             ],
             "losses": list(self.losses),
         }
@@ -153,33 +153,33 @@ def judged(losses: list[float], low: int, high: int, window: int, threshold: flo
     parts = [losses[start : start + window] for start in range(0, len(losses), window)]
     levels = [_level(part) for part in parts]
     reached, spread = levels[0]
-    found: list[WidthResult] = []
+    results: list[WidthResult] = []
     for bits, (level, error) in zip(range(low, high + 1), levels[1:], strict=True):
         fell = reached - level
         # By more than the threshold, and by more than two standard errors: batches differ.
         learns = fell > threshold * reached and fell > 2 * math.hypot(spread, error)
-        found.append(WidthResult(bits, level, reached, learns))
+        results.append(WidthResult(bits, level, reached, learns))
         if level < reached:
             reached, spread = level, error
-    chosen = next((each for each in found if each.learns), None)
+    chosen = next((result for result in results if result.learns), None)
     return RangeTest(
         None if chosen is None else chosen.bits,
         high,
-        _reason(chosen, found, window, threshold),
-        tuple(found),
+        _reason(chosen, results, window, threshold),
+        tuple(results),
         tuple(losses),
         window,
         threshold,
     )
 
 
-def _reason(chosen: WidthResult | None, found: list[WidthResult], window: int, threshold: float) -> str:
+def _reason(chosen: WidthResult | None, results: list[WidthResult], window: int, threshold: float) -> str:
     if chosen is None:
         return (
-            f"at no width up to {found[-1].bits} bits the training loss fell by {threshold:.0%} within {window} steps: "
-            f"lengthen the window, or see whether the recipe learns at all."
+            f"at no width up to {results[-1].bits} bits did the training loss fall by {threshold:.0%} "
+            f"within {window} steps: lengthen the window, or see whether the recipe learns at all."
         )
-    below = [each.bits for each in found if each.bits < chosen.bits]
+    below = [result.bits for result in results if result.bits < chosen.bits]
     lower = f"; with {', '.join(map(str, below))} it did not" if below else ""
     return (
         f"{chosen.bits} bits: there the training loss first fell by more than {threshold:.0%} within {window} steps, "

@@ -65,7 +65,9 @@ class Decision:
     def shared(self) -> dict[str, str]:
         """Operand -> the slot whose quantizer rounds it once for both of its products."""
         shares = {operand: [self[slot].share for slot in pair] for operand, pair in OPERANDS.items()}
-        return {operand: OPERANDS[operand][0] for operand, (one, other) in shares.items() if one and one == other}
+        return {
+            operand: OPERANDS[operand][0] for operand, (first, second) in shares.items() if first and first == second
+        }
 
     @property
     def changes_nothing(self) -> bool:
@@ -205,7 +207,9 @@ class Plan:
         specs = [spec for rule in self.all_rules for _, use in rule.quantizers for spec in leaves(use, self.names)]
         moving = {spec.moved_by for spec in specs if spec is not None}
         choosing = {switch.by for switch in self.switches if isinstance(switch, Choosing)}
-        return {name: each for name, each in self.all_schedules.items() if each in moving or name in choosing}
+        return {
+            name: schedule for name, schedule in self.all_schedules.items() if schedule in moving or name in choosing
+        }
 
     @property
     def moves(self) -> bool:
@@ -217,7 +221,7 @@ class Plan:
         cases = tuple(switch.case_at(position, self.all_schedules) for switch in self.switches)
         if not fixed:
             return cases
-        return (*cases, *(each.bits(position.step, position.total) for each in self.followed.values()))
+        return (*cases, *(schedule.bits(position.step, position.total) for schedule in self.followed.values()))
 
     def at(self, position: Position, *, fixed: bool = False) -> Plan:
         """The plan as it stands at that position of a run: no quantizer changes as a whole any more.
@@ -239,8 +243,8 @@ class Plan:
         """The plan with every quantizer at the most bits it ever has: what a run's memory must have room for."""
 
         def bits(use: Use) -> float:
-            found = leaves(use, self.names)
-            return max(float("inf") if spec is None else spec.target.bits_per_value for spec in found)
+            quantizers = leaves(use, self.names)
+            return max(float("inf") if spec is None else spec.target.bits_per_value for spec in quantizers)
 
         cases = []
         for switch in self.switches:
@@ -341,10 +345,10 @@ class Plan:
         if self.extends is None or is_preset_name(self.extends):
             return self.extends
         assert self.base is not None
-        found, folder = self.base.origin, target.absolute().parent
-        if found is None or os.path.normpath(found) == os.path.normpath(folder / self.extends):
+        base_file, folder = self.base.origin, target.absolute().parent
+        if base_file is None or os.path.normpath(base_file) == os.path.normpath(folder / self.extends):
             return self.extends
-        return Path(os.path.relpath(found, folder)).as_posix()
+        return Path(os.path.relpath(base_file, folder)).as_posix()
 
 
 def _without_lonely_shares(choices: dict[str, Choice]) -> dict[str, Choice]:

@@ -85,8 +85,8 @@ class When(Kind[Moment]):
         try:
             return Moment.of(node.value)  # type: ignore[arg-type]  # which says so where it is something else
         except (ScheduleError, OverflowError, ValueError) as error:
-            known = isinstance(error, ScheduleError)
-            raise node.error(str(error) if known else f"this is no moment of a run: {error}.") from None
+            is_schedule_error = isinstance(error, ScheduleError)
+            raise node.error(str(error) if is_schedule_error else f"this is no moment of a run: {error}.") from None
 
     def shape(self) -> Schema:
         share = r"^\s*(100(\.0{1,9})?|[0-9]{1,2}(\.[0-9]{1,9})?|0[0-9]{2}(\.[0-9]{1,9})?)\s*%\s*$"
@@ -356,7 +356,7 @@ class _Rules(Kind[Rule]):
             return Rule(
                 values["match"],
                 values.get("op", ()),
-                tuple((key, each.use) for key, each in placed.items()),
+                tuple((key, placed_use.use) for key, placed_use in placed.items()),
                 values.get("grad_at", nested_at),
                 values.get("keep", False),
                 values.get("strict", True),

@@ -50,7 +50,7 @@ def _check_names(
     base: Plan | None,
 ) -> None:
     """Every name stands for something. The plan checks this too, but only here are the lines known."""
-    known = Names(
+    names = Names(
         {**(base.all_quantizers if base else {}), **quantizers}, {**(base.all_schedules if base else {}), **schedules}
     )
     nodes = entries_of(tree)
@@ -59,7 +59,7 @@ def _check_names(
         uses += [(entries_of(node)[key], use) for key, use in rule.quantizers]
     for node, use in uses:
         try:
-            for _ in leaves(use, known):
+            for _ in leaves(use, names):
                 pass
         except PlanError as error:
             raise node.error(str(error)) from None

@@ -178,8 +178,8 @@ def unmatched_message(rule: Matching, module_paths: Iterable[str], ops: Iterable
     paths, operations = list(dict.fromkeys(module_paths)), list(dict.fromkeys(ops))
     place = f"{rule.where}: " if rule.where else ""
     if not any(map(matcher.matches_module, paths)):
-        known = [path for inner in paths for path in (inner, *ancestors(inner)) if path]
-        return f"{place}the rule matches nothing: no module fits {_listed(rule.match)}{_hint(rule.match, known)}"
+        known_paths = [path for inner in paths for path in (inner, *ancestors(inner)) if path]
+        return f"{place}the rule matches nothing: no module fits {_listed(rule.match)}{_hint(rule.match, known_paths)}"
     if not any(map(matcher.matches_operation, operations)):
         return f"{place}the rule matches nothing: no operation fits {_listed(rule.op)}{_hint(rule.op, operations)}"
     return (
@@ -192,9 +192,9 @@ def _listed(patterns: Iterable[str]) -> str:
     return " or ".join(repr(pattern) for pattern in patterns)
 
 
-def _hint(patterns: Iterable[str], known: list[str]) -> str:
-    near = list(dict.fromkeys(name for pattern in patterns for name in closest(pattern, known)))
+def _hint(patterns: Iterable[str], known_paths: list[str]) -> str:
+    near = list(dict.fromkeys(name for pattern in patterns for name in closest(pattern, known_paths)))
     if near:
         return f"; the closest are {', '.join(near)}."
-    some = list(dict.fromkeys(known))[:8]
-    return f"; there are {', '.join(some)}{', ...' if len(set(known)) > len(some) else ''}." if some else "."
+    some = list(dict.fromkeys(known_paths))[:8]
+    return f"; there are {', '.join(some)}{', ...' if len(set(known_paths)) > len(some) else ''}." if some else "."

@@ -14,7 +14,7 @@ _SUFFIX = ".yaml"
 
 def preset_names() -> list[str]:
     """All names, sorted."""
-    return sorted(each.name.removesuffix(_SUFFIX) for each in _folder().iterdir() if each.name.endswith(_SUFFIX))
+    return sorted(file.name.removesuffix(_SUFFIX) for file in _folder().iterdir() if file.name.endswith(_SUFFIX))
 
 
 def is_preset_name(text: str) -> bool:
@@ -28,9 +28,9 @@ def is_preset_name(text: str) -> bool:
 
 def preset_text(name: str) -> str:
     """The YAML text of a preset, comments included."""
-    known = preset_names()
-    if name not in known:
-        raise PlanError(f"there is no preset {name!r}; {nearest_names(name, known)}")
+    names = preset_names()
+    if name not in names:
+        raise PlanError(f"there is no preset {name!r}; {nearest_names(name, names)}")
     return (_folder() / f"{name}{_SUFFIX}").read_text(encoding="utf-8")
 
 

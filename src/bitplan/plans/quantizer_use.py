@@ -173,8 +173,12 @@ def switches(use: Use) -> Iterator[OverTime]:
 
 def looked_up(spec: QuantizerSpec, names: Names, passed: tuple[str, ...] = ()) -> QuantizerSpec:
     """The quantizer with everything that it names: the schedule of its bits, and what it is promoted to."""
-    found = with_schedule(spec, names.schedules)
-    return found if found.promote is None else _promoting(found, _promoted_to(found.promote.to, names, passed))
+    scheduled = with_schedule(spec, names.schedules)
+    return (
+        scheduled
+        if scheduled.promote is None
+        else _promoting(scheduled, _promoted_to(scheduled.promote.to, names, passed))
+    )
 
 
 def _promoted_to(to: Use, names: Names, passed: tuple[str, ...]) -> QuantizerSpec | None:
@@ -202,8 +206,8 @@ _promoting = lru_cache(maxsize=1024)(_promote)
 
 def _schedule(name: str, schedules: Mapping[str, Schedule]) -> Schedule:
     if name not in schedules:
-        known = f"; {nearest_names(name, schedules)}" if schedules else ": add it to the plan's schedules"
-        raise PlanError(f"there is no schedule {name!r}{known}.")
+        suggestion = f"; {nearest_names(name, schedules)}" if schedules else ": add it to the plan's schedules"
+        raise PlanError(f"there is no schedule {name!r}{suggestion}.")
     return schedules[name]
 
 
@@ -221,5 +225,5 @@ def _unknown_name(text: str, names: Iterable[str]) -> str:
             format_of(text)
         except ValueError as error:
             return str(error)
-    known = [*names, KEEP, *NAMED]
-    return f"there is no quantizer or number format {text!r}; {nearest_names(text, known)}"
+    candidates = [*names, KEEP, *NAMED]
+    return f"there is no quantizer or number format {text!r}; {nearest_names(text, candidates)}"

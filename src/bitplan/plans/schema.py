@@ -97,7 +97,7 @@ def _rule() -> Schema:
     has_at = {"type": "object", "required": ["at"]}
     nested_at = {"required": ["grad_activation"], "properties": {"grad_activation": has_at}}
     shape["allOf"] = [
-        *({"not": {"required": [one, other]}} for one, other in CONFLICTS),
+        *({"not": {"required": [first, second]}} for first, second in CONFLICTS),
         _if(keeps, _without(*KEYS), {"anyOf": [{"required": [key]} for key in KEYS]}),
         _if(nested_at, _without("grad_at")),
     ]

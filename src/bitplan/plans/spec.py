@@ -58,10 +58,10 @@ class Promotion:
     found: tuple[QuantizerSpec | None, ...] = ()
 
     def __post_init__(self) -> None:
-        given = [name for name in MEASURES if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise PlanError(f"a promotion watches one sign, not {' and '.join(given)}: drop all but one.")
-        if not given:
+        set_measures = [name for name in MEASURES if getattr(self, name) is not None]
+        if len(set_measures) > 1:
+            raise PlanError(f"a promotion watches one sign, not {' and '.join(set_measures)}: drop all but one.")
+        if not set_measures:
             object.__setattr__(self, "overflow", DEFAULT_OVERFLOW)
         if isinstance(self.limit, bool) or not isinstance(self.limit, (int, float)) or not 0 < self.limit <= 1:
             raise PlanError(f"{self.measure} is a share above 0, at most 1, not {self.limit!r}.")
@@ -385,25 +385,25 @@ class QuantizerSpec:
 
     def to_data(self) -> str | dict[str, Any]:
         """As a plan writes it: a mapping without what is default, or only the format's name."""
-        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        given = {key: value for key, value in given.items() if key not in ("moved_by", "top_bits")}
+        non_defaults = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        non_defaults = {key: value for key, value in non_defaults.items() if key not in ("moved_by", "top_bits")}
         if self.promote is not None:
-            given["promote"] = self.promote.to_data()
-        return self.format if set(given) == {"format"} else given
+            non_defaults["promote"] = self.promote.to_data()
+        return self.format if set(non_defaults) == {"format"} else non_defaults
 
     def __str__(self) -> str:
         """One line for tables, such as ``int8 tensor minmax stochastic`` or ``int CR 3-8 x8 channel minmax``."""
-        words: list[str] = [self._width_words()]
+        parts: list[str] = [self._width_words()]
         for value in (self.scale, self.block, self.range, None if self.rounding == "nearest" else self.rounding):
-            words += [] if value is None else [str(value)]
-        words += [] if self.axis is None else [f"axis={self.axis}"]
-        words += ["power-of-two"] if self.power_of_two else []
-        words += [f"of {self.history} steps"] if self.history is not None else []
-        words += [f"margin={self.margin}"] if self.margin else []
-        words += [self.overflow] if self.overflow else []
-        words += [f"eval={self.eval}"] if self.eval != "same" else []
-        words += [f"(promoted {self.promote})"] if self.promote is not None else []
-        return " ".join(words)
+            parts += [] if value is None else [str(value)]
+        parts += [] if self.axis is None else [f"axis={self.axis}"]
+        parts += ["power-of-two"] if self.power_of_two else []
+        parts += [f"of {self.history} steps"] if self.history is not None else []
+        parts += [f"margin={self.margin}"] if self.margin else []
+        parts += [self.overflow] if self.overflow else []
+        parts += [f"eval={self.eval}"] if self.eval != "same" else []
+        parts += [f"(promoted {self.promote})"] if self.promote is not None else []
+        return " ".join(parts)
 
     def _width_words(self) -> str:
         if self.moved_by is None:
@@ -475,28 +475,30 @@ class Rule:
         if not self.match:
             raise PlanError("match is empty: give a module path or a pattern; '*' is everything.")
         compile_match(self)  # a broken regular expression is noticed now
-        given = dict(self.quantizers)
-        for key in given:
+        quantizers = dict(self.quantizers)
+        for key in quantizers:
             if key not in KEYS:
                 raise PlanError(f"there is no place {key!r} to round; {nearest_names(key, KEYS)}")
-        if len(given) != len(self.quantizers):
+        if len(quantizers) != len(self.quantizers):
             raise PlanError("a place is given twice.")
-        for one, other in CONFLICTS:
-            if one in given and other in given:
-                place = next(place for place in KEYS[one] if place in KEYS[other])
-                raise PlanError(f"{one!r} and {other!r} both say what {place} gets: drop one of them.")
-        if self.keep and given:
-            raise PlanError(f"keep: true leaves the place alone, so {next(iter(given))!r} cannot be given beside it.")
-        if not self.keep and not given:
+        for first, second in CONFLICTS:
+            if first in quantizers and second in quantizers:
+                place = next(place for place in KEYS[first] if place in KEYS[second])
+                raise PlanError(f"{first!r} and {second!r} both say what {place} gets: drop one of them.")
+        if self.keep and quantizers:
+            raise PlanError(
+                f"keep: true leaves the place alone, so {next(iter(quantizers))!r} cannot be given beside it."
+            )
+        if not self.keep and not quantizers:
             raise PlanError("the rule says nothing: give a quantizer for a role or slot, or keep: true.")
-        if "grad_activation" not in given:
+        if "grad_activation" not in quantizers:
             if self.grad_at is not None:
                 raise PlanError("grad_at says where grad_activation rounds: give grad_activation too.")
         elif self.grad_at is None:
             object.__setattr__(self, "grad_at", "producer")
         elif self.grad_at not in get_args(GradAt):
             raise PlanError(f"grad_at is 'producer' or 'consumer', not {self.grad_at!r}.")
-        object.__setattr__(self, "quantizers", tuple((key, given[key]) for key in KEYS if key in given))
+        object.__setattr__(self, "quantizers", tuple((key, quantizers[key]) for key in KEYS if key in quantizers))
 
     def to_data(self) -> dict[str, Any]:
         """As a plan writes it, without what is default."""

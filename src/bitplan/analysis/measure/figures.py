@@ -309,7 +309,7 @@ def _overflows(wanted: _Spec, exact: Tensor) -> list[float]:
 
 
 def _tails(values: Tensor) -> tuple[list[float], list[float]]:
-    """:func:`bitplan.metrics.excess_kurtosis` and :func:`bitplan.metrics.dynamic_range` of each row."""
+    """Excess kurtosis and dynamic range of each row, as :mod:`bitplan.analysis.error_metrics` defines them."""
     if not values.shape[1]:
         return [math.nan] * len(values), [0.0] * len(values)
     deviation = values - values.mean(1, keepdim=True)
@@ -323,7 +323,7 @@ def _tails(values: Tensor) -> tuple[list[float], list[float]]:
 
 
 def _summaries(exact: Tensor, magnitude: Tensor, computed: Tensor) -> list[list[ErrorSummary]]:
-    """Of each product, of the backward error of everything computed for it: :func:`bitplan.metrics.backward_error`.
+    """For each product, the backward error (:mod:`bitplan.analysis.error_metrics`) of everything computed for it.
 
     Elements that have no term but zeros are no sums, and do not count: of a strided convolution's gradient they may be
     most. Where there are no others, errors are 0.
@@ -347,7 +347,7 @@ def _summary_of(error: NDArray[np.float64], size: NDArray[np.float64]) -> list[E
 
 
 def _decibels(exact: Tensor, copies: Tensor) -> list[list[float]]:
-    """:func:`bitplan.metrics.sqnr` of several approximations, of each product."""
+    """:func:`bitplan.analysis.error_metrics.sqnr` of several approximations, of each product."""
     signals = exact.flatten(1).square().sum(1).tolist()
     noises = (copies - exact).flatten(2).square().sum(2).t().tolist()
     return [[_ratio(signal, noise) for noise in own] for signal, own in zip(signals, noises, strict=True)]

@@ -48,9 +48,9 @@ class Asked:
     promotion: float | bool = True
 
     def __post_init__(self) -> None:
-        given = [name for name in ("ratio", "budget", "baseline") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise PlanError(f"give one of ratio, budget and baseline, not {' and '.join(given) or 'none'}.")
+        chosen = [name for name in ("ratio", "budget", "baseline") if getattr(self, name) is not None]
+        if len(chosen) != 1:
+            raise PlanError(f"give one of ratio, budget and baseline, not {' and '.join(chosen) or 'none'}.")
         if self.ratio is not None and not 0 <= self.ratio <= 1:
             raise PlanError(f"ratio is {self.ratio:g}; it must be a share from 0 to 1.")
         require_order(self.order)
@@ -74,14 +74,14 @@ class Asked:
 
     def story(self, formats: Formats) -> dict[str, Any]:
         """For the plan's ``made_by``."""
-        told: dict[str, Any] = {"formats": formats.name, "order": self.order}
+        story: dict[str, Any] = {"formats": formats.name, "order": self.order}
         if self.order == "random":
-            told["seed"] = self.seed
+            story["seed"] = self.seed
         if self.ratio is not None:
-            told["ratio"] = self.ratio
+            story["ratio"] = self.ratio
         if (share := self.share(formats)) is not None:
-            told["promotion"] = share
-        return told
+            story["promotion"] = share
+        return story
 
 
 def assign(
@@ -177,11 +177,11 @@ def assignment(
         return baseline_of(asked.baseline, account, formats)
     story = asked.story(formats)
     if asked.order == "sensitivity":
-        found = _probed(model, [batch] if batches is None else batches, loss, account, formats, optimizer, asked.seed)
-        moves = moves_by_damage(found.damages, _savings(account, formats))
-        story |= {"probe": {"passes": found.passes, "warm_steps": found.warm}}
+        damage = _probed(model, [batch] if batches is None else batches, loss, account, formats, optimizer, asked.seed)
+        moves = moves_by_damage(damage.damages, _savings(account, formats))
+        story |= {"probe": {"passes": damage.passes, "warm_steps": damage.warm}}
         if tell is not None:
-            tell(f"sensitivity was measured by {found.passes} forward and backward passes after {found.warm} steps.")
+            tell(f"sensitivity was measured by {damage.passes} forward and backward passes after {damage.warm} steps.")
     else:
         moves = moves_of(asked.order, account.groups, formats.low, asked.seed)
 
@@ -191,11 +191,11 @@ def assignment(
     if asked.budget is None:
         assert asked.ratio is not None
         return after(cut_for_ratio(account, formats, moves, asked.ratio))
-    wanted = Budget.of(asked.budget)
+    budget = Budget.of(asked.budget)
     step = Step(model, batch, loss, optimizer, compile, device)
-    fitted = fit(wanted, step, lambda made: after(made).plan, len(moves), tell, compile if checks is None else checks)
+    fitted = fit(budget, step, lambda made: after(made).plan, len(moves), tell, compile if checks is None else checks)
     story |= {
-        "budget": str(wanted),
+        "budget": str(budget),
         "budget_bytes": fitted.limit,
         "peak_today": fitted.today,
         "peak_predicted": fitted.peak,
@@ -231,10 +231,10 @@ def _probed(
 
 def _savings(account: Account, formats: Formats) -> dict[Move, float]:
     """Bytes that each move saves of all tensors of its group."""
-    found: dict[Move, float] = {}
+    savings: dict[Move, float] = {}
     for tensor in account.tensors:
         for level in range(1, formats.low + 1):
             before, now = (formats.levels[number].bits(tensor.role) for number in (level - 1, level))
             move = Move(tensor.group, level)
-            found[move] = found.get(move, 0.0) + tensor.elements * (before - now) / 8
-    return found
+            savings[move] = savings.get(move, 0.0) + tensor.elements * (before - now) / 8
+    return savings

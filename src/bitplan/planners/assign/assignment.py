@@ -105,8 +105,8 @@ class Assignment:
             return str(self.story["baseline"])
         order = self.story.get("order", "largest")
         shown = "" if order == "largest" else f"-{order}"
-        asked = self.story.get("budget") or f"r{self.story.get('ratio', self.selection_ratio):g}"
-        return f"assign-{asked}{shown}".replace("%", "pct")
+        target = self.story.get("budget") or f"r{self.story.get('ratio', self.selection_ratio):g}"
+        return f"assign-{target}{shown}".replace("%", "pct")
 
     @property
     def _description(self) -> str:
@@ -168,14 +168,14 @@ def cut_for_ratio(account: Account, formats: Formats, moves: Sequence[Move], rat
         for group in unit.groups:
             members[group].append(number)
     levels = [0] * len(account.units)
-    low, wanted = 0.0, ratio * account.elements
+    low, low_elements_needed = 0.0, ratio * account.elements
     for made, move in enumerate(moves, start=1):
         groups[move.group] = max(groups[move.group], move.level)
         for number in members[move.group]:
             level = min(groups[group] for group in account.units[number].groups)
             low += elements[number] * (formats.gain(level) - formats.gain(levels[number]))
             levels[number] = level
-        if low >= wanted and ratio < 1:
+        if low >= low_elements_needed and ratio < 1:
             return made
     return len(moves)
 

@@ -48,17 +48,17 @@ class Budget:
             raise PlanError("a share of today's peak is more than 0%: write it as 70%.")
 
     @classmethod
-    def of(cls, given: str | int | Budget) -> Budget:
+    def of(cls, value: str | int | Budget) -> Budget:
         """What ``6GiB``, ``70%`` or a number of bytes means.
 
         >>> Budget.of("70%").share, Budget.of("1KiB").bytes
         (0.7, 1024)
         """
-        if isinstance(given, Budget):
-            return given
-        if isinstance(given, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*%\s*", given)):
-            return cls(share=float(found[1]) / 100)
-        return cls(bytes=read_bytes(str(given)))
+        if isinstance(value, Budget):
+            return value
+        if isinstance(value, str) and (percent := re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*%\s*", value)):
+            return cls(share=float(percent[1]) / 100)
+        return cls(bytes=read_bytes(str(value)))
 
     def limit(self, today: int) -> int:
         """Bytes."""
@@ -123,29 +123,29 @@ def fit(
     :param checks: make the step as well, and go further down where its measured peak lies above the budget.
     """
     say = tell or (lambda sentence: None)
-    known: dict[int, int] = {}
-    found = _predicted_fit(budget, step, plan_after, moves, say, known, 1 - _SPARE)
+    peaks: dict[int, int] = {}
+    cut = _predicted_fit(budget, step, plan_after, moves, say, peaks, 1 - _SPARE)
     if not checks:
-        return found
+        return cut
     share, least = 1 - _SPARE, None
     for _ in range(_CHECKS):
-        measured = step.measured(plan_after(found.made))
+        measured = step.measured(plan_after(cut.made))
         if measured is None:
-            return found
-        say(f"{found.made} of {moves} moves: a peak of {byte_text(measured)}, measured.")
-        if measured <= found.limit:
-            return replace(found, measured=measured)
+            return cut
+        say(f"{cut.made} of {moves} moves: a peak of {byte_text(measured)}, measured.")
+        if measured <= cut.limit:
+            return replace(cut, measured=measured)
         least = measured if least is None else min(least, measured)
-        if found.made == moves:
+        if cut.made == moves:
             break
         # As much lower as the estimate was too low, and one move further at least.
-        share = min(share * found.peak / measured, (found.peak - 1) / found.limit)
+        share = min(share * cut.peak / measured, (cut.peak - 1) / cut.limit)
         try:
-            found = _predicted_fit(budget, step, plan_after, moves, say, known, share)
+            cut = _predicted_fit(budget, step, plan_after, moves, say, peaks, share)
         except PlanError:
-            found = replace(found, made=moves, peak=known[moves])
+            cut = replace(cut, made=moves, peak=peaks[moves])
     raise PlanError(
-        f"no assignment was found that keeps the measured peak within {byte_text(found.limit)}: the least measured is "
+        f"no assignment was found that keeps the measured peak within {byte_text(cut.limit)}: the least measured is "
         f"{byte_text(least or 0)}. Raise the budget, choose formats without a scale per tensor, or leave the model "
         f"uncompiled."
     )
@@ -193,15 +193,15 @@ def _predicted_fit(
     return Fit(high, today, peak(high), limit)
 
 
-def _impossible(limit: int, share: float, today: int, known: dict[int, int], moves: int) -> str:
-    best = min(known, key=lambda made: (known[made], made))
-    needed = math.ceil(known[best] / share) + 1
+def _impossible(limit: int, share: float, today: int, peaks: dict[int, int], moves: int) -> str:
+    best = min(peaks, key=lambda made: (peaks[made], made))
+    needed = math.ceil(peaks[best] / share) + 1
     spared = (
-        f", and {1 - share:.0%} of a budget is spared for what a prediction may miss" if known[best] <= limit else ""
+        f", and {1 - share:.0%} of a budget is spared for what a prediction may miss" if peaks[best] <= limit else ""
     )
     how = "with every group at the lowest level" if best == moves else f"after {best} of {moves} moves"
     beside = f"; without a plan the peak is {byte_text(today)}, which fits" if today <= limit else ""
     return (
-        f"no assignment keeps the peak within {byte_text(limit)}: the least is {byte_text(known[best])}, "
+        f"no assignment keeps the peak within {byte_text(limit)}: the least is {byte_text(peaks[best])}, "
         f"{how}{spared}{beside}. Give a budget of {needed} bytes or more, add a lower level, or make the batch smaller."
     )

@@ -179,7 +179,7 @@ class _Counting:
         return len(self.units) - 1
 
     def _count_data(self) -> None:
-        found: dict[int, Tensor] = {}
+        tensors: dict[int, Tensor] = {}
         readers: dict[int, list[tuple[str, str]]] = {}
         for operation in self.operations:
             # Steps of an opened recurrent layer begin with a constant state, which is no data.
@@ -188,9 +188,9 @@ class _Counting:
                 continue
             if any(x is parameter for _, parameter in operation.parameters):
                 continue
-            found[id(x)] = x
+            tensors[id(x)] = x
             readers.setdefault(id(x), []).append(place_of(operation))
-        for key, x in found.items():
+        for key, x in tensors.items():
             unit = self._unit("input", readers[key], [DATA])
             for role in ("activation", "grad_activation"):
                 self._count("input", role, [x], DATA, unit)
@@ -222,7 +222,7 @@ class _Counting:
             numbers = sorted({number for name in names for number in users[name]})
             sources = {name: self._sources(users[name]) for name in names}
             places = [place_of(self.operations[number]) for number in numbers]
-            unit = self._unit("weight", places, (group for each in sources.values() for group in each))
+            unit = self._unit("weight", places, (group for groups in sources.values() for group in groups))
             for name in names:
                 operation = self.operations[users[name][0]]
                 whole = operation.wholes.get(name, dict(operation.parameters)[name])
@@ -235,10 +235,14 @@ class _Counting:
 
     def _sources(self, numbers: Sequence[int]) -> list[int]:
         """The groups that made the first inputs of the operations that use a parameter."""
-        found = [self._source(self.operations[number]) for number in numbers]
-        known = [group for group in found if group is not None]
+        sources = [self._source(self.operations[number]) for number in numbers]
+        with_source = [group for group in sources if group is not None]
         # A recurrent layer's first step reads a constant, which is in no group.
-        return known if known and self.operations[numbers[0]].inside in _RECURRENT else [g or DATA for g in found]
+        return (
+            with_source
+            if with_source and self.operations[numbers[0]].inside in _RECURRENT
+            else [g or DATA for g in sources]
+        )
 
     def _source(self, operation: Operation) -> int | None:
         if operation.operands is not None:
@@ -253,15 +257,15 @@ class _Counting:
 
 def _groups(operations: Sequence[Operation]) -> tuple[list[str], list[int]]:
     """(what began each group, the group of each operation)."""
-    starts, group_of, known = ["input"], [], dict[str, int]()
+    starts, group_of, number_of = ["input"], [], dict[str, int]()
     current = DATA
     for operation in operations:
         if is_product(operation):
             key = _weight_of(operation) or operation.label
-            if key not in known:
+            if key not in number_of:
                 starts.append(operation.label)
-                known[key] = len(starts) - 1
-            current = known[key]
+                number_of[key] = len(starts) - 1
+            current = number_of[key]
         group_of.append(current)
     return starts, group_of
 
@@ -270,7 +274,7 @@ def _weight_of(operation: Operation) -> str | None:
     """The name of the parameter that a product multiplies by."""
     if operation.operands is None:
         return operation.parameters[0][0] if operation.parameters else None
-    return next((name for name, t in operation.parameters if any(t is each for each in operation.operands)), None)
+    return next((name for name, t in operation.parameters if any(t is operand for operand in operation.operands)), None)
 
 
 def _shared_out(users: dict[str, list[int]], operations: Sequence[Operation]) -> list[list[str]]:

@@ -61,8 +61,8 @@ def probe(
     :param optimizer: makes the optimizer of the warm-up for the copy; without one there is no warm-up.
     :param loss_scale: the loss is multiplied by it, and the gradients divided.
     """
-    given = list(batches)
-    if not given:
+    batch_list = list(batches)
+    if not batch_list:
         raise PlanError("there is no batch to measure damage on.")
     if loss is None:
         raise PlanError("damage is measured in gradients: give a loss.")
@@ -73,8 +73,16 @@ def probe(
         twin = copy.deepcopy(model)
         high = plan_for(())
         if optimizer is not None:
-            _train(twin, [given[step % len(given)] for step in range(warm)], loss, high, optimizer, loss_scale, seed)
-        chosen = [given[(warm + number) % len(given)] for number in range(max(measured, 1))]
+            _train(
+                twin,
+                [batch_list[step % len(batch_list)] for step in range(warm)],
+                loss,
+                high,
+                optimizer,
+                loss_scale,
+                seed,
+            )
+        chosen = [batch_list[(warm + number) % len(batch_list)] for number in range(max(measured, 1))]
         total = len(chosen) * (1 + len(moves))
         damages = dict.fromkeys(moves, 0.0)
         passes = 0
@@ -100,12 +108,12 @@ def _gradient(model: nn.Module, batch: Any, loss: Callable[..., Tensor], plan: P
     model.zero_grad(set_to_none=True)
     with attach(model, plan, example=split_batch(batch, loss)[0], seed=seed) as run:
         _backward(model, split_batch(batch, loss), run.loss(loss), scale)
-    found = [parameter.grad.flatten() / scale for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [parameter.grad.flatten() / scale for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad(set_to_none=True)
     with torch.no_grad():  # norms have counted this batch
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
-    return torch.cat(found).double()
+    return torch.cat(gradients).double()
 
 
 def _backward(model: nn.Module, pair: tuple[Any, Any], loss: Callable[..., Tensor], scale: float) -> None:

@@ -73,13 +73,13 @@ class _Writing:
             meant = Rule(match, ops, keep=True)
             speaks_of = [place for place in self.wanted if compile_match(meant)(*place)]
             rules.append(self._rule(match, ops, wanted, speaks_of, says_all=comes_late))
-        found = [rule for rule in [*rules, *self._of_data()] if rule is not None]
-        used = {use for rule in found for _, use in rule.quantizers if isinstance(use, str)}
+        written_rules = [rule for rule in [*rules, *self._of_data()] if rule is not None]
+        used = {use for rule in written_rules for _, use in rule.quantizers if isinstance(use, str)}
         promotions = [spec.promote for name, spec in self.names.items() if name in used and spec.promote is not None]
         used |= {promotion.to for promotion in promotions if isinstance(promotion.to, str)}
         names = {name: spec for name, spec in self.names.items() if name in used}
-        self._check(Plan(tuple(found), quantizers=names))
-        return names, found
+        self._check(Plan(tuple(written_rules), quantizers=names))
+        return names, written_rules
 
     # --- which modules, which operations ---
 
@@ -147,23 +147,23 @@ class _Writing:
         is_base: bool = False,
         says_all: bool = False,
     ) -> Rule | None:
-        given: dict[str, Use] = {}
+        uses: dict[str, Use] = {}
         for position, role in enumerate(_ROLES):
             number = wanted[position]
             is_there = any(self.wanted[place][position] is not None for place in places)
             if number is None or not is_there or (number == self.base[position] and not (is_base or says_all or ops)):
                 continue
-            given[role] = self.specs[number][role]
+            uses[role] = self.specs[number][role]
             if role == "weight" and any(place in self.trained for place in places):
                 gradient = self.specs[number]["grad_weight"]
                 if is_base or self.base[0] is None or gradient != self.specs[self.base[0]]["grad_weight"]:
-                    given["grad_weight"] = gradient
+                    uses["grad_weight"] = gradient
         if is_base:
-            given = {role: use for role, use in given.items() if use != KEEP}
-        if not given:
+            uses = {role: use for role, use in uses.items() if use != KEEP}
+        if not uses:
             return None
-        grad_at = self.formats.grad_at if "grad_activation" in given else None
-        return Rule(match, ops, tuple(given.items()), grad_at=grad_at)
+        grad_at = self.formats.grad_at if "grad_activation" in uses else None
+        return Rule(match, ops, tuple(uses.items()), grad_at=grad_at)
 
     def _of_data(self) -> list[Rule]:
         """Data is rounded where products read it."""
@@ -187,8 +187,8 @@ class _Writing:
                 if number is None:
                     continue
                 meant = getattr(self.formats.levels[number], role)
-                found = decision[role].quantizer
-                if (None if found is None else replace(found, promote=None)) != meant:
+                decided = decision[role].quantizer
+                if (None if decided is None else replace(decided, promote=None)) != meant:
                     raise PlanError(
                         f"the plan would give {'/'.join(place)}:{role} {decision[role].words} in place of {meant}; "
                         f"this is a mistake of bitplan's: please report it."
@@ -222,7 +222,7 @@ def _agreed(wants: Iterable[Wanted]) -> Wanted | None:
 
 def _fits(want: Wanted, base: Wanted) -> bool:
     """Whether everything wanted is what the rule for all gives."""
-    return all(number is None or number == known for number, known in zip(want, base, strict=True))
+    return all(number is None or number == base_level for number, base_level in zip(want, base, strict=True))
 
 
 def _lies_in(module: str, path: str) -> bool:
@@ -255,18 +255,18 @@ def _named(
     suffixes = {"activation": "", "weight": "_weight", "grad_activation": "_gradient", "grad_weight": "_grad_weight"}
     for number, level in enumerate(formats.levels):
         lead = "high" if number == 0 else "low" if number == formats.low else f"middle{number}"
-        given: dict[str, str | QuantizerSpec] = {}
+        named: dict[str, str | QuantizerSpec] = {}
         for role, suffix in suffixes.items():
             spec: QuantizerSpec | None = getattr(level, role)
             if spec is not None and number > 0 and promotion is not None and role in ("activation", "weight"):
                 spec = _promoted(spec, uses[0][role], promotion)
             if spec is None:
-                given[role] = KEEP
+                named[role] = KEEP
             elif isinstance(spec.to_data(), str):
-                given[role] = spec
+                named[role] = spec
             else:
-                known = next((name for name, other in names.items() if other == spec), None)
-                given[role] = known or f"{lead}{suffix}"
-                names[known or f"{lead}{suffix}"] = spec
-        uses.append(given)
+                existing = next((name for name, other in names.items() if other == spec), None)
+                named[role] = existing or f"{lead}{suffix}"
+                names[existing or f"{lead}{suffix}"] = spec
+        uses.append(named)
     return names, uses

@@ -54,8 +54,8 @@ class Moment:
         """A whole number is a step, ``"90%"`` a share, and so is a number such as 0.9 between 0 and 1."""
         if isinstance(value, Moment):
             return value
-        if isinstance(value, str) and (found := _PERCENT.fullmatch(value)):
-            return cls(share=Fraction(found[1]) / 100)
+        if isinstance(value, str) and (percent := _PERCENT.fullmatch(value)):
+            return cls(share=Fraction(percent[1]) / 100)
         if isinstance(value, float) and 0 < value < 1:
             return cls(share=Fraction(repr(value)))
         if not isinstance(value, bool) and isinstance(value, (int, float)) and value == int(value):
@@ -157,7 +157,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def to_data(self) -> dict[str, Any]:
-        """As a plan writes it; :func:`bitplan.schedules.schedule_from_data` gives the same schedule back."""
+        """As a plan writes it; :func:`bitplan.plans.schedules.schedule_from_data` gives the same schedule back."""
 
     def moments(self) -> Iterator[Moment]:
         """Every point of a run that it names."""
@@ -212,9 +212,9 @@ def check_total(total: int) -> None:
         raise ScheduleError(f"a run has 1 to {MOST_STEPS:,} steps, not {total}.")
 
 
-def check_bits(**given: int) -> None:
+def check_bits(**widths: int) -> None:
     """Each is a whole number of bits that a format may have."""
-    for name, bits in given.items():
+    for name, bits in widths.items():
         if isinstance(bits, bool) or not isinstance(bits, int):
             raise ScheduleError(f"{name} is a whole number of bits, not {bits!r}.")
         if not LEAST_BITS <= bits <= MOST_BITS:

@@ -83,9 +83,9 @@ class Cyclic(Schedule):
 
     def __post_init__(self) -> None:
         check_range(self.low, self.high)
-        for what, value, known in (("profile", self.profile, PROFILES), ("shape", self.shape, get_args(Shape))):
-            if value not in known:
-                raise ScheduleError(f"there is no {what} {value!r}; {nearest_names(str(value), known)}.")
+        for what, value, choices in (("profile", self.profile, PROFILES), ("shape", self.shape, get_args(Shape))):
+            if value not in choices:
+                raise ScheduleError(f"there is no {what} {value!r}; {nearest_names(str(value), choices)}.")
         if isinstance(self.cycles, bool) or not isinstance(self.cycles, int) or not 1 <= self.cycles <= MOST_CYCLES:
             raise ScheduleError(f"cycles is {self.cycles!r}; it must be a whole number of 1 to {MOST_CYCLES:,}.")
         if self.shape == "repeated" and self.reflection is not None:

@@ -43,15 +43,15 @@ def schedule_from_data(data: Mapping[str, Any]) -> Schedule:
     name = options.pop("name", None)
     if name == "function":
         raise ScheduleError("a function cannot be read from a file: give bitplan.schedule() the function in Python.")
-    known = (*TEN, *_OTHERS)
+    names = (*TEN, *_OTHERS)
     if not isinstance(name, str) or (name not in _OTHERS and name.upper() not in TEN):
-        raise ScheduleError(f"there is no schedule {name!r}; {nearest_names(str(name), known)}.")
+        raise ScheduleError(f"there is no schedule {name!r}; {nearest_names(str(name), names)}.")
     if name in _OTHERS:
         make, needed, optional = _OTHERS[name]
         return make(_taken(name, options, needed, optional))
     profile, shape, reflection = TEN[name.upper()]
-    given = _taken(name, options, ("low", "high"), ("cycles",))
-    return Cyclic(profile, shape=shape, reflection=reflection, **given)
+    arguments = _taken(name, options, ("low", "high"), ("cycles",))
+    return Cyclic(profile, shape=shape, reflection=reflection, **arguments)
 
 
 def _taken(
@@ -67,39 +67,41 @@ def _taken(
     return dict(options)
 
 
-def _cyclic(given: dict[str, Any]) -> Schedule:
+def _cyclic(arguments: dict[str, Any]) -> Schedule:
     return Cyclic(
-        given["profile"],
-        given["low"],
-        given["high"],
-        given.get("cycles", DEFAULT_CYCLES),
-        given.get("shape", "repeated"),
-        given.get("reflection"),
+        arguments["profile"],
+        arguments["low"],
+        arguments["high"],
+        arguments.get("cycles", DEFAULT_CYCLES),
+        arguments.get("shape", "repeated"),
+        arguments.get("reflection"),
     )
 
 
 def _ramp(falls: bool) -> Callable[[dict[str, Any]], Schedule]:
-    return lambda given: Ramp(given.get("profile", "L"), given["low"], given["high"], falls, given.get("reflection"))
+    return lambda arguments: Ramp(
+        arguments.get("profile", "L"), arguments["low"], arguments["high"], falls, arguments.get("reflection")
+    )
 
 
-def _late(given: dict[str, Any]) -> Schedule:
-    return LateSwitch(given["low"], given["high"], Moment.of(given.get("last", "10%")))
+def _late(arguments: dict[str, Any]) -> Schedule:
+    return LateSwitch(arguments["low"], arguments["high"], Moment.of(arguments.get("last", "10%")))
 
 
-def _deficit(given: dict[str, Any]) -> Schedule:
-    return Deficit(given["low"], given["high"], Moment.of(given["start"]), Moment.of(given["end"]))
+def _deficit(arguments: dict[str, Any]) -> Schedule:
+    return Deficit(arguments["low"], arguments["high"], Moment.of(arguments["start"]), Moment.of(arguments["end"]))
 
 
-def _steps(given: dict[str, Any]) -> Schedule:
-    return StepList(tuple(_listed("bits", given["bits"])), tuple(map(Moment.of, _listed("at", given["at"]))))
+def _steps(arguments: dict[str, Any]) -> Schedule:
+    return StepList(tuple(_listed("bits", arguments["bits"])), tuple(map(Moment.of, _listed("at", arguments["at"]))))
 
 
-def _pieces(given: dict[str, Any]) -> Schedule:
+def _pieces(arguments: dict[str, Any]) -> Schedule:
     pieces = (
         piece if isinstance(piece, Schedule) else schedule_from_data(piece)
-        for piece in _listed("pieces", given["pieces"])
+        for piece in _listed("pieces", arguments["pieces"])
     )
-    return Piecewise(tuple(pieces), tuple(map(Moment.of, _listed("at", given["at"]))))
+    return Piecewise(tuple(pieces), tuple(map(Moment.of, _listed("at", arguments["at"]))))
 
 
 def _listed(key: str, value: Any) -> list[Any]:
@@ -184,35 +186,37 @@ def recommend(saving: float, low: int, high: int, total: int = 64_000, cycles: i
     """
     if not 0 <= saving < 1:
         raise ScheduleError(f"a saving of {saving:g} does not exist: give a share of 0 to 1, such as 0.4.")
-    found = {
+    summaries = {
         name: schedule(name, low=low, high=high, cycles=cycles).summary(total)
         for names in GROUPS.values()
         for name in names
     }
-    able = [name for name, summary in found.items() if 1 - summary.relative_cost >= saving]
+    able = [name for name, summary in summaries.items() if 1 - summary.relative_cost >= saving]
     if not able:
-        best = max(found.values(), key=lambda summary: 1 - summary.relative_cost)
+        best = max(summaries.values(), key=lambda summary: 1 - summary.relative_cost)
         raise ScheduleError(
             f"no schedule of {low}-{high} bits saves {saving:.0%}: {best.name} saves most, "
             f"{1 - best.relative_cost:.0%}; lower the lowest bits, if a range test allows."
         )
     group = next(group for group in reversed(GROUPS) if any(name in able for name in GROUPS[group]))
     members = [name for name in GROUPS[group] if name in able]
-    first = [name for name in members if found[name].first == high] or members
-    chosen = max(first, key=lambda name: found[name].share_at_max)
-    return Recommendation(found[chosen], _reason(saving, group, found[chosen], found, high))
+    first = [name for name in members if summaries[name].first == high] or members
+    chosen = max(first, key=lambda name: summaries[name].share_at_max)
+    return Recommendation(summaries[chosen], _reason(saving, group, summaries[chosen], summaries, high))
 
 
-def _reason(saving: float, group: Group, chosen: ScheduleSummary, found: dict[str, ScheduleSummary], high: int) -> str:
-    words = [
+def _reason(
+    saving: float, group: Group, chosen: ScheduleSummary, summaries: dict[str, ScheduleSummary], high: int
+) -> str:
+    sentences = [
         f"{chosen.name} saves {1 - chosen.relative_cost:.0%} of the bit operations of static {high} bits",
         f"of the groups that save {saving:.0%} or more the {group} one saves least, and accuracy goes with cost",
     ]
     if chosen.first == high:
-        words.append("it begins at the top, and low precision early does lasting damage")
-    sentence = f"{words[0]}: {'; '.join(words[1:])}."
-    below = [name for names in GROUPS.values() for name in names if 1 - found[name].relative_cost < saving]
+        sentences.append("it begins at the top, and low precision early does lasting damage")
+    sentence = f"{sentences[0]}: {'; '.join(sentences[1:])}."
+    below = [name for names in GROUPS.values() for name in names if 1 - summaries[name].relative_cost < saving]
     if below:
-        near = max(below, key=lambda name: 1 - found[name].relative_cost)
-        sentence += f" Just short of that, {near} saves {1 - found[near].relative_cost:.0%}."
+        near = max(below, key=lambda name: 1 - summaries[name].relative_cost)
+        sentence += f" Just short of that, {near} saves {1 - summaries[near].relative_cost:.0%}."
     return sentence

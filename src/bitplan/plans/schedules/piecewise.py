@@ -282,12 +282,12 @@ class Function(Schedule):
 
 def _check_order(moments: tuple[Moment, ...]) -> None:
     """Moments of one kind come in order; between a step and a share only a run's length decides."""
-    for one, other in pairwise(moments):
-        if one.share is not None and other.share is not None:
-            is_ordered = one.share < other.share
-        elif one.step is not None and other.step is not None:
-            is_ordered = one.step < other.step
+    for earlier, later in pairwise(moments):
+        if earlier.share is not None and later.share is not None:
+            is_ordered = earlier.share < later.share
+        elif earlier.step is not None and later.step is not None:
+            is_ordered = earlier.step < later.step
         else:
             continue
         if not is_ordered:
-            raise ScheduleError(f"{other} does not come after {one}: put the moments in order, each only once.")
+            raise ScheduleError(f"{later} does not come after {earlier}: put the moments in order, each only once.")
