@@ -7,17 +7,18 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 INPUTS := pyproject.toml constraints.txt src/bitplan/_version.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit goldens bench docs clean
+.PHONY: help demo test lint types unit goldens wheel-check bench docs clean
 
 help:
-	@echo "make demo    install bitplan into $(VENV), train digits under six plans, and write a page about it"
-	@echo "make test    install with the dev extra, then ruff, mypy --strict and every test"
-	@echo "make goldens compare every golden run to its stored losses and weights (make test has a sample of them)"
-	@echo "make bench   install the peers and measure every number format against them"
-	@echo "make docs    install mkdocs and build the documentation into site/"
-	@echo "make clean   remove $(VENV), caches and what the demo and the documentation wrote"
+	@echo "make demo         install bitplan into $(VENV), train digits under six plans, and write a page about it"
+	@echo "make test         install with the dev extra, then ruff, mypy --strict and every test"
+	@echo "make goldens      compare every golden run to its stored losses and weights (make test has a sample of them)"
+	@echo "make wheel-check  build the wheel, install it into a fresh environment and run it there"
+	@echo "make bench        install the peers and measure every number format against them"
+	@echo "make docs         install mkdocs and build the documentation into site/"
+	@echo "make clean        remove $(VENV), caches and what the demo and the documentation wrote"
 
-demo: $(VENV)/.stamp-report
+demo: $(VENV)/.stamp-lab
 	@$(BIN)/bitplan demo
 
 test: lint types unit
@@ -39,6 +40,11 @@ unit: $(VENV)/.stamp-dev
 # Every case of tests/golden; make.py in that folder says how they were made.
 goldens: $(VENV)/.stamp-dev
 	@BITPLAN_GOLDENS=all OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal tests/golden $(PYTEST_ARGS)
+
+# The fresh environment takes torch from $(VENV) instead of downloading it again; bitplan itself comes from the wheel.
+wheel-check: $(VENV)/.stamp-lab
+	@$(PIP_INSTALL) build twine
+	@.ci/wheel-check $(BIN)/python
 
 bench: $(VENV)/.stamp-bench
 	@$(BIN)/python benchmarks/run.py formats
@@ -70,8 +76,8 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-base
 	@$(PIP_INSTALL) -e '.[dev]'
 	@touch $@
 
-$(VENV)/.stamp-report: $(VENV)/.stamp-base
-	@$(PIP_INSTALL) -e '.[report]'
+$(VENV)/.stamp-lab: $(VENV)/.stamp-base
+	@$(PIP_INSTALL) -e '.[lab]'
 	@touch $@
 
 $(VENV)/.stamp-docs: $(VENV)/.stamp-venv constraints.txt

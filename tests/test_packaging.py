@@ -28,9 +28,9 @@ def pinned_names() -> set[str]:
     return requirement_names(pins)
 
 
-def test_every_requirement_of_the_base_of_dev_and_of_docs_is_pinned() -> None:
+def test_every_requirement_of_the_base_lab_dev_and_docs_is_pinned() -> None:
     extras = PROJECT["optional-dependencies"]
-    wanted = requirement_names(PROJECT["dependencies"] + extras["dev"] + extras["docs"])
+    wanted = requirement_names(PROJECT["dependencies"] + extras["lab"] + extras["dev"] + extras["docs"])
     assert wanted - pinned_names() == set()
 
 
@@ -45,7 +45,7 @@ def test_the_package_says_that_it_is_typed() -> None:
     assert (files("bitplan") / "py.typed").is_file()
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "bench", "docs", "clean"])
+@pytest.mark.parametrize("target", ["demo", "test", "wheel-check", "bench", "docs", "clean"])
 def test_make_knows_its_targets_and_pins_what_it_installs(target: str) -> None:
     planned = subprocess.run(
         ["make", "--dry-run", "VENV=no-such-venv", target], cwd=ROOT, capture_output=True, text=True, check=True

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 USER_ERROR = 2
 
 _COMMAND_LINE_LIBRARIES = ("typer", "rich")
+#: What the extra ``lab`` installs.
+_LAB_LIBRARIES = ("safetensors", "plotly", "PIL")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -46,6 +48,11 @@ def run_app(app: Typer, arguments: Sequence[str] | None, program: str) -> NoRetu
         app(args=arguments, prog_name=program)
     except BitplanError as error:
         _refuse(str(error))
+    except ModuleNotFoundError as missing:
+        library = (missing.name or "").partition(".")[0]
+        if library not in _LAB_LIBRARIES:
+            raise
+        _refuse(f"this command needs {library}, which is not installed: run \"pip install 'bitplan[lab]'\".")
     sys.exit(0)
 
 
