@@ -25,7 +25,7 @@ from bitplan.cli import run_app
 from bitplan.cli.output import JsonOption, Output, command_output, json_text, write_file
 from bitplan.errors import BitplanError
 from bitplan.files import byte_text
-from bitplan.numerics.formats import format as format_of
+from bitplan.numerics.formats import get_format
 
 OutputFile = Annotated[Path | None, typer.Option("--output", "-o", help="Also write the JSON document here.")]
 
@@ -59,7 +59,7 @@ def formats(
 ) -> None:
     """Time rounding to float formats: nearest and stochastic, eager and compiled, against a plain copy."""
     with command_output(as_json) as output:
-        chosen = tuple(format_of(name).name for name in names or DEFAULT_FORMATS)
+        chosen = tuple(get_format(name).name for name in names or DEFAULT_FORMATS)
         _require_device(device)
         document = bench_formats(chosen, device, elements, samples, peers, on_row=lambda row: _progress(output, row))
         _finish(context, output, document, output_file, as_json, _print_formats)

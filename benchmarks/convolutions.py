@@ -67,8 +67,8 @@ def step_of(shape: tuple[int, ...], column: str, plan: Plan, given: argparse.Nam
     if execution is None:
         called: Any = torch.compile(model)
     else:
-        options: dict[str, Any] = {"native_from": 0} if execution == "native" else {}
-        called = bitplan.attach(model, plan, example=x, execution=execution, **options).compile()
+        options = bitplan.Native(min_macs=0) if execution == "native" else execution
+        called = bitplan.attach(model, plan, example=x, execution=options).compile()
     dy: Tensor = torch.randn_like(called(x))
 
     def step() -> tuple[Tensor, ...]:

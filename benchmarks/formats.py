@@ -18,8 +18,7 @@ from torch import Tensor
 from benchmarks.peers import COMPILED_PEERS, working_peers
 from benchmarks.timing import seconds_per_call
 from bitplan.machine import describe_machine
-from bitplan.numerics.formats import FloatFormat
-from bitplan.numerics.formats import format as format_of
+from bitplan.numerics.formats import FloatFormat, get_format
 from bitplan.numerics.mutable_format import LiveFormat
 from bitplan.numerics.quantizer import quantize
 from bitplan.numerics.reference import Rounding
@@ -112,7 +111,7 @@ def _spread_numbers(count: int, device: torch.device) -> Tensor:
 
 def _rows(formats: tuple[str, ...], x: Tensor, copy: float, samples: int, peers: bool) -> Iterator[Row]:
     for name in formats:
-        if not isinstance(format_of(name), FloatFormat):
+        if not isinstance(get_format(name), FloatFormat):
             log.warning("%s is no float format and is left out.", name)
             continue
         for rounding in ("nearest", "stochastic"):
@@ -128,7 +127,7 @@ def _rows(formats: tuple[str, ...], x: Tensor, copy: float, samples: int, peers:
 
 
 def _ours(name: str, rounding: Rounding, x: Tensor) -> dict[Mode, Callable[[], object]]:
-    target = format_of(name)
+    target = get_format(name)
     seed = torch.tensor(7, device=x.device)
 
     def constant(x: Tensor, seed: Tensor) -> Tensor:

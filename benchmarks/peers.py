@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitplan.numerics.formats import FloatFormat
-from bitplan.numerics.formats import format as format_of
+from bitplan.numerics.formats import FloatFormat, get_format
 from bitplan.numerics.reference import Rounding
 
 Round = Callable[[Tensor], object]
@@ -115,7 +114,7 @@ COMPILED_PEERS = ("torch cast",)
 def working_peers(target: str, rounding: Rounding, sample: Tensor) -> dict[str, Round]:
     """Every installed peer that rounds `sample` to `target` without an error."""
     peers = DEVICE_PEERS if sample.is_cuda else CPU_PEERS
-    named = format_of(target)
+    named = get_format(target)
     if not isinstance(named, FloatFormat):
         return {}
     found: dict[str, Round] = {}

@@ -70,8 +70,7 @@ class ForwardAndBackward(Runner):
         self.x = x.detach().clone().requires_grad_()
         self.dy = torch.randn_like(x[..., :1]).expand_as(x).contiguous()
         self.run = variant.change(self.model, self.x)
-        sparing = variant.spare_memory
-        self.called = torch.compile(self.model) if self.run is None else _compiled(self.run, None, sparing)
+        self.called = torch.compile(self.model) if self.run is None else self.run.compile()
 
     def step(self) -> None:
         self.called(self.x).backward(self.dy)
@@ -101,7 +100,7 @@ class FullStep(Runner):
         self.module: nn.Module = with_own_code(WithLoss)(model, target.loss)
         called = torch.compile(self.module)
         if self.run is not None:
-            called = _compiled(self.run, self.module, variant.spare_memory)
+            called = self.run.compile(self.module)
         call: tuple[Any, dict[str, Any], Any] = ((expected, tokens), {}, None)
         optimizer = small_adamw if variant.small_optimizer else adamw
         self.training = TrainingStep(self.module, call, _itself, optimizer, self.run, called, autocast=torch.bfloat16)
@@ -130,10 +129,6 @@ def _calls(stream: TextStream) -> Callable[[int], Call]:
         return (following, tokens), {}
 
     return call_at
-
-
-def _compiled(run: Attachment, module: nn.Module | None, spare_memory: str) -> Any:
-    return run.compile(module, spare_memory=spare_memory)
 
 
 def adamw(model: nn.Module) -> Optimizer:

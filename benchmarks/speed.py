@@ -116,7 +116,7 @@ class Row:
     variant: str
     #: Whether a plan of bitplan's is at work.
     ours: bool
-    #: As ``run.compile()`` was told.
+    #: What native execution recomputed in the backward pass.
     spare_memory: str
     milliseconds: float
     #: Of BF16's.

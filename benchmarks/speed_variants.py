@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from benchmarks.own_plans import own_plan
 from benchmarks.peers import has_torchao
-from bitplan.compiler.compiling import SPARING
 from bitplan.errors import BitplanError, BitplanWarning
 from bitplan.executions.native.gemm import PASSES
 from bitplan.plans import Plan
+from bitplan.plans.execution import RECOMPUTE, Native
 from bitplan.runtime.attach import Attachment, attach
 
 #: The plans that come with the benchmark, for forward and backward and for a full training step.
@@ -42,7 +42,7 @@ class SpeedVariant:
 
     name: str
     change: Change
-    #: As ``run.compile()`` takes it.
+    #: What native execution recomputes in the backward pass.
     spare_memory: str = "no"
     #: What others offer.
     is_peer: bool = False
@@ -57,14 +57,20 @@ class SpeedVariant:
 
 
 def planned(
-    plan: Plan, model: nn.Module, x: Tensor, execution: str = "native", fast_sums: Sequence[str] = ()
+    plan: Plan,
+    model: nn.Module,
+    x: Tensor,
+    execution: str = "native",
+    fast_sums: Sequence[str] = (),
+    recompute: Sequence[str] = (),
 ) -> Attachment:
     """The plan at work, all its products on units that suit them, however small."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BitplanWarning)  # fallbacks are counted in the row
         if execution != "native":
             return attach(model, plan, example=x, execution=execution)
-        return attach(model, plan, example=x, execution="native", native_from=0, fast_sums=fast_sums)
+        native = Native(min_macs=0, fast_accumulation=fast_sums, recompute=recompute)
+        return attach(model, plan, example=x, execution=native)
 
 
 def emulated(name: str) -> SpeedVariant:
@@ -87,11 +93,14 @@ def variants_of(
     found = [SpeedVariant(PLAIN, unchanged)]
     for plan in plans:
         first, *more = _OWN_SPARING.get(plan, ("no",))
-        others = [what for what in SPARING if what != first and (what in more or (sparing and what != "no"))]
+        others = [what for what in ("no", *RECOMPUTE) if what != first and (what in more or (sparing and what != "no"))]
         for summed, passes in _FAST_SUMS.items() if fast_sums and _has_float8(own_plan(plan)) else [("", ())]:
             name = f"{plan}{summed}"
-            own = SpeedVariant(name, partial(planned, own_plan(plan), fast_sums=passes), first, learns_as=name)
-            found += [own, *(replace(own, name=f"{name}, sparing {what}", spare_memory=what) for what in others)]
+            for recomputed in (first, *others):
+                recompute = () if recomputed == "no" else (recomputed,)
+                change = partial(planned, own_plan(plan), fast_sums=passes, recompute=recompute)
+                title = name if recomputed == first else f"{name}, sparing {recomputed}"
+                found.append(SpeedVariant(title, change, recomputed, learns_as=name))
     if full_step:
         return [*found, *full_step_peers(device)]
     return [*found, *(SpeedVariant(name, change, is_peer=True) for name, change in peers(device).items())]

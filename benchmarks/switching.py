@@ -14,6 +14,7 @@ from benchmarks.speed_variants import OWN_PLANS
 from bitplan.errors import BitplanWarning
 from bitplan.lab.models.language_models import LlamaBlocks, random_states
 from bitplan.plans import Plan
+from bitplan.plans.execution import Native
 from bitplan.runtime.attach import attach
 
 #: Steps in each format, of which the first may compile.
@@ -53,7 +54,7 @@ def measure_switches(device: torch.device, plan: str | None = None) -> dict[str,
     switches: list[dict[str, Any]] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BitplanWarning)
-        run = attach(model, switching_plan(own_plan(name)), steps=total, example=x, execution="native", native_from=0)
+        run = attach(model, switching_plan(own_plan(name)), steps=total, example=x, execution=Native(min_macs=0))
     with run:
         called = run.compile()
         for number in range(total):

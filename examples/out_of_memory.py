@@ -46,11 +46,11 @@ batch = (torch.randn(1024, 64), torch.randint(16, (1024,)))
 loss_of = nn.functional.cross_entropy
 
 # 1. What fits? Nothing is computed here.
-plain = bp.predict_memory(model, batch, loss_of, "adamw")
+plain = bp.estimate_memory(model, batch, loss_of, "adamw")
 print(f"no plan: keeps {byte_text(plain.activations)}, peak {byte_text(plain.peak)}; {byte_text(BUDGET)} are there")
 for format in FORMATS:
     plan = keep_in(format)
-    predicted = bp.predict_memory(model, batch, loss_of, "adamw", plan, "packed")
+    predicted = bp.estimate_memory(model, batch, loss_of, "adamw", plan, "packed")
     fits = predicted.peak <= BUDGET
     print(
         f"{plan.name}, packed: keeps {byte_text(predicted.activations)}, peak {byte_text(predicted.peak)}, "
@@ -62,8 +62,8 @@ else:
     raise SystemExit("Nothing fits: take a smaller batch.")
 
 # 2. Does it? The allocator's own figures, before and after.
-before = bp.measure_memory(model, batch, loss_of, "adamw")
-after = bp.measure_memory(model, batch, loss_of, "adamw", plan, "packed")
+before = bp.analysis.memory.measure_memory(model, batch, loss_of, "adamw")
+after = bp.analysis.memory.measure_memory(model, batch, loss_of, "adamw", plan, "packed")
 print(f"measured: kept for backward {before.activations} -> {after.activations} bytes")
 print(f"measured: peak {before.peak} -> {after.peak} bytes")
 

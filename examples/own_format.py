@@ -12,7 +12,7 @@ import torch
 
 import bitplan as bp
 
-mine = bp.format("e3m4b2")
+mine = bp.get_format("e3m4b2")
 print(f"{mine}: {mine.bits} bits, from {mine.min_subnormal} to {mine.max}, {len(mine.values())} values")
 
 # What it does to numbers, beside the well-known 8-bit floats.

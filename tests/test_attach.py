@@ -97,7 +97,7 @@ def test_detaching_leaves_the_model_exactly_as_it_was() -> None:
     before, plain, known = anatomy(model), model(X), dict(hooks)
     inner = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction
     state = copy.deepcopy(model.state_dict())
-    run = attached(model, EVERYTHING, live=True, stats=True, example=X)
+    run = attached(model, EVERYTHING, mutable_formats=True, stats=True, example=X)
     assert type(model) is not Net
     assert not torch.equal(model(X), plain)
     run.detach()
@@ -175,7 +175,7 @@ def test_the_first_line_in_the_log_says_that_nothing_is_saved(caplog: pytest.Log
 def test_the_state_dict_has_plain_keys_and_values() -> None:
     model = net()
     plain = copy.deepcopy(model.state_dict())
-    with attached(model, EVERYTHING, live=True, stats=True) as run:
+    with attached(model, EVERYTHING, mutable_formats=True, stats=True) as run:
         assert list(model.state_dict()) == list(plain)
         assert all(torch.equal(value, plain[key]) for key, value in model.state_dict().items())
         train(model, run, SGD(model.parameters(), 0.1), 1)
@@ -218,7 +218,7 @@ def test_copies_run_on_their_own_weights(make: Callable[[], nn.Module]) -> None:
 def test_a_model_saved_whole_loads_without_bitplan_in_it() -> None:
     file = io.BytesIO()
     model = net().eval()
-    with attached(model, EVERYTHING, live=True, stats=True):
+    with attached(model, EVERYTHING, mutable_formats=True, stats=True):
         torch.save(model, file)
     assert b"bitplan" not in file.getvalue()
     file.seek(0)
@@ -386,7 +386,7 @@ def test_a_resumed_run_goes_on_bit_for_bit() -> None:
 
     def start() -> tuple[Net, torch.optim.Optimizer, Attachment]:
         model = net()
-        return model, Adam(model.parameters(), 0.1), attach(model, plan, seed=7, live=True, stats=True)
+        return model, Adam(model.parameters(), 0.1), attach(model, plan, seed=7, mutable_formats=True, stats=True)
 
     model, optimizer, run = start()
     train(model, run, optimizer, 2)

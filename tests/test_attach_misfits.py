@@ -30,10 +30,10 @@ def test_a_state_that_does_not_fit_is_refused_in_a_sentence_and_changes_nothing(
     fixed = {"match": "*", "activation": "e4m3"}
     with attached(net(), rule) as run:
         saved = run.state_dict()
-    with attached(net(), fixed, live=True) as run:
+    with attached(net(), fixed, mutable_formats=True) as run:
         live = run.state_dict()
     with attached(net(), fixed) as run:
-        for state, reason in (({}, "not the state"), (saved, "another plan"), (live, "live=")):
+        for state, reason in (({}, "not the state"), (saved, "another plan"), (live, "mutable_formats=")):
             with pytest.raises(PlanError, match=reason):
                 run.load_state_dict(state)
         assert run.state_dict()["step"] == 0

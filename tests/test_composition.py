@@ -67,7 +67,7 @@ def test_a_format_finer_than_autocasts_type_raises(place: str, quantizer: Any) -
     model = nn.Linear(6, 5)
     with attached(model, {"match": "*", place: quantizer}):
         model(X)  # there is room without it
-        with torch.autocast("cpu", torch.bfloat16), pytest.raises(bitplan.QuantizeError, match="coarser format"):
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(bitplan.errors.QuantizeError, match="coarser format"):
             model(X)
 
 
@@ -75,7 +75,7 @@ def test_an_activation_finer_than_autocasts_type_raises() -> None:
     with (
         attached(nn.Linear(6, 5), {"match": "*", "activation": "fp16"}) as run,
         torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(bitplan.FormatError, match=r"bfloat16 cannot hold the values of fp16"),
+        pytest.raises(bitplan.errors.FormatError, match=r"bfloat16 cannot hold the values of fp16"),
     ):
         run.model(X)
 
@@ -226,7 +226,7 @@ def test_a_compiled_model_without_an_example_raises_rather_than_go_unchecked() -
     model = nn.Sequential(nn.Linear(6, 6))
     with attached(model, {"match": "*", "weight": "e2m1"}):
         compiled(model)(X).sum().backward()
-        with pytest.raises(bitplan.PlanError, match="example="):
+        with pytest.raises(bitplan.errors.PlanError, match="example="):
             SGD(model.parameters(), 0.1).step()
 
 

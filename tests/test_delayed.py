@@ -12,7 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import bitplan
-from bitplan import Plan, PlanError
+from bitplan import Plan
+from bitplan.errors import PlanError
 from bitplan.executions.native.backends import Float8Unit
 
 LATE: dict[str, Any] = {"format": "e4m3", "scale": "tensor", "history": 2, "margin": 1}
@@ -47,11 +48,11 @@ def training(model: nn.Module, called: Any, run: Any, factors: list[float], seed
     return found
 
 
-def fresh(execution: str = "emulate", **options: Any) -> tuple[nn.Module, Any]:
+def fresh(execution: Any = "emulate", **options: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 4))
     if execution == "native":
-        options["native_from"] = 0
+        execution = bitplan.Native(min_macs=0)
     return model, bitplan.attach(model, plan_of(**ALL), example=torch.randn(8, 16), execution=execution, **options)
 
 

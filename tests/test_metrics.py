@@ -212,7 +212,7 @@ def test_scaling_an_operand_by_a_power_of_two_changes_no_bit(power: int, name: s
 @settings(max_examples=30, deadline=None)
 @given(name=st.sampled_from(["e4m3", "e5m2", "e3m4", "e2m1"]), length=st.integers(1, 40), seed=st.integers(0, 1000))
 def test_the_bound_in_the_normal_range(name: str, length: int, seed: int) -> None:
-    target = bitplan.format(name)
+    target = bitplan.get_format(name)
     generator = np.random.default_rng(seed)
     low, high = math.log2(target.min_normal), math.log2(target.max)
 

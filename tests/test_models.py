@@ -159,7 +159,7 @@ def test_every_rounding_errs_at_least_as_much_as_the_format_must_and_at_most_as_
         run.step()
         elements = {row.site.name: row.site.elements for row in run.table() if row.site.role == "activation"}
         found = {site: seen for site, seen in run.stats().items() if elements.get(site, 0) >= 100}
-    unit = bitplan.format(target).epsilon  # type: ignore[union-attr]
+    unit = bitplan.get_format(target).epsilon  # type: ignore[union-attr]
     assert all(seen.error <= unit / 2 for seen in found.values())
     # An error is spread evenly over a step, which is between unit/2 and unit of the value: 1/sqrt(12) of that.
     fresh = [seen.error for site, seen in found.items() if site.split("/")[1].split(".")[0] in FRESH]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from bitplan.analysis.cost import Cost, cost
+from bitplan.analysis.cost import Cost, estimate_cost
 from bitplan.errors import BitplanWarning, CostError, PlanError, ScheduleError
 from bitplan.plans import Plan
 from bitplan.plans.schedules import TEN, Deficit, Function, Moment, Position, schedule
@@ -92,7 +92,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 def test_every_step_has_the_numbers_of_its_own_plan(plan: Plan, execution: str) -> None:
     model = small()
     seen = []
-    with attach(model, plan, STEPS, X, execution=execution) as run:
+    with attach(model, plan, steps=STEPS, example=X, execution=execution) as run:
         for step in range(STEPS):
             seen.append(step_of(model))
             assert same(seen[-1], standing_still(plan, step)), step
@@ -106,7 +106,10 @@ def test_compiled_steps_have_these_numbers_too(name: str, execution: str) -> Non
     torch._dynamo.reset()
     plan, model = PLANS[name], small()
     eager = small()
-    with attach(model, plan, STEPS, X, execution=execution) as run, attach(eager, plan, STEPS, X) as other:
+    with (
+        attach(model, plan, steps=STEPS, example=X, execution=execution) as run,
+        attach(eager, plan, steps=STEPS, example=X) as other,
+    ):
         called = run.compile()
         for _ in range(STEPS):
             for found, expected in zip(step_of(model, called), step_of(eager), strict=True):
@@ -122,9 +125,9 @@ def test_a_packed_run_may_have_a_graph_for_every_width() -> None:
     widths = zip(*(each.table(STEPS) for each in BITS.followed.values()), strict=True)
     phases = len(set(widths))
     assert phases > 8
-    with attach(small(), BITS, STEPS, X):
+    with attach(small(), BITS, steps=STEPS, example=X):
         assert config.recompile_limit == before  # bits are no matter of graphs here
-    with attach(small(), BITS, STEPS, X, execution="packed"):
+    with attach(small(), BITS, steps=STEPS, example=X, execution="packed"):
         assert config.recompile_limit == 2 * phases
     assert config.recompile_limit == before
 
@@ -133,7 +136,7 @@ def test_bits_move_without_a_recompilation_and_a_switch_with_one() -> None:
     torch._dynamo.reset()
     for plan, compilations in ((BITS, 0), (SWITCH, 2)):
         model = small()
-        with attach(model, plan, STEPS, X) as run:
+        with attach(model, plan, steps=STEPS, example=X) as run:
             called = torch.compile(model, backend="aot_eager", fullgraph=True)
             step_of(model, called)
             counters.clear()
@@ -149,7 +152,7 @@ def test_bits_move_without_a_recompilation_and_a_switch_with_one() -> None:
 def test_compiled_code_is_used_again_when_a_schedule_comes_back_to_a_quantizer() -> None:
     torch._dynamo.reset()
     model = small()
-    with attach(model, CHOOSING, STEPS, X) as run:
+    with attach(model, CHOOSING, steps=STEPS, example=X) as run:
         called = torch.compile(model, backend="aot_eager", fullgraph=True)
         kinds = []
         counters.clear()
@@ -165,17 +168,17 @@ def test_compiled_code_is_used_again_when_a_schedule_comes_back_to_a_quantizer()
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_costs_add_up_over_all_periods(plan: Plan) -> None:
     model = small()
-    with attach(model, plan, STEPS, X) as run:
+    with attach(model, plan, steps=STEPS, example=X) as run:
         for _ in range(STEPS):
             step_of(model)
             run.step()
         whole = run.cost()
-    steps = (cost(small(), plan.at(Position(step, STEPS), fixed=True), X) for step in range(STEPS))
+    steps = (estimate_cost(small(), plan.at(Position(step, STEPS), fixed=True), X) for step in range(STEPS))
     assert whole == sum(steps, Cost())
-    assert cost(small(), plan, X, steps=STEPS) == whole
+    assert estimate_cost(small(), plan, X, steps=STEPS) == whole
     assert sum(plan.periods(STEPS).values()) == STEPS
     with pytest.raises(CostError, match="price a whole run"):
-        cost(small(), plan, X)
+        estimate_cost(small(), plan, X)
 
 
 def test_the_cost_of_a_cyclic_run_is_that_of_its_schedule() -> None:
@@ -185,11 +188,11 @@ schedules: {cpt: {name: CR, low: 3, high: 8, cycles: 2}}
 rules: [{match: "*", w: {format: int, bits: cpt, scale: tensor}, x: {format: int, bits: cpt, scale: tensor}, dy: int8}]
 """
     model = nn.Linear(6, 6)
-    with attach(model, Plan.from_yaml(text), 50, X) as run:
+    with attach(model, Plan.from_yaml(text), steps=50, example=X) as run:
         for _ in range(50):
             step_of(model)
             run.step()
-        static = cost(nn.Linear(6, 6), "int8-minmax", X).bit_operations * 50
+        static = estimate_cost(nn.Linear(6, 6), "int8-minmax", X).bit_operations * 50
         assert run.cost().bit_operations / static == pytest.approx(
             schedule("CR", low=3, high=8, cycles=2).summary(50).relative_cost
         )
@@ -207,14 +210,14 @@ def test_a_resumed_run_goes_on_bit_for_bit(plan: Plan, stop: int, execution: str
         return found
 
     model = small()
-    with attach(model, plan, STEPS, X, execution=execution, seed=3) as run:
+    with attach(model, plan, steps=STEPS, example=X, execution=execution, seed=3) as run:
         first = go(run, model, stop)[0]
         state = copy.deepcopy(run.state_dict())
         rest = go(run, model, STEPS - stop)
         rest.append([model.eval()(X).detach()])
         price, last = run.cost(), run.state_dict()
     again = small()
-    with attach(again, plan, STEPS, X, execution=execution) as run:
+    with attach(again, plan, steps=STEPS, example=X, execution=execution) as run:
         run.load_state_dict(state)
         resumed = go(run, again, STEPS - stop)
         resumed.append([again.eval()(X).detach()])
@@ -227,15 +230,21 @@ def test_a_resumed_run_goes_on_bit_for_bit(plan: Plan, stop: int, execution: str
 
 
 def test_a_state_of_a_run_of_another_length_is_refused() -> None:
-    with attach(small(), BITS, STEPS, X) as run:
+    with attach(small(), BITS, steps=STEPS, example=X) as run:
         state = run.state_dict()
-    with attach(small(), BITS, STEPS + 1, X) as run, pytest.raises(PlanError, match="attach with the same steps="):
+    with (
+        attach(small(), BITS, steps=STEPS + 1, example=X) as run,
+        pytest.raises(PlanError, match="attach with the same steps="),
+    ):
         run.load_state_dict(state)
 
 
 def test_progress_in_place_of_steps() -> None:
     model, counted = small(), small()
-    with attach(model, BITS, "progress", X) as run, attach(counted, BITS, STEPS, X) as other:
+    with (
+        attach(model, BITS, steps="progress", example=X) as run,
+        attach(counted, BITS, steps=STEPS, example=X) as other,
+    ):
         for step in range(STEPS):
             run.progress(step / STEPS)
             assert same(step_of(model), step_of(counted)) or step == STEPS - 1
@@ -246,9 +255,9 @@ def test_progress_in_place_of_steps() -> None:
         state = run.state_dict()
         with pytest.raises(ScheduleError, match="0 to 1"):
             run.progress(1.5)
-    with attach(model, BITS, "progress", X) as run:
+    with attach(model, BITS, steps="progress", example=X) as run:
         run.load_state_dict(state)
-        with attach(counted, BITS, STEPS, X) as other:
+        with attach(counted, BITS, steps=STEPS, example=X) as other:
             other.load_state_dict({**state, "total": STEPS})
             assert same([model(X)], [counted(X)])
 
@@ -263,12 +272,12 @@ def test_a_missing_total_is_one_sentence(plan: Plan) -> None:
 
 def test_other_mistakes_are_sentences() -> None:
     with pytest.raises(PlanError, match="names step 9, and this run counts no steps"):
-        attach(small(), SWITCH, "progress")
+        attach(small(), SWITCH, steps="progress")
     with pytest.raises(PlanError, match="at least 1"):
-        attach(small(), BITS, 0)
+        attach(small(), BITS, steps=0)
     with pytest.raises(PlanError, match='a number or "progress"'):
-        attach(small(), BITS, "all")  # type: ignore[arg-type]
-    with attach(small(), BITS, STEPS, X) as run:
+        attach(small(), BITS, steps="all")  # type: ignore[arg-type]
+    with attach(small(), BITS, steps=STEPS, example=X) as run:
         with pytest.raises(PlanError, match="counts its steps itself"):
             run.progress(0.5)
         with pytest.raises(PlanError, match="follows the schedule LR 3-8 x2"):
@@ -277,7 +286,7 @@ def test_other_mistakes_are_sentences() -> None:
 
 def test_a_run_that_goes_on_too_long_stays_where_it_ended_and_says_so() -> None:
     model = small()
-    with attach(model, BITS, 3, X) as run:
+    with attach(model, BITS, steps=3, example=X) as run:
         for _ in range(3):
             step_of(model)
             run.step()
@@ -301,7 +310,7 @@ def test_evaluation_at_the_bits_of_the_moment_or_at_the_top(execution: str) -> N
 
     def evaluated(plan: Plan) -> Tensor:
         model = small()
-        with attach(model, plan, STEPS, X, execution=execution) as run:
+        with attach(model, plan, steps=STEPS, example=X, execution=execution) as run:
             step_of(model)
             run.step()
             trained = model(X).detach()
@@ -330,7 +339,7 @@ def test_evaluation_at_the_top_compiled() -> None:
     plan = Plan.from_yaml(text + "- {match: '*', op: linear, w: {format: int, bits: s, scale: channel, eval: top}}")
     top = Plan.from_yaml(text + "- {match: '*', op: linear, w: {format: int8, scale: channel}}")
     model, still = small().eval(), small().eval()
-    with attach(model, plan, STEPS, X), attach(still, top), torch.no_grad():
+    with attach(model, plan, steps=STEPS, example=X), attach(still, top), torch.no_grad():
         called = torch.compile(model, backend="aot_eager", fullgraph=True)
         assert torch.equal(called(X), still(X))
     torch._dynamo.reset()
@@ -339,7 +348,7 @@ def test_evaluation_at_the_top_compiled() -> None:
 def test_copies_of_the_model_follow() -> None:
     for plan in PLANS.values():
         model = small()
-        with attach(model, plan, STEPS, X) as run:
+        with attach(model, plan, steps=STEPS, example=X) as run:
             twin = copy.deepcopy(model)
             for _ in range(STEPS):
                 assert torch.equal(model(X), twin(X))
@@ -348,7 +357,7 @@ def test_copies_of_the_model_follow() -> None:
 
 
 def test_tables_tell_the_whole_story() -> None:
-    with attach(small(), SWITCH, STEPS, X) as run:
+    with attach(small(), SWITCH, steps=STEPS, example=X) as run:
         rows = {row.site.name: row.words for row in run.table()}
     assert rows["0/linear.0:fprop.x"] == "e4m3 tensor stochastic until 50%, then int LR 4-6 x1 channel"
     assert rows["0/linear.0:dgrad.dy"] == "left alone until step 9, then e5m2"
@@ -360,7 +369,7 @@ def test_a_loss_that_is_brought_in_follows() -> None:
         "- {match: loss, activation: {format: int, bits: s, scale: tensor, range: minmax}}"
     )
     model = small()
-    with attach(model, plan, 4) as run:
+    with attach(model, plan, steps=4) as run:
         loss = run.loss(lambda y: (y * 0.37).abs().sum())
         found = []
         for _ in range(4):

@@ -103,7 +103,10 @@ def test_the_bias_beside_slots_gets_its_whole_gradient() -> None:
 
 def test_an_einsum_that_takes_a_diagonal_says_that_its_slots_cannot_be_told_apart() -> None:
     model = Apply(lambda x, w: torch.einsum("ii,ij->j", x, w), 3, 4)
-    with attached(model, {"match": "*", "fprop.x": "e4m3"}), pytest.raises(bitplan.QuantizeError, match="diagonal"):
+    with (
+        attached(model, {"match": "*", "fprop.x": "e4m3"}),
+        pytest.raises(bitplan.errors.QuantizeError, match="diagonal"),
+    ):
         model(torch.randn(3, 3))
 
 

@@ -72,7 +72,7 @@ def constant(formats: dict[str, str]) -> list[Tensor]:
 def test_a_changed_format_equals_one_that_was_there_from_the_start(is_compiled: bool) -> None:
     torch._dynamo.reset()
     model, formats, seen = small(), dict(FIRST), []
-    with attach(model, live(formats), live=True, example=X) as run:
+    with attach(model, live(formats), mutable_formats=True, example=X) as run:
         called = torch.compile(model, backend="aot_eager", fullgraph=True) if is_compiled else model
         assert same(step_of(model, called), constant(formats))
         counters.clear()
@@ -97,7 +97,7 @@ def test_formats_whose_bits_the_plan_leaves_open_can_change_without_being_asked_
 def test_a_gradient_that_is_rounded_at_its_consumers_changes_its_format_too() -> None:
     model = small()
     rule = {"match": "0", "grad_activation": "mine", "grad_at": "consumer"}
-    with attach(model, plan_of(rule, mine="e5m2"), live=True) as run:
+    with attach(model, plan_of(rule, mine="e5m2"), mutable_formats=True) as run:
         first = step_of(model)
         run.set_format("mine", "e2m1")
         second = step_of(model)
@@ -111,7 +111,7 @@ def test_the_state_remembers_the_format_and_the_cost_both() -> None:
 
     def run_of() -> tuple[nn.Sequential, Attachment]:
         model = small()
-        return model, attach(model, plan, live=True, example=X)
+        return model, attach(model, plan, mutable_formats=True, example=X)
 
     model, run = run_of()
     run.step()
@@ -132,15 +132,15 @@ def test_the_state_remembers_the_format_and_the_cost_both() -> None:
 def test_what_cannot_change_says_so() -> None:
     model = small()
     plan = plan_of({"match": "*", "activation": "mine", "weight": "e4m3"}, mine="e4m3")
-    with attach(model, plan) as run, pytest.raises(bitplan.PlanError, match="attach with live=True"):
+    with attach(model, plan) as run, pytest.raises(bitplan.errors.PlanError, match="attach with mutable_formats=True"):
         run.set_format("mine", "e5m2")
-    with attach(model, plan, live=True) as run:
-        with pytest.raises(bitplan.PlanError, match=r"'yours' names no format.* these can: mine"):
+    with attach(model, plan, mutable_formats=True) as run:
+        with pytest.raises(bitplan.errors.PlanError, match=r"'yours' names no format.* these can: mine"):
             run.set_format("yours", "e5m2")
         for target in ("int8", "mxfp8"):
-            with pytest.raises(bitplan.FormatError, match="one graph serves one kind"):
+            with pytest.raises(bitplan.errors.FormatError, match="one graph serves one kind"):
                 run.set_format("mine", target)
         seen = step_of(model)
-        with pytest.raises(bitplan.FormatError, match="there is no number format"):
+        with pytest.raises(bitplan.errors.FormatError, match="there is no number format"):
             run.set_format("mine", "e4m33x")
         assert same(step_of(model), seen)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from bitplan.analysis.sites import Site, sites
+from bitplan.analysis.sites import Site, list_sites
 from bitplan.capture.recording import record
 from bitplan.lab.models.resnet import cifar_resnet
 from bitplan.plans import ROLES, SLOTS, Plan
@@ -20,7 +20,7 @@ from bitplan.runtime.attach import attach
 
 
 def names(function: Callable[..., Any], *inputs: Tensor, weight: tuple[int, ...] = ()) -> list[str]:
-    return [site.name for site in sites(Apply(function, *weight), inputs)]
+    return [site.name for site in list_sites(Apply(function, *weight), inputs)]
 
 
 def activations(function: Callable[..., Any], *inputs: Tensor) -> list[str]:
@@ -35,7 +35,7 @@ X = torch.randn(4, 6)
 
 
 def test_a_layer_has_its_weights_slots_result_and_their_gradients() -> None:
-    found = sites(nn.Sequential(nn.Linear(6, 3)), X)
+    found = list_sites(nn.Sequential(nn.Linear(6, 3)), X)
     assert [site.name for site in found] == [
         f"0/linear.0:{role}"
         for role in (
@@ -66,7 +66,7 @@ def test_a_layer_has_its_weights_slots_result_and_their_gradients() -> None:
 
 def test_a_residual_network_is_listed_in_the_order_of_a_step() -> None:
     batch = torch.randn(2, 3, 8, 8), torch.randint(10, (2,))
-    found = [site.name for site in sites(cifar_resnet(8), batch, F.cross_entropy)]
+    found = [site.name for site in list_sites(cifar_resnet(8), batch, F.cross_entropy)]
     assert "layer1.0.conv1/conv2d.0:activation" in found
     forward = [name for name in found if name.endswith(":activation")]
     assert forward[:9] == [
@@ -88,7 +88,7 @@ def test_names_are_the_same_from_run_to_run_and_the_model_is_left_alone() -> Non
     model = cifar_resnet(8)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     x = torch.randn(2, 3, 8, 8)
-    assert sites(model, x) == sites(model, x)
+    assert list_sites(model, x) == list_sites(model, x)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert type(model).__mro__[1] is nn.Module
 
@@ -98,7 +98,7 @@ def test_producers_and_consumers_are_named() -> None:
         y = torch.tanh(x)
         return (torch.relu(y).t() + torch.sigmoid(y).t()).contiguous()
 
-    found = {site.name: site for site in sites(Apply(fan_out), X)}
+    found = {site.name: site for site in list_sites(Apply(fan_out), X)}
     tanh = found["/tanh.0:activation"]
     assert tanh.producer is None
     assert tanh.consumers == ("/relu.0:activation", "/sigmoid.0:activation")
@@ -171,7 +171,7 @@ def test_products_have_six_slots(op: str) -> None:
 
 
 def test_a_view_of_a_weight_is_that_weight() -> None:
-    found = sites(Apply(lambda x, w: x @ w.view(5, 6).t()[:, :3], 5, 6), X)
+    found = list_sites(Apply(lambda x, w: x @ w.view(5, 6).t()[:, :3], 5, 6), X)
     (weight,) = [site for site in found if site.role == "weight"]
     assert (weight.parameter, weight.shape) == ("weight", (5, 6))
 
@@ -179,7 +179,7 @@ def test_a_view_of_a_weight_is_that_weight() -> None:
 def test_a_weight_that_is_used_twice_is_listed_once() -> None:
     first, second = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
     second.weight = first.weight
-    found = sites(nn.Sequential(first, second), X)
+    found = list_sites(nn.Sequential(first, second), X)
     assert [site.name for site in found if site.role in ("weight", "grad_weight")] == [
         "0/linear.0:weight",
         "0/linear.0:grad_weight",
@@ -188,7 +188,7 @@ def test_a_weight_that_is_used_twice_is_listed_once() -> None:
 
 def test_without_gradients_there_are_no_sites_of_them() -> None:
     model = nn.Sequential(nn.Linear(6, 3).requires_grad_(False))
-    assert {site.role for site in sites(model, X)} == {"weight", "activation", "fprop.x", "fprop.w"}
+    assert {site.role for site in list_sites(model, X)} == {"weight", "activation", "fprop.x", "fprop.w"}
 
 
 # --- fused operations ---
@@ -197,7 +197,7 @@ def test_without_gradients_there_are_no_sites_of_them() -> None:
 def test_a_fused_operation_is_one_site_unless_it_is_opened() -> None:
     model = nn.LSTM(6, 4)
     x = X[:, None]
-    fused = [site.name for site in sites(model, x) if site.role == "activation"]
+    fused = [site.name for site in list_sites(model, x) if site.role == "activation"]
     assert fused == ["/lstm.0:activation[0]", "/lstm.0:activation[1]", "/lstm.0:activation[2]"]
     opened = record(model, x, opens=lambda module, op: op == "lstm")
     assert [op.op for op in opened].count("linear") == 1 + len(x)
@@ -206,7 +206,7 @@ def test_a_fused_operation_is_one_site_unless_it_is_opened() -> None:
 
 def test_multi_head_attention_shows_its_products() -> None:
     x = torch.randn(3, 2, 8)
-    found = [site.op for site in sites(nn.MultiheadAttention(8, 2), (x, x, x)) if site.role == "fprop.x"]
+    found = [site.op for site in list_sites(nn.MultiheadAttention(8, 2), (x, x, x)) if site.role == "fprop.x"]
     assert found.count("bmm.0") == 1
     assert len([op for op in found if op.startswith("linear")]) >= 2
 
@@ -220,13 +220,13 @@ def huge() -> nn.Module:
 
 def of_meta_tensors() -> list[Site]:
     with torch.device("meta"):
-        return sites(huge(), torch.empty(2, 400_000))
+        return list_sites(huge(), torch.empty(2, 400_000))
 
 
 def of_fake_tensors() -> list[Site]:
     with FakeTensorMode():
         model, x = huge(), torch.empty(2, 400_000)
-    return sites(model, x)
+    return list_sites(model, x)
 
 
 @pytest.mark.parametrize("listed", [of_meta_tensors, of_fake_tensors])
@@ -238,23 +238,23 @@ def test_a_model_that_does_not_fit_into_memory_can_be_listed(listed: Callable[[]
 
 def test_a_model_with_a_plan_is_listed_as_without_and_keeps_it() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
-    plain, y = sites(model, X), model(X)
+    plain, y = list_sites(model, X), model(X)
     with attach(model, Plan.from_dict({"version": 1, "rules": [{"match": "*", "weight": "e2m1"}]})):
         planned = model(X)
-        assert sites(model, X) == plain
+        assert list_sites(model, X) == plain
         assert torch.equal(model(X), planned)
         assert not torch.equal(planned, y)
 
 
 def test_a_compiled_model_is_listed_under_the_paths_it_has_uncompiled() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6)))
-    plain = [(site.name, site.role, site.shape) for site in sites(model, X)]
+    plain = [(site.name, site.role, site.shape) for site in list_sites(model, X)]
     model[1] = torch.compile(model[1], backend="aot_eager", fullgraph=True)
-    assert [(site.name, site.role, site.shape) for site in sites(model, X)] == plain
+    assert [(site.name, site.role, site.shape) for site in list_sites(model, X)] == plain
 
 
 def test_recurrent_layers_keep_their_lists_of_weights() -> None:
     layer = nn.LSTM(4, 4)
-    sites(layer, torch.randn(2, 1, 4))
+    list_sites(layer, torch.randn(2, 1, 4))
     assert layer._flat_weights[0] is layer.weight_ih_l0
     assert not layer._weights_have_changed()

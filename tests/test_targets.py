@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bitplan.analysis.sites import sites
+from bitplan.analysis.sites import list_sites
 from bitplan.analysis.targets import Target, running
 from bitplan.errors import TargetError
 from bitplan.lab.targets import load_target
@@ -149,4 +149,4 @@ def test_a_model_that_looks_at_values_is_told_in_a_sentence_why_it_cannot_be_lis
     with pytest.raises(
         TargetError, match=r"the model looks into its tensors \(aten\.\S+\), and listing runs it on shapes"
     ):
-        sites(Looks(), torch.randn(4))
+        list_sites(Looks(), torch.randn(4))

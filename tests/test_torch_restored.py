@@ -83,13 +83,13 @@ def dropped(make: Callable[[], nn.Module], rule: dict[str, Any], trained: bool =
         pytest.param({}, id="emulate"),
         pytest.param({"example": X}, id="example"),
         pytest.param({"execution": "packed"}, id="packed"),
-        pytest.param({"execution": "native", "native_from": 0, "example": X}, id="native"),
+        pytest.param({"execution": bitplan.Native(min_macs=0), "example": X}, id="native"),
         pytest.param({"stats": True}, id="stats"),
         pytest.param({"trained": False}, id="untrained"),
     ],
 )
 @pytest.mark.parametrize("rule", [ROUNDED, OPERANDS, DELAYED], ids=["rounded", "operands", "delayed"])
-@pytest.mark.filterwarnings("ignore::bitplan.BitplanWarning")
+@pytest.mark.filterwarnings("ignore::bitplan.errors.BitplanWarning")
 def test_dropping_a_model_without_detaching_restores_torch(
     before: dict[str, Any], rule: dict[str, Any], options: dict[str, Any]
 ) -> None:
@@ -99,7 +99,7 @@ def test_dropping_a_model_without_detaching_restores_torch(
     assert state_of_torch() == before
 
 
-@pytest.mark.filterwarnings("ignore::bitplan.BitplanWarning")
+@pytest.mark.filterwarnings("ignore::bitplan.errors.BitplanWarning")
 @pytest.mark.parametrize("execution", ["emulate", "packed", "native"])
 def test_detaching_restores_torch_while_the_model_lives(before: dict[str, Any], execution: str) -> None:
     model = Recurrent()

@@ -312,7 +312,7 @@ def test_every_built_in_model_is_pinned() -> None:
 
 def test_names_and_numbers_of_sites() -> None:
     target = BUILT_IN["gpt-tiny"]()
-    names = [site.name for site in bitplan.sites(target.model, target.batch, target.loss)]
+    names = [site.name for site in bitplan.list_sites(target.model, target.batch, target.loss)]
     assert len(names) == 162
     assert names[:5] == [
         "token_embedding/embedding.0:weight",
@@ -372,7 +372,7 @@ def test_names_and_numbers_of_sites() -> None:
         "blocks.1.down/linear.0:dgrad.dy",
     ]
     target = BUILT_IN["resnet20"]()
-    names = [site.name for site in bitplan.sites(target.model, target.batch, target.loss)]
+    names = [site.name for site in bitplan.list_sites(target.model, target.batch, target.loss)]
     assert (len(names), _digest(names)) == (408, "66789d7f61247f15")
 
 
@@ -418,7 +418,7 @@ def test_the_state_of_a_run_and_its_tables() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)
-    with bitplan.attach(model, Plan.from_yaml(_PLAN), 10, torch.ones(3, 4), seed=5) as run:
+    with bitplan.attach(model, Plan.from_yaml(_PLAN), steps=10, example=torch.ones(3, 4), seed=5) as run:
         for _ in range(2):
             model(torch.ones(3, 4)).sum().backward()
             run.step()

@@ -46,7 +46,7 @@ class CostError(BitplanError, ValueError):
     """A product whose operations cannot be counted."""
 
 
-class AccountError(BitplanError, ValueError):
+class MemoryEstimateError(BitplanError, ValueError):
     """Memory that cannot be predicted, measured or added up."""
 
 

@@ -24,7 +24,7 @@ ROW_KEYS = {
 
 
 def float_named(name: str) -> FloatFormat:
-    each = bench.format_of(name)
+    each = bench.get_format(name)
     assert isinstance(each, FloatFormat)
     return each
 

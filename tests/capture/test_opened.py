@@ -120,11 +120,11 @@ def test_a_given_state_and_a_single_sequence_serve_as_well() -> None:
 
 def test_what_cannot_be_opened_says_so() -> None:
     projected = nn.LSTM(5, 4, proj_size=2)
-    with opened(projected, "lstm"), pytest.raises(bitplan.QuantizeError, match="projections cannot be opened"):
+    with opened(projected, "lstm"), pytest.raises(bitplan.errors.QuantizeError, match="projections cannot be opened"):
         projected(torch.randn(3, 2, 5))
     packed = nn.utils.rnn.pack_padded_sequence(torch.randn(3, 2, 5), [3, 2])
     for op, model in (("lstm", nn.LSTM(5, 4)), ("gru", nn.GRU(5, 4))):
-        with opened(model, op), pytest.raises(bitplan.QuantizeError, match="packed sequences cannot be opened"):
+        with opened(model, op), pytest.raises(bitplan.errors.QuantizeError, match="packed sequences cannot be opened"):
             model(packed)
 
 

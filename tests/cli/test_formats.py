@@ -7,8 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bitplan.numerics.formats import NAMED
-from bitplan.numerics.formats import format as format_named
+from bitplan.numerics.formats import NAMED, get_format
 
 Bitplan = Callable[..., Any]
 
@@ -94,7 +93,7 @@ def test_json_uses_the_canonical_name(bitplan: Bitplan) -> None:
 def test_values_are_listed_only_when_asked_for(bitplan: Bitplan) -> None:
     assert "values" not in bitplan("formats", "e2m1", "--json").json
     listed = bitplan("formats", "e2m1", "--json", "--values").json["values"]
-    assert listed == list(format_named("e2m1").values())
+    assert listed == list(get_format("e2m1").values())
 
 
 def test_values_of_a_wide_format_are_left_out_with_a_word_about_it(bitplan: Bitplan) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bitplan.analysis.cost import cost
+from bitplan.analysis.cost import estimate_cost
 from bitplan.lab.compare import Choice, compare, find_suite
 from bitplan.lab.compare.workers import Job
 from bitplan.lab.report.runs import read_runs
@@ -31,7 +31,7 @@ def price(choice: Choice, task: Task) -> float:
     target = task.target()
     assert isinstance(choice.plan, Plan)
     held = sum(int(setting.removeprefix("hold=")) for setting in choice.settings)
-    return cost(target.model, choice.plan, target.batch, target.loss, steps=400 + held).relative
+    return estimate_cost(target.model, choice.plan, target.batch, target.loss, steps=400 + held).relative
 
 
 def test_all_ten_beside_static_controls(digits: Task) -> None:

@@ -86,7 +86,7 @@ def test_every_phase_of_a_plan_has_its_own_graph_and_finds_it_again() -> None:
 def test_packed_graphs_are_made_anew_for_another_format_and_found_again() -> None:
     plan = plan_of({"match": "*", "activation": "mine"}, quantizers={"mine": {"format": "e4m3"}})
     model = small()
-    with attach(model, plan, live=True, example=X, execution="packed") as run:
+    with attach(model, plan, mutable_formats=True, example=X, execution="packed") as run:
         versions = []
         for name in ("e4m3", "e2m1", "e4m3"):
             run.set_format("mine", name)
@@ -99,7 +99,7 @@ def test_a_live_format_changes_without_a_new_graph() -> None:
     plan = plan_of({"match": "*", "activation": "mine"}, quantizers={"mine": {"format": "e4m3"}})
     model = small()
     called = compiled(model)
-    with attach(model, plan, live=True, example=X) as run:
+    with attach(model, plan, mutable_formats=True, example=X) as run:
         outputs = []
         for name in ("e4m3", "e2m1"):
             run.set_format("mine", name)

@@ -93,8 +93,9 @@ def attach_plan(setup: Setup, case: Case) -> Any:
     if document is None:
         return None
     plan = document if isinstance(document, str) else bitplan.Plan.from_dict(document)
-    options = {"native_from": 0} if case.execution == "native" else {}
-    return bitplan.attach(setup.model, plan, STEPS, setup.batches[0][0], seed=SEED, execution=case.execution, **options)
+    recompute = () if case.recompute == "no" else case.recompute
+    execution = bitplan.Native(min_macs=0, recompute=recompute) if case.execution == "native" else case.execution
+    return bitplan.attach(setup.model, plan, steps=STEPS, example=setup.batches[0][0], seed=SEED, execution=execution)
 
 
 def compile_model(setup: Setup, run: Any, case: Case) -> Any:
@@ -105,8 +106,6 @@ def compile_model(setup: Setup, run: Any, case: Case) -> Any:
         return torch.compile(setup.model, backend="aot_eager", fullgraph=True)
     if run is None:
         return torch.compile(setup.model, fullgraph=True)
-    if case.recompute != "no":
-        return run.compile(spare_memory=case.recompute)
     return run.compile()
 
 
@@ -154,7 +153,7 @@ def initial_digests() -> dict[str, str]:
     with torch.random.fork_rng():
         for name in DRAWN_MODELS:
             torch.manual_seed(SEED)
-            digests[f"model/{name}"] = digest(bitplan.load_target(name).model)
+            digests[f"model/{name}"] = digest(bitplan.analysis.targets.load_target(name).model)
         for name in DRAWN_TASKS:
             torch.manual_seed(SEED)
             task = find_task(name, seed=SEED)
@@ -172,7 +171,7 @@ def initial_digests() -> dict[str, str]:
 def train(case: Case, device: str = "cpu", resume_at: int | None = None) -> Result:
     """Train a case for all of its steps; `resume_at` saves before that step, and goes on with new objects."""
     with deterministic(device), native_units(case, device) as products, warnings.catch_warnings():
-        warnings.simplefilter("ignore", bitplan.BitplanWarning)
+        warnings.simplefilter("ignore", bitplan.errors.BitplanWarning)
         setup = build_setup(case, device)
         run = attach_plan(setup, case)
         call = compile_model(setup, run, case)

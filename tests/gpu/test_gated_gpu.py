@@ -76,7 +76,7 @@ class Perceptron(nn.Module):
         return result
 
 
-def stepped(spare: str, coded: bool) -> tuple[list[Tensor], list[str]]:
+def stepped(recompute: Any, coded: bool) -> tuple[list[Tensor], list[str]]:
     """Results and gradients of three steps, the first of which has no past, and the code that Inductor made."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -84,8 +84,8 @@ def stepped(spare: str, coded: bool) -> tuple[list[Tensor], list[str]]:
     plan = Plan.from_dict({"version": 1, "rules": [rule, *([CODED] if coded else [])]})
     model = Perceptron(256, 512).cuda().bfloat16()
     x = torch.randn(4, 128, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    with bitplan.attach(model, plan, example=x, execution="native", native_from=0) as run:
-        called = run.compile(spare_memory=spare)
+    with bitplan.attach(model, plan, example=x, execution=bitplan.Native(min_macs=0, recompute=recompute)) as run:
+        called = run.compile()
 
         def step() -> Tensor:
             y: Tensor = called(x)
@@ -99,12 +99,12 @@ def stepped(spare: str, coded: bool) -> tuple[list[Tensor], list[str]]:
     return [*results, *(p.grad for p in (x, *model.parameters()) if p.grad is not None)], codes
 
 
-@pytest.mark.parametrize(("spare", "coded"), [("no", False), ("activations", True), ("inputs", True)])
-def test_steps_have_the_bits_of_two_kernels(monkeypatch: pytest.MonkeyPatch, spare: str, coded: bool) -> None:
+@pytest.mark.parametrize(("recompute", "coded"), [((), False), ("activations", True), ("inputs", True)])
+def test_steps_have_the_bits_of_two_kernels(monkeypatch: pytest.MonkeyPatch, recompute: Any, coded: bool) -> None:
     results = []
     for fuses in (True, False):
         monkeypatch.setattr(gated_fusing, "FUSES", fuses)
-        found, codes = stepped(spare, coded)
+        found, codes = stepped(recompute, coded)
         assert len(codes) == 2
         assert ("_cast_gated_tile" in codes[0]) == ("_cast_grads_tile" in codes[1]) == fuses
         results.append(found)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bitplan
-from bitplan.analysis.memory import kept_bytes, measure_memory, predict_memory
+from bitplan.analysis.memory import estimate_memory, kept_bytes, measure_memory
 from bitplan.analysis.memory.fakes import plain_copy
 from bitplan.analysis.memory.step import TrainingStep, call_of
 from bitplan.analysis.targets import Target, placed
@@ -29,7 +29,7 @@ def test_an_eager_step_is_foreseen(name: str, batch: int, execution: str | None)
     target = on_gpu(name, batch)
     given = (target.model, target.batch, target.loss, "adamw", None if execution is None else PLAN)
     how = execution or "emulate"
-    predicted, measured = predict_memory(*given, how), measure_memory(*given, how)
+    predicted, measured = estimate_memory(*given, how), measure_memory(*given, how)
     assert predicted.weights == measured.weights
     assert predicted.optimizer == measured.optimizer
     assert predicted.activations == pytest.approx(measured.activations, rel=0.05)

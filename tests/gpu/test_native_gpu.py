@@ -59,7 +59,7 @@ def test_the_products_are_those_of_the_rounded_operands_in_float64(name: str, co
     model = nn.Linear(256, 512, bias=False).cuda().bfloat16()
     x = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(128, 512, device="cuda", dtype=torch.bfloat16)
-    with bitplan.attach(model, plan_of(rule), example=x, execution="native", native_from=0) as run:
+    with bitplan.attach(model, plan_of(rule), example=x, execution=bitplan.Native(min_macs=0)) as run:
         assert run.fallbacks() == []
         y = (run.compile() if compiled else model)(x)
         y.backward(dy)
@@ -89,11 +89,10 @@ def test_fast_sums_lose_some_bits_of_forward_products_and_no_others() -> None:
     for passes in ((), ("fprop",)):
         x.grad, model.weight.grad = None, None
         with bitplan.attach(
-            *(model, plan_of(PLANS["fp8 tensor"])),
+            model,
+            plan_of(PLANS["fp8 tensor"]),
             example=x,
-            execution="native",
-            native_from=0,
-            fast_sums=passes,
+            execution=bitplan.Native(min_macs=0, fast_accumulation=passes),
         ):
             y = model(x)
             y.backward(dy)
@@ -123,8 +122,8 @@ def gradients(execution: str, plan: Plan, compiled: bool) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 128)).cuda().bfloat16()
     x = torch.randn(8, 64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    options: dict[str, Any] = {"native_from": 0} if execution == "native" else {}
-    with bitplan.attach(model, plan, example=x, execution=execution, **options) as run:
+    options = bitplan.Native(min_macs=0) if execution == "native" else execution
+    with bitplan.attach(model, plan, example=x, execution=options) as run:
         if execution == "native":
             assert run.fallbacks() == []
         y = (run.compile() if compiled else model)(x)
@@ -169,7 +168,7 @@ def test_convolutions_are_those_of_the_rounded_operands_in_float64(
     model = model.to(memory_format=last)  # type: ignore[call-overload]
     x = torch.randn(4, 64, 8, 8, device="cuda").to(torch.bfloat16).to(memory_format=last).requires_grad_()
     plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "op": "conv2d", **rule}]})
-    with bitplan.attach(model, plan, example=x, execution="native", native_from=0) as run:
+    with bitplan.attach(model, plan, example=x, execution=bitplan.Native(min_macs=0)) as run:
         assert run.fallbacks() == []
         y = (run.compile() if compiled else model)(x)
         dy = torch.randn(y.shape, device="cuda").to(torch.bfloat16).to(memory_format=last)
@@ -209,15 +208,15 @@ def test_a_bottleneck_agrees_with_emulation(compiled: bool) -> None:
     torch._dynamo.reset()
     plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "op": "conv2d", **PLANS["fp8 tensor"]}]})
     found = []
-    for execution, options in (("native", {"native_from": 0}), ("emulate", {})):
+    for execution in (bitplan.Native(min_macs=0), "emulate"):
         torch.manual_seed(0)
         # In float32: in bfloat16 a tenth of a gradient hangs on which numbers a ReLU lets through.
         model = Bottleneck(64, 32, 2, "conv").cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         x = torch.randn(8, 64, 16, 16, device="cuda").to(memory_format=torch.channels_last).requires_grad_()
-        with bitplan.attach(model, plan, example=x, execution=execution, **options) as run:  # type: ignore[arg-type]
-            if execution == "native":  # the gradient through a 3x3 kernel with a stride is emulated
+        with bitplan.attach(model, plan, example=x, execution=execution) as run:
+            if execution != "emulate":  # the gradient through a 3x3 kernel with a stride is emulated
                 assert [(each.site, each.one) for each in run.fallbacks()] == [("conv2/conv2d.0", "dgrad")]
-            y = (run.compile() if compiled and execution == "native" else model)(x)
+            y = (run.compile() if compiled and execution != "emulate" else model)(x)
             y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y))
         found.append([y.detach().float(), *(p.grad.float() for p in (x, *model.parameters()) if p.grad is not None)])
     for native, emulated in zip(*found, strict=True):
@@ -361,15 +360,16 @@ def test_launched_by_inductor_the_kernels_give_the_same_bits(dtype: torch.dtype)
         assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
-@pytest.mark.parametrize("spare_memory", ["no", "inputs", "products"])
-def test_compiled_steps_launch_the_kernels_themselves(monkeypatch: pytest.MonkeyPatch, spare_memory: str) -> None:
+@pytest.mark.parametrize("recompute", [(), "inputs", "products"])
+def test_compiled_steps_launch_the_kernels_themselves(monkeypatch: pytest.MonkeyPatch, recompute: Any) -> None:
     require_unit("fp8")
     from bitplan.lab.models.language_models import LlamaBlocks
 
     def stepped(model: nn.Module, x: Tensor) -> tuple[list[Tensor], list[str]]:
         torch._dynamo.reset()
-        with bitplan.attach(model, plan_of(PLANS["fp8 tensor"]), example=x, execution="native", native_from=0) as run:
-            called = run.compile(spare_memory=spare_memory)
+        execution = bitplan.Native(min_macs=0, recompute=recompute)
+        with bitplan.attach(model, plan_of(PLANS["fp8 tensor"]), example=x, execution=execution) as run:
+            called = run.compile()
 
             def step() -> list[Tensor]:
                 y = called(x)
@@ -408,8 +408,8 @@ def test_scales_of_the_past_are_those_of_emulation(compiled: bool) -> None:
         torch.manual_seed(0)
         model = nn.Linear(256, 512, bias=False).cuda().bfloat16()
         x = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16)
-        options: dict[str, Any] = {"native_from": 0} if execution == "native" else {}
-        with bitplan.attach(model, plan, example=x, execution=execution, **options) as run:
+        options = bitplan.Native(min_macs=0) if execution == "native" else execution
+        with bitplan.attach(model, plan, example=x, execution=options) as run:
             called = run.compile() if compiled else model
             results = []
             for factor in (1.0, 8.0, 0.5, 0.5, 0.5):
@@ -435,7 +435,7 @@ def test_blocks_that_spare_memory_take_less_than_those_that_keep_codes_and_than_
     require_unit("fp8")
     from bitplan.lab.models.language_models import LlamaBlocks
 
-    def peak(plan: Plan | None, spare_memory: str = "no") -> int:
+    def peak(plan: Plan | None, recompute: Any = ()) -> int:
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = LlamaBlocks(1024, 4, 4096).cuda().bfloat16()
@@ -444,8 +444,8 @@ def test_blocks_that_spare_memory_take_less_than_those_that_keep_codes_and_than_
         if plan is None:
             called = torch.compile(model)
         else:
-            run = bitplan.attach(model, plan, example=x, execution="native", native_from=0)
-            called = run.compile(spare_memory=spare_memory)
+            run = bitplan.attach(model, plan, example=x, execution=bitplan.Native(min_macs=0, recompute=recompute))
+            called = run.compile()
         most = 0
         for _ in range(2):  # the first call compiles
             torch.cuda.synchronize()

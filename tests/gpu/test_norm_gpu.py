@@ -102,7 +102,7 @@ class Blocks(nn.Module):
         return x
 
 
-def stepped(spare: str) -> tuple[list[Tensor], list[str]]:
+def stepped(recompute: Any) -> tuple[list[Tensor], list[str]]:
     """Results and gradients of three steps, the first of which has no past, and the code that Inductor made."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -110,8 +110,8 @@ def stepped(spare: str) -> tuple[list[Tensor], list[str]]:
     plan = Plan.from_dict({"version": 1, "rules": [rule]})
     model = Blocks(768, 3).cuda().bfloat16()
     x = torch.randn(4, 128, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    with bitplan.attach(model, plan, example=x, execution="native", native_from=0) as run:
-        called = run.compile(spare_memory=spare)
+    with bitplan.attach(model, plan, example=x, execution=bitplan.Native(min_macs=0, recompute=recompute)) as run:
+        called = run.compile()
 
         def step() -> Tensor:
             y: Tensor = called(x)
@@ -125,15 +125,15 @@ def stepped(spare: str) -> tuple[list[Tensor], list[str]]:
     return [*results, *(p.grad for p in (x, *model.parameters()) if p.grad is not None)], codes
 
 
-@pytest.mark.parametrize("spare", ["no", "activations", "inputs"])
-def test_steps_have_the_bits_of_two_kernels(monkeypatch: pytest.MonkeyPatch, spare: str) -> None:
+@pytest.mark.parametrize("recompute", [(), "activations", "inputs"])
+def test_steps_have_the_bits_of_two_kernels(monkeypatch: pytest.MonkeyPatch, recompute: Any) -> None:
     results = []
     for fuses in (True, False):
         monkeypatch.setattr(norm_fusing, "FUSES", fuses)
-        found, codes = stepped(spare)
+        found, codes = stepped(recompute)
         assert len(codes) == 2
         assert ("_cast_norm_tile" in codes[0]) == fuses
-        assert ("_cast_norm_tile" in codes[1]) == (fuses and spare != "no")
+        assert ("_cast_norm_tile" in codes[1]) == (fuses and recompute != ())
         results.append(found)
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)

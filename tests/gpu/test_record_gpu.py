@@ -91,7 +91,7 @@ class Block(nn.Module):
         return result
 
 
-def stepped(spare: str, coded: bool) -> tuple[list[Tensor], list[str]]:
+def stepped(recompute: Any, coded: bool) -> tuple[list[Tensor], list[str]]:
     """Results and records of three steps, the first of two batches and without a past; the code that Inductor made."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -105,8 +105,8 @@ def stepped(spare: str, coded: bool) -> tuple[list[Tensor], list[str]]:
         held = (module._buffers.get(RECORD) for module in model.modules())
         return [each.clone() for each in held if each is not None]
 
-    with bitplan.attach(model, plan, example=x, execution="native", native_from=0) as run:
-        called = run.compile(spare_memory=spare)
+    with bitplan.attach(model, plan, example=x, execution=bitplan.Native(min_macs=0, recompute=recompute)) as run:
+        called = run.compile()
 
         def step(factor: float) -> None:
             y: Tensor = called(factor * x)
@@ -123,13 +123,13 @@ def stepped(spare: str, coded: bool) -> tuple[list[Tensor], list[str]]:
     return [*found, *(p.grad for p in model.parameters() if p.grad is not None)], codes
 
 
-@pytest.mark.parametrize(("spare", "coded"), [("no", False), ("activations", True), ("inputs", True)])
-def test_steps_have_the_same_records(monkeypatch: pytest.MonkeyPatch, spare: str, coded: bool) -> None:
+@pytest.mark.parametrize(("recompute", "coded"), [((), False), ("activations", True), ("inputs", True)])
+def test_steps_have_the_same_records(monkeypatch: pytest.MonkeyPatch, recompute: Any, coded: bool) -> None:
     results = []
     for notes in (True, False):
         monkeypatch.setattr(record_noting, "NOTES", notes)
         monkeypatch.setattr(amax_joining, "JOINS", notes)
-        found, codes = stepped(spare, coded)
+        found, codes = stepped(recompute, coded)
         assert len(codes) == 2
         assert all(("aten.maximum" in code) == (not notes) for code in codes)
         assert ("_amax_of_several" in codes[0]) == notes

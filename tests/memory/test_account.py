@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from bitplan.analysis.memory import Memory
-from bitplan.errors import AccountError
+from bitplan.errors import MemoryEstimateError
 
 
 def test_what_remains_of_the_peak_is_other() -> None:
@@ -19,13 +19,13 @@ def test_a_peak_is_never_below_what_is_counted() -> None:
 
 
 def test_classes_that_do_not_make_up_the_peak_are_refused() -> None:
-    with pytest.raises(AccountError, match=r"use Memory\.of"):
+    with pytest.raises(MemoryEstimateError, match=r"use Memory\.of"):
         Memory(weights=1, gradients=1, activations=1, optimizer=1, other=1, peak=100)
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, "3"])
 def test_bytes_are_whole_numbers(wrong: object) -> None:
-    with pytest.raises(AccountError, match="weights are bytes"):
+    with pytest.raises(MemoryEstimateError, match="weights are bytes"):
         Memory.of(weights=wrong, gradients=0, activations=0, optimizer=0, peak=10**9) if isinstance(  # type: ignore[arg-type]
             wrong, (int, float)
         ) else Memory(wrong, 0, 0, 0, 0, 0)  # type: ignore[arg-type]

@@ -9,9 +9,9 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from bitplan.analysis.memory import measure_memory, predict_memory
+from bitplan.analysis.memory import estimate_memory, measure_memory
 from bitplan.analysis.memory.lifetimes import extra_bytes
-from bitplan.errors import AccountError
+from bitplan.errors import MemoryEstimateError
 from bitplan.plans import Plan
 
 
@@ -33,11 +33,11 @@ GIVEN = (torch.randn(128, 32), torch.randint(8, (128,)))
 
 
 def test_what_the_graph_keeps_is_what_the_allocator_sees() -> None:
-    predicted = predict_memory(Gated(), GIVEN, F.cross_entropy, compile=True)
+    predicted = estimate_memory(Gated(), GIVEN, F.cross_entropy, compile=True)
     measured = measure_memory(Gated(), GIVEN, F.cross_entropy, compile=True)
     assert predicted.activations == pytest.approx(measured.activations, rel=0.02)
     assert predicted.peak == pytest.approx(measured.peak, rel=0.2)
-    eager = predict_memory(Gated(), GIVEN, F.cross_entropy)
+    eager = estimate_memory(Gated(), GIVEN, F.cross_entropy)
     assert predicted.activations < eager.activations  # or nothing was compiled
 
 
@@ -45,17 +45,17 @@ def test_the_packed_graph_keeps_codes() -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
     plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "activation": "e4m3"}]})
     given = (GIVEN, F.cross_entropy, "none", plan, "packed", True)
-    predicted = predict_memory(model, *given)
+    predicted = estimate_memory(model, *given)
     measured = measure_memory(model, *given)
     assert predicted.activations == pytest.approx(measured.activations, rel=0.02)
-    plain = predict_memory(model, GIVEN, F.cross_entropy, "none", compile=True)
+    plain = estimate_memory(model, GIVEN, F.cross_entropy, "none", compile=True)
     assert predicted.activations < 0.6 * plain.activations
 
 
 def test_a_prediction_leaves_torch_compile_as_it_was() -> None:
     """A dispatch mode around compiled code makes Dynamo give up on that code for good."""
     torch.compiler.reset()
-    predict_memory(Gated(), GIVEN, F.cross_entropy, compile=True)
+    estimate_memory(Gated(), GIVEN, F.cross_entropy, compile=True)
     graphs: list[GraphModule] = []
 
     def backend(graph: GraphModule, inputs: list[Tensor]) -> GraphModule:
@@ -72,8 +72,8 @@ def test_a_model_in_several_graphs_is_told_so() -> None:
             torch._dynamo.graph_break()
             return super().forward(x)
 
-    with pytest.raises(AccountError, match="does not compile into one graph"):
-        predict_memory(Broken(), GIVEN, F.cross_entropy, compile=True)
+    with pytest.raises(MemoryEstimateError, match="does not compile into one graph"):
+        estimate_memory(Broken(), GIVEN, F.cross_entropy, compile=True)
 
 
 # --- lifetimes ---

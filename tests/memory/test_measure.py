@@ -10,12 +10,12 @@ import torch
 from torch import fx, nn
 
 import bitplan
-from bitplan.analysis.memory import kept_bytes, measure_memory, predict_memory
+from bitplan.analysis.memory import estimate_memory, kept_bytes, measure_memory
 from bitplan.analysis.memory.fakes import plain_copy, storage_bytes
 from bitplan.analysis.memory.measure import HostAllocator, allocator_of
 from bitplan.analysis.memory.step import TrainingStep, call_of
 from bitplan.analysis.targets import Target
-from bitplan.errors import AccountError
+from bitplan.errors import MemoryEstimateError
 from bitplan.plans import Plan
 from bitplan.runtime.attach import Attachment
 
@@ -98,7 +98,7 @@ def test_a_run_can_be_asked_while_it_goes_on(make_target: MakeTarget, eight_bits
     assert predicted.weights == storage_bytes(target.model.parameters())
     both = run.memory(target.batch, target.loss, optimizer="none")
     assert both["predicted"].activations == pytest.approx(both["measured"].activations, abs=NUMBERS)
-    plain = predict_memory(plain_copy(target.model), target.batch, target.loss)
+    plain = estimate_memory(plain_copy(target.model), target.batch, target.loss)
     assert both["predicted"].activations < plain.activations / 3
     run.step()
     run.detach()
@@ -106,7 +106,7 @@ def test_a_run_can_be_asked_while_it_goes_on(make_target: MakeTarget, eight_bits
 
 def test_a_run_that_has_seen_nothing_says_what_it_needs(make_target: MakeTarget, eight_bits: Plan) -> None:
     run = bitplan.attach(make_target("perceptron").model, eight_bits)
-    with pytest.raises(AccountError, match="give one, or run the model once"):
+    with pytest.raises(MemoryEstimateError, match="give one, or run the model once"):
         run.memory()
 
 
@@ -132,14 +132,14 @@ def test_nothing_is_said_on_stderr_by_the_profiler(capfd: pytest.CaptureFixture[
 
 def test_inside_of_a_profiler_nothing_can_be_measured(make_target: MakeTarget) -> None:
     target = make_target("perceptron")
-    with torch.profiler.profile(), pytest.raises(AccountError, match="measure outside of it"):
+    with torch.profiler.profile(), pytest.raises(MemoryEstimateError, match="measure outside of it"):
         measure_memory(target.model, target.batch, target.loss)
 
 
 def test_one_step_and_other_devices_are_refused() -> None:
-    with pytest.raises(AccountError, match="measure at least 2"):
+    with pytest.raises(MemoryEstimateError, match="measure at least 2"):
         measure_memory(nn.Linear(2, 2), torch.randn(1, 2), steps=1)
-    with pytest.raises(AccountError, match="on cpu and cuda, not on meta"):
+    with pytest.raises(MemoryEstimateError, match="on cpu and cuda, not on meta"):
         allocator_of(torch.device("meta"))
 
 

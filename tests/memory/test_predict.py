@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import bitplan
-from bitplan.analysis.memory import Memory, measure_memory, predict_memory
+from bitplan.analysis.memory import Memory, estimate_memory, measure_memory
 from bitplan.analysis.memory.fakes import Fakes, plain_copy
 from bitplan.analysis.targets import Target
 from bitplan.capture.scopes import is_planned
-from bitplan.errors import AccountError, PlanError
+from bitplan.errors import MemoryEstimateError, PlanError
 from bitplan.numerics import chunks as tensor_parts
 from bitplan.plans import Plan
 
@@ -28,7 +28,7 @@ STATES = 2**14
 
 def both(target: Target, optimizer: str, plan: Plan | str | None, execution: str) -> tuple[Memory, Memory]:
     given = (target.model, target.batch, target.loss, optimizer, plan, execution)
-    return predict_memory(*given), measure_memory(*given, steps=2)
+    return estimate_memory(*given), measure_memory(*given, steps=2)
 
 
 def assert_near(predicted: Memory, measured: Memory) -> None:
@@ -66,28 +66,28 @@ def test_an_emulated_step_is_foreseen_and_saves_nothing(make_target: MakeTarget,
     target = make_target("resnet20")
     predicted, measured = both(target, "sgd", eight_bits, "emulate")
     assert_near(predicted, measured)
-    plain = predict_memory(target.model, target.batch, target.loss)
+    plain = estimate_memory(target.model, target.batch, target.loss)
     assert predicted.activations >= plain.activations
 
 
 def test_eight_bits_keep_a_quarter_of_32(make_target: MakeTarget, eight_bits: Plan) -> None:
     target = make_target("resnet20")
-    plain = predict_memory(target.model, target.batch, target.loss)
-    packed = predict_memory(target.model, target.batch, target.loss, plan=eight_bits, execution="packed")
+    plain = estimate_memory(target.model, target.batch, target.loss)
+    packed = estimate_memory(target.model, target.batch, target.loss, plan=eight_bits, execution="packed")
     assert 3.5 < plain.activations / packed.activations < 4.5
 
 
 def test_autocast_is_foreseen(make_target: MakeTarget) -> None:
     target = make_target("gpt")
     given = (target.model, target.batch, target.loss)
-    halved = predict_memory(*given, autocast=torch.bfloat16)
+    halved = estimate_memory(*given, autocast=torch.bfloat16)
     assert_near(halved, measure_memory(*given, autocast=torch.bfloat16))
-    assert halved.activations < 0.85 * predict_memory(*given).activations
+    assert halved.activations < 0.85 * estimate_memory(*given).activations
 
 
 def test_the_bytes_of_a_perceptron_are_those_counted_by_hand(make_target: MakeTarget) -> None:
     target = make_target("perceptron")
-    held = predict_memory(target.model, target.batch, target.loss, "sgd")
+    held = estimate_memory(target.model, target.batch, target.loss, "sgd")
     parameters = 4 * (64 * 128 + 128 + 128 * 10 + 10)
     assert (held.weights, held.gradients, held.optimizer) == (parameters, parameters, parameters)
     # ReLU's result, the logarithm of softmax, the loss's weight and the loss; the first input is the batch's.
@@ -101,7 +101,7 @@ def test_a_model_that_no_machine_holds_can_be_asked() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2**20, 2**20, bias=False), nn.ReLU())
         batch = torch.empty(2**10, 2**20)
-    held = predict_memory(model, batch, lambda y: y.sum(), "adamw")
+    held = estimate_memory(model, batch, lambda y: y.sum(), "adamw")
     assert held.weights == held.gradients == 4 * 2**40
     assert held.optimizer == 2 * 4 * 2**40 + 4  # two moments, and a count of steps
     assert held.activations == 4 * 2**30 + 4
@@ -112,7 +112,7 @@ def test_the_model_is_left_as_it_is(make_target: MakeTarget, eight_bits: Plan) -
     target = make_target("resnet20")
     before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
     draws = torch.get_rng_state()
-    predict_memory(target.model, target.batch, target.loss, plan=eight_bits, execution="packed")
+    estimate_memory(target.model, target.batch, target.loss, plan=eight_bits, execution="packed")
     assert all(torch.equal(tensor, before[name]) for name, tensor in target.model.state_dict().items())
     assert all(parameter.grad is None for parameter in target.model.parameters())
     assert not any(is_planned(module) for module in target.model.modules())
@@ -122,7 +122,7 @@ def test_the_model_is_left_as_it_is(make_target: MakeTarget, eight_bits: Plan) -
 def test_shared_weights_and_shared_inputs_are_held_once() -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     model[1].weight = model[0].weight
-    assert predict_memory(model, torch.randn(4, 8)).weights == 4 * 64
+    assert estimate_memory(model, torch.randn(4, 8)).weights == 4 * 64
     x = torch.randn(1000, 8)
 
     class Sum(nn.Module):
@@ -133,7 +133,7 @@ def test_shared_weights_and_shared_inputs_are_held_once() -> None:
         def forward(self, a: Tensor, b: Tensor) -> Tensor:
             return (a.sum() + b.sum()) * self.scale
 
-    once, twice = (predict_memory(Sum(), given, optimizer="none").peak for given in ((x, x), (x, x.clone())))
+    once, twice = (estimate_memory(Sum(), given, optimizer="none").peak for given in ((x, x), (x, x.clone())))
     assert twice - once == x.numel() * 4
 
 
@@ -149,7 +149,7 @@ def test_memory_that_lives_for_a_moment_counts_for_the_peak_only() -> None:
             return (far * self.weight).sum()
 
     given = (Detour(), torch.randn(16, 8), lambda y: y)
-    predicted, measured = predict_memory(*given), measure_memory(*given)
+    predicted, measured = estimate_memory(*given), measure_memory(*given)
     for held in (predicted, measured):
         assert held.peak > 1000 * 16 * 8 * 4
         assert held.activations < 1000
@@ -157,9 +157,9 @@ def test_memory_that_lives_for_a_moment_counts_for_the_peak_only() -> None:
 
 
 def test_a_model_without_a_loss_is_asked_by_its_outputs() -> None:
-    assert predict_memory(nn.Linear(8, 8), torch.randn(4, 8)).gradients == 4 * (64 + 8)
-    with pytest.raises(AccountError, match="give a loss"):
-        predict_memory(nn.Identity(), torch.randn(4, 8), optimizer="none")
+    assert estimate_memory(nn.Linear(8, 8), torch.randn(4, 8)).gradients == 4 * (64 + 8)
+    with pytest.raises(MemoryEstimateError, match="give a loss"):
+        estimate_memory(nn.Identity(), torch.randn(4, 8), optimizer="none")
 
 
 def test_keywords_and_a_whole_batch_are_taken() -> None:
@@ -172,7 +172,7 @@ def test_keywords_and_a_whole_batch_are_taken() -> None:
             y: Tensor = self.layer(a) + b
             return y
 
-    held = predict_memory(Keyed(), {"a": torch.randn(4, 8), "b": torch.randn(4, 8)})
+    held = estimate_memory(Keyed(), {"a": torch.randn(4, 8), "b": torch.randn(4, 8)})
     assert held.gradients == 4 * (64 + 8)
 
 
@@ -180,7 +180,7 @@ def test_an_optimizer_of_ones_own_is_asked_for_its_state() -> None:
     def adagrad(model: nn.Module) -> Optimizer:
         return torch.optim.Adagrad(model.parameters())
 
-    held = predict_memory(nn.Linear(8, 8, bias=False), torch.randn(4, 8), optimizer=adagrad)
+    held = estimate_memory(nn.Linear(8, 8, bias=False), torch.randn(4, 8), optimizer=adagrad)
     assert held.optimizer == 4 * 64 + 4
 
 
@@ -197,26 +197,26 @@ def test_a_model_that_looks_into_its_tensors_is_told_so() -> None:
             y: Tensor = self.layer(x)
             return y if bool(y.sum() > 0) else -y
 
-    with pytest.raises(AccountError, match="looks into its tensors"):
-        predict_memory(Peeks(), torch.randn(4, 8))
+    with pytest.raises(MemoryEstimateError, match="looks into its tensors"):
+        estimate_memory(Peeks(), torch.randn(4, 8))
 
 
 def test_a_model_that_cannot_be_copied_is_told_so() -> None:
     model = nn.Linear(8, 8)
     model.generator = (number for number in range(3))  # type: ignore[assignment]
-    with pytest.raises(AccountError, match=r"copy\.deepcopy\(model\) works"):
-        predict_memory(model, torch.randn(4, 8))
+    with pytest.raises(MemoryEstimateError, match=r"copy\.deepcopy\(model\) works"):
+        estimate_memory(model, torch.randn(4, 8))
 
 
 def test_unknown_optimizers_executions_and_rules_without_effect_raise() -> None:
     given = (nn.Linear(8, 8), torch.randn(4, 8), None)
-    with pytest.raises(AccountError, match="did you mean adamw"):
-        predict_memory(*given, optimizer="adam")
+    with pytest.raises(MemoryEstimateError, match="did you mean adamw"):
+        estimate_memory(*given, optimizer="adam")
     with pytest.raises(PlanError, match="there is no execution"):
-        predict_memory(*given, plan="bf16-all", execution="pocket")
+        estimate_memory(*given, plan="bf16-all", execution="pocket")
     nothing = Plan.from_dict({"version": 1, "rules": [{"match": "absent", "activation": "e4m3"}]})
     with pytest.raises(PlanError):
-        predict_memory(*given, plan=nothing)
+        estimate_memory(*given, plan=nothing)
 
 
 # --- copies ---
@@ -252,7 +252,7 @@ def test_small_optimizer_state_is_foreseen(make_target: MakeTarget, state: str, 
     target = make_target("perceptron")
     plan = Plan.from_dict({"version": 1, "optimizer": {"state": state}})
     given = (target.model, target.batch, target.loss)
-    predicted = predict_memory(*given, plan=plan)
+    predicted = estimate_memory(*given, plan=plan)
     with torch.compiler.set_stance("force_eager"):  # the state is the same, and compiling it takes a while
         measured = measure_memory(*given, plan=plan)
     assert (predicted.weights, predicted.gradients) == (measured.weights, measured.gradients)
@@ -268,9 +268,9 @@ def test_a_step_without_an_optimizer_needs_no_small_state(make_target: MakeTarge
     pytest.importorskip("torchao")
     target = make_target("perceptron")
     plan = Plan.from_dict({"version": 1, "optimizer": {"state": "int8"}})
-    assert predict_memory(target.model, target.batch, target.loss, "none", plan).optimizer == 0
+    assert estimate_memory(target.model, target.batch, target.loss, "none", plan).optimizer == 0
     with pytest.raises(PlanError, match=r"SGD has no twin with its state in int8"):
-        predict_memory(target.model, target.batch, target.loss, "sgd", plan)
+        estimate_memory(target.model, target.batch, target.loss, "sgd", plan)
 
 
 def test_a_large_tensor_is_rounded_in_two_parts_and_foreseen_like_in_many() -> None:
@@ -279,6 +279,6 @@ def test_a_large_tensor_is_rounded_in_two_parts_and_foreseen_like_in_many() -> N
     plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "activation": "e3m2"}]})
     given = (model, torch.randn(2**8, 4), None, "none", plan, "packed")
     parts = tensor_parts.parts_of
-    predicted = predict_memory(*given)
+    predicted = estimate_memory(*given)
     assert tensor_parts.parts_of is parts
     assert predicted.peak == pytest.approx(measure_memory(*given).peak, rel=0.01)

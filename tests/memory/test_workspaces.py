@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bitplan.analysis.memory import measure_memory, predict_memory
+from bitplan.analysis.memory import estimate_memory, measure_memory
 from bitplan.analysis.memory.measure import HostAllocator
 from bitplan.analysis.memory.workspaces import PASSING
 
@@ -101,7 +101,7 @@ def test_convolutions_back(case: Case, asked: tuple[bool, bool]) -> None:
 def test_an_empty_batch_is_foreseen(dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8).eval(), nn.AdaptiveAvgPool2d(1)).to(dtype)
     empty = torch.zeros(0, 3, 8, 8, dtype=dtype)
-    assert predict_memory(model, empty, torch.sum, "none").activations == empty.element_size()  # the loss alone
+    assert estimate_memory(model, empty, torch.sum, "none").activations == empty.element_size()  # the loss alone
 
 
 class UNet(nn.Module):
@@ -152,4 +152,4 @@ def test_a_peak_is_foreseen_within_two_per_cent(name: str) -> None:
     torch.manual_seed(0)
     make, shape, places = MODELS[name]
     step = (make(), (torch.randn(shape), torch.zeros(shape[0], *places, dtype=torch.int64)), F.cross_entropy, "sgd")
-    assert predict_memory(*step).peak == pytest.approx(measure_memory(*step, steps=2).peak, rel=0.02)
+    assert estimate_memory(*step).peak == pytest.approx(measure_memory(*step, steps=2).peak, rel=0.02)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bitplan.analysis.sites import sites
+from bitplan.analysis.sites import list_sites
 from bitplan.lab.models.built_in import BUILT_IN
 from bitplan.lab.targets import load_target
 
@@ -11,7 +11,7 @@ from bitplan.lab.targets import load_target
 @pytest.mark.parametrize("name", [name for name in BUILT_IN if name not in ("resnet110", "resnet152")])
 def test_every_built_in_model_can_be_listed_from_its_shapes_alone(name: str) -> None:
     target = load_target(name, shapes_only=True)
-    found = sites(target.model, target.batch, target.loss)
+    found = list_sites(target.model, target.batch, target.loss)
     trained = {site.parameter for site in found if site.role == "grad_weight"}
     assert trained == {parameter for parameter, _ in target.model.named_parameters()}
     assert found[0].role == "weight"

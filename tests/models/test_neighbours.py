@@ -37,9 +37,9 @@ def test_a_compiled_graph_network_is_whole_and_keeps_its_numbers() -> None:
     edges, x, labels = torch.randint(50, (2, 200)), torch.randn(50, 8), torch.randint(3, (50,))
     graph = symmetric_neighbours(edges, 50)
     model = GCN((8, 3), dropout=0.0)
-    plan = bitplan.cpt_plan(model, ((x, *graph), labels), F.cross_entropy, quantized_aggregation=True)
+    plan = bitplan.planners.cpt_plan(model, ((x, *graph), labels), F.cross_entropy, quantized_aggregation=True)
     gradients = []
-    with bitplan.attach(model, plan, 8, (x, *graph)) as run:
+    with bitplan.attach(model, plan, steps=8, example=(x, *graph)) as run:
         for called in (model, run.compile(fullgraph=True)):
             F.cross_entropy(called(x, *graph), labels).backward()
             gradients.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])

@@ -14,7 +14,7 @@ from torch._inductor.decomposition import select_decomp_table
 
 import bitplan
 from bitplan import Plan
-from bitplan.compiler.compiling import SPARING
+from bitplan.compiler.compiling import recast_operands
 from bitplan.executions.native.backends import Float8Unit, Int8Unit
 
 
@@ -50,11 +50,11 @@ class Rewritten:
         self.seen.append(dict(collections.Counter(name.split(".")[1] for name in names if name.startswith("bitplan."))))
         return torch._functorch.aot_autograd.make_boxed_func(gm.forward)
 
-    def gradients(self, model: nn.Module, x: Tensor, plan: Plan, spare: str) -> list[Tensor]:
+    def gradients(self, model: nn.Module, x: Tensor, plan: Plan, recompute: Any) -> list[Tensor]:
         """Of two steps under the plan: the first has no past."""
         torch._dynamo.reset()
-        with bitplan.attach(model, plan, example=x, execution="native", native_from=0) as run:
-            run._rounder.casts_again = SPARING[spare]
+        with bitplan.attach(model, plan, example=x, execution=bitplan.Native(min_macs=0, recompute=recompute)) as run:
+            run._rounder.casts_again = recast_operands(run.execution)
             run._installation.tell_compiled_code()
             called = torch.compile(model, fullgraph=True, backend=self.backend)
             for _ in range(2):

@@ -14,14 +14,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 import bitplan
-from bitplan import Plan, PlanError
+from bitplan import Plan
+from bitplan.errors import PlanError
 from bitplan.executions.native import convolution, paths
 from bitplan.executions.native.backends import Float8Unit, Int8Unit
 from bitplan.executions.native.convolution import has_channels_last, unfolded
 from bitplan.executions.native.gemm import codes_of
 from bitplan.numerics.quantizer import Encoded
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*are emulated:bitplan.BitplanWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*are emulated:bitplan.errors.BitplanWarning")
 
 INT8 = {"format": "int8", "scale": "tensor"}
 VECTOR = {"format": "int8", "scale": "vector"}
@@ -67,8 +68,8 @@ def step(
     """Result and gradients, and what fell back."""
     torch.manual_seed(0)
     model = make().to(x.dtype)
-    options = {"native_from": 0, **options} if execution == "native" else {}
-    with bitplan.attach(model, plan, example=x, execution=execution, **options) as run:
+    chosen = bitplan.Native(**{"min_macs": 0, **options}) if execution == "native" else execution
+    with bitplan.attach(model, plan, example=x, execution=chosen) as run:
         called = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
         given = x.detach().clone().requires_grad_()
         y = called(given)
@@ -172,7 +173,7 @@ def test_the_products_are_those_of_the_rounded_operands_in_float64(layer: str, s
     model = make()
     model.bias = None
     given = x.clone().requires_grad_()
-    with bitplan.attach(model, plan_of(**PLANS[scale]), example=x, execution="native", native_from=0) as run:
+    with bitplan.attach(model, plan_of(**PLANS[scale]), example=x, execution=bitplan.Native(min_macs=0)) as run:
         assert run.fallbacks() == []
         y = model(given)
         dy = torch.linspace(-1, 1, y.numel()).reshape(y.shape)
@@ -306,8 +307,8 @@ def test_a_fallback_says_why_and_gives_the_numbers_of_emulation(name: str) -> No
     native, fallen = step(make, x, plan, "native")
     kind = type(make()).__name__.lower().replace("convtranspose", "conv_transpose")
     assert fallen == [f"/{kind}.0, {reason}" for reason in reasons]
-    with pytest.raises(PlanError, match="strict_native"):
-        bitplan.attach(make(), plan, example=x, execution="native", native_from=0, strict_native=True)
+    with pytest.raises(PlanError, match="strict=True"):
+        bitplan.attach(make(), plan, example=x, execution=bitplan.Native(min_macs=0, strict=True))
     emulated, _ = step(make, x, plan, "emulate")
     is_wholly = reasons[0].startswith("all")
     for place, (ours, theirs) in enumerate(zip(native, emulated, strict=True)):
@@ -353,16 +354,16 @@ def test_small_and_narrow_convolutions_are_emulated(monkeypatch: pytest.MonkeyPa
     make, shape = LAYERS["3x3"]
     plan = plan_of(**PLANS["tensor"])
     counted = Counted(monkeypatch)
-    _, fallen = step(make, image(shape), plan, "native", native_from=10**6)
+    _, fallen = step(make, image(shape), plan, "native", min_macs=10**6)
     assert fallen == [f"/conv2d.0, all passes: 168 x 144 x 24 is too small to gain by it{KEPT}"]
     terms = paths.Terms(channels=(("int8", 17),))
-    monkeypatch.setattr(import_module("bitplan.attach"), "remembered", lambda device, dtype: terms)
-    _, fallen = step(make, image(shape), plan, "native", native_from=None)
+    monkeypatch.setattr(import_module("bitplan.runtime.attach"), "remembered", lambda device, dtype: terms)
+    _, fallen = step(make, image(shape), plan, "native", min_macs=None)
     reason = "a convolution from 16 to 24 channels has too few channels to gain by unfolding its kernel"
     assert fallen == [f"/conv2d.0, all passes: {reason}{KEPT}"]
     assert counted.count == 0
     make, shape = LAYERS["1x1"]
-    assert step(make, image(shape), plan, "native", native_from=None)[1] == []
+    assert step(make, image(shape), plan, "native", min_macs=None)[1] == []
     assert counted.count == 3
 
 
@@ -395,7 +396,7 @@ def test_sizes_that_do_not_suit_a_unit_are_emulated(monkeypatch: pytest.MonkeyPa
 
 def test_an_empty_batch_is_one() -> None:
     model = nn.Conv2d(16, 8, 1)
-    with bitplan.attach(model, plan_of(**PLANS["tensor"]), execution="native", native_from=0):
+    with bitplan.attach(model, plan_of(**PLANS["tensor"]), execution=bitplan.Native(min_macs=0)):
         y = model(image((0, 16, 3, 3)))
         y.sum().backward()
     assert y.shape == (0, 8, 3, 3)
@@ -406,10 +407,8 @@ def test_an_empty_batch_is_one() -> None:
 def test_statistics_are_those_of_emulation() -> None:
     model, x = nn.Conv2d(16, 24, 3, groups=2), image((3, 16, 7, 8))
     found = []
-    for execution, options in (("native", {"native_from": 0}), ("emulate", {})):
-        with bitplan.attach(
-            model, plan_of(x=INT8, w=INT8, dy=INT8), example=x, execution=execution, stats=True, **options
-        ) as run:
+    for execution in (bitplan.Native(min_macs=0), "emulate"):
+        with bitplan.attach(model, plan_of(x=INT8, w=INT8, dy=INT8), example=x, execution=execution, stats=True) as run:
             model(x).sum().backward()
             found.append(run.stats())
     assert found[0] == found[1]
@@ -433,9 +432,9 @@ def test_bottlenecks_learn_as_they_do_emulated(monkeypatch: pytest.MonkeyPatch) 
         ).to(memory_format=torch.channels_last)
         x, target = image((8, 3, 8, 8)), torch.arange(8) % 4
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        options: dict[str, Any] = {"native_from": 0} if execution == "native" else {}
+        chosen = bitplan.Native(min_macs=0) if execution == "native" else execution
         found = []
-        with bitplan.attach(model, plan_of(**PLANS["tensor"]), example=x, execution=execution, **options) as run:
+        with bitplan.attach(model, plan_of(**PLANS["tensor"]), example=x, execution=chosen) as run:
             for _ in range(6):
                 loss = F.cross_entropy(model(x), target)
                 optimizer.zero_grad()

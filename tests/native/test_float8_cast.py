@@ -19,8 +19,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bitplan
-from bitplan import Plan, PlanError
-from bitplan.compiler.compiling import SPARING
+from bitplan import Plan
+from bitplan.compiler.compiling import recast_operands
 from bitplan.compiler.native_backend import Sparing, SparingPartitioner
 from bitplan.executions.native.float8_cast import FORMATS, cast_float8
 from bitplan.lab.models.language_models import LlamaBlocks
@@ -135,7 +135,7 @@ class Counted(TorchDispatchMode):
 )
 def test_a_step_reads_every_operand_once(rule: dict[str, Any], casts: int) -> None:
     model, x = nn.Linear(32, 16), torch.randn(6, 32, requires_grad=True)
-    with bitplan.attach(model, plan_of(**rule), example=x, execution="native", native_from=0) as run:
+    with bitplan.attach(model, plan_of(**rule), example=x, execution=bitplan.Native(min_macs=0)) as run:
         assert run.fallbacks() == []
         with Counted() as counted:
             model(x).sum().backward()
@@ -149,7 +149,7 @@ def test_a_step_reads_every_operand_once(rule: dict[str, Any], casts: int) -> No
 def test_what_is_more_than_a_cast_goes_the_long_way(quantizer: dict[str, Any]) -> None:
     model, x = nn.Linear(32, 16), torch.randn(6, 32, requires_grad=True)
     with (
-        bitplan.attach(model, plan_of(x=quantizer, w=F8, dy=G8), example=x, execution="native", native_from=0),
+        bitplan.attach(model, plan_of(x=quantizer, w=F8, dy=G8), example=x, execution=bitplan.Native(min_macs=0)),
         Counted() as counted,
     ):
         model(x).sum().backward()
@@ -160,7 +160,7 @@ def test_of_a_layers_input_and_weight_a_byte_an_element_is_kept() -> None:
     model, x = nn.Linear(64, 8, bias=False), torch.randn(128, 64, requires_grad=True)
     kept: list[Tensor] = []
     with (
-        bitplan.attach(model, plan_of(x=F8, w=F8, dy=G8), execution="native", native_from=0),
+        bitplan.attach(model, plan_of(x=F8, w=F8, dy=G8), execution=bitplan.Native(min_macs=0)),
         torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
     ):
         model(x).sum().backward()
@@ -192,8 +192,9 @@ def gradients(again: str, cut: Cut | None, **more: Any) -> list[Tensor]:
     model = LlamaBlocks(64, 1, 128, heads=2).bfloat16()
     x = torch.randn(2, 32, 64).bfloat16().requires_grad_()
     plan = plan_of(x=F8 | more, w=F8 | more, dy=G8 | more)
-    with bitplan.attach(model, plan, example=x, execution="native", native_from=0) as run:
-        run._rounder.casts_again = SPARING[again]
+    execution = bitplan.Native(min_macs=0, recompute=() if again == "no" else again)
+    with bitplan.attach(model, plan, example=x, execution=execution) as run:
+        run._rounder.casts_again = recast_operands(execution)
         called = model if cut is None else torch.compile(model, fullgraph=True, backend=cut.backend)
         called(x).sum().backward()
     return [p.grad.float() for p in (x, *model.parameters()) if p.grad is not None]
@@ -228,18 +229,12 @@ def test_with_scales_of_the_past_too_a_tensor_is_cast_once() -> None:
     assert cut.casts == [11, 7]
 
 
-def test_sparing_memory_is_an_option_of_native_execution() -> None:
+def test_products_are_recomputed_without_changing_the_results() -> None:
     model, x = nn.Linear(32, 16), torch.randn(6, 32)
-    with bitplan.attach(model, plan_of(x=F8, w=F8, dy=G8)) as run, pytest.raises(PlanError, match="spare_memory"):
-        run.compile(spare_memory="products")
-    with (
-        bitplan.attach(model, plan_of(x=F8, w=F8, dy=G8)) as run,
-        pytest.raises(PlanError, match="did you mean inputs"),
-    ):
-        run.compile(spare_memory="input")
-    with bitplan.attach(model, plan_of(x=F8, w=F8, dy=G8), example=x, execution="native", native_from=0) as run:
+    execution = bitplan.Native(min_macs=0, recompute="products")
+    with bitplan.attach(model, plan_of(x=F8, w=F8, dy=G8), example=x, execution=execution) as run:
         eager = model(x)
-        assert torch.allclose(run.compile(spare_memory="products")(x), eager, atol=1e-5)
+        assert torch.allclose(run.compile()(x), eager, atol=1e-5)
 
 
 @pytest.mark.skipif(

@@ -125,32 +125,32 @@ G8: dict[str, Any] = {**F8, "format": "e5m2"}
 CODED = {"match": ["*.gate", "*.up"], "op": "linear", "activation": "e4m3"}
 
 
-def gradients(rewritten: Any, spare: str, coded: bool) -> list[Tensor]:
+def gradients(rewritten: Any, recompute: Any, coded: bool) -> list[Tensor]:
     torch.manual_seed(0)
     model = LlamaBlocks(64, 1, 128, heads=2).bfloat16()
     x = torch.randn(2, 32, 64).bfloat16().requires_grad_()
     rule = {"match": "*", "op": "linear", "x": F8, "w": F8, "dy": G8}
     plan = Plan.from_dict({"version": 1, "rules": [rule, *([CODED] if coded else [])]})
-    found: list[Tensor] = rewritten.gradients(model, x, plan, spare)
+    found: list[Tensor] = rewritten.gradients(model, x, plan, recompute)
     return found
 
 
 @pytest.mark.usefixtures("as_on_a_gpu", "_rounded_between")
-@pytest.mark.parametrize(("spare", "coded"), [("no", False), ("activations", True), ("inputs", True)])
+@pytest.mark.parametrize(("recompute", "coded"), [((), False), ("activations", True), ("inputs", True)])
 def test_graphs_have_the_three_of_them(
-    monkeypatch: pytest.MonkeyPatch, rewriting: Any, spare: str, coded: bool
+    monkeypatch: pytest.MonkeyPatch, rewriting: Any, recompute: Any, coded: bool
 ) -> None:
-    sparing = Sparing(spare != "no", False, coded)
-    partitioner = SparingPartitioner(sparing) if spare != "no" else min_cut_rematerialization_partition
+    sparing = Sparing(recompute != (), False, coded)
+    partitioner = SparingPartitioner(sparing) if recompute != () else min_cut_rematerialization_partition
     joined = rewriting(partitioner, fuse_gates)
-    ours = gradients(joined, spare, coded)
+    ours = gradients(joined, recompute, coded)
     forward, backward = joined.seen
     assert (forward["gated_amax"], forward["gated_cast"]) == (1, 1)
     assert (backward["gated_grads_amax"], backward["gated_grads_cast"]) == (1, 1)
-    assert backward.get("gated_cast", 0) == (spare != "no")
+    assert backward.get("gated_cast", 0) == (recompute != ())
     monkeypatch.setattr(gated_fusing, "FUSES", False)
     apart = rewriting(partitioner, fuse_gates)
-    plain = gradients(apart, spare, coded)
+    plain = gradients(apart, recompute, coded)
     assert not any("gated" in name for seen in apart.seen for name in seen)
     assert sum(map(sum, (seen.values() for seen in apart.seen))) > sum(
         map(sum, (seen.values() for seen in joined.seen))
@@ -170,7 +170,7 @@ def test_other_scales_are_left_as_they_are(rewriting: Any, changes: dict[str, An
     model, x = LlamaBlocks(64, 1, 128, heads=2).bfloat16(), torch.randn(2, 32, 64).bfloat16()
     rule = {"match": "*", "op": "linear", **dict.fromkeys(("x", "w", "dy"), spec | kept)}
     plan = Plan.from_dict({"version": 1, "rules": [rule]})
-    with bitplan.attach(model, plan, example=x, execution="native", native_from=0):
+    with bitplan.attach(model, plan, example=x, execution=bitplan.Native(min_macs=0)):
         torch.compile(model, fullgraph=True, backend=rewritten.backend)(x).sum().backward()
     assert rewritten.seen
     assert not any("gated" in name for seen in rewritten.seen for name in seen)

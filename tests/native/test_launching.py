@@ -165,8 +165,8 @@ def test_torch_looks_once_into_a_kernel_of_ours(monkeypatch: pytest.MonkeyPatch)
     assert launching.triton_kernel_wrap.identify_accessed_tensors is look
 
 
-@pytest.mark.parametrize("spare_memory", ["no", "inputs", "products"])
-def test_native_models_are_compiled_with_it(monkeypatch: pytest.MonkeyPatch, spare_memory: str) -> None:
+@pytest.mark.parametrize("recompute", [(), "inputs", "products"])
+def test_native_models_are_compiled_with_it(monkeypatch: pytest.MonkeyPatch, recompute: Any) -> None:
     torch._dynamo.reset()
     asked: list[Any] = []
 
@@ -178,8 +178,8 @@ def test_native_models_are_compiled_with_it(monkeypatch: pytest.MonkeyPatch, spa
     model, x = nn.Linear(32, 16), torch.randn(6, 32)
     rule = {operand: {"format": "int8", "scale": "tensor"} for operand in ("x", "w", "dy")}
     plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "op": "linear", **rule}]})
-    with bitplan.attach(model, plan, example=x, execution="native", native_from=0) as run:
-        run.compile(spare_memory=spare_memory)(x)
+    with bitplan.attach(model, plan, example=x, execution=bitplan.Native(min_macs=0, recompute=recompute)) as run:
+        run.compile()(x)
     assert [settings[OPTION] for settings in asked] == [OpeningPass()]
 
 

@@ -14,8 +14,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import bitplan
-from bitplan import Plan, PlanError
-from bitplan.errors import BitplanWarning
+from bitplan import Plan
+from bitplan.errors import BitplanWarning, PlanError
 from bitplan.executions.native import backends as units
 from bitplan.executions.native import crossover, paths
 from bitplan.executions.native.backends import Float8Unit, Int8Unit
@@ -26,7 +26,7 @@ NOISY = {"format": "int8", "scale": "tensor", "rounding": "stochastic"}
 APART: dict[str, Any] = dict.fromkeys(("fprop", "dgrad", "wgrad"), INT8_VECTOR)
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*are emulated:bitplan.BitplanWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*are emulated:bitplan.errors.BitplanWarning")
 
 
 def plan_of(**rule: Any) -> Plan:
@@ -60,8 +60,8 @@ def step(model: nn.Module, called: Any, x: Tensor) -> list[Tensor]:
 def results(plan: Plan, execution: str, compiled: bool = False, shape: tuple[int, ...] = (6, 32)) -> list[Tensor]:
     torch.manual_seed(0)
     model, x = nn.Linear(32, 16), torch.randn(shape)
-    options = {"native_from": 0} if execution == "native" else {}
-    with bitplan.attach(model, plan, example=x, execution=execution, **options):  # type: ignore[arg-type]
+    options = bitplan.Native(min_macs=0) if execution == "native" else execution
+    with bitplan.attach(model, plan, example=x, execution=options):
         return step(model, torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model, x)
 
 
@@ -102,10 +102,10 @@ def test_native_differs_from_emulate_by_the_order_of_accumulation_only(
 def test_one_input_one_output_and_one_token(inputs: int, outputs: int, tokens: int) -> None:
     """torch's integer product on a CPU is wrong where a single row is a transposed column."""
     found = []
-    for execution, options in (("emulate", {}), ("native", {"native_from": 0})):
+    for execution in ("emulate", bitplan.Native(min_macs=0)):
         torch.manual_seed(0)
         model, x = nn.Linear(inputs, outputs), torch.randn(tokens, inputs)
-        with bitplan.attach(model, PLANS["int8 tensor"][0], example=x, execution=execution, **options):  # type: ignore[arg-type]
+        with bitplan.attach(model, PLANS["int8 tensor"][0], example=x, execution=execution):
             found.append(step(model, model, x))
     for emulated, native in zip(*found, strict=True):
         torch.testing.assert_close(native, emulated, rtol=2e-5, atol=2e-5)
@@ -123,7 +123,7 @@ def test_the_products_are_those_of_the_rounded_operands_in_float64() -> None:
     model = nn.Linear(32, 16, bias=False)
     with torch.no_grad():
         model.weight.copy_(w)
-    with bitplan.attach(model, plan_of(**APART), execution="native", native_from=0):
+    with bitplan.attach(model, plan_of(**APART), execution=bitplan.Native(min_macs=0)):
         y, dx, dw = step(model, model, x.float())
     dy = torch.linspace(-1, 1, y.numel()).view_as(y).double()
     for ours, exact in (
@@ -137,11 +137,11 @@ def test_the_products_are_those_of_the_rounded_operands_in_float64() -> None:
 @pytest.mark.parametrize("name", ["int8 tensor", "int8 vector", "forward only"])
 def test_under_autocast_results_have_its_type(name: str) -> None:
     found = []
-    for execution, options in (("native", {"native_from": 0}), ("emulate", {})):
+    for execution in (bitplan.Native(min_macs=0), "emulate"):
         torch.manual_seed(0)
         model, x = nn.Linear(32, 16), torch.randn(6, 32)
         with (
-            bitplan.attach(model, PLANS[name][0], example=x, execution=execution, **options),  # type: ignore[arg-type]
+            bitplan.attach(model, PLANS[name][0], example=x, execution=execution),
             torch.autocast("cpu", torch.bfloat16),
         ):
             found.append(step(model, model, x))
@@ -157,13 +157,13 @@ def test_under_autocast_results_have_its_type(name: str) -> None:
 def test_what_is_not_finite_stays_so(name: str, bad: float) -> None:
     model, x = nn.Linear(32, 16), torch.randn(6, 32)
     x[2, 3] = bad
-    with bitplan.attach(model, PLANS[name][0], execution="native", native_from=0):
+    with bitplan.attach(model, PLANS[name][0], execution=bitplan.Native(min_macs=0)):
         assert not model(x)[2].isfinite().any()
 
 
 def test_an_empty_batch_is_one() -> None:
     model = nn.Linear(32, 16)
-    with bitplan.attach(model, PLANS["int8 tensor"][0], execution="native", native_from=0):
+    with bitplan.attach(model, PLANS["int8 tensor"][0], execution=bitplan.Native(min_macs=0)):
         y = model(torch.empty(0, 32))
         y.sum().backward()
     assert y.shape == (0, 16)
@@ -175,14 +175,14 @@ def test_evaluation_that_is_not_rounded_is_plain() -> None:
     off = {**INT8, "eval": "off"}
     model, x = nn.Linear(32, 16).eval(), torch.randn(6, 32)
     plain = model(x)
-    with bitplan.attach(model, plan_of(x=off, w=off, dy=off), example=x, execution="native", native_from=0):
+    with bitplan.attach(model, plan_of(x=off, w=off, dy=off), example=x, execution=bitplan.Native(min_macs=0)):
         assert torch.equal(model(x), plain)
         assert not torch.equal(model.train()(x), plain)
 
 
 def test_a_second_derivative_is_refused() -> None:
     model, x = nn.Linear(32, 16), torch.randn(6, 32, requires_grad=True)
-    with bitplan.attach(model, PLANS["int8 tensor"][0], execution="native", native_from=0):
+    with bitplan.attach(model, PLANS["int8 tensor"][0], execution=bitplan.Native(min_macs=0)):
         y = model(x).sum()
         with pytest.raises(PlanError, match="second derivative"):
             torch.autograd.grad(y, x, create_graph=True)
@@ -192,7 +192,7 @@ def test_what_is_kept_for_the_backward_pass_is_codes() -> None:
     model, x = nn.Linear(64, 8), torch.randn(128, 64, requires_grad=True)
     kept: list[Tensor] = []
     with (
-        bitplan.attach(model, plan_of(x=INT8, w=INT8, dy=INT8), execution="native", native_from=0),
+        bitplan.attach(model, plan_of(x=INT8, w=INT8, dy=INT8), execution=bitplan.Native(min_macs=0)),
         torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
     ):
         model(x).sum().backward()
@@ -217,13 +217,13 @@ def test_what_is_kept_for_the_backward_pass_is_codes() -> None:
 def test_a_fallback_says_which_pass_and_why(rule: dict[str, Any], one: str, reason: str) -> None:
     model, x = nn.Sequential(nn.Linear(32, 16)), torch.randn(6, 32)
     plan = plan_of(**rule)
-    with bitplan.attach(model, plan, example=x, execution="native", native_from=0) as run:
+    with bitplan.attach(model, plan, example=x, execution=bitplan.Native(min_macs=0)) as run:
         found = [fallback for fallback in run.fallbacks() if fallback.one == one]
         assert len(found) == 1
         assert found[0].site == "0/linear.0"
         assert reason in found[0].reason
-    with pytest.raises(PlanError, match="strict_native"):
-        bitplan.attach(model, plan, example=x, execution="native", native_from=0, strict_native=True)
+    with pytest.raises(PlanError, match="strict=True"):
+        bitplan.attach(model, plan, example=x, execution=bitplan.Native(min_macs=0, strict=True))
     emulated, native = (results(plan, execution) for execution in ("emulate", "native"))
     for ours, theirs in zip(native, emulated, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
@@ -238,7 +238,9 @@ def test_sizes_that_do_not_suit_a_unit_are_emulated(monkeypatch: pytest.MonkeyPa
     assert len(calls.dtypes) == 2
     for ours, theirs in zip(native, results(plan, "emulate"), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
-    with bitplan.attach(nn.Linear(32, 16), plan, example=torch.randn(6, 32), execution="native", native_from=0) as run:
+    with bitplan.attach(
+        nn.Linear(32, 16), plan, example=torch.randn(6, 32), execution=bitplan.Native(min_macs=0)
+    ) as run:
         assert [str(each) for each in run.fallbacks()] == ["/linear.0, wgrad: 16 x 6 x 32 does not suit the fp8 unit"]
 
 
@@ -247,7 +249,7 @@ def test_convolutions_and_small_products_are_emulated_and_told_of_once() -> None
     x = torch.randn(2, 3, 8, 8)
     plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "x": INT8, "w": INT8, "dy": INT8}]})
     with pytest.warns(BitplanWarning, match="2 products are emulated") as told:
-        run = bitplan.attach(model, plan, example=x, execution="native", native_from=10**6)
+        run = bitplan.attach(model, plan, example=x, execution=bitplan.Native(min_macs=10**6))
     assert [fallback.site for fallback in run.fallbacks()] == ["0/conv2d.0", "2/linear.0"]
     assert "2 x 144 x 5 is too small" in str(run.fallbacks()[1])
     assert len(told) == 1
@@ -262,11 +264,9 @@ def test_on_a_machine_without_units_the_same_plan_is_emulated_to_the_bit(monkeyp
         assert torch.equal(ours, theirs)
 
 
-def test_the_options_of_native_execution_need_it() -> None:
-    with pytest.raises(PlanError, match="execution='native'"):
-        bitplan.attach(nn.Linear(4, 4), plan_of(x=INT8), native_from=0)
+def test_fallbacks_and_strictness_need_native_execution_and_an_example() -> None:
     with pytest.raises(PlanError, match="example="):
-        bitplan.attach(nn.Linear(4, 4), plan_of(x=INT8), execution="native", native_from=0, strict_native=True)
+        bitplan.attach(nn.Linear(4, 4), plan_of(x=INT8), execution=bitplan.Native(min_macs=0, strict=True))
     with bitplan.attach(nn.Linear(4, 4), plan_of(x=INT8)) as run, pytest.raises(PlanError, match="native execution"):
         run.fallbacks()
 
@@ -276,7 +276,7 @@ def test_a_late_switch_runs_native_and_then_not(monkeypatch: pytest.MonkeyPatch)
     model, x = nn.Linear(32, 16), torch.randn(6, 32)
     late = {"until": "50%", "use": INT8, "then": "keep"}
     with bitplan.attach(
-        model, plan_of(x=late, w=late, dy=late), steps=4, example=x, execution="native", native_from=0
+        model, plan_of(x=late, w=late, dy=late), steps=4, example=x, execution=bitplan.Native(min_macs=0)
     ) as run:
         counts = []
         for _ in range(4):
@@ -305,20 +305,18 @@ def test_fast_sums_are_asked_for_in_the_passes_that_are_named(monkeypatch: pytes
     ):
         names.clear()
         plan = PLANS["fp8"][0]
-        with bitplan.attach(model, plan, example=x, execution="native", native_from=0, fast_sums=passes) as run:
+        with bitplan.attach(
+            model, plan, example=x, execution=bitplan.Native(min_macs=0, fast_accumulation=passes)
+        ) as run:
             assert run.fallbacks() == []
             step(model, model, x)
         assert names == [(kinds[0], kinds[0], fast[0]), (kinds[1], kinds[0], fast[1]), (kinds[1], kinds[0], fast[2])]
-    with pytest.raises(PlanError, match="there is no pass 'forward' to have fast sums: they are fprop, dgrad"):
-        bitplan.attach(model, plan, execution="native", fast_sums="forward")
-    with pytest.raises(PlanError, match="go with execution='native'"):
-        bitplan.attach(model, plan, fast_sums="fprop")
 
 
 def test_every_unit_has_a_crossover_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Linear(32, 16), torch.randn(16, 32)
     terms = paths.Terms(works=(("int8", 0), ("fp8", 16 * 32 * 16 + 1)))
-    monkeypatch.setattr(import_module("bitplan.attach"), "remembered", lambda device, dtype: terms)
+    monkeypatch.setattr(import_module("bitplan.runtime.attach"), "remembered", lambda device, dtype: terms)
     with bitplan.attach(model, PLANS["int8 tensor"][0], example=x, execution="native") as run:
         assert run.fallbacks() == []
     with bitplan.attach(model, PLANS["fp8"][0], example=x, execution="native") as run:

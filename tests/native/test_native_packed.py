@@ -14,7 +14,7 @@ from torch._inductor.decomposition import select_decomp_table
 
 import bitplan
 from bitplan import Plan
-from bitplan.compiler.compiling import SPARING
+from bitplan.compiler.compiling import recast_operands
 from bitplan.lab.models.language_models import LlamaBlocks
 
 TOKENS, WIDTH, HIDDEN = 64, 64, 128
@@ -33,19 +33,19 @@ def plan_of(activation: Any = None, **more: Any) -> Plan:
 class Trained:
     """Some steps of blocks: their outputs and gradients, and the bytes that a compiled graph kept."""
 
-    def __init__(self, plan: Plan, execution: str, spare_memory: str | None = None, steps: int = 1) -> None:
+    def __init__(self, plan: Plan, execution: str, recompute: Any = None, steps: int = 1) -> None:
         torch.manual_seed(0)
         model = LlamaBlocks(WIDTH, 1, HIDDEN, heads=2)
         x = torch.randn(2, 32, WIDTH).requires_grad_()
-        native: dict[str, Any] = {"native_from": 0} if execution == "native" else {}
+        native = bitplan.Native(min_macs=0, recompute=recompute or ())
         self.kept: dict[torch.dtype, int] = {}
         #: What each cast of the last graph waits for.
         self.after: list[Any] = []
-        with bitplan.attach(model, plan, example=x, execution=execution, **native) as run:
+        with bitplan.attach(model, plan, example=x, execution=native if execution == "native" else execution) as run:
             called: Any = model
-            if spare_memory is not None:
-                run._rounder.casts_again = SPARING[spare_memory]
-                cut = run.partitioner(spare_memory) or min_cut_rematerialization_partition
+            if recompute is not None:
+                run._rounder.casts_again = recast_operands(run.execution)
+                cut = run.partitioner() or min_cut_rematerialization_partition
                 compilers = {name: lambda gm, given: self._noted(gm) for name in ("fw_compiler", "bw_compiler")}
                 backend = aot_autograd(
                     **compilers,
@@ -87,8 +87,8 @@ class Trained:
 def test_rounded_activations_are_kept_as_codes(activation: Any) -> None:
     emulated = Trained(plan_of(activation), "emulate")
     assert not emulated.is_like(Trained(plan_of(), "emulate"))
-    for spare_memory in ("no", "inputs"):
-        plain, packed = (Trained(plan_of(each), "native", spare_memory) for each in (None, activation))
+    for recompute in ((), "inputs"):
+        plain, packed = (Trained(plan_of(each), "native", recompute) for each in (None, activation))
         assert packed.is_like(emulated)
         # The two halves of the gate, a byte an element instead of four.
         assert plain.bytes - packed.bytes == pytest.approx(3 * 2 * TOKENS * HIDDEN, abs=200)
@@ -109,9 +109,9 @@ def test_inductor_compiles_it_and_eager_keeps_what_it_kept() -> None:
     model, x = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 16)), torch.randn(8, 32)
     f8 = {"match": "*", "op": "linear", "x": F8, "w": F8, "dy": G8}
     plan = Plan.from_dict({"version": 1, "rules": [f8, {"match": "0", "activation": "e4m3"}]})
-    with bitplan.attach(model, plan, example=x, execution="native", native_from=0) as run:
+    with bitplan.attach(model, plan, example=x, execution=bitplan.Native(min_macs=0, recompute="inputs")) as run:
         eager = model(x)
-        called = run.compile(spare_memory="inputs")
+        called = run.compile()
         torch.testing.assert_close(called(x), eager, rtol=1e-5, atol=1e-5)
         called(x).sum().backward()
     assert model[0].weight.grad is not None
@@ -122,7 +122,7 @@ def test_a_format_that_may_change_is_not_kept_as_codes() -> None:
     plan = Plan.from_dict(
         {"version": 1, "rules": [{"match": "*", "activation": {"format": "int", "bits": 6, "scale": "tensor"}}]}
     )
-    with bitplan.attach(model, plan, example=x, execution="native", native_from=0) as run:
+    with bitplan.attach(model, plan, example=x, execution=bitplan.Native(min_macs=0)) as run:
         assert run.partitioner() is None
-    with bitplan.attach(model, "fp8-all", example=x, execution="native", native_from=0) as run:
+    with bitplan.attach(model, "fp8-all", example=x, execution=bitplan.Native(min_macs=0)) as run:
         assert run.partitioner() is not None

@@ -77,24 +77,24 @@ def names_of(graph: fx.Graph) -> list[str]:
 F8: dict[str, Any] = {"format": "e4m3", "scale": "tensor", "power_of_two": True, "history": 4}
 
 
-def gradients(rewritten: Any, spare: str, layers: int) -> list[Tensor]:
+def gradients(rewritten: Any, recompute: Any, layers: int) -> list[Tensor]:
     torch.manual_seed(0)
     model = LlamaBlocks(64, layers, 128, heads=2).bfloat16()
     for norm in (each for each in model.modules() if isinstance(each, nn.RMSNorm)):
         nn.init.normal_(norm.weight)
     x = torch.randn(2, 32, 64).bfloat16().requires_grad_()
     rule = {"match": "*", "op": "linear", **dict.fromkeys(("x", "w", "dy"), F8)}
-    found: list[Tensor] = rewritten.gradients(model, x, Plan.from_dict({"version": 1, "rules": [rule]}), spare)
+    found: list[Tensor] = rewritten.gradients(model, x, Plan.from_dict({"version": 1, "rules": [rule]}), recompute)
     return found
 
 
 @pytest.mark.parametrize(
-    ("spare", "sums", "layers"), [("no", False, 1), ("activations", False, 1), ("inputs", True, 2)]
+    ("recompute", "sums", "layers"), [((), False, 1), ("activations", False, 1), ("inputs", True, 2)]
 )
 def test_graphs_cast_norms_with_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch, rewriting: Any, spare: str, sums: bool, layers: int
+    monkeypatch: pytest.MonkeyPatch, rewriting: Any, recompute: Any, sums: bool, layers: int
 ) -> None:
-    casts_again = spare != "no"
+    casts_again = recompute != ()
     partitioner = SparingPartitioner(Sparing()) if casts_again else min_cut_rematerialization_partition
     monkeypatch.setattr(norm_fusing, "FUSES_SUMS", sums)
     known = 2 * layers - 1  # of the first sum its terms are kept: the model's input, and a product
@@ -102,7 +102,7 @@ def test_graphs_cast_norms_with_the_same_bits(
     for fuses in (True, False):
         monkeypatch.setattr(norm_fusing, "FUSES", fuses)
         rewritten = rewriting(partitioner, fuse_gates, fuse_norms)
-        results.append(gradients(rewritten, spare, layers))
+        results.append(gradients(rewritten, recompute, layers))
         forward, backward = rewritten.seen
         joined = (known if sums else 1) if fuses else 0
         assert (forward.get("norm_amax", 0), forward.get("norm_cast", 0)) == (joined, joined)

@@ -22,7 +22,7 @@ import bitplan
 from bitplan import Plan
 from bitplan.compiler import amax_recording as record_noting
 from bitplan.compiler.amax_recording import note_records
-from bitplan.compiler.compiling import SPARING
+from bitplan.compiler.compiling import recast_operands
 from bitplan.compiler.gated_fusion import fuse_gates
 from bitplan.compiler.launching import OpeningPass, open_operations
 from bitplan.compiler.native_backend import Sparing, SparingPartitioner
@@ -121,7 +121,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantizer, "round_by_torch", cast)
 
 
-def steps(partitioner: Any, spare: str, coded: bool) -> tuple[list[Tensor], list[collections.Counter[str]]]:
+def steps(partitioner: Any, recompute: Any, coded: bool) -> tuple[list[Tensor], list[collections.Counter[str]]]:
     """Results, gradients and records of three steps of two batches, with evaluation and NaN between."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -131,8 +131,8 @@ def steps(partitioner: Any, spare: str, coded: bool) -> tuple[list[Tensor], list
     plan = Plan.from_dict({"version": 1, "rules": [rule, *([CODED] if coded else [])]})
     rewritten = Rewritten(partitioner)
     found = []
-    with bitplan.attach(model, plan, example=x, execution="native", native_from=0) as run:
-        run._rounder.casts_again = SPARING[spare]
+    with bitplan.attach(model, plan, example=x, execution=bitplan.Native(min_macs=0, recompute=recompute)) as run:
+        run._rounder.casts_again = recast_operands(run.execution)
         run._installation.tell_compiled_code()
         called = torch.compile(model, fullgraph=True, backend=rewritten)
         for number in range(3):
@@ -154,12 +154,12 @@ def steps(partitioner: Any, spare: str, coded: bool) -> tuple[list[Tensor], list
 
 
 @pytest.mark.usefixtures("_as_on_a_gpu")
-@pytest.mark.parametrize(("spare", "coded"), [("no", False), ("inputs", True)])
+@pytest.mark.parametrize(("recompute", "coded"), [((), False), ("inputs", True)])
 def test_numbers_stay_and_what_was_computed_for_records_is_gone(
-    monkeypatch: pytest.MonkeyPatch, spare: str, coded: bool
+    monkeypatch: pytest.MonkeyPatch, recompute: Any, coded: bool
 ) -> None:
     partitioner = SparingPartitioner(Sparing(True, False, coded)) if coded else None
-    ours, (forward, backward, *others) = steps(partitioner, spare, coded)
+    ours, (forward, backward, *others) = steps(partitioner, recompute, coded)
     # Four inputs, of which one is a norm's result and one a gate's product, and seven weights; of seven gradients two
     # are cast at once.
     assert forward["float8_cast_noted"] + forward["norm_cast_noted"] + forward["gated_cast_noted"] == 11
@@ -170,7 +170,7 @@ def test_numbers_stay_and_what_was_computed_for_records_is_gone(
         assert seen["select_scatter"] == seen["amax"] == seen["maximum"] == 0
     assert len(others) == 2 * coded
     monkeypatch.setattr(record_noting, "NOTES", False)
-    plain, (told, *_) = steps(partitioner, spare, coded)
+    plain, (told, *_) = steps(partitioner, recompute, coded)
     assert told["select_scatter"] > 0
     assert not any("noted" in name for name in told)
     for one, other in zip(ours, plain, strict=True):

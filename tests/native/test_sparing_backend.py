@@ -15,8 +15,9 @@ from torch._inductor.decomposition import select_decomp_table
 
 import bitplan
 from bitplan import Plan
-from bitplan.compiler.compiling import SPARING
+from bitplan.compiler.compiling import recast_operands
 from bitplan.lab.models.resnet import Bottleneck
+from bitplan.plans.execution import RECOMPUTE
 
 F8: dict[str, Any] = {"format": "e4m3", "scale": "tensor"}
 G8: dict[str, Any] = {"format": "e5m2", "scale": "tensor"}
@@ -27,19 +28,19 @@ VAR_MEAN = torch.ops.aten.var_mean.correction
 class Step:
     """A training step of a compiled model: its tensors, what its graphs do, and the bytes that are kept."""
 
-    def __init__(self, model: nn.Module, x: Tensor, spare_memory: str) -> None:
+    def __init__(self, model: nn.Module, x: Tensor, recompute: Any) -> None:
         #: Of the forward and of the backward graph: operation -> how often.
         self.operations: list[Counter[Any]] = []
         self.bytes = 0
         torch.manual_seed(0)
         x = x.detach().requires_grad_()
-        with bitplan.attach(model, PLAN, example=x, execution="native", native_from=0) as run:
+        with bitplan.attach(model, PLAN, example=x, execution=bitplan.Native(min_macs=0, recompute=recompute)) as run:
             assert run.fallbacks() == []
-            run._rounder.casts_again = SPARING[spare_memory]
+            run._rounder.casts_again = recast_operands(run.execution)
             backend = aot_autograd(
                 fw_compiler=lambda gm, given: self._noted(gm),
                 bw_compiler=lambda gm, given: self._noted(gm),
-                partition_fn=run.partitioner(spare_memory) or min_cut_rematerialization_partition,
+                partition_fn=run.partitioner() or min_cut_rematerialization_partition,
                 decompositions=select_decomp_table(),
                 keep_inference_input_mutations=True,
             )
@@ -72,7 +73,7 @@ def perceptron(batch: int) -> tuple[nn.Module, Tensor]:
 @pytest.mark.parametrize("batch", [4, 64])
 def test_an_input_behind_a_batch_norm_is_computed_again(batch: int) -> None:
     """Large batches: torch would not run the reduction again. Small ones: its results are not small."""
-    plain, spared = (Step(*perceptron(batch), spare) for spare in ("no", "inputs"))
+    plain, spared = (Step(*perceptron(batch), recompute) for recompute in ((), "inputs"))
     assert spared.is_like(plain)
     casts = [each[torch.ops.bitplan.float8_cast.default] for each in spared.operations]
     assert casts == [4, 2 + 2 + 2]  # two inputs and two weights; again, with the gradients
@@ -83,23 +84,23 @@ def test_an_input_behind_a_batch_norm_is_computed_again(batch: int) -> None:
 
 def test_a_bottleneck_gives_the_same_whatever_it_spares() -> None:
     steps = {}
-    for spare_memory in SPARING:
+    for recompute in ((), *RECOMPUTE):
         torch.manual_seed(0)
         model = Bottleneck(32, 8, 1, "conv").to(memory_format=torch.channels_last)
         x = torch.randn(4, 32, 8, 8).to(memory_format=torch.channels_last)
-        steps[spare_memory] = Step(model, x, spare_memory)
+        steps[recompute] = Step(model, x, recompute)
     for step in steps.values():
-        assert step.is_like(steps["no"])
+        assert step.is_like(steps[()])
         assert [each[VAR_MEAN] for each in step.operations] == [3, 0]
-    assert steps["inputs"].bytes < steps["weights"].bytes < steps["no"].bytes
+    assert steps["inputs"].bytes < steps["weights"].bytes < steps[()].bytes
 
 
 def test_dropout_keeps_its_mask_rather_than_the_random_numbers_it_was_made_of() -> None:
     kept = {}
-    for spare_memory in ("no", "activations"):
+    for recompute in ((), "activations"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.3), nn.Linear(128, 16))
-        kept[spare_memory] = Step(model, torch.randn(64, 32), spare_memory)
-    assert kept["activations"].is_like(kept["no"])
+        kept[recompute] = Step(model, torch.randn(64, 32), recompute)
+    assert kept["activations"].is_like(kept[()])
     codes = 64 * (32 + 128)
-    assert kept["no"].bytes - kept["activations"].bytes == pytest.approx(codes, abs=100)
+    assert kept[()].bytes - kept["activations"].bytes == pytest.approx(codes, abs=100)

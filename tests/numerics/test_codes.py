@@ -64,7 +64,7 @@ def test_every_code_of_every_small_float_means_its_value(dtype: torch.dtype) -> 
     ],
 )
 def test_codes_are_torchs_own_patterns(name: str, dtype: torch.dtype) -> None:
-    target = bitplan.format(name)
+    target = bitplan.get_format(name)
     assert isinstance(target, FloatFormat)
     patterns = torch.arange(1 << target.bits, dtype=torch.int32)
     theirs = patterns.to(torch.uint8 if target.bits == 8 else torch.int16).view(dtype).float()

@@ -87,8 +87,8 @@ def test_unscaled_roundings_of_all_floats() -> None:
 @pytest.mark.parametrize("name", ["e4m3b4", "e5m2b0", "e6m9b0", "e3m2", "e4m3ns"])
 def test_ties_away_from_zero_and_their_neighbours(name: str, overflow: Overflow) -> None:
     """Random floats hardly ever are ties; here is every one near both ends of the range, and what lies beside it."""
-    target = bitplan.format(name)
-    assert isinstance(target, bitplan.FloatFormat)
+    target = bitplan.get_format(name)
+    assert isinstance(target, bitplan.numerics.formats.FloatFormat)
     codes = range(min(200, 2 ** (target.bits - 1)))
     values = torch.tensor([value for code in codes if math.isfinite(value := target.decode(code))], dtype=torch.float64)
     grid = torch.cat([values, target.max * (1 - torch.arange(40, dtype=torch.float64) * target.epsilon / 2)]).unique()

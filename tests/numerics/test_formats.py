@@ -11,15 +11,14 @@ import pytest
 import torch
 
 from bitplan.errors import FormatError
-from bitplan.numerics.formats import NAMED, BlockFormat, FloatFormat, IntFormat
-from bitplan.numerics.formats import format as format_named
+from bitplan.numerics.formats import NAMED, BlockFormat, FloatFormat, IntFormat, get_format
 
 gfloat = pytest.importorskip("gfloat", reason="needs gfloat, which the dev extra installs")
 ml_dtypes = pytest.importorskip("ml_dtypes", reason="needs ml_dtypes, which the dev extra installs")
 
 
 def float_named(name: str) -> FloatFormat:
-    each = format_named(name)
+    each = get_format(name)
     assert isinstance(each, FloatFormat)
     return each
 
@@ -183,7 +182,7 @@ def test_an_additional_bias_divides_every_value() -> None:
 
 @pytest.mark.parametrize("name", NAMED)
 def test_max_exponent_is_the_exponent_of_the_largest_value(name: str) -> None:
-    each = format_named(name)
+    each = get_format(name)
     if isinstance(each, FloatFormat):
         assert 2.0**each.max_exponent <= each.max < 2.0 ** (each.max_exponent + 1)
 
@@ -206,7 +205,7 @@ def test_affine_integers_have_one_step_fewer_than_codes(bits: int) -> None:
     [("int2", (-1, 0, 1)), ("int3", (-3, -2, -1, 0, 1, 2, 3)), ("uint2", (0, 1, 2, 3)), ("uint1", (0, 1))],
 )
 def test_integers_list_their_values(name: str, values: tuple[int, ...]) -> None:
-    assert format_named(name).values() == values
+    assert get_format(name).values() == values
 
 
 def test_e2m1_lists_the_fifteen_values_of_the_specification() -> None:
@@ -221,13 +220,13 @@ def test_zero_is_listed_once_and_is_positive() -> None:
 
 @pytest.mark.parametrize(("name", "count"), [("int10", 1023), ("uint10", 1024), ("e5m4", 2 * 31 * 16 - 1)])
 def test_ten_bits_can_still_be_listed(name: str, count: int) -> None:
-    assert len(format_named(name).values()) == count
+    assert len(get_format(name).values()) == count
 
 
 @pytest.mark.parametrize("name", ["int11", "e5m5", "fp16", "fp32"])
 def test_more_than_ten_bits_are_refused_with_what_serves_instead(name: str) -> None:
     with pytest.raises(FormatError, match=r"too many values to list.*up to 10 bits"):
-        format_named(name).values()
+        get_format(name).values()
 
 
 @pytest.mark.parametrize(
@@ -241,7 +240,7 @@ def test_more_than_ten_bits_are_refused_with_what_serves_instead(name: str) -> N
     ],
 )
 def test_overflow_defaults_are_the_documented_ones(name: str, expected: str) -> None:
-    assert format_named(name).default_overflow == expected
+    assert get_format(name).default_overflow == expected
 
 
 def test_special_overflow_is_nan_only_where_there_is_no_infinity() -> None:
@@ -265,22 +264,22 @@ def test_special_overflow_is_nan_only_where_there_is_no_infinity() -> None:
 def test_blocks_count_their_share_of_the_scale(
     name: str, bits_per_value: float, element_max: float, step: float
 ) -> None:
-    block = format_named(name)
+    block = get_format(name)
     assert isinstance(block, BlockFormat)
     assert (block.bits_per_value, block.element_max, block.min_subnormal) == (bits_per_value, element_max, step)
     assert block.values()[-1] == element_max
 
 
 def test_the_largest_block_value_is_the_largest_element_under_the_largest_scale() -> None:
-    assert format_named("mxfp4").max == 6 * 2.0**127
-    assert format_named("nvfp4").max == 6 * 448.0
+    assert get_format("mxfp4").max == 6 * 2.0**127
+    assert get_format("nvfp4").max == 6 * 448.0
 
 
 def test_formats_are_frozen_and_hashable() -> None:
     each = float_named("e4m3")
     with pytest.raises(dataclasses.FrozenInstanceError):
         each.mantissa_bits = 2  # type: ignore[misc]
-    assert len({each, FloatFormat(4, 3, specials="fn"), format_named("e5m2")}) == 2
+    assert len({each, FloatFormat(4, 3, specials="fn"), get_format("e5m2")}) == 2
 
 
 def test_unknown_special_codes_are_refused() -> None:

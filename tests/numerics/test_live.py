@@ -145,7 +145,7 @@ def test_a_row_of_a_table_is_written_in_place() -> None:
 def test_the_largest_value_is_on_the_device(name: str) -> None:
     live = LiveFormat(name)
     assert live.max.shape == ()
-    assert float(live.max) == bitplan.format(name).max
+    assert float(live.max) == bitplan.get_format(name).max
 
 
 def test_the_gradient_passes_straight_through() -> None:

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bitplan.errors import FormatError
-from bitplan.numerics.formats import NAMED, BlockFormat, FloatFormat, Format, IntFormat
-from bitplan.numerics.formats import format as format_named
+from bitplan.numerics.formats import NAMED, BlockFormat, FloatFormat, Format, IntFormat, get_format
 
 
 @st.composite
@@ -27,7 +26,7 @@ INT_FORMATS = [IntFormat(bits, affine) for affine in (False, True) for bits in r
 
 @given(float_formats())
 def test_every_float_is_printed_as_a_name_that_parses_back_to_it(each: FloatFormat) -> None:
-    assert format_named(each.name) == each
+    assert get_format(each.name) == each
 
 
 @given(float_formats(), float_formats())
@@ -37,17 +36,17 @@ def test_two_floats_share_a_name_only_if_they_are_equal(one: FloatFormat, other:
 
 @pytest.mark.parametrize("each", INT_FORMATS, ids=str)
 def test_every_integer_round_trips(each: IntFormat) -> None:
-    assert format_named(each.name) == each
+    assert get_format(each.name) == each
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_every_well_known_name_is_its_own_canonical_name(name: str) -> None:
-    assert format_named(name).name == name
-    assert str(format_named(name)) == name
+    assert get_format(name).name == name
+    assert str(get_format(name)) == name
 
 
 def test_well_known_names_are_distinct_formats() -> None:
-    assert len({format_named(name) for name in NAMED}) == len(NAMED)
+    assert len({get_format(name) for name in NAMED}) == len(NAMED)
 
 
 @pytest.mark.parametrize(
@@ -77,14 +76,14 @@ def test_well_known_names_are_distinct_formats() -> None:
     ],
 )
 def test_a_spelling_means_the_format_the_grammar_says(spelling: str, expected: Format) -> None:
-    assert format_named(spelling) == expected
+    assert get_format(spelling) == expected
 
 
 @pytest.mark.parametrize(
     ("long", "short"), [("mxfp8e4m3", "mxfp8"), ("mxfp6e2m3", "mxfp6"), ("mxfp4e2m1", "mxfp4"), ("e5m2none", "e5m2b0")]
 )
 def test_a_longer_spelling_is_printed_in_its_short_form(long: str, short: str) -> None:
-    assert format_named(long).name == short
+    assert get_format(long).name == short
 
 
 @pytest.mark.parametrize(
@@ -100,14 +99,14 @@ def test_a_longer_spelling_is_printed_in_its_short_form(long: str, short: str) -
     ],
 )
 def test_block_formats_are_those_of_the_specifications(name: str, element: str, size: int, scale: str) -> None:
-    block = format_named(name)
+    block = get_format(name)
     assert isinstance(block, BlockFormat)
     assert (block.element.name, block.size, block.scale) == (element, size, scale)
 
 
 def test_a_format_is_returned_as_it_is() -> None:
     each = FloatFormat(4, 3, bias=7, specials="none")
-    assert format_named(each) is each
+    assert get_format(each) is each
 
 
 @pytest.mark.parametrize(
@@ -116,7 +115,7 @@ def test_a_format_is_returned_as_it_is() -> None:
 )
 def test_an_unknown_name_is_answered_with_the_nearest_ones(wrong: str, near: str) -> None:
     with pytest.raises(FormatError, match=f"there is no number format '{wrong}'; did you mean .*{near}"):
-        format_named(wrong)
+        get_format(wrong)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +123,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_ones(wrong: str, near: str
 )
 def test_what_is_outside_the_grammar_is_no_format(wrong: str) -> None:
     with pytest.raises(FormatError, match="there is no number format"):
-        format_named(wrong)
+        get_format(wrong)
 
 
 @pytest.mark.parametrize(
@@ -142,10 +141,10 @@ def test_what_is_outside_the_grammar_is_no_format(wrong: str) -> None:
 )
 def test_an_impossible_width_says_what_is_possible(impossible: str, advice: str) -> None:
     with pytest.raises(FormatError, match=advice):
-        format_named(impossible)
+        get_format(impossible)
 
 
 @pytest.mark.parametrize("wrong", [8, None, 3.5, ["e4m3"], b"e4m3"])
 def test_what_is_no_text_is_refused_in_a_sentence(wrong: object) -> None:
     with pytest.raises(FormatError, match="a format is given by its name"):
-        format_named(wrong)  # type: ignore[arg-type]
+        get_format(wrong)  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ def stream(seed: int = 0, step: int = 0, site: int = 0, count: int = 1 << 14) ->
 def neighbours(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """The values of the format on either side of `x` in magnitude; equal where `x` is one itself."""
     down = bitplan.quantize(x, name, "toward-zero", overflow="saturate" if name != "int8" else None)
-    each = bitplan.format(name)
+    each = bitplan.get_format(name)
     if not isinstance(each, FloatFormat):
         return down, torch.where(down == x, down, down + torch.sign(x))
     exponent = (torch.frexp(x.double()).exponent - 1).clamp(min=each.min_exponent)
@@ -134,7 +134,7 @@ def test_an_elements_bits_depend_on_its_index_alone() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_only_ever_one_of_the_two_neighbours_and_both_of_them(name: str) -> None:
-    each = bitplan.format(name)
+    each = bitplan.get_format(name)
     x = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * (30 if name == "int8" else 3)
     x = x.clamp(-each.max, each.max)
     down, up = neighbours(x, name)
@@ -150,7 +150,7 @@ def test_only_ever_one_of_the_two_neighbours_and_both_of_them(name: str) -> None
 @pytest.mark.parametrize("name", NAMES)
 def test_stochastic_rounding_is_unbiased_on_both_sides(name: str) -> None:
     """The mean of many draws is the number itself, for positions between two neighbours and for both signs."""
-    each = bitplan.format(name)
+    each = bitplan.get_format(name)
     draws, base = 1 << 16, 1.0 if each.min_normal <= 1 else 4.0
     _, above = neighbours(torch.nextafter(torch.tensor([base]), torch.tensor([9.0])), name)
     step = float(above) - base
@@ -167,7 +167,7 @@ def test_stochastic_rounding_is_unbiased_on_both_sides(name: str) -> None:
 @pytest.mark.parametrize("name", ["e4m3", "e5m2", "fp16", "e4m3b4", "e2m1", "e4m3ns", "int8"])
 def test_far_below_the_smallest_value_some_still_round_up(name: str) -> None:
     """What keeps small gradients alive: a hundredth of the smallest value survives once in a hundred."""
-    smallest = bitplan.format(name).min_subnormal
+    smallest = bitplan.get_format(name).min_subnormal
     x = torch.full((1 << 16,), -smallest / 100)
     rounded = bitplan.quantize(x, name, "stochastic", seed=5)
     assert set(rounded.tolist()) == {0.0, -smallest}
@@ -179,7 +179,7 @@ def test_far_below_the_smallest_value_some_still_round_up(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_exact_values_stay_put_whatever_is_drawn(name: str) -> None:
-    each = bitplan.format(name)
+    each = bitplan.get_format(name)
     x = torch.randn(2000, generator=torch.Generator().manual_seed(1)) * 2
     exact = torch.cat([bitplan.quantize(x, name), torch.tensor([0.0, min(each.max, 3e38), -each.min_subnormal])])
     exact = bitplan.quantize(exact, name)

@@ -97,8 +97,8 @@ def test_bytes_are_those_of_the_elements_and_scales(
 
 def test_a_packed_tensor_says_what_it_is() -> None:
     packed = bitplan.pack(sample(4, 6).bfloat16(), "e4m3")
-    assert repr(packed) == "Packed(e4m3, shape=(4, 6), torch.bfloat16, 24 bytes, cpu)"
-    assert packed.format == bitplan.format("e4m3")
+    assert repr(packed) == "PackedTensor(e4m3, shape=(4, 6), torch.bfloat16, 24 bytes, cpu)"
+    assert packed.format == bitplan.get_format("e4m3")
     assert packed.device == torch.device("cpu")
     moved = bitplan.pack(sample(4, 6), "mxfp4").to("cpu")
     assert_same(moved.unpack(), bitplan.quantize(sample(4, 6), "mxfp4"))
@@ -168,7 +168,7 @@ def test_layouts_survive(name: str, scale: dict[str, Any], index: int) -> None:
 @pytest.mark.parametrize("name", [*FLOATS, *INTS])
 def test_special_values_survive(name: str) -> None:
     """NaN, infinities, both zeros, the largest and the smallest; as they come without a scale, as NaN with one."""
-    each = bitplan.format(name)
+    each = bitplan.get_format(name)
     largest, smallest = min(each.max, 3e38), each.min_subnormal
     x = torch.tensor([math.inf, -math.inf, 0.0, -0.0, largest, -largest, smallest, -smallest, smallest / 3])
     with_nan = torch.cat([x, torch.tensor([math.nan])])

@@ -128,7 +128,7 @@ def mx_by_hand(row: list[float], target: BlockFormat, rounding: Rounding) -> lis
 @pytest.mark.parametrize("name", MX)
 def test_mx_blocks_in_every_rounding_and_type(name: str, rounding: Rounding, dtype: torch.dtype) -> None:
     """Ragged ends of 3 and 10 channels among them."""
-    target = bitplan.format(name)
+    target = bitplan.get_format(name)
     assert isinstance(target, BlockFormat)
     generator = torch.Generator().manual_seed(2)
     for columns in (3, 10, 32, 42):
@@ -143,7 +143,7 @@ def test_mx_blocks_in_every_rounding_and_type(name: str, rounding: Rounding, dty
 
 def block_neighbours(name: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Elements drawn at random, and the two grid points they may be, all in units of their block's scale."""
-    target = bitplan.format(name)
+    target = bitplan.get_format(name)
     assert isinstance(target, BlockFormat)
     down = make_quantizer(name, "toward-zero").encode(x).elements
     drawn = make_quantizer(name, "stochastic")
@@ -174,7 +174,7 @@ def test_elements_are_of_the_kinds_the_standard_names() -> None:
     """The hand-written rule above must not follow a wrong table."""
     found = {}
     for name in (*MX, "nvfp4"):
-        target = bitplan.format(name)
+        target = bitplan.get_format(name)
         assert isinstance(target, BlockFormat)
         element = target.element
         largest = element.max if isinstance(element, FloatFormat) else element.max * target.unit

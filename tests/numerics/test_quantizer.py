@@ -73,8 +73,8 @@ def test_the_result_has_the_inputs_type_and_is_really_rounded(
         # An error of a small format's size: neither none nor all.
         error = float((ours.double() - x.double()).norm() / x.double().norm())
         assert 2.0**-10 < error < 0.5, (rounding, error)
-        if not scale and bitplan.format(name).kind != "block":
-            assert set(ours.flatten().tolist()) <= set(bitplan.format(name).values())
+        if not scale and bitplan.get_format(name).kind != "block":
+            assert set(ours.flatten().tolist()) <= set(bitplan.get_format(name).values())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -231,14 +231,14 @@ def test_the_gradient_passes_straight_through(name: str, scale: dict[str, Any]) 
 
 # --- special values and overflow --------------------------------------------------------------------------
 
-FLOATS = [name for name in NAMED if isinstance(bitplan.format(name), FloatFormat)]
+FLOATS = [name for name in NAMED if isinstance(bitplan.get_format(name), FloatFormat)]
 README_DEFAULTS = {name: "special" if name in ("fp32", "tf32", "bf16", "fp16") else "saturate" for name in FLOATS}
 
 
 @pytest.mark.parametrize("name", [*FLOATS, "e4m3b4", "e8m0", "e4m3ns"])
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_nan_infinity_and_the_sign_of_zero(name: str, rounding: Rounding) -> None:
-    each = bitplan.format(name)
+    each = bitplan.get_format(name)
     assert isinstance(each, FloatFormat)
     assert each.default_overflow == README_DEFAULTS.get(name, each.default_overflow)
     x = torch.tensor([math.nan, 0.0, -0.0, math.inf, -math.inf, -each.max])
@@ -253,7 +253,7 @@ def test_nan_infinity_and_the_sign_of_zero(name: str, rounding: Rounding) -> Non
 
 @pytest.mark.parametrize("name", ["e5m2", "e4m3", "fp16", "e2m1", "e4m3b4"])
 def test_a_finite_number_beyond_the_largest_overflows_as_chosen(name: str) -> None:
-    each = bitplan.format(name)
+    each = bitplan.get_format(name)
     assert isinstance(each, FloatFormat)
     step = 2.0 ** (each.max_exponent - each.mantissa_bits)
     x = torch.tensor([each.max, each.max + 0.49 * step, each.max + 0.51 * step, -2 * each.max])
@@ -292,11 +292,11 @@ def test_a_scaling_a_quantizer_and_keywords_say_the_same() -> None:
     by_keywords = bitplan.quantize(x, "int5", scale="block", axis=0, block=3, range="minmax", power_of_two=True)
     scaling = Scaling("block", axis=0, block=3, range="minmax", power_of_two=True)
     assert torch.equal(bitplan.quantize(x, "int5", scale=scaling), by_keywords)
-    quantizer = bitplan.Quantizer(bitplan.format("int5"), scaling=scaling)
+    quantizer = bitplan.Quantizer(bitplan.get_format("int5"), scaling=scaling)
     assert torch.equal(quantizer.quantize(x), by_keywords)
-    assert quantizer == bitplan.Quantizer(bitplan.format("uint5"), scaling=scaling)
+    assert quantizer == bitplan.Quantizer(bitplan.get_format("uint5"), scaling=scaling)
     assert torch.equal(quantizer.decode(quantizer.encode(x), x), by_keywords)
-    assert torch.equal(bitplan.quantize(x, bitplan.format("uint5"), scale=scaling), by_keywords)
+    assert torch.equal(bitplan.quantize(x, bitplan.get_format("uint5"), scale=scaling), by_keywords)
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from oracles import GFLOAT_MODES, ML_DTYPES, by_gfloat, in_gfloat, ml_dtype
 
 from bitplan.errors import FormatError
-from bitplan.numerics.formats import FloatFormat, IntFormat, Overflow
-from bitplan.numerics.formats import format as format_named
+from bitplan.numerics.formats import FloatFormat, IntFormat, Overflow, get_format
 from bitplan.numerics.reference import ROUNDINGS, Rounding, round_value
 
 OVERFLOWS: tuple[Overflow, ...] = ("saturate", "special")
@@ -32,7 +31,7 @@ WIDE = (
 
 
 def float_named(name: str) -> FloatFormat:
-    each = format_named(name)
+    each = get_format(name)
     assert isinstance(each, FloatFormat)
     return each
 
@@ -189,7 +188,7 @@ def test_nearest_is_the_cast_of_ml_dtypes_and_numpy(name: str) -> None:
 def test_published_thresholds(
     name: str, rounding: Rounding, overflow: Overflow | None, value: float, expected: float
 ) -> None:
-    target = format_named(name)
+    target = get_format(name)
     assert isinstance(target, (FloatFormat, IntFormat))
     assert same(round_value(value, target, rounding, overflow), expected)
 

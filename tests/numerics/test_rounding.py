@@ -29,7 +29,7 @@ OVERFLOWS: tuple[Overflow, ...] = ("saturate", "special")
 
 
 def floats(*names: str) -> list[FloatFormat]:
-    found = [bitplan.format(name) for name in names]
+    found = [bitplan.get_format(name) for name in names]
     return [each for each in found if isinstance(each, FloatFormat)]
 
 
@@ -184,7 +184,7 @@ def test_ties_away_floats_follow_qpytorchs_rule(name: str, threshold: float | No
 @pytest.mark.parametrize("name", ["int2", "int3", "int8", "int16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_integers_round_and_clamp(name: str, dtype: torch.dtype) -> None:
-    each = bitplan.format(name)
+    each = bitplan.get_format(name)
     assert isinstance(each, IntFormat)
     halves = torch.arange(-300, 300).to(dtype) / 2
     near = [torch.nextafter(halves, torch.full_like(halves, to)) for to in (-math.inf, math.inf)]

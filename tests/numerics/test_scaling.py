@@ -48,7 +48,7 @@ def by_hand(
     x: Tensor, name: str, scale: Granularity, axis: int | None, block: int | None, power_of_two: bool, minmax: bool
 ) -> Tensor:
     """Scale, round, scale back, group by group, in float32 steps (numpy's division is IEEE's)."""
-    target = bitplan.format(name)
+    target = bitplan.get_format(name)
     assert isinstance(target, (FloatFormat, IntFormat))
     out = torch.empty_like(x)
     tiny = F32(torch.finfo(torch.float32).tiny)
@@ -161,7 +161,7 @@ def test_power_of_two_scales_are_powers_of_two_and_overflow_nothing(name: str) -
     assert set(torch.frexp(scales[0]).mantissa.flatten().tolist()) == {0.5}
     plain = bitplan.numerics.quantizer.make_quantizer(name, scale="vector", axis=1).encode(x).scales[0]
     assert bool(((scales[0] >= plain) & (scales[0] < 2 * plain)).all())
-    assert bool((elements.abs() <= bitplan.format(name).max).all())
+    assert bool((elements.abs() <= bitplan.get_format(name).max).all())
 
 
 @pytest.mark.parametrize("name", ["int8", "uint8", "e4m3", "mxfp8", "mxint8", "nvfp4"])
@@ -220,7 +220,7 @@ def ml_dtype(name: str) -> Any:
 def mx_by_hand(x: np.ndarray[Any, Any], name: str, size: int = 32) -> np.ndarray[Any, Any]:
     """OCP MX 1.0, 6.3: X = 2^(floor(log2 amax) - emax), elements x / X, normals beyond the largest clamped to it."""
     out = np.empty_like(x)
-    target = bitplan.format(name)
+    target = bitplan.get_format(name)
     assert isinstance(target, BlockFormat)
     for row, into in zip(x, out, strict=True):
         for start in range(0, len(row), size):

@@ -169,8 +169,8 @@ def test_advice_joins_an_assignment_and_keeps_its_budget() -> None:
         }
     )
     _, _, advice = advised_net(base=base, candidates=["int8 tensor", "e4m3 tensor"])
-    joined = bitplan.cost(model, advice.plan, x, lambda y: y.square().sum())
-    alone = bitplan.cost(model, base, x, lambda y: y.square().sum())
+    joined = bitplan.estimate_cost(model, advice.plan, x, lambda y: y.square().sum())
+    alone = bitplan.estimate_cost(model, base, x, lambda y: y.square().sum())
     assert joined.tensors == alone.tensors
     assert joined.bit_operations < alone.bit_operations
     # What the base keeps in 8 bits is not rounded once more on its way into a product.
@@ -185,11 +185,11 @@ def test_advice_joins_an_assignment_that_was_made_for_a_ratio() -> None:
     batch = torch.randn(8, 3, 8, 8), torch.randint(10, (8,))
     base = bitplan.assign(model, batch, F.cross_entropy, ratio=0.5)
     advice = advise(model, [batch], F.cross_entropy, candidates=["int8 tensor", "e4m3 tensor"], base=base)
-    joined, alone = (bitplan.cost(model, plan, batch, F.cross_entropy) for plan in (advice.plan, base))
+    joined, alone = (bitplan.estimate_cost(model, plan, batch, F.cross_entropy) for plan in (advice.plan, base))
     assert joined.tensors == alone.tensors
     assert joined.bit_operations < alone.bit_operations
     peaks = [
-        bitplan.predict_memory(model, batch, F.cross_entropy, plan=plan, execution="packed").peak
+        bitplan.estimate_memory(model, batch, F.cross_entropy, plan=plan, execution="packed").peak
         for plan in (advice.plan, base)
     ]
     assert peaks[0] <= peaks[1]
@@ -204,7 +204,7 @@ def test_integers_follow_a_schedule() -> None:
     assert spec is not None
     assert str(spec).startswith("int CR")
     again = Plan.from_yaml(advice.plan.to_yaml())
-    with bitplan.attach(model, again, 20, x) as run:
+    with bitplan.attach(model, again, steps=20, example=x) as run:
         model(x).sum().backward()
         run.step()
 

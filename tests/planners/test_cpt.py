@@ -78,7 +78,7 @@ def test_its_numbers_are_those_of_the_papers() -> None:
 
     plan = cpt_plan(net, x, schedule="LR", low=3, high=8, cycles=1)
     chosen = schedule("LR", low=3, high=8, cycles=1)
-    with attach(net, plan, 10, x) as run:
+    with attach(net, plan, steps=10, example=x) as run:
         for step in range(10):
             bits = chosen.bits(step, 10)
             expected = rounded(x, bits, (0, 1)) @ rounded(net.weight.detach(), bits, (1,)).T + net.bias.detach()

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from bitplan import Plan, PlanError
+from bitplan import Plan
+from bitplan.errors import PlanError
 from bitplan.plans.spec import Promotion, QuantizerSpec
 
 BF16 = QuantizerSpec("bf16")

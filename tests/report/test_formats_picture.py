@@ -8,14 +8,13 @@ import pytest
 
 from bitplan.errors import FormatError
 from bitplan.lab.report.formats_picture import drawable_formats, formats_svg
-from bitplan.numerics.formats import NAMED
-from bitplan.numerics.formats import format as format_named
+from bitplan.numerics.formats import NAMED, get_format
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def drawn(*names: str) -> ElementTree.Element:
-    return ElementTree.fromstring(formats_svg([format_named(name) for name in names]))
+    return ElementTree.fromstring(formats_svg([get_format(name) for name in names]))
 
 
 def row_of(picture: ElementTree.Element, name: str) -> ElementTree.Element:
@@ -31,7 +30,7 @@ def tick_places(row: ElementTree.Element, *styles: str) -> list[float]:
 @pytest.mark.parametrize("name", ["e5m2", "e4m3", "e3m4", "e2m1", "int8", "int2", "uint4", "e4m3ns", "e4m3b4"])
 def test_each_positive_value_has_exactly_one_tick_at_its_logarithm(name: str) -> None:
     row = row_of(drawn(name, "e5m2b0"), name)
-    values = [value for value in format_named(name).values() if value > 0]
+    values = [value for value in get_format(name).values() if value > 0]
     places = tick_places(row, "float", "subnormal", "int")
     assert len(places) == len(values)
     assert places == sorted(places)
@@ -45,7 +44,7 @@ def test_rows_share_one_axis() -> None:
     picture = drawn("e4m3", "int4", "e2m1")
     ones = set()
     for name in ("e4m3", "int4", "e2m1"):
-        values = [value for value in format_named(name).values() if value > 0]
+        values = [value for value in get_format(name).values() if value > 0]
         ones.add(tick_places(row_of(picture, name), "subnormal", "float", "int")[values.index(1.0)])
     assert len(ones) == 1
 
@@ -57,7 +56,7 @@ def test_subnormals_are_told_apart() -> None:
 
 
 def test_the_picture_stands_alone_and_has_text_alternatives() -> None:
-    text = formats_svg(drawable_formats(map(format_named, NAMED)))
+    text = formats_svg(drawable_formats(map(get_format, NAMED)))
     picture = ElementTree.fromstring(text)
     assert picture.get("role") == "img"
     assert picture.get("aria-labelledby") == "title desc"
@@ -69,7 +68,7 @@ def test_the_picture_stands_alone_and_has_text_alternatives() -> None:
 
 
 def test_everything_lies_inside_the_picture() -> None:
-    picture = drawn(*(each.name for each in drawable_formats(map(format_named, NAMED))))
+    picture = drawn(*(each.name for each in drawable_formats(map(get_format, NAMED))))
     width, height = float(picture.get("width", 0)), float(picture.get("height", 0))
     for element in picture.iter():
         for key, limit in (("x", width), ("x1", width), ("x2", width), ("y", height), ("y1", height), ("y2", height)):
@@ -77,7 +76,7 @@ def test_everything_lies_inside_the_picture() -> None:
 
 
 def test_the_named_formats_of_up_to_eight_bits_can_be_drawn() -> None:
-    names = [each.name for each in drawable_formats(map(format_named, NAMED))]
+    names = [each.name for each in drawable_formats(map(get_format, NAMED))]
     assert names == ["e5m2", "e4m3", "e3m4", "e3m2", "e2m3", "e2m1", "int8", "int6", "int4", "int3", "int2"]
 
 

@@ -141,5 +141,5 @@ def test_a_scaled_or_changing_format_has_no_fixed_grid() -> None:
     scaled = {"match": "*", "activation": {"format": "e3m2", "scale": "tensor"}}
     with bitplan.attach(model, Plan.from_dict({"version": 1, "rules": [scaled]})):
         assert not hasattr(model(x), "_bitplan_grid")
-    with bitplan.attach(model, PLAN, live=True):
+    with bitplan.attach(model, PLAN, mutable_formats=True):
         assert not hasattr(model(x), "_bitplan_grid")

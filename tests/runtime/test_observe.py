@@ -40,7 +40,7 @@ def measured(x: Tensor, target: str) -> tuple[float, float, float, float, float]
     """(overflow, underflow, amax, mean squared error, mean square)"""
     before = x.detach().numpy().astype(np.float64)
     after = bitplan.quantize(x.detach(), target).numpy().astype(np.float64)
-    largest = bitplan.format(target).max  # type: ignore[union-attr]
+    largest = bitplan.get_format(target).max  # type: ignore[union-attr]
     overflow = (np.abs(before) > largest).mean()
     underflow = ((after == 0) & (before != 0)).mean()
     return overflow, underflow, np.abs(before).max(), ((after - before) ** 2).mean(), (before**2).mean()
@@ -135,7 +135,7 @@ def test_statistics_are_off_unless_asked_for() -> None:
     with attached(model, RULE) as run:
         model(X)
         assert not [name for name, _ in model.named_buffers() if "record" in name]
-        with pytest.raises(bitplan.PlanError, match="stats=True"):
+        with pytest.raises(bitplan.errors.PlanError, match="stats=True"):
             run.stats()
 
 

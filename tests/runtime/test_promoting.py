@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import bitplan
 from bitplan import Plan
 from bitplan.numerics import chunks as tensor_parts
-from bitplan.numerics.formats import format as format_of
+from bitplan.numerics.formats import get_format
 from bitplan.numerics.mutable_format import LiveFormat
 from bitplan.plans.spec import Promotion
 from bitplan.runtime.rounding_op import sign_of
@@ -263,7 +263,7 @@ def test_promotions_raise_the_cost_and_are_told_in_the_table() -> None:
     for _ in range(3):
         model(x).sum().backward()
         run.step()
-    one = bitplan.cost(Seen(), plan, x)
+    one = bitplan.estimate_cost(Seen(), plan, x)
     low_bits = one.tensors["activation"].bits
     assert run.cost().tensors["activation"].bits == 3 * low_bits + 2 * 1000 * 8  # two steps of sixteen bits
     (row,) = [row for row in run.table() if row.site.name == "/mul.0:activation"]
@@ -286,7 +286,7 @@ def test_in_emulate_a_promotion_recompiles_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["e4m3b4", "e4m3", "e5m2", "e3m2", "bf16", "e6m9b0", "int8", "int4"])
 def test_the_overflow_threshold_lies_half_a_step_above_the_largest_value(name: str) -> None:
-    target = format_of(name)
+    target = get_format(name)
     assert not isinstance(target, bitplan.numerics.formats.BlockFormat)
     known = {"e4m3b4": 31.0, "e4m3": 464.0, "e5m2": 61440.0, "e6m9b0": 8.5857402e9, "int8": 127.5}
     if name in known:

@@ -204,7 +204,7 @@ def test_the_error_is_at_least_what_the_format_must_cause_and_at_most_what_it_ma
     x = x[x > 0.1]
     with attached(model, {"match": "*", "activation": name}):
         relative = (model(x) - torch.tanh(x)) / torch.tanh(x)
-    unit = bitplan.format(name).epsilon  # type: ignore[union-attr]
+    unit = bitplan.get_format(name).epsilon  # type: ignore[union-attr]
     assert relative.abs().max() <= unit / 2
     # Rounding errors are spread evenly over half a step either way, and steps are between unit/2 and unit of a value.
     assert unit / 2 / 12**0.5 <= relative.square().mean().sqrt() <= unit / 12**0.5

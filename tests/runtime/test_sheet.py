@@ -32,7 +32,7 @@ def attached(model: nn.Module, **quantizer: Any) -> bitplan.Attachment:
     quantizers = {"q": {"format": "e4m3", **quantizer}}
     rules = [{"match": "*", "op": "linear", "activation": "q"}]
     plan = Plan.from_dict({"version": 1, "quantizers": quantizers, "rules": rules})
-    return bitplan.attach(model, plan, example=torch.randn(2, 4), live=True)
+    return bitplan.attach(model, plan, example=torch.randn(2, 4), mutable_formats=True)
 
 
 def test_nothing_is_sent_where_nothing_changed(sent: list[int]) -> None:

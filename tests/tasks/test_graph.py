@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitplan import cpt_plan
 from bitplan.errors import TaskError
 from bitplan.lab.tasks.graph import NOT_ASKED, Graph, OwnGraphSettings
 from bitplan.lab.tasks.graph_data import (
@@ -20,6 +19,7 @@ from bitplan.lab.tasks.graph_data import (
 )
 from bitplan.lab.tasks.registry import find_task
 from bitplan.lab.train import RunFolder, train
+from bitplan.planners import cpt_plan
 
 
 def test_the_graph_of_digits() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from bitplan.analysis.sites import sites
+from bitplan.analysis.sites import list_sites
 from bitplan.errors import TaskError
 from bitplan.lab.tasks.lstm_lm import CarriedLSTM, LSTMLanguageModelling, LSTMSettings
 from bitplan.lab.tasks.registry import find_task
@@ -124,7 +124,7 @@ def test_a_model_that_fails_in_evaluation_keeps_its_state() -> None:
 
 def test_listing_sites_leaves_the_state_alone() -> None:
     target = small().target()
-    sites(target.model, target.batch, target.loss)
+    list_sites(target.model, target.batch, target.loss)
     assert target.model.hidden.abs().sum() == 0  # type: ignore[union-attr, operator]
 
 

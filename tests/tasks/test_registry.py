@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bitplan.analysis.sites import sites
+from bitplan.analysis.sites import list_sites
 from bitplan.errors import TaskError
 from bitplan.lab.targets import load_target
 from bitplan.lab.tasks.images import Digits
@@ -73,7 +73,7 @@ def test_a_file_brings_a_task_with_its_own_settings(tmp_path: Path) -> None:
 
 def test_a_task_of_a_file_is_a_target(tmp_path: Path) -> None:
     target = load_target(f"{written(tmp_path, OWN)}:Mine")
-    assert any(site.name == "/linear.0:weight" for site in sites(target.model, target.batch, target.loss))
+    assert any(site.name == "/linear.0:weight" for site in list_sites(target.model, target.batch, target.loss))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_sites_of_every_task_can_be_asked_without_files_and_memory(name: str) ->
         pytest.importorskip("transformers")
     target = load_target(name, shapes_only=True)
     assert {parameter.device.type for parameter in target.model.parameters()} == {"meta"}
-    found = sites(target.model, target.batch, target.loss)
+    found = list_sites(target.model, target.batch, target.loss)
     assert any(site.role == "grad_weight" for site in found)
     assert any(site.module == "loss" for site in found)
 

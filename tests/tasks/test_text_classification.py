@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitplan import cpt_plan
 from bitplan.analysis.explain import explain
 from bitplan.errors import TaskError
 from bitplan.lab.sources.texts import PACKAGES, docstrings_in, library_docstrings
@@ -16,6 +15,7 @@ from bitplan.lab.tasks.registry import find_task
 from bitplan.lab.tasks.text_classification import Docstrings
 from bitplan.lab.tasks.tokens import END, PAD, SPECIAL, START, LearntEncoder
 from bitplan.lab.train import RunFolder, train
+from bitplan.planners import cpt_plan
 
 #: Cut by words: pieces take a second to learn.
 QUICK = {"level": "words", "vocabulary": "500", "length": "16", "batch": "8"}

@@ -65,12 +65,12 @@ def test_a_second_run_in_one_process_is_kept_out_too(tmp_path: Path, tiny: Any) 
 
 def test_what_never_became_a_run_leaves_nothing(tmp_path: Path, tiny: Any) -> None:
     wrong = Plan.from_dict({"version": 1, "rules": [{"match": "nothing", "weight": "e4m3"}]})
-    with pytest.raises(bitplan.PlanError, match="no module fits"):
+    with pytest.raises(bitplan.errors.PlanError, match="no module fits"):
         train(tiny(), wrong, folder=tmp_path / "deep" / "run")
     assert not (tmp_path / "deep" / "run").exists()
     mine = tmp_path / "mine"
     mine.mkdir()
-    with pytest.raises(bitplan.PlanError):
+    with pytest.raises(bitplan.errors.PlanError):
         train(tiny(), wrong, folder=mine)
     assert list(mine.iterdir()) == []
 

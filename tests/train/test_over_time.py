@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bitplan.analysis.cost import cost
+from bitplan.analysis.cost import estimate_cost
 from bitplan.lab.train import RunFolder, train
 from bitplan.plans import Plan
 
@@ -49,7 +49,7 @@ def test_the_cost_of_a_run_is_what_was_foretold(tmp_path: Path, tiny: Any) -> No
     task = tiny("hold=6")
     summary = train(task, PLAN, folder=tmp_path / "run", log_every=1)
     target = task.target()
-    foretold = cost(target.model, PLAN, target.batch, target.loss, steps=30)
+    foretold = estimate_cost(target.model, PLAN, target.batch, target.loss, steps=30)
     assert summary.step == 30
     assert summary.cost["bitops"] == foretold.bit_operations
     bits = [line["bits"] for line in RunFolder(tmp_path / "run").metrics() if "bits" in line]

@@ -192,7 +192,7 @@ class Cost:
         return "\n".join(lines)
 
 
-def cost(
+def estimate_cost(
     model: nn.Module,
     plan: Plan | str,
     batch: Any,
@@ -201,12 +201,12 @@ def cost(
 ) -> Cost:
     """The price of one training step of `model` under `plan` (a plan, a preset's name or a file), without running it.
 
-    `batch` and `loss` as :func:`bitplan.sites` takes them.
+    `batch` and `loss` as :func:`bitplan.list_sites` takes them.
 
     :param steps: price a whole run of so many steps, which a plan that changes over time needs.
 
     >>> import torch
-    >>> whole = cost(nn.Linear(100, 10), "fp8-linear", torch.randn(5, 100))
+    >>> whole = estimate_cost(nn.Linear(100, 10), "fp8-linear", torch.randn(5, 100))
     >>> whole.forward_macs, whole.bit_operations == 3 * 5000 * 8 * 8
     (5000, True)
     """

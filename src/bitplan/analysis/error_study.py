@@ -22,8 +22,7 @@ from torch import Tensor
 
 from bitplan.analysis.error_metrics import ErrorSummary, backward_error, summarize
 from bitplan.errors import MetricError, nearest_names
-from bitplan.numerics.formats import BlockFormat
-from bitplan.numerics.formats import format as format_named
+from bitplan.numerics.formats import BlockFormat, get_format
 from bitplan.numerics.quantizer import quantize
 from bitplan.numerics.reference import Rounding
 
@@ -114,7 +113,7 @@ def _checked_formats(formats: Sequence[str]) -> list[str]:
     if not formats:
         raise MetricError("name at least one format, such as int8 or e4m3.")
     for name in formats:
-        if isinstance(format_named(name), BlockFormat):
+        if isinstance(get_format(name), BlockFormat):
             raise MetricError(
                 f"{name} brings scales of its own, and this study is of one per vector or tensor: name formats such as "
                 f"int8, e4m3 or e2m1."

@@ -181,7 +181,7 @@ class Explanation:
 def explain(
     model: nn.Module, plan: Plan | str, batch: Any, loss: Callable[..., Tensor] | None = None
 ) -> list[Explanation]:
-    """What each site of one training step gets; `batch` and `loss` as :func:`bitplan.sites` takes them.
+    """What each site of one training step gets; `batch` and `loss` as :func:`bitplan.list_sites` takes them.
 
     Fused operations that the plan wants opened are listed by what is inside them.
     """

@@ -53,7 +53,7 @@ class Site:
         return self.name
 
 
-def sites(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None = None) -> list[Site]:
+def list_sites(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None = None) -> list[Site]:
     """Every tensor of one training step.
 
     `batch` is what the model takes, or (inputs, target) where the loss wants both. Views make no site. Parameters

@@ -101,7 +101,7 @@ DEFAULT_FUNCTION = "make"
 
 @dataclass(frozen=True)
 class Target:
-    """What is trained: a model, a batch as :func:`bitplan.sites` takes it, and the loss."""
+    """What is trained: a model, a batch as :func:`bitplan.list_sites` takes it, and the loss."""
 
     model: nn.Module
     #: What the model takes, or (inputs, target) where the loss wants both.

@@ -15,7 +15,7 @@ from bitplan.analysis.memory.step import OPTIMIZER_NAMES, OptimizerChoice
 from bitplan.analysis.targets import Target, batch_size, placed, running
 from bitplan.cli.arguments import TargetArgument
 from bitplan.cli.output import JsonOption, Output, command_output
-from bitplan.errors import AccountError, nearest_names
+from bitplan.errors import MemoryEstimateError, nearest_names
 from bitplan.files import byte_text
 from bitplan.lab.models.built_in import sized_target
 from bitplan.lab.targets import load_target
@@ -106,7 +106,9 @@ def assign_command(
     with command_output(as_json) as output:
         asked = Asked(ratio, budget, baseline, order, seed, True if promotion is None else promotion or False)
         if optimizer not in OPTIMIZER_NAMES:
-            raise AccountError(f"there is no optimizer {optimizer!r} here; {nearest_names(optimizer, OPTIMIZER_NAMES)}")
+            raise MemoryEstimateError(
+                f"there is no optimizer {optimizer!r} here; {nearest_names(optimizer, OPTIMIZER_NAMES)}"
+            )
         chosen = chosen_formats(
             asked, formats, None if levels is None else [name for name in levels.split(",") if name]
         )

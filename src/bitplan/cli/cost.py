@@ -8,8 +8,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from bitplan.analysis.cost import Cost
-from bitplan.analysis.cost import cost as cost_of
+from bitplan.analysis.cost import Cost, estimate_cost
 from bitplan.analysis.targets import running
 from bitplan.cli.arguments import PlanArgument, TargetArgument
 from bitplan.cli.output import JsonOption, Output, command_output
@@ -36,7 +35,7 @@ def cost(
     with command_output(as_json) as output:
         chosen = load_target(target, shapes_only=True)
         with running(target):
-            whole = cost_of(chosen.model, plan, chosen.batch, chosen.loss, steps)
+            whole = estimate_cost(chosen.model, plan, chosen.batch, chosen.loss, steps)
         output.document({"plan": plan, "target": target, **whole.to_dict()})
         if not as_json:
             _print(whole, plan, output)

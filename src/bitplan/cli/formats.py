@@ -14,8 +14,7 @@ from rich.table import Table
 
 from bitplan.cli.output import JsonOption, Output, command_output, write_file
 from bitplan.lab.report.formats_picture import drawable_formats, formats_svg
-from bitplan.numerics.formats import MAX_LISTED_BITS, NAMED, BlockFormat, FloatFormat, Format, IntFormat
-from bitplan.numerics.formats import format as format_named
+from bitplan.numerics.formats import MAX_LISTED_BITS, NAMED, BlockFormat, FloatFormat, Format, IntFormat, get_format
 
 
 def register(app: typer.Typer) -> None:
@@ -49,7 +48,7 @@ def formats(
     With --json: one object for one name, a list of objects otherwise.
     """
     with command_output(as_json) as output:
-        chosen = [format_named(name) for name in names or NAMED]
+        chosen = [get_format(name) for name in names or NAMED]
         records = [format_record(each, values and _listable(each)) for each in chosen]
         output.document(records[0] if names and len(names) == 1 else records)
         if not as_json:

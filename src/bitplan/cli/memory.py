@@ -16,11 +16,11 @@ from bitplan.analysis.memory.step import MEANINGS, OPTIMIZER_NAMES, Memory, chos
 from bitplan.analysis.targets import batch_size, placed, running
 from bitplan.cli.arguments import TargetArgument, complete_plan
 from bitplan.cli.output import JsonOption, Output, command_output
-from bitplan.errors import AccountError, PlanError, nearest_names
+from bitplan.errors import MemoryEstimateError, PlanError, nearest_names
 from bitplan.files import byte_text, read_bytes
 from bitplan.lab.targets import load_target
+from bitplan.plans.execution import EXECUTIONS
 from bitplan.plans.loading import find_plan
-from bitplan.runtime.attach import EXECUTIONS
 
 #: Measuring copies the model first, and a machine has other things to do.
 _USABLE_SHARE = 0.8
@@ -123,18 +123,22 @@ def _check(plans: list[str] | None, execution: str | None, optimizer: str | None
     if execution == "packed" and not plans and budget is None:
         raise PlanError("packed execution keeps what a plan has rounded: name a plan with --plan.")
     if optimizer is not None and optimizer not in OPTIMIZER_NAMES:
-        raise AccountError(f"there is no optimizer {optimizer!r} here; {nearest_names(optimizer, OPTIMIZER_NAMES)}")
+        raise MemoryEstimateError(
+            f"there is no optimizer {optimizer!r} here; {nearest_names(optimizer, OPTIMIZER_NAMES)}"
+        )
 
 
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise AccountError(f"there is no device {name!r}: use cpu or cuda.") from error
+        raise MemoryEstimateError(f"there is no device {name!r}: use cpu or cuda.") from error
     if device.type not in ("cpu", "cuda"):
-        raise AccountError(f"memory is predicted and measured on cpu and cuda, not on {name}.")
+        raise MemoryEstimateError(f"memory is predicted and measured on cpu and cuda, not on {name}.")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise AccountError("this machine has no CUDA device: run with --device cpu, whose figures differ little.")
+        raise MemoryEstimateError(
+            "this machine has no CUDA device: run with --device cpu, whose figures differ little."
+        )
     return device
 
 

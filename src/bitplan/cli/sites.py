@@ -9,8 +9,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from bitplan.analysis.sites import Site
-from bitplan.analysis.sites import sites as sites_of_model
+from bitplan.analysis.sites import Site, list_sites
 from bitplan.analysis.targets import running
 from bitplan.capture.recording import unseen_modules
 from bitplan.cli.arguments import TargetArgument
@@ -38,7 +37,7 @@ def sites(
     with command_output(as_json) as output:
         chosen = load_target(target, shapes_only=True)
         with running(target):
-            found = sites_of_model(chosen.model, chosen.batch, chosen.loss)
+            found = list_sites(chosen.model, chosen.batch, chosen.loss)
         for path in unseen_modules(chosen.model):
             output.note(f"{path or 'the model'} is scripted: nothing inside it is seen.")
         output.document([site_record(site) for site in found])

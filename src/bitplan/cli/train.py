@@ -16,7 +16,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from bitplan.analysis.cost import cost as cost_of
+from bitplan.analysis.cost import estimate_cost
 from bitplan.analysis.explain import explain
 from bitplan.analysis.targets import file_sha256, in_words, named_file, running
 from bitplan.cli.arguments import complete_plan
@@ -376,7 +376,9 @@ def _describe(asked: _Asked, output: Output) -> None:
     with _own_code(asked):
         target = asked.task.target()
         sites = explain(target.model, asked.plan or Plan(), target.batch, target.loss)
-        whole = cost_of(target.model, asked.plan or Plan(), target.batch, target.loss, asked.task.settings.all_steps)
+        whole = estimate_cost(
+            target.model, asked.plan or Plan(), target.batch, target.loss, asked.task.settings.all_steps
+        )
     formats = Counter(
         (each.site.role, each.words or "as it is")
         for each in sites

@@ -18,27 +18,18 @@ from torch import nn
 from bitplan.compiler import torch_private
 from bitplan.compiler.packed_backend import BACKEND
 from bitplan.compiler.tracing import guarded_by_version
-from bitplan.errors import PlanError, nearest_names
+from bitplan.plans.execution import ExecutionOptions, Native
 from bitplan.runtime.installation import Installation
 
 if TYPE_CHECKING:
     from bitplan.compiler.native_backend import Sparing
     from bitplan.compiler.torch_private import CustomPartitionerFn
 
-#: What compiled native execution casts again in its backward pass, by how much memory it is to spare.
-SPARING: dict[str, tuple[str, ...]] = {
-    "no": (),
-    "weights": ("w",),
-    "activations": ("x",),
-    "inputs": ("x", "w"),
-    "products": ("x", "w"),
-}
-
 
 class Compiler:
     """Compiles a model with a plan in it, as its execution wants it."""
 
-    def __init__(self, execution: str, installation: Installation) -> None:
+    def __init__(self, execution: ExecutionOptions, installation: Installation) -> None:
         self.execution = execution
         self.installation = installation
 
@@ -50,19 +41,14 @@ class Compiler:
         mode: str | None,
         dynamic: bool | None,
         options: dict[str, Any] | None,
-        spare_memory: str,
     ) -> Any:
         """See :meth:`bitplan.runtime.attachment.Attachment.compile`."""
-        if spare_memory not in SPARING:
-            raise PlanError(f"there is no spare_memory={spare_memory!r}; {nearest_names(str(spare_memory), SPARING)}")
-        if spare_memory != "no" and self.execution != "native":
-            raise PlanError("spare_memory goes with execution='native': give attach() that, too, or drop it.")
         self.installation.require_place()
-        self.installation.rounder.casts_again = SPARING[spare_memory]
+        self.installation.rounder.casts_again = recast_operands(self.execution)
         self.installation.tell_compiled_code()
         settings = {**({} if mode is None else torch_private.list_mode_options(mode, dynamic)), **(options or {})}
-        backend = self._backend(spare_memory)
-        if self.execution == "native" and backend == "inductor":
+        backend = self._backend()
+        if self.execution.kind == "native" and backend == "inductor":
             from bitplan.compiler.launching import with_opening
 
             settings = with_opening(settings)
@@ -74,30 +60,43 @@ class Compiler:
             options={"guard_filter_fn": guarded_by_version, **settings},
         )
 
-    def _backend(self, spare_memory: str) -> Any:
-        if self.execution == "packed":
+    def _backend(self) -> Any:
+        if self.execution.kind == "packed":
             return BACKEND
-        if self.execution != "native":
+        if self.execution.kind != "native":
             return "inductor"
         from bitplan.compiler.native_backend import native_backend
 
-        sparing = self._sparing(spare_memory)
+        sparing = self._sparing()
         return "inductor" if sparing.is_plain else native_backend(sparing)
 
-    def partitioner(self, spare_memory: str) -> CustomPartitionerFn | None:
+    def partitioner(self) -> CustomPartitionerFn | None:
         """What cuts a graph into forward and backward; None: torch's own."""
-        if self.execution == "packed":
+        if self.execution.kind == "packed":
             from bitplan.compiler.partitioning import PackedPartitioner
 
             return PackedPartitioner()
         from bitplan.compiler.native_backend import SparingPartitioner
 
-        sparing = self._sparing(spare_memory)
+        sparing = self._sparing()
         return None if sparing.is_plain else SparingPartitioner(sparing)
 
-    def _sparing(self, spare_memory: str) -> Sparing:
+    def _sparing(self) -> Sparing:
         from bitplan.compiler.native_backend import Sparing
 
         places = (place for action in self.installation.actions() for place in action.places.values())
         codes = any(place.keeps_codes for place in places)
-        return Sparing("x" in SPARING[spare_memory], spare_memory == "products", codes)
+        recomputed = recomputed_by(self.execution)
+        return Sparing("activations" in recomputed, "products" in recomputed, codes)
+
+
+def recomputed_by(execution: ExecutionOptions) -> frozenset[str]:
+    """What compiled code recomputes in the backward pass: a subset of weights, activations and products."""
+    return execution.recomputed if isinstance(execution, Native) else frozenset()
+
+
+def recast_operands(execution: ExecutionOptions) -> tuple[str, ...]:
+    """The operands of linear layers that compiled code casts again in the backward pass instead of saving codes."""
+    recomputed = recomputed_by(execution)
+    operands = {"x": "activations", "w": "weights"}
+    return tuple(operand for operand, name in operands.items() if name in recomputed)

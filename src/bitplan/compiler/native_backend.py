@@ -2,7 +2,7 @@
 
 Codes of products' operands cost a byte an element. Where a linear layer's input is a norm or an activation function of
 something that the backward pass keeps anyway, computing it again and casting it again costs time instead
-(``spare_memory="inputs"``). Products of the codes can be made again, too (``spare_memory="products"``). Activations
+(``recompute="inputs"``). Products of the codes can be made again, too (``recompute="products"``). Activations
 that the plan rounds are kept as their codes, as packed execution keeps them.
 """
 

@@ -1,6 +1,6 @@
 """Number formats as frozen values: what a code of so many bits can stand for.
 
-Three kinds, all made by name through :func:`bitplan.format`:
+Three kinds, all made by name through :func:`bitplan.get_format`:
 
 * :class:`FloatFormat`: sign, exponent, mantissa. With ``X`` exponent bits, ``Y`` mantissa bits and an
   additional bias ``b`` a normal code means ``(-1)^s * 2^(E - (2^(X-1) - 1) - b) * (1 + f / 2^Y)``.
@@ -76,7 +76,7 @@ class FloatFormat:
 
     @property
     def name(self) -> str:
-        """The canonical name; ``bitplan.format(f.name) == f`` for every format."""
+        """The canonical name; ``bitplan.get_format(f.name) == f`` for every format."""
 
         return float_name(self)
 
@@ -389,10 +389,10 @@ _FLOAT = re.compile(r"e(?P<x>\d+)m(?P<y>\d+)(?:b(?P<bias>-?\d+))?(?P<specials>ie
 _INT = re.compile(r"(?P<affine>u?)int(?P<bits>\d+)")
 
 
-def format(name: str | Format) -> Format:
+def get_format(name: str | Format) -> Format:
     """The format a name stands for; a format is returned as it is.
 
-    >>> format("e4m3").max, format("e8m7").name, format("e4m3b4").max
+    >>> get_format("e4m3").max, get_format("e8m7").name, get_format("e4m3b4").max
     (448.0, 'bf16', 30.0)
     """
     if isinstance(name, (FloatFormat, IntFormat, BlockFormat)):

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from bitplan.errors import FormatError
 from bitplan.numerics.dtypes import FLOAT32, FLOAT64, carrier_for
-from bitplan.numerics.formats import BlockFormat, FloatFormat, Format, IntFormat, Overflow
-from bitplan.numerics.formats import format as format_of
+from bitplan.numerics.formats import BlockFormat, FloatFormat, Format, IntFormat, Overflow, get_format
 from bitplan.numerics.rounding import row_from_tensor, row_values
 
 
@@ -38,7 +37,7 @@ class LiveFormat:
 
         `row` may be a row of a larger table; it is then written in place.
         """
-        first = format_of(format)
+        first = get_format(format)
         if isinstance(first, BlockFormat):
             raise FormatError(f"{first.name} cannot be live, only floats and integers can: give its element's name.")
         self.kind: Literal["float", "int"] = first.kind
@@ -52,7 +51,7 @@ class LiveFormat:
 
     def set_(self, format: str | Format) -> None:
         """Write another format of the same kind into the row."""
-        target = format_of(format)
+        target = get_format(format)
         self.require_same_kind(target)
         values = self.row_of(target)
         self.row.copy_(torch.tensor(values, dtype=self.row.dtype), non_blocking=True)

@@ -198,7 +198,7 @@ _BFLOAT16 = FloatFormat(8, 7)
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedTensor:
     """A tensor in its low-precision form. Make one with :func:`pack`."""
 
     payload: Tensor
@@ -255,15 +255,14 @@ class Packed:
             start += size
         return result
 
-    def to(self, device: torch.device | str) -> Packed:
+    def to(self, device: torch.device | str) -> PackedTensor:
         """The same on another device."""
         moved = tuple(scale.to(device) for scale in self.scales)
-        return Packed(self.payload.to(device), moved, self.quantizer, self.shape, self.stride, self.dtype)
+        return PackedTensor(self.payload.to(device), moved, self.quantizer, self.shape, self.stride, self.dtype)
 
     def __repr__(self) -> str:
-        return (
-            f"Packed({self.format.name}, shape={tuple(self.shape)}, {self.dtype}, {self.nbytes} bytes, {self.device})"
-        )
+        shape = tuple(self.shape)
+        return f"PackedTensor({self.format.name}, shape={shape}, {self.dtype}, {self.nbytes} bytes, {self.device})"
 
 
 _E4M3 = FloatFormat(4, 3, specials="fn")
@@ -283,7 +282,7 @@ def pack(
     overflow: Overflow | None = None,
     step: Counter = 0,
     site: Counter = 0,
-) -> Packed:
+) -> PackedTensor:
     """`x` rounded as :func:`bitplan.quantize` does and kept in the format's own bits; same parameters.
 
     >>> pack(torch.randn(1000), "e2m3").nbytes
@@ -299,7 +298,7 @@ def pack(
 
 def pack_with(
     quantizer: Quantizer, x: Tensor, *, seed: Counter | None = None, step: Counter = 0, site: Counter = 0
-) -> Packed:
+) -> PackedTensor:
     """:func:`pack` with a ready quantizer."""
     quantizer.check(x)
     assert not isinstance(quantizer.format, LiveFormat)
@@ -311,11 +310,11 @@ def pack_with(
             torch.empty(0, dtype=torch.uint8, device=x.device),
             torch.empty_like(source, device="meta").stride(),
         )
-        return Packed(payload, (), quantizer, x.shape, stride, x.dtype)
+        return PackedTensor(payload, (), quantizer, x.shape, stride, x.dtype)
     return _packed(quantizer, source, quantizer.encode(source, quantizer.noise(source, seed, step, site)))
 
 
-def pack_rounded(quantizer: Quantizer, y: Tensor, scales: Sequence[Tensor]) -> Packed:
+def pack_rounded(quantizer: Quantizer, y: Tensor, scales: Sequence[Tensor]) -> PackedTensor:
     """`y`, which `quantizer` has rounded with these scales, as it is: ``unpack`` gives back every bit of it.
 
     A rounded number divided by its scale is a number of the grid, give or take the last bit of the carrier, and the
@@ -338,7 +337,9 @@ def _is_elementwise(quantizer: Quantizer, scales: Sequence[Tensor]) -> bool:
     return quantizer.scaling is None or quantizer.scaling.granularity == "tensor"
 
 
-def _packed_in_parts(quantizer: Quantizer, source: Tensor, parts: Sequence[Tensor], scales: Sequence[Tensor]) -> Packed:
+def _packed_in_parts(
+    quantizer: Quantizer, source: Tensor, parts: Sequence[Tensor], scales: Sequence[Tensor]
+) -> PackedTensor:
     """The same, part by part: what encoding needs on its way is several times what it leaves."""
     element = _element(quantizer.format)  # type: ignore[arg-type]
     payload = torch.empty((source.numel() * element.bits + 7) // 8, dtype=torch.uint8, device=source.device)
@@ -351,10 +352,10 @@ def _packed_in_parts(quantizer: Quantizer, source: Tensor, parts: Sequence[Tenso
             start += codes.numel()
     own = tuple(scale.clone() for scale in scales)
     stride = torch.empty_like(source, device="meta").stride()
-    return Packed(payload, own, quantizer, source.shape, stride, source.dtype)
+    return PackedTensor(payload, own, quantizer, source.shape, stride, source.dtype)
 
 
-def _packed(quantizer: Quantizer, source: Tensor, encoded: Encoded) -> Packed:
+def _packed(quantizer: Quantizer, source: Tensor, encoded: Encoded) -> PackedTensor:
     assert not isinstance(quantizer.format, LiveFormat)
     element = _element(quantizer.format)
     elements, kept = encoded
@@ -368,7 +369,7 @@ def _packed(quantizer: Quantizer, source: Tensor, encoded: Encoded) -> Packed:
         codes = codes.permute(tensor_parts.memory_order(stride))
     payload = pack_bits(codes.flatten(), element.bits)
     own = tuple(scale.clone() for scale in kept)  # a view would keep the whole tensor behind it alive
-    return Packed(payload, own, quantizer, source.shape, stride, source.dtype)
+    return PackedTensor(payload, own, quantizer, source.shape, stride, source.dtype)
 
 
 def _elements_of(quantizer: Quantizer, y: Tensor, scales: Sequence[Tensor]) -> Tensor:

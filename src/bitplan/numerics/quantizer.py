@@ -18,8 +18,7 @@ from bitplan.compiler.tracing import is_traced
 from bitplan.errors import FormatError, QuantizeError, nearest_names
 from bitplan.numerics import chunks as tensor_parts
 from bitplan.numerics.dtypes import carrier_for, round_by_torch
-from bitplan.numerics.formats import BlockFormat, FloatFormat, Format, IntFormat, Overflow
-from bitplan.numerics.formats import format as format_of
+from bitplan.numerics.formats import BlockFormat, FloatFormat, Format, IntFormat, Overflow, get_format
 from bitplan.numerics.mutable_format import LiveFormat
 from bitplan.numerics.noise import Counter, random_bits
 from bitplan.numerics.reference import ROUNDINGS, Rounding
@@ -448,7 +447,7 @@ def make_quantizer(
     overflow: Overflow | None = None,
 ) -> Quantizer:
     """A :class:`Quantizer` from the vocabulary of :func:`quantize`."""
-    target = format if isinstance(format, LiveFormat) else format_of(format)
+    target = format if isinstance(format, LiveFormat) else get_format(format)
     if scale is None:
         if block is not None or range is not None or power_of_two:
             raise QuantizeError("block=, range= and power_of_two= describe a scale: give scale= too.")
@@ -482,7 +481,7 @@ def quantize(
 ) -> Tensor:
     """`x` rounded to `format`, in its own dtype, shape, strides and device. The gradient is straight-through.
 
-    :param format: a name (:func:`bitplan.format`), a format, or a :class:`LiveFormat`.
+    :param format: a name (:func:`bitplan.get_format`), a format, or a :class:`LiveFormat`.
     :param rounding: ``nearest`` (ties to even), ``nearest-away``, ``toward-zero`` or ``stochastic``.
     :param scale: None, ``tensor``, ``channel`` (with `axis`), ``vector`` (with `axis`), ``block`` (with `block`).
     :param range: ``amax`` (the default), or ``minmax`` for integers: 2^n - 1 steps from the least value to the largest.

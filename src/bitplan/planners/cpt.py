@@ -87,7 +87,7 @@ def cpt_plan(
     cycles: int = DEFAULT_CYCLES,
     quantized_aggregation: bool = False,
 ) -> Plan:
-    """The papers' plan for `model`; `batch` and `loss` as :func:`bitplan.sites` takes them.
+    """The papers' plan for `model`; `batch` and `loss` as :func:`bitplan.list_sites` takes them.
 
     :param schedule: the name of one that a range describes, or a schedule itself (then `low`, `high` and `cycles` do
         not matter).

@@ -106,7 +106,7 @@ def range_test(
     :param batches: (inputs, target), gone through again from the beginning where they are too few.
     :param loss: of the model's output and the target.
     :param plan: one whose bits follow a schedule; the test's own stands in for it. By default the plan of cyclic
-        precision training (:func:`bitplan.cpt_plan`).
+        precision training (:func:`bitplan.planners.cpt_plan`).
     :param window: steps for each width.
     :param threshold: the share by which the training loss has to fall in a window.
     :param on_step: told (steps made, all steps).
@@ -124,7 +124,7 @@ def range_test(
         first = next(source)
         inputs = first[0]
         chosen = _with_schedule(plan, rising) if plan is not None else cpt_plan(model, first, loss, schedule=rising)
-        with attach(model, chosen, total, inputs, seed=seed) as run:
+        with attach(model, chosen, steps=total, example=inputs, seed=seed) as run:
             losses = []
             model.train()
             for step in range(total):

@@ -14,6 +14,7 @@ import numpy as np
 
 from bitplan.errors import PlanError
 from bitplan.files import write_whole
+from bitplan.plans.execution import ExecutionOptions, execution_options
 from bitplan.plans.fields import Anything
 from bitplan.plans.match import KEYS, OPERANDS, PLACES, GradAt, Matcher, compile_match
 from bitplan.plans.presets import is_preset_name
@@ -99,6 +100,8 @@ class Plan:
     schedules: Mapping[str, Schedule] = field(default_factory=dict)
     #: What the optimizer's state is kept in; the plan's own replaces the base's.
     optimizer: OptimizerRule | None = None
+    #: How the plan is computed where ``attach()`` does not say; the plan's own replaces the base's. None: emulated.
+    execution: ExecutionOptions | None = None
     #: The file it was loaded from.
     origin: Path | None = field(default=None, compare=False, repr=False)
 
@@ -109,6 +112,8 @@ class Plan:
             raise PlanError("extends names the plan that base holds: give both or neither.")
         object.__setattr__(self, "quantizers", dict(self.quantizers))
         object.__setattr__(self, "schedules", dict(self.schedules))
+        if self.execution is not None:
+            object.__setattr__(self, "execution", execution_options(self.execution))
         for name in self.schedules:
             check_name(name)
         if self.made_by is not None:
@@ -141,6 +146,11 @@ class Plan:
         """What counts for the optimizer's state; None where it is left alone."""
         rule = self.optimizer or (self.base.optimizer_rule if self.base else None)
         return None if rule is None or rule.state == KEEP else rule
+
+    @property
+    def declared_execution(self) -> ExecutionOptions | None:
+        """The execution that the plan, or else its base, names; None where neither does."""
+        return self.execution or (self.base.declared_execution if self.base else None)
 
     @cached_property
     def names(self) -> Names:
@@ -189,6 +199,7 @@ class Plan:
             quantizers=self.all_quantizers,
             schedules=self.all_schedules,
             optimizer=self.optimizer_rule,
+            execution=self.declared_execution,
             extends=None,
             base=None,
         )
@@ -319,6 +330,8 @@ class Plan:
             data["quantizers"] = {name: use_data(use) for name, use in self.quantizers.items()}
         if self.optimizer is not None:
             data["optimizer"] = self.optimizer.to_data()
+        if self.execution is not None:
+            data["execution"] = self.execution.to_data()
         data["rules"] = [rule.to_data() for rule in self.rules]
         return data
 

@@ -16,6 +16,7 @@ from bitplan.numerics.reference import ROUNDINGS
 from bitplan.numerics.scaling import LONGEST_HISTORY, MOST_MARGIN, Granularity, Range
 from bitplan.numerics.wire_format import ROLES
 from bitplan.plans.document import VERSION
+from bitplan.plans.execution import Executing
 from bitplan.plans.fields import (
     Anything,
     Choice,
@@ -390,6 +391,7 @@ PLAN = Record(
             {"pattern": f"^{QUANTIZER_NAME.pattern}$", "not": {"pattern": any_case(RESERVED_NAMES)}},
         ),
         "optimizer": Optimizing("What the optimizer's state is kept in, by torchao's optimizers."),
+        "execution": Executing("How the plan is computed where attach() does not say: emulate, packed or native."),
         "rules": Listing("Ordered rules.", _Rules("")),
     },
     required=("version",),

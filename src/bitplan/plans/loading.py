@@ -6,8 +6,10 @@ others.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from bitplan.errors import PlanError, nearest_names
 from bitplan.plans.document import VERSION, Plan
@@ -144,14 +146,20 @@ def _read_text(path: Path) -> str:
 # --- A plan by whatever names it: itself, a preset, a file
 
 
-def find_plan(plan: Plan | str) -> Plan:
-    """The plan itself, the preset of that name, or what lies in that file.
+def find_plan(plan: Plan | str | os.PathLike[str] | Mapping[str, Any]) -> Plan:
+    """The plan itself, that of a mapping, the preset of that name, or the plan in that file.
 
     >>> find_plan("bf16-all").all_rules[0].match
     ('*',)
     """
     if isinstance(plan, Plan):
         return plan
+    if isinstance(plan, Mapping):
+        return Plan.from_dict(plan)
+    if isinstance(plan, os.PathLike):
+        return Plan.load(plan)
+    if not isinstance(plan, str):
+        raise PlanError(f"a plan is a Plan, a mapping, a preset's name or a file, not {type(plan).__name__}.")
     presets = preset_names()
     if plan in presets:
         return Plan.preset(plan)

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from bitplan.errors import PlanError, nearest_names
-from bitplan.numerics.formats import NAMED
-from bitplan.numerics.formats import format as format_of
+from bitplan.numerics.formats import NAMED, get_format
 from bitplan.plans.schedules import Moment, Position, Schedule
 from bitplan.plans.schedules.base import Whole
 from bitplan.plans.spec import KEEP, LIKE_A_FORMAT, QuantizerSpec, check_name, is_family, is_format
@@ -222,7 +221,7 @@ def _named(name: str, names: Names, passed: Iterable[str]) -> Use:
 def _unknown_name(text: str, names: Iterable[str]) -> str:
     if re.fullmatch(LIKE_A_FORMAT, text.strip(), re.IGNORECASE):
         try:
-            format_of(text)
+            get_format(text)
         except ValueError as error:
             return str(error)
     candidates = [*names, KEEP, *NAMED]

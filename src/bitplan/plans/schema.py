@@ -14,8 +14,7 @@ import re
 from itertools import combinations
 from typing import Any
 
-from bitplan.numerics.formats import NAMED, BlockFormat, FloatFormat
-from bitplan.numerics.formats import format as format_of
+from bitplan.numerics.formats import NAMED, BlockFormat, FloatFormat, get_format
 from bitplan.plans.fields import Schema
 from bitplan.plans.grammar import CHOOSING, GRAD_QUANTIZER, PLAN, PROMOTION, QUANTIZER, RULE, SWITCH, schedule_schema
 from bitplan.plans.match import CONFLICTS, KEYS
@@ -105,12 +104,12 @@ def _rule() -> Schema:
 
 
 def _named_floats() -> list[str]:
-    return [n for n in NAMED if isinstance(format_of(n), FloatFormat) and not re.fullmatch(r"e\d+m\d+", n)]
+    return [n for n in NAMED if isinstance(get_format(n), FloatFormat) and not re.fullmatch(r"e\d+m\d+", n)]
 
 
 def _block_names() -> list[str]:
     """The block formats, each also with its element's name behind it where that is a spelling (mxfp8e4m3)."""
-    blocks = [block for block in map(format_of, NAMED) if isinstance(block, BlockFormat)]
+    blocks = [block for block in map(get_format, NAMED) if isinstance(block, BlockFormat)]
     longer = [f"{block.name}{block.element.name}" for block in blocks]
     return [*(block.name for block in blocks), *filter(is_format, longer)]
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from bitplan.errors import BitplanError, FormatError, PlanError, nearest_names
-from bitplan.numerics.formats import NAMED, BlockFormat, Format, IntFormat, Overflow
-from bitplan.numerics.formats import format as format_of
+from bitplan.numerics.formats import NAMED, BlockFormat, Format, IntFormat, Overflow, get_format
 from bitplan.numerics.mutable_format import LiveFormat
 from bitplan.numerics.quantizer import Quantizer, make_quantizer
 from bitplan.numerics.reference import Rounding
@@ -244,7 +243,7 @@ class QuantizerSpec:
             if self.bits is not None or self.exponent_bits is not None:
                 raise PlanError(f"{self.format!r} fixes its bits: drop bits, or write format: int or format: float.")
             try:
-                object.__setattr__(self, "format", format_of(self.format).name)
+                object.__setattr__(self, "format", get_format(self.format).name)
             except ValueError as error:  # a FormatError, or numbers of thousands of digits
                 raise PlanError(str(error)) from None
         if self.eval not in get_args(Evaluation):
@@ -323,11 +322,11 @@ class QuantizerSpec:
         ('bf16', 'e4m3')
         """
         if self.format not in FAMILIES:
-            return format_of(self.format)
+            return get_format(self.format)
         if not isinstance(self.bits, int):
             raise PlanError(f"the schedule {self.bits!r} is not looked up yet: ask the plan for its quantizers.")
         if self.format == "int":
-            return format_of(f"int{max(self.bits, 0)}")
+            return get_format(f"int{max(self.bits, 0)}")
         exponent_bits = DEFAULT_EXPONENT_BITS if self.exponent_bits is None else self.exponent_bits
         mantissa_bits = self.bits - 1 - exponent_bits
         if exponent_bits < 1 or mantissa_bits < 0:
@@ -336,7 +335,7 @@ class QuantizerSpec:
                 f"a float with {exponent_bits} exponent bits has {least} to {least + 23} bits, not {self.bits}: "
                 f"change bits or exponent_bits."
             )
-        return format_of(f"e{exponent_bits}m{mantissa_bits}")
+        return get_format(f"e{exponent_bits}m{mantissa_bits}")
 
     @property
     def axis_meaning(self) -> Literal["kept", "summed"] | None:
@@ -444,7 +443,7 @@ def any_case(pattern: str) -> str:
 def is_format(text: str) -> bool:
     """Whether a text names a number format."""
     try:
-        format_of(text)
+        get_format(text)
     except ValueError:
         return False
     return True

@@ -11,7 +11,7 @@ saved of it all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +31,7 @@ from bitplan.executions.native.paths import Terms
 from bitplan.executions.packed.saved_tensors import Keeper
 from bitplan.numerics.wire_format import LOSS_PATH
 from bitplan.plans import Plan
+from bitplan.plans.execution import Emulate, ExecutionOptions
 from bitplan.runtime.checkpoint_state import RunState
 from bitplan.runtime.clock import Timeline, Total
 from bitplan.runtime.cost_tracker import Ledger
@@ -39,7 +40,7 @@ from bitplan.runtime.decisions import Decider
 from bitplan.runtime.dispatch import Rounder
 from bitplan.runtime.installation import Installation
 from bitplan.runtime.op_context import Here
-from bitplan.runtime.optimizers import OptimizerPromise, OptimizerSteps, before_every_step
+from bitplan.runtime.optimizers import OptimizerPromise, OptimizerSteps, StepCounter, before_every_step
 from bitplan.runtime.rounding_op import Action, Promoted
 from bitplan.runtime.statistics import Statistics
 
@@ -56,13 +57,15 @@ class Attachment:
         plan: Plan,
         steps: Total | None = None,
         seed: int = 0,
-        live: bool = False,
+        mutable_formats: bool = False,
         stats: bool = False,
-        execution: str = "emulate",
+        execution: ExecutionOptions = Emulate(),  # noqa: B008 - frozen
         terms: Terms | None = None,
     ) -> None:
         self.plan = plan
+        #: How the plan is computed: the options that :func:`attach` was given, or the plan's own.
         self.execution = execution
+        is_packed = execution.kind == "packed"
         self.model = unwrapped(model)
         self.steps = steps
         self.seed = seed
@@ -70,11 +73,11 @@ class Attachment:
         self._watched = stats
         self._terms = terms
         self._rounder = Rounder()
-        if execution == "packed":
+        if is_packed:
             self._rounder.keeper = Keeper()
             register_backend()
-        self._timeline = Timeline(plan, steps, fixed=execution == "packed")
-        decider = Decider(plan, live, stats, execution == "packed", terms=terms)
+        self._timeline = Timeline(plan, steps, fixed=is_packed)
+        decider = Decider(plan, mutable_formats, stats, is_packed, terms=terms)
         self._installation = Installation(self.model, self._rounder, decider, self._timeline)
         self._all_tables = self._installation.tables
         self._compiler = Compiler(execution, self._installation)
@@ -84,6 +87,8 @@ class Attachment:
         self._promise = OptimizerPromise(plan, self.model)
         self._optimizer_steps = OptimizerSteps(self.model)
         self._remove_optimizer_hook: Callable[[], object] = lambda: None
+        #: Counts the steps of the optimizers that :func:`attach` was given; None: the loop calls :meth:`step`.
+        self._step_counter: StepCounter | None = None
         if plan.all_rules:
             self._install()
         if plan.all_rules or plan.optimizer_rule is not None:
@@ -106,6 +111,8 @@ class Attachment:
         """Leave the model exactly as it was."""
         self._installation.take_out()
         self._remove_optimizer_hook()
+        if self._step_counter is not None:
+            self._step_counter.remove()
 
     def __enter__(self) -> Attachment:
         return self
@@ -121,20 +128,15 @@ class Attachment:
         mode: str | None = None,
         dynamic: bool | None = None,
         options: dict[str, Any] | None = None,
-        spare_memory: str = "no",
     ) -> Any:
-        """The model compiled as its execution wants it; packed, what the graph keeps is chosen by the plan's codes.
+        """Compile the model as its execution needs it: packed and native execution partition the graph themselves.
 
-        Before every call torch checks whether its graph still holds. Compiled here, it checks one word for all that the
-        plan says; by ``torch.compile``, every attribute of every module's actions.
+        ``Native(recompute=...)`` says what the backward pass recomputes. Before every call torch checks guards.
+        Compiled here, one guard per module covers the plan; by ``torch.compile``, every attribute of every module's
+        actions has its own.
 
-        :param module: a module that has the model in it, such as one that returns the loss; by default the model.
+        :param module: a module that contains the model, such as one that returns the loss; by default the model.
         :param options: of Inductor, as ``torch.compile`` takes them; those that `mode` stands for come first.
-        :param spare_memory: of native execution: ``weights`` keeps no codes of a linear layer's weight, which is there
-            anyway and is cast again in the backward pass; ``activations`` keeps none of its input, and computes that
-            again where it can be had from what is kept; ``inputs`` keeps neither; ``products`` also makes a product
-            again whose result only pointwise operations read, where another one has the same input (half of a gate).
-            Each takes more time. Activations that the plan rounds are kept as codes in any case.
         """
         return self._compiler.compile(
             self.model if module is None else module,
@@ -142,12 +144,11 @@ class Attachment:
             mode=mode,
             dynamic=dynamic,
             options=options,
-            spare_memory=spare_memory,
         )
 
-    def partitioner(self, spare_memory: str = "no") -> CustomPartitionerFn | None:
-        """What cuts the model's graph into forward and backward when :meth:`compile` compiles it; None: torch's own."""
-        return self._compiler.partitioner(spare_memory)
+    def partitioner(self) -> CustomPartitionerFn | None:
+        """What partitions the graph into forward and backward when :meth:`compile` compiles it; None: torch's own."""
+        return self._compiler.partitioner()
 
     # --- the loop ---
 
@@ -172,11 +173,23 @@ class Attachment:
         self._write_tables()
 
     def step(self) -> None:
-        """Tell that an optimizer step is done: schedules move, random bits change, costs and statistics add up.
+        """Count an optimizer step: schedules move, random bits change, costs and statistics add up.
 
-        A step that a ``GradScaler`` skipped counts as well: fused optimizers skip on the device, where nobody looks,
-        and a schedule has to end when the loop does.
+        For loops of their own; ``attach(..., optimizer=)`` counts by itself. A step that a ``GradScaler`` skipped
+        counts as well: fused optimizers skip on the device, and a schedule has to end when the loop does.
         """
+        if self._step_counter is not None:
+            raise PlanError(
+                "attach(optimizer=) counts the steps of this run: drop run.step(), or attach without optimizer=."
+            )
+        self._count_step()
+
+    def count_steps_of(self, optimizers: Sequence[Optimizer]) -> None:
+        """Count the steps of these optimizers from now on, so that the loop does not call :meth:`step`."""
+        if optimizers:
+            self._step_counter = StepCounter(optimizers, self._count_step)
+
+    def _count_step(self) -> None:
         self._check_seen()
         self._promise.after_step()
         self._step += 1
@@ -201,8 +214,8 @@ class Attachment:
     def set_format(self, quantizer: str, format: str) -> None:
         """Give the plan's named quantizer another number format from now on, without a recompilation.
 
-        The format must be live (its plan leaves ``bits`` open, or ``attach(..., live=True)``) and stay of its kind:
-        floats among themselves, integers among themselves.
+        The format must be mutable (its plan leaves ``bits`` open, or ``attach(..., mutable_formats=True)``) and stay
+        of its kind: floats among themselves, integers among themselves.
         """
         self._installation.set_format(quantizer, format)
         self._formats_changed()
@@ -221,7 +234,8 @@ class Attachment:
             raise PlanError(
                 "compiled code cannot be watched for rules that match nothing: give attach() an example= batch."
             )
-        self._optimizer_steps.begin(optimizer)
+        if self._step_counter is None:
+            self._optimizer_steps.begin(optimizer)
 
     # --- what happens ---
 

@@ -71,7 +71,7 @@ class RunState:
 
     def require_plan(self, plan: Plan, timeline: Timeline) -> None:
         """Raise where it was saved under another plan, or in a run of another length that the plan depends on."""
-        if self.plan != plan.flattened().to_dict():
+        if _without_execution(self.plan) != _without_execution(plan.flattened().to_dict()):
             raise PlanError("this state belongs to another plan: attach the plan it was saved with.")
         if timeline.moves and self.total != timeline.steps:
             raise PlanError(
@@ -83,4 +83,11 @@ class RunState:
         """Raise where other formats may change than these rows hold, by the path of their module."""
         held = {path: len(own) for path, own in rows.items() if own}
         if held != {path: len(names) for path, names in self.formats.items()}:
-            raise PlanError("this state was saved with other formats that may change: attach with live= as then.")
+            raise PlanError(
+                "this state was saved with other formats that may change: attach with mutable_formats= as then."
+            )
+
+
+def _without_execution(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """A run may go on under another execution: it decides how a plan is computed, not what it rounds."""
+    return {key: value for key, value in plan.items() if key != "execution"}

@@ -20,7 +20,7 @@ from bitplan.analysis.explain import Explanation, explained
 from bitplan.capture.decompositions import is_opened
 from bitplan.capture.recording import FakeInputs, Operation, record
 from bitplan.errors import PlanError
-from bitplan.numerics.formats import format as format_of
+from bitplan.numerics.formats import get_format
 from bitplan.plans import Decision, Plan
 from bitplan.plans.document import Phase
 from bitplan.plans.spec import QuantizerSpec
@@ -124,7 +124,7 @@ class Ledger:
             for place, choice in choices.items():
                 name = held.get(path, {}).get((choice.rule, place))
                 if name is not None and choice.quantizer is not None:
-                    choices[place] = replace(choice, quantizer=choice.quantizer.with_target(format_of(name)))
+                    choices[place] = replace(choice, quantizer=choice.quantizer.with_target(get_format(name)))
             return replace(decision, choices=choices)
 
         return step_cost(self.operations(), decide, promoted)

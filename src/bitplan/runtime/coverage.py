@@ -30,7 +30,7 @@ class RollCall:
         self.roles: dict[tuple[str, str], set[str]] = {}
 
     def note(self, scope: Scope, op: str, index: int, given: Any) -> None:
-        """An operation that runs, with the roles :func:`bitplan.sites` would list for it."""
+        """An operation that runs, with the roles :func:`bitplan.list_sites` would list for it."""
         roles = {"activation"}
         if contains_weight(given):
             roles |= {"weight", "grad_weight"}

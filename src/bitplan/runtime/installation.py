@@ -21,7 +21,7 @@ from bitplan.compiler import torch_patches
 from bitplan.compiler.torch_private import unset_fake_temporarily
 from bitplan.compiler.tracing import VERSION, Allowance, version_of
 from bitplan.errors import PlanError
-from bitplan.numerics.formats import format as format_of
+from bitplan.numerics.formats import get_format
 from bitplan.numerics.wire_format import op_site
 from bitplan.plans.document import Phase
 from bitplan.plans.schedules import Schedule
@@ -238,12 +238,12 @@ class Installation:
             known = sorted({row.name for row in every if row.name})
             raise PlanError(
                 f"{quantizer!r} names no format that can change in this run; "
-                f"{'these can: ' + ', '.join(known) if known else 'attach with live=True, and name the quantizer'}."
+                + (f"these can: {', '.join(known)}." if known else "attach with mutable_formats=True, and name it.")
             )
         moved = next((row.spec.moved_by for row in rows if row.spec.moved_by is not None), None)
         if moved is not None:
             raise PlanError(f"{quantizer!r} follows the schedule {moved}: give it bits of its own to change them.")
-        target = format_of(format)
+        target = get_format(format)
         for row in rows:
             row.change(target)
         self._settle_again()
@@ -269,7 +269,7 @@ class Installation:
         rows = self.rows_in(phase)
         for path, names in formats.items():
             for row, name in zip(rows[path], names, strict=True):
-                row.change(format_of(name))
+                row.change(get_format(name))
         self._settle_again()
         self._widths = {}
 

@@ -223,6 +223,39 @@ def _remove(handle: Any) -> None:
         _unneeded.pop().remove()
 
 
+class StepCounter:
+    """Calls a bound method after a training step of the optimizers, until its object is gone or it is removed.
+
+    Several optimizers that step in turn make one training step: it is counted when the first of them steps, and the
+    next one when an optimizer steps again. So an optimizer that skips an iteration, as under a ``GradScaler``, neither
+    delays the count nor loses it.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer], count: Callable[[], None]) -> None:
+        counting = weakref.WeakMethod(count)
+        stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+        def hook(optimizer: Optimizer, *_: Any) -> None:
+            count_step = counting()
+            if count_step is None:
+                return
+            is_new_step = not stepped or optimizer in stepped
+            if is_new_step:
+                stepped.clear()
+            stepped.add(optimizer)
+            if is_new_step:
+                count_step()
+
+        unique = {id(optimizer): optimizer for optimizer in optimizers}
+        self._handles = [optimizer.register_step_post_hook(hook) for optimizer in unique.values()]
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
 #: Format -> torchao's twins of Adam and of AdamW.
 _TWINS = {"int8": ("Adam8bit", "AdamW8bit"), "int4": ("Adam4bit", "AdamW4bit"), "e4m3": ("AdamFp8", "AdamWFp8")}
 #: What the twins know of a group of parameters.

@@ -36,8 +36,8 @@ def test_what_is_measured_lies_within_the_budget(make: Callable[[], tuple[Any, .
     model, batch, loss = make()
     asked = Asked(budget=budget)
     found = assignment(model, batch, loss, asked, chosen_formats(asked))
-    plain = bitplan.measure_memory(model, batch, loss, steps=2)
-    packed = bitplan.measure_memory(model, batch, loss, plan=found.plan, execution="packed", steps=2)
+    plain = bitplan.analysis.memory.measure_memory(model, batch, loss, steps=2)
+    packed = bitplan.analysis.memory.measure_memory(model, batch, loss, plan=found.plan, execution="packed", steps=2)
     assert packed.peak <= Budget.of(budget).limit(plain.peak)
     assert found.demoted  # BF16 alone would not do
     assert packed.peak == pytest.approx(found.story["peak_predicted"], rel=0.02)

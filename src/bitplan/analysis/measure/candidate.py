@@ -13,8 +13,7 @@ from typing import Protocol, get_args
 
 from bitplan.capture.decompositions import decision_for
 from bitplan.errors import BitplanError, MetricError, nearest_names
-from bitplan.numerics.formats import BlockFormat
-from bitplan.numerics.formats import format as format_named
+from bitplan.numerics.formats import BlockFormat, get_format
 from bitplan.numerics.reference import ROUNDINGS, Rounding
 from bitplan.numerics.scaling import Granularity
 from bitplan.plans import Plan
@@ -60,7 +59,7 @@ class Candidate:
     def __post_init__(self) -> None:
         try:
             for side in ("left", "right"):
-                object.__setattr__(self, side, format_named(getattr(self, side)).name)
+                object.__setattr__(self, side, get_format(getattr(self, side)).name)
             if self.scale not in (None, *_SCALES):
                 raise MetricError(f"a candidate's scale is {', '.join(_SCALES)} or None, not {self.scale!r}.")
             for pass_ in PASSES:
@@ -103,7 +102,7 @@ class Candidate:
         return self._spec(self.left, of_left), self._spec(self.right, self.rounding)
 
     def _spec(self, name: str, rounding: Rounding) -> QuantizerSpec:
-        scale = None if isinstance(format_named(name), BlockFormat) else self.scale
+        scale = None if isinstance(get_format(name), BlockFormat) else self.scale
         return QuantizerSpec(name, scale=scale, rounding=rounding)
 
     def is_of_its_own(self, pass_: str) -> bool:

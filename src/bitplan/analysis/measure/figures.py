@@ -23,8 +23,7 @@ from bitplan.analysis.measure.candidate import Tried
 from bitplan.gemm.axes import resolve
 from bitplan.gemm.matrices import Operand
 from bitplan.numerics.dtypes import carrier_for
-from bitplan.numerics.formats import BlockFormat, FloatFormat, Format, IntFormat
-from bitplan.numerics.formats import format as format_named
+from bitplan.numerics.formats import BlockFormat, FloatFormat, Format, IntFormat, get_format
 from bitplan.numerics.mutable_format import LiveFormat
 from bitplan.numerics.noise import random_bits
 from bitplan.numerics.quantizer import Quantizer
@@ -196,7 +195,7 @@ def _looked_up(spec: QuantizerSpec) -> _Spec:
         spec.range != "minmax" and not spec.power_of_two and spec.axis is None and not getattr(target, "affine", False)
     )
     is_simple = spec.scale in (None, "tensor", "vector") and not isinstance(target, BlockFormat) and is_usual
-    plain = Quantizer(target, spec.rounding, None, spec.overflow) if is_simple else Quantizer(format_named("fp32"))
+    plain = Quantizer(target, spec.rounding, None, spec.overflow) if is_simple else Quantizer(get_format("fp32"))
     return _Spec(spec, str(spec), plain, math.inf if isinstance(target, BlockFormat) else target.max, is_simple)
 
 

@@ -43,8 +43,8 @@ def measure(
     buffers, the optimizer and all random states stay as they are. A plan that is attached rests meanwhile: the figures
     are those of formats on the model's own precision.
 
-    :param batches: a list of batches, or a loader, of which the first four are taken; a batch as :func:`bitplan.sites`
-        takes it. Figures are means over batches.
+    :param batches: a list of batches, or a loader, of which the first four are taken; a batch as
+        :func:`bitplan.list_sites` takes it. Figures are means over batches.
     :param loss: of the output and, if it wants one, the batch's target; None: the outputs' mean square.
     :param candidates: what to try, such as ``"e4m3 tensor"``, ``"e5m2/e4m3 tensor"`` (left and right operand) or
         ``"int8 vector stochastic-dy"``; by default :data:`DEFAULT_CANDIDATES`.

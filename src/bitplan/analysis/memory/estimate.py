@@ -28,7 +28,7 @@ from bitplan.compiler import torch_private
 from bitplan.compiler.packed_backend import compile_packed
 from bitplan.compiler.torch_private import FakeTensor, TorchDispatchMode, tree_leaves, unset_fake_temporarily
 from bitplan.compiler.tracing import many_graphs
-from bitplan.errors import AccountError
+from bitplan.errors import MemoryEstimateError
 from bitplan.plans import Plan
 from bitplan.runtime.attach import Attachment, attach
 
@@ -163,7 +163,7 @@ def compiled_on_fakes(model: nn.Module, run: Attachment | None, walk: Walk) -> C
                 return forward(*args, **kwargs)
         except torch_private.Unsupported as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise AccountError(
+            raise MemoryEstimateError(
                 f"the model does not compile into one graph ({reason}), from which its memory is read: predict it "
                 f"uncompiled, or measure."
             ) from error
@@ -197,7 +197,7 @@ _STEPS = 2
 _TAKEN_BY_STEP = {"int8": 8.0, "int4": 26.0, "e4m3": 8 / 256}
 
 
-def predict_memory(
+def estimate_memory(
     model: nn.Module,
     batch: Any,
     loss: Loss | None = None,
@@ -305,7 +305,7 @@ def of_run(
     """
     given = run._ledger.inputs if batch is None else batch
     if given is None:
-        raise AccountError("bitplan has not seen a batch yet: give one, or run the model once uncompiled.")
+        raise MemoryEstimateError("bitplan has not seen a batch yet: give one, or run the model once uncompiled.")
     rest: tuple[Any, ...] = (loss, optimizer, run.plan, run.execution, compile)
     measured = None if batch is None else measure_memory(run.model, batch, *rest)
-    return {"predicted": predict_memory(run.model, given, *rest), "measured": measured}
+    return {"predicted": estimate_memory(run.model, given, *rest), "measured": measured}

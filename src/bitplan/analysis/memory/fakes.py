@@ -25,7 +25,7 @@ from bitplan.compiler.torch_private import (
     is_traceable_wrapper_subclass,
     tree_map_only,
 )
-from bitplan.errors import AccountError
+from bitplan.errors import MemoryEstimateError
 from bitplan.numerics import chunks as tensor_parts
 from bitplan.runtime.module_state import remove_buffers
 
@@ -127,7 +127,7 @@ def plain_copy(model: nn.Module, known: dict[int, Any] | None = None) -> nn.Modu
         twin = copy.deepcopy(unwrapped(model), known)
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise AccountError(
+        raise MemoryEstimateError(
             f"the model cannot be copied ({reason}), and its memory is predicted and measured on a copy: let its "
             f"attributes be such that copy.deepcopy(model) works."
         ) from error
@@ -168,7 +168,7 @@ def told_of_missing_values() -> Iterator[None]:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
         what = getattr(error, "func", None) or error
-        raise AccountError(
+        raise MemoryEstimateError(
             f"the step looks into its tensors ({what}), and prediction runs it on shapes without values: do that part "
             f"before the model is called, or measure instead."
         ) from error

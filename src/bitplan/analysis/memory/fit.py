@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bitplan.analysis.memory.estimate import predict_memory
+from bitplan.analysis.memory.estimate import estimate_memory
 from bitplan.analysis.memory.step import Memory, OptimizerChoice
 from bitplan.analysis.targets import Target
 
@@ -53,7 +53,7 @@ def choices(
     """What each plan would hold, one after the other."""
     for plan in plans:
         how = "emulate" if plan is None else execution
-        predicted = predict_memory(
+        predicted = estimate_memory(
             *(target.model, target.batch, target.loss, optimizer, plan, how, compile),
             autocast=autocast,
             device=device,

@@ -27,7 +27,7 @@ from bitplan.analysis.memory.step import Loss, Memory, OptimizerChoice, Phase, T
 from bitplan.capture.recording import split_batch
 from bitplan.compiler.torch_private import ProfilerEventType, is_profiler_enabled
 from bitplan.compiler.tracing import many_graphs
-from bitplan.errors import AccountError
+from bitplan.errors import MemoryEstimateError
 from bitplan.executions.packed.saved_tensors import Keeper
 from bitplan.plans import Plan
 from bitplan.runtime.attach import Attachment, attach
@@ -74,7 +74,7 @@ class HostAllocator(Allocator):
 
     def _begin(self) -> None:
         if is_profiler_enabled():
-            raise AccountError(
+            raise MemoryEstimateError(
                 "torch's profiler is at work already, and it is what measures memory on a CPU: measure outside of it."
             )
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
@@ -153,7 +153,7 @@ def allocator_of(device: torch.device) -> Allocator:
         return HostAllocator()
     if device.type == "cuda":
         return CudaAllocator(device)
-    raise AccountError(f"memory is measured on cpu and cuda, not on {device.type}: move the model there.")
+    raise MemoryEstimateError(f"memory is measured on cpu and cuda, not on {device.type}: move the model there.")
 
 
 # --- What autograd keeps for the backward pass, counted at its own hooks: a second opinion beside the allocator's
@@ -260,7 +260,7 @@ def measure_memory(
     *,
     autocast: torch.dtype | None = None,
 ) -> Memory:
-    """The bytes of a training step of `model` on `batch`, measured while it runs; see :func:`predict_memory`.
+    """The bytes of a training step of `model` on `batch`, measured while it runs; see :func:`estimate_memory`.
 
     A copy of the model is trained, so the model itself stays as it is. Weights, gradients and optimizer state are
     counted tensor by tensor; what is kept for the backward pass and the peak are the allocator's own figures.
@@ -268,7 +268,7 @@ def measure_memory(
     :param steps: how many steps are watched. Where something is compiled, one more comes first and is not: it compiles.
     """
     if steps < 2:
-        raise AccountError(f"{steps} steps do not show what lives from one to the next: measure at least 2.")
+        raise MemoryEstimateError(f"{steps} steps do not show what lives from one to the next: measure at least 2.")
     twin = plain_copy(model)
     call = call_of(batch, loss)
     run: Attachment | None = None
@@ -283,7 +283,7 @@ def measure_memory(
 
 def compiled(model: nn.Module, run: Attachment | None) -> Callable[..., Any]:
     """The model as torch.compile makes it; under packed execution as the attachment does."""
-    return torch.compile(model) if run is None or run.execution == "emulate" else run.compile()
+    return torch.compile(model) if run is None or run.execution.kind == "emulate" else run.compile()
 
 
 def measure_step(step: TrainingStep, steps: int, warm_up: bool) -> Memory:

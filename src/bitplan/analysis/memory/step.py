@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from bitplan.capture.recording import FakeInputs, call_arguments, call_loss, split_batch
 from bitplan.compiler.torch_private import tree_leaves
-from bitplan.errors import AccountError, nearest_names
+from bitplan.errors import MemoryEstimateError, nearest_names
 from bitplan.files import byte_text
 from bitplan.plans import KEEP, Plan
 from bitplan.plans.loading import find_plan
@@ -54,9 +54,11 @@ class Memory:
         for field in fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, int) or value < 0:
-                raise AccountError(f"{field.name} are bytes, a whole number from 0, not {value!r}.")
+                raise MemoryEstimateError(f"{field.name} are bytes, a whole number from 0, not {value!r}.")
         if self.peak != self.weights + self.optimizer + max(self.activations, self.gradients) + self.other:
-            raise AccountError("these classes do not make up the peak: use Memory.of, which takes other from it.")
+            raise MemoryEstimateError(
+                "these classes do not make up the peak: use Memory.of, which takes other from it."
+            )
 
     @classmethod
     def of(cls, weights: int, gradients: int, activations: int, optimizer: int, peak: int) -> Memory:
@@ -140,7 +142,9 @@ def _plain_optimizer(choice: OptimizerChoice, model: nn.Module) -> Optimizer | N
         return None
     if isinstance(choice, str):
         if choice not in _OPTIMIZERS:
-            raise AccountError(f"there is no optimizer {choice!r} here; {nearest_names(choice, OPTIMIZER_NAMES)}")
+            raise MemoryEstimateError(
+                f"there is no optimizer {choice!r} here; {nearest_names(choice, OPTIMIZER_NAMES)}"
+            )
         return _OPTIMIZERS[choice](model)
     return choice(model)
 
@@ -251,5 +255,5 @@ def _size_of(output: Any) -> Tensor:
     """A number that depends on every output, for a model that comes without a loss."""
     floats = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not floats:
-        raise AccountError("nothing that the model returns depends on its parameters: give a loss.")
+        raise MemoryEstimateError("nothing that the model returns depends on its parameters: give a loss.")
     return torch.stack([tensor.float().square().mean() for tensor in floats]).sum()

@@ -27,7 +27,7 @@ from bitplan.errors import BitplanWarning, PlanError, QuantizeError
 from bitplan.numerics.chunks import sparing_memory
 from bitplan.numerics.formats import FloatFormat, Format
 from bitplan.numerics.mutable_format import LiveFormat
-from bitplan.numerics.packing import MAX_PACKED_BITS, Packed, pack_rounded
+from bitplan.numerics.packing import MAX_PACKED_BITS, PackedTensor, pack_rounded
 from bitplan.numerics.quantizer import Quantizer
 
 _NOTE = "_bitplan_note"
@@ -63,7 +63,7 @@ class PackedCopy:
     """A tensor in its format's own bits; all that keep the tensor share it."""
 
     def __init__(self, note: Note, whole: Tensor) -> None:
-        self.packed: Packed | None = None
+        self.packed: PackedTensor | None = None
         self.cast: Tensor | None = None
         self.dtype = note.dtype
         if not note.scales and note.quantizer.format in _TYPES:

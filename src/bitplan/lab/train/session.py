@@ -199,7 +199,10 @@ class Session:
         self.model: nn.Module = lay_out(plain, layout)
         self._there = Copies(lambda tensor: laid_out(tensor.to(device, non_blocking=True), layout))
         self.run: Attachment = attach(
-            *(self.model, plan, task.settings.all_steps, self._moved(task.batch(0)[0])),
+            self.model,
+            plan,
+            steps=task.settings.all_steps,
+            example=self._moved(task.batch(0)[0]),
             seed=task.seed,
             execution=execution,
         )
@@ -353,7 +356,7 @@ class Session:
         self.run = attach(
             self.model,
             self.run.plan,
-            self.task.settings.all_steps,
+            steps=self.task.settings.all_steps,
             seed=self.task.seed,
             stats=True,
             execution=self._execution,

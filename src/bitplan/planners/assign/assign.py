@@ -107,7 +107,7 @@ def assign(
     """A plan that gives `model` a low precision where a ratio or a budget asks for it.
 
     Nothing is run, but for the order ``sensitivity``; a model on the ``meta`` device can be planned. `batch` and `loss`
-    as :func:`bitplan.sites` takes them.
+    as :func:`bitplan.list_sites` takes them.
 
     :param ratio: the share of all values of a step that are to be low, 0 to 1.
     :param budget: what the peak of a packed step may be: ``"6GiB"``, bytes, or a share of the peak without a plan,
@@ -118,8 +118,8 @@ def assign(
     :param levels: the same as a list; or `low` and `high`, the two ends.
     :param order: which groups go down first: ``largest``, ``smallest``, ``random`` (by `seed`), or ``sensitivity``,
         which measures the damage of each group's rounding per byte that it saves.
-    :param optimizer: for a budget, as :func:`bitplan.predict_memory` takes it; for the order ``sensitivity`` a function
-        that makes one, with which a copy is warmed up before anything is measured.
+    :param optimizer: for a budget, as :func:`bitplan.estimate_memory` takes it; for the order ``sensitivity`` a
+        function that makes one, with which a copy is warmed up before anything is measured.
     :param compile: the budget is for the model compiled.
     :param batches: what sensitivity is measured on; by default `batch` alone.
     :param promotion: from which share of values on that overflow (with a scale: that become zero) a low tensor gets the

@@ -2,7 +2,7 @@
 
 A ratio is an aggregate over all tensors of a step, which do not all live at once. A budget in bytes is about the *most*
 that lives at any moment: master weights, optimizer state, gradients, what is kept for the backward pass and what is on
-its way, as :func:`bitplan.predict_memory` foresees it for the very plan, on tensors without data. Down the list of
+its way, as :func:`bitplan.estimate_memory` foresees it for the very plan, on tensors without data. Down the list of
 moves the peak falls, so the least cut under the budget is found by halving.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.analysis.memory import measure_memory, predict_memory
+from bitplan.analysis.memory import estimate_memory, measure_memory
 from bitplan.analysis.memory.step import OptimizerChoice
 from bitplan.errors import PlanError
 from bitplan.files import byte_text, read_bytes
@@ -103,7 +103,7 @@ class Step:
     def peak(self, plan: Plan | None) -> int:
         """The predicted peak: packed under a plan, and as it is without one."""
         execution = "emulate" if plan is None else "packed"
-        return predict_memory(
+        return estimate_memory(
             *(self.model, self.batch, self.loss, self.optimizer, plan, execution, self.compile), device=self.device
         ).peak
 

@@ -108,7 +108,7 @@ class Account:
 def account_of(
     model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None = None, *, opens_loss: bool = True
 ) -> Account:
-    """The account of one training step, found on fake tensors; `batch` and `loss` as :func:`bitplan.sites` takes them.
+    """The account of one training step on fake tensors; `batch` and `loss` as :func:`bitplan.list_sites` takes them.
 
     :param opens_loss: write a cross-entropy out.
     """

@@ -23,8 +23,7 @@ from dataclasses import dataclass, replace
 
 from bitplan.analysis.cost import stored_bits
 from bitplan.errors import PlanError, nearest_names
-from bitplan.numerics.formats import BlockFormat, FloatFormat
-from bitplan.numerics.formats import format as format_of
+from bitplan.numerics.formats import BlockFormat, FloatFormat, get_format
 from bitplan.planners.assign.groups import Group
 from bitplan.plans import QuantizerSpec
 from bitplan.plans.match import GradAt
@@ -138,7 +137,7 @@ def level(text: str | Level) -> Level:
 def _quantizer(name: str) -> QuantizerSpec | None:
     if name == "fp32":
         return None
-    target = format_of(name)
+    target = get_format(name)
     if isinstance(target, BlockFormat) or target.bits >= _UNSCALED_BITS:
         return QuantizerSpec(target.name)
     # A float with a bias of its own is meant to do without a scale.

@@ -55,8 +55,8 @@ def probe(
 ) -> Probe:
     """The damage of every move, on copies: the model stays as it is.
 
-    :param batches: as :func:`bitplan.sites` takes them; the first `warm` are trained on, at the highest level, the next
-        `measured` are what damage is measured on. Where there are fewer, they are gone through again.
+    :param batches: as :func:`bitplan.list_sites` takes them; the first `warm` are trained on, at the highest level, the
+        next `measured` are what damage is measured on. Where there are fewer, they are gone through again.
     :param plan_for: the plan in which these moves alone were made.
     :param optimizer: makes the optimizer of the warm-up for the copy; without one there is no warm-up.
     :param loss_scale: the loss is multiplied by it, and the gradients divided.

@@ -184,7 +184,7 @@ class Schedule(ABC):
         """The schedule in six figures, for a run of `total` steps."""
         bits = self.table(total)
         top = self.highest
-        # In whole numbers: m (q^2 + 2 q q_backward) a step, see bitplan.cost.
+        # In whole numbers: m (q^2 + 2 q q_backward) a step, see bitplan.estimate_cost.
         cost = int((bits * bits + 2 * bits * top).sum())
         return ScheduleSummary(
             self.name,

@@ -12,7 +12,7 @@ from bitplan.lab.report.charts.common import bare_layout, byte_unit, plotly, saf
 from bitplan.lab.report.palette import class_colour
 from bitplan.lab.report.runs import SiteRecord
 from bitplan.lab.report.summaries import Experiment, PlanSummary
-from bitplan.numerics.formats import format as format_named
+from bitplan.numerics.formats import get_format
 from bitplan.plans import PLACES
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def format_bits(quantizer: str) -> int | None:
     (8, 8, None)
     """
     try:
-        return format_named(quantizer.split()[0]).bits
+        return get_format(quantizer.split()[0]).bits
     except (BitplanError, IndexError):
         return None
 
