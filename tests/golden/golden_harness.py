@@ -27,6 +27,7 @@ from bitplan.executions.native.backends import Float8Unit, Int8Unit
 from bitplan.lab.models.graph_networks import GCN, symmetric_neighbours
 from bitplan.lab.models.language_models import GPT, LlamaBlocks
 from bitplan.lab.models.resnet import BasicBlock, ResNet, cifar_resnet
+from bitplan.lab.targets import load_target
 from bitplan.lab.tasks.lstm_lm import CarriedLSTM
 from bitplan.lab.tasks.registry import find_task
 
@@ -153,7 +154,7 @@ def initial_digests() -> dict[str, str]:
     with torch.random.fork_rng():
         for name in DRAWN_MODELS:
             torch.manual_seed(SEED)
-            digests[f"model/{name}"] = digest(bitplan.analysis.targets.load_target(name).model)
+            digests[f"model/{name}"] = digest(load_target(name).model)
         for name in DRAWN_TASKS:
             torch.manual_seed(SEED)
             task = find_task(name, seed=SEED)
