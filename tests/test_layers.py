@@ -35,7 +35,6 @@ KNOWN: set[tuple[str, str]] = {
     ("capture.scopes", "executions.packed.saved_tensors"),
     ("runtime.attach", "executions.native.crossover"),
     ("runtime.attach", "executions.native.fallbacks"),
-    ("runtime.attach", "executions.native.gemm"),
     ("runtime.attach", "executions.native.paths"),
     ("runtime.attachment", "analysis.cost"),
     ("runtime.attachment", "analysis.explain"),
