@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import bitplan
 from bitplan.plans import SLOTS
-from bitplan.runtime.rounding_op import PlaceAction
+from bitplan.runtime.rounding_op import RoundingOp
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -148,13 +148,13 @@ def test_attention_rounds_the_operands_of_both_its_products() -> None:
 )
 def test_a_shared_operand_is_rounded_once(keys: tuple[str, ...], times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    original = PlaceAction.round
+    original = RoundingOp.round
 
-    def counted(self: PlaceAction, *args: Any) -> Tensor:
+    def counted(self: RoundingOp, *args: Any) -> Tensor:
         calls.append(self.place)
         return original(self, *args)
 
-    monkeypatch.setattr(PlaceAction, "round", counted)
+    monkeypatch.setattr(RoundingOp, "round", counted)
     model = nn.Linear(4, 4)
     with attached(model, {"match": "*", **dict.fromkeys(keys, "e3m2")}):
         model(torch.randn(2, 4, requires_grad=True)).sum().backward()

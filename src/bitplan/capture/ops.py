@@ -8,6 +8,7 @@ or None for what makes no tensor of its own: views, casts, copies, queries, and 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -104,7 +105,11 @@ def name_of(func: Callable[..., Any]) -> str | None:
     >>> name_of(torch.Tensor.__iadd__), name_of(torch.relu_), name_of(torch.Tensor.view)
     ('add', 'relu', None)
     """
-    raw: str = getattr(func, "__name__", "__get__")
+    return _name_of_text(getattr(func, "__name__", "__get__"))
+
+
+@lru_cache(maxsize=4096)
+def _name_of_text(raw: str) -> str | None:
     if raw in ("__get__", "__set__"):
         return None
     bare = raw[2:-2] if raw.startswith("__") and raw.endswith("__") else raw

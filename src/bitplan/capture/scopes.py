@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,8 +28,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from bitplan.capture.decompositions import TRANSPARENT
-from bitplan.capture.ops import REGIONS, name_of, traceable
+from bitplan.capture.decompositions import OPENED, TRANSPARENT
+from bitplan.capture.ops import FUSED, REGIONS, name_of, traceable
 from bitplan.compiler import torch_private
 from bitplan.compiler.packed_backend import refuse_other_backends
 from bitplan.compiler.torch_patches import Undo, replace_attribute
@@ -46,6 +47,9 @@ from bitplan.executions.packed.saved_tensors import Keeper
 from bitplan.numerics.wire_format import LOSS_PATH
 
 _STATE = "_bitplan"
+
+#: Operations that may be replaced by several single ones.
+MAY_BE_DECOMPOSED = FUSED.union(TRANSPARENT, OPENED)
 
 
 class ModuleState:
@@ -124,29 +128,34 @@ class Scope(TorchFunctionMode):
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
+        interceptor = self.interceptor
         with DisableTorchFunction():  # or every question about a tensor goes through all scopes around
-            concerns_us = self.interceptor.enabled and _has_float_tensor(args, named)
-        if not concerns_us:
-            return func(*args, **named)  # factories among them, which other modes may want to see
-        if not torch.compiler.is_compiling() and _is_called_by_compiled_code():
-            return func(*args, **named)  # which was planned when it was traced
-        op = name_of(func)
-        func = traceable(func)
-        if op in REGIONS:
+            if not interceptor.enabled or not _has_float_tensor(args, named):
+                op, decomposition, is_ours = None, None, False
+            else:
+                # Compiled code was planned when it was traced.
+                is_ours = torch.compiler.is_compiling() or not _is_called_by_compiled_code()
+                op = name_of(func)
+                if op in MAY_BE_DECOMPOSED:
+                    decomposition = TRANSPARENT.get(op) or interceptor.written_out(self, op)
+                else:
+                    decomposition = None
+            if is_ours and decomposition is None and op not in REGIONS:
+                func = traceable(func)
+                if op is None:
+                    return interceptor.on_view(func, args, named)
+                if op == "einsum" and len(args) == 2 and isinstance(args[1], (list, tuple)):
+                    args = (args[0], *args[1])  # the operands as one list
+                return interceptor.on_operation(self, op, self._number(op), func, args, named)
+        # Other modes may want to see the rest, factories of tensors among them.
+        if not is_ours:
+            return func(*args, **named)
+        if decomposition is None:
             return func(self.carried(args[0]), *args[1:], **named)
-        if op == "einsum" and len(args) == 2 and isinstance(args[1], (list, tuple)):
-            args = (args[0], *args[1])  # the operands as one list
-        written_out = None if op is None else TRANSPARENT.get(op) or self.interceptor.written_out(self, op)
-        if written_out is not None:
-            inner = Scope(self.interceptor, self.module, self.counts)
-            inner.inside = self.inside if op in TRANSPARENT else op
-            with inner:
-                return written_out(*args, **named)
-        with DisableTorchFunction():
-            if op is None:
-                return self.interceptor.on_view(func, args, named)
-            index = self._number(op)
-            return self.interceptor.on_operation(self, op, index, func, args, named)
+        inner = Scope(interceptor, self.module, self.counts)
+        inner.inside = self.inside if op in TRANSPARENT else op
+        with inner:
+            return decomposition(*args, **named)
 
     def _number(self, op: str) -> int:
         """The operation's number among its equals."""
@@ -197,21 +206,27 @@ def _is_called_by_compiled_code() -> bool:
     return frame.f_code.co_filename.startswith("<eval_with_key>") and not is_planned(frame.f_locals.get("self"))
 
 
-_traced_counts: list[dict[str, int]] = []
+#: Counts of the calls that torch.compile is tracing. A call is over long before so many others began.
+_MAX_TRACED_CALLS = 1 << 14
+_traced_counts: dict[int, dict[str, int]] = {}
+_call_numbers = itertools.count()
 
 
 @constant_when_traced
 def _new_counts() -> int:
-    _traced_counts.append({})
-    return len(_traced_counts) - 1
+    number = next(_call_numbers)
+    _traced_counts[number] = {}
+    if len(_traced_counts) > _MAX_TRACED_CALLS:
+        del _traced_counts[next(iter(_traced_counts))]
+    return number
 
 
 @constant_when_traced
 def _count_when_traced(counts: int, op: str) -> int:
     """Counting while torch.compile traces: it sees a constant, and no side effect."""
-    known = _traced_counts[counts]
-    known[op] = known.get(op, -1) + 1
-    return known[op]
+    traced = _traced_counts.setdefault(counts, {})
+    traced[op] = traced.get(op, -1) + 1
+    return traced[op]
 
 
 def innermost_scope() -> Scope | None:
@@ -388,15 +403,20 @@ def followed(model: nn.Module, interceptor: Interceptor) -> Iterator[None]:
 
 
 def _has_float_tensor(args: Any, kwargs: dict[str, Any]) -> bool:
-    return any(_is_float(value) for value in args) or any(_is_float(value) for value in kwargs.values())
+    for value in args:
+        if isinstance(value, Tensor):
+            if value.is_floating_point():
+                return True
+        elif isinstance(value, (list, tuple)) and _contains_float_tensor(value):
+            return True
+    return bool(kwargs) and _has_float_tensor(tuple(kwargs.values()), {})
 
 
-def _is_float(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.is_floating_point()
-    return isinstance(value, (list, tuple)) and any(
-        isinstance(item, Tensor) and item.is_floating_point() for item in value
-    )
+def _contains_float_tensor(values: Iterable[Any]) -> bool:
+    for item in values:  # noqa: SIM110 - a loop costs a third of a generator
+        if isinstance(item, Tensor) and item.is_floating_point():
+            return True
+    return False
 
 
 # --- Functions under activation checkpointing

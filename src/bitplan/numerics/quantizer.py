@@ -84,12 +84,12 @@ def straight_through(
 ) -> Tensor:
     """The rounded `x`, whose gradient is that of `x` itself."""
     if x.requires_grad and torch.is_grad_enabled():
-        straight: Tensor = _StraightThrough.apply(x, quantizer, bits, row, span, between)  # type: ignore[no-untyped-call]
+        straight: Tensor = StraightThrough.apply(x, quantizer, bits, row, span, between)  # type: ignore[no-untyped-call]
         return straight
     return quantizer.round_values(x.detach(), bits, row, span, between)
 
 
-class _StraightThrough(torch.autograd.Function):
+class StraightThrough(torch.autograd.Function):
     """The rounded value forward, the gradient unchanged backward."""
 
     @staticmethod
@@ -337,7 +337,10 @@ class Quantizer:
             work = torch.minimum(torch.maximum(work, span[0]), span[1])
         if len(scales) == 2:
             work = work - scales[1]
-        return self._round(divide(work, scales[0]) if scales else work, bits, row)
+        ready = divide(work, scales[0]) if scales else work
+        if isinstance(self.format, (FloatFormat, IntFormat)):
+            return round_element(ready, self.format, self.rounding, self.overflow, bits)
+        return self._round_to_row(ready, bits, row)
 
     # --- large tensors, eager ---
 
@@ -398,17 +401,17 @@ class Quantizer:
         if isinstance(self.format, LiveFormat):
             return self.format.carrier.dtype
         element = self.format.element if isinstance(self.format, BlockFormat) else self.format
-        return carrier_for(x.dtype, element, self.rounding).dtype
+        carrier = carrier_for if is_traced() else _carrier_for_once
+        return carrier(x.dtype, element, self.rounding).dtype
 
-    def _round(self, t: Tensor, bits: Tensor | None, row: Tensor | None = None) -> Tensor:
-        if isinstance(self.format, LiveFormat):
-            row = self.format.row if row is None else row
-            if self.format.kind == "float":
-                return round_float_by_row(t, row, self.rounding, bits)
-            low, high = row[0], row[1]
-            return torch.minimum(torch.maximum(round_to_whole(t, self.rounding, bits), low), high) + 0.0
-        assert not isinstance(self.format, BlockFormat)
-        return round_element(t, self.format, self.rounding, self.overflow, bits)
+    def _round_to_row(self, t: Tensor, bits: Tensor | None, row: Tensor | None = None) -> Tensor:
+        """`t` on the grid of a format that may change."""
+        assert isinstance(self.format, LiveFormat)
+        row = self.format.row if row is None else row
+        if self.format.kind == "float":
+            return round_float_by_row(t, row, self.rounding, bits)
+        low, high = row[0], row[1]
+        return torch.minimum(torch.maximum(round_to_whole(t, self.rounding, bits), low), high) + 0.0
 
 
 def _in_layout_of(like: Tensor, values: Tensor) -> Tensor:
@@ -433,6 +436,7 @@ def _require_room(target: FloatFormat | IntFormat, dtype: torch.dtype, scaled: b
 
 #: Eager calls on small tensors feel every microsecond; torch.compile would only warn of a cache that it must ignore.
 _require_room_once = lru_cache(maxsize=1024)(_require_room)
+_carrier_for_once = lru_cache(maxsize=1024)(carrier_for)
 
 
 def make_quantizer(

@@ -24,6 +24,7 @@ On a CPU, eager, ``torch.where`` on mixed data costs 40 arithmetic passes, a com
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -67,7 +68,8 @@ def round_float(
     if by_torch is not None:
         return by_torch
     carrier = carrier_of(x)
-    if rounding in ("nearest", "nearest-away") and _magic_is_exact(target, carrier):
+    magic_is_exact = _magic_is_exact if is_traced() else _magic_is_exact_once
+    if rounding in ("nearest", "nearest-away") and magic_is_exact(target, carrier):
         return _magic_addition(x, target, carrier, overflow, away=rounding == "nearest-away")
     if rounding == "nearest" and _is_prefix(target, carrier):
         return _prefix_addition(x, target, carrier, overflow)
@@ -102,14 +104,28 @@ def _magic_is_exact(target: FloatFormat, carrier: Carrier) -> bool:
     )
 
 
-def _magic_addition(x: Tensor, target: FloatFormat, carrier: Carrier, overflow: Overflow, away: bool) -> Tensor:
+def _magic_constants(target: FloatFormat, carrier: Carrier, overflow: Overflow) -> tuple[int, int, float, int, float]:
+    """Patterns of the smallest and the largest normal power of two, factor of the magic number, lift of the spacing
+    below the smallest normal, and bound of magnitudes."""
     lowest = carrier.bits_of_power(target.min_exponent)
     highest = carrier.bits_of_power(target.max_exponent)
     factor = 1.5 * 2.0 ** (carrier.mantissa_bits - target.mantissa_bits)
     # Without subnormals there is nothing between zero and the smallest normal: the spacing there is that itself.
     lift = 0 if target.subnormals else target.mantissa_bits << carrier.mantissa_bits
     bound = target.max if overflow == "saturate" else carrier.max
-    if is_traced():  # few operations and none in place: a large model has thousands of these to compile
+    return lowest, highest, factor, lift, bound
+
+
+#: Eager calls on small tensors feel every microsecond; torch.compile would only warn of a cache that it must ignore.
+_magic_is_exact_once = lru_cache(maxsize=1024)(_magic_is_exact)
+_magic_constants_once = lru_cache(maxsize=1024)(_magic_constants)
+
+
+def _magic_addition(x: Tensor, target: FloatFormat, carrier: Carrier, overflow: Overflow, away: bool) -> Tensor:
+    traced = is_traced()
+    constants = _magic_constants if traced else _magic_constants_once
+    lowest, highest, factor, lift, bound = constants(target, carrier, overflow)
+    if traced:  # few operations and none in place: a large model has thousands of these to compile
         exponent = x.view(carrier.int_dtype) & carrier.exponent_mask
         power = exponent.clamp(lowest, highest)
         if lift:

@@ -39,9 +39,9 @@ from bitplan.runtime.coverage import RollCall
 from bitplan.runtime.decisions import Decider
 from bitplan.runtime.dispatch import Rounder
 from bitplan.runtime.installation import Installation
-from bitplan.runtime.op_context import Here
+from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.optimizers import OptimizerPromise, OptimizerSteps, StepCounter, before_every_step
-from bitplan.runtime.rounding_op import Action, Promoted
+from bitplan.runtime.rounding_op import OpRounding, Promoted
 from bitplan.runtime.statistics import Statistics
 
 if TYPE_CHECKING:
@@ -263,8 +263,8 @@ class Attachment:
         if self._checked:
             self._rounder.on_site = self._rounder.on_first_call = None
 
-    def _meet(self, module: nn.Module, action: Action, here: Here) -> None:
-        self._installation.make_room(module, action, here)
+    def _meet(self, module: nn.Module, action: OpRounding, context: OpContext) -> None:
+        self._installation.make_room(module, action, context)
 
     def _check_seen(self) -> None:
         """Raise where a rule matched nothing in what has run so far; does nothing before the first forward."""

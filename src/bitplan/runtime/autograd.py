@@ -18,8 +18,8 @@ from bitplan.executions.packed.saved_tensors import note_copy
 from bitplan.gemm.products import Product, slot_product
 from bitplan.plans import OPERANDS, SLOTS
 from bitplan.plans.spec import QuantizerSpec
-from bitplan.runtime.op_context import Here
-from bitplan.runtime.rounding_op import Action, PlaceAction, keeps_little, mark, numbered
+from bitplan.runtime.op_context import OpContext
+from bitplan.runtime.rounding_op import OpRounding, RoundingOp, keeps_little, mark, op_of_key
 from bitplan.runtime.statistics import observe_amax
 
 # --- The six slots of a product: what each operand is rounded to in each of its two passes, or cast to
@@ -32,7 +32,7 @@ _REACHES = "_bitplan_reaches"
 class Slots:
     """The rounding of the six slots of one product, as :class:`SlotProduct` asks for it."""
 
-    def __init__(self, chosen: dict[str, tuple[PlaceAction, Here]], weight_key: Tensor | None) -> None:
+    def __init__(self, chosen: dict[str, tuple[RoundingOp, OpContext]], weight_key: Tensor | None) -> None:
         self.chosen = chosen
         self.weight_key = weight_key
         #: Whether x is kept as the weight's gradient wants it, rounded and packed, rather than as it came.
@@ -41,10 +41,10 @@ class Slots:
     def round(self, slot: str, tensor: Tensor) -> Tensor:
         if slot not in self.chosen:
             return tensor
-        action, here = self.chosen[slot]
+        action, context = self.chosen[slot]
         if keeps_little(action) and action.changes_nothing_in(tensor):
             return tensor  # not rounded again, so that the one packed copy serves this product, too
-        return action.round(tensor.detach(), here, self.weight_key if slot.endswith(".w") else None)
+        return action.round(tensor.detach(), context, self.weight_key if slot.endswith(".w") else None)
 
 
 class NativeSlots(Slots):
@@ -52,7 +52,7 @@ class NativeSlots(Slots):
 
     def __init__(
         self,
-        chosen: dict[str, tuple[PlaceAction, Here]],
+        chosen: dict[str, tuple[RoundingOp, OpContext]],
         weight_key: Tensor | None,
         units: dict[str, str],
         casts_again: tuple[str, ...] = (),
@@ -71,11 +71,11 @@ class NativeSlots(Slots):
     def kept(self, x: Tensor) -> Kept | None:
         if "wgrad.x" not in self.chosen or not x.numel():
             return None
-        action, here = self.chosen["wgrad.x"]
+        action, context = self.chosen["wgrad.x"]
         dtype = byte_of(action.spec)
         if dtype is None or (action.live_kind is not None and action.spec.bits is None):  # a format that may be set
             return None
-        encoded, quantizer = action.encode(x, here)
+        encoded, quantizer = action.encode(x, context)
         return Kept(encoded, quantizer, x, dtype)
 
     def codes(self, slots: list[str], tensor: Tensor, after: Tensor | None = None) -> list[Codes]:
@@ -83,12 +83,12 @@ class NativeSlots(Slots):
             return [*self.codes(slots[:1], tensor, after), *self.codes(slots[1:], tensor, after)]
         if not slots:
             return []
-        action, here = self.chosen[slots[0]]
+        action, context = self.chosen[slots[0]]
         dtype = self.units[slots[0].partition(".")[0]].dtype_of(action.spec.target)
         assert dtype is not None
         if action.is_plain_cast(tensor, dtype):
             return self._cast(slots, tensor, dtype, after)
-        encoded, _ = action.encode(tensor, here, self.weight_key if slots[0].endswith(".w") else None)
+        encoded, _ = action.encode(tensor, context, self.weight_key if slots[0].endswith(".w") else None)
         return [codes_of(encoded, dtype, self.features)] * len(slots)
 
     def _are_alike(self, one: str, other: str) -> bool:
@@ -101,12 +101,12 @@ class NativeSlots(Slots):
 
     def _cast(self, slots: list[str], tensor: Tensor, dtype: torch.dtype, after: Tensor | None) -> list[Codes]:
         """One reading of the tensor gives the layouts of all its slots."""
-        action, here = self.chosen[slots[0]]
+        action, context = self.chosen[slots[0]]
         spec = action.spec
-        record, reach = action.remembered(here)
+        record, reach = action.remembered(context)
         if reach is not None and is_traced():
             reach = _told_first(tensor, spec, reach)
-        gathers = action.is_delayed and record is not None and here.observing and after is None
+        gathers = action.is_delayed and record is not None and context.observing and after is None
         by_row = [slot in BY_ROW for slot in slots]
         cast = cast_float8(
             tensor.movedim(self.features, -1).reshape(-1, tensor.shape[self.features]),
@@ -138,15 +138,15 @@ class RoundedGradient(torch.autograd.Function):
     """The tensor itself forward; backward its gradient, rounded."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, action: PlaceAction, here: Here) -> Tensor:
-        ctx.action, ctx.here = action, here
+    def forward(ctx: Any, x: Tensor, action: RoundingOp, context: OpContext) -> Tensor:
+        ctx.action, ctx.context = action, context
         # Eager, the same memory. Not a view as autograd has them: the caller may go on to change it in place, and then
         # `x` is changed as well, as it would be without a plan. A graph's copy costs nothing.
         return x.clone() if is_traced() else x.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.action.round(grads[0], ctx.here), None, None
+        return ctx.action.round(grads[0], ctx.context), None, None
 
 
 class RoundedBothWays(torch.autograd.Function):
@@ -156,26 +156,26 @@ class RoundedBothWays(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        forward: PlaceAction,
-        backward: PlaceAction,
-        here: Here,
-        back: Here,
+        forward: RoundingOp,
+        backward: RoundingOp,
+        context: OpContext,
+        back: OpContext,
         weight_key: Tensor | None,
     ) -> Tensor:
-        ctx.action, ctx.here = backward, back
-        return forward.round(x.detach(), here, weight_key)
+        ctx.action, ctx.context = backward, back
+        return forward.round(x.detach(), context, weight_key)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.action.round(grads[0], ctx.here), None, None, None, None, None
+        return ctx.action.round(grads[0], ctx.context), None, None, None, None, None
 
 
 class GridRelu(torch.autograd.Function):
     """ReLU of a tensor that lies on the grid already: so does its positive part, and so does a rounded gradient's."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, backward: PlaceAction, back: Here) -> Tensor:
-        ctx.action, ctx.here = backward, back
+    def forward(ctx: Any, x: Tensor, backward: RoundingOp, back: OpContext) -> Tensor:
+        ctx.action, ctx.context = backward, back
         y = torch.relu(x)
         if keeps_little(backward):
             ctx.passes = Passes(y)
@@ -187,7 +187,7 @@ class GridRelu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rounded = ctx.action.round(grads[0], ctx.here)
+        rounded = ctx.action.round(grads[0], ctx.context)
         kept = ctx.saved_tensors  # asked for once: checkpointing gives them out once
         passed = torch.ops.aten.threshold_backward(rounded, kept[0], 0) if kept else ctx.passes.apply(rounded)
         return mark(passed, ctx.action.grid), None, None
@@ -198,74 +198,61 @@ class GridRelu(torch.autograd.Function):
 # torch.compile would follow every Python step of rounding, for every tensor of a model: minutes for a ResNet-50. So it
 # is given single functions of tensors and plain constants, which run as they are when the graph below is made.
 
-Ticket = tuple[int, int]
+#: What stands for a rounding in a graph: its key, and the row of its record (-1 where there is none).
+OpRef = tuple[str, int]
 
-_NOTHING: Ticket = (-1, -1)
-
-
-def _ticket(action: PlaceAction | None, here: Here) -> Ticket:
-    """What stands for an action in a graph: its number, and the row of its record (-1 where there is none)."""
-    if action is None:
-        return _NOTHING
-    seen = action.seen_at(here)
-    return action.number, -1 if seen is None else seen
+_NO_OP: OpRef = ("", -1)
 
 
-def _action(ticket: Ticket) -> PlaceAction | None:
-    return None if ticket[0] < 0 else numbered(ticket[0])
+def _ref(op: RoundingOp | None, context: OpContext) -> OpRef:
+    if op is None:
+        return _NO_OP
+    row = context.record_row(op)
+    return op.key, -1 if row is None else row
 
 
-#: What lies beside a module's weights, as a graph is given it: table, record and reach.
+def _op(ref: OpRef) -> RoundingOp | None:
+    return op_of_key(ref[0]) if ref[0] else None
+
+
+#: Buffers beside a module's weights, as a graph is given them: table, record and reach.
 Buffers = tuple[Tensor | None, Tensor | None, Tensor | None]
 
-
-def _buffers(here: Here) -> Buffers:
-    return here.table, here.record, here.reach
-
-
-def _there(here: Circumstances, ticket: Ticket, buffers: Buffers) -> Here:
-    there = Here.__new__(Here)
-    there.module = None
-    there.site, there.salt, there.training, there.observing = here
-    there.table, there._record, there._reach = buffers
-    there.seen = None if ticket[1] < 0 else ticket[1]
-    return there
+#: Of a context: site, salt, training and observing.
+CallConstants = tuple[str, str, bool, bool]
 
 
-Circumstances = tuple[str, str, bool, bool]
+def _buffers(context: OpContext) -> Buffers:
+    return context.table, context.record, context.reach
 
 
-def _circumstances(here: Here) -> Circumstances:
-    return here.site, here.salt, here.training, here.observing
+def _constants(context: OpContext) -> CallConstants:
+    return context.site, context.salt, context.training, context.observing
 
 
 @taken_whole
 def _both_ways_in_graph(
     x: Tensor,
-    forward: Ticket,
-    backward: Ticket,
-    here: Circumstances,
+    forward: OpRef,
+    backward: OpRef,
+    call: CallConstants,
     buffers: Buffers,
     weight_key: Tensor | None,
 ) -> Tensor:
-    there, back = (_there(here, ticket, buffers) for ticket in (forward, backward))
-    return _both_ways(x, _action(forward), _action(backward), there, back, weight_key)
+    context, back = (OpContext.in_graph(call, ref[1], buffers) for ref in (forward, backward))
+    return _both_ways(x, _op(forward), _op(backward), context, back, weight_key)
 
 
 @taken_whole
-def _relu_in_graph(x: Tensor, forward: Ticket, backward: Ticket, here: Circumstances, buffers: Buffers) -> Tensor:
-    there, back = (_there(here, ticket, buffers) for ticket in (forward, backward))
-    return _relu(x, _action(forward), _action(backward), there, back)
+def _relu_in_graph(x: Tensor, forward: OpRef, backward: OpRef, call: CallConstants, buffers: Buffers) -> Tensor:
+    context, back = (OpContext.in_graph(call, ref[1], buffers) for ref in (forward, backward))
+    return _relu(x, _op(forward), _op(backward), context, back)
 
 
-def _chosen(tickets: tuple[Ticket, ...], here: Circumstances, buffers: Buffers) -> dict[str, tuple[PlaceAction, Here]]:
-    """Slot -> what rounds it and where, for the slots that have a ticket."""
-    actions = {slot: (_action(ticket), ticket) for slot, ticket in zip(SLOTS, tickets, strict=True)}
-    return {
-        slot: (action, _there(here, ticket, buffers))
-        for slot, (action, ticket) in actions.items()
-        if action is not None
-    }
+def _chosen(refs: tuple[OpRef, ...], call: CallConstants, buffers: Buffers) -> dict[str, tuple[RoundingOp, OpContext]]:
+    """Slot -> what rounds it and where, for the slots that are rounded."""
+    ops = {slot: (_op(ref), ref) for slot, ref in zip(SLOTS, refs, strict=True)}
+    return {slot: (op, OpContext.in_graph(call, ref[1], buffers)) for slot, (op, ref) in ops.items() if op is not None}
 
 
 @taken_whole
@@ -275,12 +262,12 @@ def _slot_product_in_graph(
     bias: Tensor | None,
     op: str,
     settings: tuple[Any, ...],
-    tickets: tuple[Ticket, ...],
-    here: Circumstances,
+    refs: tuple[OpRef, ...],
+    call: CallConstants,
     buffers: Buffers,
     weight_key: Tensor | None,
 ) -> Tensor:
-    chosen = _chosen(tickets, here, buffers)
+    chosen = _chosen(refs, call, buffers)
     return slot_product(x, w, bias, Product(op, settings), Slots(chosen, weight_key))
 
 
@@ -293,12 +280,12 @@ def _native_product_in_graph(
     settings: tuple[Any, ...],
     units: tuple[tuple[str, str], ...],
     casts_again: tuple[str, ...],
-    tickets: tuple[Ticket, ...],
-    here: Circumstances,
+    refs: tuple[OpRef, ...],
+    call: CallConstants,
     buffers: Buffers,
     weight_key: Tensor | None,
 ) -> Tensor:
-    chosen = _chosen(tickets, here, buffers)
+    chosen = _chosen(refs, call, buffers)
     form = _form(Product(op, settings), x, w)
     return multiplied(x, w, bias, form, NativeSlots(chosen, weight_key, dict(units), casts_again, form.features))
 
@@ -312,52 +299,64 @@ def _form(product: Product, x: Tensor, w: Tensor) -> Form:
 # --- what the rounder asks for --------------------------------------------------------------------------------
 
 
-def rounded(x: Tensor, action: PlaceAction, here: Here, weight_key: Tensor | None = None) -> Tensor:
+def rounded(x: Tensor, action: RoundingOp, context: OpContext, weight_key: Tensor | None = None) -> Tensor:
     """`x` rounded; the gradient passes straight through."""
-    return rounded_both_ways(x, action, None, here, weight_key)
+    return rounded_both_ways(x, action, None, context, weight_key)
 
 
-def rounded_gradient(x: Tensor, action: PlaceAction, here: Here) -> Tensor:
+def rounded_gradient(x: Tensor, action: RoundingOp, context: OpContext) -> Tensor:
     """`x`, whose gradient is rounded on its way back."""
-    return rounded_both_ways(x, None, action, here)
+    return rounded_both_ways(x, None, action, context)
 
 
 def rounded_both_ways(
-    x: Tensor, forward: PlaceAction | None, backward: PlaceAction | None, here: Here, weight_key: Tensor | None = None
+    x: Tensor,
+    forward: RoundingOp | None,
+    backward: RoundingOp | None,
+    context: OpContext,
+    weight_key: Tensor | None = None,
 ) -> Tensor:
     """`x` rounded, its gradient rounded, or both."""
-    forward, backward = _now(forward, here), _now(backward, here)
+    forward, backward = _after_promotion(forward, context), _after_promotion(backward, context)
     if forward is None and backward is None:
         return x
     if not torch.compiler.is_compiling():
-        return _both_ways(x, forward, backward, here, here, weight_key)
+        return _both_ways(x, forward, backward, context, context, weight_key)
     return _both_ways_in_graph(
-        *(x, _ticket(forward, here), _ticket(backward, here), _circumstances(here)),
-        *(_buffers(here), weight_key),
+        *(x, _ref(forward, context), _ref(backward, context), _constants(context)),
+        *(_buffers(context), weight_key),
     )
 
 
-def rounded_relu(x: Tensor, forward: PlaceAction | None, backward: PlaceAction | None, here: Here) -> Tensor:
+def rounded_relu(x: Tensor, forward: RoundingOp | None, backward: RoundingOp | None, context: OpContext) -> Tensor:
     """The positive part of `x`, rounded both ways; nothing is rounded that lies on the grid already."""
-    forward, backward = _now(forward, here), _now(backward, here)
+    forward, backward = _after_promotion(forward, context), _after_promotion(backward, context)
     if not torch.compiler.is_compiling():
-        return _relu(x, forward, backward, here, here)
-    return _relu_in_graph(x, _ticket(forward, here), _ticket(backward, here), _circumstances(here), _buffers(here))
+        return _relu(x, forward, backward, context, context)
+    return _relu_in_graph(x, _ref(forward, context), _ref(backward, context), _constants(context), _buffers(context))
 
 
 def rounded_product(
-    x: Tensor, w: Tensor, bias: Tensor | None, product: Product, action: Action, here: Here, weight_key: Tensor | None
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    product: Product,
+    action: OpRounding,
+    context: OpContext,
+    weight_key: Tensor | None,
 ) -> Tensor:
     """y = x w with the six slots rounded as the action says."""
-    asked = {slot: _now(action.places[slot], here) for slot in SLOTS if action.applies(slot, here.training)}
+    asked = {
+        slot: _after_promotion(action.places[slot], context) for slot in SLOTS if action.applies(slot, context.training)
+    }
     applied = {slot: place for slot, place in asked.items() if place is not None}
     if not torch.compiler.is_compiling():
-        slots = Slots({slot: (place, here) for slot, place in applied.items()}, weight_key)
+        slots = Slots({slot: (place, context) for slot, place in applied.items()}, weight_key)
         return slot_product(x, w, bias, product, slots)
-    tickets = tuple(_ticket(applied.get(slot), here) for slot in SLOTS)
+    refs = tuple(_ref(applied.get(slot), context) for slot in SLOTS)
     return _slot_product_in_graph(
-        *(x, w, bias, product.op, product.settings, tickets, _circumstances(here)),
-        *(_buffers(here), weight_key),
+        *(x, w, bias, product.op, product.settings, refs, _constants(context)),
+        *(_buffers(context), weight_key),
     )
 
 
@@ -367,8 +366,8 @@ def native_product(
     bias: Tensor | None,
     product: Product,
     units: dict[str, str],
-    action: Action,
-    here: Here,
+    action: OpRounding,
+    context: OpContext,
     weight_key: Tensor | None,
     casts_again: tuple[str, ...] = (),
 ) -> Tensor:
@@ -376,50 +375,52 @@ def native_product(
 
     :param casts_again: of compiled code: operands, of x and w, that the backward pass casts again.
     """
-    applied: dict[str, PlaceAction] = {}
+    applied: dict[str, RoundingOp] = {}
     for slot in SLOTS:
         place = action.shared.get(slot.split(".")[1], slot)
-        if action.applies(place, here.training):
+        if action.applies(place, context.training):
             applied[slot] = action.places[place]
     # What evaluation leaves unrounded is multiplied as it is.
     units = {one: name for one, name in units.items() if all(slot in applied for slot in PASSES[one])}
     form = _form(product, x, w)
     units = {one: name for one, name in units.items() if suits(name, x.device.type, form.sizes(one, x.shape, w.shape))}
     if not torch.compiler.is_compiling():
-        chosen = {slot: (place, here) for slot, place in applied.items()}
+        chosen = {slot: (place, context) for slot, place in applied.items()}
         return multiplied(x, w, bias, form, NativeSlots(chosen, weight_key, units, features=form.features))
-    tickets = tuple(_ticket(applied.get(slot), here) for slot in SLOTS)
+    refs = tuple(_ref(applied.get(slot), context) for slot in SLOTS)
     return _native_product_in_graph(
-        *(x, w, bias, product.op, product.settings, tuple(units.items()), casts_again, tickets, _circumstances(here)),
-        *(_buffers(here), weight_key),
+        *(x, w, bias, product.op, product.settings, tuple(units.items()), casts_again, refs, _constants(context)),
+        *(_buffers(context), weight_key),
     )
 
 
-def _now(action: PlaceAction | None, here: Here) -> PlaceAction | None:
-    return None if action is None else action.now(here)
+def _after_promotion(action: RoundingOp | None, context: OpContext) -> RoundingOp | None:
+    return None if action is None else action.after_promotion(context)
 
 
 def _both_ways(
     x: Tensor,
-    forward: PlaceAction | None,
-    backward: PlaceAction | None,
-    here: Here,
-    back: Here,
+    forward: RoundingOp | None,
+    backward: RoundingOp | None,
+    context: OpContext,
+    back: OpContext,
     weight_key: Tensor | None,
 ) -> Tensor:
     if backward is None:
-        return x if forward is None else forward.round(x, here, weight_key)
+        return x if forward is None else forward.round(x, context, weight_key)
     if forward is None or forward.changes_nothing_in(x):
         passed: Tensor = RoundedGradient.apply(x, backward, back)  # type: ignore[no-untyped-call]
     else:
-        passed = RoundedBothWays.apply(x, forward, backward, here, back, weight_key)  # type: ignore[no-untyped-call]
+        passed = RoundedBothWays.apply(x, forward, backward, context, back, weight_key)  # type: ignore[no-untyped-call]
     return passed if forward is None else mark(passed, forward.grid)
 
 
-def _relu(x: Tensor, forward: PlaceAction | None, backward: PlaceAction | None, here: Here, back: Here) -> Tensor:
+def _relu(
+    x: Tensor, forward: RoundingOp | None, backward: RoundingOp | None, context: OpContext, back: OpContext
+) -> Tensor:
     relu = sparing_relu if keeps_little(forward, backward) else torch.relu
     if forward is None or not forward.changes_nothing_in(x):
-        return _both_ways(relu(x), forward, backward, here, back, None)
+        return _both_ways(relu(x), forward, backward, context, back, None)
     if backward is None:
         y = relu(x)
         if keeps_little(forward):

@@ -5,7 +5,6 @@ Compiled code must not search rules while it is traced, so the names that patter
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -19,11 +18,11 @@ from bitplan.executions.native.fallbacks import keeps_codes, passes_of
 from bitplan.executions.native.paths import Passes, Terms
 from bitplan.numerics.formats import BlockFormat
 from bitplan.numerics.mutable_format import LiveFormat
-from bitplan.plans import Decision, Plan, compile_match
+from bitplan.plans import Choice, Decision, Plan, compile_match
 from bitplan.plans.match import is_pattern
 from bitplan.plans.spec import QuantizerSpec
 from bitplan.runtime.module_state import ModuleTables
-from bitplan.runtime.rounding_op import Action
+from bitplan.runtime.rounding_op import OpRounding, RoundingOp
 
 #: Stands for every operation that no rule names.
 ANY = "any other"
@@ -109,38 +108,48 @@ class Decider:
         found[ANY] = self._action(self.plan.decide(path, ""), "", tables)
         return found
 
-    def _action(self, decision: Decision, op: str, tables: ModuleTables) -> Action | None:
+    def _action(self, decision: Decision, op: str, tables: ModuleTables) -> OpRounding | None:
         if decision.changes_nothing:
             return None
-        action = Action(decision, op, self._live_format(decision))
-        if self.terms is not None and (op == "linear" or op.startswith("conv")) and action.has_slots:
-            action.native, action.terms = native_passes(decision, op), self.terms
-            action.keeps_codes = keeps_codes(decision)
-        tables.needs_keys |= action.needs_key
-        for place, place_action in action.places.items():
-            choice = decision[place]
-            place_action.watched = self.watched
-            place_action.is_packed = self.packed
-            is_fixed = place_action.live is None and place_action.promotion is None
-            place_action.keeps_codes = self.terms is not None and place == "activation" and is_fixed
-            if place_action.live is not None:
-                place_action.row = tables.format_row(
-                    choice.rule, place, place_action.live, place_action.spec, choice.name
-                )
-                place_action.format_now = tables.live_row(place_action.row).stored
-            place_action.settle()
-        return action
+        places = {
+            place: self._rounding_op(choice, place, op, tables)
+            for place, choice in decision.choices.items()
+            if choice.quantizer is not None
+        }
+        if self.terms is not None and (op == "linear" or op.startswith("conv")) and has_slots(decision):
+            rounding = OpRounding(decision, op, places, native_passes(decision, op), self.terms, keeps_codes(decision))
+        else:
+            rounding = OpRounding(decision, op, places)
+        tables.needs_keys |= rounding.needs_key
+        return rounding
 
-    def _live_format(self, decision: Decision) -> Callable[[str], LiveFormat | None]:
-        def live_format(place: str) -> LiveFormat | None:
-            spec = decision[place].quantizer
-            assert spec is not None
-            if isinstance(spec.target, BlockFormat) or not (self.live or spec.bits is not None):
-                return None
-            # Modules share what is the same in all of them, so that compiled code can be shared, too.
-            return self._live_formats.setdefault(spec, spec.live())
+    def _rounding_op(self, choice: Choice, place: str, op: str, tables: ModuleTables) -> RoundingOp:
+        spec = choice.quantizer
+        assert spec is not None
+        live, row, stored_format = self._live_format(spec), 0, None
+        if live is not None:
+            row = tables.format_row(choice.rule, place, live, spec, choice.name)
+            stored_format = tables.live_row(row).stored() if self.packed else None
+        is_fixed = live is None and spec.promote is None
+        return RoundingOp(
+            spec,
+            place,
+            op,
+            mutable_format=live,
+            row=row,
+            watched=self.watched,
+            is_packed=self.packed,
+            keeps_codes=self.terms is not None and place == "activation" and is_fixed,
+            stored_format=stored_format,
+        )
 
-        return live_format
+    def _live_format(self, spec: QuantizerSpec) -> LiveFormat | None:
+        if isinstance(spec.target, BlockFormat) or not (self.live or spec.bits is not None):
+            return None
+        # Modules share what is the same in all of them, so that compiled code can be shared, too.
+        if spec not in self._live_formats:
+            self._live_formats[spec] = spec.live()
+        return self._live_formats[spec]
 
 
 def native_passes(decision: Decision, op: str) -> Passes:

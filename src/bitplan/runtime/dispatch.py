@@ -1,6 +1,6 @@
 """Doing to a model's tensors what a plan says, operation by operation, forward and backward.
 
-Everything here must trace under ``torch.compile(fullgraph=True)`` and give the same graph for equal blocks,
+Everything context must trace under ``torch.compile(fullgraph=True)`` and give the same graph for equal blocks,
 so what differs between blocks (the noise's key, the step) lies in a buffer of the module, not in Python numbers.
 """
 
@@ -32,8 +32,8 @@ from bitplan.runtime.autograd import (
 )
 from bitplan.runtime.decisions import ANY, inner_key
 from bitplan.runtime.module_state import TABLE
-from bitplan.runtime.op_context import Here
-from bitplan.runtime.rounding_op import Action, PlaceAction, is_finer, mark_copy
+from bitplan.runtime.op_context import OpContext
+from bitplan.runtime.rounding_op import OpRounding, RoundingOp, is_finer, mark_copy
 
 # --- Weights of a module, seen through views and through what stands for them; and the key that a weight's uses share
 
@@ -69,14 +69,14 @@ def tag_views(result: Any, func: Callable[..., Any], args: Any, kwargs: dict[str
                 setattr(tensor, WEIGHT_TAG, WeightView(args[0], func, args[1:], kwargs, position))
 
 
-def place_of_parameter(here: Here, module: nn.Module, tensor: Tensor) -> Here:
+def place_of_parameter(context: OpContext, module: nn.Module, tensor: Tensor) -> OpContext:
     """The place of one of an operation's weights; each is promoted by itself."""
     while getattr(tensor, WEIGHT_TAG, None) is not None:
         tensor = getattr(tensor, WEIGHT_TAG).parent
     for name, own in module._parameters.items():
         if own is tensor:
-            return here.of_parameter(name)
-    return here
+            return context.of_parameter(name)
+    return context
 
 
 def stands_for_a_parameter(module: nn.Module, tensor: Tensor) -> bool:
@@ -124,7 +124,7 @@ class Rounder(Interceptor):
         #: Called eagerly for every operation (and the tensors it is given), as long as it is wanted.
         self.on_site: Callable[[Scope, str, int, Any], None] | None = None
         #: Called eagerly when an operation with an action is met in a place where it was not met before.
-        self.on_new_site: Callable[[nn.Module, Action, Here], None] | None = None
+        self.on_new_site: Callable[[nn.Module, OpRounding, OpContext], None] | None = None
 
     def on_operation(
         self, scope: Scope, op: str, index: int, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
@@ -135,34 +135,34 @@ class Rounder(Interceptor):
         action = self.action_of(module, op, index, scope.inside)
         if action is None and not self.tags_gradients:
             return func(*args, **kwargs)
-        here = Here(op_site(op, index), module)
+        context = OpContext(op_site(op, index), module, action)
         is_product = op in PRODUCTS and (op != "einsum" or len(args) == 3)
         has_slots = is_product and action is not None and action.has_slots
         target = None
-        if has_slots or self.tags_gradients or (action is not None and action.rounds_output(here.training)):
+        if has_slots or self.tags_gradients or (action is not None and action.rounds_output(context.training)):
             target, func, kwargs = _returning(func, args, kwargs)
         if self.tags_gradients:
-            args = _map(lambda tensor: self._from_consumer(tensor, here), args)
-            kwargs = {key: _map(lambda t: self._from_consumer(t, here), value) for key, value in kwargs.items()}
+            args = _map(lambda tensor: self._from_consumer(tensor, context), args)
+            kwargs = {key: _map(lambda t: self._from_consumer(t, context), value) for key, value in kwargs.items()}
         if action is None:
             return _written(target, func(*args, **kwargs))
-        if not torch.compiler.is_compiling() and self.on_new_site is not None and here.site not in action.met:
-            self.on_new_site(module, action, here)
+        if not torch.compiler.is_compiling() and self.on_new_site is not None and context.site not in action.met:
+            self.on_new_site(module, action, context)
         if self.keeper is not None and not torch.compiler.is_compiling():
             func = self._sparing(op, func)
         if is_product:
             _require_room_under_autocast(action, args)
         if has_slots:
-            return _written(target, self._product(module, action, here, func, args, kwargs))
-        if op == "relu" and action.rounds_output(here.training) and not action.at_consumer:
+            return _written(target, self._product(module, op, action, context, func, args, kwargs))
+        if op == "relu" and action.rounds_output(context.training) and not action.at_consumer:
             x = args[0] if args else kwargs["input"]
-            return _written(target, rounded_relu(x, *self._ways(action, here, x), here))
-        args, kwargs = self._rounded_weights(module, action, here, args, kwargs)
+            return _written(target, rounded_relu(x, *self._ways(action, context, x), context))
+        args, kwargs = self._rounded_weights(module, action, context, args, kwargs)
         result = func(*args, **kwargs)
-        if action.rounds_output(here.training):
+        if action.rounds_output(context.training):
             main = _largest(result, Tensor)
-            other = here.unrecorded(follows=action.promotes_together)
-            result = _map(lambda t: self._rounded_output(action, here if t is main else other, t, args), result)
+            other = context.unrecorded(follows=action.promotes_together)
+            result = _map(lambda t: self._rounded_output(action, context if t is main else other, t, args), result)
         return _written(target, result)
 
     @staticmethod
@@ -214,7 +214,7 @@ class Rounder(Interceptor):
         return recognised
 
     @staticmethod
-    def action_of(module: nn.Module, op: str, index: int, inside: str | None = None) -> Action | None:
+    def action_of(module: nn.Module, op: str, index: int, inside: str | None = None) -> OpRounding | None:
         """What happens to the operation of that number, which may lie inside an opened one."""
         actions = state_of(module).actions
         if inside is not None:
@@ -231,92 +231,103 @@ class Rounder(Interceptor):
 
     # --- outputs ---
 
-    def _rounded_output(self, action: Action, here: Here, tensor: Tensor, inputs: Any) -> Tensor:
+    def _rounded_output(self, action: OpRounding, context: OpContext, tensor: Tensor, inputs: Any) -> Tensor:
         if not tensor.is_floating_point() or any(tensor is given for given in inputs):
             return tensor  # dropout in evaluation, say, returns what it was given
-        value, gradient = self._ways(action, here, tensor)
+        value, gradient = self._ways(action, context, tensor)
         if action.at_consumer and "grad_activation" in action.places:
-            tensor = rounded_both_ways(tensor, value, None, here)
+            tensor = rounded_both_ways(tensor, value, None, context)
             # Also without a gradient: a checkpointed region runs so at first, and its result has one later.
-            setattr(tensor, _GRAD_TAG, (action.places["grad_activation"], here))
+            setattr(tensor, _GRAD_TAG, (action.places["grad_activation"], context))
             return tensor
-        return rounded_both_ways(tensor, value, gradient, here)
+        return rounded_both_ways(tensor, value, gradient, context)
 
     @staticmethod
-    def _ways(action: Action, here: Here, tensor: Tensor) -> tuple[PlaceAction | None, PlaceAction | None]:
+    def _ways(action: OpRounding, context: OpContext, tensor: Tensor) -> tuple[RoundingOp | None, RoundingOp | None]:
         """What rounds an output, and its gradient."""
-        value = action.places["activation"] if action.applies("activation", here.training) else None
+        value = action.places["activation"] if action.applies("activation", context.training) else None
         gradient = action.places.get("grad_activation") if torch.is_grad_enabled() and tensor.requires_grad else None
         return value, gradient
 
-    def _from_consumer(self, tensor: Tensor, here: Here) -> Tensor:
+    def _from_consumer(self, tensor: Tensor, context: OpContext) -> Tensor:
         tag = getattr(tensor, _GRAD_TAG, None)
         if tag is None or not (torch.is_grad_enabled() and tensor.requires_grad):
             return tensor
         gradient, producer = tag  # whose tables hold what rounding needs
-        return rounded_gradient(tensor, gradient, producer.towards(here))
+        return rounded_gradient(tensor, gradient, producer.towards(context))
 
     # --- weights ---
 
     def _rounded_weights(
-        self, module: nn.Module, action: Action, here: Here, args: Any, kwargs: dict[str, Any]
+        self, module: nn.Module, action: OpRounding, context: OpContext, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        if "weight" not in action.places and "grad_weight" not in action.places:
+        if not action.rounds_weights:
             return args, kwargs
         main = _largest((args, tuple(kwargs.values())), nn.Parameter)
 
         def rounded(tensor: Tensor) -> Tensor:
             if action.promotes:
-                return self._rounded_weight(module, action, place_of_parameter(here, module, tensor), tensor)
+                return self._rounded_weight(module, action, place_of_parameter(context, module, tensor), tensor)
             recorded = main is None or tensor is main or not isinstance(tensor, nn.Parameter)
-            return self._rounded_weight(module, action, here if recorded else here.unrecorded(), tensor)
+            return self._rounded_weight(module, action, context if recorded else context.unrecorded(), tensor)
 
         return _map(rounded, args), {key: _map(rounded, value) for key, value in kwargs.items()}
 
-    def _rounded_weight(self, module: nn.Module, action: Action, here: Here, tensor: Tensor) -> Tensor:
+    def _rounded_weight(self, module: nn.Module, action: OpRounding, context: OpContext, tensor: Tensor) -> Tensor:
         view: WeightView | None = getattr(tensor, WEIGHT_TAG, None)
         if view is not None:
-            return view.of(self._rounded_weight(module, action, here, view.parent))
+            return view.of(self._rounded_weight(module, action, context, view.parent))
         if not isinstance(tensor, nn.Parameter) and not stands_for_a_parameter(module, tensor):
             return tensor
         gradient = action.places.get("grad_weight") if torch.is_grad_enabled() and tensor.requires_grad else None
-        value = action.places["weight"] if action.applies("weight", here.training) else None
+        value = action.places["weight"] if action.applies("weight", context.training) else None
         key = weight_key(module, tensor) if action.needs_key else None
-        return rounded_both_ways(tensor, value, gradient, here, key)
+        return rounded_both_ways(tensor, value, gradient, context, key)
 
     # --- products ---
 
     def _product(
-        self, module: nn.Module, action: Action, here: Here, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        op: str,
+        action: OpRounding,
+        context: OpContext,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
     ) -> Any:
-        op = here.site.split(".")[0]
         (x_at, x_name), (w_at, w_name) = PRODUCTS[op]
         w = args[w_at] if len(args) > w_at else kwargs[w_name]
         key = weight_key(module, w) if action.needs_key and isinstance(w, nn.Parameter) else None
-        args, kwargs = self._rounded_weights(module, action, here, args, kwargs)
+        args, kwargs = self._rounded_weights(module, action, context, args, kwargs)
         x = args[x_at] if len(args) > x_at else kwargs[x_name]
         w = args[w_at] if len(args) > w_at else kwargs[w_name]
         native = self._native(op, args, kwargs, x, w, action) if action.native else None
         if native is not None:
             product, bias, units = native
-            result = native_product(x, w, bias, product, units, action, here, key, self.casts_again)
+            result = native_product(x, w, bias, product, units, action, context, key, self.casts_again)
         elif action.slots_apart:
             product, bias = product_of(op, args, kwargs)
-            result = rounded_product(x, w, bias, product, action, here, key)
+            result = rounded_product(x, w, bias, product, action, context, key)
         else:
-            if "x" in action.shared and action.applies("fprop.x", here.training):
-                x = rounded(x, action.places["fprop.x"], here)
-            if "w" in action.shared and action.applies("fprop.w", here.training):
-                w = rounded(w, action.places["fprop.w"], here, key)
-            args, kwargs = _replaced(args, kwargs, (x_at, x_name, x), (w_at, w_name, w))
+            places, shared, training = action.places, action.shared, context.training
+            is_direct = not (action.promotes or torch.compiler.is_compiling())
+            if "x" in shared and action.applies("fprop.x", training):
+                x_op = places["fprop.x"]
+                x = x_op.round(x, context) if is_direct else rounded(x, x_op, context)
+            if "w" in shared and action.applies("fprop.w", training):
+                w_op = places["fprop.w"]
+                w = w_op.round(w, context, key) if is_direct else rounded(w, w_op, context, key)
+            args, kwargs = _replaced(args, kwargs, x_at, x_name, x)
+            args, kwargs = _replaced(args, kwargs, w_at, w_name, w)
             result = func(*args, **kwargs)
-            if "dy" in action.shared and torch.is_grad_enabled() and result.requires_grad:
-                result = rounded_gradient(result, action.places["dgrad.dy"], here)
-        return self._rounded_output(action, here, result, ())
+            if "dy" in shared and torch.is_grad_enabled() and result.requires_grad:
+                result = rounded_gradient(result, places["dgrad.dy"], context)
+        return self._rounded_output(action, context, result, ()) if action.rounds_output(context.training) else result
 
     @staticmethod
     def _native(
-        op: str, args: Any, kwargs: dict[str, Any], x: Tensor, w: Tensor, action: Action
+        op: str, args: Any, kwargs: dict[str, Any], x: Tensor, w: Tensor, action: OpRounding
     ) -> tuple[Product, Tensor | None, dict[str, str]] | None:
         """The product, its bias and the units of its passes; None where it is emulated like everything else."""
         if not has_settings(op, args, kwargs):
@@ -388,18 +399,17 @@ def _largest(value: Any, kind: type) -> Any:
     return best
 
 
-def _replaced(args: Any, kwargs: dict[str, Any], *places: tuple[int, str, Tensor]) -> tuple[list[Any], dict[str, Any]]:
-    positional, named = list(args), dict(kwargs)
-    for position, name, tensor in places:
-        if len(positional) > position:
-            positional[position] = tensor
-        else:
-            named[name] = tensor
-    return positional, named
+def _replaced(
+    args: Any, kwargs: dict[str, Any], position: int, name: str, tensor: Tensor
+) -> tuple[Any, dict[str, Any]]:
+    """The arguments with another tensor in one of them."""
+    if len(args) > position:
+        return (*args[:position], tensor, *args[position + 1 :]), kwargs
+    return args, {**kwargs, name: tensor}
 
 
 def _cast_by_autocast(tensor: Tensor) -> Tensor:
-    """What autocast would make of a rounded operand, made here, where it can be noted that it lies on a grid."""
+    """What autocast would make of a rounded operand, made context, where it can be noted that it lies on a grid."""
     kind = tensor.device.type
     if tensor.dtype != torch.float32 or not torch.is_autocast_enabled(kind) or note_of(tensor) is None:
         return tensor
@@ -408,9 +418,13 @@ def _cast_by_autocast(tensor: Tensor) -> Tensor:
     return cast
 
 
-def _require_room_under_autocast(action: Action, args: Any) -> None:
+def _require_room_under_autocast(action: OpRounding, args: Any) -> None:
     """Autocast would round a finer operand again, to its own type: that is an error, not a surprise."""
-    kind = next((value.device.type for value in args if isinstance(value, Tensor)), "cpu")
+    kind = "cpu"
+    for value in args:
+        if isinstance(value, Tensor):
+            kind = value.device.type
+            break
     if not torch.is_autocast_enabled(kind):
         return
     dtype = torch.get_autocast_dtype(kind)

@@ -9,6 +9,7 @@ present phase has for them (:mod:`bitplan.runtime.decisions`), tables beside its
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -21,7 +22,7 @@ from bitplan.compiler import torch_patches
 from bitplan.compiler.torch_private import unset_fake_temporarily
 from bitplan.compiler.tracing import VERSION, Allowance, version_of
 from bitplan.errors import PlanError
-from bitplan.numerics.formats import get_format
+from bitplan.numerics.formats import Format, get_format
 from bitplan.numerics.wire_format import op_site
 from bitplan.plans.document import Phase
 from bitplan.plans.schedules import Schedule
@@ -29,8 +30,8 @@ from bitplan.runtime.clock import Timeline
 from bitplan.runtime.decisions import Decider
 from bitplan.runtime.dispatch import Rounder
 from bitplan.runtime.module_state import LiveRow, ModuleTables, remove_buffers, with_twins
-from bitplan.runtime.op_context import Here
-from bitplan.runtime.rounding_op import Action
+from bitplan.runtime.op_context import OpContext
+from bitplan.runtime.rounding_op import OpRounding
 from bitplan.runtime.run_tables import RunTables, restore_rows
 from bitplan.runtime.statistics import Watched
 
@@ -108,7 +109,7 @@ class Installation:
         state.actions.update(self._planned(tables, self.phase))
         tables.enter(self.phase)
         self._follow(tables)
-        actions = [action for action in state.actions.values() if isinstance(action, Action)]
+        actions = [action for action in state.actions.values() if isinstance(action, OpRounding)]
         self.rounder.tags_gradients |= any(a.at_consumer and "grad_activation" in a.places for a in actions)
         self.rounder.tags_weights |= any("weight" in a.places or "grad_weight" in a.places for a in actions)
         self.tables.watched |= Watched(
@@ -130,11 +131,11 @@ class Installation:
             self._actions[tables, phase] = decider.actions(tables)
         return self._actions[tables, phase]
 
-    def actions(self) -> Iterator[Action]:
+    def actions(self) -> Iterator[OpRounding]:
         """Those of all modules, in all phases that were met."""
         for planned in self._actions.values():
             for action in planned.values():
-                if isinstance(action, Action):
+                if isinstance(action, OpRounding):
                     yield action
 
     # --- what compiled code has to know ---
@@ -172,10 +173,10 @@ class Installation:
         """Whether anything that happens in the modules is written into records."""
         return self.tables.watched != Watched()
 
-    def make_room(self, module: nn.Module, action: Action, here: Here) -> None:
+    def make_room(self, module: nn.Module, action: OpRounding, context: OpContext) -> None:
         """An operation is met for the first time, eagerly: tables have to grow."""
         with unset_fake_temporarily():  # a forecast of memory meets operations without values; tables have some
-            tables = self.tables.make_room(module, action, here)
+            tables = self.tables.make_room(module, action, context)
         if tables is not None:
             self._set_version(tables)
 
@@ -189,7 +190,7 @@ class Installation:
                 continue
             action = self.rounder.action_of(module, operation.op, operation.index, operation.inside)
             if action is not None:
-                self.tables.make_room(module, action, Here(op_site(operation.op, operation.index), module))
+                self.tables.make_room(module, action, OpContext(op_site(operation.op, operation.index), module, action))
 
     def show_promotions(self) -> None:
         """What is kept has one width, so that packed execution must know on the host what was promoted."""
@@ -277,11 +278,16 @@ class Installation:
         """Formats were changed by hand: packed graphs, whose codes had the old width, are not used for the new one."""
         if not self.decider.packed:
             return
-        for action in self.actions():
-            for place in action.places.values():
-                place.settle()
+        for (tables, phase), planned in self._actions.items():
+            for action in planned.values():
+                if isinstance(action, OpRounding):
+                    action.set_stored_formats(partial(_stored_format, tables, phase))
         self.tell_compiled_code()
 
 
+def _stored_format(tables: ModuleTables, phase: Phase, row: int) -> Format:
+    return tables.live_row(row, phase).stored()
+
+
 def _facts(action: Any) -> Hashable:
-    return action.facts() if isinstance(action, Action) else action
+    return action.facts() if isinstance(action, OpRounding) else action

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import operator
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -37,6 +37,20 @@ TABLE = "_bitplan_table"
 RECORD = "_bitplan_record"
 
 REACH = "_bitplan_reach"
+
+
+class OperandState:
+    """The state of a run for one tensor of an operation, in all places of the module where the operation runs."""
+
+    def __init__(self) -> None:
+        #: Site -> row of the module's record, for what is observed.
+        self.records: dict[str, int] = {}
+        #: In packed execution, the tensors that are promoted: site and part.
+        self.promoted: dict[str, bool] = {}
+
+    def facts(self) -> Hashable:
+        """All that tracing reads of it."""
+        return tuple(self.records.items()), tuple(self.promoted)
 
 
 class LiveRow:
@@ -112,8 +126,10 @@ class ModuleTables:
             self.spoken[rule, place] = len(self.parameters) + len(self.formats)
         return self.spoken[rule, place]
 
-    def live_row(self, row: int) -> LiveRow:
-        return self.formats[row - len(self.parameters) - 1]
+    def live_row(self, row: int, phase: Phase | None = None) -> LiveRow:
+        """The format in that row of the table: in the present phase of the plan, or in another."""
+        formats = self.formats if phase is None else self.rows_in(phase)[0]
+        return formats[row - len(self.parameters) - 1]
 
     @property
     def has_table(self) -> bool:

@@ -1,39 +1,66 @@
-"""Where and when a plan rounds something: the place of an operation, with what lies beside its weights."""
+"""One operation in one call of a module, as rounding sees it: its name, its random keys, its rows of statistics."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from bitplan.capture.scopes import state_of
 from bitplan.compiler.tracing import is_traced
+from bitplan.errors import QuantizeError
 from bitplan.numerics.wire_format import consumer_site, parameter_suffix
 from bitplan.runtime.module_state import REACH, RECORD, TABLE
 
+if TYPE_CHECKING:
+    from bitplan.runtime.rounding_op import OpRounding, RoundingOp
 
-class Here:
+
+class OpContext:
     """Where and when something is rounded: one operation in one call of a module."""
 
-    #: The row of the record, where tracing has looked it up already.
-    seen: int | None = None
-    #: Which of the operation's weights, as sites are named: ``(bias)``, or nothing for the one called weight.
-    part = ""
-    is_recorded = True
-
-    def __init__(self, site: str, module: nn.Module) -> None:
+    def __init__(self, site: str, module: nn.Module, rounding: OpRounding | None = None) -> None:
         #: The operation and its number in the module: ``conv2d.0``.
         self.site = site
-        #: What tells its random bits from those of others in the module.
+        #: Distinguishes its random bits from those of other operations in the module.
         self.salt = site
         self.module: nn.Module | None = module
+        #: What the plan does with the operation; holds the rows of its statistics.
+        self.rounding = rounding
+        #: The row of the record, where tracing has looked it up already.
+        self.row: int | None = None
+        #: Which of the operation's weights, as sites are named: ``(bias)``, or nothing for the one called weight.
+        self.part = ""
+        self.is_recorded = True
         self.training = module.training
-        self.table = self._record = self._reach = None
-        if not torch.compiler.is_compiling() or state_of(module).has_buffers:
-            self.table = module._buffers.get(TABLE)
-            self._record = module._buffers.get(RECORD)
-            self._reach = module._buffers.get(REACH)
+        self.table: Tensor | None = None
+        self._record: Tensor | None = None
+        self._reach: Tensor | None = None
+        if not torch.compiler.is_compiling():
+            self.table = module._buffers.get(TABLE)  # the other two are looked up when they are needed
+        elif state_of(module).has_buffers:
+            buffers = module._buffers
+            self.table, self._record, self._reach = buffers.get(TABLE), buffers.get(RECORD), buffers.get(REACH)
         # Evaluation, and forwards that nothing will learn from, leave no trace in what was observed.
         self.observing = module.training and torch.is_grad_enabled()
+
+    @classmethod
+    def in_graph(
+        cls, call: tuple[str, str, bool, bool], row: int, buffers: tuple[Tensor | None, Tensor | None, Tensor | None]
+    ) -> OpContext:
+        """The context that a graph in the making is given: names and tensors, without the module.
+
+        :param call: site, salt, training and observing.
+        :param row: of the record; -1 where the tensor has none.
+        """
+        context = cls.__new__(cls)
+        context.module = context.rounding = None
+        context.site, context.salt, context.training, context.observing = call
+        context.table, context._record, context._reach = buffers
+        context.row = None if row < 0 else row
+        context.part, context.is_recorded = "", True
+        return context
 
     @property
     def record(self) -> Tensor | None:
@@ -54,26 +81,43 @@ class Here:
         """The site and the part."""
         return self.site + self.part
 
-    def of_parameter(self, name: str) -> Here:
-        """This place for one of several weights."""
+    def record_row(self, op: RoundingOp) -> int | None:
+        """The row of the record that holds what is observed of the tensor that `op` rounds."""
+        if self.module is None:
+            return self.row
+        row: int | None = None
+        if self.rounding is not None and op.has_records and self.record is not None:
+            row = self.rounding.state_of(op.place).records.get(self.tensor)
+        if row is None and self.observing and op.observes and torch.compiler.is_compiling():
+            raise QuantizeError(
+                f"compiled code cannot make room for what is observed at {self.site}: give attach() an example= batch."
+            )
+        return row
+
+    def is_promoted(self, place: str) -> bool:
+        """Whether packed execution has promoted the tensor in that place."""
+        return self.rounding is not None and self.tensor in self.rounding.state_of(place).promoted
+
+    def of_parameter(self, name: str) -> OpContext:
+        """This context for one of several weights."""
         assert self.module is not None
-        other = Here(self.site, self.module)
+        other = OpContext(self.site, self.module, self.rounding)
         other.part = parameter_suffix(name)
         return other
 
-    def unrecorded(self, follows: bool = False) -> Here:
-        """This place for one more tensor in it, beside the one whose record is kept.
+    def unrecorded(self, follows: bool = False) -> OpContext:
+        """This context for one more tensor, beside the one whose statistics are kept.
 
         :param follows: it is promoted when that one is.
         """
         assert self.module is not None
-        other = Here(self.site, self.module)
+        other = OpContext(self.site, self.module, self.rounding)
         other.is_recorded, other.observing = follows, False
         return other
 
-    def towards(self, consumer: Here) -> Here:
-        """This place for what comes back from one of its consumers, with random bits of its own."""
+    def towards(self, consumer: OpContext) -> OpContext:
+        """This context for a gradient that comes back from one of its consumers, with random bits of its own."""
         assert self.module is not None
-        back = Here(self.site, self.module)
+        back = OpContext(self.site, self.module, self.rounding)
         back.salt = consumer_site(self.site, consumer.site)
         return back

@@ -1,14 +1,16 @@
-"""What a plan does in one place: the actions that :mod:`bitplan.runtime.autograd` applies.
+"""Where tensors are rounded: a :class:`RoundingOp` is what a plan does to one tensor of an operation.
 
-A :class:`PlaceAction` is one quantizer in one place of one operation; an :class:`Action` is all that a plan decided for
-an operation, ready to be applied.
+An :class:`OpRounding` holds the roundings of all tensors of an operation, with the state of the run there. Which of
+them applies is decided in :mod:`bitplan.runtime.dispatch`.
 """
 
 from __future__ import annotations
 
-import copy
+import hashlib
+import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bitplan.compiler.tracing import is_traced
-from bitplan.errors import QuantizeError
 from bitplan.executions.native.float8_cast import FORMATS, READ
 from bitplan.executions.native.paths import Passes, Terms
 from bitplan.executions.packed.saved_tensors import is_smaller, note_rounded
@@ -28,12 +29,13 @@ from bitplan.numerics.formats import BlockFormat, FloatFormat, Format, IntFormat
 from bitplan.numerics.mutable_format import LiveFormat
 from bitplan.numerics.noise import bits_of_key, key_of
 from bitplan.numerics.packing import stored
-from bitplan.numerics.quantizer import Between, Encoded, Quantizer, Span, straight_through
+from bitplan.numerics.quantizer import Between, Encoded, Quantizer, Span, StraightThrough, straight_through
 from bitplan.numerics.scaling import amax_of
 from bitplan.numerics.wire_format import place_key, text_hash
 from bitplan.plans import OPERANDS, SLOTS, Decision
 from bitplan.plans.spec import Promotion, QuantizerSpec
-from bitplan.runtime.op_context import Here
+from bitplan.runtime.module_state import OperandState
+from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.statistics import PROMOTED, mean_range, observe_amax, observe_range, observe_rounding, observe_sign
 
 # --- Tensors that are known to lie on a format's grid, so that rounding them onto it again would change no bit
@@ -151,136 +153,161 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
-class PlaceAction:
-    """One quantizer in one place of one operation."""
+@dataclass(frozen=True, eq=False)
+class RoundingOp:
+    """What a plan does to one tensor of an operation: immutable, and the value that compiled graphs refer to.
 
-    def __init__(self, spec: QuantizerSpec, place: str, op: str, live: LiveFormat | None = None) -> None:
-        self.spec = spec
-        self.place = place
-        self.op = op
-        # Not asked of the spec at work: a compiled graph would be one for places that share their spec, only.
-        self.is_stochastic = spec.rounding == "stochastic"
-        self.uses_mean_range = spec.eval == "ema"
-        #: Whether the scale comes from past steps.
-        self.is_delayed = spec.history is not None
-        self.live = live
-        self.live_kind = None if live is None else live.kind
-        #: The row of the module's table that holds the format, where it may change.
-        self.row = 0
-        #: Site -> row of the module's record, for what is observed.
-        self.records: dict[str, int] = {}
-        self.watched = False
-        #: Set in packed execution: what was rounded here is stored in its format's own bits.
-        self.is_packed = False
-        #: Set in native execution: a compiled graph goes by way of the format's codes, so that it can keep these.
-        self.keeps_codes = False
-        #: The format that `live` stands for at the moment.
-        self.format_now: Callable[[], Format] | None = None
-        #: Among all that were ever made; equal ones in equal blocks share one, and with it compiled code.
-        self.number = -1
-        self.promotion = spec.promote
-        #: What a promoted tensor gets; None where it is left alone, or where nothing is promoted.
-        self.higher: PlaceAction | None = None
-        if spec.promote is not None and spec.promote.target is not None:
-            self.higher = PlaceAction(spec.promote.target, place, op)
-            self.higher.records = self.records
-        #: In packed execution, the tensors that are promoted: site and part.
-        self.promoted: dict[str, bool] = {}
-        scaled = spec.scale is not None or isinstance(spec.target, BlockFormat)
-        #: The values that may come out, where these are always the same ones.
-        self.grid = None if scaled or live is not None or self.promotion is not None else spec.target.name
-        top = spec.at_the_top() if spec.eval == "top" else None
-        #: What evaluates at the highest bits of a schedule, whatever the bits of the moment.
-        self.top = None if top is None else PlaceAction(top, place, op)
-        self._resolved: dict[int, Quantizer] = {dims: resolve(spec, place, op, dims, live) for dims in range(7)}
+    A graph holds its :attr:`key`, a text that is equal for equal roundings in equal blocks, so that these share
+    compiled code; :func:`op_of_key` finds the operation as long as a model uses it.
+    """
 
-    def settle(self) -> None:
-        """Nothing will change any more but the records: take a number.
+    spec: QuantizerSpec
+    #: The tensor, such as ``weight`` or ``fprop.x``. Wire format: random bits depend on it.
+    place: str
+    #: The operation, such as ``conv2d``.
+    op: str
+    mutable_format: LiveFormat | None = None
+    #: The row of the module's table that holds the format, where it may change.
+    row: int = 0
+    #: Whether statistics are kept.
+    watched: bool = False
+    #: In packed execution: rounded tensors are saved in the format's own bits.
+    is_packed: bool = False
+    #: In native execution: a compiled graph goes by way of the format's codes, so that it can save these.
+    keeps_codes: bool = False
+    #: In packed execution: the format that `mutable_format` stands for at the moment.
+    stored_format: Format | None = None
+    #: Whether the module's record has rows for the tensor.
+    has_records: bool = True
 
-        In packed execution codes have the width of the moment, so another format is another number, and with it a
-        graph of its own.
+    # Derived once. Not read from the spec when needed: a compiled graph would then hold only for operations that share
+    # their spec.
+    is_stochastic: bool = field(init=False)
+    uses_mean_range: bool = field(init=False)
+    #: Whether the scale comes from past steps.
+    is_delayed: bool = field(init=False)
+    live_kind: str | None = field(init=False)
+    promotion: Promotion | None = field(init=False)
+    #: What rounds a promoted tensor; None where it is left alone, or where nothing is promoted.
+    higher: RoundingOp | None = field(init=False)
+    #: What rounds in evaluation at the highest bits of a schedule, whatever the bits of the moment.
+    top: RoundingOp | None = field(init=False)
+    #: The values that may come out, where these are always the same ones.
+    grid: str | None = field(init=False)
+    #: Whether random bits are drawn, before a promotion or after it.
+    draws: bool = field(init=False)
+    #: Whether something is remembered of the tensors that are rounded here.
+    observes: bool = field(init=False)
+    #: Equal for operations that may share a compiled graph.
+    key: str = field(init=False)
+    _quantizers: dict[int, Quantizer] = field(init=False, repr=False)
+    #: Types of tensors that the quantizer was found to serve.
+    _checked_dtypes: set[torch.dtype] = field(init=False, repr=False, default_factory=set)
+    #: The operation that graphs with this key are traced with; held, so that it lives as long as this one.
+    _representative: RoundingOp = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        spec, promotion = self.spec, self.spec.promote
+        higher = top = None
+        if promotion is not None and promotion.target is not None:
+            higher = RoundingOp(promotion.target, self.place, self.op, is_packed=self.is_packed)
+        top_spec = spec.at_the_top() if spec.eval == "top" else None
+        if top_spec is not None:
+            top = RoundingOp(top_spec, self.place, self.op, has_records=False)
+        is_stochastic = spec.rounding == "stochastic"
+        is_scaled = spec.scale is not None or isinstance(spec.target, BlockFormat)
+        is_fixed = self.mutable_format is None and promotion is None
+        uses_mean_range, is_delayed = spec.eval == "ema", spec.history is not None
+        derived: dict[str, Any] = {
+            "is_stochastic": is_stochastic,
+            "uses_mean_range": uses_mean_range,
+            "is_delayed": is_delayed,
+            "live_kind": None if self.mutable_format is None else self.mutable_format.kind,
+            "promotion": promotion,
+            "higher": higher,
+            "top": top,
+            "grid": spec.target.name if is_fixed and not is_scaled else None,
+            "draws": is_stochastic or (higher is not None and higher.is_stochastic),
+            "observes": self.watched or uses_mean_range or is_delayed or promotion is not None,
+            "_quantizers": {dims: resolve(spec, self.place, self.op, dims, self.mutable_format) for dims in range(7)},
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "key", self._make_key())
+        object.__setattr__(self, "_representative", _OPS.setdefault(self.key, self))
+
+    def _make_key(self) -> str:
+        """A digest of all that a graph depends on.
+
+        A format that lies in a table is no part of the graph, so plans that differ in their schedules share graphs. In
+        packed execution codes have the width of the moment, so another format is another graph.
         """
-        if self.higher is not None:
-            self.higher.is_packed = self.is_packed
-            self.higher.settle()
-        width = self.format_now().name if self.is_packed and self.format_now is not None else None
-        # A format that lies in a table is no part of the graph, so plans that differ in their schedules share graphs.
+        is_mutable = self.mutable_format is not None
         top = None if self.top is None else self.top.spec
-        spec = self.spec if self.live is None or self.is_packed else (self.spec.without_width, top)
-        kept = (self.is_packed, self.keeps_codes, width)
-        key = (spec, self.place, self.op, self.live is not None, self.row, self.watched, kept)
-        if key not in _numbers:
-            _numbers[key] = len(_settled)
-            _settled.append(self._as_of_now())
-        self.number = _numbers[key]
-
-    def _as_of_now(self) -> PlaceAction:
-        """What a graph is made with: the same, with the format that it has now."""
-        if not self.is_packed or self.format_now is None:
-            return self
-        now = self.format_now()
-        fixed = copy.copy(self)
-        fixed.format_now = lambda: now
-        return fixed
+        spec: Any = (self.spec.without_width, top) if is_mutable and not self.is_packed else self.spec
+        width = None if self.stored_format is None else self.stored_format.name
+        parts = (spec, self.place, self.op, is_mutable, self.row, self.watched, self.is_packed, self.keeps_codes, width)
+        digest = hashlib.blake2b(repr((*parts, self.has_records)).encode(), digest_size=16).hexdigest()
+        return f"{self.op} {self.place} {digest}"
 
     def facts(self) -> Hashable:
         """All that tracing reads of it, see :mod:`bitplan.compiler.tracing`."""
-        higher = None if self.higher is None else self.higher.number
+        higher = None if self.higher is None else self.higher.key
         finer = tuple(is_finer(self.spec.target, dtype) for dtype in (torch.bfloat16, torch.float16))
-        fixed = (self.number, self.spec.eval, finer, self.promotion is None, higher)
-        return (*fixed, tuple(self.records.items()), tuple(self.promoted))
+        return self.key, self.spec.eval, finer, self.promotion is None, higher
 
-    @property
-    def draws(self) -> bool:
-        """Whether random bits are drawn, before a promotion or after it."""
-        return self.is_stochastic or (self.higher is not None and self.higher.is_stochastic)
-
-    @property
-    def observes(self) -> bool:
-        """Whether something is remembered of the tensors that are rounded here."""
-        return self.watched or self.uses_mean_range or self.is_delayed or self.promotion is not None
-
-    def now(self, here: Here) -> PlaceAction | None:
-        """What rounds that tensor: this, or where it was promoted in packed execution, what it was promoted to."""
-        if self.promotion is None or here.tensor not in self.promoted:
+    def after_promotion(self, context: OpContext) -> RoundingOp | None:
+        """What rounds the tensor: this, or where packed execution has promoted it, what it was promoted to."""
+        if self.promotion is None or not context.is_promoted(self.place):
             return self
         return self.higher
 
-    def round(self, x: Tensor, here: Here, weight_key: Tensor | None = None) -> Tensor:
+    def round(self, x: Tensor, context: OpContext, weight_key: Tensor | None = None) -> Tensor:
         """`x` rounded; the gradient passes straight through.
 
         A weight brings the key of its parameter, so that every use of it sees the same bits.
         """
-        if self.top is not None and not here.training:
-            return self.top.round(x, here, weight_key)
-        if self.changes_nothing_in(x):
+        if self.top is not None and not context.training:
+            return self.top.round(x, context, weight_key)
+        if self.grid is not None and self.changes_nothing_in(x):
             return x
-        if not self.is_packed or is_traced():
-            return self._rounded(x, here, weight_key)
-        with sparing_memory():
-            return self._rounded(x, here, weight_key)
+        traced = is_traced()
+        if self.is_packed and not traced:
+            with sparing_memory():
+                return self._round_and_mark(x, context, weight_key)
+        if self.promotion is not None or (traced and (self.is_packed or self.keeps_codes)):
+            return self._round_and_mark(x, context, weight_key)
+        quantizer, bits, row, span, record = self._prepare(x, context, weight_key)
+        if x.requires_grad and torch.is_grad_enabled():
+            rounded: Tensor = StraightThrough.apply(x, quantizer, bits, row, span, None)  # type: ignore[no-untyped-call]
+        else:
+            rounded = quantizer.round_values(x.detach(), bits, row, span)
+        if record is not None and context.observing:
+            self._observe(record, quantizer, x, rounded, rounded, row, span)
+        return rounded if self.grid is None else mark(rounded, self.grid)
 
-    def _rounded(self, x: Tensor, here: Here, weight_key: Tensor | None) -> Tensor:
-        quantizer, bits, row, span, record = self._prepared(x, here, weight_key)
+    def _round_and_mark(self, x: Tensor, context: OpContext, weight_key: Tensor | None) -> Tensor:
+        """The same for packed execution, where the values are marked as rounded, and for promotion."""
+        quantizer, bits, row, span, record = self._prepare(x, context, weight_key)
         if self.is_packed or (self.keeps_codes and is_traced()):
-            rounded = low = self._packed(quantizer, x, bits, row, span)
+            rounded = low = self._round_to_codes(quantizer, x, bits, row, span)
         elif self.promotion is None or record is None:
             rounded = low = straight_through(quantizer, x, bits, row, span)
         else:
-            either = Either(quantizer, lambda x: self._promoted(x, here, weight_key), record[PROMOTED])
+            either = Either(quantizer, lambda x: self._round_promoted(x, context, weight_key), record[PROMOTED])
             rounded = straight_through(either, x, bits, row, span)
             low = rounded if either.low_values is None else either.low_values
-        if record is not None and here.observing:
+        if record is not None and context.observing:
             self._observe(record, quantizer, x, rounded, low, row, span)
         return mark(rounded, self.grid)
 
-    def encode(self, x: Tensor, here: Here, weight_key: Tensor | None = None) -> tuple[Encoded, Quantizer]:
-        """`x` as elements and scales, for units that multiply these; without a gradient."""
-        if self.top is not None and not here.training:
-            return self.top.encode(x, here, weight_key)
-        quantizer, bits, row, span, record = self._prepared(x, here, weight_key)
+    def encode(self, x: Tensor, context: OpContext, weight_key: Tensor | None = None) -> tuple[Encoded, Quantizer]:
+        """`x` as elements and scales, for low-precision matrix units; without a gradient."""
+        if self.top is not None and not context.training:
+            return self.top.encode(x, context, weight_key)
+        quantizer, bits, row, span, record = self._prepare(x, context, weight_key)
         encoded = quantizer.encode(x.detach(), bits, row, span)
-        if record is not None and here.observing:
+        if record is not None and context.observing:
             rounded = quantizer.decode(encoded, x)
             self._observe(record, quantizer, x, rounded, rounded, row, span)
         return encoded, quantizer
@@ -294,41 +321,45 @@ class PlaceAction:
         is_watched = self.watched or self.uses_mean_range or self.promotion is not None
         return is_rounding and spec.scale in (None, "tensor") and not is_watched
 
-    def _prepared(
-        self, x: Tensor, here: Here, weight_key: Tensor | None
+    def _prepare(
+        self, x: Tensor, context: OpContext, weight_key: Tensor | None
     ) -> tuple[Quantizer, Tensor | None, Tensor | None, Span | None, Tensor | None]:
         """The quantizer, its random bits, the row of a format that may change, a range from the past, and the row of
         the record."""
-        dims = x.dim()
-        known = self._resolved
-        quantizer = known[dims] if dims in known else resolve(self.spec, self.place, self.op, dims, self.live)
-        quantizer.check(x)
-        bits = None
+        quantizer = self._quantizers.get(x.dim())
+        if quantizer is None:
+            quantizer = resolve(self.spec, self.place, self.op, x.dim(), self.mutable_format)
+        if x.dtype not in self._checked_dtypes:
+            quantizer.check(x)
+            self._checked_dtypes.add(x.dtype)
+        bits: Tensor | None = None
         if self.is_stochastic:
-            assert here.table is not None
-            first, second = _salt(place_key(here.salt if weight_key is None else "", self.place))
-            key = here.table[0] if weight_key is None else weight_key
+            assert context.table is not None
+            first, second = _salt(place_key(context.salt if weight_key is None else "", self.place))
+            key = context.table[0] if weight_key is None else weight_key
             bits = bits_of_key(x, key[0] ^ first, key[1] ^ second)
         row: Tensor | None = None
         if self.live_kind is not None:
-            assert here.table is not None
-            row = here.table[self.row]
+            assert context.table is not None
+            row = context.table[self.row]
             if self.live_kind == "int":
                 row = row.view(torch.float32)
-        record, reach = self.remembered(here)
+        if not self.observes:
+            return quantizer, bits, row, None, None
+        record, reach = self.remembered(context)
         span: Span | None = reach
-        if record is not None and self.uses_mean_range and not here.training:
+        if record is not None and self.uses_mean_range and not context.training:
             span = mean_range(record, x)
         return quantizer, bits, row, span, record
 
-    def remembered(self, here: Here) -> tuple[Tensor | None, Tensor | None]:
+    def remembered(self, context: OpContext) -> tuple[Tensor | None, Tensor | None]:
         """The row of the record, and where past steps decide the scale, the magnitude for which it makes room."""
-        record, reach = here.record, here.reach
-        seen = here.seen if here.module is None else self.seen_at(here)
-        if record is None or seen is None or seen >= len(record):
+        record, reach = context.record, context.reach
+        at = context.record_row(self)
+        if record is None or at is None or at >= len(record):
             return None, None  # or a copy of the model that was made before the site was met
-        is_known = self.is_delayed and reach is not None and seen < len(reach)
-        return record[seen], reach[seen] if is_known and reach is not None else None
+        has_reach = self.is_delayed and reach is not None and at < len(reach)
+        return record[at], reach[at] if has_reach and reach is not None else None
 
     def _observe(
         self,
@@ -351,10 +382,10 @@ class PlaceAction:
         if self.promotion is not None and x.numel():
             observe_sign(record, *sign_of(self.promotion, x, low, quantizer.overflow_threshold(row)))
 
-    def _promoted(self, x: Tensor, here: Here, weight_key: Tensor | None) -> Tensor:
-        return x if self.higher is None else self.higher.round(x.detach(), here, weight_key)
+    def _round_promoted(self, x: Tensor, context: OpContext, weight_key: Tensor | None) -> Tensor:
+        return x if self.higher is None else self.higher.round(x.detach(), context, weight_key)
 
-    def _packed(
+    def _round_to_codes(
         self,
         quantizer: Quantizer,
         x: Tensor,
@@ -362,8 +393,8 @@ class PlaceAction:
         row: Tensor | None,
         span: Span | None,
     ) -> Tensor:
-        """`x` rounded, in a form that can be kept small."""
-        target = quantizer.format if self.format_now is None else self.format_now()
+        """`x` rounded, in a form that can be saved in few bits."""
+        target = quantizer.format if self.stored_format is None else self.stored_format
         assert not isinstance(target, LiveFormat)
         if is_traced():
             is_small = is_smaller(target, x.dtype) and not is_cast_small(target, x.device)
@@ -372,81 +403,93 @@ class PlaceAction:
             return straight_through(quantizer, x, bits, row, span, between)
         scales: list[Tensor] = []
 
-        def look(encoded: Encoded) -> Encoded:
+        def copy_scales(encoded: Encoded) -> Encoded:
             scales[:] = encoded.scales
             return encoded
 
-        rounded = straight_through(quantizer, x, bits, row, span, look)
-        note_rounded(rounded, replace(quantizer, format=target), scales)
+        rounded = straight_through(quantizer, x, bits, row, span, copy_scales)
+        if target is not quantizer.format:
+            quantizer = replace(quantizer, format=target)
+        note_rounded(rounded, quantizer, scales)
         return rounded
 
     def changes_nothing_in(self, x: Tensor) -> bool:
         """Whether `x` is known to be rounded already. What is watched is rounded all the same, to be counted."""
-        return not self.watched and lies_on(x, self.grid)
-
-    def seen_at(self, here: Here) -> int | None:
-        """The row of the record for what is observed there."""
-        seen = self.records.get(here.tensor) if here.record is not None else None
-        if seen is None and here.observing and self.observes and torch.compiler.is_compiling():
-            raise QuantizeError(
-                f"compiled code cannot make room for what is observed at {here.site}: give attach() an example= batch."
-            )
-        return seen
+        return self.grid is not None and not self.watched and lies_on(x, self.grid)
 
 
-_numbers: dict[Any, int] = {}
+#: Key -> the operation that graphs are traced with. Holds none alive: models do.
+_OPS: weakref.WeakValueDictionary[str, RoundingOp] = weakref.WeakValueDictionary()
 
-_settled: list[PlaceAction] = []
+
+def op_of_key(key: str) -> RoundingOp:
+    """The operation that compiled code refers to by this key."""
+    return _OPS[key]
 
 
+@lru_cache(maxsize=4096)
 def _salt(site: str) -> tuple[int, int]:
-    """What tells one site of a module from another, mixed into the module's key."""
+    """Distinguishes one site of a module from another; mixed into the module's key."""
     return key_of(text_hash(site), 0)
 
 
-class Action:
-    """What happens around one operation."""
+class OpRounding:
+    """What a plan does around one operation: a rounding for each of its tensors, and the state of the run there."""
 
-    def __init__(self, decision: Decision, op: str, lives: Callable[[str], LiveFormat | None] = lambda _: None) -> None:
-        """`lives` gives, for a place, the format that may change there."""
+    def __init__(
+        self,
+        decision: Decision,
+        op: str,
+        places: dict[str, RoundingOp],
+        native: Passes | None = None,
+        terms: Terms | None = None,
+        keeps_codes: bool = False,
+    ) -> None:
+        """`native`: in native execution, which pass runs on which unit; `terms`: from where on that pays;
+        `keeps_codes`: whether codes of x are saved for a backward pass that is emulated."""
         self.op = op
-        self.places = {
-            place: PlaceAction(choice.quantizer, place, op, lives(place))
-            for place, choice in decision.choices.items()
-            if choice.quantizer is not None
-        }
+        self.places = places
+        self.native: Passes = {} if native is None else native
+        self.terms = Terms() if terms is None else terms
+        self.keeps_codes = keeps_codes
+        #: Rows of statistics and promotions: they grow while the run goes on.
+        self.states = {place: OperandState() for place in places}
+        #: Sites that ran eagerly, see :meth:`RunTables.make_room`.
+        self.met: set[str] = set()
         self.at_consumer = decision.grad_at == "consumer"
         #: Operand -> the place that rounds it once for both of its products.
         self.shared = decision.shared
-        #: In native execution: which pass runs on which unit.
-        self.native: Passes = {}
-        #: From where on that pays.
-        self.terms = Terms()
-        #: In native execution: whether codes of x are kept for a backward pass that is emulated.
-        self.keeps_codes = False
-        self.has_slots = any(place in self.places for place in SLOTS)
+        self.has_slots = any(place in places for place in SLOTS)
         shared_slots = [slot for operand in self.shared for slot in OPERANDS[operand]]
-        self.slots_apart = any(slot in self.places and slot not in shared_slots for slot in SLOTS)
-        self.promotes = any(action.promotion is not None for action in self.places.values())
-        self.uses_means = any(action.uses_mean_range for action in self.places.values())
+        self.slots_apart = any(slot in places and slot not in shared_slots for slot in SLOTS)
+        self.rounds_weights = "weight" in places or "grad_weight" in places
+        self.promotes = any(op.promotion is not None for op in places.values())
+        self.uses_means = any(op.uses_mean_range for op in places.values())
         #: Whether a scale comes from past steps.
-        self.delays = any(action.is_delayed for action in self.places.values())
+        self.delays = any(op.is_delayed for op in places.values())
         self.observes = self.promotes or self.uses_means or self.delays
         #: Whether all results are promoted when the largest is. Ranges belong to one tensor, and so do their records.
         self.promotes_together = self.promotes and not self.uses_means and not self.delays
-        #: Sites that were met, eagerly.
-        self.met: set[str] = set()
-        self.needs_key = any(action.draws for action in self.places.values())
+        self.needs_key = any(op.draws for op in places.values())
+
+    def state_of(self, place: str) -> OperandState:
+        return self.states[place]
+
+    def set_stored_formats(self, format_in_row: Callable[[int], Format]) -> None:
+        """Formats in tables were changed by hand: in packed execution other roundings, with graphs of their own."""
+        for place, op in self.places.items():
+            if op.is_packed and op.mutable_format is not None:
+                self.places[place] = replace(op, stored_format=format_in_row(op.row))
 
     def facts(self) -> Hashable:
         """All that tracing reads of it, see :mod:`bitplan.compiler.tracing`."""
         native = tuple((key, tuple(units.items())) for key, units in self.native.items())
-        places = tuple((place, action.facts()) for place, action in self.places.items())
+        places = tuple((place, op.facts(), self.states[place].facts()) for place, op in self.places.items())
         return self.at_consumer, tuple(self.shared.items()), native, self.terms, self.keeps_codes, places
 
     def applies(self, place: str, training: bool) -> bool:
-        action = self.places.get(place)
-        return action is not None and (training or action.spec.eval != "off")
+        op = self.places.get(place)
+        return op is not None and (training or op.spec.eval != "off")
 
     def rounds_output(self, training: bool) -> bool:
         return self.applies("activation", training) or "grad_activation" in self.places
@@ -459,11 +502,6 @@ def is_finer(target: Format, dtype: torch.dtype) -> bool:
     return isinstance(target, FloatFormat) and target.epsilon < torch.finfo(dtype).eps
 
 
-def keeps_little(*actions: PlaceAction | None) -> bool:
+def keeps_little(*actions: RoundingOp | None) -> bool:
     """Whether execution is packed, and eager: compiled, the partitioner of the graph decides what is kept."""
     return not is_traced() and any(action is not None and action.is_packed for action in actions)
-
-
-def numbered(number: int) -> PlaceAction:
-    """The action that took this number."""
-    return _settled[number]

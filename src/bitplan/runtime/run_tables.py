@@ -14,8 +14,8 @@ from bitplan.errors import PlanError
 from bitplan.numerics.wire_format import parameter_suffix, place_key
 from bitplan.runtime.decisions import ANY
 from bitplan.runtime.module_state import REACH, RECORD, ModuleTables, Sheet, show_reach, with_twins
-from bitplan.runtime.op_context import Here
-from bitplan.runtime.rounding_op import Action, PlaceAction, Promoted, limit_of, sum_over_ranks
+from bitplan.runtime.op_context import OpContext
+from bitplan.runtime.rounding_op import OpRounding, Promoted, RoundingOp, limit_of, sum_over_ranks
 from bitplan.runtime.statistics import (
     COLUMNS,
     PROMOTED,
@@ -135,21 +135,21 @@ class RunTables:
                     found[f"{tables.path}/{name}"] = seen
         return found
 
-    def make_room(self, module: nn.Module, action: Action, here: Here) -> ModuleTables | None:
+    def make_room(self, module: nn.Module, action: OpRounding, context: OpContext) -> ModuleTables | None:
         """A row of the record for each place of an operation that is observed; the tables that have grown."""
         tables = next((tables for tables in self.each if tables.path == state_of(module).path), None)
         if tables is None or tables.module is not module:
             return None  # a copy of the model leaves no traces
-        action.met.add(here.site)
+        action.met.add(context.site)
         for place, place_action in action.places.items():
             limit = math.inf if place_action.promotion is None else limit_of(place_action.promotion)
             for part in _parts(place_action, module) if place_action.observes else ():
                 self._observes = True
                 row = tables.record_row(
-                    *(place_key(here.site, place) + part, self.device(), limit),
+                    *(place_key(context.site, place) + part, self.device(), limit),
                     *(place_action.spec.history or 0, place_action.spec.margin),
                 )
-                place_action.records[here.site + part] = row
+                action.state_of(place).records[context.site + part] = row
         return tables
 
     def promotions(self) -> list[Promoted]:
@@ -179,8 +179,8 @@ class RunTables:
                     continue
                 tensor, place = _tensor_and_place(name)
                 for action in _actions(tables):
-                    if place in action.places and tensor not in action.places[place].promoted:
-                        action.places[place].promoted[tensor] = True
+                    if place in action.places and tensor not in action.state_of(place).promoted:
+                        action.state_of(place).promoted[tensor] = True
                         is_news = True
         return is_news
 
@@ -202,10 +202,10 @@ def restore_rows(tables: ModuleTables) -> None:
         tensor, place = _tensor_and_place(name)
         for action in _actions(tables):
             if place in action.places:
-                action.places[place].records[tensor] = row
+                action.state_of(place).records[tensor] = row
 
 
-def _parts(action: PlaceAction, module: nn.Module) -> list[str]:
+def _parts(action: RoundingOp, module: nn.Module) -> list[str]:
     """What tells the tensors of a place apart: each weight is promoted by itself."""
     if action.promotion is None or action.place not in ("weight", "grad_weight"):
         return [""]
@@ -224,15 +224,15 @@ def _tensor_and_place(name: str) -> tuple[str, str]:
     return site + bracket + part, place
 
 
-def _actions(tables: ModuleTables) -> list[Action]:
-    return [action for action in state_of(tables.module).actions.values() if isinstance(action, Action)]
+def _actions(tables: ModuleTables) -> list[OpRounding]:
+    return [action for action in state_of(tables.module).actions.values() if isinstance(action, OpRounding)]
 
 
-def _place_action(tables: ModuleTables, name: str) -> PlaceAction | None:
+def _place_action(tables: ModuleTables, name: str) -> RoundingOp | None:
     """What rounds the tensor of that record in the plan's present phase."""
     tensor, place = _tensor_and_place(name)
     site = tensor.partition("(")[0]
     actions = state_of(tables.module).actions
     likely = [actions.get(key) for key in (site, site.partition(".")[0], ANY)]
     found = [*(action for action in _actions(tables) if site in action.met), *likely]
-    return next((a.places[place] for a in found if isinstance(a, Action) and place in a.places), None)
+    return next((a.places[place] for a in found if isinstance(a, OpRounding) and place in a.places), None)

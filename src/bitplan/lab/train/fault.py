@@ -24,7 +24,7 @@ from bitplan.lab.train.checkpoint import newest_whole
 from bitplan.lab.train.session import Session
 from bitplan.plans.spec import QuantizerSpec
 from bitplan.runtime.module_state import RECORD
-from bitplan.runtime.rounding_op import Action
+from bitplan.runtime.rounding_op import OpRounding
 from bitplan.runtime.statistics import AMAX, ERROR, FRESH, OVERFLOW
 
 # --- Watching one training step: which results and gradients are not finite, in the order they are made
@@ -300,13 +300,13 @@ def _overflowed(seen: Seen, places: tuple[str, ...]) -> _Overflow | None:
     record = seen.module._buffers.get(RECORD)
     if record is None or not is_planned(seen.module):
         return None
-    actions = [action for action in state_of(seen.module).actions.values() if isinstance(action, Action)]
+    actions = [action for action in state_of(seen.module).actions.values() if isinstance(action, OpRounding)]
     for place in places:
         rows = {
-            action.places[place].records[seen.site]
+            action.state_of(place).records[seen.site]
             for action in actions
             if place in action.places
-            and seen.site in action.places[place].records
+            and seen.site in action.state_of(place).records
             and _overflows_specially(action.places[place].spec)
         }
         for row in rows:
