@@ -24,11 +24,13 @@ from torch.utils.checkpoint import checkpoint
 
 from bitplan.compiler.torch_private import DisableTorchFunction, top_saved_tensors_hooks
 from bitplan.errors import BitplanWarning, PlanError, QuantizeError
+from bitplan.numerics import chunks
 from bitplan.numerics.chunks import sparing_memory
 from bitplan.numerics.formats import FloatFormat, Format
 from bitplan.numerics.mutable_format import LiveFormat
 from bitplan.numerics.packing import MAX_PACKED_BITS, PackedTensor, pack_rounded
 from bitplan.numerics.quantizer import Quantizer
+from bitplan.numerics.scaling import divide
 
 _NOTE = "_bitplan_note"
 
@@ -65,12 +67,18 @@ class PackedCopy:
     def __init__(self, note: Note, whole: Tensor) -> None:
         self.packed: PackedTensor | None = None
         self.cast: Tensor | None = None
+        self.scale: Tensor | None = None
         self.dtype = note.dtype
         if not note.scales and note.quantizer.format in _TYPES:
             self.cast = whole.to(_TYPES[note.quantizer.format])
         else:
             with sparing_memory():
-                self.packed = pack_rounded(note.quantizer, whole, note.scales)
+                if _is_small_float8(note, whole):
+                    # The quotient is next to a number of the grid, so that torch's cast gives that number's code.
+                    self.scale = note.scales[0].clone()
+                    self.cast = divide(whole, self.scale).to(_TYPES[note.quantizer.format])
+                else:
+                    self.packed = pack_rounded(note.quantizer, whole, note.scales)
         self._unpacked: weakref.ref[Tensor] | None = None
 
     @property
@@ -78,7 +86,8 @@ class PackedCopy:
         if self.packed is not None:
             return self.packed.nbytes
         assert self.cast is not None
-        return self.cast.untyped_storage().nbytes()
+        scale = 0 if self.scale is None else self.scale.untyped_storage().nbytes()
+        return self.cast.untyped_storage().nbytes() + scale
 
     def unpack(self) -> Tensor:
         known = None if self._unpacked is None else self._unpacked()
@@ -92,7 +101,21 @@ class PackedCopy:
             with sparing_memory():
                 return self.packed.unpack()
         assert self.cast is not None
-        return self.cast.to(self.dtype)
+        values = self.cast.to(self.dtype)
+        return values if self.scale is None else values * self.scale
+
+
+def _is_small_float8(note: Note, whole: Tensor) -> bool:
+    """Whether a tensor has one scale and codes that torch has a type for, and is packed in one go.
+
+    The quotient takes as much memory as the tensor: large ones are packed in parts.
+    """
+    dtype = _TYPES.get(note.quantizer.format)  # type: ignore[arg-type]
+    if dtype is None or dtype.itemsize != 1 or whole.dtype != torch.float32:
+        return False
+    if note.quantizer.overflow == "special" or len(note.scales) != 1 or note.scales[0].numel() != 1:
+        return False
+    return len(chunks.parts_of(whole)) == 1
 
 
 @dataclass
