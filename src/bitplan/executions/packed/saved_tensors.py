@@ -73,10 +73,11 @@ class PackedCopy:
             self.cast = whole.to(_TYPES[note.quantizer.format])
         else:
             with sparing_memory():
-                if _is_small_float8(note, whole):
+                float8 = _float8_dtype(note, whole)
+                if float8 is not None:
                     # The quotient is next to a number of the grid, so that torch's cast gives that number's code.
                     self.scale = note.scales[0].clone()
-                    self.cast = divide(whole, self.scale).to(_TYPES[note.quantizer.format])
+                    self.cast = divide(whole, self.scale).to(float8)
                 else:
                     self.packed = pack_rounded(note.quantizer, whole, note.scales)
         self._unpacked: weakref.ref[Tensor] | None = None
@@ -105,17 +106,17 @@ class PackedCopy:
         return values if self.scale is None else values * self.scale
 
 
-def _is_small_float8(note: Note, whole: Tensor) -> bool:
-    """Whether a tensor has one scale and codes that torch has a type for, and is packed in one go.
+def _float8_dtype(note: Note, whole: Tensor) -> torch.dtype | None:
+    """torch's type for the codes of a tensor with one scale that is packed in one go; None where it is not so.
 
     The quotient takes as much memory as the tensor: large ones are packed in parts.
     """
     dtype = _TYPES.get(note.quantizer.format)  # type: ignore[arg-type]
     if dtype is None or dtype.itemsize != 1 or whole.dtype != torch.float32:
-        return False
+        return None
     if note.quantizer.overflow == "special" or len(note.scales) != 1 or note.scales[0].numel() != 1:
-        return False
-    return len(chunks.parts_of(whole)) == 1
+        return None
+    return dtype if len(chunks.parts_of(whole)) == 1 else None
 
 
 @dataclass
