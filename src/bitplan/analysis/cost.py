@@ -210,21 +210,23 @@ def estimate_cost(
     >>> whole.forward_macs, whole.bit_operations == 3 * 5000 * 8 * 8
     (5000, True)
     """
-    found = find_plan(plan)
+    found_plan = find_plan(plan)
     for path in unseen_modules(model):
         raise CostError(
             f"{path or 'the model'} is scripted, so that its products cannot be seen: price it before that."
         )
     if steps is not None and steps < 1:
         raise CostError(f"steps is {steps}; a run has at least 1.")
-    if found.moves and steps is None:
+    if found_plan.moves and steps is None:
         raise CostError("this plan changes over time: price a whole run, with the number of its steps.")
-    operations = record(model, batch, loss, opens=partial(is_opened, found))
-    if not found.moves:
-        return step_cost(operations, found.decide).times(steps or 1)
+    operations = record(model, batch, loss, opens=partial(is_opened, found_plan))
+    if not found_plan.moves:
+        return step_cost(operations, found_plan.decide).times(steps or 1)
     assert steps is not None
-    periods = found.periods(steps).items()
-    return sum((step_cost(operations, found.in_phase(phase).decide).times(count) for phase, count in periods), Cost())
+    periods = found_plan.periods(steps).items()
+    return sum(
+        (step_cost(operations, found_plan.in_phase(phase).decide).times(count) for phase, count in periods), Cost()
+    )
 
 
 def step_cost(
@@ -312,9 +314,9 @@ class _OperandBits:
         self.parameters = {id(tensor) for _, tensor in operation.parameters}
 
     def of(self, slot: str, product: Multiplication) -> int:
-        asked = self.decision[slot].quantizer
-        if asked is not None:
-            return asked.target.bits
+        quantizer = self.decision[slot].quantizer
+        if quantizer is not None:
+            return quantizer.target.bits
         operand = slot.partition(".")[2]
         if operand == "dy":
             return self._gradient(product)

@@ -169,7 +169,7 @@ def cosine_similarity(values: Tensor, approximation: Tensor) -> float:
     1 where both are zero, 0 where one of them is. Blind to a common factor, which SQNR is not.
     """
     x, q = _pair(values, approximation)
-    norms = [float(torch.linalg.vector_norm(each)) for each in (x, q)]
+    norms = [float(torch.linalg.vector_norm(tensor)) for tensor in (x, q)]
     if any(math.isnan(norm) for norm in norms):
         return math.nan
     if 0.0 in norms:

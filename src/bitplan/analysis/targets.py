@@ -75,12 +75,14 @@ def run_file(path: Path, error: type[BitplanError]) -> Any:
 
 def public_name(module: Any, path: Path, name: str, kind: str, error: type[BitplanError]) -> Any:
     """What the file calls `name`, which must be callable; `kind` is the word for it in the sentence otherwise."""
-    found = getattr(module, name, None) if name else None
-    if not callable(found):
-        known = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
-        hint = f"; {nearest_names(name, known)}" if known else " nor any other."
+    value_found = getattr(module, name, None) if name else None
+    if not callable(value_found):
+        names = [
+            attribute for attribute, value in vars(module).items() if callable(value) and not attribute.startswith("_")
+        ]
+        hint = f"; {nearest_names(name, names)}" if names else " nor any other."
         raise error(f"{path} has no {kind} {name!r}{hint}")
-    return found
+    return value_found
 
 
 def in_words(error: Exception, path: Path) -> str:
@@ -212,9 +214,9 @@ def _require_samples(batch: Any) -> None:
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     lengths = {tensor.shape[0] for tensor in tensors if tensor.layout == torch.strided and tensor.dim() > 0}
     if len(lengths) > 1:
-        words = " and ".join(map(str, sorted(lengths)))
+        listed = " and ".join(map(str, sorted(lengths)))
         raise TargetError(
-            f"a batch whose tensors have {words} rows is one whole and cannot be cut: leave its size as it is."
+            f"a batch whose tensors have {listed} rows is one whole and cannot be cut: leave its size as it is."
         )
 
 

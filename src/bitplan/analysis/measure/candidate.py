@@ -80,20 +80,22 @@ class Candidate:
         """
         if isinstance(text, Candidate):
             return text
-        first, *words = text.split() or [""]
+        first, *options = text.split() or [""]
         left, slash, right = first.partition("/")
         scale: Granularity | None = "tensor"
         rounding: Rounding = "nearest"
         gradient: Rounding | None = None
-        known = (*_SCALES, UNSCALED, *ROUNDINGS, *(f"{each}{_OF_GRADIENT}" for each in ROUNDINGS))
-        for word in words:
+        known_options = (*_SCALES, UNSCALED, *ROUNDINGS, *(f"{each}{_OF_GRADIENT}" for each in ROUNDINGS))
+        for word in options:
             if word in (*_SCALES, UNSCALED):
                 scale = next((each for each in get_args(Granularity) if each == word), None)
             elif word.removesuffix(_OF_GRADIENT) in ROUNDINGS:
                 asked = next(each for each in ROUNDINGS if each == word.removesuffix(_OF_GRADIENT))
                 rounding, gradient = (rounding, asked) if word.endswith(_OF_GRADIENT) else (asked, gradient)
             else:
-                raise MetricError(f"a candidate such as {text!r} cannot say {word!r}; {nearest_names(word, known)}")
+                raise MetricError(
+                    f"a candidate such as {text!r} cannot say {word!r}; {nearest_names(word, known_options)}"
+                )
         return cls(left, right if slash else left, scale, rounding, gradient)
 
     def specs(self, pass_: str) -> tuple[QuantizerSpec, QuantizerSpec]:
@@ -110,11 +112,11 @@ class Candidate:
         return self.gradient_rounding is None or has_gradient(pass_)
 
     def __str__(self) -> str:
-        words = [self.left if self.left == self.right else f"{self.left}/{self.right}"]
-        words += [self.scale or UNSCALED]
-        words += [] if self.rounding == "nearest" else [self.rounding]
-        words += [] if self.gradient_rounding is None else [f"{self.gradient_rounding}{_OF_GRADIENT}"]
-        return " ".join(words)
+        parts = [self.left if self.left == self.right else f"{self.left}/{self.right}"]
+        parts += [self.scale or UNSCALED]
+        parts += [] if self.rounding == "nearest" else [self.rounding]
+        parts += [] if self.gradient_rounding is None else [f"{self.gradient_rounding}{_OF_GRADIENT}"]
+        return " ".join(parts)
 
 
 def has_gradient(pass_: str) -> bool:
@@ -141,10 +143,10 @@ DEFAULT_CANDIDATES: tuple[Candidate, ...] = tuple(
 
 def checked_candidates(candidates: Iterable[str | Candidate] | None) -> tuple[Candidate, ...]:
     """Candidates, each once; the default set where none is given."""
-    found = DEFAULT_CANDIDATES if candidates is None else tuple(dict.fromkeys(map(Candidate.of, candidates)))
-    if not found:
+    checked = DEFAULT_CANDIDATES if candidates is None else tuple(dict.fromkeys(map(Candidate.of, candidates)))
+    if not checked:
         raise MetricError("name at least one candidate, such as 'e4m3 tensor' or 'int8 vector'.")
-    return found
+    return checked
 
 
 # --- The formats that a plan gives a product, as one more candidate
@@ -169,20 +171,20 @@ class Planned:
     def of(cls, plan: Plan, module: str, op: str, inside: str | None) -> Planned | None:
         """None where the plan leaves the product alone. `op` carries its number."""
         decision = decision_for(plan.decide, module, op, inside)
-        found = []
+        specs = []
         for slot in (slot for pair in PASSES.values() for slot in pair):
             spec = decision[slot].quantizer
             role = _ROLES.get(slot.split(".")[1])
             if spec is None and role is not None:
                 spec = decision[role].quantizer
             if spec is not None:
-                found.append((slot, spec))
-        return cls(tuple(found)) if found else None
+                specs.append((slot, spec))
+        return cls(tuple(specs)) if specs else None
 
     def specs(self, pass_: str) -> tuple[QuantizerSpec, QuantizerSpec]:
-        known = dict(self.slots)
+        spec_of = dict(self.slots)
         left, right = PASSES[pass_]
-        return known.get(left, _AS_IT_IS), known.get(right, _AS_IT_IS)
+        return spec_of.get(left, _AS_IT_IS), spec_of.get(right, _AS_IT_IS)
 
     def is_of_its_own(self, pass_: str) -> bool:
         return any(slot in PASSES[pass_] for slot, _ in self.slots)

@@ -120,7 +120,7 @@ def group_figures(
         )
         for side in (0, 1)
     ]
-    weights = [each[0].numel() for each in rounder.exact]
+    weights = [tensors[0].numel() for tensors in rounder.exact]
     return [
         (
             Sums(pair[0].values.shape[-1], pair[0].length, terms[number] / max(counts[number], 1)),
@@ -139,15 +139,15 @@ def _made(
 ) -> list[PassFigures]:
     made = []
     for number, candidate in enumerate(wanted.candidates):
-        one, other = (figures[side][wanted.places[side][number]] for side in (0, 1))
+        left, right = (figures[side][wanted.places[side][number]] for side in (0, 1))
         error = errors[number]
         made.append(
             PassFigures(
                 *(candidate, error.median, error.mean, error.p99, ratios[number]),
-                underflow=_mean((one.underflow, other.underflow), weights),
-                overflow=_mean((one.overflow, other.overflow), weights),
-                left=one,
-                right=other,
+                underflow=_mean((left.underflow, right.underflow), weights),
+                overflow=_mean((left.overflow, right.overflow), weights),
+                left=left,
+                right=right,
             )
         )
     return made
@@ -155,7 +155,7 @@ def _made(
 
 def needs_whole(pass_: str, candidates: tuple[Tried, ...]) -> bool:
     """Whether some candidate cannot be tried on sampled rows alone."""
-    return any(not each.is_simple for side in _wanted(pass_, candidates).specs for each in side)
+    return any(not spec.is_simple for side in _wanted(pass_, candidates).specs for spec in side)
 
 
 class _Wanted(NamedTuple):
@@ -211,24 +211,24 @@ class _Rounder:
         self.exact = (values[0].double(), values[1].double())
         #: Rows of the left operand; those of the right one lie behind them.
         self.split = values[0].shape[-2]
-        self._values = torch.cat([each.to(self.dtype) for each in values], -2)
+        self._values = torch.cat([value.to(self.dtype) for value in values], -2)
         self._rounded: dict[tuple[Format, str | None, Rounding, int], Tensor] = {}
 
     def copies(self, specs: Sequence[_Spec], side: int) -> Tensor:
         """What a plan would make of one operand's rows under each quantizer, in float64."""
-        for target in dict.fromkeys(each.plain for each in specs if each.is_simple):
-            self._round(target, [each.spec.scale for each in specs if each.is_simple and each.plain == target], side)
-        return torch.stack([self._copy(each, side) for each in specs])
+        for target in dict.fromkeys(spec.plain for spec in specs if spec.is_simple):
+            self._round(target, [spec.spec.scale for spec in specs if spec.is_simple and spec.plain == target], side)
+        return torch.stack([self._copy(spec, side) for spec in specs])
 
-    def _copy(self, wanted: _Spec, side: int) -> Tensor:
-        if wanted.is_simple:
-            rounded = self._rounded[self._key(wanted.plain, wanted.spec.scale, side)]
-            return rounded if wanted.plain.rounding == "stochastic" else rounded[..., self._of(side), :]
-        found = []
+    def _copy(self, spec: _Spec, side: int) -> Tensor:
+        if spec.is_simple:
+            rounded = self._rounded[self._key(spec.plain, spec.spec.scale, side)]
+            return rounded if spec.plain.rounding == "stochastic" else rounded[..., self._of(side), :]
+        copies = []
         for operand in (pair[side] for pair in self.pairs):
-            quantizer = resolve(wanted.spec, operand.slot, self.op, operand.whole.dim())
-            found.append(operand.gather(quantizer.quantize(operand.whole, seed=self.seed)))
-        return torch.stack(found).double()
+            quantizer = resolve(spec.spec, operand.slot, self.op, operand.whole.dim())
+            copies.append(operand.gather(quantizer.quantize(operand.whole, seed=self.seed)))
+        return torch.stack(copies).double()
 
     def _key(self, plain: Quantizer, scale: str | None, side: int) -> tuple[Format, str | None, Rounding, int]:
         """Stochastic rounding is mostly asked for of the gradient alone; all else is done for both sides."""
@@ -275,18 +275,18 @@ def _operand_figures(
     """Of each product one for each quantizer."""
     ratios = _decibels(exact, copies)
     lost = ((exact != 0) & (copies == 0)).flatten(2).double().mean(2).t().tolist()
-    beyond = [_overflows(each, exact) for each in specs]
+    beyond = [_overflows(spec, exact) for spec in specs]
     kurtoses, ranges = _tails(exact.flatten(1)[:, :_LOOKED_AT])
     largest = torch.stack([operand.tensor_amax for operand in operands]).tolist()
-    found = []
+    figures = []
     for number, operand in enumerate(operands):
         amax = float(largest[number])
         own = []
-        for place, each in enumerate(specs):
+        for place, spec in enumerate(specs):
             error, underflow = errors[number][place], lost[number][place]
             own.append(
                 OperandFigures(
-                    *(operand.slot, each.words, error.median, error.mean, error.p99, ratios[number][place]),
+                    *(operand.slot, spec.words, error.median, error.mean, error.p99, ratios[number][place]),
                     underflow=math.nan if math.isnan(amax) else underflow,
                     overflow=math.nan if math.isnan(amax) else beyond[place][number],
                     kurtosis=kurtoses[number],
@@ -295,15 +295,15 @@ def _operand_figures(
                     elements=operand.elements,
                 )
             )
-        found.append(own)
-    return found
+        figures.append(own)
+    return figures
 
 
-def _overflows(wanted: _Spec, exact: Tensor) -> list[float]:
+def _overflows(spec: _Spec, exact: Tensor) -> list[float]:
     """Of each product; a scale makes room for all."""
-    if wanted.spec.scale is not None or math.isinf(wanted.largest) or not exact.numel():
+    if spec.spec.scale is not None or math.isinf(spec.largest) or not exact.numel():
         return [0.0] * len(exact)
-    shares: list[float] = (exact.abs() > wanted.largest).flatten(1).double().mean(1).tolist()
+    shares: list[float] = (exact.abs() > spec.largest).flatten(1).double().mean(1).tolist()
     return shares
 
 
@@ -340,9 +340,9 @@ def _summary_of(error: NDArray[np.float64], size: NDArray[np.float64]) -> list[E
         error, size = error[:, :1], np.ones(1)
     elif not counts.all():
         error, size = error[:, counts], size[counts]
-    found = error / size
-    medians, p99s = np.quantile(found, (0.5, 0.99), axis=1)
-    return [ErrorSummary(*map(float, each)) for each in zip(medians, found.mean(1), p99s, strict=True)]
+    relative = error / size
+    medians, p99s = np.quantile(relative, (0.5, 0.99), axis=1)
+    return [ErrorSummary(*map(float, values)) for values in zip(medians, relative.mean(1), p99s, strict=True)]
 
 
 def _decibels(exact: Tensor, copies: Tensor) -> list[list[float]]:

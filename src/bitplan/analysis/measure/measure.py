@@ -57,24 +57,24 @@ def measure(
     >>> [row.candidate for row in sorted(found.select(pass_="fprop"), key=lambda row: row.median)]
     ['int8 vector', 'e4m3 vector']
     """
-    wanted, sampling = checked_candidates(candidates), Sampling(rows, terms, seed)
+    checked, sampling = checked_candidates(candidates), Sampling(rows, terms, seed)
     if isinstance(batches, (Tensor, dict)):
         raise MetricError("batches are a list of batches, or a loader: put a single batch into a list.")
-    found: list[Row] = []
+    measured_rows: list[Row] = []
     skipped: dict[str, str] = {}
     is_empty = True
     for batch in islice(batches, MOST_BATCHES):
         is_empty = False
-        probe = Probe(wanted, sampling, stage, step)
+        probe = Probe(checked, sampling, stage, step)
         with randomness_kept():
             look_at_step(model, batch, loss, probe)
-        found += probe.rows
+        measured_rows += probe.rows
         skipped |= probe.skipped
     if is_empty:
         raise MetricError("there is no batch to measure with.")
-    if not found and not skipped:
+    if not measured_rows and not skipped:
         raise MetricError("the model has no product (linear, convolution, matmul, attention) to measure.")
-    return Measurement(averaged(found), skipped, target)
+    return Measurement(averaged(measured_rows), skipped, target)
 
 
 def look_at_step(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None, probe: Probe) -> None:
@@ -109,4 +109,4 @@ def _mean_square(output: Any) -> Tensor:
     if isinstance(output, Tensor):
         return output.float().square().mean()
     tensors = list(output.values()) if isinstance(output, dict) else list(output)
-    return torch.stack([each.float().square().mean() for each in tensors if isinstance(each, Tensor)]).sum()
+    return torch.stack([tensor.float().square().mean() for tensor in tensors if isinstance(tensor, Tensor)]).sum()

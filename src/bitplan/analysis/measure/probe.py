@@ -95,11 +95,11 @@ class Probe(Interceptor):
             if first is None:
                 return
             label = first
-        known = self._met.get(label)
-        if known is not None:
+        previous = self._met.get(label)
+        if previous is not None:
             # A module's second call, or a checkpointed region made again: the first is what is looked at. Reentrant
             # checkpointing has no gradients before the second time.
-            known.follow(result)
+            previous.follow(result)
             return
         if op == "einsum" and len(args) != 3:
             if len(args) > 3:
@@ -151,7 +151,8 @@ class Probe(Interceptor):
         found = group_figures(pass_, op, [pair for _, pair in group], candidates, self.sampling.seed)
         for (product, _), (sums, figures) in zip(group, found, strict=True):
             self.rows += [
-                row_of(product.label, pass_, sums, each, self.stage, self.step, product.inside) for each in figures
+                row_of(product.label, pass_, sums, pass_figures, self.stage, self.step, product.inside)
+                for pass_figures in figures
             ]
 
 

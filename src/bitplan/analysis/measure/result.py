@@ -67,21 +67,23 @@ class Row:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Row:
-        known = {each.name for each in fields(cls)}
-        given = {("pass_" if key == "pass" else key): value for key, value in content.items()}
-        given = {key: value for key, value in given.items() if key in known}
+        names = {field.name for field in fields(cls)}
+        values = {("pass_" if key == "pass" else key): value for key, value in content.items()}
+        values = {key: value for key, value in values.items() if key in names}
         for side in ("left", "right"):
-            given[side] = OperandFigures(**_numbers(given[side], OperandFigures))
-        return cls(**_numbers(given, cls))
+            values[side] = OperandFigures(**_numbers(values[side], OperandFigures))
+        return cls(**_numbers(values, cls))
 
 
-def row_of(product: str, pass_: str, sums: Sums, found: PassFigures, stage: str, step: int, inside: str | None) -> Row:
-    own = {name: getattr(found, name) for name in ("median", "mean", "p99", "sqnr", "underflow", "overflow")}
+def row_of(
+    product: str, pass_: str, sums: Sums, figures: PassFigures, stage: str, step: int, inside: str | None
+) -> Row:
+    own = {name: getattr(figures, name) for name in ("median", "mean", "p99", "sqnr", "underflow", "overflow")}
     return Row(
-        *(product, pass_, str(found.candidate), stage, step, sums.k, sums.length, sums.nonzero),
+        *(product, pass_, str(figures.candidate), stage, step, sums.k, sums.length, sums.nonzero),
         **own,
-        left=found.left,
-        right=found.right,
+        left=figures.left,
+        right=figures.right,
         inside=inside,
     )
 
@@ -110,11 +112,11 @@ class Measurement:
     def stages(self) -> list[str]:
         return list(dict.fromkeys(row.stage for row in self.rows))
 
-    def select(self, **wanted: str) -> list[Row]:
+    def select(self, **criteria: str) -> list[Row]:
         """The rows with these values: ``measurement.select(pass_="wgrad", candidate="e4m3 tensor")``."""
-        if wanted.get("candidate", PLANNED) != PLANNED:
-            wanted["candidate"] = str(Candidate.of(wanted["candidate"]))
-        return [row for row in self.rows if all(getattr(row, name) == value for name, value in wanted.items())]
+        if criteria.get("candidate", PLANNED) != PLANNED:
+            criteria["candidate"] = str(Candidate.of(criteria["candidate"]))
+        return [row for row in self.rows if all(getattr(row, name) == value for name, value in criteria.items())]
 
     def __add__(self, other: Measurement) -> Measurement:
         """Both, as of one model at several stages."""
@@ -183,10 +185,10 @@ def _mean_row(group: Sequence[Row]) -> Row:
     def merged(of: Callable[[Row], Any]) -> dict[str, Any]:
         first = of(group[0])
         return {
-            each.name: mean([getattr(of(row), each.name) for row in group])
-            if isinstance(getattr(first, each.name), float)
-            else getattr(first, each.name)
-            for each in fields(first)
+            field.name: mean([getattr(of(row), field.name) for row in group])
+            if isinstance(getattr(first, field.name), float)
+            else getattr(first, field.name)
+            for field in fields(first)
         }
 
     whole = merged(lambda row: row)
@@ -197,5 +199,5 @@ def _mean_row(group: Sequence[Row]) -> Row:
 
 def _numbers(content: Mapping[str, Any], kind: type) -> dict[str, Any]:
     """JSON writes what is not finite as a text, which ``float`` reads back."""
-    floats = {each.name for each in fields(kind) if each.type == "float"}
+    floats = {field.name for field in fields(kind) if field.type == "float"}
     return {key: float(value) if key in floats else value for key, value in content.items()}

@@ -70,11 +70,11 @@ class Watchman:
         :param seen: (site, figure, largest magnitude) in the order in which a step makes them: what went bad first has
             made the others bad.
         """
-        found: Alarm | None = None
+        alarm: Alarm | None = None
         for site, figure, amax in seen:
             past = self._past.setdefault(site, [])
-            usual = median(each[0] for each in past) if past else 0.0
-            largest = median(each[1] for each in past) if past else 0.0
+            usual = median(record[0] for record in past) if past else 0.0
+            largest = median(record[1] for record in past) if past else 0.0
             broken = not (math.isfinite(figure) and math.isfinite(amax))
             has_grown = figure > max(FLOOR, FACTOR * usual) and amax > FACTOR * largest
             is_bad = broken or (len(past) >= LEAST_PAST and has_grown)
@@ -83,11 +83,11 @@ class Watchman:
                 past.append((figure, amax))
                 del past[:-PAST]
                 continue
-            if site not in self._bad and found is None:
+            if site not in self._bad and alarm is None:
                 times = math.inf if broken or not usual else figure / usual
-                found = Alarm(step, site, times, amax / largest if largest and not broken else math.inf)
+                alarm = Alarm(step, site, times, amax / largest if largest and not broken else math.inf)
             self._bad.add(site)
-        return found
+        return alarm
 
 
 def watched_figures(rows: Iterable[Row]) -> list[tuple[str, float, float]]:

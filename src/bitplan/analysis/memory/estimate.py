@@ -176,10 +176,10 @@ def _last_stage(walk: Walk) -> Callable[..., Any]:
         extra = extra_bytes(graph, releases_inputs=bool(settings.get("is_backward")))
 
         def on_fakes(inputs: list[Any]) -> Any:
-            given = list(inputs)
+            arguments = list(inputs)
             inputs.clear()  # the caller's list is what keeps the tensors of a backward pass
             with walk.looking_away(extra):
-                outputs = graph(*given)
+                outputs = graph(*arguments)
             walk.see(tree_leaves(outputs))
             return outputs
 
@@ -303,9 +303,9 @@ def of_run(
     Predicted from the shapes of `batch`, or of the first batch that the attachment has seen. Measured where a batch is
     given, on a copy of the model, so that the run goes on as if nothing had been asked; else None.
     """
-    given = run._ledger.inputs if batch is None else batch
-    if given is None:
+    example = run._ledger.inputs if batch is None else batch
+    if example is None:
         raise MemoryEstimateError("bitplan has not seen a batch yet: give one, or run the model once uncompiled.")
     rest: tuple[Any, ...] = (loss, optimizer, run.plan, run.execution, compile)
     measured = None if batch is None else measure_memory(run.model, batch, *rest)
-    return {"predicted": estimate_memory(run.model, given, *rest), "measured": measured}
+    return {"predicted": estimate_memory(run.model, example, *rest), "measured": measured}

@@ -69,7 +69,7 @@ class _Lifetimes:
 
     def _operands(self, node: Node) -> set[Node]:
         """The memory that a kernel reads: through views, and through all that is fused into it."""
-        found: set[Node] = set()
+        operands: set[Node] = set()
         waiting = [self.owner[operand] for operand in node.all_input_nodes]
         seen: set[Node] = set()
         while waiting:
@@ -78,10 +78,10 @@ class _Lifetimes:
                 continue
             seen.add(operand)
             if operand in self.real:
-                found.add(operand)
+                operands.add(operand)
             else:
                 waiting.extend(self.owner[further] for further in operand.all_input_nodes)
-        return found
+        return operands
 
     def extra(self) -> int:
         kernels = [node for node in self.nodes if node.op == "call_function" and node in self.real]

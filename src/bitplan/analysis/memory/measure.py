@@ -171,12 +171,12 @@ def kept_bytes(
     with _hooks(kept) if keeper is None else _listening(keeper, kept):
         loss = forward()
     kept.extend(vars(node) for node in _nodes(loss) if hasattr(node, "__dict__"))
-    known = {part.untyped_storage()._cdata for tensor in living_anyway for part in parts_of(tensor)}
+    known_storages = {part.untyped_storage()._cdata for tensor in living_anyway for part in parts_of(tensor)}
     sizes: dict[int, int] = {}
     for tensor in _tensors(kept, set()):
         for part in parts_of(tensor):
             storage = part.untyped_storage()
-            if storage._cdata not in known:
+            if storage._cdata not in known_storages:
                 sizes[storage._cdata] = held(storage.nbytes(), part.device)
     return sum(sizes.values())
 

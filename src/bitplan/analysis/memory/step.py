@@ -63,14 +63,14 @@ class Memory:
     @classmethod
     def of(cls, weights: int, gradients: int, activations: int, optimizer: int, peak: int) -> Memory:
         """With what remains of the peak as ``other``. (Sizes of a graph that was made for any batch are symbols.)"""
-        given: tuple[Any, ...] = (weights, gradients, activations, optimizer, peak)
+        parts: tuple[Any, ...] = (weights, gradients, activations, optimizer, peak)
         weights, gradients, activations, optimizer, peak = (
-            int(size) if isinstance(size, torch.SymInt) else size for size in given
+            int(size) if isinstance(size, torch.SymInt) else size for size in parts
         )
-        known = weights + optimizer + max(activations, gradients)
+        accounted = weights + optimizer + max(activations, gradients)
         # What is counted tensor by tensor is there at the peak; an allocator may say a few bytes less.
-        peak = max(peak, known)
-        return cls(weights, gradients, activations, optimizer, peak - known, peak)
+        peak = max(peak, accounted)
+        return cls(weights, gradients, activations, optimizer, peak - accounted, peak)
 
     def to_dict(self) -> dict[str, int]:
         """Plain numbers of bytes by class, the peak among them."""
@@ -125,10 +125,10 @@ def chosen_optimizer(choice: OptimizerChoice, *plans: Plan | None) -> OptimizerC
 
 def plan_for(plan: Plan | str | None, choice: OptimizerChoice) -> Plan | None:
     """The plan to attach: what it says of optimizers is dropped where a step is asked for that has none."""
-    found = None if plan is None else find_plan(plan)
-    if found is None or found.optimizer_rule is None or not (choice is None or choice == "none"):
-        return found
-    return replace(found, optimizer=OptimizerRule(KEEP))
+    found_plan = None if plan is None else find_plan(plan)
+    if found_plan is None or found_plan.optimizer_rule is None or not (choice is None or choice == "none"):
+        return found_plan
+    return replace(found_plan, optimizer=OptimizerRule(KEEP))
 
 
 def make_optimizer(choice: OptimizerChoice, model: nn.Module, run: Attachment | None = None) -> Optimizer | None:
@@ -247,8 +247,8 @@ class TrainingStep:
         return self.run is not None and self.run.plan.optimizer_rule is not None and self.optimizer is not None
 
     def batch(self) -> list[Tensor]:
-        given = tree_leaves((self.args, self.kwargs, self.expected))
-        return [tensor for tensor in given if isinstance(tensor, Tensor)]
+        leaves = tree_leaves((self.args, self.kwargs, self.expected))
+        return [tensor for tensor in leaves if isinstance(tensor, Tensor)]
 
 
 def _size_of(output: Any) -> Tensor:

@@ -164,17 +164,19 @@ def _convolution_backward(
     to_x, to_weight = result[0], result[1]
     if not _is_reordered(x):
         return _columns(x, weight, grad) if to_weight is not None else 0
-    found = 0
+    workspace = 0
     copied = 0 if grad.is_contiguous() else _bytes(grad)  # a part of a gradient, as a concatenation passes it back
     if to_x is not None:
         is_strided = any(size != 1 for size in stride)
-        found = _forth(to_x, grad, weight, groups) if transposed else _back(to_x, grad, weight, groups, is_strided)
-        found -= 0 if to_weight is None else _bytes(weight)
+        workspace = _forth(to_x, grad, weight, groups) if transposed else _back(to_x, grad, weight, groups, is_strided)
+        workspace -= 0 if to_weight is None else _bytes(weight)
     if to_weight is not None and (groups == 1 or groups == x.shape[1]):
         small, large = (grad, x) if transposed else (x, grad)  # in which order of channels the weight's are
         if x.dtype == torch.float32 or _read_in_blocks(small, weight):
-            found = max(found, _in_blocks(large) + (_read_in_blocks(small, weight) or _few_channels(small, transposed)))
-    return found + copied
+            workspace = max(
+                workspace, _in_blocks(large) + (_read_in_blocks(small, weight) or _few_channels(small, transposed))
+            )
+    return workspace + copied
 
 
 # --- others -----------------------------------------------------------------------------------------------------

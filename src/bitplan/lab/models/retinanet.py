@@ -77,7 +77,7 @@ class Pyramid(nn.Module):
 
     def __init__(self, inputs: Sequence[int], channels: int, levels: int) -> None:
         super().__init__()
-        self.lateral = nn.ModuleList(nn.Conv2d(each, channels, 1) for each in inputs)
+        self.lateral = nn.ModuleList(nn.Conv2d(width, channels, 1) for width in inputs)
         self.smooth = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1) for _ in inputs)
         extra = range(levels - len(inputs))
         self.coarser = nn.ModuleList(
@@ -122,12 +122,12 @@ class Head(nn.Module):
 
     def forward(self, levels: list[Tensor]) -> Tensor:
         """(batch, anchors of all levels, numbers): level by level, row by row, and each cell's anchors together."""
-        told = []
+        outputs = []
         for level in levels:
             for convolution in self.tower:
                 level = F.relu(convolution(level))
-            told.append(self.tell(level).permute(0, 2, 3, 1).reshape(level.shape[0], -1, self.numbers))
-        return torch.cat(told, 1)
+            outputs.append(self.tell(level).permute(0, 2, 3, 1).reshape(level.shape[0], -1, self.numbers))
+        return torch.cat(outputs, 1)
 
 
 class RetinaNet(nn.Module):

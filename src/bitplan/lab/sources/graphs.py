@@ -49,24 +49,24 @@ def read_npz(path: Path) -> GraphData:
             raise
         # numpy's own words would advise to unpickle it, which runs what it holds.
         is_pickled = "pickle" in str(error)
-        words = (
+        message = (
             "no .npz file, or one of pickled objects"
             if is_pickled
             else " ".join(str(error).split()) or type(error).__name__
         )
         raise TaskError(
-            f"{path} is not a graph that can be read ({words}): it wants "
+            f"{path} is not a graph that can be read ({message}): it wants "
             f"x_data, x_indices, x_indptr, x_shape, adj_indptr, adj_indices and y."
         ) from error
 
 
 def _graph(path: Path, file: Mapping[str, NDArray[Any]]) -> GraphData:
     labels = torch.from_numpy(_first(path, file, "y", "labels").astype(np.int64).reshape(-1))
-    given = [name for name in _SPLIT if name in file]
-    if given and len(given) < len(_SPLIT):
-        missing = next(name for name in _SPLIT if name not in given)
-        raise TaskError(f"{path} has {given[0]} and no {missing}: add it, or take the split out.")
-    split = [torch.from_numpy(file[name].astype(np.int64)) for name in _SPLIT] if given else usual_split(labels)
+    parts = [name for name in _SPLIT if name in file]
+    if parts and len(parts) < len(_SPLIT):
+        missing = next(name for name in _SPLIT if name not in parts)
+        raise TaskError(f"{path} has {parts[0]} and no {missing}: add it, or take the split out.")
+    split = [torch.from_numpy(file[name].astype(np.int64)) for name in _SPLIT] if parts else usual_split(labels)
     return GraphData(_features(path, file), _edges(path, file), labels, *split)
 
 
@@ -123,7 +123,7 @@ def read_ogb(folder: Path, name: str) -> GraphData | None:
             labels = _numbers(raw / "node-label.csv.gz", np.int64, 1)[:, 0]
             parts = [_numbers(splits[0] / f"{part}.csv.gz", np.int64, 1)[:, 0] for part in ("train", "valid", "test")]
             return GraphData(
-                *(torch.from_numpy(np.ascontiguousarray(each)) for each in (features, edges, labels, *parts))
+                *(torch.from_numpy(np.ascontiguousarray(array)) for array in (features, edges, labels, *parts))
             )
     return None
 
@@ -180,23 +180,23 @@ def read_planetoid(folder: Path, name: str) -> GraphData | None:
 
 
 def _read(stem: Path) -> GraphData:
-    known, tested = _matrix(_file(stem, "allx")), _matrix(_file(stem, "tx"))
+    training, tested = _matrix(_file(stem, "allx")), _matrix(_file(stem, "tx"))
     classes, tested_classes = _dense(_file(stem, "ally")), _dense(_file(stem, "ty"))
-    told = len(_dense(_file(stem, "y")))
+    labelled = len(_dense(_file(stem, "y")))
     # Test nodes stand in the files in another order than in the graph, and some of the graph's are missing: these have
     # no features and no class, and judge nothing.
     places = np.array([int(line) for line in read_text(_file(stem, "test.index")).split()])
-    nodes = max(len(known), int(places.max(initial=-1)) + 1)
-    if len(places) != len(tested) or len(tested) != len(tested_classes) or len(known) != len(classes):
+    nodes = max(len(training), int(places.max(initial=-1)) + 1)
+    if len(places) != len(tested) or len(tested) != len(tested_classes) or len(training) != len(classes):
         raise _damaged(_file(stem, "test.index"), "its files are of different lengths")
-    features = np.zeros((nodes, known.shape[1]), np.float32)
+    features = np.zeros((nodes, training.shape[1]), np.float32)
     labels = np.zeros(nodes, np.int64)
-    features[: len(known)], labels[: len(known)] = known, classes.argmax(1)
+    features[: len(training)], labels[: len(training)] = training, classes.argmax(1)
     features[places], labels[places] = tested, tested_classes.argmax(1)
-    parts = (np.arange(told), np.arange(told, told + VALIDATION), np.sort(places))
+    parts = (np.arange(labelled), np.arange(labelled, labelled + VALIDATION), np.sort(places))
     return GraphData(
-        *(torch.from_numpy(each) for each in (features, _planetoid_edges(_file(stem, "graph")), labels)),
-        *(torch.from_numpy(each.astype(np.int64)) for each in parts),
+        *(torch.from_numpy(array) for array in (features, _planetoid_edges(_file(stem, "graph")), labels)),
+        *(torch.from_numpy(array.astype(np.int64)) for array in parts),
     )
 
 

@@ -64,8 +64,10 @@ def read_cifar(kind: CifarFiles, folder: Path) -> PictureData | None:
     for (subfolder, training, test), read in ((kind.binary, _read_binary), (kind.python, _read_python)):
         for place in (folder / subfolder, folder):
             if (place / training[0]).is_file():
-                known, held_out = (_join([read(kind, place / name) for name in names]) for names in (training, test))
-                return PictureData(known, held_out, kind.classes)
+                train_set, held_out = (
+                    _join([read(kind, place / name) for name in names]) for names in (training, test)
+                )
+                return PictureData(train_set, held_out, kind.classes)
     return None
 
 
@@ -80,7 +82,7 @@ def sought(kind: CifarFiles) -> Sought:
 
 
 def _join(parts: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]) -> StoredPictures:
-    labels, pixels = (np.concatenate(each) for each in zip(*parts, strict=True))
+    labels, pixels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return StoredPictures(torch.from_numpy(pixels).view(-1, 3, 32, 32), torch.from_numpy(labels))
 
 

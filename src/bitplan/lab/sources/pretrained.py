@@ -34,11 +34,11 @@ def read_backbone(path: Path, backbone: nn.Module) -> None:
             f"{path} is not a safetensors file, or is damaged: convert the weights with safetensors.torch.save_file."
         ) from error
     weights = {_own_name(name): tensor for name, tensor in stored.items() if not name.startswith("fc.")}
-    wanted: dict[str, Tensor] = backbone.state_dict()
+    expected: dict[str, Tensor] = backbone.state_dict()
     # Older files lack the counters of batch norms, which change no number.
-    lacking = [name for name in wanted if name not in weights and not name.endswith("num_batches_tracked")]
-    foreign = [name for name in weights if name not in wanted]
-    other = [name for name in weights if name in wanted and weights[name].shape != wanted[name].shape]
+    lacking = [name for name in expected if name not in weights and not name.endswith("num_batches_tracked")]
+    foreign = [name for name in weights if name not in expected]
+    other = [name for name in weights if name in expected and weights[name].shape != expected[name].shape]
     for what, names in (("lacks", lacking), ("has in another shape", other), ("has besides", foreign)):
         if names:
             raise TaskError(f"{path} {what} {names[0]}: set weights= to a file of a ResNet-18.")
@@ -107,29 +107,29 @@ class PretrainedFolder:
             why = f" ({others[0]} would execute what it says: convert it)" if others else ""
             raise TaskError(f"{self.path} has no model.safetensors{why}: name a folder that has one.")
         try:
-            found = load_file(file)
+            weights = load_file(file)
         except (OSError, SafetensorError) as error:
             raise TaskError(f"{file} cannot be read ({error}): get it again.") from error
-        return {_name_today(name): tensor for name, tensor in found.items()}
+        return {_name_today(name): tensor for name, tensor in weights.items()}
 
     def load_into(self, model: nn.Module) -> None:
         """Copy the weights into transformers' BERT for sequence classification, whose head stays as it is."""
-        wanted = model.state_dict()
+        expected = model.state_dict()
         fitting = {}
-        for name, tensor in wanted.items():
-            found = self.weights.get(name)
-            if found is None:
+        for name, tensor in expected.items():
+            weight = self.weights.get(name)
+            if weight is None:
                 if name.startswith(_FRESH) or name.endswith("_ids"):
                     continue
                 raise TaskError(f"{self.path} lacks {name}: it does not hold the whole of a BERT.")
             if name.startswith("classifier."):
                 continue  # another task's classes
-            if found.shape != tensor.shape:
+            if weight.shape != tensor.shape:
                 raise TaskError(
-                    f"{name} is {[*found.shape]} in {self.path}, and its config.json says {[*tensor.shape]}: the two "
+                    f"{name} is {[*weight.shape]} in {self.path}, and its config.json says {[*tensor.shape]}: the two "
                     f"do not belong together."
                 )
-            fitting[name] = found
+            fitting[name] = weight
         model.load_state_dict(fitting, strict=False)
 
     def encoder(self) -> TextEncoder:
@@ -175,17 +175,17 @@ def _tokenizer(folder: PretrainedFolder) -> Any:
         raise TaskError(
             "pretrained models need the package tokenizers, which is not installed: run 'pip install transformers'."
         ) from error
-    whole, words = folder.path / "tokenizer.json", folder.path / "vocab.txt"
+    whole, vocabulary = folder.path / "tokenizer.json", folder.path / "vocab.txt"
     try:
         if whole.is_file():
             tokenizer = Tokenizer.from_file(str(whole))
             tokenizer.no_padding()
             tokenizer.no_truncation()
             return tokenizer
-        if words.is_file():
+        if vocabulary.is_file():
             settings = folder.path / "tokenizer_config.json"
             lowers = json.loads(read_text(settings)).get("do_lower_case", True) if settings.is_file() else True
-            return BertWordPieceTokenizer(str(words), lowercase=bool(lowers))
+            return BertWordPieceTokenizer(str(vocabulary), lowercase=bool(lowers))
     except TaskError:
         raise
     except Exception as error:  # the library raises plain exceptions for whatever is wrong with a file

@@ -46,9 +46,9 @@ def library_docstrings() -> TextData:
     parts: tuple[dict[str, int], dict[str, int]] = {}, {}
     for label, package in enumerate(PACKAGES):
         for text in docstrings_in(folder / package):
-            words = " ".join(text.split())
-            number = int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little")
-            parts[number % HOLD_OUT_EVERY == 0].setdefault(words, label)
+            summary = " ".join(text.split())
+            number = int.from_bytes(hashlib.blake2b(summary.encode(), digest_size=8).digest(), "little")
+            parts[number % HOLD_OUT_EVERY == 0].setdefault(summary, label)
     training, held_out = map(_labelled, parts)
     return TextData(training, held_out, PACKAGES)
 
@@ -107,9 +107,9 @@ class Text:
     test: str = ""
 
     def __post_init__(self) -> None:
-        for part, words in ((self.training, "to learn from"), (self.held_out, "to hold out")):
+        for part, purpose in ((self.training, "to learn from"), (self.held_out, "to hold out")):
             if not part.strip():
-                raise TaskError(f"the text leaves nothing {words}: name a longer one.")
+                raise TaskError(f"the text leaves nothing {purpose}: name a longer one.")
 
 
 def split(whole: str) -> Text:
@@ -126,12 +126,12 @@ def library_text() -> Text:
 
 def _sources(modules: Sequence[str]) -> str:
     folder = Path(sysconfig.get_path("stdlib"))
-    found = [path for path in (folder / f"{module}.py" for module in modules) if path.is_file()]
-    if not found:
+    files = [path for path in (folder / f"{module}.py" for module in modules) if path.is_file()]
+    if not files:
         raise TaskError(
             f"this Python has no sources of its standard library in {folder}: set data= to a text file of yours."
         )
-    return "\n".join(path.read_text(encoding="utf-8") for path in found)[:MOST_CHARACTERS]
+    return "\n".join(path.read_text(encoding="utf-8") for path in files)[:MOST_CHARACTERS]
 
 
 def read_texts(data: str) -> Text:
@@ -150,9 +150,9 @@ def read_texts(data: str) -> Text:
 
 
 def _sibling(training: Path, name: str) -> str:
-    words = training.name.split(".")
-    words[words.index("train")] = name
-    return ".".join(words)
+    parts = training.name.split(".")
+    parts[parts.index("train")] = name
+    return ".".join(parts)
 
 
 def _parts(folder: Path) -> tuple[Path, Path]:
@@ -220,22 +220,22 @@ def read_tables(data: str, classes: Sequence[str] | None = None, language: str =
     if not folder.is_dir():
         raise TaskError(f"there is no folder {data}: set data= to one with files such as train.tsv and dev.tsv.")
     tables = [_table(path, language) for path in _table_parts(folder, language)]
-    known = _classes(tables[0]) if classes is None else classes
-    training, held_out = (_labelled_rows(table, known, folder) for table in tables)
-    return TextData(training, held_out, known)
+    class_names = _classes(tables[0]) if classes is None else classes
+    training, held_out = (_labelled_rows(table, class_names, folder) for table in tables)
+    return TextData(training, held_out, class_names)
 
 
 def _table_parts(folder: Path, language: str) -> tuple[Path, Path]:
     """The training file and the held-out one beside it, which differ in one word of their names."""
     pairs = []
     for path in sorted(folder.iterdir()):
-        words = path.name.split(".")
+        parts = path.name.split(".")
         if not any(path.name.endswith(f"{ending}{packed}") for ending in ENDINGS for packed in ("", ".gz")):
             continue
-        for place, word in enumerate(words):
+        for place, word in enumerate(parts):
             if word != "train":
                 continue
-            siblings = [folder / ".".join([*words[:place], name, *words[place + 1 :]]) for name in HELD_OUT_ROWS]
+            siblings = [folder / ".".join([*parts[:place], name, *parts[place + 1 :]]) for name in HELD_OUT_ROWS]
             pairs += [(path, sibling) for sibling in siblings if sibling.is_file()][:1]
     named = [pair for pair in pairs if language and language in pair[0].name.split(".")]
     pairs = named or pairs
@@ -258,9 +258,9 @@ def _table(path: Path, language: str) -> list[tuple[Sample, str]]:
     first, label = _column(names, _FIRST), _column(names, _LABEL)
     second, spoken = _column(names, _SECOND), _column(names, _LANGUAGE)
     if first is None or label is None:
-        wanted = " or ".join(_FIRST if first is None else _LABEL)
+        expected = " or ".join(_FIRST if first is None else _LABEL)
         raise TaskError(
-            f"{path} has no column {wanted}; it has {', '.join(names)}: name its columns in the first line."
+            f"{path} has no column {expected}; it has {', '.join(names)}: name its columns in the first line."
         )
     found = []
     for number, row in rows:
@@ -277,8 +277,8 @@ def _table(path: Path, language: str) -> list[tuple[Sample, str]]:
     return found
 
 
-def _column(names: Mapping[str, Any], wanted: Sequence[str]) -> str | None:
-    return next((name for name in wanted if name in names), None)
+def _column(names: Mapping[str, Any], candidates: Sequence[str]) -> str | None:
+    return next((name for name in candidates if name in names), None)
 
 
 def _tab_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
@@ -309,10 +309,10 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _classes(table: Sequence[tuple[Sample, str]]) -> list[str]:
     """Numbers in their order, words in the alphabet's."""
-    words = {word for _, word in table}
-    if all(word.isdigit() for word in words):
-        return [str(number) for number in range(max(map(int, words)) + 1)]
-    return sorted(words)
+    labels = {word for _, word in table}
+    if all(word.isdigit() for word in labels):
+        return [str(number) for number in range(max(map(int, labels)) + 1)]
+    return sorted(labels)
 
 
 def _labelled_rows(table: Sequence[tuple[Sample, str]], classes: Sequence[str], folder: Path) -> LabelledTexts:

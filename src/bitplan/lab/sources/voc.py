@@ -83,7 +83,7 @@ def read_voc(place: Path, side: int, training: str = "", held_out: str = "") -> 
             raise TaskError(f"{place} lists {name}, and has none such in {what}: add it, or take it off the list.")
     read = {name: read_annotation(files.read(annotations[name]), files.where(annotations[name])) for name in known}
     used = [read[name] for part in parts for name in part]
-    classes = sorted({name for each in used for name in each.names})
+    classes = sorted({name for annotation in used for name in annotation.names})
     if not classes:
         raise TaskError(f"the images of {place} have no objects: there is nothing to learn.")
     first, second = (
@@ -173,8 +173,8 @@ def read_annotation(content: bytes, where: str) -> Annotation:
     """What an XML file says of its image. Files that define entities of their own are refused, whatever these hold."""
     root = _parsed(content, where)
     boxes, names, difficult = [], [], []
-    for each in root.findall("object"):
-        name, box = (each.findtext("name") or "").strip(), each.find("bndbox")
+    for element in root.findall("object"):
+        name, box = (element.findtext("name") or "").strip(), element.find("bndbox")
         if not name or box is None:
             raise _damaged(where, "an object has no name or no bndbox")
         edges = [_number(box.findtext(edge), where) for edge in _EDGES]
@@ -183,7 +183,7 @@ def read_annotation(content: bytes, where: str) -> Annotation:
         # Pixels are counted from 1 there, and the last one belongs to the box.
         boxes.append([edges[0] - 1, edges[1] - 1, edges[2], edges[3]])
         names.append(name)
-        difficult.append((each.findtext("difficult") or "0").strip() == "1")
+        difficult.append((element.findtext("difficult") or "0").strip() == "1")
     sides = [root.findtext(f"size/{side}") for side in ("width", "height")]
     size = None if None in sides else tuple(int(_number(side, where)) for side in sides)
     # Some tools write zeros where they did not look.
@@ -227,14 +227,14 @@ def _damaged(where: str, why: str) -> TaskError:
 
 
 def _parts(
-    files: Files, lists: dict[str, str], known: Sequence[str], training: str, held_out: str
+    files: Files, lists: dict[str, str], names: Sequence[str], training: str, held_out: str
 ) -> tuple[list[str], list[str]]:
     """The names of the images to train on and of those that are held out."""
     if not lists and not training and not held_out:
-        others = list(known[HOLD_OUT_EVERY - 1 :: HOLD_OUT_EVERY])
-        listed = [name for name in known if name not in set(others)]
+        others = list(names[HOLD_OUT_EVERY - 1 :: HOLD_OUT_EVERY])
+        listed = [name for name in names if name not in set(others)]
     else:
-        pair = (training, held_out) if training and held_out else _pair(files, lists, set(known), training, held_out)
+        pair = (training, held_out) if training and held_out else _pair(files, lists, set(names), training, held_out)
         for name in pair:
             if name not in lists:
                 have = ", ".join(sorted(lists)) or "none"
@@ -248,12 +248,12 @@ def _parts(
     return listed, others
 
 
-def _pair(files: Files, lists: dict[str, str], known: Iterable[str], training: str, held_out: str) -> tuple[str, str]:
-    known = set(known)
+def _pair(files: Files, lists: dict[str, str], names: Iterable[str], training: str, held_out: str) -> tuple[str, str]:
+    names = set(names)
     for pair in PAIRS:
         fits = all(name in lists for name in pair) and (training or pair[0], held_out or pair[1]) == pair
         # The challenge keeps its later tests' annotations to itself.
-        if fits and known.issuperset(_listed(files, lists[pair[1]])):
+        if fits and names.issuperset(_listed(files, lists[pair[1]])):
             return pair
     have = ", ".join(sorted(lists)) or "none"
     raise TaskError(
@@ -287,5 +287,5 @@ def _stem(name: str) -> str:
 def _inside(size: tuple[int, int], side: int) -> tuple[int, int, int, int]:
     """Width and height of an image that fills a square of that side, and where its left upper corner lies."""
     factor = side / max(size)
-    width, height = (max(1, round(each * factor)) for each in size)
+    width, height = (max(1, round(length * factor)) for length in size)
     return width, height, (side - width) // 2, (side - height) // 2

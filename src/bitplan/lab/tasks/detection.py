@@ -54,16 +54,16 @@ def offsets_to(boxes: Tensor, anchors: Tensor) -> Tensor:
     """How far each box is from its anchor: the middle in the anchor's sides, the sides as logarithms of their ratio."""
     box_middle, box_side = _middle_and_side(boxes)
     middle, side = _middle_and_side(anchors)
-    told = torch.cat([(box_middle - middle) / side, (box_side / side).log()], -1)
-    return told / told.new_tensor(_DEVIATIONS)
+    offsets = torch.cat([(box_middle - middle) / side, (box_side / side).log()], -1)
+    return offsets / offsets.new_tensor(_DEVIATIONS)
 
 
 def moved_by(offsets: Tensor, anchors: Tensor) -> Tensor:
     """The boxes that lie at those offsets: the inverse of :func:`offsets_to`."""
     middle, side = _middle_and_side(anchors)
-    told = offsets * offsets.new_tensor(_DEVIATIONS)
-    new_middle = middle + told[..., :2] * side
-    half = side * told[..., 2:].clamp(max=_LARGEST_GROWTH).exp() / 2
+    scaled = offsets * offsets.new_tensor(_DEVIATIONS)
+    new_middle = middle + scaled[..., :2] * side
+    half = side * scaled[..., 2:].clamp(max=_LARGEST_GROWTH).exp() / 2
     return torch.cat([new_middle - half, new_middle + half], -1)
 
 
@@ -150,23 +150,23 @@ class Anchors:
         best_of_object, best_anchor = overlap.max(0)
         served = best_of_object > 0
         nearest[best_anchor[served]] = torch.arange(len(objects))[served]
-        found = most >= _OBJECT_FROM
-        found[best_anchor[served]] = True
-        places = (found | (most >= _BACKGROUND_BELOW)).nonzero().flatten()
-        nearest, found = nearest[places], found[places] & ~objects.difficult[nearest[places]]
+        is_object = most >= _OBJECT_FROM
+        is_object[best_anchor[served]] = True
+        places = (is_object | (most >= _BACKGROUND_BELOW)).nonzero().flatten()
+        nearest, is_object = nearest[places], is_object[places] & ~objects.difficult[nearest[places]]
         return Wanted(
             places,
-            torch.where(found, objects.labels[nearest], IGNORED),
+            torch.where(is_object, objects.labels[nearest], IGNORED),
             offsets_to(objects.boxes[nearest], self.boxes[places]),
         )
 
-    def stacked(self, wanted: Sequence[Wanted]) -> tuple[Tensor, Tensor]:
+    def stacked(self, targets: Sequence[Wanted]) -> tuple[Tensor, Tensor]:
         """What to say of a batch: labels (batch, anchors) and offsets (batch, anchors, 4), however many objects."""
-        labels = torch.full((len(wanted), len(self.boxes)), BACKGROUND)
-        offsets = torch.zeros(len(wanted), len(self.boxes), 4)
-        for number, each in enumerate(wanted):
-            labels[number, each.places] = each.labels
-            offsets[number, each.places] = each.offsets
+        labels = torch.full((len(targets), len(self.boxes)), BACKGROUND)
+        offsets = torch.zeros(len(targets), len(self.boxes), 4)
+        for number, target in enumerate(targets):
+            labels[number, target.places] = target.labels
+            offsets[number, target.places] = target.offsets
         return labels, offsets
 
 
@@ -190,17 +190,17 @@ class Detections:
         return len(self.labels)
 
 
-def mean_average_precision(told: Sequence[Detections], true: Sequence[Objects], classes: int) -> float:
+def mean_average_precision(detections: Sequence[Detections], true: Sequence[Objects], classes: int) -> float:
     """mAP at an overlap of 0.5 over images, with what was told of each and what is in it; 0 where nothing is."""
-    found = [average_precision(told, true, label) for label in range(classes)]
-    known = [value for value in found if value is not None]
-    return sum(known) / len(known) if known else 0.0
+    precisions = [average_precision(detections, true, label) for label in range(classes)]
+    defined = [value for value in precisions if value is not None]
+    return sum(defined) / len(defined) if defined else 0.0
 
 
 def average_precision(told: Sequence[Detections], true: Sequence[Objects], label: int) -> float | None:
     """The average precision of one class; None where no image has an object of it (difficult ones do not count)."""
-    wanted = sum(int(((objects.labels == label) & ~objects.difficult).sum()) for objects in true)
-    if not wanted:
+    object_count = sum(int(((objects.labels == label) & ~objects.difficult).sum()) for objects in true)
+    if not object_count:
         return None
     scores, finds = [], []
     for detections, objects in zip(told, true, strict=True):
@@ -210,7 +210,7 @@ def average_precision(told: Sequence[Detections], true: Sequence[Objects], label
         finds += _finds(detections.boxes[here][order], objects, label)
     surest = sorted((number for number in range(len(finds)) if finds[number] is not None), key=lambda n: -scores[n])
     hits = torch.tensor([float(bool(finds[number])) for number in surest], dtype=torch.float64)
-    return _area(hits, wanted)
+    return _area(hits, object_count)
 
 
 def _finds(boxes: Tensor, objects: Objects, label: int) -> list[bool | None]:
@@ -233,14 +233,14 @@ def _finds(boxes: Tensor, objects: Objects, label: int) -> list[bool | None]:
     return finds
 
 
-def _area(hits: Tensor, wanted: int) -> float:
+def _area(hits: Tensor, object_count: int) -> float:
     """Under precision over recall, of detections in order, each 1 for a find or 0."""
     if not len(hits):
         return 0.0
     precision = hits.cumsum(0) / torch.arange(1, len(hits) + 1)
     best_to_come = precision.flip(0).cummax(0).values.flip(0)
     # Recall rises by 1 / wanted at every find, and only there.
-    return float((best_to_come * hits).sum()) / wanted
+    return float((best_to_come * hits).sum()) / object_count
 
 
 NORMS = ("batch", "frozen")
@@ -299,10 +299,10 @@ class DetectionSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, known in (("norm", NORMS), ("decay", DECAYS)):
-            if getattr(self, name) not in known:
+        for name, choices in (("norm", NORMS), ("decay", DECAYS)):
+            if getattr(self, name) not in choices:
                 wrong = getattr(self, name)
-                raise TaskError(f"there is no {name} {wrong!r}; {nearest_names(wrong, known)}")
+                raise TaskError(f"there is no {name} {wrong!r}; {nearest_names(wrong, choices)}")
         if self.size < COARSEST or self.size % COARSEST:
             raise TaskError(f"size is {self.size}; it must be a multiple of {COARSEST} pixels.")
         for name in ("width", "anchor"):
@@ -348,14 +348,14 @@ class Detection(LoadingTask[SceneData]):
         scenes = self.data.training
         count = min(len(scenes), _TRIVIAL_IMAGES)
         for index in range(count):
-            wanted = self._known(index, False)
-            found = wanted.labels >= 0
-            often[wanted.places[found], wanted.labels[found]] += 1
-            offsets[wanted.places[found]] += wanted.offsets[found]
+            target = self._known(index, False)
+            is_object = target.labels >= 0
+            often[target.places[is_object], target.labels[is_object]] += 1
+            offsets[target.places[is_object]] += target.offsets[is_object]
         offsets /= often.sum(1, keepdim=True).clamp(min=1)
-        told = self.detections(often / count, offsets, at_least=0.0)
+        detections = self.detections(often / count, offsets, at_least=0.0)
         true = self._true()
-        return Metric("mAP", "higher", mean_average_precision([told] * len(true), true, self.classes))
+        return Metric("mAP", "higher", mean_average_precision([detections] * len(true), true, self.classes))
 
     def model(self) -> nn.Module:
         recipe = self.settings
@@ -375,15 +375,15 @@ class Detection(LoadingTask[SceneData]):
         mirrored = torch.rand(recipe.batch, generator=generator(MIRROR, self.seed, step)) < 0.5
         turned = [(index, bool(turn) and recipe.mirror) for index, turn in zip(chosen.tolist(), mirrored, strict=True)]
         images = [scenes.image(index).flip(-1) if turn else scenes.image(index) for index, turn in turned]
-        wanted = [self._known(index, turn) for index, turn in turned]
-        return _COLOURS(torch.stack(images)), self.anchors.stacked(wanted)
+        targets = [self._known(index, turn) for index, turn in turned]
+        return _COLOURS(torch.stack(images)), self.anchors.stacked(targets)
 
     def loss(self, output: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> Tensor:
         """The focal loss of every anchor and class, and how far the objects' boxes are off, per anchor with an object.
 
         Which anchors are whose was decided with the batch: a plan that rounds losses, too, must not move the aim.
         """
-        (logits, offsets), (labels, wanted) = output, target
+        (logits, offsets), (labels, target_offsets) = output, target
         is_object = labels >= 0
         true = (labels[..., None] == torch.arange(logits.shape[-1], device=labels.device)).to(logits.dtype)
         surprise = F.binary_cross_entropy_with_logits(logits, true, reduction="none")
@@ -391,11 +391,11 @@ class Detection(LoadingTask[SceneData]):
         wrong = true * (1 - chance) + (1 - true) * chance
         weight = (true * _ALPHA + (1 - true) * (1 - _ALPHA)) * wrong**_GAMMA
         classes = (weight * surprise * (labels != IGNORED)[..., None]).sum()
-        boxes = F.smooth_l1_loss(offsets, wanted, reduction="none", beta=_BETA)
+        boxes = F.smooth_l1_loss(offsets, target_offsets, reduction="none", beta=_BETA)
         return (classes + (boxes.mean(-1) * is_object).sum()) / is_object.sum().clamp(min=1)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        trained = [each for each in model.parameters() if each.requires_grad]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return Adam(trained, self.settings.lr, fused=fused_for(trained))
 
     def learning_rate(self, step: int) -> float:
@@ -405,15 +405,17 @@ class Detection(LoadingTask[SceneData]):
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         device = next(model.parameters()).device
         scenes, size = self.data.held_out, self.settings.batch
-        told: list[Detections] = []
+        detections: list[Detections] = []
         for first in range(0, len(scenes), size):
             count = min(size, len(scenes) - first)
             # A short last batch is filled with its own images again: one shape, and no scale over the batch changes.
             images = torch.stack([scenes.image(first + number % count) for number in range(size)])
             logits, offsets = model(_COLOURS(images).to(device))
             chances = logits[:count].float().sigmoid().cpu()
-            told += [self.detections(*each) for each in zip(chances, offsets[:count].float().cpu(), strict=True)]
-        return {"mAP": mean_average_precision(told, self._true(), self.classes)}
+            detections += [
+                self.detections(*prediction) for prediction in zip(chances, offsets[:count].float().cpu(), strict=True)
+            ]
+        return {"mAP": mean_average_precision(detections, self._true(), self.classes)}
 
     def detections(self, chances: Tensor, offsets: Tensor, at_least: float = _SURE) -> Detections:
         """What is in one image, from each anchor's chances (anchors, classes) and offsets (anchors, 4)."""

@@ -56,10 +56,10 @@ class GraphSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, known in (("model", NETWORKS), ("norm", NORMS)):
-            if getattr(self, name) not in known:
+        for name, choices in (("model", NETWORKS), ("norm", NORMS)):
+            if getattr(self, name) not in choices:
                 wrong = getattr(self, name)
-                raise TaskError(f"there is no {name} {wrong!r}; {nearest_names(wrong, known)}")
+                raise TaskError(f"there is no {name} {wrong!r}; {nearest_names(wrong, choices)}")
         for name in ("layers", "features"):
             if getattr(self, name) < 1:
                 raise TaskError(f"{name} is {getattr(self, name)}; it must be at least 1.")
@@ -136,9 +136,9 @@ class NodeClassification(LoadingTask[GraphData]):
     @cached_property
     def _asked(self) -> Tensor:
         """The class of every node that is learnt from."""
-        asked = torch.full((self.data.nodes,), NOT_ASKED)
-        asked[self.data.training] = self.data.labels[self.data.training]
-        return asked
+        labels = torch.full((self.data.nodes,), NOT_ASKED)
+        labels[self.data.training] = self.data.labels[self.data.training]
+        return labels
 
     @cached_property
     def _sampler(self) -> Sampler:

@@ -135,9 +135,9 @@ def digits_graph() -> GraphData:
     labels = torch.cat([part.labels for part in parts])
     own = len(pictures.training)
     order = torch.randperm(own, generator=generator(DIGITS_GRAPH))
-    told, rest = first_of_each(order, labels, DIGITS_TOLD)
+    labelled, rest = first_of_each(order, labels, DIGITS_TOLD)
     edges = nearest_neighbours(pixels, DIGITS_NEIGHBOURS)
-    return GraphData(pixels / 16, edges, labels, told, rest[:DIGITS_VALIDATION], torch.arange(own, len(labels)))
+    return GraphData(pixels / 16, edges, labels, labelled, rest[:DIGITS_VALIDATION], torch.arange(own, len(labels)))
 
 
 def first_of_each(order: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -158,6 +158,6 @@ def first_of_each(order: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Te
 def usual_split(labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Nodes to learn from, to choose by and to judge by: the same for every seed of a run."""
     order = torch.randperm(len(labels), generator=generator(GRAPH_SPLIT))
-    told, rest = first_of_each(order, labels, USUAL_TOLD)
+    labelled, rest = first_of_each(order, labels, USUAL_TOLD)
     validation, test = first_of_each(rest, labels, USUAL_VALIDATION)
-    return told, validation, test
+    return labelled, validation, test

@@ -115,7 +115,9 @@ class Normalisation:
         mean = total / count
         deviation = (squares / count - mean.square()).clamp(min=0).sqrt()
         # A channel of one colour throughout has nothing to say, and must not be divided by zero.
-        return cls(*(each.float().view(3, 1, 1) for each in (mean, torch.where(deviation > 0, deviation, 1.0))))
+        return cls(
+            *(statistic.float().view(3, 1, 1) for statistic in (mean, torch.where(deviation > 0, deviation, 1.0)))
+        )
 
     def __call__(self, images: Tensor) -> Tensor:
         return (images.float() - self.mean) / self.deviation
@@ -171,10 +173,10 @@ class ImageSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, known in (("model", NETWORKS), ("decay", DECAYS)):
-            if getattr(self, name) not in known:
+        for name, choices in (("model", NETWORKS), ("decay", DECAYS)):
+            if getattr(self, name) not in choices:
                 wrong = getattr(self, name)
-                raise TaskError(f"there is no {name} {wrong!r}; {nearest_names(wrong, known)}")
+                raise TaskError(f"there is no {name} {wrong!r}; {nearest_names(wrong, choices)}")
         if not self.width > 0:
             raise TaskError(f"width is {self.width}; it must be above 0.")
         if not 0 <= self.momentum < 1:

@@ -118,9 +118,9 @@ class MaskedLanguageModelling(LanguageTask):
         """Windows with tokens masked, the same number in each, and what the masked ones were."""
         recipe = self.settings
         windows = tokens[firsts[:, None] + torch.arange(recipe.length)]
-        asked = max(1, round(recipe.masked * recipe.length))
+        masked_count = max(1, round(recipe.masked * recipe.length))
         order = torch.rand(windows.shape, generator=draws).argsort(1)
-        places = torch.zeros(windows.shape, dtype=torch.bool).scatter_(1, order[:, :asked], True)
+        places = torch.zeros(windows.shape, dtype=torch.bool).scatter_(1, order[:, :masked_count], True)
         chance = torch.rand(windows.shape, generator=draws)
         others = torch.randint(self.tokens, windows.shape, generator=draws)
         shown = torch.where(

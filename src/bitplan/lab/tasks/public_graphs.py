@@ -76,11 +76,11 @@ class PublicGraph(NodeClassification):
         raise TaskError(f"{where}: set data= to its file, {' or '.join(names)}, or to the folder that has it.")
 
     def _fitting(self, graph: GraphData) -> GraphData:
-        found = (graph.nodes, graph.features.shape[1], graph.classes)
-        if found != self.known[:3]:
+        sizes = (graph.nodes, graph.features.shape[1], graph.classes)
+        if sizes != self.known[:3]:
             raise TaskError(
                 "this is not {}, which has {} nodes, {} features and {} classes, not {}, {} and {}: read it with the "
-                "task graph.".format(self.name, *self.known[:3], *found)
+                "task graph.".format(self.name, *self.known[:3], *sizes)
             )
         return graph
 

@@ -36,14 +36,14 @@ def read_settings(kind: type[Settings], given: Sequence[str], task: str) -> Sett
     0.05
     """
     types = get_type_hints(kind)
-    known = [field.name for field in fields(kind)]
+    names = [field.name for field in fields(kind)]
     chosen: dict[str, Any] = {}
     for item in given:
         key, equals, text = item.partition("=")
         if not equals or not key:
             raise TaskError(f"{item!r} sets nothing: write key=value, such as steps=200.")
-        if key not in known:
-            raise TaskError(f"the task {task} has no setting {key!r}; {nearest_names(key, known)}")
+        if key not in names:
+            raise TaskError(f"the task {task} has no setting {key!r}; {nearest_names(key, names)}")
         if key in chosen:
             raise TaskError(f"{key} is set twice: give it once.")
         chosen[key] = _read(key, text, types[key])
@@ -226,10 +226,10 @@ def _class_in_file(path: Path, name: str) -> tuple[type[Task], str]:
         raise TaskError(f"there is no file {path}: a task is {', '.join(task_names())} or my_task.py:MyTask.")
     module = run_file(path, TaskError)
     if name:
-        found = public_name(module, path, name, "task", TaskError)
-        if not isinstance(found, type) or not issubclass(found, Task):
+        task_class = public_name(module, path, name, "task", TaskError)
+        if not isinstance(task_class, type) or not issubclass(task_class, Task):
             raise TaskError(f"{path}:{name} is not a task: derive it from bitplan.tasks.Task.")
-        return found, module_sha256(module)
+        return task_class, module_sha256(module)
     own = [
         value
         for value in vars(module).values()

@@ -145,8 +145,8 @@ def _ink_edges(digit: Tensor, side: int) -> list[float]:
     inked = digit > 0.25
     pixel = side / digit.shape[-1]
     columns, rows = (inked.any(dim).nonzero().flatten() for dim in (0, 1))
-    return [float(each) * pixel for each in (columns[0], rows[0], columns[-1] + 1, rows[-1] + 1)]
+    return [float(edge) * pixel for edge in (columns[0], rows[0], columns[-1] + 1, rows[-1] + 1)]
 
 
-def _meet(one: Sequence[float], other: Sequence[float]) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+def _meet(first: Sequence[float], second: Sequence[float]) -> bool:
+    return first[0] < second[2] and second[0] < first[2] and first[1] < second[3] and second[1] < first[3]

@@ -93,9 +93,9 @@ def fused_for(parameters: Iterable[Tensor]) -> bool | None:
     >>> fused_for([torch.zeros(2)]) is None
     True
     """
-    known = list(parameters)
-    is_on_gpu = all(each.is_cuda and each.is_floating_point() for each in known)
-    return True if known and is_on_gpu else None
+    parameter_list = list(parameters)
+    is_on_gpu = all(parameter.is_cuda and parameter.is_floating_point() for parameter in parameter_list)
+    return True if parameter_list and is_on_gpu else None
 
 
 @dataclass(frozen=True)

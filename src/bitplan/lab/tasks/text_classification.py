@@ -104,8 +104,8 @@ class TextClassification(LoadingTask[TextData]):
         }
         if folder is not None:
             folder.require(recipe.length)
-            known = {key: value for key, value in folder.config.items() if key not in ("id2label", "label2id")}
-            return transformers().BertConfig(**{**known, **own, "pad_token_id": self.encoder.pad})
+            settings = {key: value for key, value in folder.config.items() if key not in ("id2label", "label2id")}
+            return transformers().BertConfig(**{**settings, **own, "pad_token_id": self.encoder.pad})
         layers, features = SIZES[recipe.size]
         return transformers().BertConfig(
             # As many as may be learnt, so that the model's shapes are known without its texts.

@@ -250,20 +250,20 @@ class TextEncoder(ABC):
         tokens = torch.full((len(samples), length), self.pad, dtype=torch.int32)
         kinds = torch.zeros(len(samples), length, dtype=torch.int8)
         for number, (first, second) in enumerate(samples):
-            one, other = self.tokens(first), self.tokens(second) if second else []
-            _cut(one, other, length - (3 if second else 2))
-            row = [self.start, *one, self.end]
+            first_tokens, second_tokens = self.tokens(first), self.tokens(second) if second else []
+            _cut(first_tokens, second_tokens, length - (3 if second else 2))
+            row = [self.start, *first_tokens, self.end]
             if second:
-                kinds[number, len(row) : len(row) + len(other) + 1] = 1
-                row += [*other, self.end]
+                kinds[number, len(row) : len(row) + len(second_tokens) + 1] = 1
+                row += [*second_tokens, self.end]
             tokens[number, : len(row)] = torch.tensor(row, dtype=torch.int32)
         return tokens, kinds
 
 
-def _cut(one: list[int], other: list[int], room: int) -> None:
+def _cut(first: list[int], second: list[int], room: int) -> None:
     """Take from the end of the longer one until both fit."""
-    while len(one) + len(other) > room:
-        (one if len(one) >= len(other) else other).pop()
+    while len(first) + len(second) > room:
+        (first if len(first) >= len(second) else second).pop()
 
 
 class LearntEncoder(TextEncoder):
