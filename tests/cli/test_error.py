@@ -14,7 +14,7 @@ import pytest
 from bitplan.analysis.error_study import StudyRow, study
 from bitplan.cli.error import drawing
 
-PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "metrics.md").read_text()
 COMMANDS = [
     line
     for block in re.findall(r"```sh\n(.*?)```", PAGE, flags=re.DOTALL)

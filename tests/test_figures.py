@@ -1,0 +1,363 @@
+"""The figures of the README, of docs/benchmarks.md and of docs/results are those of the stored JSON files."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bitplan.analysis.measure import DEFAULT_CANDIDATES
+from bitplan.analysis.memory.fit import LADDER
+from bitplan.lab.compare import SUITES
+from bitplan.lab.tasks.registry import task_class, task_names
+from bitplan.lab.train import RunFolder
+from bitplan.planners.range_test import THRESHOLD, WINDOW
+from bitplan.plans.schedules import SCHEDULE_NAMES, TEN, schedule
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
+RESULTS = (ROOT / "docs" / "results" / "README.md").read_text()
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / "how-to" / f"{name}.md").read_text()
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip(" *") for cell in line.strip("|").split("|")]
+
+
+# The README.
+
+#: Row -> file of results, and its variants: BF16, torchao, bitplan.
+SUMMARY = {
+    "ResNet-50, 256 images, SGD": ("memory-resnet50-h200", "bf16", "", "packed"),
+    "MobileNet-v2, 256 images, SGD": ("memory-mobilenet-v2-imagenet-h200", "bf16", "", "packed"),
+    "GPT, 12 layers of 1024, AdamW": ("memory-gpt-1024-bytes-h200", "bf16", "bf16-adamw8bit", "packed"),
+    "Llama blocks, width 2048, forward and backward": (
+        "speed-llama-2048-h200",
+        "bf16",
+        "torchao fp8 tensorwise",
+        "native-fp8-packed, fast sums throughout",
+    ),
+    "GPT, 1.03e9 parameters, AdamW": (
+        "speed-gpt-1b-h200",
+        "bf16",
+        "torchao fp8 tensorwise, AdamW8bit",
+        "native-fp8-gpt, sparing activations",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUMMARY)
+def test_the_table_of_the_readme_was_measured(name: str) -> None:
+    (line,) = (line for line in README.splitlines() if line.startswith(f"| {name} |"))
+    document, *variants = SUMMARY[name]
+    measured_rows = measured(f"{document}.json")["rows"]
+    if isinstance(measured_rows, dict):
+        (measured_rows,) = measured_rows.values()
+    rows = {row["variant"]: row for row in measured_rows}
+    bf16, torchao, ours = (rows.get(variant) for variant in variants)
+    assert bf16 is not None
+    assert ours is not None
+    gap = ours.get("loss_gap")
+    assert cells(line)[1:] == [
+        f"{bf16['peak'] / 2**30:.2f}",
+        f"{torchao['peak'] / 2**30:.2f}" if torchao else "",
+        f"{ours['peak'] / 2**30:.2f}",
+        f"{bf16['milliseconds'] / torchao['milliseconds']:.2f}" if torchao else "",
+        f"{bf16['milliseconds'] / ours['milliseconds']:.2f}",
+        "not measured" if gap is None else gap_of(ours),
+    ]
+
+
+def test_the_table_of_the_readme_has_no_other_rows() -> None:
+    table_lines = README[README.index("| training step") :].split("\n\n")[0].splitlines()[2:]
+    assert [cells(line)[0] for line in table_lines] == list(SUMMARY)
+
+
+# Benchmarks.
+
+
+def measured(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+
+
+def row(start: str, after: str = "") -> list[str]:
+    """The cells of the BENCHMARKS's first table row that starts so, after a text."""
+    text = BENCHMARKS[BENCHMARKS.index(after) :]
+    line = next(line for line in text.splitlines() if line.startswith(f"| {start} |"))
+    return [cell.strip(" *") for cell in line.strip("|").split("|")[1:]]
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "after", "variant"),
+    [
+        ("attach-h200.json", "one H200, ResNet-50, batch 256, BF16 autocast", "", "unscaled"),
+        ("attach-h200.json", "the same, empty plan", "| one H200", "empty plan"),
+        ("attach-cpu.json", "two EPYC cores, ResNet-20, batch 128", "", "unscaled"),
+        ("attach-cpu.json", "the same with per-tensor scales", "", "tensor-scaled"),
+        ("attach-cpu.json", "the same, empty plan", "| two EPYC", "empty plan"),
+    ],
+)
+def test_the_price_of_attaching_was_measured(name: str, start: str, after: str, variant: str) -> None:
+    ratios = {result["mode"]: result["ratio"] for result in measured(name)["rows"] if result["variant"] == variant}
+    assert row(start, after)[:2] == [f"{ratios['eager']:.2f}", f"{ratios['compiled']:.2f}"]
+
+
+MEMORY = {
+    "ResNet-50, 256 images of 224x224, SGD: ": "memory-resnet50-h200.json",
+    "MobileNet-v2, the same: ": "memory-mobilenet-v2-imagenet-h200.json",
+    "GPT, 12 layers of 1024, 32 x 1024 bytes, AdamW: ": "memory-gpt-1024-bytes-h200.json",
+}
+VARIANTS = {
+    "BF16": "bf16",
+    "BF16, every block checkpointed": "bf16-checkpointed",
+    "BF16, aggressive recomputation": "bf16-aggressive",
+    "BF16, torchao's 8-bit AdamW": "bf16-adamw8bit",
+    "**packed**, E4M3": "packed",
+    "**packed**, E4M3 and BF16": "packed",
+    "**packed**, torchao's 8-bit AdamW": "packed-adamw8bit",
+}
+
+
+def table(heading: str) -> list[list[str]]:
+    """The rows of the BENCHMARKS's table that begins so, cell by cell."""
+    lines = BENCHMARKS[BENCHMARKS.index(heading) :].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_memory_was_measured() -> None:
+    shown: dict[str, dict[str, list[str]]] = {}
+    for name, *cells in table("| | peak, GiB | samples/s | loss - BF16's |"):
+        model = next((heading for heading in MEMORY if name.startswith(heading)), "")
+        if model:
+            of_model = shown.setdefault(MEMORY[model], {})
+        of_model[VARIANTS[name.removeprefix(model)]] = [cell.strip("*") for cell in cells]
+    expected = {
+        document: {
+            result["variant"]: [f"{result['peak'] / 2**30:.2f}", f"{result['samples_per_second']:.0f}", gap_of(result)]
+            for result in measured(document)["rows"]
+        }
+        for document in MEMORY.values()
+    }
+    assert shown == expected
+    assert all(measured(document)["aim"]["reached_by"] for document in expected)  # as the page says
+
+
+def gap_of(figures: dict[str, Any]) -> str:
+    if figures["variant"] == "bf16":
+        return ""
+    gap = round(figures["loss_gap"], 4)
+    return f"{gap:+.4f}" if gap else "0.0000"
+
+
+def test_the_sentences_about_memory_were_measured() -> None:
+    text = " ".join(BENCHMARKS.split())
+    rows = {result["variant"]: result for result in measured("memory-gpt-1024-bytes-h200.json")["rows"]}
+    plain, packed, again = (rows[name] for name in ("bf16", "packed", "bf16-checkpointed"))
+    assert f"at {again['samples_per_second'] / plain['samples_per_second']:.2f} times BF16's speed" in text
+    assert f"packed needs {plain['peak'] / packed['peak']:.2f} times less memory than plain BF16" in text
+    assert f"at {packed['samples_per_second'] / plain['samples_per_second']:.2f} times its speed" in text
+
+
+def test_native_speed_was_measured() -> None:
+    variants = {
+        "BF16": "bf16",
+        "torchao FP8, tensorwise": "torchao fp8 tensorwise",
+        "torchao FP8, rowwise": "torchao fp8 rowwise",
+        "FP8, delayed scaling": "native-fp8-delayed",
+        "FP8, gate and up saved in E4M3": "native-fp8-packed",
+    }
+    added = {
+        "the same, fast accumulation in fprop (as torchao)": ", fast sums",
+        "the same, fast accumulation in all passes": ", fast sums throughout",
+    }
+    variant = ""
+    for name, *shown in table("| | 2048, 8 layers"):
+        variant = variants.pop(name, "") or variant.partition(",")[0] + added[name]
+        for cell, shape in zip(shown, ("llama-2048", "llama-4096"), strict=True):
+            rows = {result["variant"]: result for result in measured(f"speed-{shape}-h200.json")["rows"][shape]}
+            figures = rows[variant]
+            assert cell.replace("*", "") == f"{figures['milliseconds']:.1f}, {figures['peak'] / 2**30:.2f}"
+    assert not variants
+    for shape in ("llama-2048", "llama-4096"):  # the last row reaches both aims, as it says
+        assert variant in measured(f"speed-{shape}-h200.json")["aims"][shape]["reached_by"]
+
+
+def test_the_sentences_about_fast_sums_were_measured() -> None:
+    loss = measured("speed-llama-2048-h200.json")["losses"]["llama-2048"]["loss"]
+    gaps = [
+        round(loss[name] - loss["bf16"], 4)
+        for name in ("native-fp8-packed, fast sums throughout", "torchao fp8 tensorwise", "native-fp8-packed")
+    ]
+    sentence = "loss is {} above BF16's, torchao's tensorwise {} and that of the row without fast accumulation {}."
+    assert sentence.format(*gaps) in " ".join(BENCHMARKS.split())
+
+
+def test_a_step_of_a_billion_parameters_was_measured() -> None:
+    variants = {
+        "BF16": "bf16",
+        "BF16, torchao's 8-bit AdamW": "torchao AdamW8bit",
+        "torchao FP8, tensorwise, and its 8-bit AdamW": "torchao fp8 tensorwise, AdamW8bit",
+        "FP8, AdamW's state in E4M3, inputs recomputed": "native-fp8-gpt, sparing activations",
+        "the same, weights also cast again in backward": "native-fp8-gpt",
+    }
+    rows = {result["variant"]: result for result in measured("speed-gpt-1b-h200.json")["rows"]["gpt-1b"]}
+    shown = {name: [cell.replace("*", "") for cell in cells] for name, *cells in table("| | ms | GiB |")}
+    assert shown == {
+        name: [f"{rows[variant]['milliseconds']:.1f}", f"{rows[variant]['peak'] / 2**30:.1f}"]
+        for name, variant in variants.items()
+    }
+
+
+def test_the_sentences_about_native_losses_were_measured() -> None:
+    text = " ".join(BENCHMARKS.split())
+    losses = measured("speed-losses-llama-2048-h200.json")["losses"]["llama-2048"]
+    gap = losses["loss"]["native-fp8-packed"] - losses["loss"]["bf16"]
+    assert f"is {gap:.4f} above BF16's and {losses['native_less_emulated']:.4f} above its own emulation's" in text
+    assert f"Reordering the data alone moves the BF16 loss by {losses['spread']:.4f}" in text
+
+
+@pytest.mark.parametrize(
+    ("start", "who", "modes"),
+    [
+        ("**bitplan** eager / compiled", "bitplan", ("eager", "compiled")),
+        ("bitplan, format in a tensor, compiled", "bitplan", ("compiled, tensor parameters",)),
+        ("torch's cast, eager / compiled", "torch cast", ("eager", "compiled")),
+        ("torchao MX", "torchao MX", ("eager",)),
+        ("QPyTorch", "QPyTorch", ("eager",)),
+        ("ml_dtypes", "ml_dtypes", ("eager",)),
+        ("gfloat", "gfloat", ("eager",)),
+    ],
+)
+def test_the_speed_of_rounding_was_measured(start: str, who: str, modes: tuple[str, ...]) -> None:
+    times = {
+        (result["format"], result["rounding"], result["mode"]): result
+        for result in measured("formats-cpu.json")["rows"]
+        if result["who"] == who
+    }
+    kinds = [("e4m3", "nearest"), ("e4m3", "stochastic"), ("bf16", "nearest")]
+    for cell, kind in zip(row(start), kinds, strict=True):
+        shown = cell.split(" / ") if cell else []
+        for figure, mode in zip(shown, modes, strict=bool(shown)):
+            result = times[(*kind, mode)]
+            if figure == "does not round":
+                assert not result["rounded"]
+            else:
+                # As many digits as are shown.
+                digits = len(figure.partition(".")[2])
+                assert abs(float(figure) - result["ns_per_element"]) <= 0.51 * 10**-digits
+
+
+def test_the_speed_of_rounding_on_a_gpu_was_measured() -> None:
+    text = " ".join(BENCHMARKS.split())
+    for rounding, sentence in (
+        ("nearest", "rounding runs at {} to {} % of the bandwidth"),
+        ("stochastic", "stochastic at {} to {} %"),
+    ):
+        shares = [
+            result["share_of_copy"]
+            for result in measured("formats-h200.json")["rows"]
+            if result["who"] == "bitplan" and result["mode"].startswith("compiled") and result["rounding"] == rounding
+        ]
+        assert sentence.format(f"{100 * min(shares):.0f}", f"{100 * max(shares):.0f}") in text
+
+
+# Experiments.
+
+
+def studies(name: str) -> list[dict[str, dict[str, Any]]]:
+    """Of each study, plan -> its record."""
+    document = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())
+    return [{plan["plan"]: plan for plan in study["plans"]} for study in document["studies"]]
+
+
+def test_the_sentences_about_experiments_were_measured() -> None:
+    text = " ".join(RESULTS.split())
+    ten, longer = studies("cifar")
+    even = "static at the cost of CR"
+    assert f"reached {ten[even]['metric']:.2%} and CR {ten['CR']['metric']:.2%};".replace("%", " %") in text
+    saved = 1 - ten["RR"]["relative_to_fp32"] / ten["static 8"]["relative_to_fp32"]
+    lost, lost_longer = (100 * (study["static 8"]["metric"] - study["RR"]["metric"]) for study in (ten, longer))
+    assert f"RR saves {100 * saved:.0f} % of static 8's bit operations for {lost:.1f} points, which are" in text
+    assert f"which are {lost_longer:.1f} after three times" in text
+    (ptb,) = studies("ptb")
+    figures = {name: (f"{plan['metric']:.2f}", f"{plan['test_perplexity']:.2f}") for name, plan in ptb.items()}
+    assert "perplexity of {} in validation and {} in the test".format(*figures["static 8"]) in text
+    share = ptb["RR"]["relative_to_fp32"] / ptb["static 8"]["relative_to_fp32"]
+    assert "RR ends at {} and {} for {:.0f} %".format(*figures["RR"], 100 * share) in text
+    images, _ = studies("deficits")
+    base = images["no deficit"]["metric"]
+    halves = [plan for name, plan in images.items() if name.startswith("half from") and "only" not in name]
+    lost, *_, most = sorted(100 * (base - plan["metric"]) for plan in halves)
+    evenly = 100 * (base - images["static at the cost of half"]["metric"])
+    sentence = f"cost ResNet-20 {lost:.0f} to {most:.0f} points, and the same bits spread evenly {evenly:.1f}."
+    assert sentence in text
+    (squeezenet,), (gpt,) = studies("assignments-squeezenet"), studies("assignments-gpt")
+    ratio, base = squeezenet["r = 0.7"]["ratio"], squeezenet["operator"]["ratio"]
+    assert f"ratio of {ratio:.2f}, where the operator baseline has {base:.2f}: more than twice" in text
+    assert 0.4 < gpt["operator"]["ratio"] < 0.6
+    (resnet18,) = studies("assignments-resnet18-long")
+    assert f"ResNet-18 ({resnet18['r = 0.7']['ratio']:.2f} against {resnet18['operator']['ratio']:.2f})" in text
+
+
+# What pages say about the code.
+
+
+def test_every_rounding_mode_is_described() -> None:
+    for mode in ("nearest", "nearest-away", "toward-zero", "stochastic"):
+        assert f'`"{mode}"`' in page("formats")
+
+
+def test_the_default_candidates_are_described() -> None:
+    table = {row[0].strip(): row[1:] for line in page("measure").splitlines() if (row := line.strip("|").split("|"))}
+    described = set()
+    for kind, suffix in (("both operands", ""), ("mixed", ""), ("stochastic gradient", " stochastic-dy")):
+        for scale, cell in zip(("tensor", "vector"), table[kind], strict=True):
+            names = re.sub(r"\(.*?\)|stochastic-dy", "", cell).split(",")
+            described |= {f"{name.strip()} {scale}{suffix}" for name in names}
+    assert described == set(map(str, DEFAULT_CANDIDATES))
+
+
+def test_every_suite_is_described() -> None:
+    assert all(f"| `{name}` |" in page("compare") for name in SUITES)
+
+
+def test_the_figures_of_schedules_are_so() -> None:
+    text = page("schedules")
+    rows = re.findall(r"^\| ([a-z-]+) \| ([A-Z, /]+) \| ([0-9. /]+) \|$", text, flags=re.MULTILINE)
+    assert len(rows) == 3
+    for group, names, costs in rows:
+        for some, cost in zip(names.split("/"), costs.split("/"), strict=True):
+            for name in some.split(","):
+                relative_cost = schedule(name.strip(), low=3, high=8).summary(64000).relative_cost
+                assert round(relative_cost, 3) == float(cost), (group, name)
+    assert all(f"`{name}`" in text for name in SCHEDULE_NAMES if name not in TEN)
+    assert f"({WINDOW} steps)" in page("range-test")
+    assert f"({THRESHOLD:.0%}".replace("%", " %") in page("range-test")
+
+
+def test_every_task_and_every_setting_is_described() -> None:
+    text = page("tasks")
+    for name in task_names():
+        assert f"`{name}`" in text
+        for setting in task_class(name).settings_class.__dataclass_fields__:
+            assert f"`{setting}`" in text, (name, setting)
+
+
+def test_every_file_of_a_run_is_described() -> None:
+    folder = RunFolder("x")
+    for path in vars(folder).values():
+        if path != folder.path:
+            assert f"`{path.name}" in page("runs")
+
+
+def test_the_list_of_plans_that_memory_tries_is_described() -> None:
+    shown = re.search(r"\(no plan, (.*?), packed\)", page("memory"), flags=re.DOTALL)
+    assert shown is not None
+    assert tuple(re.findall(r"`([\w-]+)`", shown[1])) == LADDER[1:]
