@@ -472,8 +472,12 @@ def advise(
 ) -> Advice:
     """Measure `model` as it is, and advise on a format for each operand of each product.
 
-    :param batches, loss, candidates: as :func:`bitplan.measure` takes them, whose other options may follow.
-    :param tau, cost, base, schedule: as :func:`advise_on` takes them.
+    `batches`, `loss`, `candidates` and further options are those of :func:`bitplan.measure`.
+
+    :param tau: the largest error level that is accepted; by default the one that E4M3 with a scale per tensor reaches.
+    :param cost: what is minimised: ``bitops``, ``memory`` or ``time``.
+    :param base: a plan that the advice is added to.
+    :param schedule: a schedule that the bits of integer operands follow.
     """
     with_references = with_reference(candidates)
     measurement = measure(model, batches, loss, with_references, **options)
