@@ -1,4 +1,4 @@
-"""Turns docstrings into Markdown for the API reference: doctests become code blocks, cross-reference roles plain code."""
+"""Turns docstrings into Markdown for the API reference: doctests become code blocks, Sphinx roles plain code."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A number format of your own: its name is all there is to write.
+"""Your own number format: its name defines it.
 
     python examples/own_format.py
 
 e3m4b2 is a float of 8 bits: a sign, 3 exponent bits, 4 mantissa bits, and an additional bias of 2, which multiplies
-every value by 2^-2. Weights are small, so a range moved towards them serves them better than e3m4's own.
+every value by 2^-2. Weights are small, so a range shifted towards zero suits them better than that of e3m4.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import bitplan as bp
 mine = bp.get_format("e3m4b2")
 print(f"{mine}: {mine.bits} bits, from {mine.min_subnormal} to {mine.max}, {len(mine.values())} values")
 
-# What it does to numbers, beside the well-known 8-bit floats.
+# Its rounding error, next to the well-known 8-bit floats.
 torch.manual_seed(0)
-weights = torch.randn(256, 256) / 16  # as a layer of 256 inputs begins
+weights = torch.randn(256, 256) / 16  # the initialisation of a layer with 256 inputs
 
 
 def relative_error(rounded: torch.Tensor) -> float:
@@ -27,12 +27,12 @@ def relative_error(rounded: torch.Tensor) -> float:
 for name in ("e3m4b2", "e3m4", "e4m3", "e5m2"):
     print(f"{name:8} relative error {relative_error(bp.quantize(weights, name)):.4f}")
 
-# The same values, really stored in 8 bits each.
+# The same values, stored in 8 bits each.
 packed = bp.pack(weights, mine)
 assert torch.equal(packed.unpack(), bp.quantize(weights, mine))
 print(f"packed: {weights.nbytes} -> {packed.nbytes} bytes")
 
-# In a plan it is a name like any other.
+# In a plan it is used like any other format.
 plan = bp.Plan.from_yaml("""
 version: 1
 rules:
@@ -42,4 +42,4 @@ model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn
 batch = torch.randn(32, 256)
 with bp.attach(model, plan, example=batch) as run:
     model(batch).square().mean().backward()
-    print(*(row for row in run.table() if "e3m4b2" in str(row)), sep="\n")  # and what is left alone, if you print all
+    print(*(row for row in run.table() if "e3m4b2" in str(row)), sep="\n")

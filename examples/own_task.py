@@ -1,11 +1,11 @@
-"""A task of your own in one file: a sine wave to be told from its beginning.
+"""A task in one file: predict how a sine wave continues.
 
     bitplan train examples/own_task.py:MyTask
     bitplan train examples/own_task.py:MyTask --plan int8-all --set features=64
     bitplan compare examples/own_task.py:MyTask --plans fp32 int8-all int4-all --seeds 2
 
-With a model, data, a loss, an optimizer and a metric behind this interface, every command works on it, and a run that
-was stopped or killed goes on bit for bit.
+With a model, data, a loss, an optimizer and a metric behind this interface, every command works on it, and an
+interrupted run resumes bit-identically.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from bitplan.lab.tasks.task import generator
 
 @dataclass(frozen=True)
 class MySettings(Settings):
-    """The recipe. Each field is a key of --set; steps, batch, lr, evaluate_every and clip are there already."""
+    """The recipe. Every field is a key of --set; steps, batch, lr, evaluate_every and clip are inherited."""
 
     steps: int = 300
     lr: float = 0.01
-    #: Values that are shown, and the same number of values that are to be told.
+    #: Number of input values, and of values to predict.
     length: int = 16
     #: Width of the hidden layers.
     features: int = 48
@@ -34,9 +34,9 @@ class MySettings(Settings):
 
 class MyTask(Task):
     name = "waves"
-    summary = "how a sine wave of unknown frequency and phase goes on"
+    summary = "continue a sine wave of unknown frequency and phase"
     settings_class = MySettings
-    # A wave has the mean square 1/2, and that is the error of saying 0 throughout.
+    # The mean square of a wave is 1/2: the error of always predicting 0.
     metric = Metric("error", "lower", trivial=0.5)
 
     def model(self) -> nn.Module:

@@ -2,8 +2,8 @@
 
 Blocks of a page run in order, in one namespace and one empty folder: ``python`` blocks are executed, ``yaml`` blocks
 are loaded as plans, and every ``bitplan`` command line of an ``sh`` block is parsed and run. A command whose comment
-says "seconds" or "minutes", or that needs a GPU, is only parsed. A block with a title (``title="my_task.py"``) is written to that
-file.
+says "seconds" or "minutes", or that needs a GPU, is only parsed. A block with a title (``title="my_task.py"``) is
+written to that file.
 """
 
 from __future__ import annotations
@@ -193,7 +193,9 @@ def test_the_diff_of_the_readme_trains_with_and_without_its_lines(folder: Path) 
             exec(code, names)
         assert ("fprop.x" in shown.getvalue()) == (which == "planned")
         assert type(names["model"]) is torch.nn.Sequential
-    differences = [abs(float(a) - float(b)) for a, b in zip(losses["planned"], losses["plain"], strict=True)]
+    differences = [
+        abs(float(a.detach()) - float(b.detach())) for a, b in zip(losses["planned"], losses["plain"], strict=True)
+    ]
     assert len(differences) == 20
     assert all(difference > 0 for difference in differences)
     assert max(differences) < 0.1
