@@ -50,7 +50,7 @@ class MyTask(Task):
         )
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        # Depends on seed and step alone: so a resumed run sees what it would have seen.
+        # A function of seed and step alone, so that a resumed run sees the same data.
         return self._waves(self.settings.batch, generator("training waves", self.seed, step))
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
@@ -63,9 +63,9 @@ class MyTask(Task):
         return 1 - step / self.settings.steps
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        shown, told = self._waves(1000, generator("held-out waves"))
+        inputs, targets = self._waves(1000, generator("held-out waves"))
         device = next(model.parameters()).device
-        return {"error": float(self.loss(model(shown.to(device)).cpu(), told))}
+        return {"error": float(self.loss(model(inputs.to(device)).cpu(), targets))}
 
     def _waves(self, count: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
         frequency = 0.2 + 0.3 * torch.rand(count, 1, generator=draws)
