@@ -157,6 +157,8 @@ FUNCTORCH_MODULES = "torch._functorch"
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 #: The attribute of torch.utils.checkpoint that holds ``checkpoint_generator``.
 CHECKPOINT_GENERATOR = SYMBOLS["checkpoint_generator"].partition(":")[2]
+#: The attribute that torch.compiler.assume_constant_result sets on a function; calling that imports ``torch._dynamo``.
+CONSTANT_MARK = "_dynamo_marked_constant"
 
 
 def __getattr__(name: str) -> Any:

@@ -24,6 +24,10 @@ from bitplan.compiler.torch_private import TracingContext
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+#: Functions for torch.compiler.allow_in_graph, until :func:`allow_functions_in_graph`. The decorators here do not
+#: import ``torch._dynamo``, which takes more than a second and which eager code never needs.
+_not_allowed_yet: list[Callable[..., Any]] = []
+
 
 def is_traced() -> bool:
     """Whether a graph is being made: by torch.compile, or beneath it of the functions that it took as they are."""
@@ -32,17 +36,23 @@ def is_traced() -> bool:
 
 def constant_when_traced(function: F) -> F:
     """Under torch.compile call `function` while tracing and keep its result as a constant."""
-    constant: F = torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
-    return constant
+    setattr(function, torch_private.CONSTANT_MARK, True)
+    return function
 
 
 def taken_whole(function: F) -> F:
     """Under torch.compile do not follow `function`: run it as it is when the graph of tensors is made.
 
-    Its arguments are tensors and plain constants.
+    Its arguments are tensors and plain constants. It holds from the next :func:`allow_functions_in_graph` on.
     """
-    whole: F = torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
-    return whole
+    _not_allowed_yet.append(function)
+    return function
+
+
+def allow_functions_in_graph() -> None:
+    """Tell torch.compile of the functions that it does not follow; to be called before anything is compiled."""
+    while _not_allowed_yet:
+        torch.compiler.allow_in_graph(_not_allowed_yet.pop())  # type: ignore[no-untyped-call]
 
 
 # --- What compiled code has to check of a plan: one word a module

@@ -20,7 +20,7 @@ from bitplan.capture.recording import Operation
 from bitplan.capture.scopes import install, show_all_functions, state_of, uninstall
 from bitplan.compiler import torch_patches
 from bitplan.compiler.torch_private import unset_fake_temporarily
-from bitplan.compiler.tracing import VERSION, Allowance, version_of
+from bitplan.compiler.tracing import VERSION, Allowance, allow_functions_in_graph, version_of
 from bitplan.errors import PlanError
 from bitplan.numerics.formats import Format, get_format
 from bitplan.numerics.wire_format import op_site
@@ -67,6 +67,7 @@ class Installation:
         """Let the plan work in all modules of the model. Random bits are those of that seed and step."""
         require_seen(self.plan, self.model)
         self.modules = install(self.model, self.rounder)
+        allow_functions_in_graph()
         self._release_patches = torch_patches.hold(self.rounder)
         torch_patches.apply(checkpointing.carry_scopes)
         torch_patches.apply(show_all_functions)
