@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import bitplan
 from bitplan import Plan
-from bitplan.compiler import launching
+from bitplan.compiler import launching, torch_private
 from bitplan.compiler.kernel_ops import OPERATIONS, KernelOperation
 from bitplan.compiler.launching import OPTION, OpeningPass, open_operations, remember_accesses, with_opening
 from bitplan.compiler.moments import coded_moments, plain_coded_moments
@@ -134,7 +134,7 @@ def test_caches_know_it_by_what_it_does() -> None:
         "moments_kernel.py",
         "norm_cast.py",
         "norm_cast_kernel.py",
-        "noted_cast.py",
+        "recorded_cast.py",
     }
 
 
@@ -174,6 +174,7 @@ def test_native_models_are_compiled_with_it(monkeypatch: pytest.MonkeyPatch, rec
         asked.append(config_patches)
         return gm.forward
 
+    monkeypatch.setattr("bitplan.compiler.native_backend.compile_fx", compile_fx)
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
     model, x = nn.Linear(32, 16), torch.randn(6, 32)
     rule = {operand: {"format": "int8", "scale": "tensor"} for operand in ("x", "w", "dy")}
@@ -191,6 +192,7 @@ def test_packed_models_are_compiled_with_it(monkeypatch: pytest.MonkeyPatch) -> 
     def compile_fx(gm: fx.GraphModule, example_inputs: Any, config_patches: Any = None, **rest: Any) -> Any:
         asked.append(config_patches)
 
+    monkeypatch.setattr(torch_private, "compile_fx", compile_fx)  # first: it keeps what it finds in torch
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
     compile_packed(traced(*inputs()), inputs(), options={"max_autotune": False})
     assert asked[0][OPTION] == OpeningPass()
