@@ -7,7 +7,7 @@ import pytest
 
 from bitplan.errors import RunError, TaskError
 from bitplan.lab.compare import Choice, Update, compare
-from bitplan.lab.compare.workers import Job, _next_job, cores, threads_of
+from bitplan.lab.compare.workers import Job, _next_job, cores, threads_per_worker
 from bitplan.lab.train import RunFolder
 from bitplan.plans import Plan
 
@@ -72,7 +72,7 @@ def test_workers_share_the_cores_stop_when_asked_and_go_on(
     for summary in stopped:
         place = RunFolder(summary.folder)
         assert not place.is_locked()
-        assert place.config().machine["threads"] == threads_of(2)
+        assert place.config().machine["threads"] == threads_per_worker(2)
 
 
 def test_a_sentence_of_a_worker_is_the_sentence_here(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_worker_that_is_killed_is_told_in_a_sentence(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINY_DIES_AT", "3")
-    with pytest.raises(RunError, match=r"was killed .*: the same command goes on"):
+    with pytest.raises(RunError, match=r"was killed .*: run the same command again"):
         compare(tiny, CHOICES, folder=tmp_path, jobs=2)
     monkeypatch.delenv("TINY_DIES_AT")
     summaries = compare(tiny, CHOICES, folder=tmp_path)
@@ -95,5 +95,5 @@ def test_a_worker_that_is_killed_is_told_in_a_sentence(
 
 
 def test_threads_are_shared_and_never_none() -> None:
-    assert threads_of(1) == cores()
-    assert threads_of(10**6) == 1
+    assert threads_per_worker(1) == cores()
+    assert threads_per_worker(10**6) == 1

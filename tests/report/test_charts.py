@@ -8,13 +8,19 @@ from typing import Any
 import pytest
 
 from bitplan.errors import RunError
-from bitplan.lab.report.charts.common import log_ticks
-from bitplan.lab.report.charts.curves import MOST_POINTS, bits_chart, loss_chart, metric_chart
-from bitplan.lab.report.charts.prices import MOST_NAMES, price_chart
-from bitplan.lab.report.charts.sites import measures_of, memory_chart, sites_chart
+from bitplan.lab.report.charts import (
+    MOST_NAMES,
+    MOST_POINTS,
+    bits_chart,
+    loss_chart,
+    memory_chart,
+    metric_chart,
+    price_chart,
+)
+from bitplan.lab.report.figures import dark_partners, log_ticks, plan_styles
+from bitplan.lab.report.heatmaps import measures_of, sites_chart
 from bitplan.lab.report.page import page_html
-from bitplan.lab.report.palette import dark_partners, plan_styles
-from bitplan.lab.report.summaries import Experiment, Report
+from bitplan.lab.report.summaries import Experiment, PlanSummary, Report, Verdict
 
 WriteRun = Callable[..., Path]
 Make = Callable[..., Experiment]
@@ -171,7 +177,8 @@ def test_what_users_named_is_shown_as_it_is_written(experiment: Make) -> None:
 
 
 def test_plans_differ_in_colour_and_line_and_every_colour_has_a_dark_partner() -> None:
-    styles = plan_styles([True] + [False] * 34)
+    verdicts: list[Verdict] = ["reference", *["keeps"] * 34]
+    styles = plan_styles([PlanSummary("", (), verdict) for verdict in verdicts])
     assert len({(style.colour, style.line) for style in styles}) == 35
     assert {style.colour for style in styles} <= set(dark_partners())
 

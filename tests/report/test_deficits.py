@@ -10,8 +10,17 @@ from typing import Any
 import pytest
 
 from bitplan.lab.compare.suites import deficit_choices
-from bitplan.lab.report.charts.deficits import early_chart, recovery_chart, sliding_chart
-from bitplan.lab.report.deficits import Window, courses_of, early_windows, recovering, sliding_windows, without_deficit
+from bitplan.lab.report.deficits import (
+    Window,
+    courses_of,
+    early_chart,
+    early_windows,
+    recovering,
+    recovery_chart,
+    sliding_chart,
+    sliding_windows,
+    without_deficit,
+)
 from bitplan.lab.report.page import page_html
 from bitplan.lab.report.summaries import Experiment, Report
 from bitplan.lab.tasks.registry import find_task

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bitplan.lab.report.page import page_html, script_json
+from bitplan.lab.report.page import page_html
 from bitplan.lab.report.summaries import Report
 
 WriteRun = Callable[..., Path]
@@ -102,15 +102,8 @@ def test_everything_that_users_gave_is_escaped(write_run: WriteRun, tmp_path: Pa
     assert len(page.scripts) == 3  # data, plotly, our own: no name made a fourth
     assert not page.all("img")
     assert EVIL in page.text
-    assert "<script" not in page.scripts[0]
-    assert "</script" not in page.scripts[0]
+    assert not re.search(r"[<>&]", page.scripts[0])  # no text in the data ends the script or begins a comment
     assert "&lt;/script&gt;" in str(json.loads(page.scripts[0]))  # plotly reads a little HTML, and gets none
-
-
-def test_data_in_a_script_cannot_end_it() -> None:
-    text = script_json({"a": "</script><!--", "b": "a & b"})
-    assert not re.search(r"[<>&]", text)
-    assert json.loads(text) == {"a": "</script><!--", "b": "a & b"}
 
 
 @pytest.mark.parametrize("status", ["stopped", "diverged", "unfinished"])

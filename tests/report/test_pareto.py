@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bitplan.lab.report.pareto import pareto_front
+from bitplan.lab.report.summaries import pareto_front
 
 SMALL = st.integers(0, 5).map(float)  # few values, so that ties are common
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from bitplan.lab.compare.suites import assign_choices
-from bitplan.lab.report.charts.ratios import ratio_chart
 from bitplan.lab.report.page import page_html
-from bitplan.lab.report.ratios import assigned_plans
+from bitplan.lab.report.ratios import assigned_plans, ratio_chart
 from bitplan.lab.report.summaries import Experiment, Report
 from bitplan.lab.tasks.registry import find_task
 from bitplan.plans import Plan
@@ -40,7 +39,7 @@ def test_assignments_and_their_baselines_are_found(experiment: Experiment) -> No
     known = {each.plan.label: each for each in assigned_plans(experiment)}
     assert list(known) == ["operator", "uniform low", "r = 0.5", "r = 1"]
     assert known["operator"].order is None
-    assert (known["r = 0.5"].order, known["r = 0.5"].asked) == ("largest", 0.5)
+    assert (known["r = 0.5"].order, known["r = 0.5"].target) == ("largest", 0.5)
     assert known["r = 0.5"].ratio == pytest.approx(0.6)
     assert [each.promoted for each in known.values()] == [0, 0, 0, 1]
 

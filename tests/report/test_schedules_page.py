@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bitplan.lab.report.schedules_page import schedules_page
+from bitplan.lab.report.page import schedules_page_html
 from bitplan.plans.schedules import TEN, schedule
 
 pytest.importorskip("plotly")
@@ -21,7 +21,7 @@ def made(*names: str) -> list[Any]:
 
 
 def test_every_schedule_has_a_chart_with_words_and_a_table() -> None:
-    page = schedules_page(made(*TEN), 64_000)
+    page = schedules_page_html(made(*TEN), 64_000)
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert found is not None
     drawings = json.loads(found[1])["drawings"]
@@ -36,18 +36,18 @@ def test_every_schedule_has_a_chart_with_words_and_a_table() -> None:
 
 
 def test_one_alone_is_as_wide_as_the_page() -> None:
-    page = schedules_page(made("CR"), 64_000)
+    page = schedules_page_html(made("CR"), 64_000)
     assert page.count('<figure class="wide">') == 1
     assert "CR 3-8 x8 costs 63.3% of the bit operations of 8 bits throughout, over 64,000 steps." in page
     assert "<td" in page
-    many = schedules_page([schedule("CR", low=3, high=8, cycles=32)], 64_000)
+    many = schedules_page_html([schedule("CR", low=3, high=8, cycles=32)], 64_000)
     assert "changes further" in many
 
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_browser_draws_it_in_both_themes(browser: Any, tmp_path: Path, dark: bool) -> None:
     file = tmp_path / "schedules.html"
-    file.write_text(schedules_page(made("CR", "RTH"), 640))
+    file.write_text(schedules_page_html(made("CR", "RTH"), 640))
     browser.open(file, width=390, dark=dark)
     assert browser.complaints == []
     assert browser.run("document.querySelectorAll('.chart .scatterlayer path.js-line').length") == 2

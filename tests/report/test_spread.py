@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from bitplan.lab.report.answer import spread
+from bitplan.lab.report.summaries import spread
 
 
 def test_mean_and_sample_deviation() -> None:

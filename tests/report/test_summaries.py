@@ -91,7 +91,7 @@ def test_a_plan_fails_if_any_of_its_runs_diverged_and_no_run_is_dropped(experime
     assert len(plan.runs) == 2
     assert plan.value is not None
     assert plan.value.mean == 0.9  # of what finished
-    assert plan.status_words == "1 of 2 diverged"
+    assert plan.status_text == "1 of 2 diverged"
 
 
 def test_plans_that_have_not_finished_are_shown_and_judged_by_nothing(experiment: Make) -> None:
@@ -204,7 +204,7 @@ def test_errors_of_a_site_are_means_over_runs(experiment: Make) -> None:
 )
 def test_shares_are_told_in_per_cent(experiment: Make, values: list[float], words: str) -> None:
     found = experiment(fp32=[{"value": value} for value in values])
-    assert found.spread_words(found.plans[0]) == words
+    assert found.spread_text(found.plans[0]) == words
 
 
 def test_summaries_show_in_a_notebook(experiment: Make) -> None:

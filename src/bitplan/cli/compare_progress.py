@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bars
 
 from bitplan.lab.compare import Update
-from bitplan.lab.report.answer import number_words
+from bitplan.lab.report.answer import number_text
 from bitplan.lab.train import Summary
 
 
@@ -77,6 +77,6 @@ class CompareProgress:
 
 def _summary_words(summary: Summary) -> str:
     """The metric comes first among the figures of a run."""
-    figures = [f"{name} {number_words(value)}" for name, value in summary.metrics.items()]
+    figures = [f"{name} {number_text(value)}" for name, value in summary.metrics.items()]
     told = "" if summary.status == "finished" else f"{summary.status} at step {summary.step}; "
     return f"{told}{', '.join(figures) or 'no figures'} ({summary.seconds:.1f} s)"

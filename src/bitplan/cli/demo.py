@@ -14,7 +14,7 @@ from bitplan.cli.report import write_page
 from bitplan.lab.compare import find_suite
 from bitplan.lab.compare.workers import cores
 from bitplan.lab.report.answer import counted, listed
-from bitplan.lab.report.charts.common import plotly
+from bitplan.lab.report.figures import plotly
 from bitplan.lab.report.tables import report_record
 
 TASK = "digits"

@@ -23,7 +23,7 @@ from bitplan.cli.arguments import TargetArgument
 from bitplan.cli.output import JsonOption, Output, command_output, make_folder
 from bitplan.errors import MetricError, TaskError
 from bitplan.gemm.sampling import Sampling
-from bitplan.lab.report.measured import FILE
+from bitplan.lab.report.heatmaps import MEASUREMENT_FILE
 from bitplan.lab.targets import load_target
 from bitplan.lab.tasks.registry import find_task, task_names
 from bitplan.lab.tasks.task import Task
@@ -88,7 +88,7 @@ def measure_command(
         asked = Asked(target, stages, steps, wanted if candidates else None, rows, terms, tuple(settings or ()), seed)
         found = asked.measured(output, device)
         if file is not None:
-            place = file / FILE if file.is_dir() or not file.suffix else file
+            place = file / MEASUREMENT_FILE if file.is_dir() or not file.suffix else file
             make_folder(place.parent)
             found.save(place)
             output.note(f"wrote {place}: draw it with: bitplan report {place}")

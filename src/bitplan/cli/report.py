@@ -12,7 +12,7 @@ from rich.table import Table
 
 from bitplan.analysis.measure import Measurement
 from bitplan.cli.output import JsonOption, command_output, make_folder, write_file
-from bitplan.lab.report.measured import FILE
+from bitplan.lab.report.heatmaps import MEASUREMENT_FILE
 from bitplan.lab.report.summaries import Experiment, Report
 from bitplan.lab.report.tables import COLUMNS_NOTE, csv_text, plan_columns, report_record
 from bitplan.lab.train.folder import RunFolder
@@ -79,13 +79,13 @@ def measurement_file(paths: list[Path]) -> Path | None:
     if len(paths) != 1:
         return None
     (path,) = paths
-    inside = path / FILE
+    inside = path / MEASUREMENT_FILE
     return path if path.is_file() else inside if inside.is_file() and not RunFolder(path).is_run else None
 
 
 def write_measurement_page(found: Measurement, page: Path) -> None:
     """Write the page of a measurement."""
-    from bitplan.lab.report.measured_page import measurement_page_html
+    from bitplan.lab.report.page import measurement_page_html
 
     text = measurement_page_html(found)
     make_folder(page.parent)

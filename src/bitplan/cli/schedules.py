@@ -114,9 +114,9 @@ def schedules(
 def _write_plot(page: Path | None, shown: list[Schedule], steps: int, output: Output) -> None:
     if page is None:
         return
-    from bitplan.lab.report.schedules_page import schedules_page
+    from bitplan.lab.report.page import schedules_page_html
 
-    text = schedules_page(shown, steps)
+    text = schedules_page_html(shown, steps)
     make_folder(page.parent)
     write_file(page, text)
     output.note(f"wrote {page}")

@@ -1,7 +1,7 @@
-"""Several processes that make runs side by side and share the cores between them.
+"""The jobs of a comparison: trained one after the other in this process, or in several that share the cores.
 
-Each has a pipe to this process: jobs go one way, updates the other. A worker whose pipe is broken (this process was
-killed) ends at its next update, and its run can be gone on with.
+Every worker is a ``ProcessPoolExecutor`` of one process. A single executor for all of them could neither give a job to
+the worker that has compiled its graphs nor say which job a killed process was training.
 """
 
 from __future__ import annotations
@@ -11,12 +11,17 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -29,45 +34,43 @@ from bitplan.lab.tasks.task import Task
 from bitplan.lab.train import Progress, Summary, train
 from bitplan.plans import Plan
 
-# --- One run of a comparison, as a process that makes it is told of it
-
 
 @dataclass(frozen=True)
 class Job:
-    """A run to make, or to go on with."""
+    """A run to train, or to continue."""
 
-    #: Of its plan.
+    #: The label of its plan in the comparison.
     label: str
     plan: Plan | None
-    #: What names the plan on the command line.
+    #: The plan's name on the command line.
     plan_source: str | None
     seed: int
     folder: Path
-    #: What it changes in the task's recipe, as ``key=value``.
+    #: Changes to the task's recipe, as ``key=value``.
     settings: tuple[str, ...] = ()
 
     @property
     def graphs(self) -> str:
-        """What the compiled graphs of the run depend on: the plan, but for its schedules and for who follows which."""
+        """What the compiled graphs of the run depend on: its plan without schedules and which rule follows which."""
         if self.plan is None:
             return ""
         content = self.plan.flattened().to_dict()
         rules: list[dict[str, Any]] = []
-        for rule in _without_followed(content.get("rules", [])):
+        for rule in _without_schedules(content.get("rules", [])):
             repeats = bool(rules) and rules[-1]["match"] == "*" and {**rule, "match": "*"} == rules[-1]
-            if not repeats:  # some modules follow another schedule than the rest, and that is all
+            if not repeats:  # it only lets some modules follow another schedule than the rest
                 rules.append(rule)
-        return json.dumps([rules, _without_followed(content.get("quantizers")), content.get("optimizer")])
+        return json.dumps([rules, _without_schedules(content.get("quantizers")), content.get("optimizer")])
 
 
-def _without_followed(content: Any) -> Any:
-    """Part of a plan's content, with any schedule for the one that gives a quantizer its bits."""
+def _without_schedules(content: Any) -> Any:
+    """Part of a plan's content, with the names of the schedules that set bits replaced by ``any``."""
     if isinstance(content, list):
-        return [_without_followed(each) for each in content]
+        return [_without_schedules(item) for item in content]
     if not isinstance(content, dict):
         return content
     return {
-        key: "any" if key == "bits" and isinstance(value, str) else _without_followed(value)
+        key: "any" if key == "bits" and isinstance(value, str) else _without_schedules(value)
         for key, value in content.items()
     }
 
@@ -86,20 +89,19 @@ class Setting:
 
 @dataclass(frozen=True)
 class Update:
-    """What became of a job since the last update."""
+    """News of a job: progress, or the summary when it has ended."""
 
     job: Job
     progress: Progress | None = None
-    #: At its end.
     summary: Summary | None = None
 
 
 class Trainer:
-    """Makes runs one after the other in this process, and keeps for the next what the next can use.
+    """Trains jobs one after the other in this process, and reuses tasks and compiled graphs.
 
-    Tasks are kept by seed, with the data they have read. A compiled graph serves all seeds of a plan, and plans that
-    differ in their schedules only; other plans make other graphs, and those of the last one are dropped before torch
-    counts too many.
+    Tasks are cached by seed, with the data they have read. All seeds of a plan, and plans that differ only in their
+    schedules, share compiled graphs. Other plans need other graphs: those of the last plan are dropped first, so that
+    torch's recompile limit is not reached.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -108,7 +110,7 @@ class Trainer:
         self._last: str | None = None
 
     def run(self, job: Job, on_progress: Callable[[Progress], None], stop: Callable[[], bool]) -> Summary:
-        """What came of the job; a run that is over already is only read."""
+        """Train the job and return its summary; a run that has ended already is only read."""
         graphs = job.graphs
         if self.setting.compile and self._last not in (None, graphs):
             torch.compiler.reset()
@@ -129,14 +131,14 @@ class Trainer:
         except BitplanError:
             raise
         except Exception as error:
-            named = named_file(self.setting.task)
-            if named is None:
+            task_file = named_file(self.setting.task)
+            if task_file is None:
                 raise
-            words = in_words(error, named[0])
-            raise TaskError(f"{self.setting.task} failed under {job.label}, seed {job.seed}: {words}") from error
+            message = in_words(error, task_file[0])
+            raise TaskError(f"{self.setting.task} failed under {job.label}, seed {job.seed}: {message}") from error
 
     def task(self, seed: int, settings: tuple[str, ...] = ()) -> Task:
-        """The task with that seed, and with more settings than all runs share, as if it were fresh."""
+        """The task with that seed and further settings, in its initial state."""
         key = (seed, settings)
         if key not in self._tasks:
             task = find_task(self.setting.task, (*self.setting.settings, *settings), seed)
@@ -146,113 +148,117 @@ class Trainer:
         return task
 
 
-#: Seconds between two updates of one job, and between two looks at the request to stop.
+#: Seconds between two progress updates of a job, and between two checks of the request to stop.
 _PAUSE = 0.1
-#: Seconds that workers get to end after their last job.
-_PATIENCE = 5.0
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """The number of CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def threads_of(workers: int) -> int:
-    """Of each worker, so that together they use every core once."""
+def threads_per_worker(workers: int) -> int:
+    """The number of threads of each worker, so that together they use every core once."""
     return max(1, cores() // workers)
 
 
 def run_in_workers(
     setting: Setting,
     jobs: Sequence[Job],
-    workers: int,
+    count: int,
     on_update: Callable[[Update], None],
     stop: Callable[[], bool],
 ) -> list[Summary]:
-    """Make all runs; once `stop` is true, those at work are stopped and the others are not begun."""
+    """Train all jobs in `count` processes; once `stop` is true, running jobs are stopped and no other is started."""
     pending, summaries = list(jobs), []
-    with _started(setting, min(workers, len(jobs))) as (connections, stopped):
-        busy: dict[Connection, Job] = {}
-        last: dict[Connection, str] = {}
-        idle = list(connections)
-        while busy or (pending and not stopped.is_set()):
+    with _workers(setting, min(count, len(jobs))) as (workers, stopped):
+        while any(worker.job for worker in workers) or (pending and not stopped.is_set()):
             if stop():
                 stopped.set()
-            while idle and pending and not stopped.is_set():
-                connection = idle.pop()
-                job = pending[0]
-                if setting.compile:
-                    job = _next_job(pending, last.get(connection), {each.graphs for each in busy.values()})
-                pending.remove(job)
-                busy[connection], last[connection] = job, job.graphs
-                connection.send(job)
-            for ready in wait(list(busy), _PAUSE):
-                connection = next(each for each in busy if each is ready)
-                update = _received(connection, busy[connection])
-                on_update(update)
-                if update.summary is not None:
-                    summaries.append(update.summary)
-                    del busy[connection]
-                    idle.append(connection)
+            for worker in workers:
+                if worker.job is None and pending and not stopped.is_set():
+                    running = {other.job.graphs for other in workers if other.job is not None}
+                    job = _next_job(pending, worker.graphs, running) if setting.compile else pending[0]
+                    pending.remove(job)
+                    worker.submit(job)
+            ended, _ = wait([worker.future for worker in workers if worker.job is not None], _PAUSE, FIRST_COMPLETED)
+            for worker in workers:
+                if worker.job is None:
+                    continue
+                for progress in worker.new_progress():
+                    on_update(Update(worker.job, progress))
+                if worker.future in ended:
+                    job, worker.job = worker.job, None
+                    summaries.append(worker.summary(job))
+                    on_update(Update(job, summary=summaries[-1]))
     return summaries
 
 
 def _next_job(pending: Sequence[Job], own: str | None, others: Container[str]) -> Job:
-    """The next whose compiled graphs the worker has; else one whose graphs no other worker makes; else the next."""
-    known = (job for job in pending if own is not None and job.graphs == own)
+    """The next job whose graphs the worker has compiled, or else one whose graphs no other worker compiles."""
+    same = (job for job in pending if own is not None and job.graphs == own)
     new = (job for job in pending if job.graphs not in others)
-    return next(known, None) or next(new, pending[0])
+    return next(same, None) or next(new, pending[0])
 
 
-def _received(connection: Connection, job: Job) -> Update:
-    try:
-        message = connection.recv()
-    except EOFError:
-        raise RunError(
-            f"the process that trained {job.label}, seed {job.seed} was killed (out of memory, perhaps): "
-            f"the same command goes on, with fewer --jobs if memory is short."
-        ) from None
-    if isinstance(message, BitplanError):
-        raise message
-    if isinstance(message, str):
-        raise RuntimeError(f"{job.label}, seed {job.seed} failed:\n{message}")
-    return Update(job, *message)
+class _Worker:
+    """One process. Its connection carries progress; the process ends at once when this end is closed."""
+
+    future: Future[Summary]
+
+    def __init__(self, setting: Setting, threads: int, stopped: Event) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self.connection, self._process_end = spawn.Pipe()
+        self._threads = threads
+        self.executor = ProcessPoolExecutor(
+            1, mp_context=spawn, initializer=_start_worker, initargs=(self._process_end, setting, threads, stopped)
+        )
+        #: None while it is idle.
+        self.job: Job | None = None
+        #: Those that its process has compiled last.
+        self.graphs: str | None = None
+
+    def submit(self, job: Job) -> None:
+        self.job, self.graphs = job, job.graphs
+        with _threads_in_environment(self._threads):  # the first job starts the process
+            self.future = self.executor.submit(_train_in_worker, job)
+        self._process_end.close()
+
+    def new_progress(self) -> Iterator[Progress]:
+        with suppress(EOFError, OSError):  # the process was killed: its future says so
+            while self.connection.poll():
+                yield self.connection.recv()
+
+    def summary(self, job: Job) -> Summary:
+        try:
+            return self.future.result()
+        except BrokenProcessPool:
+            raise RunError(
+                f"the process that trained {job.label}, seed {job.seed} was killed (perhaps out of memory): run the "
+                f"same command again to continue, with fewer --jobs if memory is short."
+            ) from None
 
 
 @contextmanager
-def _started(setting: Setting, count: int) -> Iterator[tuple[list[Connection], Any]]:
-    """Workers that wait for jobs, and the event that stops them; none is left at the end."""
-    context = multiprocessing.get_context("spawn")
-    stopped = context.Event()
-    connections: list[Connection] = []
-    processes = []
-    threads = threads_of(count)
+def _workers(setting: Setting, count: int) -> Iterator[tuple[list[_Worker], Event]]:
+    """Idle workers and the event that stops their jobs; no process is left at the end."""
+    stopped = multiprocessing.get_context("spawn").Event()
+    workers = [_Worker(setting, threads_per_worker(count), stopped) for _ in range(count)]
     try:
-        with _threads_in_environment(threads):
-            for _ in range(count):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_work, args=(theirs, stopped, setting, threads), daemon=True)
-                process.start()
-                theirs.close()
-                connections.append(ours)
-                processes.append(process)
-        yield connections, stopped
-        for connection in connections:
-            connection.send(None)
-        for process in processes:
-            process.join(_PATIENCE)
+        yield workers, stopped
+    except BaseException:
+        for worker in workers:
+            worker.connection.close()
+        raise
     finally:
-        for process in processes:
-            if process.is_alive():
-                process.terminate()
-            process.join()
-        for connection in connections:
-            connection.close()
+        for worker in workers:
+            worker.executor.shutdown()
+            worker.connection.close()
 
 
 @contextmanager
 def _threads_in_environment(threads: int) -> Iterator[None]:
-    """What a process reads when it starts; a number that the user chose stays."""
+    """Set OpenMP's number of threads for processes started meanwhile, unless the user has set it."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     try:
@@ -262,41 +268,40 @@ def _threads_in_environment(threads: int) -> Iterator[None]:
             del os.environ["OMP_NUM_THREADS"]
 
 
-def _work(connection: Connection, stopped: Any, setting: Setting, threads: int) -> None:
-    """A worker's life: jobs come, updates go, None ends it."""
-    # Ctrl-C reaches the whole group of processes: the one that was asked decides what it means.
+# --- In the processes
+
+_train: Callable[[Job], Summary]
+
+
+def _start_worker(connection: Connection, setting: Setting, threads: int, stopped: Event) -> None:
+    """Prepare a worker process for its jobs."""
+    # Ctrl-C reaches the whole group of processes: the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    import torch
-
+    threading.Thread(target=_exit_with_parent, args=(connection,), daemon=True).start()
     torch.set_num_threads(min(threads, torch.get_num_threads()))
-    trainer = Trainer(setting)
-    try:
-        while (job := connection.recv()) is not None:
-            connection.send(_done(trainer, job, _Pacer(connection), stopped.is_set))
-    except (EOFError, BrokenPipeError):
-        pass  # nobody is there any more
+    trainer, sent = Trainer(setting), 0.0
+
+    def send(progress: Progress) -> None:
+        nonlocal sent
+        if (now := time.monotonic()) - sent >= _PAUSE:
+            sent = now
+            connection.send(progress)
+
+    global _train
+    _train = partial(trainer.run, on_progress=send, stop=stopped.is_set)
 
 
-def _done(trainer: Trainer, job: Job, pacer: _Pacer, stop: Callable[[], bool]) -> Any:
+def _exit_with_parent(connection: Connection) -> None:
+    """End this process when the parent has closed its end, or was killed: runs can be continued after any step."""
+    with suppress(EOFError, OSError):
+        connection.recv()
+    os._exit(1)
+
+
+def _train_in_worker(job: Job) -> Summary:
     try:
-        return None, trainer.run(job, pacer, stop)
-    except BrokenPipeError:
+        return _train(job)
+    except BitplanError:
         raise
-    except BitplanError as error:
-        return error
-    except Exception:
-        return traceback.format_exc()
-
-
-class _Pacer:
-    """Sends progress, but not every step of it."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._sent = 0.0
-
-    def __call__(self, progress: Progress) -> None:
-        now = time.monotonic()
-        if now - self._sent >= _PAUSE:
-            self._sent = now
-            self._connection.send((progress, None))
+    except Exception:  # as text, since not every exception can be pickled
+        raise RuntimeError(f"{job.label}, seed {job.seed} failed:\n{traceback.format_exc()}") from None

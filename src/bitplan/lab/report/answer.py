@@ -1,118 +1,20 @@
-"""The answer in one sentence: which plan is cheapest without a loss, and which fail."""
+"""What an experiment shows, in one sentence: which plan is cheapest without a loss of the metric, and which fail.
+
+Also how numbers and lists are written wherever results are shown.
+"""
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from bitplan.lab.report.summaries import Experiment, PlanSummary
 
 
-# --- How a figure is spread over seeds
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Mean and spread of one figure over several runs."""
-
-    mean: float
-    #: The sample standard deviation; 0 for a single run, of which nothing is known.
-    deviation: float
-    low: float
-    high: float
-    count: int
-
-    @property
-    def is_finite(self) -> bool:
-        return math.isfinite(self.mean)
-
-
-def spread(values: Iterable[float | None]) -> Spread | None:
-    """The spread of those values that exist; None where none does.
-
-    >>> spread([0.25, 0.75, None])
-    Spread(mean=0.5, deviation=0.3535533905932738, low=0.25, high=0.75, count=2)
-    >>> spread([None]) is None
-    True
-    """
-    known = [value for value in values if value is not None]
-    if not known:
-        return None
-    if not all(map(math.isfinite, known)):
-        return Spread(math.nan, math.nan, math.nan, math.nan, len(known))
-    deviation = statistics.stdev(known) if len(known) > 1 else 0.0
-    return Spread(statistics.fmean(known), deviation, min(known), max(known), len(known))
-
-
-# --- Numbers and names as people read them, the same on the page, in the terminal and in a sentence
-
-
-def percent_words(share: float) -> str:
-    """A share with two or three digits that matter.
-
-    >>> percent_words(1.0), percent_words(0.0625), percent_words(0.00391), percent_words(0.9833)
-    ('100 %', '6.2 %', '0.39 %', '98.3 %')
-    """
-    percent = 100 * share
-    if not math.isfinite(percent):
-        return number_words(share)
-    digits = 0 if abs(percent) >= 99.95 else 1 if abs(percent) >= 1 else 2
-    return f"{percent:.{digits}f} %"
-
-
-def number_words(value: float) -> str:
-    """A number with four digits that matter.
-
-    >>> number_words(2.302585), number_words(0.00012), number_words(float("nan")), number_words(123456.0)
-    ('2.303', '0.00012', 'NaN', '123,456')
-    """
-    if not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "infinite"
-    if 1000 <= abs(value) < 1e9:
-        return f"{value:,.0f}"
-    return f"{value:.4g}"
-
-
-def duration_words(seconds: float) -> str:
-    """A time.
-
-    >>> duration_words(3.21), duration_words(75.2), duration_words(7300)
-    ('3.2 s', '1 min 15 s', '2 h 01 min')
-    """
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60:02} min"
-
-
-def listed(names: Sequence[str], most: int = 4) -> str:
-    """Names as a sentence lists them; a long list is cut.
-
-    >>> listed(["a"]), listed(["a", "b", "c"]), listed(list("abcdefg"))
-    ('a', 'a, b and c', 'a, b, c and 4 more')
-    """
-    if len(names) > most:
-        names = [*names[: most - 1], f"{len(names) - most + 1} more"]
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def counted(count: int, noun: str) -> str:
-    """A count with its noun.
-
-    >>> counted(1, "seed"), counted(3, "seed")
-    ('1 seed', '3 seeds')
-    """
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
 def answer(experiment: Experiment) -> str:
-    """What an experiment shows, in one sentence that names the plans that fail, and runs that are not there yet."""
+    """What an experiment shows, with the plans that fail and the runs that have not finished."""
     clauses = [f"On {experiment.name} ({_extent(experiment)}), {_finding(experiment)}"]
     failing = [plan for plan in experiment.plans if plan.verdict == "fails"]
     if failing:
@@ -146,7 +48,7 @@ def _finding(experiment: Experiment) -> str:
     if reference is None:
         return _without_reference(experiment)
     assert reference.value is not None
-    standard = experiment.metric_words(reference.value.mean)
+    standard = experiment.metric_text(reference.value.mean)
     best = best_plan(experiment)
     if best is not None and best.verdict == "keeps":
         return (
@@ -167,18 +69,18 @@ def _without_reference(experiment: Experiment) -> str:
     metric = experiment.metric
     best = best_plan(experiment)
     if best is not None:
-        words = f"{best.label} reaches {metric.name} {_value(experiment, best)}"
-        if best.cost is not None:
-            words += f" with {percent_words(best.cost)} of FP32's bit operations"
-        words += f", and the trivial predictor gets {experiment.metric_words(metric.trivial)}"
-        return words
+        cost = "" if best.cost is None else f" with {percent_text(best.cost)} of FP32's bit operations"
+        return (
+            f"{best.label} reaches {metric.name} {_value(experiment, best)}{cost}, and the trivial predictor gets "
+            f"{experiment.metric_text(metric.trivial)}"
+        )
     if any(plan.verdict == "fails" for plan in experiment.plans):
         return "nothing works"
     return "nothing has finished yet"
 
 
 def _value(experiment: Experiment, plan: PlanSummary) -> str:
-    return "nothing" if plan.value is None else experiment.metric_words(plan.value.mean)
+    return "nothing" if plan.value is None else experiment.metric_text(plan.value.mean)
 
 
 def _price(plan: PlanSummary) -> tuple[float, float]:
@@ -189,10 +91,10 @@ def _price(plan: PlanSummary) -> tuple[float, float]:
 def _savings(plan: PlanSummary, reference: PlanSummary) -> str:
     parts = []
     if plan.cost is not None and reference.cost:
-        parts.append(f"{percent_words(plan.cost / reference.cost)} of its bit operations")
+        parts.append(f"{percent_text(plan.cost / reference.cost)} of its bit operations")
     if plan.memory is not None and reference.memory:
-        parts.append(f"{percent_words(plan.memory / reference.memory)} of its tensors' bytes")
-    # What is emulated is counted, not saved.
+        parts.append(f"{percent_text(plan.memory / reference.memory)} of its tensors' bytes")
+    # Emulation counts savings and makes none.
     verb = "would need" if plan.runs[0].execution == "emulate" else "needs"
     return f" and {verb} {' and '.join(parts)}" if parts else ""
 
@@ -206,3 +108,66 @@ def _failure(experiment: Experiment, failing: list[PlanSummary]) -> str:
         value = f"{experiment.metric.name} {_value(experiment, plan)}, " if measured else ""
         described.append(f"{plan.label} fails ({value}{plan.why})")
     return " and ".join(described)
+
+
+# --- Numbers and names in text, the same on the page, in the terminal and in a sentence
+
+
+def percent_text(share: float) -> str:
+    """A share in per cent, with two or three significant digits.
+
+    >>> percent_text(1.0), percent_text(0.0625), percent_text(0.00391), percent_text(0.9833)
+    ('100 %', '6.2 %', '0.39 %', '98.3 %')
+    """
+    percent = 100 * share
+    if not math.isfinite(percent):
+        return number_text(share)
+    digits = 0 if abs(percent) >= 99.95 else 1 if abs(percent) >= 1 else 2
+    return f"{percent:.{digits}f} %"
+
+
+def number_text(value: float) -> str:
+    """A number with four significant digits.
+
+    >>> number_text(2.302585), number_text(0.00012), number_text(float("nan")), number_text(123456.0)
+    ('2.303', '0.00012', 'NaN', '123,456')
+    """
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "infinite"
+    if 1000 <= abs(value) < 1e9:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def duration_text(seconds: float) -> str:
+    """A time.
+
+    >>> duration_text(3.21), duration_text(75.2), duration_text(7300)
+    ('3.2 s', '1 min 15 s', '2 h 01 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """Names joined for a sentence; a long list is cut.
+
+    >>> listed(["a"]), listed(["a", "b", "c"]), listed(list("abcdefg"))
+    ('a', 'a, b and c', 'a, b, c and 4 more')
+    """
+    if len(names) > most:
+        names = [*names[: most - 1], f"{len(names) - most + 1} more"]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def counted(count: int, noun: str) -> str:
+    """A count with its noun.
+
+    >>> counted(1, "seed"), counted(3, "seed")
+    ('1 seed', '3 seeds')
+    """
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,122 +1,216 @@
-"""The page: one HTML file that holds everything it shows and asks the network for nothing.
+"""Pages of reports, measurements and schedules: single HTML files that need no network.
 
-Every text that a user or a file gave goes through :func:`html.escape`, and what scripts read lies in JSON whose ``<``
-is written as an escape, so that no name can end a script. A content security policy in the page forbids requests.
+The templates escape all text (Jinja2's autoescape), and a content security policy forbids requests.
 """
 
 from __future__ import annotations
 
-import html
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
 from bitplan._version import __version__
-from bitplan.lab.report.answer import counted, listed
-from bitplan.lab.report.charts.common import plotly, styles_of
-from bitplan.lab.report.page_charts import charts_html
-from bitplan.lab.report.palette import dark_partners, sign_svg
+from bitplan.analysis.measure import Measurement
+from bitplan.lab.report.answer import best_plan, counted, listed, number_text
+from bitplan.lab.report.charts import bits_chart, loss_chart, memory_chart, metric_chart, price_chart
+from bitplan.lab.report.deficits import deficit_drawings
+from bitplan.lab.report.figures import (
+    LINE_DASHES,
+    SYMBOL_PATHS,
+    Drawing,
+    bare_layout,
+    class_colour,
+    dark_partners,
+    plan_styles,
+    plotly,
+)
+from bitplan.lab.report.heatmaps import measured_drawing, measured_in_file, measured_in_run, measures_of, sites_chart
+from bitplan.lab.report.ratios import ratio_drawings
 from bitplan.lab.report.runs import Run
 from bitplan.lab.report.summaries import Experiment, Report
-from bitplan.lab.report.tables import badge, plans_html, promotions_html, runs_html
-
-#: Nothing may be fetched: scripts and styles are in the page, pictures are made by it.
-_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'"
+from bitplan.lab.report.tables import (
+    COLUMNS_NOTE,
+    Cell,
+    Table,
+    class_text,
+    curve_table,
+    figures_table,
+    memory_classes,
+    memory_table,
+    plan_columns,
+    plans_table,
+    promotions_table,
+    runs_table,
+    sites_table,
+    verdict_text,
 )
+from bitplan.plans.schedules import Schedule
+from bitplan.plans.schedules.named import GROUPS_EXPLAINED, group_of
+from bitplan.plans.schedules.plots import Piece, pieces_of
+
+
+@dataclass(frozen=True)
+class Section:
+    """An experiment, a measurement or a list of schedules on a page."""
+
+    id: str
+    heading: str
+    charts: Sequence[Drawing]
+    answer: str = ""
+    note: str = ""
+    #: (name, value); those without a value are left out.
+    facts: Sequence[tuple[str, str]] = ()
+    #: (plan, style, verdict), for the legend of all charts.
+    legend: Sequence[Any] = ()
+    #: (heading, table, note below it).
+    tables: Sequence[tuple[str, Table, str]] = ()
 
 
 def page_html(report: Report) -> str:
-    """The whole page."""
-    plotly()  # says in a sentence where it is missing
-    drawings: dict[str, Any] = {}
-    sections = "".join(
-        _experiment_html(experiment, f"e{number}", drawings) for number, experiment in enumerate(report.experiments)
+    """The page of a report."""
+    sections = [_experiment_section(experiment, f"e{number}") for number, experiment in enumerate(report.experiments)]
+    title = ", ".join(dict.fromkeys(experiment.task for experiment in report.experiments))
+    return _page(title, sections, counted(len(report.runs), "run"), "report")
+
+
+def measurement_page_html(measurement: Measurement) -> str:
+    """The page of a measurement: a heat map of products by format for each stage."""
+    target = measurement.target or "a model"
+    facts = [
+        ("products", str(len(measurement.products))),
+        ("candidates", ", ".join(measurement.candidates)),
+        ("not measured", "; ".join(f"{name}: {why}" for name, why in measurement.skipped.items())),
+        ("command", measurement.command or ""),
+    ]
+    charts = _numbered([measured_drawing(measured, target) for measured in measured_in_file(measurement)], "m-")
+    section = Section("m", target, charts, facts=facts)
+    return _page(target, [section], counted(len(measurement.rows), "figure"), "measurement")
+
+
+def schedules_page_html(schedules: Sequence[Schedule], total: int) -> str:
+    """The page of schedules over a run of `total` steps."""
+    names = ", ".join(schedule.name for schedule in schedules)
+    section = Section(
+        "s",
+        names,
+        _numbered([_schedule_drawing(schedule, total, len(schedules) == 1) for schedule in schedules], "s"),
+        answer=_schedules_answer(schedules, total),
+        tables=[("Figures", _schedules_table(schedules, total), _schedules_note(schedules))],
     )
-    title = f"bitplan: {', '.join(dict.fromkeys(experiment.task for experiment in report.experiments))}"
-    return document(title, sections, drawings, counted(len(report.runs), "run"))
+    return _page(names, [section], counted(len(schedules), "schedule"), "schedules")
 
 
-def document(title: str, sections: str, drawings: dict[str, Any], source: str, name: str = "report") -> str:
-    """A page with these sections, each of class ``experiment``, and all that its charts need."""
+def summary_html(experiment: Experiment) -> str:
+    """The answer and the table of plans, for a notebook."""
+    return _templates().get_template("summary.html").render(experiment=experiment, columns=plan_columns(experiment))
+
+
+def _page(title: str, sections: Sequence[Section], source: str, name: str) -> str:
+    plotly()  # raises where it is not installed
     from plotly.offline import get_plotlyjs
 
-    data = {"drawings": drawings, "dark": dark_partners()}
+    drawings = {
+        chart.id: {"choices": chart.choices} if chart.choices else json.loads(chart.figure.to_json())
+        for section in sections
+        for chart in section.charts
+        if chart.has_data
+    }
     return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{html.escape(_POLICY)}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{html.escape(title)}</title>\n<style>{_asset('page.css')}</style>\n</head>\n<body>\n"
-        f'<header><h1>bitplan <span class="quiet">{html.escape(name)}</span></h1>'
-        '<button type="button" id="theme" class="plain">Light or dark</button></header>\n'
-        f"<main>{sections}</main>\n"
-        f'<footer class="quiet">Made by bitplan {html.escape(__version__)} from '
-        f"{html.escape(source)}. This file needs no network.</footer>\n"
-        f'<script type="application/json" id="data">{script_json(data)}</script>\n'
-        f"<script>{get_plotlyjs()}</script>\n<script>{_asset('page.js')}</script>\n</body>\n</html>\n"
+        _templates()
+        .get_template("page.html")
+        .render(
+            title=f"bitplan: {title}",
+            name=name,
+            sections=sections,
+            source=source,
+            version=__version__,
+            data={"drawings": drawings, "dark": dark_partners()},
+            symbol_paths=SYMBOL_PATHS,
+            line_dashes=LINE_DASHES,
+            css=_asset("page.css"),
+            js=_asset("page.js"),
+            plotly=Markup(get_plotlyjs()),
+        )
     )
 
 
-def script_json(content: Any) -> str:
-    """JSON that may stand in a script: no text in it can end the script or begin a comment there."""
-    text = json.dumps(content, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+@cache
+def _templates() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("bitplan.lab.report"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return environment
 
 
-def _asset(name: str) -> str:
-    return (files("bitplan.lab.report") / "assets" / name).read_text(encoding="utf-8")
+def _asset(name: str) -> Markup:
+    return Markup((files("bitplan.lab.report") / "assets" / name).read_text(encoding="utf-8"))
 
 
-def _experiment_html(experiment: Experiment, key: str, drawings: dict[str, Any]) -> str:
-    name = html.escape(experiment.name)
-    return (
-        f'<section class="experiment" id="{key}"><h2>{name}</h2>'
-        f'<p class="answer">{_unbroken(experiment.answer)}</p>'
-        f"{_emulation_note(experiment)}{_facts_html(experiment)}{_legend_html(experiment, key)}"
-        f'<div class="charts">{charts_html(experiment, key, drawings)}</div>'
-        f'<h3 class="part">Plans</h3>{plans_html(experiment)}'
-        f'<h3 class="part">Runs</h3>{runs_html(experiment)}{promotions_html(experiment)}</section>'
+def _numbered(charts: Iterable[Drawing], prefix: str) -> list[Drawing]:
+    return [replace(chart, id=f"{prefix}{number}") for number, chart in enumerate(charts)]
+
+
+# --- Experiments
+
+
+def _experiment_section(experiment: Experiment, key: str) -> Section:
+    charts = _numbered(_experiment_drawings(experiment), f"{key}-")
+    styles = plan_styles(experiment.plans)
+    promotions = promotions_table(experiment)
+    is_emulated = any(run.execution == "emulate" and run.plan is not None for run in experiment.runs)
+    return Section(
+        key,
+        experiment.name,
+        [*charts, *_sites_drawings(experiment, key), *_measured_drawings(experiment, key)],
+        answer=experiment.answer.replace(" %", "\N{NO-BREAK SPACE}%"),
+        note=_EMULATION_NOTE if is_emulated else "",
+        facts=_facts(experiment),
+        legend=[(plan, style, verdict_text(plan)) for plan, style in zip(experiment.plans, styles, strict=True)],
+        tables=[
+            ("Plans", plans_table(experiment), COLUMNS_NOTE),
+            ("Runs", runs_table(experiment), ""),
+            *([("Promotions", promotions, "")] if promotions is not None else []),
+        ],
     )
 
 
-def _unbroken(sentence: str) -> str:
-    """A sentence whose numbers stay with their per cent signs."""
-    return html.escape(sentence).replace(" %", "&nbsp;%")
+_EMULATION_NOTE = (
+    "These runs emulate: values were rounded, arithmetic was not. Bit operations and bytes are what a plan would need, "
+    "and nothing was saved yet."
+)
 
 
-def _emulation_note(experiment: Experiment) -> str:
-    if not any(run.execution == "emulate" and run.plan is not None for run in experiment.runs):
-        return ""
-    return (
-        '<p class="note">These runs emulate: values were rounded, arithmetic was not. Bit operations and bytes are '
-        "what a plan would need, and nothing was saved yet.</p>"
-    )
-
-
-def _facts_html(experiment: Experiment) -> str:
+def _facts(experiment: Experiment) -> list[tuple[str, str]]:
     """What was run."""
     runs, metric = experiment.runs, experiment.metric
     settings = ", ".join(f"{key} {value}" for key, value in experiment.shared_settings.items())
-    facts = [
-        ("metric", f"{metric.name}, {metric.better} is better; trivial {experiment.metric_words(metric.trivial)}"),
+    return [
+        ("metric", f"{metric.name}, {metric.better} is better; trivial {experiment.metric_text(metric.trivial)}"),
         ("plans", listed([plan.label for plan in experiment.plans], 12)),
         ("runs", f"{len(runs)}, seeds {listed([str(seed) for seed in experiment.seeds], 12)}"),
         ("settings", settings or "-"),
         ("execution", _distinct(f"{run.execution}{', compiled' if run.compiled else ''}" for run in runs)),
-        ("device", _distinct(_device_words(run) for run in runs)),
+        ("device", _distinct(_device_text(run) for run in runs)),
         ("versions", _distinct(", ".join(f"{name} {value}" for name, value in run.versions.items()) for run in runs)),
     ]
-    rows = "".join(f"<dt>{name}</dt><dd>{html.escape(words)}</dd>" for name, words in facts if words)
-    return f'<dl class="facts">{rows}</dl>'
 
 
-def _distinct(words: Iterable[str]) -> str:
-    return "; ".join(dict.fromkeys(words))
+def _distinct(texts: Iterable[str]) -> str:
+    return "; ".join(dict.fromkeys(texts))
 
 
-def _device_words(run: Run) -> str:
+def _device_text(run: Run) -> str:
     about = [
         value if isinstance(value, str) else f"{key} {value}"
         for key, value in run.machine.items()
@@ -125,12 +219,149 @@ def _device_words(run: Run) -> str:
     return ", ".join([run.device, *about])
 
 
-def _legend_html(experiment: Experiment, key: str) -> str:
-    """One legend for all charts: a button for each plan that shows and hides it."""
-    entries = "".join(
-        f'<li><button type="button" class="entry" data-plan="{number}" aria-pressed="true">'
-        f'<span class="line" data-color="{style.colour}">{sign_svg(style)}</span>'
-        f"{html.escape(plan.label)}{badge(plan)}</button></li>"
-        for number, (plan, style) in enumerate(zip(experiment.plans, styles_of(experiment), strict=True))
+def _experiment_drawings(experiment: Experiment) -> list[Drawing]:
+    metric = experiment.metric.name
+    figures = figures_table(experiment)
+    front = (
+        "Dotted: the Pareto front, where nothing that works is both cheaper and better. Bars: one standard deviation "
+        "over seeds; faint: single seeds; a cross: a plan that fails."
     )
-    return f'<ul class="legend" data-for="{key}" aria-label="Plans: press to hide or show">{entries}</ul>'
+    return [
+        Drawing(f"{metric} against bit operations", front, price_chart(experiment, "cost"), figures),
+        Drawing(
+            f"{metric} against bytes",
+            f"Bytes of a step's tensors in the plan's formats: counted, not measured. {front}",
+            price_chart(experiment, "memory"),
+            figures,
+        ),
+        Drawing(
+            "loss",
+            "Training loss; thin: single seeds, thick: their mean; a cross: where a run diverged.",
+            loss_chart(experiment),
+            curve_table(experiment, "loss", number_text),
+        ),
+        Drawing(
+            f"{metric} over time",
+            "On held-out data; thin: single seeds, thick: their mean.",
+            metric_chart(experiment),
+            curve_table(experiment, metric, experiment.metric_text),
+        ),
+        Drawing(
+            "bits over time",
+            "The width of both operands at which products would have cost what they did.",
+            bits_chart(experiment),
+            curve_table(experiment, "bits", lambda bits: f"{bits:.1f}"),
+        ),
+        Drawing(
+            "bytes by class of tensors",
+            "Bytes of a step's tensors in the plan's formats: counted, not measured, and not a peak.",
+            memory_chart(experiment),
+            memory_table(experiment),
+            legend=[(class_colour(n), class_text(name)) for n, name in enumerate(memory_classes(experiment))],
+        ),
+        *deficit_drawings(experiment),
+        *ratio_drawings(experiment),
+    ]
+
+
+def _sites_drawings(experiment: Experiment, key: str) -> list[Drawing]:
+    """The heat map of tensors, with a choice of the plan and of what is shown."""
+    choices, plans = {}, []
+    for number, plan in enumerate(experiment.plans):
+        for measure in measures_of(plan):
+            figure = sites_chart(plan, measure)
+            assert figure is not None
+            choices[f"{number}/{measure}"] = json.loads(figure.to_json())
+        if measures_of(plan):
+            plans.append((number, plan.label, plan is best_plan(experiment)))
+    if not plans:
+        return []
+    title = "tensors by format and by error"
+    caption = (
+        "Every tensor that the plan rounds: operations down in the order they run, roles across. The error is the root "
+        "of mean squared error over mean square; what is empty is left alone."
+    )
+    table = sites_table(experiment)
+    return [
+        Drawing(title, caption, None, table, is_wide=True, choices=choices, plans=plans, id=f"{key}-sites"),
+    ]
+
+
+def _measured_drawings(experiment: Experiment, key: str) -> list[Drawing]:
+    """What each format would do, from the first run of every plan that was measured during training."""
+    drawings = []
+    for number, plan in enumerate(experiment.plans):
+        measurements = (measured_in_run(run.folder) for run in plan.runs)
+        measured = next((measured for measured in measurements if measured is not None), None)
+        if measured is not None:
+            drawings.append(replace(measured_drawing(measured, plan.label), id=f"{key}-measured{number}"))
+    return drawings
+
+
+# --- Schedules
+
+
+def _schedule_drawing(schedule: Schedule, total: int, is_wide: bool) -> Drawing:
+    figure = schedule.plot(total)
+    figure.update_layout(title=None, **bare_layout(320 if is_wide else 220))
+    summary = schedule.summary(total)
+    caption = (
+        f"From {summary.first} to {summary.last} bits, {summary.mean_bits:.2f} on average; at the top for "
+        f"{summary.share_at_max:.1%} of the steps; relative cost {summary.relative_cost:.3f}."
+    )
+    return Drawing(str(schedule), caption, figure, _pieces_table(pieces_of(schedule, total)), is_wide=is_wide)
+
+
+def _schedules_answer(schedules: Sequence[Schedule], total: int) -> str:
+    costs = {schedule.name: schedule.summary(total).relative_cost for schedule in schedules}
+    if len(schedules) == 1:
+        schedule = schedules[0]
+        return (
+            f"{schedule} costs {costs[schedule.name]:.1%} of the bit operations of {schedule.highest} bits throughout, "
+            f"over {total:,} steps."
+        )
+    cheapest, dearest = min(costs, key=costs.__getitem__), max(costs, key=costs.__getitem__)
+    return (
+        f"Over {total:,} steps, {cheapest} costs {costs[cheapest]:.1%} and {dearest} {costs[dearest]:.1%} of the bit "
+        f"operations of the highest bits throughout."
+    )
+
+
+def _schedules_note(schedules: Sequence[Schedule]) -> str:
+    grouped = any(group_of(schedule.name) for schedule in schedules)
+    return (
+        "Relative cost: bit operations against the highest bits throughout, with the backward pass at the highest bits."
+        + f" {GROUPS_EXPLAINED}" * grouped
+    )
+
+
+def _schedules_table(schedules: Sequence[Schedule], total: int) -> Table:
+    titles = ("schedule", "group", "first", "last", "mean bits", "at the top", "relative cost")
+    columns = [(title, title not in ("schedule", "group")) for title in titles]
+    rows = []
+    for schedule in schedules:
+        summary, group = schedule.summary(total), group_of(schedule.name)
+        rows.append(
+            [
+                Cell(str(schedule), schedule.name),
+                Cell(group or "-", group),
+                Cell(str(summary.first), summary.first),
+                Cell(str(summary.last), summary.last),
+                Cell(f"{summary.mean_bits:.2f}", summary.mean_bits),
+                Cell(f"{summary.share_at_max:.1%}", summary.share_at_max),
+                Cell(f"{summary.relative_cost:.3f}", summary.relative_cost),
+            ]
+        )
+    return Table("schedules in figures", columns, rows, is_sortable=True)
+
+
+#: Rows of the table of a schedule's pieces, at most.
+_MOST_PIECES = 64
+
+
+def _pieces_table(pieces: Sequence[Piece]) -> Table:
+    shown = pieces if len(pieces) <= _MOST_PIECES else pieces[: _MOST_PIECES - 1]
+    rows = [[Cell(f"{piece.first:,}"), Cell(f"{piece.last:,}"), Cell(str(piece.bits))] for piece in shown]
+    if len(shown) < len(pieces):
+        rows.append([Cell(f"{pieces[len(shown)].first:,}"), Cell(f"{pieces[-1].last:,}"), Cell("changes further")])
+    return Table("bits over the run", [("from step", True), ("to step", True), ("bits", True)], rows)

@@ -1,37 +1,86 @@
-"""What runs add up to: plans with their spread over seeds, judged against a reference.
+"""Experiments: plans with mean and spread over seeds, judged against a reference.
 
 A **plan's row** holds the runs that differ in nothing but the seed. An **experiment** holds the plans of one task on
-one network and its data. The **reference** is the row without a plan, or else the dearest row that finished.
+one network and its data. The **reference** is the row without a plan, or else the most expensive that finished.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from bitplan.lab.report.answer import Spread, counted, number_words, percent_words, spread
-from bitplan.lab.report.pareto import pareto_front
+from bitplan.lab.report.answer import counted, number_text, percent_text
 from bitplan.lab.report.runs import Run, SiteRecord, read_runs
 from bitplan.lab.tasks.task import Metric
 
-#: A plan keeps the reference's metric if its mean is worse by no more than this share of it ...
+#: A plan keeps the reference's metric if its mean is worse by at most this share of it, or by at most the reference's
+#: own spread over seeds.
 TOLERANCE = 0.01
-#: ... or by no more than the reference's own spread over seeds; and it fails if it loses more than this share of what
-#: the reference gains over the trivial predictor.
+#: A plan fails if it loses more than this share of what the reference gains over the trivial predictor.
 FAILING_LOSS = 0.5
-#: Settings that make another network, or other data: runs that differ in one of them are not judged by each other.
-#: Those of the recipe (steps, lr, loss_scale, ...) are not here, since plans may differ in them on purpose.
+#: Settings of the network and of the data: runs that differ in one of them are not compared with each other.
+#: Those of the recipe (steps, lr, loss_scale, ...) are absent, since plans may differ in them on purpose.
 OF_THE_NETWORK = (
-    *("data", "size", "length", "vocabulary", "level", "model", "width", "layers", "heads", "features"),
-    *("levels", "head", "norm"),
+    "data",
+    "size",
+    "length",
+    "vocabulary",
+    "level",
+    "model",
+    "width",
+    "layers",
+    "heads",
+    "features",
+    "levels",
+    "head",
+    "norm",
 )
 
 Verdict = Literal["reference", "keeps", "loses", "fails", "unfinished", "alone"]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and spread of a value over several runs."""
+
+    mean: float
+    #: The sample standard deviation; 0 for a single run.
+    deviation: float
+    low: float
+    high: float
+    count: int
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.mean)
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """The spread of the values that are not None; None where all are.
+
+    >>> spread([0.25, 0.75, None])
+    Spread(mean=0.5, deviation=0.3535533905932738, low=0.25, high=0.75, count=2)
+    >>> spread([None]) is None
+    True
+    """
+    numbers = [value for value in values if value is not None]
+    if not numbers:
+        return None
+    if not all(map(math.isfinite, numbers)):
+        return Spread(math.nan, math.nan, math.nan, math.nan, len(numbers))
+    deviation = statistics.stdev(numbers) if len(numbers) > 1 else 0.0
+    return Spread(statistics.fmean(numbers), deviation, min(numbers), max(numbers), len(numbers))
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    numbers = spread(values)
+    return None if numbers is None else numbers.mean
 
 
 @dataclass(frozen=True)
@@ -41,7 +90,7 @@ class PlanSummary:
     label: str
     runs: tuple[Run, ...]
     verdict: Verdict = "alone"
-    #: Half a sentence: why the verdict is so.
+    #: The reason for the verdict.
     why: str = ""
     #: Whether no other plan that works is both cheaper (in bit operations; in bytes) and better.
     on_cost_front: bool = False
@@ -57,7 +106,7 @@ class PlanSummary:
 
     @cached_property
     def judged(self) -> tuple[Run, ...]:
-        """The runs whose figures count: the finished ones, and all where none is."""
+        """The finished runs, or all where none has finished: those whose values count."""
         return tuple(run for run in self.runs if run.is_finished) or self.runs
 
     @cached_property
@@ -65,56 +114,49 @@ class PlanSummary:
         """The metric after the last step."""
         return spread(run.value for run in self.judged)
 
+    @property
+    def has_value(self) -> bool:
+        return self.value is not None and self.value.is_finite
+
     @cached_property
     def cost(self) -> float | None:
         """Bit operations as a share of FP32's."""
-        found = spread(run.relative_cost for run in self.judged)
-        return None if found is None else found.mean
+        return _mean(run.relative_cost for run in self.judged)
 
     @cached_property
     def memory(self) -> float | None:
         """Bytes of all classes of tensors."""
-        found = spread(run.total_memory for run in self.judged)
-        return None if found is None else found.mean
+        return _mean(run.total_memory for run in self.judged)
 
     @cached_property
     def memory_classes(self) -> dict[str, float]:
         """Bytes of each class of tensors, mean over runs."""
         names = dict.fromkeys(name for run in self.judged for name in run.memory)
-        means = {name: spread(run.memory.get(name) for run in self.judged) for name in names}
-        return {name: found.mean for name, found in means.items() if found is not None}
+        means = {name: _mean(run.memory.get(name) for run in self.judged) for name in names}
+        return {name: mean for name, mean in means.items() if mean is not None}
 
     @cached_property
     def mean_bits(self) -> float | None:
-        found = spread(run.mean_bits for run in self.judged)
-        return None if found is None else found.mean
-
-    @cached_property
-    def loss(self) -> Spread | None:
-        return spread(run.loss for run in self.judged)
+        return _mean(run.mean_bits for run in self.judged)
 
     @cached_property
     def seconds(self) -> float | None:
-        found = spread(run.seconds for run in self.judged)
-        return None if found is None else found.mean
+        return _mean(run.seconds for run in self.judged)
 
     def count(self, status: str) -> int:
         """How many of its runs have that status."""
         return sum(run.status == status for run in self.runs)
 
     @property
-    def status_words(self) -> str:
-        """What became of its runs.
-
-        Empty where all of them finished: that goes without saying.
-        """
+    def status_text(self) -> str:
+        """How many runs did not finish; empty where all did."""
         statuses = ("diverged", "stopped", "running", "unfinished")
         odd = [(status, self.count(status)) for status in statuses if self.count(status)]
         return ", ".join(f"{count} of {len(self.runs)} {status}" for status, count in odd)
 
     @cached_property
     def sites(self) -> list[SiteRecord]:
-        """What each tensor got, with errors as means over runs."""
+        """The format of every tensor, with errors as means over runs."""
         gathered: dict[tuple[str, str], list[SiteRecord]] = {}
         for run in self.runs:
             for site in run.sites:
@@ -129,12 +171,12 @@ class Experiment:
     task: str
     metric: Metric
     plans: tuple[PlanSummary, ...]
-    #: In what it differs from other experiments of its task in the report, such as ``model resnet20``; mostly empty.
+    #: How it differs from other experiments of its task in the report, such as ``model resnet20``; often empty.
     variant: str = ""
 
     @property
     def name(self) -> str:
-        """What it is called where several are shown."""
+        """Its title."""
         return f"{self.task}, {self.variant}" if self.variant else self.task
 
     @property
@@ -151,41 +193,45 @@ class Experiment:
 
     @cached_property
     def metric_is_share(self) -> bool:
-        """Whether its metric is a share such as accuracy, which people read in per cent."""
+        """Whether its metric is a share such as accuracy, which is shown in per cent."""
         values = [self.metric.trivial, *(run.value for run in self.runs if run.value is not None)]
-        known = [value for value in values if math.isfinite(value)]
-        return "accuracy" in self.metric.name and all(0 <= value <= 1 for value in known)
+        return "accuracy" in self.metric.name and all(0 <= value <= 1 for value in values if math.isfinite(value))
 
-    def metric_words(self, value: float) -> str:
+    @property
+    def metric_scale(self) -> int:
+        """What charts multiply the metric with: 100 for per cent."""
+        return 100 if self.metric_is_share else 1
+
+    def metric_text(self, value: float) -> str:
         """A value of the metric."""
-        return percent_words(value) if self.metric_is_share else number_words(value)
+        return percent_text(value) if self.metric_is_share else number_text(value)
 
-    def deviation_words(self, value: float) -> str:
+    def deviation_text(self, value: float) -> str:
         """A spread of the metric."""
         if not self.metric_is_share or not math.isfinite(value):
-            return number_words(value)
+            return number_text(value)
         return f"{100 * value:.1f}" if value >= 0.0005 else f"{100 * value:.2f}"
 
-    def spread_words(self, plan: PlanSummary) -> str:
+    def spread_text(self, plan: PlanSummary) -> str:
         """Mean and, over several runs, spread of a plan's metric."""
         if plan.value is None:
             return "-"
-        mean = self.metric_words(plan.value.mean)
+        mean = self.metric_text(plan.value.mean)
         if plan.value.count < 2 or not plan.value.is_finite:
             return mean
         if self.metric_is_share:
-            return f"{mean.removesuffix(' %')} ± {self.deviation_words(plan.value.deviation)} %"
-        return f"{mean} ± {self.deviation_words(plan.value.deviation)}"
+            return f"{mean.removesuffix(' %')} ± {self.deviation_text(plan.value.deviation)} %"
+        return f"{mean} ± {self.deviation_text(plan.value.deviation)}"
 
     @property
     def answer(self) -> str:
-        """What the runs show, in one sentence."""
+        """What its runs show, in one sentence."""
         from bitplan.lab.report.answer import answer
 
         return answer(self)
 
     def _repr_html_(self) -> str:
-        from bitplan.lab.report.tables import summary_html
+        from bitplan.lab.report.page import summary_html
 
         return summary_html(self)
 
@@ -199,14 +245,14 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that was asked about, by task."""
+    """All experiments in some folders."""
 
     experiments: tuple[Experiment, ...]
 
     @classmethod
     def of(cls, paths: Iterable[str | Path]) -> Report:
         """The report on all runs in these folders."""
-        return summarized(read_runs(Path(path) for path in paths))
+        return _report(read_runs(Path(path) for path in paths))
 
     @property
     def runs(self) -> list[Run]:
@@ -221,8 +267,8 @@ class Report:
         return "".join(experiment._repr_html_() for experiment in self.experiments)
 
 
-def summarized(runs: Sequence[Run]) -> Report:
-    """What these runs add up to."""
+def _report(runs: Sequence[Run]) -> Report:
+    """The report on these runs."""
     by_task: dict[tuple[str, Metric], dict[str, list[Run]]] = {}
     for run in runs:
         # A trivial predictor may depend on the settings; the name and the direction make a metric.
@@ -238,13 +284,13 @@ def summarized(runs: Sequence[Run]) -> Report:
 
 
 def _network(run: Run) -> dict[str, Any]:
-    """What makes its network and its data; of a path the last part, for the same data may lie elsewhere."""
-    found = {key: run.settings.get(key) for key in OF_THE_NETWORK}
-    return found | {"data": Path(str(found["data"])).name} if found["data"] else found
+    """The settings of its network and its data; of a path only the name, since copies of data have several paths."""
+    settings = {key: run.settings.get(key) for key in OF_THE_NETWORK}
+    return settings | {"data": Path(str(settings["data"])).name} if settings["data"] else settings
 
 
 def _variants(groups: list[list[Run]]) -> list[str]:
-    """In what the networks of one task differ, in words."""
+    """How the networks of one task differ, as text."""
     networks = [_network(group[0]) for group in groups]
     odd = [key for key in OF_THE_NETWORK if any(network[key] != networks[0][key] for network in networks)]
     return [", ".join(f"{key} {network[key]}" for key in odd if network[key] is not None) for network in networks]
@@ -265,13 +311,13 @@ def _experiment(task: str, runs: list[Run], variant: str) -> Experiment:
 
 
 def _identity(run: Run) -> str:
-    """Everything that makes a run but its seed."""
+    """Everything that defines a run except its seed."""
     facts = [run.label, run.plan_text, run.execution, run.device, run.compiled, dict(run.settings)]
     return json.dumps(facts, sort_keys=True, default=str)
 
 
 def _labels(groups: list[list[Run]]) -> list[str]:
-    """The label of each group; those that share one say in what they differ."""
+    """The label of each group; equal labels are followed by the differences."""
     labels = []
     for group in groups:
         run = group[0]
@@ -285,9 +331,8 @@ def _labels(groups: list[list[Run]]) -> list[str]:
 
 
 def _difference(run: Run, twins: list[Run]) -> str:
-    def facts(each: Run) -> Mapping[str, Any]:
-        own = {"execution": each.execution, "device": each.device, "compile": each.compiled}
-        return {**own, **each.settings}
+    def facts(other: Run) -> Mapping[str, Any]:
+        return {"execution": other.execution, "device": other.device, "compile": other.compiled, **other.settings}
 
     mine = facts(run)
     odd = [key for key in mine if any(facts(twin).get(key) != mine[key] for twin in twins)]
@@ -295,9 +340,9 @@ def _difference(run: Run, twins: list[Run]) -> str:
 
 
 def _reference(plans: Sequence[PlanSummary]) -> PlanSummary | None:
-    """What the others are judged by; one plan alone has none.
+    """The plan that the others are judged against; a plan alone has none.
 
-    Of several runs without a plan the longest, and of those the best: a short one, left from a trial, is no standard.
+    Of several rows without a plan it is the longest, and of these the best: short ones are left from trials.
     """
     usable = [plan for plan in plans if plan.value is not None and plan.count("finished")]
     if len(plans) < 2 or not usable:
@@ -351,8 +396,28 @@ def _against(value: Spread, reference: PlanSummary, metric: Metric) -> tuple[Ver
     return "loses", f"worse than {reference.label} by more than {TOLERANCE:.0%} and its spread"
 
 
+def pareto_front(points: Sequence[tuple[float, float]], better: Literal["higher", "lower"]) -> list[int]:
+    """The indexes of the points (price, result) on the Pareto front, from cheap to expensive.
+
+    No other point has a lower price and a result that is no worse, or a better result at the same price. Equal points
+    are on the front together, and points with a NaN are not on it.
+
+    >>> pareto_front([(1.0, 0.9), (2.0, 0.8), (3.0, 0.95)], "higher")
+    [0, 2]
+    """
+    sign = 1.0 if better == "higher" else -1.0
+    valid = [i for i, point in enumerate(points) if not any(map(math.isnan, point))]
+    order = sorted(valid, key=lambda i: (points[i][0], -sign * points[i][1]))
+    front: list[int] = []
+    for i in order:
+        price, result = points[i]
+        if not front or sign * result > sign * points[front[-1]][1] or points[front[-1]] == (price, result):
+            front.append(i)
+    return front
+
+
 def _with_fronts(plans: list[PlanSummary]) -> list[PlanSummary]:
-    """Plans that fail or have not finished are on no front, however cheap they are."""
+    """Mark the plans on the Pareto fronts; those that fail or have not finished are on none."""
 
     def front(price_of: Any) -> set[int]:
         able = [
@@ -373,8 +438,9 @@ def _with_fronts(plans: list[PlanSummary]) -> list[PlanSummary]:
 
 
 def _mean_site(records: list[SiteRecord]) -> SiteRecord:
-    def mean(name: str) -> float | None:
-        found = spread(getattr(record, name) for record in records)
-        return None if found is None else found.mean
-
-    return replace(records[0], overflow=mean("overflow"), underflow=mean("underflow"), error=mean("error"))
+    return replace(
+        records[0],
+        overflow=_mean(record.overflow for record in records),
+        underflow=_mean(record.underflow for record in records),
+        error=_mean(record.error for record in records),
+    )

@@ -1,22 +1,21 @@
-"""Tables of an experiment: their columns once, for the page, for a notebook and for the terminal."""
+"""Tables of an experiment: for the page, for a notebook and for the terminal, and as JSON and CSV."""
 
 from __future__ import annotations
 
 import csv
-import html
 import io
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bitplan.files import byte_text
-from bitplan.lab.report.answer import counted, duration_words, number_words, percent_words
-from bitplan.lab.report.runs import Run
+from bitplan.lab.report.answer import counted, duration_text, number_text, percent_text
+from bitplan.lab.report.runs import Run, SiteRecord
 from bitplan.lab.report.summaries import Experiment, PlanSummary, Report
 
-#: What stands before the price of a plan that is on the Pareto front.
+#: Precedes the price of a plan on the Pareto front.
 FRONT_MARK = "◆"
-#: What the columns mean, for below the table.
+#: The meaning of the columns, shown below the table.
 COLUMNS_NOTE = (
     f"Mean ± standard deviation over seeds. Bit operations as a share of FP32's, and bytes of a step's tensors, are "
     f"counted; {FRONT_MARK} marks the Pareto front: nothing that works is both cheaper and better."
@@ -25,16 +24,28 @@ COLUMNS_NOTE = (
 
 @dataclass(frozen=True)
 class Cell:
-    """What a reader sees, and what sorting goes by (None sorts last)."""
+    """What a reader sees, and the value that sorting uses (None sorts last)."""
 
     text: str
     order: float | str | None = None
-    #: HTML in place of the text, made by this package alone.
-    markup: str | None = None
+    #: The CSS class of a badge around the text.
+    badge: str = ""
+    #: Small print below the text.
+    note: str = ""
+    #: Commands to copy: beneath the text, or in place of it where it is empty.
+    commands: Sequence[str] = ()
 
-    @property
-    def html(self) -> str:
-        return html.escape(self.text) if self.markup is None else self.markup
+
+@dataclass(frozen=True)
+class Table:
+    """A table on the page."""
+
+    caption: str
+    #: (heading, whether the values are numbers).
+    columns: Sequence[tuple[str, bool]]
+    rows: Sequence[Sequence[Cell]]
+    #: Whether a click on a heading sorts the rows.
+    is_sortable: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,171 +62,180 @@ def plan_columns(experiment: Experiment) -> list[Column]:
     metric = experiment.metric.name
     return [
         Column("plan", lambda plan: Cell(plan.label, plan.label), is_number=False),
-        Column(metric, lambda plan: Cell(experiment.spread_words(plan), plan.value.mean if plan.value else None)),
-        Column("bit operations", lambda plan: _marked(plan.cost, percent_words, plan.on_cost_front)),
+        Column(metric, lambda plan: Cell(experiment.spread_text(plan), plan.value.mean if plan.value else None)),
+        Column("bit operations", lambda plan: _marked(plan.cost, percent_text, plan.on_cost_front)),
         Column("tensor bytes", lambda plan: _marked(plan.memory, byte_text, plan.on_memory_front)),
         Column("mean bits", lambda plan: _cell(plan.mean_bits, lambda bits: f"{bits:.1f}")),
-        Column("time", lambda plan: _cell(plan.seconds, duration_words)),
-        Column("runs", lambda plan: Cell(_runs_words(plan), len(plan.runs))),
-        Column("verdict", lambda plan: Cell(verdict_words(plan), _VERDICT_ORDER[plan.verdict]), is_number=False),
+        Column("time", lambda plan: _cell(plan.seconds, duration_text)),
+        Column("runs", lambda plan: Cell(_runs_text(plan), len(plan.runs))),
+        Column("verdict", lambda plan: Cell(verdict_text(plan), _VERDICT_ORDER[plan.verdict]), is_number=False),
     ]
 
 
 _VERDICT_ORDER = {"reference": 0, "keeps": 1, "loses": 2, "alone": 3, "unfinished": 4, "fails": 5}
 
 
-def verdict_words(plan: PlanSummary) -> str:
-    """The verdict in a word or two."""
+def verdict_text(plan: PlanSummary) -> str:
+    """The verdict as readers see it."""
     return {"alone": "no reference"}.get(plan.verdict, plan.verdict)
 
 
-def summary_html(experiment: Experiment) -> str:
-    """The answer and the table of plans, for a notebook."""
+def _cell(value: float | None, text: Callable[[float], str]) -> Cell:
+    return Cell("-") if value is None else Cell(text(value), value)
+
+
+def _marked(value: float | None, text: Callable[[float], str], on_front: bool) -> Cell:
+    cell = _cell(value, text)
+    return replace(cell, text=f"{FRONT_MARK} {cell.text}") if on_front else cell
+
+
+def _runs_text(plan: PlanSummary) -> str:
+    return f"{len(plan.runs)} ({plan.status_text})" if plan.status_text else str(len(plan.runs))
+
+
+# --- Tables of the page
+
+
+def plans_table(experiment: Experiment) -> Table:
+    """All plans with their verdicts, and the commands that reproduce them."""
     columns = plan_columns(experiment)
-    head = "".join(f"<th>{html.escape(column.title)}</th>" for column in columns)
-    body = "".join(
-        f"<tr>{''.join(f'<td>{column.cell(plan).html}</td>' for column in columns)}</tr>" for plan in experiment.plans
-    )
-    return f"<p>{html.escape(experiment.answer)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def table_html(head: Sequence[tuple[str, bool]], rows: Iterable[Sequence[Cell]], caption: str, sorts: bool) -> str:
-    """A table of (heading, is a number) columns; one that sorts has its headings as buttons.
-
-    It lies in a frame of its own that scrolls, which the keyboard can reach: wide tables must not widen a narrow page.
-    """
-    headings = "".join(_heading(title, is_number, sorts) for title, is_number in head)
-    body = "".join(f"<tr>{''.join(map(_data, cells, (number for _, number in head)))}</tr>" for cells in rows)
-    label = html.escape(caption)
-    return (
-        f'<div class="frame" role="region" tabindex="0" aria-label="{label}"><table{" data-sorts" if sorts else ""}>'
-        f'<caption class="unseen">{label}</caption><thead><tr>{headings}</tr></thead><tbody>{body}</tbody>'
-        "</table></div>"
-    )
-
-
-def _heading(title: str, is_number: bool, sorts: bool) -> str:
-    kind = ' class="number"' if is_number else ""
-    words = html.escape(title)
-    if not sorts:
-        return f'<th scope="col"{kind}>{words}</th>'
-    return f'<th scope="col"{kind} aria-sort="none"><button type="button">{words}</button></th>'
-
-
-def _data(cell: Cell, is_number: bool) -> str:
-    kind = ' class="number"' if is_number else ""
-    order = "" if cell.order is None else html.escape(str(cell.order))
-    return f'<td{kind} data-order="{order}">{cell.html}</td>'
-
-
-def _cell(value: float | None, words: Callable[[float], str]) -> Cell:
-    return Cell("-") if value is None else Cell(words(value), value)
-
-
-def _marked(value: float | None, words: Callable[[float], str], on_front: bool) -> Cell:
-    cell = _cell(value, words)
-    return Cell(f"{FRONT_MARK} {cell.text}", cell.order) if on_front else cell
-
-
-def _runs_words(plan: PlanSummary) -> str:
-    words = plan.status_words
-    return f"{len(plan.runs)}" + (f" ({words})" if words else "")
-
-
-# --- The tables' part of the page: plans and runs, sorted by a press on a heading, with the commands that make them
-
-
-def badge(plan: PlanSummary) -> str:
-    return f'<span class="badge {plan.verdict}">{html.escape(verdict_words(plan))}</span>'
-
-
-def plans_html(experiment: Experiment) -> str:
-    columns = plan_columns(experiment)
-    head = [*((column.title, column.is_number) for column in columns), ("reproduce", False)]
     rows = []
     for plan in experiment.plans:
-        *figures, verdict = (column.cell(plan) for column in columns)
-        why = "" if plan.verdict == "reference" else f'<span class="why">{html.escape(plan.why)}</span>'
-        commands = Cell("", None, _commands([run.command for run in plan.runs]))
-        rows.append([*figures, Cell(verdict.text, verdict.order, f"{badge(plan)}{why}"), commands])
-    note = f'<p class="quiet small">{html.escape(COLUMNS_NOTE)}</p>'
-    return table_html(head, rows, f"plans on {experiment.name}", True) + note
+        *cells, verdict = (column.cell(plan) for column in columns)
+        note = "" if plan.verdict == "reference" else plan.why
+        commands = tuple(run.command for run in plan.runs)
+        rows.append(
+            [
+                *cells,
+                replace(verdict, badge=plan.verdict, note=note),
+                Cell(counted(len(commands), "command"), commands=commands),
+            ]
+        )
+    headings = [*((column.title, column.is_number) for column in columns), ("reproduce", False)]
+    return Table(f"plans on {experiment.name}", headings, rows, is_sortable=True)
 
 
-def runs_html(experiment: Experiment) -> str:
+def figures_table(experiment: Experiment) -> Table:
+    """All plans with the figures that charts of their prices show."""
+    columns = plan_columns(experiment)
+    rows = [[column.cell(plan) for column in columns] for plan in experiment.plans]
+    return Table("the plotted figures", [(column.title, column.is_number) for column in columns], rows)
+
+
+def runs_table(experiment: Experiment) -> Table:
     titles = ("plan", "seed", "status", "step", experiment.metric.name, "best", "last loss", "time", "command")
     numbers = (False, True, False, True, True, True, True, True, False)
-    rows = []
-    for plan in experiment.plans:
-        for run in plan.runs:
-            rows.append(
-                [
-                    Cell(plan.label, plan.label),
-                    Cell(str(run.seed), run.seed),
-                    Cell("", run.status, _status(run)),
-                    Cell(str(run.step), run.step),
-                    _number(run.value, experiment.metric_words),
-                    _number(run.best, experiment.metric_words),
-                    _number(run.loss, number_words),
-                    _number(run.seconds, duration_words),
-                    Cell("", run.command, _command(run.command)),
-                ]
-            )
-    return table_html(list(zip(titles, numbers, strict=True)), rows, f"runs on {experiment.name}", True)
-
-
-def promotions_html(experiment: Experiment) -> str:
-    """Which tensors were promoted in which run, and when; nothing where none was."""
     rows = [
         [
             Cell(plan.label, plan.label),
             Cell(str(run.seed), run.seed),
-            Cell(str(each.step), each.step),
-            Cell(each.site, each.site),
-            Cell(f"{each.measure} {percent_words(each.share)}", each.share),
-            Cell(each.to, each.to),
+            Cell(run.status, run.status, badge=run.status, note=run.why),
+            Cell(str(run.step), run.step),
+            _cell(run.value, experiment.metric_text),
+            _cell(run.best, experiment.metric_text),
+            _cell(run.loss, number_text),
+            _cell(run.seconds, duration_text),
+            Cell("", run.command, commands=(run.command,)),
         ]
         for plan in experiment.plans
         for run in plan.runs
-        for each in run.promotions
     ]
-    if not rows:
-        return ""
+    return Table(f"runs on {experiment.name}", list(zip(titles, numbers, strict=True)), rows, is_sortable=True)
+
+
+def promotions_table(experiment: Experiment) -> Table | None:
+    """Which tensors were promoted in which run, and when; None where none was."""
+    rows = [
+        [
+            Cell(plan.label, plan.label),
+            Cell(str(run.seed), run.seed),
+            Cell(str(promotion.step), promotion.step),
+            Cell(promotion.site, promotion.site),
+            Cell(f"{promotion.measure} {percent_text(promotion.share)}", promotion.share),
+            Cell(promotion.to, promotion.to),
+        ]
+        for plan in experiment.plans
+        for run in plan.runs
+        for promotion in run.promotions
+    ]
     titles = ("plan", "seed", "from step", "tensor", "because of", "promoted to")
-    numbers = (False, True, True, False, True, False)
-    table = table_html(list(zip(titles, numbers, strict=True)), rows, f"promotions on {experiment.name}", True)
-    return f'<h3 class="part">Promotions</h3>{table}'
+    columns = list(zip(titles, (False, True, True, False, True, False), strict=True))
+    return Table(f"promotions on {experiment.name}", columns, rows, is_sortable=True) if rows else None
 
 
-def _number(value: float | None, words: Callable[[float], str]) -> Cell:
-    return Cell("-") if value is None else Cell(words(value), value)
+def curve_table(experiment: Experiment, name: str, text: Callable[[float], str]) -> Table:
+    """A logged value at a few steps, of each plan's first run."""
+    curves = [dict(zip(*plan.runs[0].curve(name), strict=True)) for plan in experiment.plans]
+    steps = sampled_steps(sorted({step for curve in curves for step in curve}))
+    rows = [
+        [Cell(plan.label), *(Cell(text(curve[step]) if step in curve else "-") for step in steps)]
+        for plan, curve in zip(experiment.plans, curves, strict=True)
+    ]
+    columns = [("plan (first seed)", False), *((f"step {step}", True) for step in steps)]
+    return Table(f"{name} over time", columns, rows)
 
 
-def _status(run: Run) -> str:
-    why = f'<span class="why">{html.escape(run.why)}</span>' if run.why else ""
-    return f'<span class="badge {run.status}">{html.escape(run.status)}</span>{why}'
+def sampled_steps(steps: Sequence[int]) -> list[int]:
+    """About a dozen of the steps, the last among them."""
+    stride = -(-len(steps) // 12) or 1
+    return [*steps[::stride], *(steps[-1:] if (len(steps) - 1) % stride else ())]
 
 
-def _commands(commands: list[str]) -> str:
-    return (
-        f"<details><summary>{counted(len(commands), 'command')}</summary>{''.join(map(_command, commands))}</details>"
-    )
+def memory_table(experiment: Experiment) -> Table:
+    """Bytes of every class of tensors and plan."""
+    classes = memory_classes(experiment)
+    columns = [("plan", False), *((class_text(name), True) for name in classes), ("all", True)]
+    rows = []
+    for plan in experiment.plans:
+        sizes = [*(plan.memory_classes.get(name) for name in classes), plan.memory]
+        rows.append([Cell(plan.label), *(Cell("-" if size is None else byte_text(size)) for size in sizes)])
+    return Table("bytes by class of tensors", columns, rows)
 
 
-def _command(command: str) -> str:
-    if not command:
-        return "-"
-    return (
-        f'<span class="command"><code>{html.escape(command)}</code>'
-        '<button type="button" class="plain copy" aria-label="Copy the command">Copy</button></span>'
-    )
+def memory_classes(experiment: Experiment) -> list[str]:
+    """The classes of tensors in the records of its runs, in their order."""
+    return list(dict.fromkeys(name for plan in experiment.plans for name in plan.memory_classes))
 
 
-# --- A report as plain values: for JSON, for CSV, and for whatever else reads tables
+def class_text(name: str) -> str:
+    """The name of a class of tensors for readers."""
+    return _CLASS_NAMES.get(name, name.replace("_", " "))
+
+
+_CLASS_NAMES = {
+    "weight": "weights",
+    "activation": "activations",
+    "grad_activation": "gradients of activations",
+    "grad_weight": "gradients of weights",
+}
+
+
+def sites_table(experiment: Experiment) -> Table:
+    """For each plan, operand and format: how many tensors, their mean error, and the worst of them."""
+    titles = ("plan", "role", "format", "tensors", "mean error", "worst")
+    rows = []
+    for plan in experiment.plans:
+        groups: dict[tuple[str, str], list[SiteRecord]] = {}
+        for site in plan.sites:
+            groups.setdefault((site.role, site.format or "left alone"), []).append(site)
+        for (role, format_name), sites in groups.items():
+            errors = [(site.error, site.site) for site in sites if site.error is not None]
+            worst = max(errors, key=lambda error: error[0], default=None)
+            mean = "-" if not errors else percent_text(sum(error for error, _ in errors) / len(errors))
+            texts = (
+                *(plan.label, role, format_name, str(len(sites)), mean),
+                "-" if worst is None else f"{worst[1]} ({percent_text(worst[0])})",
+            )
+            rows.append([Cell(text) for text in texts])
+    columns = list(zip(titles, (False, False, False, True, True, False), strict=True))
+    return Table("tensors by role and format", columns, rows)
+
+
+# --- A report as plain values, for JSON and CSV
 
 
 def report_record(report: Report) -> dict[str, Any]:
-    """All of a report that ``--json`` prints."""
+    """The report that ``--json`` prints."""
     return {
         "answer": report.answer,
         "experiments": [

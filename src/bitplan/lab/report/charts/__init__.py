@@ -1,1 +1,0 @@
-"""The charts of an experiment, as plotly figures that also stand alone in a notebook."""
