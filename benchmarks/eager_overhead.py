@@ -4,7 +4,7 @@ Prints the median time of forward + backward of Linear(64, 64) on a batch of 32 
 times plain; every contender runs in a process of its own. Below that, the call frames and source files that lie
 between ``nn.Linear.forward`` and the rounding arithmetic.
 
-    python benchmarks/eager_overhead.py [--plan fp8-linear] [--repeats 3000]
+    python benchmarks/eager_overhead.py [--plan int8-linear] [--repeats 3000]
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def attach_for(layer: object, plan: str, execution: str, x: object) -> None:
     import bitplan as bp
 
     if execution == "native":
-        bp.attach(layer, plan, example=x, execution="native", native_from=0)
+        bp.attach(layer, plan, example=x, execution=bp.Native(min_macs=0))
     elif execution != "plain":
         bp.attach(layer, plan, example=x, execution=execution)
 
@@ -85,7 +85,7 @@ def find_frames_to_rounding(execution: str, plan: str) -> list[tuple[str, str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--plan", default="fp8-linear")
+    parser.add_argument("--plan", default="int8-linear")
     parser.add_argument("--repeats", type=int, default=3000)
     parser.add_argument("--contender", choices=EXECUTIONS, help=argparse.SUPPRESS)
     parser.add_argument("--frames", action="store_true", help=argparse.SUPPRESS)

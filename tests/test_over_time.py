@@ -17,7 +17,7 @@ from bitplan.errors import BitplanWarning, CostError, PlanError, ScheduleError
 from bitplan.plans import Plan
 from bitplan.plans.schedules import TEN, Deficit, Function, Moment, Position, schedule
 from bitplan.runtime.attach import Attachment, attach
-from bitplan.runtime.clock import Timeline
+from bitplan.runtime.clock import ScheduleClock
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
 STEPS = 12
@@ -290,11 +290,11 @@ def test_a_run_that_goes_on_too_long_stays_where_it_ended_and_says_so() -> None:
         for _ in range(3):
             step_of(model)
             run.step()
-        last = [row.format.name for tables in run._all_tables.each for row in tables.formats]
+        last = [row.format.name for tables in run._all_tables.per_module for row in tables.formats]
         run.step()
         with pytest.warns(BitplanWarning, match="goes on after its 3 steps"):
             run.step()
-        assert [row.format.name for tables in run._all_tables.each for row in tables.formats] == last
+        assert [row.format.name for tables in run._all_tables.per_module for row in tables.formats] == last
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             run.step()
@@ -405,17 +405,17 @@ def test_plans_that_differ_in_their_schedules_share_one_graph() -> None:
 def test_bits_are_those_of_the_schedule_at_every_step_in_any_order(name: str, total: int) -> None:
     window = Deficit(3, 8, Moment.of("25%"), Moment.of("50%"))
     moving = window if name == "deficit" else schedule(name, low=3, high=8)
-    timeline = Timeline(BITS, total, fixed=False)
+    clock = ScheduleClock(BITS, total, fixed=False)
     for step in (*range(total), total - 1, 0, total // 2, total, total + 300):
-        timeline.position = Position(step, total)
-        assert timeline.bits_of(moving) == moving.bits(step, total)
+        clock.position = Position(step, total)
+        assert clock.bits_of(moving) == moving.bits(step, total)
 
 
 def test_a_function_is_asked_when_its_step_has_come() -> None:
     asked: list[int] = []
     own = Function(lambda step, total: asked.append(step) or 4, 3, 8)  # type: ignore[func-returns-value]
-    timeline = Timeline(BITS, 9, fixed=False)
+    clock = ScheduleClock(BITS, 9, fixed=False)
     for step in range(3):
-        timeline.position = Position(step, 9)
-        assert timeline.bits_of(own) == 4
+        clock.position = Position(step, 9)
+        assert clock.bits_of(own) == 4
     assert asked == [0, 1, 2]

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import bitplan
 from bitplan.analysis.memory import measure_memory
 from bitplan.errors import BitplanWarning, PlanError
-from bitplan.executions.packed.saved_tensors import Keeper, note_of
+from bitplan.executions.packed.saved_tensors import SavedTensorPacker, rounded_mark
 from bitplan.lab.models.graph_networks import GCN, normalised_adjacency
 from bitplan.lab.models.language_models import GPT, LSTMModel, next_token_loss
 from bitplan.lab.models.resnet import cifar_resnet
@@ -78,12 +78,12 @@ class Trained:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.losses = []
         with bitplan.attach(self.model, plan, execution=execution) as run:
-            self.keeper = run._rounder.keeper
+            self.packer = run._rounder.packer
             for _ in range(steps):
                 with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                     output = self.model(*args)
                     loss = getattr(output, "logits", output).float().square().mean()
-                self.kept = None if self.keeper is None else (self.keeper.packed_bytes, self.keeper.plain_bytes)
+                self.kept = None if self.packer is None else (self.packer.packed_bytes, self.packer.plain_bytes)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -199,17 +199,17 @@ def test_nothing_grows_over_two_hundred_steps() -> None:
                 before = len([one for one in gc.get_objects() if isinstance(one, Tensor)])
         gc.collect()
         assert len([one for one in gc.get_objects() if isinstance(one, Tensor)]) <= before
-        assert run._rounder.keeper is not None
-        assert run._rounder.keeper.packed_bytes == 0
+        assert run._rounder.packer is not None
+        assert run._rounder.packer.packed_bytes == 0
 
 
 # --- one copy, of live tensors only ---
 
 
-def attached(model: nn.Module, plan: Plan = EIGHT_BITS) -> tuple[Attachment, Keeper]:
+def attached(model: nn.Module, plan: Plan = EIGHT_BITS) -> tuple[Attachment, SavedTensorPacker]:
     run = bitplan.attach(model, plan, execution="packed")
-    assert run._rounder.keeper is not None
-    return run, run._rounder.keeper
+    assert run._rounder.packer is not None
+    return run, run._rounder.packer
 
 
 class Shared(nn.Module):
@@ -230,21 +230,21 @@ def test_a_tensor_that_several_operations_keep_is_packed_once(grad_at: str | Non
     model = Shared()
     rule = {"match": "first", "activation": "e4m3"}
     rule |= {} if grad_at is None else {"grad_activation": "e5m2", "grad_at": grad_at}
-    run, keeper = attached(model, Plan.from_dict({"version": 1, "rules": [rule]}))
+    run, packer = attached(model, Plan.from_dict({"version": 1, "rules": [rule]}))
     with run:
         loss = model(torch.randn(8, 64))
-        assert keeper.packed_bytes == 8 * 64
+        assert packer.packed_bytes == 8 * 64
         loss.backward()
         del loss
-        assert keeper.packed_bytes == 0
+        assert packer.packed_bytes == 0
 
 
 def test_parameters_and_inputs_are_not_packed() -> None:
     model, x = nn.Linear(64, 64), torch.randn(8, 64)
-    run, keeper = attached(model)
+    run, packer = attached(model)
     with run:
         y = model(x)
-        assert keeper.packed_bytes == 0
+        assert packer.packed_bytes == 0
         y.sum().backward()
 
 
@@ -260,7 +260,7 @@ def test_a_reused_address_is_not_mistaken_for_the_tensor_that_was_there() -> Non
             for _ in range(20):
                 self.layer(x)  # rounded, noted and dropped at once
                 fresh = torch.rand(x.shape)  # likely at the same address, on no grid
-                assert note_of(fresh) is None
+                assert rounded_mark(fresh) is None
                 x = x * fresh.detach()
             return x
 
@@ -387,10 +387,10 @@ def test_what_a_function_of_ones_own_saves_is_packed_and_comes_back(plan: Plan) 
 def test_a_checkpointed_model_as_a_whole_recomputes_and_packs_nothing() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh()), torch.randn(4, 16, requires_grad=True)
-    run, keeper = attached(model)
+    run, packer = attached(model)
     with run:
         loss = checkpoint(model, x, use_reentrant=False).sum()
-        assert keeper.packed_bytes == 0
+        assert packer.packed_bytes == 0
         loss.backward()
     assert x.grad is not None
 
@@ -426,12 +426,12 @@ def test_formats_that_change_are_packed_in_the_width_of_the_moment() -> None:
             "rules": [{"match": "first", "activation": "low"}],
         }
     )
-    run, keeper = attached(model, plan)
+    run, packer = attached(model, plan)
     with run:
         for bits in (8, 4, 2, 6):
             run.set_format("low", f"int{bits}")
             loss = model(x)
-            assert keeper.packed_bytes == 8 * 64 * bits // 8 + 4
+            assert packer.packed_bytes == 8 * 64 * bits // 8 + 4
             loss.backward()
             del loss
 
@@ -454,11 +454,11 @@ def test_memory_is_told_from_the_example_alone() -> None:
 
 def test_hooks_of_others_are_remarked_upon_since_nothing_is_packed_then() -> None:
     model, x = Shared(), torch.randn(8, 64)
-    run, keeper = attached(model)
+    run, packer = attached(model)
     with run, torch.autograd.graph.save_on_cpu():
         with pytest.warns(BitplanWarning, match="nothing is packed inside of them"):
             loss = model(x)
-        assert keeper.packed_bytes == 0
+        assert packer.packed_bytes == 0
         loss.backward()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bitplan
-from bitplan.capture.decompositions import OPENED, attention
+from bitplan.capture.decompositions import DECOMPOSITIONS, attention
 from bitplan.plans import Plan
 from bitplan.runtime.attach import attach
 
@@ -92,18 +92,18 @@ def test_a_recurrent_layer_equals_torchs(op: str, layers: int, both_ways: bool, 
 
     expected = step()
     calls = []
-    original = OPENED[op]
+    original = DECOMPOSITIONS[op]
 
     def counted(*args: Any) -> Any:
         calls.append(op)
         return original(*args)
 
-    OPENED[op] = counted
+    DECOMPOSITIONS[op] = counted
     try:
         with opened(model, op):
             ours = step()
     finally:
-        OPENED[op] = original
+        DECOMPOSITIONS[op] = original
     assert calls == [op]
     assert_same(ours, expected)
 

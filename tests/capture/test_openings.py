@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from bitplan.capture.decompositions import decision_for, is_opened
+from bitplan.capture.decompositions import decision_for, is_decomposed
 from bitplan.plans import Plan
 
 ATTENTION = "scaled_dot_product_attention"
@@ -39,8 +39,8 @@ def test_a_fused_operation_is_opened_when_and_only_when_a_rule_asks_for_somethin
 ) -> None:
     plan = plan_of({"match": "block", **rule})
     fused = (ATTENTION, "lstm", "gru", "rnn_tanh", "rnn_relu", "conv2d", "linear")
-    assert {op for op in fused if is_opened(plan, "block.attention", op)} == opened
-    assert not any(is_opened(plan, "elsewhere", op) for op in fused)
+    assert {op for op in fused if is_decomposed(plan, "block.attention", op)} == opened
+    assert not any(is_decomposed(plan, "elsewhere", op) for op in fused)
 
 
 def test_products_inside_follow_the_slots_of_the_operation_around_them() -> None:

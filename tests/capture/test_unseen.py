@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bitplan.analysis.sites import list_sites
-from bitplan.capture.recording import unseen_modules
+from bitplan.capture.recording import scripted_modules
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
@@ -25,7 +25,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize("script", [torch.jit.script, lambda block: torch.jit.trace(block, torch.randn(2, 3, 4))])
 def test_nothing_inside_a_scripted_module_is_listed_and_everything_around_it_is(script: Callable[..., Any]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), script(Block()), nn.ReLU())
-    assert unseen_modules(model) == ["1"]
+    assert scripted_modules(model) == ["1"]
     listed = [site.name for site in list_sites(model, torch.randn(2, 3, 4)) if site.role == "activation"]
     assert listed == ["0/linear.0:activation", "2/relu.0:activation"]
 
@@ -38,4 +38,4 @@ def test_a_scripted_module_that_fails_leaves_nothing_behind() -> None:
 
 
 def test_a_model_can_be_unseen_as_a_whole() -> None:
-    assert unseen_modules(torch.jit.script(Block())) == [""]
+    assert scripted_modules(torch.jit.script(Block())) == [""]

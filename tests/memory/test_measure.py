@@ -34,8 +34,8 @@ def counted(target: Target, plan: Plan | None, execution: str) -> int:
         run = bitplan.attach(model, plan, example=kwargs or args, execution=execution)
         loss = run.loss(loss) if loss is not None else None
     step = TrainingStep(model, (args, kwargs, expected), loss, "none", run)
-    keeper = None if run is None else run._rounder.keeper
-    return kept_bytes(step.loss_of_batch, [*step.weights(), *step.batch()], keeper)
+    packer = None if run is None else run._rounder.packer
+    return kept_bytes(step.loss_of_batch, [*step.weights(), *step.batch()], packer)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -19,7 +19,7 @@ from bitplan.numerics import chunks as tensor_parts
 from bitplan.numerics.formats import get_format
 from bitplan.numerics.mutable_format import LiveFormat
 from bitplan.plans.spec import Promotion
-from bitplan.runtime.rounding_op import sign_of
+from bitplan.runtime.rounding_op import promotion_signal
 
 #: The formats of Lee, Sharma & Aiken 2023: from 31 on values overflow.
 LOW = {"format": "e4m3b4", "rounding": "nearest-away", "promote": {"to": "e6m9b0"}}
@@ -179,7 +179,7 @@ def test_a_large_tensors_sign_is_that_of_its_parts_together(measure: str, layout
     x = {"contiguous": x, "transposed": x.t(), "with gaps": x[:, ::2]}[layout]
     assert (len(tensor_parts.parts_of(x)) > 1) == (layout != "with gaps")
     low = bitplan.quantize(x, "e2m1")
-    part, whole = sign_of(Promotion("e4m3", **{measure: 0.5}), x, low, 2.0)
+    part, whole = promotion_signal(Promotion("e4m3", **{measure: 0.5}), x, low, 2.0)
     if measure == "error":
         expected = ((low.double() - x.double()).square().sum(), x.double().square().sum())
     else:

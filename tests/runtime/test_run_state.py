@@ -10,7 +10,7 @@ import torch
 from bitplan.errors import PlanError
 from bitplan.plans import Plan
 from bitplan.runtime.checkpoint_state import RunState
-from bitplan.runtime.clock import Timeline
+from bitplan.runtime.clock import ScheduleClock
 
 MOVING = Plan.from_dict(
     {
@@ -62,12 +62,12 @@ def test_it_names_every_phase_that_it_speaks_of() -> None:
 
 
 def test_it_belongs_to_a_plan_and_to_the_length_of_a_run_that_the_plan_depends_on() -> None:
-    saved().require_plan(MOVING, Timeline(MOVING, 10, fixed=False))
+    saved().require_plan(MOVING, ScheduleClock(MOVING, 10, fixed=False))
     with pytest.raises(PlanError, match=r"steps=10, .* attach with the same steps="):
-        saved().require_plan(MOVING, Timeline(MOVING, 11, fixed=False))
+        saved().require_plan(MOVING, ScheduleClock(MOVING, 11, fixed=False))
     with pytest.raises(PlanError, match="belongs to another plan"):
-        saved().require_plan(STILL, Timeline(STILL, 10, fixed=False))
-    saved(STILL).require_plan(STILL, Timeline(STILL, None, fixed=False))
+        saved().require_plan(STILL, ScheduleClock(STILL, 10, fixed=False))
+    saved(STILL).require_plan(STILL, ScheduleClock(STILL, None, fixed=False))
 
 
 def test_it_belongs_to_a_run_with_as_many_formats_that_may_change() -> None:

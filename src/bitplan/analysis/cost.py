@@ -35,8 +35,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from bitplan.analysis.sites import Site, sites_of
-from bitplan.capture.decompositions import decision_for, is_opened
-from bitplan.capture.recording import Operation, record, unseen_modules
+from bitplan.capture.decompositions import decision_for, is_decomposed
+from bitplan.capture.recording import Operation, record, scripted_modules
 from bitplan.errors import CostError
 from bitplan.gemm.macs import Multiplication, multiplications
 from bitplan.plans import ROLES, Decision, Plan
@@ -211,7 +211,7 @@ def estimate_cost(
     (5000, True)
     """
     found_plan = find_plan(plan)
-    for path in unseen_modules(model):
+    for path in scripted_modules(model):
         raise CostError(
             f"{path or 'the model'} is scripted, so that its products cannot be seen: price it before that."
         )
@@ -219,7 +219,7 @@ def estimate_cost(
         raise CostError(f"steps is {steps}; a run has at least 1.")
     if found_plan.moves and steps is None:
         raise CostError("this plan changes over time: price a whole run, with the number of its steps.")
-    operations = record(model, batch, loss, opens=partial(is_opened, found_plan))
+    operations = record(model, batch, loss, opens=partial(is_decomposed, found_plan))
     if not found_plan.moves:
         return step_cost(operations, found_plan.decide).times(steps or 1)
     assert steps is not None

@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from bitplan.analysis.sites import Site, sites_of
-from bitplan.capture.decompositions import decision_for, is_opened
+from bitplan.capture.decompositions import decision_for, is_decomposed
 from bitplan.capture.ops import PRODUCTS
-from bitplan.capture.recording import Operation, record, unseen_modules
+from bitplan.capture.recording import Operation, record, scripted_modules
 from bitplan.errors import BitplanWarning, PlanError
 from bitplan.executions.packed.recompute import RUN_AGAIN
 from bitplan.executions.packed.saved_tensors import is_smaller
@@ -187,8 +187,8 @@ def explain(
     """
     found = find_plan(plan)
     require_seen(found, model)
-    operations = record(model, batch, loss, opens=partial(is_opened, found))
-    unseen = unseen_modules(model)
+    operations = record(model, batch, loss, opens=partial(is_decomposed, found))
+    unseen = scripted_modules(model)
     require_effect(found, operations, waiting=lambda rule: any(map(compile_match(rule).matches_module, unseen)))
     return explained(found, operations)
 
@@ -213,7 +213,7 @@ def _explained(plan: Plan, site: Site, inside: str | None) -> Explanation:
 
 def require_seen(plan: Plan, model: nn.Module) -> None:
     """Raise where a rule covers a scripted module, inside which nothing can be rounded."""
-    for path in unseen_modules(model):
+    for path in scripted_modules(model):
         speaking = [rule for rule in plan.all_rules if compile_match(rule).matches_module(path)]
         if speaking and not speaking[-1].keep:
             raise PlanError(

@@ -212,7 +212,7 @@ multi_head_attention: Callable[..., Any] = FunctionType(
 TRANSPARENT: dict[str, Callable[..., Any]] = {"multi_head_attention_forward": multi_head_attention}
 
 #: Canonical operation name -> its open form.
-OPENED: dict[str, Callable[..., Any]] = {
+DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": attention,
     "lstm": lstm,
     "gru": gru,
@@ -231,9 +231,9 @@ _INSIDE = {
 }
 
 
-def is_opened(plan: Plan, module: str, op: str) -> bool:
+def is_decomposed(plan: Plan, module: str, op: str) -> bool:
     """Whether the plan asks for something inside the fused operation `op` of the module at that path."""
-    if op not in OPENED:
+    if op not in DECOMPOSITIONS:
         return False
     return has_slots(plan.decide(module, op)) or any(_asks_inside(rule, module, op) for rule in plan.all_rules)
 

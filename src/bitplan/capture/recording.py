@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from bitplan.capture.decompositions import OPENED
+from bitplan.capture.decompositions import DECOMPOSITIONS
 from bitplan.capture.ops import FUSED, PRODUCTS
 from bitplan.capture.scopes import Interceptor, Scope, followed, loss_holder, state_of
 from bitplan.compiler.torch_private import (
@@ -131,20 +131,20 @@ class ProductWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 # --- Scripted and traced modules: they run without Python, so that no mode sees what happens inside them
 
 
-def unseen_modules(model: nn.Module) -> list[str]:
+def scripted_modules(model: nn.Module) -> list[str]:
     """Their paths, outermost ones only."""
     scripted = [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
     return [path for path in scripted if not set(scripted).intersection(ancestors(path))]
 
 
 @contextmanager
-def looking_away(model: nn.Module) -> Iterator[None]:
+def without_scopes(model: nn.Module) -> Iterator[None]:
     """While scripted modules run, modes do not look.
 
     On real tensors they could see nothing anyway; but fake tensors compute parts of scripted code in Python, and that
     must not be taken for operations of the model.
     """
-    unseen = [model.get_submodule(path) for path in unseen_modules(model)]
+    unseen = [model.get_submodule(path) for path in scripted_modules(model)]
     if not unseen:
         yield
         return
@@ -220,9 +220,9 @@ class Recorder(Interceptor):
         self.made_by: dict[int, int] = {}
         self.kept: list[Any] = []
 
-    def written_out(self, scope: Scope, op: str) -> Callable[..., Any] | None:
-        is_asked = self.opens is not None and op in OPENED and self.opens(state_of(scope.module).path, op)
-        return OPENED[op] if is_asked else None
+    def decomposition_of(self, scope: Scope, op: str) -> Callable[..., Any] | None:
+        is_asked = self.opens is not None and op in DECOMPOSITIONS and self.opens(state_of(scope.module).path, op)
+        return DECOMPOSITIONS[op] if is_asked else None
 
     def on_view(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
@@ -343,7 +343,7 @@ def record(
         inputs, target = split_batch(tree_map(fake, batch), loss)
         arguments = call_arguments(inputs)
     kept = _recurrent_weights_kept(model)
-    with _told_of_missing_values(), looking_away(model), kept, faker.mode, followed(model, recorder):
+    with _told_of_missing_values(), without_scopes(model), kept, faker.mode, followed(model, recorder):
         output = torch.func.functional_call(model, {**fakes, **buffers}, *arguments)
         if loss is not None:
             with Scope(recorder, loss_holder(recorder)):

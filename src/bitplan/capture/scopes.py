@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from bitplan.capture.decompositions import OPENED, TRANSPARENT
+from bitplan.capture.decompositions import DECOMPOSITIONS, TRANSPARENT
 from bitplan.capture.ops import FUSED, REGIONS, name_of, traceable
 from bitplan.compiler import torch_private
 from bitplan.compiler.packed_backend import refuse_other_backends
@@ -43,13 +43,13 @@ from bitplan.compiler.torch_private import (
     torch_function_stack_depth,
 )
 from bitplan.compiler.tracing import VERSION, constant_when_traced, depend_on
-from bitplan.executions.packed.saved_tensors import Keeper
+from bitplan.executions.packed.saved_tensors import SavedTensorPacker
 from bitplan.numerics.wire_format import LOSS_PATH
 
 _STATE = "_bitplan"
 
 #: Operations that may be replaced by several single ones.
-MAY_BE_DECOMPOSED = FUSED.union(TRANSPARENT, OPENED)
+MAY_BE_DECOMPOSED = FUSED.union(TRANSPARENT, DECOMPOSITIONS)
 
 
 class ModuleState:
@@ -77,8 +77,8 @@ class Interceptor:
 
     #: Copies of a model outlive its detachment: they are plain from then on.
     enabled = True
-    #: What keeps tensors for the backward pass in fewer bits, where that is wanted.
-    keeper: Keeper | None = None
+    #: Packs saved tensors in packed execution.
+    packer: SavedTensorPacker | None = None
 
     def on_operation(
         self, scope: Scope, op: str, index: int, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
@@ -86,18 +86,18 @@ class Interceptor:
         """Do what `func` does, or something else, and return its result."""
         return func(*args, **kwargs)
 
-    def written_out(self, scope: Scope, op: str) -> Callable[..., Any] | None:
+    def decomposition_of(self, scope: Scope, op: str) -> Callable[..., Any] | None:
         """A function that does what a fused operation does in single ones, where that is wanted."""
         return None
 
     def on_call(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """A module is about to be called."""
 
-    def known_of(self, given: Any) -> dict[int, Any]:
+    def tags_of(self, given: Any) -> dict[int, Any]:
         """What is known of some arguments, by their position, beyond their values."""
         return {}
 
-    def recognised(self, args: Any, known: dict[int, Any]) -> Any:
+    def with_tags(self, args: Any, known: dict[int, Any]) -> Any:
         """`args`, which are detached copies of others, with what was known of those."""
         return args
 
@@ -137,7 +137,7 @@ class Scope(TorchFunctionMode):
                 is_ours = torch.compiler.is_compiling() or not _is_called_by_compiled_code()
                 op = name_of(func)
                 if op in MAY_BE_DECOMPOSED:
-                    decomposition = TRANSPARENT.get(op) or interceptor.written_out(self, op)
+                    decomposition = TRANSPARENT.get(op) or interceptor.decomposition_of(self, op)
                 else:
                     decomposition = None
             if is_ours and decomposition is None and op not in REGIONS:
@@ -170,7 +170,7 @@ class Scope(TorchFunctionMode):
 
         :param given: its arguments, where it will be recomputed on detached copies of them.
         """
-        known = self.interceptor.known_of(given)
+        known = self.interceptor.tags_of(given)
         if isinstance(function, nn.Module) and is_planned(function) and not known:
             return function  # it has a scope of its own
         interceptor, module, counts, inside = self.interceptor, self.module, self.counts, self.inside
@@ -182,7 +182,7 @@ class Scope(TorchFunctionMode):
             again = Scope(interceptor, module, dict(before) if isinstance(before, dict) else before)
             again.inside = inside
             if known:
-                args = interceptor.recognised(args, known)
+                args = interceptor.with_tags(args, known)
             with again:
                 result = function(*args, **kwargs)
             if isinstance(counts, dict) and isinstance(again.counts, dict) and first:
@@ -246,7 +246,7 @@ class _Planned:
         interceptor.on_call(self, args, kwargs)
         if torch.compiler.is_compiling():
             depend_on(self.__dict__[VERSION])
-        if interceptor.keeper is not None:
+        if interceptor.packer is not None:
             if torch.compiler.is_compiling():
                 refuse_other_backends()
             elif innermost_scope() is None:
@@ -255,8 +255,8 @@ class _Planned:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
     def _kept_packed(self, interceptor: Interceptor, args: Any, kwargs: dict[str, Any]) -> Any:
-        assert interceptor.keeper is not None
-        with interceptor.keeper.hooks(), Scope(interceptor, self):  # type: ignore[arg-type]
+        assert interceptor.packer is not None
+        with interceptor.packer.hooks(), Scope(interceptor, self):  # type: ignore[arg-type]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
@@ -463,14 +463,16 @@ def loss_holder(interceptor: Interceptor) -> nn.Module:
     return holder
 
 
-def bring_in(function: Callable[..., Tensor], interceptor: Interceptor, holder: nn.Module) -> Callable[..., Tensor]:
+def in_loss_scope(
+    function: Callable[..., Tensor], interceptor: Interceptor, holder: nn.Module
+) -> Callable[..., Tensor]:
     """`function` with its operations in the holder's scope, eager and compiled, as a planned module has its own."""
 
     def planned_loss(*args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling():
             depend_on(holder.__dict__[VERSION])
-        if interceptor.keeper is not None and not torch.compiler.is_compiling() and innermost_scope() is None:
-            with interceptor.keeper.hooks(), Scope(interceptor, holder):
+        if interceptor.packer is not None and not torch.compiler.is_compiling() and innermost_scope() is None:
+            with interceptor.packer.hooks(), Scope(interceptor, holder):
                 return function(*args, **kwargs)
         with Scope(interceptor, holder):
             return function(*args, **kwargs)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from bitplan.analysis.sites import Site, list_sites
 from bitplan.analysis.targets import running
-from bitplan.capture.recording import unseen_modules
+from bitplan.capture.recording import scripted_modules
 from bitplan.cli.arguments import TargetArgument
 from bitplan.cli.output import JsonOption, Output, command_output
 from bitplan.files import byte_text
@@ -38,7 +38,7 @@ def sites(
         chosen = load_target(target, shapes_only=True)
         with running(target):
             found = list_sites(chosen.model, chosen.batch, chosen.loss)
-        for path in unseen_modules(chosen.model):
+        for path in scripted_modules(chosen.model):
             output.note(f"{path or 'the model'} is scripted: nothing inside it is seen.")
         output.document([site_record(site) for site in found])
         if not as_json:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bitplan.analysis.cost import stored_bits
 from bitplan.analysis.measure import DEFAULT_CANDIDATES, Candidate, Measurement, Row, measure
 from bitplan.analysis.measure.figures import OperandFigures
-from bitplan.capture.decompositions import is_opened
+from bitplan.capture.decompositions import is_decomposed
 from bitplan.errors import PlanError, nearest_names
 from bitplan.numerics.formats import IntFormat
 from bitplan.plans import Plan, QuantizerSpec, Rule
@@ -345,7 +345,7 @@ def _is_left_to_base(base: Plan, advice: SlotAdvice) -> bool:
     only add error; or leaves the operation closed that the slot lies in."""
     role = {"w": "weight", "dy": "grad_activation"}.get(advice.slot.split(".")[1])
     module, _, op = advice.product.rpartition("/")
-    if advice.inside is not None and not is_opened(base, module, advice.inside):
+    if advice.inside is not None and not is_decomposed(base, module, advice.inside):
         return True
     base_quantizer = None if role is None else base.decide(module, op)[role].quantizer
     return base_quantizer is not None and base_quantizer.target.bits <= advice.spec.target.bits

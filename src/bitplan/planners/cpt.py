@@ -28,7 +28,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from bitplan.analysis.cost import step_cost
-from bitplan.capture.decompositions import is_opened
+from bitplan.capture.decompositions import is_decomposed
 from bitplan.capture.ops import PRODUCTS
 from bitplan.capture.recording import Operation, record
 from bitplan.errors import PlanError
@@ -110,7 +110,7 @@ def cpt_plan(
 
 def operations_of(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None = None) -> list[Operation]:
     """What one training step does, recurrent layers and attention as single operations."""
-    return record(model, batch, loss, opens=partial(is_opened, Plan()))
+    return record(model, batch, loss, opens=partial(is_decomposed, Plan()))
 
 
 def plan_of(

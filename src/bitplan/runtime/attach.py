@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from bitplan.capture.decompositions import is_opened
+from bitplan.capture.decompositions import is_decomposed
 from bitplan.capture.recording import record
 from bitplan.capture.scopes import is_planned, unwrapped
 from bitplan.errors import BitplanWarning, PlanError
@@ -81,7 +81,7 @@ def attach(
     operations = None
     if example is not None and resolved.all_rules:
         try:
-            operations = record(unwrapped(model), example, opens=partial(is_opened, resolved))
+            operations = record(unwrapped(model), example, opens=partial(is_decomposed, resolved))
         except RuntimeError as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise PlanError(

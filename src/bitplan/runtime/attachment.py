@@ -1,12 +1,10 @@
-"""A plan at work on a model: what :func:`bitplan.attach` returns.
+"""A plan attached to a model: what :func:`bitplan.attach` returns.
 
-The attachment is the run as its user holds it. It tells its parts when something has happened, and asks them what they
-know: the :class:`~bitplan.runtime.installation.Installation` is the plan inside the model, the
-:class:`~bitplan.runtime.clock.Timeline` says where the run stands, the :class:`~bitplan.runtime.coverage.RollCall`
-whether every rule has had an effect, the :class:`~bitplan.runtime.cost_tracker.Ledger` keeps the books, the
-:class:`~bitplan.compiler.compiling.Compiler` compiles, and a :class:`~bitplan.runtime.checkpoint_state.RunState` is
-what is
-saved of it all.
+The attachment is the run as its user holds it. :class:`~bitplan.runtime.installation.Installation` is the plan inside
+the model, :class:`~bitplan.runtime.clock.ScheduleClock` says where the run stands,
+:class:`~bitplan.runtime.coverage.RuleCoverage` whether every rule has had an effect, and
+:class:`~bitplan.runtime.cost_tracker.CostTracker` adds up costs. :class:`~bitplan.compiler.compiling.Compiler`
+compiles, and a :class:`~bitplan.runtime.checkpoint_state.RunState` is what is saved.
 """
 
 from __future__ import annotations
@@ -20,22 +18,22 @@ from torch.optim import Optimizer
 
 from bitplan.analysis.cost import Cost
 from bitplan.analysis.explain import Explanation, require_effect
-from bitplan.capture.recording import FakeInputs, Operation, call_arguments, unseen_modules
-from bitplan.capture.scopes import bring_in, loss_holder, unwrapped
+from bitplan.capture.recording import FakeInputs, Operation, call_arguments, scripted_modules
+from bitplan.capture.scopes import in_loss_scope, loss_holder, unwrapped
 from bitplan.compiler.compiling import Compiler
 from bitplan.compiler.packed_backend import register_backend
 from bitplan.errors import PlanError
 from bitplan.executions.native.backends import units_of
 from bitplan.executions.native.fallbacks import Fallback, fallbacks_of
 from bitplan.executions.native.paths import Terms
-from bitplan.executions.packed.saved_tensors import Keeper
+from bitplan.executions.packed.saved_tensors import SavedTensorPacker
 from bitplan.numerics.wire_format import LOSS_PATH
 from bitplan.plans import Plan
 from bitplan.plans.execution import Emulate, ExecutionOptions
 from bitplan.runtime.checkpoint_state import RunState
-from bitplan.runtime.clock import Timeline, Total
-from bitplan.runtime.cost_tracker import Ledger
-from bitplan.runtime.coverage import RollCall
+from bitplan.runtime.clock import ScheduleClock, Total
+from bitplan.runtime.cost_tracker import CostTracker
+from bitplan.runtime.coverage import RuleCoverage
 from bitplan.runtime.decisions import Decider
 from bitplan.runtime.dispatch import Rounder
 from bitplan.runtime.installation import Installation
@@ -74,16 +72,18 @@ class Attachment:
         self._terms = terms
         self._rounder = Rounder()
         if is_packed:
-            self._rounder.keeper = Keeper()
+            self._rounder.packer = SavedTensorPacker()
             register_backend()
-        self._timeline = Timeline(plan, steps, fixed=is_packed)
+        self._clock = ScheduleClock(plan, steps, fixed=is_packed)
         decider = Decider(plan, mutable_formats, stats, is_packed, terms=terms)
-        self._installation = Installation(self.model, self._rounder, decider, self._timeline)
+        self._installation = Installation(self.model, self._rounder, decider, self._clock)
         self._all_tables = self._installation.tables
         self._compiler = Compiler(execution, self._installation)
-        self._roll_call = RollCall(plan, unseen_modules(self.model))
+        self._coverage = RuleCoverage(plan, scripted_modules(self.model))
         self._checked = not plan.all_rules
-        self._ledger = Ledger(self.model, plan, self._all_tables.each, self._timeline, self._all_tables.promotions)
+        self._cost_tracker = CostTracker(
+            self.model, plan, self._all_tables.per_module, self._clock, self._all_tables.promotions
+        )
         self._promise = OptimizerPromise(plan, self.model)
         self._optimizer_steps = OptimizerSteps(self.model)
         self._remove_optimizer_hook: Callable[[], object] = lambda: None
@@ -98,7 +98,7 @@ class Attachment:
 
     def _install(self) -> None:
         self._installation.put_in(self.seed, self._step)
-        self._rounder.on_site = self._roll_call.note
+        self._rounder.on_site = self._coverage.note
         self._rounder.on_first_call = self._note_call
         self._look_for_new_sites()
 
@@ -168,7 +168,7 @@ class Attachment:
 
         Called before a training step, it decides the bits of that step.
         """
-        self._timeline.tell(share)
+        self._clock.tell(share)
         self._move()
         self._write_tables()
 
@@ -193,11 +193,11 @@ class Attachment:
         self._check_seen()
         self._promise.after_step()
         self._step += 1
-        self._ledger.count_step()
+        self._cost_tracker.count_step()
         self._optimizer_steps.tell()
         self._all_tables.fold(self._step)
         self._installation.show_promotions()
-        self._timeline.after(self._step)
+        self._clock.after(self._step)
         self._move()
         self._write_tables()
 
@@ -208,7 +208,7 @@ class Attachment:
             self._formats_changed()
 
     def _formats_changed(self) -> None:
-        self._ledger.formats_changed()
+        self._cost_tracker.formats_changed()
         self._all_tables.formats_changed()
 
     def set_format(self, quantizer: str, format: str) -> None:
@@ -243,20 +243,20 @@ class Attachment:
         """Remember the shapes of the first batch: tables and costs are asked for later."""
         if module is self.model:
             self._rounder.on_first_call = None
-            self._ledger.inputs = FakeInputs(args, kwargs)
+            self._cost_tracker.inputs = FakeInputs(args, kwargs)
 
     def expect(self, batch: Any) -> None:
         """Remember the shapes of a batch for tables and costs."""
-        self._ledger.inputs = batch if isinstance(batch, FakeInputs) else FakeInputs(*call_arguments(batch))
+        self._cost_tracker.inputs = batch if isinstance(batch, FakeInputs) else FakeInputs(*call_arguments(batch))
 
     def check(self, operations: list[Operation]) -> None:
         """Raise where a rule has no effect on these operations; rules for the loss wait for :meth:`loss`."""
-        self._roll_call.note_all(operations)
-        waiting = [rule for rule in self.plan.all_rules if self._roll_call.waits_for_loss(rule)]
+        self._coverage.note_all(operations)
+        waiting = [rule for rule in self.plan.all_rules if self._coverage.waits_for_loss(rule)]
         require_effect(
-            self.plan, operations, lambda rule: rule in waiting or self._roll_call.is_for_unseen_modules(rule)
+            self.plan, operations, lambda rule: rule in waiting or self._coverage.is_for_unseen_modules(rule)
         )
-        self._ledger.use(operations)
+        self._cost_tracker.use(operations)
         self._installation.make_room_for(operations)
         self._installation.tell_compiled_code()
         self._checked = not waiting
@@ -268,8 +268,8 @@ class Attachment:
 
     def _check_seen(self) -> None:
         """Raise where a rule matched nothing in what has run so far; does nothing before the first forward."""
-        if not self._checked and self._roll_call.roles:
-            self._roll_call.require_answers()
+        if not self._checked and self._coverage.roles:
+            self._coverage.require_answers()
             self._checked = True
             self._rounder.on_site = None
 
@@ -282,17 +282,17 @@ class Attachment:
         self._installation.add(LOSS_PATH, holder, self.seed, self._step)
         self._installation.tell_compiled_code()
         self._look_for_new_sites()
-        return bring_in(function, self._rounder, holder)
+        return in_loss_scope(function, self._rounder, holder)
 
     # --- what is to be told ---
 
     def table(self) -> list[Explanation]:
         """What every tensor gets, and which rule said so; print the rows for a table."""
-        return self._ledger.table()
+        return self._cost_tracker.table()
 
     def cost(self) -> Cost:
         """What the steps so far have cost (see :mod:`bitplan.analysis.cost`); of one step where none was made yet."""
-        return self._ledger.cost()
+        return self._cost_tracker.cost()
 
     def memory(self, batch: Any = None, loss: Callable[..., Tensor] | None = None, **options: Any) -> dict[str, Any]:
         """``{"predicted": ..., "measured": ...}``: bytes of a training step by class, see
@@ -309,8 +309,8 @@ class Attachment:
         if self._terms is None:
             raise PlanError("only native execution has fallbacks: attach with execution='native'.")
         device = next(self.model.parameters(), torch.empty(0)).device
-        plan = self._timeline.plan_in(self._installation.phase)
-        return fallbacks_of(self._ledger.operations(), plan.decide, units_of(device), self._terms, device.type)
+        plan = self._clock.plan_in(self._installation.phase)
+        return fallbacks_of(self._cost_tracker.operations(), plan.decide, units_of(device), self._terms, device.type)
 
     def stats(self) -> dict[str, Statistics]:
         """Per site and place, what rounding did to its values. Reading waits for the device."""
@@ -339,27 +339,27 @@ class Attachment:
             records={
                 tables.path: (dict(tables.records), kept.cpu().clone()) for tables, kept in self._all_tables.records()
             },
-            steps=self._ledger.state(),
+            steps=self._cost_tracker.state(),
             total=self.steps,
             phase=self._installation.phase,
-            position=[self._timeline.position.step, self._timeline.position.total],
+            position=[self._clock.position.step, self._clock.position.total],
         ).to_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken; nothing is changed where the state does not fit."""
         saved = RunState.from_dict(state)
-        saved.require_plan(self.plan, self._timeline)
+        saved.require_plan(self.plan, self._clock)
         self._installation.prepare_phases(saved.phases)
         saved.require_rows(self._installation.rows_in(saved.phase))
         self._step, self.seed = saved.step, saved.seed
         self._installation.restore_formats(saved.phase, saved.formats)
-        self._timeline.restore(saved.step, saved.position)
+        self._clock.restore(saved.step, saved.position)
         self._move()
-        for tables in self._all_tables.each:
+        for tables in self._all_tables.per_module:
             if tables.path in saved.records:
                 self._all_tables.take(tables, *saved.records[tables.path])
         self._installation.show_promotions()
         self._installation.tell_compiled_code()
-        self._ledger.load(saved.steps)
+        self._cost_tracker.load(saved.steps)
         self._formats_changed()
         self._write_tables()

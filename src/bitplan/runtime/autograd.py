@@ -13,20 +13,20 @@ from bitplan.executions.native.convolution import Convolution, has_channels_last
 from bitplan.executions.native.float8_cast import cast_float8
 from bitplan.executions.native.gemm import BY_ROW, PASSES, Codes, Form, Kept, byte_of, codes_of
 from bitplan.executions.native.gemm import native_product as multiplied
-from bitplan.executions.packed.recompute import Passes, sparing_relu
-from bitplan.executions.packed.saved_tensors import note_copy
+from bitplan.executions.packed.recompute import Passes, bit_relu
+from bitplan.executions.packed.saved_tensors import copy_mark
 from bitplan.gemm.products import Product, slot_product
 from bitplan.plans import OPERANDS, SLOTS
 from bitplan.plans.spec import QuantizerSpec
 from bitplan.runtime.op_context import OpContext
-from bitplan.runtime.rounding_op import OpRounding, RoundingOp, keeps_little, mark, op_of_key
+from bitplan.runtime.rounding_op import OpRounding, RoundingOp, mark, op_of_key, packs_eagerly
 from bitplan.runtime.statistics import observe_amax
 
 # --- The six slots of a product: what each operand is rounded to in each of its two passes, or cast to
 
 
-#: The attribute by which a tensor of a graph in the making tells what :func:`_told_first` needs.
-_REACHES = "_bitplan_reaches"
+#: The attribute by which a tensor of a graph in the making tells what :func:`_first_amax` needs.
+_HISTORY_MAX = "_bitplan_history_max"
 
 
 class Slots:
@@ -36,13 +36,13 @@ class Slots:
         self.chosen = chosen
         self.weight_key = weight_key
         #: Whether x is kept as the weight's gradient wants it, rounded and packed, rather than as it came.
-        self.keeps_rounded_x = "wgrad.x" in chosen and keeps_little(chosen["wgrad.x"][0])
+        self.keeps_rounded_x = "wgrad.x" in chosen and packs_eagerly(chosen["wgrad.x"][0])
 
     def round(self, slot: str, tensor: Tensor) -> Tensor:
         if slot not in self.chosen:
             return tensor
         action, context = self.chosen[slot]
-        if keeps_little(action) and action.changes_nothing_in(tensor):
+        if packs_eagerly(action) and action.changes_nothing_in(tensor):
             return tensor  # not rounded again, so that the one packed copy serves this product, too
         return action.round(tensor.detach(), context, self.weight_key if slot.endswith(".w") else None)
 
@@ -103,9 +103,9 @@ class NativeSlots(Slots):
         """One reading of the tensor gives the layouts of all its slots."""
         action, context = self.chosen[slots[0]]
         spec = action.spec
-        record, reach = action.remembered(context)
-        if reach is not None and is_traced():
-            reach = _told_first(tensor, spec, reach)
+        record, history_max = action.remembered(context)
+        if history_max is not None and is_traced():
+            history_max = _first_amax(tensor, spec, history_max)
         gathers = action.is_delayed and record is not None and context.observing and after is None
         by_row = [slot in BY_ROW for slot in slots]
         cast = cast_float8(
@@ -113,7 +113,7 @@ class NativeSlots(Slots):
             dtype,
             scaled=spec.scale is not None,
             power_of_two=spec.power_of_two,
-            reach=reach,
+            reach=history_max,
             as_rows=any(by_row),
             as_columns=not all(by_row),
             gathers=gathers,
@@ -124,14 +124,14 @@ class NativeSlots(Slots):
         return [Codes(cast.rows if is_by_row else cast.columns.t(), cast.scale) for is_by_row in by_row]
 
 
-def _told_first(tensor: Tensor, spec: QuantizerSpec, reach: Tensor) -> Tensor:
-    """While a graph is made: the reach that the first reader of a tensor with such a quantizer has.
+def _first_amax(tensor: Tensor, spec: QuantizerSpec, history_max: Tensor) -> Tensor:
+    """While a graph is made: the history_max that the first reader of a tensor with such a quantizer has.
 
     Readers of one tensor have met the same magnitudes, so theirs is the same number; as one and the same node of the
     graph it lets torch.compile see that their casts are one.
     """
-    known: dict[QuantizerSpec, Tensor] = tensor.__dict__.setdefault(_REACHES, {})
-    return known.setdefault(spec, reach)
+    known: dict[QuantizerSpec, Tensor] = tensor.__dict__.setdefault(_HISTORY_MAX, {})
+    return known.setdefault(spec, history_max)
 
 
 class RoundedGradient(torch.autograd.Function):
@@ -177,9 +177,9 @@ class GridRelu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, backward: RoundingOp, back: OpContext) -> Tensor:
         ctx.action, ctx.context = backward, back
         y = torch.relu(x)
-        if keeps_little(backward):
+        if packs_eagerly(backward):
             ctx.passes = Passes(y)
-            note_copy(y, x)
+            copy_mark(y, x)
             ctx.passes.wait_for_copy(y)
         else:
             ctx.save_for_backward(y)
@@ -215,7 +215,7 @@ def _op(ref: OpRef) -> RoundingOp | None:
     return op_of_key(ref[0]) if ref[0] else None
 
 
-#: Buffers beside a module's weights, as a graph is given them: table, record and reach.
+#: Buffers beside a module's weights, as a graph is given them: table, record and amax_history_max.
 Buffers = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 #: Of a context: site, salt, training and observing.
@@ -223,7 +223,7 @@ CallConstants = tuple[str, str, bool, bool]
 
 
 def _buffers(context: OpContext) -> Buffers:
-    return context.table, context.record, context.reach
+    return context.table, context.record, context.amax_history_max
 
 
 def _constants(context: OpContext) -> CallConstants:
@@ -418,13 +418,13 @@ def _both_ways(
 def _relu(
     x: Tensor, forward: RoundingOp | None, backward: RoundingOp | None, context: OpContext, back: OpContext
 ) -> Tensor:
-    relu = sparing_relu if keeps_little(forward, backward) else torch.relu
+    relu = bit_relu if packs_eagerly(forward, backward) else torch.relu
     if forward is None or not forward.changes_nothing_in(x):
         return _both_ways(relu(x), forward, backward, context, back, None)
     if backward is None:
         y = relu(x)
-        if keeps_little(forward):
-            note_copy(y, x)
+        if packs_eagerly(forward):
+            copy_mark(y, x)
         return mark(y, forward.grid)
     passed: Tensor = GridRelu.apply(x, backward, back)  # type: ignore[no-untyped-call]
     return mark(passed, forward.grid)

@@ -15,7 +15,7 @@ from torch import Tensor
 from bitplan.errors import PlanError
 from bitplan.plans import Plan
 from bitplan.plans.document import Phase
-from bitplan.runtime.clock import Timeline, Total
+from bitplan.runtime.clock import ScheduleClock, Total
 from bitplan.runtime.module_state import LiveRow
 
 #: What every state has, those of older versions, too.
@@ -34,12 +34,12 @@ class RunState:
     formats: Mapping[str, list[str]]
     #: Path of a module -> the rows of its record by name, and the record.
     records: Mapping[str, tuple[dict[str, int], Tensor]]
-    #: The books, see :meth:`bitplan.runtime.cost_tracker.Ledger.state`.
+    #: The books, see :meth:`bitplan.runtime.cost_tracker.CostTracker.state`.
     steps: list[list[Any]]
     #: How many steps the whole run was to have.
     total: Total | None = None
     phase: Phase = ()
-    #: Step and total of the timeline, which a run that is told its progress cannot count.
+    #: Step and total of the clock, which a run that is told its progress cannot count.
     position: list[int] | None = None
 
     @classmethod
@@ -69,11 +69,11 @@ class RunState:
         for _, _, phase in self.steps:
             yield tuple(phase)
 
-    def require_plan(self, plan: Plan, timeline: Timeline) -> None:
+    def require_plan(self, plan: Plan, clock: ScheduleClock) -> None:
         """Raise where it was saved under another plan, or in a run of another length that the plan depends on."""
         if _without_execution(self.plan) != _without_execution(plan.flattened().to_dict()):
             raise PlanError("this state belongs to another plan: attach the plan it was saved with.")
-        if timeline.moves and self.total != timeline.steps:
+        if clock.moves and self.total != clock.steps:
             raise PlanError(
                 f"this state was saved in a run with steps={self.total}, where the plan's schedules stand "
                 f"elsewhere: attach with the same steps=."

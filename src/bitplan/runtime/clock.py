@@ -29,7 +29,7 @@ _SAMPLES = 10_000
 _STRETCH = 256
 
 
-class Timeline:
+class ScheduleClock:
     """One run's way through its plan."""
 
     def __init__(self, plan: Plan, steps: Total | None, fixed: bool) -> None:

@@ -17,14 +17,14 @@ from torch import nn
 
 from bitplan.analysis.cost import Cost, step_cost
 from bitplan.analysis.explain import Explanation, explained
-from bitplan.capture.decompositions import is_opened
+from bitplan.capture.decompositions import is_decomposed
 from bitplan.capture.recording import FakeInputs, Operation, record
 from bitplan.errors import PlanError
 from bitplan.numerics.formats import get_format
 from bitplan.plans import Decision, Plan
 from bitplan.plans.document import Phase
 from bitplan.plans.spec import QuantizerSpec
-from bitplan.runtime.clock import Timeline
+from bitplan.runtime.clock import ScheduleClock
 from bitplan.runtime.module_state import ModuleTables
 from bitplan.runtime.rounding_op import Promoted
 
@@ -34,7 +34,7 @@ Formats = tuple[str, ...]
 Period = tuple[Phase, Formats]
 
 
-class Ledger:
+class CostTracker:
     """Counts steps, and prices them when asked: what a step costs follows from the formats it was made with."""
 
     def __init__(
@@ -42,13 +42,13 @@ class Ledger:
         model: nn.Module,
         plan: Plan,
         tables: Sequence[ModuleTables],
-        timeline: Timeline,
+        clock: ScheduleClock,
         promotions: Callable[[], list[Promoted]],
     ) -> None:
         self.model = model
         self.plan = plan
         self.tables = tables
-        self.timeline = timeline
+        self.clock = clock
         self.promotions = promotions
         #: What the model was first called with: shapes only.
         self.inputs: FakeInputs | None = None
@@ -68,7 +68,7 @@ class Ledger:
             self._periods.append((self._now, 1))
 
     def _period(self) -> Period:
-        return self.timeline.phase, tuple(row.format.name for tables in self.tables for row in tables.formats)
+        return self.clock.phase, tuple(row.format.name for tables in self.tables for row in tables.formats)
 
     def formats_changed(self) -> None:
         self._now = None
@@ -85,7 +85,7 @@ class Ledger:
                 raise PlanError(
                     "bitplan has not seen a batch yet: give attach() an example=, or run the model once uncompiled."
                 )
-            opens = partial(is_opened, self.plan) if self.plan.all_rules else None
+            opens = partial(is_decomposed, self.plan) if self.plan.all_rules else None
             self._operations = record(self.model, self.inputs, opens=opens)
         return self._operations
 
@@ -115,7 +115,7 @@ class Ledger:
         return self._prices[period, sites]
 
     def _priced(self, phase: Phase, formats: Formats, promoted: Mapping[str, QuantizerSpec | None]) -> Cost:
-        names, plan = iter(formats), self.timeline.plan_in(phase)
+        names, plan = iter(formats), self.clock.plan_in(phase)
         held = {tables.path: {key: next(names) for key in tables.rows_in(phase)[1]} for tables in self.tables}
 
         def decide(path: str, op: str) -> Decision:

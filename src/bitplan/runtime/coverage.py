@@ -19,7 +19,7 @@ from bitplan.plans import KEYS, SLOTS, Plan, Rule, compile_match, unmatched_mess
 from bitplan.runtime.dispatch import contains_weight
 
 
-class RollCall:
+class RuleCoverage:
     """Collects operations, and says which rules had no effect on any of them."""
 
     def __init__(self, plan: Plan, unseen: Iterable[str] = ()) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.overrides
 
-from bitplan.capture.decompositions import OPENED, decision_for, has_slots, is_opened
+from bitplan.capture.decompositions import DECOMPOSITIONS, decision_for, has_slots, is_decomposed
 from bitplan.capture.ops import PRODUCTS, name_of
 from bitplan.executions.native.backends import Unit, units_of
 from bitplan.executions.native.fallbacks import keeps_codes, passes_of
@@ -96,11 +96,11 @@ class Decider:
         """Operation -> action; under :data:`ANY` what every operation gets that is not named."""
         path = tables.path
         found: dict[str, Any] = {}
-        for op in dict.fromkeys([*PRODUCTS, *OPENED, *self._named]):
+        for op in dict.fromkeys([*PRODUCTS, *DECOMPOSITIONS, *self._named]):
             found[op] = self._action(self.plan.decide(path, op), op.split(".")[0], tables)
-        for fused in OPENED:
+        for fused in DECOMPOSITIONS:
             # What is opened in any phase is opened in all, so that sites keep their names.
-            found[f"open {fused}"] = is_opened(self.whole.plan, path, fused)
+            found[f"open {fused}"] = is_decomposed(self.whole.plan, path, fused)
             if found[f"open {fused}"] and has_slots(self.plan.decide(path, fused)):
                 for op in PRODUCTS:
                     decision = decision_for(self.plan.decide, path, op, inside=fused)

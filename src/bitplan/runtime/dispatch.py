@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.capture.decompositions import OPENED
+from bitplan.capture.decompositions import DECOMPOSITIONS
 from bitplan.capture.ops import PRODUCTS, out_of_place, works_in_place
 from bitplan.capture.scopes import Interceptor, Scope, state_of
 from bitplan.errors import QuantizeError
 from bitplan.executions.native.paths import units_here
 from bitplan.executions.packed.recompute import spared
-from bitplan.executions.packed.saved_tensors import note_copy, note_of
+from bitplan.executions.packed.saved_tensors import copy_mark, rounded_mark
 from bitplan.gemm.products import Product, has_settings, product_of
 from bitplan.numerics.wire_format import op_site
 from bitplan.plans import SLOTS
@@ -148,7 +148,7 @@ class Rounder(Interceptor):
             return _written(target, func(*args, **kwargs))
         if not torch.compiler.is_compiling() and self.on_new_site is not None and context.site not in action.met:
             self.on_new_site(module, action, context)
-        if self.keeper is not None and not torch.compiler.is_compiling():
+        if self.packer is not None and not torch.compiler.is_compiling():
             func = self._sparing(op, func)
         if is_product:
             _require_room_under_autocast(action, args)
@@ -195,7 +195,7 @@ class Rounder(Interceptor):
             tag_views(result, func, args, kwargs)
         return result
 
-    def known_of(self, given: Any) -> dict[int, Any]:
+    def tags_of(self, given: Any) -> dict[int, Any]:
         known: dict[int, Any] = {}
         for position, tensor in enumerate(given):
             tags = {tag: getattr(tensor, tag) for tag in (_GRAD_TAG, WEIGHT_TAG) if hasattr(tensor, tag)}
@@ -203,15 +203,15 @@ class Rounder(Interceptor):
                 known[position] = tensor if isinstance(tensor, nn.Parameter) else tags
         return known
 
-    def recognised(self, args: Any, known: dict[int, Any]) -> Any:
-        recognised = list(args)
+    def with_tags(self, args: Any, known: dict[int, Any]) -> Any:
+        with_tags = list(args)
         for position, what in known.items():
             if isinstance(what, nn.Parameter):
-                recognised[position] = what  # its gradient goes straight to it
+                with_tags[position] = what  # its gradient goes straight to it
                 continue
             for tag, value in what.items():
-                setattr(recognised[position], tag, value)
-        return recognised
+                setattr(with_tags[position], tag, value)
+        return with_tags
 
     @staticmethod
     def action_of(module: nn.Module, op: str, index: int, inside: str | None = None) -> OpRounding | None:
@@ -226,8 +226,8 @@ class Rounder(Interceptor):
             return actions[numbered]  # type: ignore[no-any-return]
         return actions[op if op in actions else ANY]  # type: ignore[no-any-return]
 
-    def written_out(self, scope: Scope, op: str) -> Callable[..., Any] | None:
-        return OPENED[op] if op in OPENED and state_of(scope.module).actions[f"open {op}"] else None
+    def decomposition_of(self, scope: Scope, op: str) -> Callable[..., Any] | None:
+        return DECOMPOSITIONS[op] if op in DECOMPOSITIONS and state_of(scope.module).actions[f"open {op}"] else None
 
     # --- outputs ---
 
@@ -368,7 +368,7 @@ def _written(target: Any, result: Any) -> Any:
     target.copy_(result)
     if not torch.compiler.is_compiling():
         mark_copy(target, result)
-        note_copy(target, result)
+        copy_mark(target, result)
     tag = getattr(result, _GRAD_TAG, None)
     if tag is not None or hasattr(target, _GRAD_TAG):
         setattr(target, _GRAD_TAG, tag)
@@ -411,10 +411,10 @@ def _replaced(
 def _cast_by_autocast(tensor: Tensor) -> Tensor:
     """What autocast would make of a rounded operand, made context, where it can be noted that it lies on a grid."""
     kind = tensor.device.type
-    if tensor.dtype != torch.float32 or not torch.is_autocast_enabled(kind) or note_of(tensor) is None:
+    if tensor.dtype != torch.float32 or not torch.is_autocast_enabled(kind) or rounded_mark(tensor) is None:
         return tensor
     cast = tensor.to(torch.get_autocast_dtype(kind))
-    note_copy(cast, tensor)
+    copy_mark(cast, tensor)
     return cast
 
 

@@ -3,7 +3,7 @@
 Every module gets a class that shows its operations (:mod:`bitplan.capture.scopes`), the actions that the plan's
 present phase has for them (:mod:`bitplan.runtime.decisions`), tables beside its weights
 (:mod:`bitplan.runtime.run_tables`), and one word for compiled code that stands for all of it
-(:mod:`bitplan.compiler.tracing`). The timeline says how far the run has come; the attachment says when to follow it.
+(:mod:`bitplan.compiler.tracing`). The clock says how far the run has come; the attachment says when to follow it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bitplan.numerics.formats import Format, get_format
 from bitplan.numerics.wire_format import op_site
 from bitplan.plans.document import Phase
 from bitplan.plans.schedules import Schedule
-from bitplan.runtime.clock import Timeline
+from bitplan.runtime.clock import ScheduleClock
 from bitplan.runtime.decisions import Decider
 from bitplan.runtime.dispatch import Rounder
 from bitplan.runtime.module_state import LiveRow, ModuleTables, remove_buffers, with_twins
@@ -39,16 +39,16 @@ from bitplan.runtime.statistics import Watched
 class Installation:
     """What a plan has put into the modules of one model."""
 
-    def __init__(self, model: nn.Module, rounder: Rounder, decider: Decider, timeline: Timeline) -> None:
-        """`decider` is that of the whole plan; the timeline says which phase of it, and which bits, are at work."""
+    def __init__(self, model: nn.Module, rounder: Rounder, decider: Decider, clock: ScheduleClock) -> None:
+        """`decider` is that of the whole plan; the clock says which phase of it, and which bits, are at work."""
         self.model = model
         self.plan = decider.plan
         self.rounder = rounder
         self.decider = decider
-        self.timeline = timeline
+        self.clock = clock
         self.tables = RunTables(model)
         #: The phase of the plan that the modules are in.
-        self.phase = timeline.phase
+        self.phase = clock.phase
         #: Path and module, of all that can be followed; empty while the plan is not in the model.
         self.modules: list[tuple[str, nn.Module]] = []
         #: What happens in a module, by the plan's phase: kept, so that compiled code knows it again.
@@ -83,7 +83,7 @@ class Installation:
         if self.modules:
             self.rounder.enabled = False  # copies that were made of the model become plain, too
             self.tell_compiled_code()
-            for tables in self.tables.each:
+            for tables in self.tables.per_module:
                 remove_buffers(tables.module)
             uninstall(self.modules)
             self._release_patches()
@@ -100,7 +100,7 @@ class Installation:
     def add(self, path: str, module: nn.Module, seed: int, step: int) -> None:
         """Fill in what the plan says of every operation that may happen in this module."""
         tables = ModuleTables(path, module)
-        self.tables.each.append(tables)
+        self.tables.per_module.append(tables)
         self._put_to_work(tables, seed, step)
 
     def _put_to_work(self, tables: ModuleTables, seed: int, step: int) -> None:
@@ -126,7 +126,7 @@ class Installation:
         if (tables, phase) not in self._actions:
             decider = self.decider
             if phase:
-                plan = self.timeline.plan_in(phase)
+                plan = self.clock.plan_in(phase)
                 decider = Decider(plan, *decider.ways, whole=decider, terms=decider.terms)
             tables.enter(phase)
             self._actions[tables, phase] = decider.actions(tables)
@@ -149,18 +149,18 @@ class Installation:
 
     def _let_phases_compile(self) -> None:
         """Every phase of the plan has a graph of its own, in training and in evaluation; torch stops after eight."""
-        self._allowances.append(Allowance("recompile_limit", 2 * self.timeline.count_phases(), owner=self.rounder))
+        self._allowances.append(Allowance("recompile_limit", 2 * self.clock.count_phases(), owner=self.rounder))
 
     def tell_compiled_code(self) -> None:
         """Graphs hold for what tracing reads now, until this is called again."""
-        for tables in self.tables.each:
+        for tables in self.tables.per_module:
             self._set_version(tables)
 
     def _set_version(self, tables: ModuleTables) -> None:
         rounder, state = self.rounder, state_of(tables.module)
         state.has_buffers = tables.has_table or bool(tables.records)
         tags = (rounder.tags_gradients, rounder.tags_weights)
-        flags = (rounder.enabled, rounder.keeper is not None, rounder.casts_again, *tags)
+        flags = (rounder.enabled, rounder.packer is not None, rounder.casts_again, *tags)
         facts = tuple((op, _facts(action)) for op, action in state.actions.items())
         version = version_of((flags, state.has_buffers, facts))
         for module in with_twins(tables.module):
@@ -205,23 +205,23 @@ class Installation:
 
         :return: whether formats may be other ones now.
         """
-        if not self.timeline.moves or not self.modules:
+        if not self.clock.moves or not self.modules:
             return False
         has_moved = False
-        phase = self.timeline.phase
+        phase = self.clock.phase
         if phase != self.phase:
             self.phase = phase
-            for tables in self.tables.each:
+            for tables in self.tables.per_module:
                 self._put_to_work(tables, seed, step)
                 restore_rows(tables)
             self.make_room_for(self._operations)
             self.show_promotions()
             self.tell_compiled_code()
             has_moved = True
-        widths = {schedule: self.timeline.bits_of(schedule) for schedule in self.plan.followed.values()}
+        widths = {schedule: self.clock.bits_of(schedule) for schedule in self.plan.followed.values()}
         if widths != self._widths:
             self._widths = widths
-            for tables in self.tables.each:
+            for tables in self.tables.per_module:
                 self._follow(tables)
             has_moved = True
         return has_moved
@@ -230,11 +230,11 @@ class Installation:
         """Give a module's formats the bits that their schedules have come to."""
         for row in tables.formats:
             if row.spec.moved_by is not None:
-                row.follow(self.timeline.bits_of(row.spec.moved_by))
+                row.follow(self.clock.bits_of(row.spec.moved_by))
 
     def set_format(self, quantizer: str, format: str) -> None:
         """Give the rows of a named quantizer another format; tables are not written."""
-        every = [row for tables in self.tables.each for row in tables.formats]
+        every = [row for tables in self.tables.per_module for row in tables.formats]
         rows = [row for row in every if row.name == quantizer]
         if not rows:
             known = sorted({row.name for row in every if row.name})
@@ -256,12 +256,12 @@ class Installation:
 
     def rows_in(self, phase: Phase) -> dict[str, list[LiveRow]]:
         """The formats that may change in a phase, by the path of their module."""
-        return {tables.path: tables.rows_in(phase)[0] for tables in self.tables.each}
+        return {tables.path: tables.rows_in(phase)[0] for tables in self.tables.per_module}
 
     def prepare_phases(self, phases: Iterable[Phase]) -> None:
         """Make the actions and rows of phases that a saved run went through."""
         phases = list(phases)
-        for tables in self.tables.each:
+        for tables in self.tables.per_module:
             for phase in phases:
                 self._planned(tables, phase)
             tables.enter(self.phase)

@@ -6,8 +6,8 @@ that equal blocks share one compiled graph and CUDA graphs see static inputs:
 * ``TABLE`` (int32): row 0 the module's key, one row for the key of each of its parameters, then a row for each
   format that may change while the run goes on. The graph only reads it; :meth:`Attachment.step` writes it.
 * ``RECORD`` (float32): what was observed at each site, see :mod:`bitplan.runtime.statistics`.
-* ``REACH`` (float32): for each row of the record, for which magnitude this step's scale makes room, where past steps
-  decide that. The graph only reads it, so that equal casts stay equal; :meth:`RunTables.fold` writes it.
+* ``AMAX_HISTORY_MAX`` (float32): for each row of the record the largest magnitude of past steps, for delayed scales.
+  The graph only reads it, so that equal casts stay equal; :meth:`RunTables.fold` writes it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from bitplan.numerics.rounding import ROW_FIELDS
 from bitplan.numerics.wire_format import parameter_key, text_hash
 from bitplan.plans.document import Phase
 from bitplan.plans.spec import QuantizerSpec
-from bitplan.runtime.statistics import LENGTH, LIMIT, MARGIN, blank_record, reach
+from bitplan.runtime.statistics import LENGTH, LIMIT, MARGIN, amax_history_max, blank_record
 
 TABLE = "_bitplan_table"
 
 RECORD = "_bitplan_record"
 
-REACH = "_bitplan_reach"
+AMAX_HISTORY_MAX = "_bitplan_reach"
 
 
 class OperandState:
@@ -161,37 +161,37 @@ class ModuleTables:
         assert record is not None
         for column, value in ((LIMIT, limit), (LENGTH, history), (MARGIN, 2.0**margin)):
             record[row, column] = value
-        known = self.module._buffers.get(REACH)
+        known = self.module._buffers.get(AMAX_HISTORY_MAX)
         if history or known is not None:
-            show_reach(self.module, record)
+            write_amax_history_max(self.module, record)
         return row
 
 
 def remove_buffers(module: nn.Module) -> None:
     """Remove every buffer that a plan has given the module."""
-    for name in (TABLE, RECORD, REACH):
+    for name in (TABLE, RECORD, AMAX_HISTORY_MAX):
         module._buffers.pop(name, None)
         module._non_persistent_buffers_set.discard(name)
 
 
-def show_reach(module: nn.Module, record: Tensor) -> None:
+def write_amax_history_max(module: nn.Module, record: Tensor) -> None:
     """Write what the module's record says of this step's scales where its graphs read it."""
-    now, known = reach(record), module._buffers.get(REACH)
+    now, known = amax_history_max(record), module._buffers.get(AMAX_HISTORY_MAX)
     if known is not None and known.shape == now.shape:
         known.copy_(now)
     else:
-        module.register_buffer(REACH, now, persistent=False)
+        module.register_buffer(AMAX_HISTORY_MAX, now, persistent=False)
 
 
 # --- All tables of a run as one sheet of numbers, written after every step
 
 
-class Sheet:
+class DeviceTables:
     """The rows of several modules, one below the other. Made anew when the modules' formats are other ones."""
 
     def __init__(self, each: Sequence[ModuleTables], parameter_names: Mapping[int, str]) -> None:
         """`parameter_names`: by a parameter's identity, its name in the whole model."""
-        self.each = each
+        self.per_module = each
         self.sizes = [1 + len(tables.parameters) + len(tables.formats) for tables in each]
         self.numbers = np.zeros((sum(self.sizes), ROW_FIELDS), np.int32)
         keys: list[int] = []

@@ -11,7 +11,7 @@ from bitplan.capture.scopes import state_of
 from bitplan.compiler.tracing import is_traced
 from bitplan.errors import QuantizeError
 from bitplan.numerics.wire_format import consumer_site, parameter_suffix
-from bitplan.runtime.module_state import REACH, RECORD, TABLE
+from bitplan.runtime.module_state import AMAX_HISTORY_MAX, RECORD, TABLE
 
 if TYPE_CHECKING:
     from bitplan.runtime.rounding_op import OpRounding, RoundingOp
@@ -36,12 +36,13 @@ class OpContext:
         self.training = module.training
         self.table: Tensor | None = None
         self._record: Tensor | None = None
-        self._reach: Tensor | None = None
+        self._amax_history_max: Tensor | None = None
         if not torch.compiler.is_compiling():
             self.table = module._buffers.get(TABLE)  # the other two are looked up when they are needed
         elif state_of(module).has_buffers:
             buffers = module._buffers
-            self.table, self._record, self._reach = buffers.get(TABLE), buffers.get(RECORD), buffers.get(REACH)
+            self.table, self._record = buffers.get(TABLE), buffers.get(RECORD)
+            self._amax_history_max = buffers.get(AMAX_HISTORY_MAX)
         # Evaluation, and forwards that nothing will learn from, leave no trace in what was observed.
         self.observing = module.training and torch.is_grad_enabled()
 
@@ -57,7 +58,7 @@ class OpContext:
         context = cls.__new__(cls)
         context.module = context.rounding = None
         context.site, context.salt, context.training, context.observing = call
-        context.table, context._record, context._reach = buffers
+        context.table, context._record, context._amax_history_max = buffers
         context.row = None if row < 0 else row
         context.part, context.is_recorded = "", True
         return context
@@ -70,11 +71,13 @@ class OpContext:
         return self._record if self.module is None or is_traced() else self.module._buffers.get(RECORD)
 
     @property
-    def reach(self) -> Tensor | None:
-        """For which magnitudes scales make room, a number for each row of the record; looked up as late as that."""
+    def amax_history_max(self) -> Tensor | None:
+        """For delayed scales: the largest magnitude of past steps in each row of the record; looked up as late."""
         if not self.is_recorded:
             return None
-        return self._reach if self.module is None or is_traced() else self.module._buffers.get(REACH)
+        return (
+            self._amax_history_max if self.module is None or is_traced() else self.module._buffers.get(AMAX_HISTORY_MAX)
+        )
 
     @property
     def tensor(self) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 from bitplan.compiler.tracing import is_traced
 from bitplan.executions.native.float8_cast import FORMATS, READ
 from bitplan.executions.native.paths import Passes, Terms
-from bitplan.executions.packed.saved_tensors import is_smaller, note_rounded
+from bitplan.executions.packed.saved_tensors import is_smaller, mark_rounded
 from bitplan.gemm.axes import resolve
 from bitplan.numerics import chunks as tensor_parts
 from bitplan.numerics.chunks import sparing_memory
@@ -89,8 +89,8 @@ class Either:
         return torch.where(self.flag > 0, self.high(x), self.low_values)
 
 
-def sign_of(promotion: Promotion, x: Tensor, low: Tensor, threshold: float | Tensor) -> tuple[Tensor, Tensor]:
-    """(part, whole) of the watched sign, whose quotient is compared with :func:`limit_of`.
+def promotion_signal(promotion: Promotion, x: Tensor, low: Tensor, threshold: float | Tensor) -> tuple[Tensor, Tensor]:
+    """(part, whole) of the watched sign, whose quotient is compared with :func:`promotion_limit`.
 
     Two numbers rather than their quotient, so that those of several ranks can be added up.
 
@@ -116,8 +116,8 @@ def _sign(promotion: Promotion, before: Tensor, low: Tensor, threshold: float | 
     return count, torch.full_like(count, before.numel())
 
 
-def limit_of(promotion: Promotion) -> float:
-    """What the quotient of :func:`sign_of` must reach: an error is compared by its square."""
+def promotion_limit(promotion: Promotion) -> float:
+    """What the quotient of :func:`promotion_signal` must reach: an error is compared by its square."""
     return promotion.limit**2 if promotion.measure == "error" else promotion.limit
 
 
@@ -346,20 +346,21 @@ class RoundingOp:
                 row = row.view(torch.float32)
         if not self.observes:
             return quantizer, bits, row, None, None
-        record, reach = self.remembered(context)
-        span: Span | None = reach
+        record, history_max = self.remembered(context)
+        span: Span | None = history_max
         if record is not None and self.uses_mean_range and not context.training:
             span = mean_range(record, x)
         return quantizer, bits, row, span, record
 
     def remembered(self, context: OpContext) -> tuple[Tensor | None, Tensor | None]:
         """The row of the record, and where past steps decide the scale, the magnitude for which it makes room."""
-        record, reach = context.record, context.reach
+        record, history_max = context.record, context.amax_history_max
         at = context.record_row(self)
         if record is None or at is None or at >= len(record):
             return None, None  # or a copy of the model that was made before the site was met
-        has_reach = self.is_delayed and reach is not None and at < len(reach)
-        return record[at], reach[at] if has_reach and reach is not None else None
+        if not self.is_delayed or history_max is None or at >= len(history_max):
+            return record[at], None
+        return record[at], history_max[at]
 
     def _observe(
         self,
@@ -380,7 +381,7 @@ class RoundingOp:
             largest = quantizer.reach_of_scale(span, row) if isinstance(span, Tensor) else quantizer.reach(row)
             observe_rounding(record, x, rounded, largest)
         if self.promotion is not None and x.numel():
-            observe_sign(record, *sign_of(self.promotion, x, low, quantizer.overflow_threshold(row)))
+            observe_sign(record, *promotion_signal(self.promotion, x, low, quantizer.overflow_threshold(row)))
 
     def _round_promoted(self, x: Tensor, context: OpContext, weight_key: Tensor | None) -> Tensor:
         return x if self.higher is None else self.higher.round(x.detach(), context, weight_key)
@@ -410,7 +411,7 @@ class RoundingOp:
         rounded = straight_through(quantizer, x, bits, row, span, copy_scales)
         if target is not quantizer.format:
             quantizer = replace(quantizer, format=target)
-        note_rounded(rounded, quantizer, scales)
+        mark_rounded(rounded, quantizer, scales)
         return rounded
 
     def changes_nothing_in(self, x: Tensor) -> bool:
@@ -502,6 +503,6 @@ def is_finer(target: Format, dtype: torch.dtype) -> bool:
     return isinstance(target, FloatFormat) and target.epsilon < torch.finfo(dtype).eps
 
 
-def keeps_little(*actions: RoundingOp | None) -> bool:
+def packs_eagerly(*actions: RoundingOp | None) -> bool:
     """Whether execution is packed, and eager: compiled, the partitioner of the graph decides what is kept."""
     return not is_traced() and any(action is not None and action.is_packed for action in actions)

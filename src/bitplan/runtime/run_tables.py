@@ -13,18 +13,25 @@ from bitplan.compiler.torch_private import foreach_copy_
 from bitplan.errors import PlanError
 from bitplan.numerics.wire_format import parameter_suffix, place_key
 from bitplan.runtime.decisions import ANY
-from bitplan.runtime.module_state import REACH, RECORD, ModuleTables, Sheet, show_reach, with_twins
+from bitplan.runtime.module_state import (
+    AMAX_HISTORY_MAX,
+    RECORD,
+    DeviceTables,
+    ModuleTables,
+    with_twins,
+    write_amax_history_max,
+)
 from bitplan.runtime.op_context import OpContext
-from bitplan.runtime.rounding_op import OpRounding, Promoted, RoundingOp, limit_of, sum_over_ranks
+from bitplan.runtime.rounding_op import OpRounding, Promoted, RoundingOp, promotion_limit, sum_over_ranks
 from bitplan.runtime.statistics import (
     COLUMNS,
     PROMOTED,
     SIGN,
     Statistics,
     Watched,
+    amax_history_max,
     fold,
     promotion_in,
-    reach,
     share_amax,
     statistics,
 )
@@ -36,7 +43,7 @@ class RunTables:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.each: list[ModuleTables] = []
+        self.per_module: list[ModuleTables] = []
         #: What the plan writes into records.
         self.watched = Watched()
         #: Whether anything was ever observed: a step must not ask every module where nothing is.
@@ -45,7 +52,7 @@ class RunTables:
         self._folded: list[Tensor] = []
         self._whole = torch.empty(0)
         self._parts: tuple[Tensor, ...] = ()
-        self._sheet: Sheet | None = None
+        self._device_tables: DeviceTables | None = None
         self._parameter_names = {id(tensor): without_wrappers(name) for name, tensor in model.named_parameters()}
 
     def device(self) -> torch.device:
@@ -65,30 +72,32 @@ class RunTables:
 
     def install(self, tables: ModuleTables, seed: int, step: int) -> None:
         """Give a module, and every copy that was made of it, its buffers."""
-        self._sheet = None
-        rows = Sheet([tables], self._parameter_names).at(seed, step)
+        self._device_tables = None
+        rows = DeviceTables([tables], self._parameter_names).at(seed, step)
         for module in with_twins(tables.module):
             device = next(module.parameters(), torch.empty(0, device=self.device())).device
             tables.install(rows, device, module)
 
     def write(self, seed: int, step: int) -> None:
         """The tables of the model, and of every copy that was made of it."""
-        if self._sheet is None:
-            self._sheet = Sheet([tables for tables in self.each if tables.has_table], self._parameter_names)
-        if self._sheet.each:
-            self._sheet.write(seed, step)
+        if self._device_tables is None:
+            self._device_tables = DeviceTables(
+                [tables for tables in self.per_module if tables.has_table], self._parameter_names
+            )
+        if self._device_tables.per_module:
+            self._device_tables.write(seed, step)
 
     def formats_changed(self) -> None:
         """Formats are other ones than when the tables were last written."""
-        if self._sheet is not None:
-            self._sheet.formats_changed()
+        if self._device_tables is not None:
+            self._device_tables.formats_changed()
 
     # --- what a step leaves ---
 
     def records(self) -> list[tuple[ModuleTables, Tensor]]:
         if not self._observes:
             return []
-        found = [(tables, tables.module._buffers.get(RECORD)) for tables in self.each]
+        found = [(tables, tables.module._buffers.get(RECORD)) for tables in self.per_module]
         return [(tables, record) for tables, record in found if record is not None]
 
     def fold(self, step: int) -> None:
@@ -110,8 +119,8 @@ class RunTables:
         fold(whole, step, self.watched)
         foreach_copy_(records, parts)
         if self.delays:
-            reaches = [tables.module._buffers.get(REACH) for tables, _ in found]
-            pairs = zip(reaches, torch.split(reach(whole), list(map(len, parts))), strict=True)
+            buffers = [tables.module._buffers.get(AMAX_HISTORY_MAX) for tables, _ in found]
+            pairs = zip(buffers, torch.split(amax_history_max(whole), list(map(len, parts))), strict=True)
             read = [(buffer, now) for buffer, now in pairs if buffer is not None]
             foreach_copy_([buffer for buffer, _ in read], [now for _, now in read])
         for (tables, _), record in zip(found, parts, strict=True):
@@ -121,8 +130,8 @@ class RunTables:
                     known.copy_(record)
                 else:
                     twin.register_buffer(RECORD, record.clone(), persistent=False)
-                if REACH in tables.module._buffers:
-                    show_reach(twin, record)
+                if AMAX_HISTORY_MAX in tables.module._buffers:
+                    write_amax_history_max(twin, record)
 
     def statistics(self) -> dict[str, Statistics]:
         """Per site and place, what rounding did to its values. Reading waits for the device."""
@@ -137,12 +146,12 @@ class RunTables:
 
     def make_room(self, module: nn.Module, action: OpRounding, context: OpContext) -> ModuleTables | None:
         """A row of the record for each place of an operation that is observed; the tables that have grown."""
-        tables = next((tables for tables in self.each if tables.path == state_of(module).path), None)
+        tables = next((tables for tables in self.per_module if tables.path == state_of(module).path), None)
         if tables is None or tables.module is not module:
             return None  # a copy of the model leaves no traces
         action.met.add(context.site)
         for place, place_action in action.places.items():
-            limit = math.inf if place_action.promotion is None else limit_of(place_action.promotion)
+            limit = math.inf if place_action.promotion is None else promotion_limit(place_action.promotion)
             for part in _parts(place_action, module) if place_action.observes else ():
                 self._observes = True
                 row = tables.record_row(
@@ -192,7 +201,7 @@ class RunTables:
         tables.records = dict(names)
         tables.module.register_buffer(RECORD, kept.to(self.device()), persistent=False)
         if self.delays:
-            show_reach(tables.module, tables.module._buffers[RECORD])  # type: ignore[arg-type]
+            write_amax_history_max(tables.module, tables.module._buffers[RECORD])  # type: ignore[arg-type]
         restore_rows(tables)
 
 

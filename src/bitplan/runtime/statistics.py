@@ -170,7 +170,7 @@ def _remember_amax(record: Tensor) -> None:
     record[:, _NOW] = 0.0
 
 
-def reach(record: Tensor) -> Tensor:
+def amax_history_max(record: Tensor) -> Tensor:
     """For which magnitude the next step's scales make room, a number a row; 0 where there is no past."""
     past = record[:, _PAST]
     is_remembered = torch.arange(past.shape[1], device=record.device) < record[:, LENGTH, None]

@@ -12,7 +12,7 @@ from torch import Tensor
 from bitplan.analysis.measure.candidate import Planned, Tried
 from bitplan.analysis.measure.figures import group_figures, needs_whole
 from bitplan.analysis.measure.result import Row, row_of
-from bitplan.capture.decompositions import OPENED
+from bitplan.capture.decompositions import DECOMPOSITIONS
 from bitplan.capture.ops import FUSED, PRODUCTS
 from bitplan.capture.scopes import Interceptor, Scope, state_of
 from bitplan.compiler.torch_private import DisableTorchFunction
@@ -61,14 +61,14 @@ class Probe(Interceptor):
         self._waiting: dict[Any, list[tuple[_Product, tuple[Operand, Operand]]]] = {}
         self._recurrences = _Recurrences()
 
-    def written_out(self, scope: Scope, op: str) -> Callable[..., Any] | None:
+    def decomposition_of(self, scope: Scope, op: str) -> Callable[..., Any] | None:
         """Fused operations are opened, for the products inside."""
-        if op not in OPENED or op not in FUSED:
+        if op not in DECOMPOSITIONS or op not in FUSED:
             return None
 
         def opened(*args: Any, **kwargs: Any) -> Any:
             try:
-                return OPENED[op](*args, **kwargs)
+                return DECOMPOSITIONS[op](*args, **kwargs)
             except QuantizeError as error:  # packed sequences, projections
                 self.skipped[f"{state_of(scope.module).path}/{op}"] = str(error)
                 with DisableTorchFunction():

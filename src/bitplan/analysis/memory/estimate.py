@@ -303,7 +303,7 @@ def of_run(
     Predicted from the shapes of `batch`, or of the first batch that the attachment has seen. Measured where a batch is
     given, on a copy of the model, so that the run goes on as if nothing had been asked; else None.
     """
-    example = run._ledger.inputs if batch is None else batch
+    example = run._cost_tracker.inputs if batch is None else batch
     if example is None:
         raise MemoryEstimateError("bitplan has not seen a batch yet: give one, or run the model once uncompiled.")
     rest: tuple[Any, ...] = (loss, optimizer, run.plan, run.execution, compile)

@@ -28,7 +28,7 @@ from bitplan.capture.recording import split_batch
 from bitplan.compiler.torch_private import ProfilerEventType, is_profiler_enabled
 from bitplan.compiler.tracing import many_graphs
 from bitplan.errors import MemoryEstimateError
-from bitplan.executions.packed.saved_tensors import Keeper
+from bitplan.executions.packed.saved_tensors import SavedTensorPacker
 from bitplan.plans import Plan
 from bitplan.runtime.attach import Attachment, attach
 
@@ -160,15 +160,15 @@ def allocator_of(device: torch.device) -> Allocator:
 
 
 def kept_bytes(
-    forward: Callable[[], Tensor], living_anyway: Iterable[Tensor] = (), keeper: Keeper | None = None
+    forward: Callable[[], Tensor], living_anyway: Iterable[Tensor] = (), packer: SavedTensorPacker | None = None
 ) -> int:
     """Bytes that are kept for the backward pass when `forward`, which returns the loss, has ended.
 
     :param living_anyway: parameters, buffers and the batch, which are not kept for autograd's sake.
-    :param keeper: of a plan in packed execution, whose hooks are asked instead of ours.
+    :param packer: of a plan in packed execution, whose hooks are asked instead of ours.
     """
     kept: list[Any] = []
-    with _hooks(kept) if keeper is None else _listening(keeper, kept):
+    with _hooks(kept) if packer is None else _listening(packer, kept):
         loss = forward()
     kept.extend(vars(node) for node in _nodes(loss) if hasattr(node, "__dict__"))
     known_storages = {part.untyped_storage()._cdata for tensor in living_anyway for part in parts_of(tensor)}
@@ -192,19 +192,19 @@ def _hooks(kept: list[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _listening(keeper: Keeper, kept: list[Any]) -> Iterator[None]:
+def _listening(packer: SavedTensorPacker, kept: list[Any]) -> Iterator[None]:
     """The plan's own hooks, overheard: two pairs of hooks cannot be at work at once."""
-    own = keeper.pack
+    own = packer.pack
 
     def noted(tensor: Tensor) -> Any:
         kept.append(own(tensor))
         return kept[-1]
 
-    keeper.pack = noted  # type: ignore[method-assign]
+    packer.pack = noted  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del keeper.pack
+        del packer.pack
 
 
 def _nodes(loss: Tensor) -> Iterator[Node]:

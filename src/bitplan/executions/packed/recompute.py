@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitplan.executions.packed.saved_tensors import PackedCopy, note_of
+from bitplan.executions.packed.saved_tensors import PackedCopy, rounded_mark
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 
@@ -32,9 +32,9 @@ RUN_AGAIN = frozenset(
 def spared(op: str, func: Callable[..., Any]) -> Callable[..., Any]:
     """A function that returns what `func` does and keeps less, where there is one."""
     if op == "relu":
-        return sparing_relu
+        return bit_relu
     if op == "dropout":
-        return sparing_dropout
+        return bit_dropout
     return _run_again(func) if op in RUN_AGAIN else func
 
 
@@ -78,7 +78,7 @@ class Passes:
 
     def wait_for_copy(self, y: Tensor) -> None:
         """`y` lies on a grid, so that a packed copy of it shows the same signs."""
-        note = note_of(y)
+        note = rounded_mark(y)
         if note is not None:
             note.waiting.append(self._use)
 
@@ -109,7 +109,7 @@ class BitRelu(torch.autograd.Function):
         return passed
 
 
-def sparing_relu(input: Tensor, inplace: bool = False) -> Tensor:
+def bit_relu(input: Tensor, inplace: bool = False) -> Tensor:
     """ReLU; where a gradient is wanted it keeps a bit for each element."""
     if not (torch.is_grad_enabled() and input.requires_grad):
         return torch.relu(input)
@@ -140,7 +140,7 @@ class BitDropout(torch.autograd.Function):
         return grads[0] * passed.to(grads[0].dtype).div_(1 - ctx.p), None
 
 
-def sparing_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def bit_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Dropout; where a gradient is wanted it keeps a bit for each element."""
     learns = torch.is_grad_enabled() and input.requires_grad
     if not (learns and training and 0 < p < 1 and input.numel()):

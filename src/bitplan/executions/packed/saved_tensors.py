@@ -32,7 +32,7 @@ from bitplan.numerics.packing import MAX_PACKED_BITS, PackedTensor, pack_rounded
 from bitplan.numerics.quantizer import Quantizer
 from bitplan.numerics.scaling import divide
 
-_NOTE = "_bitplan_note"
+_MARK = "_bitplan_mark"
 
 #: Formats of which torch has a type: a cast each way, faster than any code of ours.
 _TYPES: dict[Format, torch.dtype] = {
@@ -44,7 +44,7 @@ _TYPES: dict[Format, torch.dtype] = {
 
 
 @dataclass
-class Note:
+class RoundedMark:
     """How the values of a whole storage have been rounded."""
 
     quantizer: Quantizer
@@ -53,7 +53,7 @@ class Note:
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
-    #: torch's count of writes when the note was made: after a write it says nothing any more.
+    #: torch's count of writes when the mark was made: after a write it says nothing any more.
     version: int
     #: The packed copy, as long as something keeps it.
     copy: weakref.ref[PackedCopy] | None = None
@@ -64,22 +64,22 @@ class Note:
 class PackedCopy:
     """A tensor in its format's own bits; all that keep the tensor share it."""
 
-    def __init__(self, note: Note, whole: Tensor) -> None:
+    def __init__(self, mark: RoundedMark, whole: Tensor) -> None:
         self.packed: PackedTensor | None = None
         self.cast: Tensor | None = None
         self.scale: Tensor | None = None
-        self.dtype = note.dtype
-        if not note.scales and note.quantizer.format in _TYPES:
-            self.cast = whole.to(_TYPES[note.quantizer.format])
+        self.dtype = mark.dtype
+        if not mark.scales and mark.quantizer.format in _TYPES:
+            self.cast = whole.to(_TYPES[mark.quantizer.format])
         else:
             with sparing_memory():
-                float8 = _float8_dtype(note, whole)
+                float8 = _float8_dtype(mark, whole)
                 if float8 is not None:
                     # The quotient is next to a number of the grid, so that torch's cast gives that number's code.
-                    self.scale = note.scales[0].clone()
+                    self.scale = mark.scales[0].clone()
                     self.cast = divide(whole, self.scale).to(float8)
                 else:
-                    self.packed = pack_rounded(note.quantizer, whole, note.scales)
+                    self.packed = pack_rounded(mark.quantizer, whole, mark.scales)
         self._unpacked: weakref.ref[Tensor] | None = None
 
     @property
@@ -106,21 +106,21 @@ class PackedCopy:
         return values if self.scale is None else values * self.scale
 
 
-def _float8_dtype(note: Note, whole: Tensor) -> torch.dtype | None:
+def _float8_dtype(mark: RoundedMark, whole: Tensor) -> torch.dtype | None:
     """torch's type for the codes of a tensor with one scale that is packed in one go; None where it is not so.
 
     The quotient takes as much memory as the tensor: large ones are packed in parts.
     """
-    dtype = _TYPES.get(note.quantizer.format)  # type: ignore[arg-type]
+    dtype = _TYPES.get(mark.quantizer.format)  # type: ignore[arg-type]
     if dtype is None or dtype.itemsize != 1 or whole.dtype != torch.float32:
         return None
-    if note.quantizer.overflow == "special" or len(note.scales) != 1 or note.scales[0].numel() != 1:
+    if mark.quantizer.overflow == "special" or len(mark.scales) != 1 or mark.scales[0].numel() != 1:
         return None
     return dtype if len(chunks.parts_of(whole)) == 1 else None
 
 
 @dataclass
-class Kept:
+class PackedRef:
     """What a hook gives to autograd in a tensor's place: the packed copy, and which part of it the tensor was."""
 
     copy: PackedCopy
@@ -129,33 +129,33 @@ class Kept:
     offset: int
 
 
-def note_rounded(tensor: Tensor, quantizer: Quantizer, scales: Sequence[Tensor]) -> None:
+def mark_rounded(tensor: Tensor, quantizer: Quantizer, scales: Sequence[Tensor]) -> None:
     """Note that `quantizer` has rounded `tensor` with these scales."""
     assert not isinstance(quantizer.format, LiveFormat)
     if not is_smaller(quantizer.format, tensor.dtype) or not tensor.numel() or tensor.is_inference():
         return
     if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         return  # a part of something larger, or the same memory several times
-    note = Note(
+    mark = RoundedMark(
         *(quantizer, tuple(scales), tensor.shape, tensor.stride(), int(tensor.storage_offset())),
         *(tensor.dtype, tensor._version),
     )
-    setattr(tensor.untyped_storage(), _NOTE, note)
+    setattr(tensor.untyped_storage(), _MARK, mark)
 
 
-def note_copy(copy: Tensor, original: Tensor) -> None:
+def copy_mark(copy: Tensor, original: Tensor) -> None:
     """Note what is known of `original` for a tensor that has just received its values, perhaps in another type."""
-    note = note_of(original)
-    if note is not None and copy.shape == note.shape and original.shape == note.shape:
-        note_rounded(copy, note.quantizer, note.scales)
+    mark = rounded_mark(original)
+    if mark is not None and copy.shape == mark.shape and original.shape == mark.shape:
+        mark_rounded(copy, mark.quantizer, mark.scales)
 
 
-def note_of(tensor: Tensor) -> Note | None:
+def rounded_mark(tensor: Tensor) -> RoundedMark | None:
     """What is known of the storage that `tensor` looks at; None where nothing is, or no longer."""
     if tensor.layout != torch.strided:
         return None  # a sparse tensor has no storage of its own
-    note: Note | None = getattr(tensor.untyped_storage(), _NOTE, None)
-    return note if note is not None and note.version == tensor._version and note.dtype == tensor.dtype else None
+    mark: RoundedMark | None = getattr(tensor.untyped_storage(), _MARK, None)
+    return mark if mark is not None and mark.version == tensor._version and mark.dtype == tensor.dtype else None
 
 
 def is_smaller(target: Format, dtype: torch.dtype) -> bool:
@@ -163,7 +163,7 @@ def is_smaller(target: Format, dtype: torch.dtype) -> bool:
     return target.bits <= MAX_PACKED_BITS and target.bits_per_value < dtype.itemsize * 8
 
 
-class Keeper:
+class SavedTensorPacker:
     """The hooks of one attached plan, and what they have done."""
 
     def __init__(self) -> None:
@@ -206,22 +206,22 @@ class Keeper:
             return self._packed(tensor)
 
     def _packed(self, tensor: Tensor) -> Any:
-        note = note_of(tensor)
-        if note is None:
+        mark = rounded_mark(tensor)
+        if mark is None:
             return tensor
-        copy = None if note.copy is None else note.copy()
+        copy = None if mark.copy is None else mark.copy()
         if copy is None:
             try:
                 with torch.no_grad():
-                    copy = PackedCopy(note, tensor.detach().as_strided(note.shape, note.stride, note.offset))
+                    copy = PackedCopy(mark, tensor.detach().as_strided(mark.shape, mark.stride, mark.offset))
             except QuantizeError:  # NaN in a format that has no code for it is kept as it is
                 return tensor
-            note.copy = weakref.ref(copy)
-            while note.waiting:
-                note.waiting.pop()(copy)
+            mark.copy = weakref.ref(copy)
+            while mark.waiting:
+                mark.waiting.pop()(copy)
             self._count(copy.nbytes, tensor.untyped_storage().nbytes())
             weakref.finalize(copy, self._count, -copy.nbytes, -tensor.untyped_storage().nbytes())
-        return Kept(copy, tensor.shape, tensor.stride(), int(tensor.storage_offset()) - note.offset)
+        return PackedRef(copy, tensor.shape, tensor.stride(), int(tensor.storage_offset()) - mark.offset)
 
     def _count(self, packed: int, plain: int) -> None:
         self.packed_bytes += packed
@@ -229,7 +229,7 @@ class Keeper:
 
 
 def unpack(kept: Any) -> Tensor:
-    if not isinstance(kept, Kept):
+    if not isinstance(kept, PackedRef):
         return kept  # type: ignore[no-any-return]
     if torch.is_grad_enabled():
         raise PlanError(

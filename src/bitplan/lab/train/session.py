@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from bitplan.analysis.measure.measure import look_at_step
 from bitplan.analysis.measure.probe import Probe
-from bitplan.capture.decompositions import is_opened
+from bitplan.capture.decompositions import is_decomposed
 from bitplan.capture.recording import call_arguments
 from bitplan.compiler.torch_private import tree_map_only
 from bitplan.errors import RunError, TaskError
@@ -215,7 +215,7 @@ class Session:
         self._finite = {name for name, tensor in self._floats() if first_not_finite([(name, tensor)]) is None}
         # torch.compile cannot follow a fused recurrent layer; one that a plan opens up is plain operations.
         recurrent = [(path, each) for path, each in self.model.named_modules() if isinstance(each, nn.RNNBase)]
-        whole = all(is_opened(plan, path, layer.mode.lower()) for path, layer in recurrent)
+        whole = all(is_decomposed(plan, path, layer.mode.lower()) for path, layer in recurrent)
         # Small models are bound by launches, which CUDA graphs spare; they hold memory that packed execution is about.
         # Pieces of a model would hand their memory to what runs between them.
         mode = "reduce-overhead" if device.type == "cuda" and execution == "emulate" and whole else None
