@@ -1,6 +1,6 @@
 """Overhead of eager execution on a small linear layer, relative to the layer without a plan.
 
-Prints the median time of forward + backward of Linear(64, 64) on a batch of 32 (CPU, one thread) for every execution,
+Prints the median CPU time of forward + backward of Linear(64, 64) on a batch of 32 (one thread) for every execution,
 times plain; every contender runs in a process of its own. Below that, the call frames and source files that lie
 between ``nn.Linear.forward`` and the rounding arithmetic.
 
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 EXECUTIONS = ("plain", "emulate", "packed", "native")
@@ -35,9 +36,9 @@ def measure_step_seconds(execution: str, plan: str, repeats: int) -> float:
     attach_for(layer, plan, execution, x)
     seconds = []
     for _ in range(repeats):
-        begin = time.perf_counter()
+        begin = time.thread_time()
         layer(x).backward(grad)
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.thread_time() - begin)
     return statistics.median(seconds)
 
 
@@ -60,17 +61,22 @@ def find_frames_to_rounding(execution: str, plan: str) -> list[tuple[str, str]]:
     x = torch.randn(BATCH, FEATURES, requires_grad=True)
     attach_for(layer, plan, execution, x)
     stacks: list[list[traceback.FrameSummary]] = []
-    original = quantizer.round_float
 
-    def capture_stack(*args: object) -> object:
-        stacks.append(traceback.extract_stack()[:-1])
-        return original(*args)
+    def capturing(arithmetic: Callable[..., object]) -> Callable[..., object]:
+        def capture_stack(*args: object) -> object:
+            stacks.append(traceback.extract_stack()[:-1])
+            return arithmetic(*args)
 
-    quantizer.round_float = capture_stack
+        return capture_stack
+
+    arithmetic = {name: getattr(quantizer, name) for name in ("round_float", "round_int")}
+    for name, function in arithmetic.items():
+        setattr(quantizer, name, capturing(function))
     try:
         layer(x)
     finally:
-        quantizer.round_float = original
+        for name, function in arithmetic.items():
+            setattr(quantizer, name, function)
     stack = stacks[0]
     first = max(
         at for at, frame in enumerate(stack) if frame.name == "forward" and frame.filename.endswith("linear.py")
