@@ -82,7 +82,7 @@ $(VENV)/.stamp-lab: $(VENV)/.stamp-base
 
 $(VENV)/.stamp-docs: $(VENV)/.stamp-venv constraints.txt
 	@echo "== installing mkdocs-material and mkdocstrings"
-	@$(PIP_INSTALL) mkdocs-material 'mkdocstrings[python]'
+	@$(PIP_INSTALL) mkdocs-material 'mkdocstrings[python]' ruff
 	@touch $@
 
 $(VENV)/.stamp-bench: $(VENV)/.stamp-base
