@@ -1,11 +1,11 @@
-"""Seeing every operation of a model, eager and compiled, and knowing which module it happens in.
+"""Module scopes: every operation of a model is intercepted, eager and compiled, together with its module.
 
-A ``TorchFunctionMode`` sees all torch functions, ``F.relu`` and ``x + y`` as well as layers. To know *where* one
-happens, and to be there again when a checkpointed region is recomputed in the backward pass (after all modes were
-left), every module enters a mode of its own, a :class:`Scope`: its class is exchanged for a subclass whose ``forward``
-does so. A class, not a patched ``forward``: a deep copy then runs on its own weights, and ``torch.compile`` sees one
-code object for equal blocks. A new scope for each call, not one that is told where it is: inside a checkpointed region
-``torch.compile`` forbids to change anything that lives outside.
+A ``TorchFunctionMode`` intercepts all torch functions, ``F.relu`` and ``x + y`` as well as layers. Every module enters
+a mode of its own, a :class:`Scope`, so that the module of an operation is known, also when a checkpointed region is
+recomputed in the backward pass, after all modes were left. The module's class is replaced by a subclass whose
+``forward`` enters the scope. A class, not a patched ``forward``: a deep copy then runs on its own weights, and
+``torch.compile`` sees one code object for equal blocks. Every call makes a new scope: inside a checkpointed region
+``torch.compile`` forbids changes to objects outside of it.
 
 :class:`Interceptor` is the base of what is done with an operation.
 """
@@ -109,7 +109,7 @@ class Interceptor:
 class Scope(TorchFunctionMode):
     """One call of one module: counts the operations in it and hands them to the interceptor.
 
-    Scopes lie inside each other as the modules do; the innermost has the word, and the others do not see what it does.
+    Scopes are nested as the modules are; the innermost handles an operation, and the others do not see it.
     """
 
     def __init__(self, interceptor: Interceptor, module: nn.Module, counts: dict[str, int] | int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Who answers to a plan's rules: the operations that ran or were listed, and the roles that each of them has."""
+"""Rule coverage: which rules of a plan had an effect on the operations that ran or were recorded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RuleCoverage:
     """Collects operations, and says which rules had no effect on any of them."""
 
     def __init__(self, plan: Plan, unseen: Iterable[str] = ()) -> None:
-        """`unseen` are the paths of modules whose operations nobody can notice."""
+        """`unseen`: paths of scripted modules, whose operations cannot be intercepted."""
         self.plan = plan
         self.unseen = tuple(unseen)
         #: Path and operation -> the roles that it has.
@@ -41,7 +41,7 @@ class RuleCoverage:
         self._add(state_of(scope.module).path, op_site(op, index), scope.inside, roles)
 
     def note_all(self, operations: list[Operation]) -> None:
-        """Operations that were listed."""
+        """Operations that were recorded."""
         inside = {operation.label: operation.inside for operation in operations}
         for site in sites_of(operations):
             self._add(site.module, site.op, inside[f"{site.module}/{site.op}"], {site.role})
@@ -52,12 +52,12 @@ class RuleCoverage:
                 self.roles.setdefault((path, name), set()).update(roles)
 
     def waits_for_loss(self, rule: Rule) -> bool:
-        """Whether a rule may yet find its place in a loss that is brought in later."""
+        """Whether a rule may still match operations of a loss that is attached later."""
         matches = compile_match(rule)
         return matches.matches_module(LOSS_PATH) and not any(matches(*name) for name in self.roles)
 
     def is_for_unseen_modules(self, rule: Rule) -> bool:
-        """Whether a rule speaks of modules that cannot answer."""
+        """Whether a rule matches a module whose operations cannot be intercepted."""
         return any(map(compile_match(rule).matches_module, self.unseen))
 
     def require_answers(self) -> None:

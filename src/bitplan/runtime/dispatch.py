@@ -1,7 +1,7 @@
-"""Doing to a model's tensors what a plan says, operation by operation, forward and backward.
+"""Where rounding is decided: which tensors of an intercepted operation are rounded, forward and backward.
 
-Everything context must trace under ``torch.compile(fullgraph=True)`` and give the same graph for equal blocks,
-so what differs between blocks (the noise's key, the step) lies in a buffer of the module, not in Python numbers.
+Everything here must trace under ``torch.compile(fullgraph=True)`` and give the same graph for equal blocks, so values
+that differ between blocks (keys of random bits, the step) are in buffers of the module, not in Python numbers.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from bitplan.runtime.module_state import TABLE
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.rounding_op import OpRounding, RoundingOp, is_finer, mark_copy
 
-# --- Weights of a module, seen through views and through what stands for them; and the key that a weight's uses share
+# --- Weights of a module: views of them, substitutes by functional_call, and the key that all uses of a weight share
 
 
-#: The attribute by which a view of a weight tells how it came about.
+#: The attribute of a view of a weight that says how it was made.
 WEIGHT_TAG = "_bitplan_weight"
 
 
 class WeightView:
-    """How a view of a weight came about. The weight itself is rounded, as a whole, and looked at in the same way."""
+    """How a view of a weight was made. The whole weight is rounded, and the same view is taken of the result."""
 
     def __init__(
         self, parent: Tensor, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], position: int | None
@@ -59,7 +59,7 @@ class WeightView:
 
 
 def tag_views(result: Any, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
-    """Note on every view that `func` made of a weight how it came about."""
+    """Record on every view that `func` made of a weight how it was made."""
     if isinstance(result, Tensor):
         if result is not args[0]:
             setattr(result, WEIGHT_TAG, WeightView(args[0], func, args[1:], kwargs, None))
@@ -105,7 +105,7 @@ def weight_key(module: nn.Module, weight: Tensor) -> Tensor | None:
     return None
 
 
-#: The attribute by which a tensor tells its consumers how to round the gradients they send back.
+#: The attribute of a tensor that says how its consumers' gradients are rounded.
 _GRAD_TAG = "_bitplan_grad"
 
 
@@ -119,11 +119,11 @@ class Rounder(Interceptor):
         self.tags_weights = False
         #: In native execution: operands that compiled code casts again in its backward pass rather than keep codes.
         self.casts_again: tuple[str, ...] = ()
-        #: Called eagerly when a module is entered, as long as it is wanted.
+        #: Called eagerly when a module is entered; None to stop.
         self.on_first_call: Callable[[nn.Module, Any, dict[str, Any]], None] | None = None
-        #: Called eagerly for every operation (and the tensors it is given), as long as it is wanted.
+        #: Called eagerly for every operation with its tensors; None to stop.
         self.on_site: Callable[[Scope, str, int, Any], None] | None = None
-        #: Called eagerly when an operation with an action is met in a place where it was not met before.
+        #: Called eagerly the first time that a rounded operation runs at a site.
         self.on_new_site: Callable[[nn.Module, OpRounding, OpContext], None] | None = None
 
     def on_operation(
@@ -167,7 +167,7 @@ class Rounder(Interceptor):
 
     @staticmethod
     def _sparing(op: str, func: Callable[..., Any]) -> Callable[..., Any]:
-        """What is called instead of `func` so that less is kept for the backward pass."""
+        """The function that replaces `func` so that less is saved for the backward pass."""
         if op not in PRODUCTS:
             return spared(op, func)
         return lambda *args, **kwargs: func(
