@@ -409,7 +409,7 @@ def _replaced(
 
 
 def _cast_by_autocast(tensor: Tensor) -> Tensor:
-    """What autocast would make of a rounded operand, made context, where it can be noted that it lies on a grid."""
+    """A rounded operand in the dtype that autocast would cast it to, cast here so that the copy is marked, too."""
     kind = tensor.device.type
     if tensor.dtype != torch.float32 or not torch.is_autocast_enabled(kind) or rounded_mark(tensor) is None:
         return tensor

@@ -40,7 +40,7 @@ class Installation:
     """What a plan has put into the modules of one model."""
 
     def __init__(self, model: nn.Module, rounder: Rounder, decider: Decider, clock: ScheduleClock) -> None:
-        """`decider` is that of the whole plan; the clock says which phase of it, and which bits, are at work."""
+        """`decider` is that of the whole plan; the clock says which phase and which bits apply."""
         self.model = model
         self.plan = decider.plan
         self.rounder = rounder
