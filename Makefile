@@ -3,15 +3,19 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# The oldest torch that bitplan supports, and the environment that tests it.
+OLDEST_TORCH := 2.11.0
+OLDEST_VENV := .venv-oldest
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INPUTS := pyproject.toml constraints.txt src/bitplan/_version.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit goldens wheel-check bench docs clean
+.PHONY: help demo test test-oldest lint types unit goldens wheel-check bench docs clean
 
 help:
 	@echo "make demo         install bitplan into $(VENV), train digits under six plans, and write a page about it"
 	@echo "make test         install with the dev extra, then ruff, mypy --strict and every test"
+	@echo "make test-oldest  probe private torch and run the goldens on torch $(OLDEST_TORCH), installed into $(OLDEST_VENV)"
 	@echo "make goldens      compare every golden run to its stored losses and weights (make test has a sample of them)"
 	@echo "make wheel-check  build the wheel, install it into a fresh environment and run it there"
 	@echo "make bench        install the peers and measure every number format against them"
@@ -46,6 +50,10 @@ wheel-check: $(VENV)/.stamp-lab
 	@$(PIP_INSTALL) build twine
 	@.ci/wheel-check $(BIN)/python
 
+# Goldens are keyed by torch version: without stored ones for this torch they are skipped, with the reason.
+test-oldest: $(OLDEST_VENV)/.stamp
+	@OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest -n auto --maxprocesses 8 -rs tests/compiler/test_torch_private.py tests/golden $(PYTEST_ARGS)
+
 bench: $(VENV)/.stamp-bench
 	@$(BIN)/python benchmarks/run.py formats
 
@@ -56,7 +64,7 @@ docs: $(VENV)/.stamp-docs
 	@echo "open site/index.html"
 
 clean:
-	@rm -rf $(VENV) build dist site src/*.egg-info bitplan-demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(OLDEST_VENV) build dist site src/*.egg-info bitplan-demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is written only after its installation succeeded, and grows old when what it was made from changes.
@@ -64,6 +72,13 @@ $(VENV)/.stamp-venv:
 	@$(PYTHON) -c 'import sys; sys.exit("bitplan needs Python 3.11 or newer: make PYTHON=python3.11 ..." if sys.version_info < (3, 11) else 0)'
 	@echo "== creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(OLDEST_VENV)/.stamp: $(INPUTS)
+	@echo "== creating $(OLDEST_VENV) with torch $(OLDEST_TORCH)"
+	@$(PYTHON) -m venv $(OLDEST_VENV)
+	@grep -v '^torch' constraints.txt > $(OLDEST_VENV)/constraints.txt
+	@$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLDEST_VENV)/constraints.txt torch==$(OLDEST_TORCH) -e . pytest pytest-xdist hypothesis
 	@touch $@
 
 $(VENV)/.stamp-base: $(VENV)/.stamp-venv $(INPUTS)
