@@ -86,7 +86,7 @@ def believed(x: Tensor) -> bool:
 def made(plan: Plan, given: argparse.Namespace) -> dict[tuple[int, ...], dict[str, Any]]:
     """Shape -> column -> a step, compiled."""
     with (
-        mock.patch.object(convolution, "has_channels_last", believed),
+        mock.patch.object(convolution, "is_channels_last", believed),
         warnings.catch_warnings(),
         torch._dynamo.config.patch(recompile_limit=8 * len(SHAPES) * len(COLUMNS)),
     ):
@@ -128,7 +128,7 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "seed": 0,
         "rows": rows,
-        "crossover 3x3": [vars(row) for row in crossover.measured_unfolded(device, dtype)],
+        "crossover 3x3": [vars(row) for row in crossover.measured_im2col(device, dtype)],
     }
     file = Path(__file__).parent / "results" / f"convolutions-{given.device}-{given.dtype}.json"
     write_whole(file, json.dumps(document, indent=2) + "\n")

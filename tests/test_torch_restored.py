@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import bitplan
 from bitplan import Attachment, Plan
-from bitplan.compiler.launching import OpeningPass
+from bitplan.compiler.launching import KernelInliningPass
 
 X = torch.randn(4, 8)
 ROUNDED = {"match": "*", "weight": "e4m3", "activation": "e4m3", "grad_activation": "e5m2"}
@@ -184,8 +184,8 @@ def test_a_model_that_is_collected_during_an_optimizer_step_does_not_disturb_it(
 
 def test_what_torch_remembers_of_kernels_goes_with_the_last_plan(before: dict[str, Any]) -> None:
     with attached(nn.Linear(8, 8), ROUNDED):
-        OpeningPass()(torch.fx.Graph())  # as Inductor calls it, on a graph without kernels
+        KernelInliningPass()(torch.fx.Graph())  # as Inductor calls it, on a graph without kernels
         assert state_of_torch()["kernels"] != before["kernels"]
     assert state_of_torch() == before
-    OpeningPass()(torch.fx.Graph())
+    KernelInliningPass()(torch.fx.Graph())
     assert state_of_torch() == before

@@ -172,10 +172,10 @@ def test_a_shape_that_does_not_exist_is_one_sentence() -> None:
 
 @pytest.mark.parametrize("name", speed_variants.OWN_PLANS)
 def test_the_plans_of_the_benchmark_run_all_three_products_natively(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bitplan.executions.native.backends import Float8Unit, Int8Unit
+    from bitplan.executions.native.backends import Float8Backend, Int8Backend
 
-    for kind in (Int8Unit, Float8Unit):
-        monkeypatch.setattr(kind, "is_on", lambda self, device: True)
+    for kind in (Int8Backend, Float8Backend):
+        monkeypatch.setattr(kind, "is_available", lambda self, device: True)
     model, x = speed.SHAPES["llama-tiny"].make()
     with planned(own_plan(name), model.bfloat16(), x.bfloat16()) as run:
         assert run.fallbacks() == []

@@ -229,11 +229,11 @@ def probe_backend_registry() -> None:
 
 
 def probe_functorch_config() -> None:
-    from bitplan.compiler.partitioning import LIFTED_BANS
+    from bitplan.compiler.partitioning import PARTITIONER_OPTIONS
 
     config: Any = torch_private.functorch_config
-    with config.patch(LIFTED_BANS):
-        assert all(getattr(config, name) is value for name, value in LIFTED_BANS.items())
+    with config.patch(PARTITIONER_OPTIONS):
+        assert all(getattr(config, name) is value for name, value in PARTITIONER_OPTIONS.items())
 
 
 def probe_cse() -> None:

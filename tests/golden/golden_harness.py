@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 import bitplan
-from bitplan.executions.native.backends import Float8Unit, Int8Unit
+from bitplan.executions.native.backends import Float8Backend, Int8Backend
 from bitplan.lab.models.graph_networks import GCN, symmetric_neighbours
 from bitplan.lab.models.language_models import GPT, LlamaBlocks
 from bitplan.lab.models.resnet import BasicBlock, ResNet, cifar_resnet
@@ -130,8 +130,8 @@ def native_units(case: Case, device: str) -> Iterator[Counter[str]]:
     products: Counter[str] = Counter()
     with ExitStack() as stack:
         if case.execution == "native" and device == "cpu":
-            for unit in (Int8Unit, Float8Unit):
-                stack.enter_context(mock.patch.object(unit, "is_on", lambda self, device: device.type == "cpu"))
+            for unit in (Int8Backend, Float8Backend):
+                stack.enter_context(mock.patch.object(unit, "is_available", lambda self, device: device.type == "cpu"))
                 if case.compiler == "eager":
                     stack.enter_context(mock.patch.object(unit, "multiply", _counted(unit.multiply, products)))
         yield products

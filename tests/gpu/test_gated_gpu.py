@@ -13,9 +13,9 @@ from torch.nn import functional as F
 import bitplan
 from bitplan import Plan
 from bitplan.compiler import gated_fusion as gated_fusing
-from bitplan.executions.native.backends import units_of
+from bitplan.executions.native.backends import backends_of
 from bitplan.executions.native.float8_cast import FORMATS
-from bitplan.executions.native.gated_cast import codes_in_torch, gated_cast_in_torch, grads_cast_in_torch
+from bitplan.executions.native.gated_cast import e4m3_reference, gated_cast_reference, gated_grads_cast_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -26,7 +26,7 @@ CODED = {"match": ["*gate", "*up"], "op": "linear", "activation": "e4m3"}
 
 @pytest.fixture(autouse=True)
 def _has_unit() -> None:
-    if "fp8" not in {unit.name for unit in units_of(torch.device("cuda"))}:
+    if "fp8" not in {unit.name for unit in backends_of(torch.device("cuda"))}:
         pytest.skip("this GPU has no fp8 unit")
     torch._dynamo.reset()
 
@@ -45,10 +45,10 @@ def test_the_kernels_give_the_codes_of_plain_torch(kind: torch.dtype, reach: flo
     torch.manual_seed(0)
     gate, up, grad = (5 * torch.randn(333, 208, device="cuda").bfloat16() for _ in range(3))
     known = torch.tensor(reach, device="cuda")
-    for halves, codes in (((gate, up), True), ((gate, up), False), ((codes_in_torch(gate), codes_in_torch(up)), False)):
+    for halves, codes in (((gate, up), True), ((gate, up), False), ((e4m3_reference(gate), e4m3_reference(up)), False)):
         parts = OURS.gated_amax(*halves, known, codes)
         given = (*halves, kind, parts, known, True, True, True, codes)
-        ours, plain = OURS.gated_cast(*given), gated_cast_in_torch(*given)
+        ours, plain = OURS.gated_cast(*given), gated_cast_reference(*given)
         assert nearly(ours[0], plain[0])
         assert torch.equal(ours[0].float().t(), ours[1].float())
         assert torch.equal(ours[2], plain[2])
@@ -56,7 +56,7 @@ def test_the_kernels_give_the_codes_of_plain_torch(kind: torch.dtype, reach: flo
         if not codes:
             both = OURS.gated_grads_amax(grad, *halves, known, known)
             given = (grad, *halves, kind, *both, known, known, True, True, True)
-            ours, plain = OURS.gated_grads_cast(*given), grads_cast_in_torch(*given)
+            ours, plain = OURS.gated_grads_cast(*given), gated_grads_cast_reference(*given)
             for at in (0, 4):
                 assert nearly(ours[at], plain[at])
                 assert torch.equal(ours[at].float().t(), ours[at + 1].float())

@@ -12,7 +12,7 @@ from torch._inductor.utils import run_and_get_code
 import bitplan
 from bitplan import Plan
 from bitplan.compiler import partitioning
-from bitplan.compiler.launching import with_opening
+from bitplan.compiler.launching import with_kernel_inlining
 from bitplan.compiler.moments import coded_moments, plain_coded_moments
 from bitplan.compiler.moments_fusion import fuse_moments
 
@@ -52,7 +52,7 @@ def test_launched_by_inductor_the_kernels_give_the_same_bits(shape: tuple[int, .
     torch._dynamo.reset()
     torch.manual_seed(0)
     y = (3 * torch.randn(shape, device="cuda")).bfloat16().contiguous(memory_format=torch.channels_last)
-    compiled = torch.compile(coded_moments, fullgraph=True, options=with_opening(None))
+    compiled = torch.compile(coded_moments, fullgraph=True, options=with_kernel_inlining(None))
     with torch._inductor.config.patch(force_disable_caches=True):
         ours, codes = run_and_get_code(compiled, y, torch.float8_e4m3fn)
     assert "_coded_and_summed" in codes[0]

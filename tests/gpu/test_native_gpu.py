@@ -13,8 +13,8 @@ import bitplan
 from bitplan import Plan
 from bitplan.compiler import launching
 from bitplan.executions.native import crossover
-from bitplan.executions.native.backends import units_of
-from bitplan.executions.native.float8_cast import FORMATS, Cast, amax_in_torch, cast_float8, cast_in_torch
+from bitplan.executions.native.backends import backends_of
+from bitplan.executions.native.float8_cast import FORMATS, Cast, amax_reference, cast_float8, cast_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +37,7 @@ def plan_of(rule: dict[str, Any]) -> Plan:
 
 
 def require_unit(name: str) -> None:
-    if name.split()[0] not in {unit.name for unit in units_of(torch.device("cuda"))}:
+    if name.split()[0] not in {unit.name for unit in backends_of(torch.device("cuda"))}:
         pytest.skip(f"this GPU has no {name.split()[0]} unit")
 
 
@@ -110,7 +110,7 @@ def test_the_crossover_is_that_of_the_device() -> None:
     """Small products lose, and large ones win, as they do in a compiled model; the host's time is in neither."""
     require_unit("fp8")
     small, large = (
-        crossover._crossing(units_of(torch.device("cuda"))[0], size, torch.device("cuda"), torch.bfloat16)
+        crossover._crossing(backends_of(torch.device("cuda"))[0], size, torch.device("cuda"), torch.bfloat16)
         for size in (256, 8192)
     )
     assert small.unit == "fp8"
@@ -215,7 +215,7 @@ def test_a_bottleneck_agrees_with_emulation(compiled: bool) -> None:
         x = torch.randn(8, 64, 16, 16, device="cuda").to(memory_format=torch.channels_last).requires_grad_()
         with bitplan.attach(model, plan, example=x, execution=execution) as run:
             if execution != "emulate":  # the gradient through a 3x3 kernel with a stride is emulated
-                assert [(each.site, each.one) for each in run.fallbacks()] == [("conv2/conv2d.0", "dgrad")]
+                assert [(each.site, each.gemm_pass) for each in run.fallbacks()] == [("conv2/conv2d.0", "dgrad")]
             y = (run.compile() if compiled and execution != "emulate" else model)(x)
             y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y))
         found.append([y.detach().float(), *(p.grad.float() for p in (x, *model.parameters()) if p.grad is not None)])
@@ -239,8 +239,8 @@ def in_torch(
 ) -> Cast:
     """What the kernels are held against, on a CPU."""
     known = None if reach is None or not scaled else reach.cpu()
-    parts = amax_in_torch(x.cpu(), known) if scaled else None
-    return Cast(*cast_in_torch(x.cpu(), kind, parts, known, power_of_two, True, True, True))
+    parts = amax_reference(x.cpu(), known) if scaled else None
+    return Cast(*cast_reference(x.cpu(), kind, parts, known, power_of_two, True, True, True))
 
 
 def samples() -> dict[str, Tensor]:
@@ -349,7 +349,7 @@ def test_launched_by_inductor_the_kernels_give_the_same_bits(dtype: torch.dtype)
         given = zip(kinds, options, strict=False)
         return [part for kind, each in given for matrix in (x, x.t()) for part in cast_float8(matrix, kind, **each)]
 
-    compiled = torch.compile(casts, fullgraph=True, options=launching.with_opening(None))
+    compiled = torch.compile(casts, fullgraph=True, options=launching.with_kernel_inlining(None))
     with torch._inductor.config.patch(force_disable_caches=True):
         ours, codes = run_and_get_code(compiled, x)
     assert "_cast_tile" in codes[0]
@@ -387,7 +387,7 @@ def test_compiled_steps_launch_the_kernels_themselves(monkeypatch: pytest.Monkey
     assert all("_cast_tile" in code and "ops.bitplan" not in code for code in codes)
     results = []
     for opens in (True, False):
-        monkeypatch.setattr(launching, "OPENS", opens)
+        monkeypatch.setattr(launching, "INLINES_KERNELS", opens)
         torch.manual_seed(0)
         x = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         found, codes = stepped(nn.Linear(256, 512, bias=False).cuda().bfloat16(), x)

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 import bitplan
 from bitplan import Plan
 from bitplan.compiler import norm_fusion as norm_fusing
-from bitplan.executions.native.backends import units_of
+from bitplan.executions.native.backends import backends_of
 from bitplan.executions.native.float8_cast import FORMATS, cast_float8
-from bitplan.executions.native.norm_cast import norm_cast_in_torch
+from bitplan.executions.native.norm_cast import norm_cast_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -26,7 +26,7 @@ F8: dict[str, Any] = {"format": "e4m3", "scale": "tensor", "power_of_two": True,
 
 @pytest.fixture(autouse=True)
 def _has_unit() -> None:
-    if "fp8" not in {unit.name for unit in units_of(torch.device("cuda"))}:
+    if "fp8" not in {unit.name for unit in backends_of(torch.device("cuda"))}:
         pytest.skip("this GPU has no fp8 unit")
     torch._dynamo.reset()
 
@@ -51,7 +51,7 @@ def test_the_kernels_give_the_codes_of_plain_torch(
     parts = OURS.norm_amax(*read, known)
     for layouts in ((True, True), (True, False), (False, True)):
         rest = (kind, parts, known, *layouts, True)
-        ours, plain = OURS.norm_cast(*read, *rest), norm_cast_in_torch(*read, *rest)
+        ours, plain = OURS.norm_cast(*read, *rest), norm_cast_reference(*read, *rest)
         for one, other in zip(ours[:3], plain[:3], strict=True):
             assert torch.equal(one.float(), other.float())
         assert torch.equal(ours[3].amax(), plain[3].amax())

@@ -15,7 +15,7 @@ from bitplan import Plan
 from bitplan.compiler import amax_joining
 from bitplan.compiler import amax_recording as record_noting
 from bitplan.compiler.kernel_ops import OPERATIONS, itself
-from bitplan.executions.native.backends import units_of
+from bitplan.executions.native.backends import backends_of
 from bitplan.executions.native.float8_cast import FORMATS, JOINED
 from bitplan.executions.native.recorded_cast import CASTS
 from bitplan.runtime.module_state import RECORD
@@ -28,7 +28,7 @@ CODED = {"match": ["*.gate", "*.up"], "op": "linear", "activation": "e4m3"}
 
 @pytest.fixture(autouse=True)
 def _has_unit() -> None:
-    if "fp8" not in {unit.name for unit in units_of(torch.device("cuda"))}:
+    if "fp8" not in {unit.name for unit in backends_of(torch.device("cuda"))}:
         pytest.skip("this GPU has no fp8 unit")
     torch._dynamo.reset()
 

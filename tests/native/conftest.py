@@ -15,14 +15,14 @@ from torch._inductor.decomposition import select_decomp_table
 import bitplan
 from bitplan import Plan
 from bitplan.compiler.compiling import recast_operands
-from bitplan.executions.native.backends import Float8Unit, Int8Unit
+from bitplan.executions.native.backends import Float8Backend, Int8Backend
 
 
 @pytest.fixture(autouse=True)
 def _units_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every unit computes on a CPU, if slowly: torch emulates what the chip lacks."""
-    for unit in (Int8Unit, Float8Unit):
-        monkeypatch.setattr(unit, "is_on", lambda self, device: device.type == "cpu")
+    for unit in (Int8Backend, Float8Backend):
+        monkeypatch.setattr(unit, "is_available", lambda self, device: device.type == "cpu")
     torch._dynamo.reset()
 
 
@@ -54,7 +54,7 @@ class Rewritten:
         """Of two steps under the plan: the first has no past."""
         torch._dynamo.reset()
         with bitplan.attach(model, plan, example=x, execution=bitplan.Native(min_macs=0, recompute=recompute)) as run:
-            run._rounder.casts_again = recast_operands(run.execution)
+            run._rounder.recast_in_backward = recast_operands(run.execution)
             run._installation.tell_compiled_code()
             called = torch.compile(model, fullgraph=True, backend=self.backend)
             for _ in range(2):

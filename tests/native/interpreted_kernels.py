@@ -14,15 +14,15 @@ import numpy as np
 import torch
 
 from bitplan.compiler.kernel_ops import itself
-from bitplan.executions.native.float8_cast import FORMATS, amax_in_torch, cast_in_torch
+from bitplan.executions.native.float8_cast import FORMATS, amax_reference, cast_reference
 from bitplan.executions.native.gated_cast import (
-    codes_in_torch,
-    gated_amax_in_torch,
-    gated_cast_in_torch,
-    grads_amax_in_torch,
-    grads_cast_in_torch,
+    e4m3_reference,
+    gated_amax_reference,
+    gated_cast_reference,
+    gated_grads_amax_reference,
+    gated_grads_cast_reference,
 )
-from bitplan.executions.native.norm_cast import norm_amax_in_torch, norm_cast_in_torch
+from bitplan.executions.native.norm_cast import norm_amax_reference, norm_cast_reference
 from bitplan.executions.native.recorded_cast import CASTS
 
 KINDS = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
@@ -132,14 +132,14 @@ def gated() -> int:
     kernels.PARTS = 4
     agreed = 0
     for gate, up, grad in ((a.contiguous(), b.contiguous(), c.contiguous()) for a, b, c in gates()):
-        small = codes_in_torch(gate), codes_in_torch(up)
+        small = e4m3_reference(gate), e4m3_reference(up)
         for kind, reach, codes in itertools.product(FORMATS, (0.0, 1.5), (False, True)):
             known, halves = torch.tensor(reach), (gate, up) if codes else small
-            plain = gated_amax_in_torch(*halves, known, codes)
+            plain = gated_amax_reference(*halves, known, codes)
             parts = kernels.gated_amax_by_kernel(itself, *halves, known, codes)
             assert almost_same(parts.amax(), torch.zeros(()) if reach else plain.amax())
             rest = (kind, plain, known, True, True, True, codes)
-            one, other = kernels.gated_cast_by_kernel(itself, *halves, *rest), gated_cast_in_torch(*halves, *rest)
+            one, other = kernels.gated_cast_by_kernel(itself, *halves, *rest), gated_cast_reference(*halves, *rest)
             assert all(almost_same(*pair) for pair in zip(one[:3], other[:3], strict=True)), (gate, rest)
             assert torch.equal(one[0].float().t(), one[1].float())
             assert almost_same(one[3].amax(), other[3].amax())
@@ -150,12 +150,12 @@ def gated() -> int:
         for kind, reach, halves in itertools.product(FORMATS, (0.0, 1.5), ((gate, up), small)):
             given = (grad, *halves)
             reaches = torch.tensor(reach), torch.tensor(3.0)
-            plain_parts = grads_amax_in_torch(*given, *reaches)
+            plain_parts = gated_grads_amax_reference(*given, *reaches)
             both = kernels.grads_amax_by_kernel(itself, *given, *reaches)
             wanted = (torch.zeros(()),) * 2 if reach else [part.amax() for part in plain_parts]
             assert all(almost_same(part.amax(), other) for part, other in zip(both, wanted, strict=True))
             rest = (kind, *plain_parts, *reaches, True, True, True)
-            one, other = kernels.grads_cast_by_kernel(itself, *given, *rest), grads_cast_in_torch(*given, *rest)
+            one, other = kernels.grads_cast_by_kernel(itself, *given, *rest), gated_grads_cast_reference(*given, *rest)
             for at in (0, 4):
                 assert all(almost_same(*pair) for pair in zip(one[at : at + 3], other[at : at + 3], strict=True))
                 assert torch.equal(one[at].float().t(), one[at + 1].float())
@@ -182,12 +182,12 @@ def norms() -> int:
         for kind, reach, eps in itertools.product(FORMATS, (0.0, 1.5), (1e-6, None)):
             given = (x, torch.rsqrt(mean + 1e-6) if eps is None else mean, factor, eps)
             alike = same if eps is None else almost_same
-            known, plain = torch.tensor(reach), norm_amax_in_torch(*given, torch.tensor(reach))
+            known, plain = torch.tensor(reach), norm_amax_reference(*given, torch.tensor(reach))
             parts = kernels.norm_amax_by_kernel(itself, *given, known)
             assert alike(parts.amax(), torch.zeros(()) if reach else plain.amax())
             for layouts in ((True, True), (True, False), (False, True)):
                 rest = (kind, plain, known, *layouts, True)
-                one, other = kernels.norm_cast_by_kernel(itself, *given, *rest), norm_cast_in_torch(*given, *rest)
+                one, other = kernels.norm_cast_by_kernel(itself, *given, *rest), norm_cast_reference(*given, *rest)
                 assert all(alike(*pair) for pair in zip(one[:3], other[:3], strict=True)), (given, rest)
                 assert alike(one[3].amax(), other[3].amax())
                 noted("norm_cast", kernels.norm_cast_by_kernel, (*given, *rest), one, 1 + agreed % 3)
@@ -210,14 +210,14 @@ def main() -> int:
         assert tops.shape == (512,)
     for x in samples():
         for reach in (None, torch.tensor(0.0), torch.tensor(1.5)):
-            ours, plain = amax_by_kernel(itself, x, reach), amax_in_torch(x, reach)
+            ours, plain = amax_by_kernel(itself, x, reach), amax_reference(x, reach)
             assert reach == 1.5 or same(ours.amax(), plain.amax())
             for kind, power_of_two in itertools.product(FORMATS, (False, True)):
                 for scaled in (True, False) if reach is None and not power_of_two else (True,):
                     rest = (reach, power_of_two, True, True, True)
                     parts = plain if power_of_two else ours  # one part, or many
                     one = cast_by_kernel(itself, x, kind, parts if scaled else None, *rest)
-                    other = cast_in_torch(x, kind, plain if scaled else None, *rest)
+                    other = cast_reference(x, kind, plain if scaled else None, *rest)
                     assert all(same(*pair) for pair in zip(one[:3], other[:3], strict=True)), (x, rest, kind)
                     assert same(one[3].amax(), other[3].amax())
                     if power_of_two:

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from bitplan.compiler import amax_joining
-from bitplan.compiler.amax_joining import join_amax
-from bitplan.compiler.launching import OpeningPass, open_operations
+from bitplan.compiler.amax_joining import join_amax_kernels
+from bitplan.compiler.launching import KernelInliningPass, inline_kernels
 from bitplan.executions.native.float8_cast import JOINED, cast_float8
 
 E4M3 = torch.float8_e4m3fn
@@ -58,7 +58,7 @@ def test_weights_are_joined_and_what_is_computed_is_not(count: int) -> None:
     module = traced(count)
     wanted = module(*given(count))
     alone = count % JOINED == 1
-    assert join_amax(module.graph, "cpu") == count - alone
+    assert join_amax_kernels(module.graph, "cpu") == count - alone
     module.graph.lint()
     module.recompile()
     assert len(calls_of(module.graph, "float8_amax")) == 1 + alone
@@ -72,13 +72,13 @@ def test_elsewhere_without_a_past_and_by_the_switch_they_stay(monkeypatch: pytes
     def without(*weights: Tensor) -> list[Tensor]:
         return [cast_float8(weight, E4M3).rows for weight in weights]
 
-    assert join_amax(traced(4).graph) == 0
-    assert join_amax(make_fx(without, tracing_mode="fake")(*given(4)[2:]).graph, "cpu") == 0
-    assert join_amax(make_fx(casts, tracing_mode="symbolic")(*given(4)).graph, "cpu") == 0
-    joined = OpeningPass().uuid()
+    assert join_amax_kernels(traced(4).graph) == 0
+    assert join_amax_kernels(make_fx(without, tracing_mode="fake")(*given(4)[2:]).graph, "cpu") == 0
+    assert join_amax_kernels(make_fx(casts, tracing_mode="symbolic")(*given(4)).graph, "cpu") == 0
+    joined = KernelInliningPass().uuid()
     monkeypatch.setattr(amax_joining, "JOINS", False)
-    assert join_amax(traced(4).graph, "cpu") == 0
-    assert OpeningPass().uuid() != joined
+    assert join_amax_kernels(traced(4).graph, "cpu") == 0
+    assert KernelInliningPass().uuid() != joined
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, whose kernels are traced")
@@ -86,8 +86,8 @@ def test_elsewhere_without_a_past_and_by_the_switch_they_stay(monkeypatch: pytes
 def test_one_kernel_is_launched() -> None:
     with FakeTensorMode():
         module = make_fx(casts)(*map(torch.empty_like, given(3)))
-    assert join_amax(module.graph, "cpu") == 3
-    open_operations(module.graph, "cpu")
+    assert join_amax_kernels(module.graph, "cpu") == 3
+    inline_kernels(module.graph, "cpu")
     module.graph.lint()
     found: dict[str, list[tuple[Any, set[str]]]] = {}
     for node in module.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional):

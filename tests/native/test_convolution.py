@@ -17,8 +17,8 @@ import bitplan
 from bitplan import Plan
 from bitplan.errors import PlanError
 from bitplan.executions.native import convolution, paths
-from bitplan.executions.native.backends import Float8Unit, Int8Unit
-from bitplan.executions.native.convolution import has_channels_last, unfolded
+from bitplan.executions.native.backends import Float8Backend, Int8Backend
+from bitplan.executions.native.convolution import im2col, is_channels_last
 from bitplan.executions.native.gemm import codes_of
 from bitplan.numerics.quantizer import Encoded
 
@@ -83,7 +83,7 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        for kind in (Int8Unit, Float8Unit):
+        for kind in (Int8Backend, Float8Backend):
             monkeypatch.setattr(kind, "multiply", self._counted(kind.multiply))
 
     def _counted(self, multiply: Any) -> Any:
@@ -140,7 +140,7 @@ def test_native_differs_from_emulate_by_the_order_of_accumulation_only(
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5 * float(theirs.abs().max()))
     for ours, theirs in zip(native[:2], emulated[:2], strict=True):  # so that what follows takes its ways
-        assert has_channels_last(ours) == has_channels_last(theirs) or layer == "one dimension"
+        assert is_channels_last(ours) == is_channels_last(theirs) or layer == "one dimension"
     plain, _ = step(make, x, Plan.from_dict({"version": 1}), "emulate")
     assert not torch.allclose(native[0], plain[0], rtol=1e-4, atol=1e-4)
 
@@ -222,12 +222,12 @@ def test_an_image_with_its_channels_last_is_a_matrix_without_a_copy() -> None:
 
 def test_channels_last_is_seen_by_strides() -> None:
     x = image((2, 8, 3, 5))
-    assert has_channels_last(x)
-    assert has_channels_last(x[:, :4])  # a view of some channels
-    assert has_channels_last(torch.randn(2, 8, 1, 1))  # both layouts at once
-    assert has_channels_last(torch.randn(2, 7, 8).transpose(1, 2))
+    assert is_channels_last(x)
+    assert is_channels_last(x[:, :4])  # a view of some channels
+    assert is_channels_last(torch.randn(2, 8, 1, 1))  # both layouts at once
+    assert is_channels_last(torch.randn(2, 7, 8).transpose(1, 2))
     for other in (x.contiguous(), x[:, ::2], x[:, :, 1:], torch.randn(2, 1, 3, 5), x.movedim(2, 3)):
-        assert not has_channels_last(other)
+        assert not is_channels_last(other)
 
 
 @pytest.mark.parametrize(
@@ -236,11 +236,11 @@ def test_channels_last_is_seen_by_strides() -> None:
 )
 def test_unfolding_is_torchs_own(kernel: Any, stride: Any, padding: Any, dilation: Any) -> None:
     x = torch.randint(-9, 9, (2, 6, 7, 4)).to(torch.int8)
-    rows = unfolded(x, kernel, stride, padding, dilation)
+    rows = im2col(x, kernel, stride, padding, dilation)
     theirs = F.unfold(x.movedim(-1, 1).float(), kernel, dilation, padding, stride)  # channels before places
     ours = rows.reshape(2, -1, kernel[0] * kernel[1], 4).permute(0, 3, 2, 1).reshape(theirs.shape)
     assert torch.equal(ours.float(), theirs)
-    assert torch.equal(unfolded(x.view(torch.float8_e4m3fn), kernel, stride, padding, dilation).view(torch.int8), rows)
+    assert torch.equal(im2col(x.view(torch.float8_e4m3fn), kernel, stride, padding, dilation).view(torch.int8), rows)
 
 
 @pytest.mark.parametrize(
@@ -257,17 +257,17 @@ def test_what_is_kept_of_the_input_are_the_codes_of_what_is_looked_at(layer: str
 
 # --- fallbacks -------------------------------------------------------------------------------------------------------
 
-KEPT = "; emulated, its input is kept as codes"
+KEPT = "; emulated, its input is saved as codes"
 FALLBACKS: dict[str, tuple[Any, Tensor, list[str]]] = {
     "groups": (
         lambda: nn.Conv2d(16, 24, 1, groups=2),
         image((3, 16, 7, 8)),
-        [f"all passes: convolutions in groups (2) have no path to the units{KEPT}"],
+        [f"all passes: convolutions in groups (2) have no native path{KEPT}"],
     ),
     "transposed": (
         lambda: nn.ConvTranspose2d(16, 8, 2, stride=2, output_padding=1),
         image((3, 16, 7, 8)),
-        [f"all passes: transposed convolutions have no path to the units{KEPT}"],
+        [f"all passes: transposed convolutions have no native path{KEPT}"],
     ),
     "layout": (
         lambda: nn.Conv2d(16, 24, 1),
@@ -280,7 +280,7 @@ FALLBACKS: dict[str, tuple[Any, Tensor, list[str]]] = {
     "without a batch": (
         lambda: nn.Conv2d(16, 24, 1),
         image((3, 16, 7, 8))[0],
-        ["all passes: an image without its batch has no path to the units"],
+        ["all passes: an image without its batch has no native path"],
     ),
     "stride": (
         lambda: nn.Conv2d(16, 24, 3, stride=2),
@@ -295,7 +295,7 @@ FALLBACKS: dict[str, tuple[Any, Tensor, list[str]]] = {
     "uneven padding": (
         lambda: nn.Conv2d(16, 24, 2, padding="same"),
         image((3, 16, 7, 8)),
-        ["all passes: padding='same' with an even kernel has no path to the units"],
+        ["all passes: padding='same' with an even kernel has no native path"],
     ),
 }
 
@@ -347,7 +347,7 @@ def test_what_does_not_fit_into_a_byte_is_kept_as_it_is() -> None:
     twelve = {"format": "int12", "scale": "tensor"}
     _, fallen = step(lambda: nn.Conv2d(16, 24, 1), image((3, 16, 7, 8)), plan_of(x=twelve, w=twelve), "native")
     assert not any(KEPT in each for each in fallen)
-    assert any("no unit here multiplies int12 by int12" in each for each in fallen)
+    assert any("no backend here multiplies int12 by int12" in each for each in fallen)
 
 
 def test_small_and_narrow_convolutions_are_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,10 +356,10 @@ def test_small_and_narrow_convolutions_are_emulated(monkeypatch: pytest.MonkeyPa
     counted = Counted(monkeypatch)
     _, fallen = step(make, image(shape), plan, "native", min_macs=10**6)
     assert fallen == [f"/conv2d.0, all passes: 168 x 144 x 24 is too small to gain by it{KEPT}"]
-    terms = paths.Terms(channels=(("int8", 17),))
+    terms = paths.NativeTerms(min_channels_by_backend=(("int8", 17),))
     monkeypatch.setattr(import_module("bitplan.runtime.attach"), "remembered", lambda device, dtype: terms)
     _, fallen = step(make, image(shape), plan, "native", min_macs=None)
-    reason = "a convolution from 16 to 24 channels has too few channels to gain by unfolding its kernel"
+    reason = "a convolution from 16 to 24 channels has too few channels to gain by im2col"
     assert fallen == [f"/conv2d.0, all passes: {reason}{KEPT}"]
     assert counted.count == 0
     make, shape = LAYERS["1x1"]
@@ -381,14 +381,14 @@ def test_a_scale_for_each_pixel_serves_1x1_only() -> None:
 def test_sizes_that_do_not_suit_a_unit_are_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     from bitplan.executions.native import backends as units
 
-    for place in ("bitplan.executions.native.fallbacks.suits", "bitplan.runtime.autograd.suits"):
-        monkeypatch.setattr(place, lambda name, kind, sizes: units.suits(name, "cuda", sizes))
+    for place in ("bitplan.executions.native.fallbacks.supports_shape", "bitplan.runtime.autograd.supports_shape"):
+        monkeypatch.setattr(place, lambda name, kind, sizes: units.supports_shape(name, "cuda", sizes))
     make, shape = LAYERS["1x1"]
     native, fallen = step(make, image(shape), plan_of(**PLANS["fp8"]), "native")
     assert fallen == [
-        "/conv2d.0, fprop: 168 x 16 x 24 does not suit the fp8 unit",
-        "/conv2d.0, dgrad: 168 x 24 x 16 does not suit the fp8 unit",
-        f"/conv2d.0, wgrad: 24 x 168 x 16 does not suit the fp8 unit{KEPT}",
+        "/conv2d.0, fprop: the fp8 backend does not support the shape 168 x 16 x 24",
+        "/conv2d.0, dgrad: the fp8 backend does not support the shape 168 x 24 x 16",
+        f"/conv2d.0, wgrad: the fp8 backend does not support the shape 24 x 168 x 16{KEPT}",
     ]
     for ours, theirs in zip(native, step(make, image(shape), plan_of(**PLANS["fp8"]), "emulate")[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
@@ -451,7 +451,7 @@ def test_bottlenecks_learn_as_they_do_emulated(monkeypatch: pytest.MonkeyPatch) 
     emulated, _ = losses("emulate")
     assert native == pytest.approx(emulated, rel=2e-2)
     assert native[0] == pytest.approx(emulated[0], rel=1e-5)
-    monkeypatch.setattr(convolution, "has_channels_last", lambda x: False)
+    monkeypatch.setattr(convolution, "is_channels_last", lambda x: False)
     assert losses("native")[1] == 9
 
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bitplan
 from bitplan import Plan
 from bitplan.compiler.compiling import recast_operands
-from bitplan.compiler.native_backend import Sparing, SparingPartitioner
+from bitplan.compiler.native_backend import RecomputePartitioner, RecomputePolicy
 from bitplan.executions.native.float8_cast import FORMATS, cast_float8
 from bitplan.lab.models.language_models import LlamaBlocks
 from bitplan.numerics.quantizer import make_quantizer
@@ -194,7 +194,7 @@ def gradients(again: str, cut: Cut | None, **more: Any) -> list[Tensor]:
     plan = plan_of(x=F8 | more, w=F8 | more, dy=G8 | more)
     execution = bitplan.Native(min_macs=0, recompute=() if again == "no" else again)
     with bitplan.attach(model, plan, example=x, execution=execution) as run:
-        run._rounder.casts_again = recast_operands(execution)
+        run._rounder.recast_in_backward = recast_operands(execution)
         called = model if cut is None else torch.compile(model, fullgraph=True, backend=cut.backend)
         called(x).sum().backward()
     return [p.grad.float() for p in (x, *model.parameters()) if p.grad is not None]
@@ -204,8 +204,8 @@ def test_a_graph_casts_what_several_layers_read_once_and_keeps_codes_or_casts_ag
     cuts = {
         "no": Cut(min_cut_rematerialization_partition),
         "weights": Cut(min_cut_rematerialization_partition),
-        "inputs": Cut(SparingPartitioner()),
-        "products": Cut(SparingPartitioner(Sparing(products=True))),
+        "inputs": Cut(RecomputePartitioner()),
+        "products": Cut(RecomputePartitioner(RecomputePolicy(products=True))),
     }
     plain = gradients("no", None)
     for again, cut in cuts.items():

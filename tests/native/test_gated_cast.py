@@ -19,12 +19,17 @@ import bitplan
 from bitplan import Plan
 from bitplan.compiler import gated_fusion as gated_fusing
 from bitplan.compiler.gated_fusion import fuse_gates
-from bitplan.compiler.launching import OpeningPass, open_operations
-from bitplan.compiler.native_backend import Sparing, SparingPartitioner
+from bitplan.compiler.launching import KernelInliningPass, inline_kernels
+from bitplan.compiler.native_backend import RecomputePartitioner, RecomputePolicy
 from bitplan.executions.native import gated_cast
-from bitplan.executions.native.backends import Float8Unit
+from bitplan.executions.native.backends import Float8Backend
 from bitplan.executions.native.float8_cast import cast_float8, tiles_of
-from bitplan.executions.native.gated_cast import codes_in_torch, grads_in_torch, product_in_torch, squares_of
+from bitplan.executions.native.gated_cast import (
+    e4m3_reference,
+    gated_grads_reference,
+    gated_product_reference,
+    squares_of,
+)
 from bitplan.lab.models.language_models import LlamaBlocks
 from bitplan.numerics import quantizer
 from bitplan.runtime import rounding_op as actions
@@ -47,8 +52,8 @@ def test_the_numbers_are_those_of_torch_to_a_rounding() -> None:
     exact.backward(grad.double())
     assert exact_gate.grad is not None
     assert exact_up.grad is not None
-    to_gate, to_up = grads_in_torch(grad, gate, up)
-    for ours, right in ((product_in_torch(gate, up), exact), (to_gate, exact_gate.grad), (to_up, exact_up.grad)):
+    to_gate, to_up = gated_grads_reference(grad, gate, up)
+    for ours, right in ((gated_product_reference(gate, up), exact), (to_gate, exact_gate.grad), (to_up, exact_up.grad)):
         assert ours.dtype == torch.bfloat16
         assert torch.allclose(ours.double(), right, rtol=2**-8, atol=1e-6)  # half a unit in bfloat16's last place
 
@@ -62,8 +67,8 @@ def test_the_operations_cast_these_numbers(reach: float) -> None:
         rows, columns, scale, tops, *small = OURS.gated_cast(
             gate, up, E4M3, parts, known, True, True, True, codes, grad
         )
-        read = [codes_in_torch(each) for each in (gate, up)] if codes else [gate, up]
-        wanted = cast_float8(product_in_torch(*read), E4M3, power_of_two=True, reach=known, gathers=True)
+        read = [e4m3_reference(each) for each in (gate, up)] if codes else [gate, up]
+        wanted = cast_float8(gated_product_reference(*read), E4M3, power_of_two=True, reach=known, gathers=True)
         found = (rows, columns, scale, tops.amax())
         for ours, other in zip(found, (*wanted[:3], wanted.tops.amax()), strict=True):
             assert torch.equal(ours.float(), other.float())
@@ -71,7 +76,7 @@ def test_the_operations_cast_these_numbers(reach: float) -> None:
         assert codes or all(each.numel() == 0 for each in small)
     parts = OURS.gated_grads_amax(grad, gate, up, known, known)
     both = OURS.gated_grads_cast(grad, gate, up, E5M2, *parts, known, known, True, True, True)
-    for at, plain in zip((0, 4), grads_in_torch(grad, gate, up), strict=True):
+    for at, plain in zip((0, 4), gated_grads_reference(grad, gate, up), strict=True):
         wanted = cast_float8(plain, E5M2, power_of_two=True, reach=known, gathers=True)
         for ours, other in zip(both[at : at + 4], wanted, strict=True):
             assert torch.equal(ours.float(), other.float())
@@ -98,7 +103,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def cast(x: Tensor, target: Any, rounding: Any, overflow: Any) -> Tensor:
         return x.to(E4M3).to(x.dtype)
 
-    monkeypatch.setattr(Float8Unit, "is_on", lambda self, device: device.type == "cpu")
+    monkeypatch.setattr(Float8Backend, "is_available", lambda self, device: device.type == "cpu")
     monkeypatch.setattr(actions, "is_cast_small", lambda target, device: True)
     monkeypatch.setattr(quantizer, "round_by_torch", cast)
     torch._dynamo.reset()
@@ -116,8 +121,8 @@ def _rounded_between(monkeypatch: pytest.MonkeyPatch) -> None:
         sigmoid = torch.reciprocal(torch.exp(-wide) + 1)
         return (incoming * sigmoid * (wide * (1 - sigmoid) + 1)).bfloat16(), grad * F.silu(gate.bfloat16())
 
-    monkeypatch.setattr(gated_cast, "product_in_torch", product)
-    monkeypatch.setattr(gated_cast, "grads_in_torch", grads)
+    monkeypatch.setattr(gated_cast, "gated_product_reference", product)
+    monkeypatch.setattr(gated_cast, "gated_grads_reference", grads)
 
 
 F8: dict[str, Any] = {"format": "e4m3", "scale": "tensor", "power_of_two": True, "history": 4}
@@ -140,8 +145,8 @@ def gradients(rewritten: Any, recompute: Any, coded: bool) -> list[Tensor]:
 def test_graphs_have_the_three_of_them(
     monkeypatch: pytest.MonkeyPatch, rewriting: Any, recompute: Any, coded: bool
 ) -> None:
-    sparing = Sparing(recompute != (), False, coded)
-    partitioner = SparingPartitioner(sparing) if recompute != () else min_cut_rematerialization_partition
+    sparing = RecomputePolicy(recompute != (), False, coded)
+    partitioner = RecomputePartitioner(sparing) if recompute != () else min_cut_rematerialization_partition
     joined = rewriting(partitioner, fuse_gates)
     ours = gradients(joined, recompute, coded)
     forward, backward = joined.seen
@@ -267,9 +272,9 @@ def test_something_times_itself_is_read_as_codes() -> None:
 
 
 def test_what_is_stored_compiled_knows_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    joined = OpeningPass().uuid()
+    joined = KernelInliningPass().uuid()
     monkeypatch.setattr(gated_fusing, "FUSES", False)
-    assert OpeningPass().uuid() != joined
+    assert KernelInliningPass().uuid() != joined
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, whose kernels are traced")
@@ -284,7 +289,7 @@ def test_kernels_become_launches_that_write_nothing_but_their_results() -> None:
     with FakeTensorMode():
         given = [torch.empty(300, 130, dtype=torch.bfloat16) for _ in range(3)]
         module = make_fx(step)(*given, torch.empty(()))
-    assert open_operations(module.graph, "cpu") == 4
+    assert inline_kernels(module.graph, "cpu") == 4
     module.graph.lint()
     found: dict[str, tuple[Any, set[str]]] = {}
     for node in module.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional):

@@ -20,22 +20,28 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import bitplan
 from bitplan import Plan
 from bitplan.compiler import launching, torch_private
-from bitplan.compiler.kernel_ops import OPERATIONS, KernelOperation
-from bitplan.compiler.launching import OPTION, OpeningPass, open_operations, remember_accesses, with_opening
+from bitplan.compiler.kernel_ops import OPERATIONS, KernelOp
+from bitplan.compiler.launching import (
+    OPTION,
+    KernelInliningPass,
+    cache_access_analyses,
+    inline_kernels,
+    with_kernel_inlining,
+)
 from bitplan.compiler.moments import coded_moments, plain_coded_moments
-from bitplan.executions.native.float8_cast import amax_in_torch, cast_float8, cast_in_torch
+from bitplan.executions.native.float8_cast import amax_reference, cast_float8, cast_reference
 
 E4M3 = torch.float8_e4m3fn
 
 
-def stand_in(name: str, plain: Callable[..., Any]) -> KernelOperation:
+def stand_in(name: str, plain: Callable[..., Any]) -> KernelOp:
     """An operation that launches nothing: what a CPU does takes the place of the kernels."""
-    return KernelOperation(name, lambda *given, wrap: plain(*given), OPERATIONS[name].is_possible, ())
+    return KernelOp(name, lambda *given, wrap: plain(*given), OPERATIONS[name].is_possible, ())
 
 
 PLAIN = {
-    "float8_amax": stand_in("float8_amax", amax_in_torch),
-    "float8_cast": stand_in("float8_cast", cast_in_torch),
+    "float8_amax": stand_in("float8_amax", amax_reference),
+    "float8_cast": stand_in("float8_cast", cast_reference),
     "coded_moments": stand_in("coded_moments", plain_coded_moments),
 }
 
@@ -67,7 +73,7 @@ def test_what_an_operation_does_takes_its_place() -> None:
     module = traced(*inputs())
     wanted = module(*inputs())
     assert names_of(module.graph) == ["float8_amax", "float8_cast", "coded_moments"]
-    assert open_operations(module.graph, "cpu", PLAIN) == 3
+    assert inline_kernels(module.graph, "cpu", PLAIN) == 3
     module.graph.lint()
     module.recompile()
     assert names_of(module.graph) == []
@@ -78,12 +84,12 @@ def test_what_an_operation_does_takes_its_place() -> None:
 
 def test_operations_stay_on_other_devices_with_unknown_sizes_and_in_other_layouts() -> None:
     module = traced(*inputs())
-    assert open_operations(module.graph) == 0
+    assert inline_kernels(module.graph) == 0
     assert len(names_of(module.graph)) == 3
     unknown = traced(*inputs(), mode="symbolic")
-    assert open_operations(unknown.graph, "cpu", PLAIN) == 0
+    assert inline_kernels(unknown.graph, "cpu", PLAIN) == 0
     rows_first = traced(*inputs(torch.contiguous_format))
-    assert open_operations(rows_first.graph, "cpu", PLAIN) == 2
+    assert inline_kernels(rows_first.graph, "cpu", PLAIN) == 2
     assert names_of(rows_first.graph) == ["coded_moments"]
 
 
@@ -102,28 +108,31 @@ class Theirs(CustomGraphPass):
 
 
 def test_it_comes_behind_the_passes_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert with_opening(None) == {OPTION: OpeningPass()}
+    assert with_kernel_inlining(None) == {OPTION: KernelInliningPass()}
     theirs = Theirs()
     graph = traced(*inputs()).graph
-    with_opening({OPTION: theirs})[OPTION](graph)
+    with_kernel_inlining({OPTION: theirs})[OPTION](graph)
     assert [len(seen) for seen in theirs.seen] == [3]
     with inductor_config.patch({OPTION: theirs}):
-        assert with_opening({"max_autotune": False}) == {"max_autotune": False, OPTION: OpeningPass([theirs])}
-    assert with_opening({OPTION: [theirs]}) == {OPTION: [theirs, OpeningPass()]}
-    once = with_opening({})
-    assert with_opening(once) == once
-    monkeypatch.setattr(launching, "OPENS", False)
-    assert with_opening({OPTION: theirs}) == {OPTION: theirs}
+        assert with_kernel_inlining({"max_autotune": False}) == {
+            "max_autotune": False,
+            OPTION: KernelInliningPass([theirs]),
+        }
+    assert with_kernel_inlining({OPTION: [theirs]}) == {OPTION: [theirs, KernelInliningPass()]}
+    once = with_kernel_inlining({})
+    assert with_kernel_inlining(once) == once
+    monkeypatch.setattr(launching, "INLINES_KERNELS", False)
+    assert with_kernel_inlining({OPTION: theirs}) == {OPTION: theirs}
 
 
 def test_caches_know_it_by_what_it_does() -> None:
-    alone = OpeningPass().uuid()
+    alone = KernelInliningPass().uuid()
     assert alone is not None
-    assert alone == OpeningPass().uuid()
-    behind = {OpeningPass([Theirs(word)]).uuid() for word in ("one", "other")}
+    assert alone == KernelInliningPass().uuid()
+    behind = {KernelInliningPass([Theirs(word)]).uuid() for word in ("one", "other")}
     assert len({alone, *behind}) == 3
-    assert OpeningPass([Theirs(None)]).uuid() is None  # such a pass turns caches off, with ours or without
-    assert OpeningPass([lambda graph: None]).uuid() is None
+    assert KernelInliningPass([Theirs(None)]).uuid() is None  # such a pass turns caches off, with ours or without
+    assert KernelInliningPass([lambda graph: None]).uuid() is None
     sources = {source for operation in OPERATIONS.values() for source in operation.sources()}
     assert {source.rpartition("/")[2] for source in sources} == {
         "float8_cast.py",
@@ -147,7 +156,7 @@ def test_torch_looks_once_into_a_kernel_of_ours(monkeypatch: pytest.MonkeyPatch)
 
     for name in ("identify_mutated_tensors", "identify_accessed_tensors"):
         monkeypatch.setattr(launching.triton_kernel_wrap, name, look, raising=False)
-    undo = remember_accesses()
+    undo = cache_access_analyses()
     looked: Any = launching.triton_kernel_wrap.identify_mutated_tensors
     given: dict[str, Any] = {"x": torch.ones(3), "count": 3}
     for module in ("bitplan.compiler.moments_kernel", "elsewhere"):
@@ -181,7 +190,7 @@ def test_native_models_are_compiled_with_it(monkeypatch: pytest.MonkeyPatch, rec
     plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "op": "linear", **rule}]})
     with bitplan.attach(model, plan, example=x, execution=bitplan.Native(min_macs=0, recompute=recompute)) as run:
         run.compile()(x)
-    assert [settings[OPTION] for settings in asked] == [OpeningPass()]
+    assert [settings[OPTION] for settings in asked] == [KernelInliningPass()]
 
 
 def test_packed_models_are_compiled_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +204,7 @@ def test_packed_models_are_compiled_with_it(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch_private, "compile_fx", compile_fx)  # first: it keeps what it finds in torch
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
     compile_packed(traced(*inputs()), inputs(), options={"max_autotune": False})
-    assert asked[0][OPTION] == OpeningPass()
+    assert asked[0][OPTION] == KernelInliningPass()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, whose kernels are traced")
@@ -207,7 +216,7 @@ def test_kernels_become_launches_that_write_nothing_but_their_results() -> None:
         x = torch.empty(130, 300, dtype=torch.bfloat16)
         y = torch.empty(4, 24, 9, 9, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
         module = make_fx(step)(x, y)
-    assert open_operations(module.graph, "cpu") == 3
+    assert inline_kernels(module.graph, "cpu") == 3
     module.graph.lint()
     assert names_of(module.graph) == []
     launches = module.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)

@@ -18,7 +18,7 @@ from bitplan import Plan
 from bitplan.errors import BitplanWarning, PlanError
 from bitplan.executions.native import backends as units
 from bitplan.executions.native import crossover, paths
-from bitplan.executions.native.backends import Float8Unit, Int8Unit
+from bitplan.executions.native.backends import Float8Backend, Int8Backend
 
 INT8_VECTOR = {"format": "int8", "scale": "vector"}
 INT8 = {"format": "int8", "scale": "tensor"}
@@ -38,7 +38,7 @@ class Calls:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.dtypes: list[tuple[torch.dtype, torch.dtype]] = []
-        for kind in (Int8Unit, Float8Unit):
+        for kind in (Int8Backend, Float8Backend):
             monkeypatch.setattr(kind, "multiply", self._counted(kind.multiply))
 
     def _counted(self, multiply: Any) -> Any:
@@ -205,12 +205,12 @@ def test_what_is_kept_for_the_backward_pass_is_codes() -> None:
     [
         ({"x": INT8, "w": INT8}, "dgrad", "dgrad.dy has no format"),
         ({"x": INT8_VECTOR, "w": INT8, "dy": INT8}, "wgrad", "the scale of wgrad.x changes along the sum"),
-        ({"fprop": {"format": "int8", "scale": "tensor", "range": "minmax"}}, "fprop", "least value"),
+        ({"fprop": {"format": "int8", "scale": "tensor", "range": "minmax"}}, "fprop", "zero point"),
         ({"fprop": {"format": "int8", "scale": "block", "block": 8}}, "fprop", "changes along the sum"),
         ({"fprop": "int8"}, "fprop", "has no scale"),
         ({"fprop": "mxfp8"}, "fprop", "changes along the sum"),
-        ({"fprop": {"format": "int12", "scale": "tensor"}}, "fprop", "no unit here multiplies int12 by int12"),
-        ({"fprop": "e5m2"}, "fprop", "no unit here multiplies e5m2 by e5m2"),
+        ({"fprop": {"format": "int12", "scale": "tensor"}}, "fprop", "no backend here multiplies int12 by int12"),
+        ({"fprop": "e5m2"}, "fprop", "no backend here multiplies e5m2 by e5m2"),
         ({"fprop": {**INT8, "promote": {"to": "bf16", "error": 0.5}}}, "fprop", "may be promoted"),
     ],
 )
@@ -218,7 +218,7 @@ def test_a_fallback_says_which_pass_and_why(rule: dict[str, Any], one: str, reas
     model, x = nn.Sequential(nn.Linear(32, 16)), torch.randn(6, 32)
     plan = plan_of(**rule)
     with bitplan.attach(model, plan, example=x, execution=bitplan.Native(min_macs=0)) as run:
-        found = [fallback for fallback in run.fallbacks() if fallback.one == one]
+        found = [fallback for fallback in run.fallbacks() if fallback.gemm_pass == one]
         assert len(found) == 1
         assert found[0].site == "0/linear.0"
         assert reason in found[0].reason
@@ -230,8 +230,8 @@ def test_a_fallback_says_which_pass_and_why(rule: dict[str, Any], one: str, reas
 
 
 def test_sizes_that_do_not_suit_a_unit_are_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("bitplan.executions.native.fallbacks.suits", "bitplan.runtime.autograd.suits"):
-        monkeypatch.setattr(place, lambda name, kind, sizes: units.suits(name, "cuda", sizes))
+    for place in ("bitplan.executions.native.fallbacks.supports_shape", "bitplan.runtime.autograd.supports_shape"):
+        monkeypatch.setattr(place, lambda name, kind, sizes: units.supports_shape(name, "cuda", sizes))
     calls = Calls(monkeypatch)
     plan = PLANS["fp8"][0]
     native = results(plan, "native")
@@ -241,7 +241,9 @@ def test_sizes_that_do_not_suit_a_unit_are_emulated(monkeypatch: pytest.MonkeyPa
     with bitplan.attach(
         nn.Linear(32, 16), plan, example=torch.randn(6, 32), execution=bitplan.Native(min_macs=0)
     ) as run:
-        assert [str(each) for each in run.fallbacks()] == ["/linear.0, wgrad: 16 x 6 x 32 does not suit the fp8 unit"]
+        assert [str(each) for each in run.fallbacks()] == [
+            "/linear.0, wgrad: the fp8 backend does not support the shape 16 x 6 x 32"
+        ]
 
 
 def test_convolutions_and_small_products_are_emulated_and_told_of_once() -> None:
@@ -257,8 +259,8 @@ def test_convolutions_and_small_products_are_emulated_and_told_of_once() -> None
 
 
 def test_on_a_machine_without_units_the_same_plan_is_emulated_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in (Int8Unit, Float8Unit):
-        monkeypatch.setattr(kind, "is_on", lambda self, device: False)
+    for kind in (Int8Backend, Float8Backend):
+        monkeypatch.setattr(kind, "is_available", lambda self, device: False)
     plan = PLANS["int8 tensor"][0]
     for ours, theirs in zip(results(plan, "native"), results(plan, "emulate"), strict=True):
         assert torch.equal(ours, theirs)
@@ -315,7 +317,7 @@ def test_fast_sums_are_asked_for_in_the_passes_that_are_named(monkeypatch: pytes
 
 def test_every_unit_has_a_crossover_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Linear(32, 16), torch.randn(16, 32)
-    terms = paths.Terms(works=(("int8", 0), ("fp8", 16 * 32 * 16 + 1)))
+    terms = paths.NativeTerms(works=(("int8", 0), ("fp8", 16 * 32 * 16 + 1)))
     monkeypatch.setattr(import_module("bitplan.runtime.attach"), "remembered", lambda device, dtype: terms)
     with bitplan.attach(model, PLANS["int8 tensor"][0], example=x, execution="native") as run:
         assert run.fallbacks() == []
@@ -331,16 +333,16 @@ def test_the_crossover_is_measured_once_and_remembered(tmp_path: Path, monkeypat
     monkeypatch.setattr(crossover, "IMAGES", {"cpu": (2, 4)})
     first = crossover.remembered(torch.device("cpu"), torch.float32)
     linear, unfolded = json.loads((tmp_path / "crossover.json").read_text()).values()
-    assert {(row["unit"], row["size"]) for row in linear} == {(u.name, s) for u in units.UNITS for s in (8, 16)}
-    assert {(row["unit"], row["size"]) for row in unfolded} == {(u.name, s) for u in units.UNITS for s in (16, 32)}
-    for table in ("measured", "measured_unfolded"):
+    assert {(row["unit"], row["size"]) for row in linear} == {(u.name, s) for u in units.BACKENDS for s in (8, 16)}
+    assert {(row["unit"], row["size"]) for row in unfolded} == {(u.name, s) for u in units.BACKENDS for s in (16, 32)}
+    for table in ("measured", "measured_im2col"):
         monkeypatch.setattr(crossover, table, lambda *given: pytest.fail("measured again"))
     assert crossover.remembered(torch.device("cpu"), torch.float32) == first
     assert crossover.remembered(torch.device("meta"), torch.float32).work == crossover.NEVER
     assert len(json.loads((tmp_path / "crossover.json").read_text())) == 2
     (tmp_path / "crossover.json").write_text("damaged")
     won = [crossover.Crossing("int8", 8, 2.0, 1.0), crossover.Crossing("fp8", 8, 1.0, 2.0)]
-    for table in ("measured", "measured_unfolded"):
+    for table in ("measured", "measured_im2col"):
         monkeypatch.setattr(crossover, table, lambda *given: won)
     found = crossover.remembered(torch.device("cpu"), torch.float32)
     assert found.works == (("int8", 512), ("fp8", crossover.NEVER))
@@ -371,14 +373,14 @@ def test_measuring_the_crossover_draws_no_numbers_of_others_and_stops_where_memo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(crossover, "SIZES", {"cpu": (8, 16, 32)})
-    multiply = Int8Unit.multiply
+    multiply = Int8Backend.multiply
 
-    def small(unit: Int8Unit, a: Tensor, *rest: Any) -> Tensor:
+    def small(unit: Int8Backend, a: Tensor, *rest: Any) -> Tensor:
         if a.shape[0] > 16:
             raise torch.OutOfMemoryError
         return multiply(unit, a, *rest)
 
-    monkeypatch.setattr(Int8Unit, "multiply", small)
+    monkeypatch.setattr(Int8Backend, "multiply", small)
     torch.manual_seed(3)
     wanted = torch.rand(3)
     torch.manual_seed(3)
@@ -394,9 +396,11 @@ def test_the_crossover_is_measured_on_real_tensors(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(crossover, "CHANNELS", (16,))
     monkeypatch.setattr(crossover, "IMAGES", {"cpu": (2, 4)})
     kinds: list[bool] = []
-    multiply = Int8Unit.multiply
+    multiply = Int8Backend.multiply
     monkeypatch.setattr(
-        Int8Unit, "multiply", lambda unit, a, *rest: kinds.append(isinstance(a, FakeTensor)) or multiply(unit, a, *rest)
+        Int8Backend,
+        "multiply",
+        lambda unit, a, *rest: kinds.append(isinstance(a, FakeTensor)) or multiply(unit, a, *rest),
     )
     with FakeTensorMode():
         crossover.remembered(torch.device("cpu"), torch.float32)

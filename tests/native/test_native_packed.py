@@ -44,7 +44,7 @@ class Trained:
         with bitplan.attach(model, plan, example=x, execution=native if execution == "native" else execution) as run:
             called: Any = model
             if recompute is not None:
-                run._rounder.casts_again = recast_operands(run.execution)
+                run._rounder.recast_in_backward = recast_operands(run.execution)
                 cut = run.partitioner() or min_cut_rematerialization_partition
                 compilers = {name: lambda gm, given: self._noted(gm) for name in ("fw_compiler", "bw_compiler")}
                 backend = aot_autograd(

@@ -18,11 +18,11 @@ from torch.nn import functional as F
 from bitplan import Plan
 from bitplan.compiler import norm_fusion as norm_fusing
 from bitplan.compiler.gated_fusion import fuse_gates
-from bitplan.compiler.launching import OpeningPass, open_operations
-from bitplan.compiler.native_backend import Sparing, SparingPartitioner
+from bitplan.compiler.launching import KernelInliningPass, inline_kernels
+from bitplan.compiler.native_backend import RecomputePartitioner, RecomputePolicy
 from bitplan.compiler.norm_fusion import fuse_norms
 from bitplan.executions.native.float8_cast import cast_float8, tiles_of
-from bitplan.executions.native.norm_cast import normed_in_torch
+from bitplan.executions.native.norm_cast import rms_norm_reference
 from bitplan.lab.models.language_models import LlamaBlocks
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -41,8 +41,8 @@ def given(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
 def test_the_numbers_are_those_of_torch(dtype: torch.dtype) -> None:
     x, mean, weight = given(dtype)
     wanted = F.rms_norm(x, (48,), weight, EPS).bfloat16()
-    assert torch.equal(normed_in_torch(x, mean, weight, EPS), wanted)
-    assert torch.equal(normed_in_torch(x, torch.rsqrt(mean + EPS), weight, None), wanted)
+    assert torch.equal(rms_norm_reference(x, mean, weight, EPS), wanted)
+    assert torch.equal(rms_norm_reference(x, torch.rsqrt(mean + EPS), weight, None), wanted)
 
 
 @pytest.mark.parametrize("reach", [0.0, 2.0])
@@ -94,8 +94,8 @@ def gradients(rewritten: Any, recompute: Any, layers: int) -> list[Tensor]:
 def test_graphs_cast_norms_with_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, rewriting: Any, recompute: Any, sums: bool, layers: int
 ) -> None:
-    casts_again = recompute != ()
-    partitioner = SparingPartitioner(Sparing()) if casts_again else min_cut_rematerialization_partition
+    recast_in_backward = recompute != ()
+    partitioner = RecomputePartitioner(RecomputePolicy()) if recast_in_backward else min_cut_rematerialization_partition
     monkeypatch.setattr(norm_fusing, "FUSES_SUMS", sums)
     known = 2 * layers - 1  # of the first sum its terms are kept: the model's input, and a product
     results = []
@@ -107,7 +107,7 @@ def test_graphs_cast_norms_with_the_same_bits(
         joined = (known if sums else 1) if fuses else 0
         assert (forward.get("norm_amax", 0), forward.get("norm_cast", 0)) == (joined, joined)
         assert "norm_amax" not in backward
-        assert backward.get("norm_cast", 0) == (known if fuses and casts_again else 0)
+        assert backward.get("norm_cast", 0) == (known if fuses and recast_in_backward else 0)
         assert backward["gated_grads_cast"] == layers
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
@@ -224,9 +224,9 @@ def test_only_what_fits_exactly_is_joined(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("switch", ["FUSES", "FUSES_SUMS"])
 def test_what_is_stored_compiled_knows_the_switches(monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
-    before = OpeningPass().uuid()
+    before = KernelInliningPass().uuid()
     monkeypatch.setattr(norm_fusing, switch, not getattr(norm_fusing, switch))
-    assert OpeningPass().uuid() != before
+    assert KernelInliningPass().uuid() != before
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, whose kernels are traced")
@@ -239,7 +239,7 @@ def test_kernels_become_launches_that_write_nothing_but_their_results() -> None:
     with FakeTensorMode():
         x, weight = (torch.empty(size, dtype=torch.bfloat16) for size in ((300, 130), (130,)))
         module = make_fx(step)(x, torch.empty(300), weight, torch.empty(()))
-    assert open_operations(module.graph, "cpu") == 2
+    assert inline_kernels(module.graph, "cpu") == 2
     module.graph.lint()
     found: dict[str, tuple[Any, set[str]]] = {}
     for node in module.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional):

@@ -21,11 +21,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import bitplan
 from bitplan import Plan
 from bitplan.compiler import amax_recording as record_noting
-from bitplan.compiler.amax_recording import note_records
+from bitplan.compiler.amax_recording import record_amax_in_casts
 from bitplan.compiler.compiling import recast_operands
 from bitplan.compiler.gated_fusion import fuse_gates
-from bitplan.compiler.launching import OpeningPass, open_operations
-from bitplan.compiler.native_backend import Sparing, SparingPartitioner
+from bitplan.compiler.launching import KernelInliningPass, inline_kernels
+from bitplan.compiler.native_backend import RecomputePartitioner, RecomputePolicy
 from bitplan.compiler.norm_fusion import fuse_norms
 from bitplan.executions.native.float8_cast import Cast, cast_float8
 from bitplan.lab.models.language_models import LlamaBlocks
@@ -94,7 +94,7 @@ class Rewritten:
     def _counted(self, gm: fx.GraphModule, given: Any, **options: Any) -> Any:
         fuse_gates(gm.graph, "cpu")
         fuse_norms(gm.graph, "cpu")
-        note_records(gm.graph, "cpu")
+        record_amax_in_casts(gm.graph, "cpu")
         gm.graph.lint()
         gm.recompile()
         self.seen.append(collections.Counter(map(name_of, gm.graph.nodes)))
@@ -132,7 +132,7 @@ def steps(partitioner: Any, recompute: Any, coded: bool) -> tuple[list[Tensor], 
     rewritten = Rewritten(partitioner)
     found = []
     with bitplan.attach(model, plan, example=x, execution=bitplan.Native(min_macs=0, recompute=recompute)) as run:
-        run._rounder.casts_again = recast_operands(run.execution)
+        run._rounder.recast_in_backward = recast_operands(run.execution)
         run._installation.tell_compiled_code()
         called = torch.compile(model, fullgraph=True, backend=rewritten)
         for number in range(3):
@@ -158,7 +158,7 @@ def steps(partitioner: Any, recompute: Any, coded: bool) -> tuple[list[Tensor], 
 def test_numbers_stay_and_what_was_computed_for_records_is_gone(
     monkeypatch: pytest.MonkeyPatch, recompute: Any, coded: bool
 ) -> None:
-    partitioner = SparingPartitioner(Sparing(True, False, coded)) if coded else None
+    partitioner = RecomputePartitioner(RecomputePolicy(True, False, coded)) if coded else None
     ours, (forward, backward, *others) = steps(partitioner, recompute, coded)
     # Four inputs, of which one is a norm's result and one a gate's product, and seven weights; of seven gradients two
     # are cast at once.
@@ -213,7 +213,7 @@ def noted_twice(x: Tensor, reach: Tensor, one: Tensor, other: Tensor) -> tuple[T
 def test_what_a_cast_tells_goes_to_several_records() -> None:
     module, (plain, ours) = traced(noted_twice), (given(), given())
     wanted = module(*plain)
-    assert note_records(module.graph, "cpu") == 2
+    assert record_amax_in_casts(module.graph, "cpu") == 2
     module.graph.lint()
     module.recompile()
     assert collections.Counter(map(name_of, module.graph.nodes))["copy_"] == 2
@@ -268,7 +268,7 @@ def in_company(x: Tensor, reach: Tensor, one: Tensor, other: Tensor) -> Tensor:
 def test_anything_else_is_left_as_it_is(function: Callable[..., Any]) -> None:
     module = traced(function)
     before = str(module.graph)
-    assert note_records(module.graph, "cpu") == 0
+    assert record_amax_in_casts(module.graph, "cpu") == 0
     assert str(module.graph) == before
 
 
@@ -279,11 +279,11 @@ def test_a_cast_notes_in_three_records_and_not_in_four(monkeypatch: pytest.Monke
             observe_amax(record[0], first.tops.amax())
         return first.rows
 
-    assert note_records(traced(noted, 3).graph, "cpu") == 1
-    assert note_records(traced(noted, 4).graph, "cpu") == 0
-    assert note_records(traced(noted, 3).graph) == 0  # on another device
+    assert record_amax_in_casts(traced(noted, 3).graph, "cpu") == 1
+    assert record_amax_in_casts(traced(noted, 4).graph, "cpu") == 0
+    assert record_amax_in_casts(traced(noted, 3).graph) == 0  # on another device
     monkeypatch.setattr(record_noting, "NOTES", False)
-    assert note_records(traced(noted, 3).graph, "cpu") == 0
+    assert record_amax_in_casts(traced(noted, 3).graph, "cpu") == 0
 
 
 def test_sizes_that_are_not_known_are_left_as_they_are() -> None:
@@ -293,13 +293,13 @@ def test_sizes_that_are_not_known_are_left_as_they_are() -> None:
         return first.rows
 
     unknown = prepared(make_fx(torch.func.functionalize(noted), tracing_mode="symbolic")(*given(1)))
-    assert note_records(unknown.graph, "cpu") == 0
+    assert record_amax_in_casts(unknown.graph, "cpu") == 0
 
 
 def test_what_is_stored_compiled_knows_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    noted = OpeningPass().uuid()
+    noted = KernelInliningPass().uuid()
     monkeypatch.setattr(record_noting, "NOTES", False)
-    assert OpeningPass().uuid() != noted
+    assert KernelInliningPass().uuid() != noted
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, whose kernels are traced")
@@ -320,8 +320,8 @@ def test_kernels_write_into_the_records_and_inductor_copies_none() -> None:
     with FakeTensorMode():
         fakes = [torch.empty_like(each) for each in given(5)]
         module = prepared(make_fx(torch.func.functionalize(step))(fakes[0].bfloat16(), *fakes[1:]))
-    assert note_records(module.graph, "cpu") == 5
-    open_operations(module.graph, "cpu")
+    assert record_amax_in_casts(module.graph, "cpu") == 5
+    inline_kernels(module.graph, "cpu")
     module.graph.lint()
     launches = module.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
     found: dict[str, list[set[str]]] = {}

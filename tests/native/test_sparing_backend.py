@@ -36,7 +36,7 @@ class Step:
         x = x.detach().requires_grad_()
         with bitplan.attach(model, PLAN, example=x, execution=bitplan.Native(min_macs=0, recompute=recompute)) as run:
             assert run.fallbacks() == []
-            run._rounder.casts_again = recast_operands(run.execution)
+            run._rounder.recast_in_backward = recast_operands(run.execution)
             backend = aot_autograd(
                 fw_compiler=lambda gm, given: self._noted(gm),
                 bw_compiler=lambda gm, given: self._noted(gm),

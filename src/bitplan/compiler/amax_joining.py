@@ -24,7 +24,7 @@ JOINS = True
 _ours: Any = torch.ops.bitplan
 
 
-def join_amax(graph: fx.Graph, device: str = "cuda") -> int:
+def join_amax_kernels(graph: fx.Graph, device: str = "cuda") -> int:
     """Replace several ``bitplan::float8_amax`` of what the graph is given by one operation. How many were replaced."""
     if not JOINS:
         return 0
@@ -34,7 +34,7 @@ def join_amax(graph: fx.Graph, device: str = "cuda") -> int:
         for node in graph.find_nodes(op="call_function", target=_ours.float8_amax.default)
         if isinstance(node.args[1], fx.Node)
         and all(map(_is_given, node.all_input_nodes))
-        and operation.can_open(node, device)
+        and operation.can_inline(node, device)
     ]
     groups = [found[start : start + JOINED] for start in range(0, len(found), JOINED)]
     for group in groups:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from bitplan.compiler.kernel_ops import OPERATIONS
-from bitplan.executions.native.recorded_cast import CASTS, NotingCast
+from bitplan.executions.native.recorded_cast import CASTS, RecordingCast
 
 #: Whether casts in compiled graphs write into the records; to compare.
 NOTES = True
@@ -31,7 +31,7 @@ _aten: Any = torch.ops.aten
 _VALUES = ("val", "eager_input_vals", "tensor_meta")
 
 
-def note_records(graph: fx.Graph, device: str = "cuda") -> int:
+def record_amax_in_casts(graph: fx.Graph, device: str = "cuda") -> int:
     """Let casts on that device raise the records that hold nothing else in this graph. How many casts there were."""
     if not NOTES:
         return 0
@@ -201,7 +201,7 @@ class _Cast:
     """A cast, and where what it tells is noted."""
 
     node: fx.Node
-    kind: NotingCast
+    kind: RecordingCast
     #: Which result -> records and cells.
     noted: dict[int, list[tuple[_Chain, _Raise]]] = field(default_factory=dict)
 
@@ -217,7 +217,7 @@ class _Cast:
         larger = {reader for top in tops for reader in top.users}
         chains = {id(chain) for chain, _ in self.places}
         return (
-            OPERATIONS[self.kind.name].can_open(self.node, device)
+            OPERATIONS[self.kind.name].can_inline(self.node, device)
             and self.node.args[self.kind.gathers] is True
             and len(chains) == len(self.places)
             and tops == {raised.top for _, raised in self.places}

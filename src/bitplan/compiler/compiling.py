@@ -22,7 +22,7 @@ from bitplan.plans.execution import ExecutionOptions, Native
 from bitplan.runtime.installation import Installation
 
 if TYPE_CHECKING:
-    from bitplan.compiler.native_backend import Sparing
+    from bitplan.compiler.native_backend import RecomputePolicy
     from bitplan.compiler.torch_private import CustomPartitionerFn
 
 
@@ -44,14 +44,14 @@ class Compiler:
     ) -> Any:
         """See :meth:`bitplan.runtime.attachment.Attachment.compile`."""
         self.installation.require_place()
-        self.installation.rounder.casts_again = recast_operands(self.execution)
+        self.installation.rounder.recast_in_backward = recast_operands(self.execution)
         self.installation.tell_compiled_code()
         settings = {**({} if mode is None else torch_private.list_mode_options(mode, dynamic)), **(options or {})}
         backend = self._backend()
         if self.execution.kind == "native" and backend == "inductor":
-            from bitplan.compiler.launching import with_opening
+            from bitplan.compiler.launching import with_kernel_inlining
 
-            settings = with_opening(settings)
+            settings = with_kernel_inlining(settings)
         return torch.compile(
             module,
             fullgraph=fullgraph,
@@ -76,18 +76,18 @@ class Compiler:
             from bitplan.compiler.partitioning import PackedPartitioner
 
             return PackedPartitioner()
-        from bitplan.compiler.native_backend import SparingPartitioner
+        from bitplan.compiler.native_backend import RecomputePartitioner
 
         sparing = self._sparing()
-        return None if sparing.is_plain else SparingPartitioner(sparing)
+        return None if sparing.is_plain else RecomputePartitioner(sparing)
 
-    def _sparing(self) -> Sparing:
-        from bitplan.compiler.native_backend import Sparing
+    def _sparing(self) -> RecomputePolicy:
+        from bitplan.compiler.native_backend import RecomputePolicy
 
         places = (place for action in self.installation.actions() for place in action.places.values())
         codes = any(place.keeps_codes for place in places)
         recomputed = recomputed_by(self.execution)
-        return Sparing("activations" in recomputed, "products" in recomputed, codes)
+        return RecomputePolicy("activations" in recomputed, "products" in recomputed, codes)
 
 
 def recomputed_by(execution: ExecutionOptions) -> frozenset[str]:

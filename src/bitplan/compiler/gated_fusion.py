@@ -9,20 +9,20 @@ import torch
 from torch import Tensor, fx
 
 from bitplan.compiler.patterns import (
-    Found,
-    SeenCast,
+    CastPattern,
+    Match,
     call,
     convert,
+    find_casts,
     is_given,
     is_kept,
     is_view,
-    matched,
+    match_pattern,
     ours,
     part,
     readers,
     replace_cast,
-    seen_casts,
-    spelled,
+    traced_pattern,
     viewed,
 )
 from bitplan.executions.native.gated_cast import READ
@@ -35,7 +35,7 @@ def fuse_gates(graph: fx.Graph, device: str = "cuda") -> int:
     """Replace casts of a gate's product, and pairs of casts of its gradients, on that device. How many there were."""
     if not FUSES:
         return 0
-    casts = seen_casts(graph, device)
+    casts = find_casts(graph, device)
     if not casts:
         return 0
     product, to_gate = _patterns()
@@ -59,7 +59,7 @@ def fuse_gates(graph: fx.Graph, device: str = "cuda") -> int:
 
 @cache
 def _patterns() -> tuple[fx.Node, fx.Node]:
-    """The product, and its gradient by the gate, spelled out as in a graph."""
+    """The product, and its gradient by the gate, traced_pattern out as in a graph."""
 
     def product(gate: Tensor, up: Tensor) -> Tensor:
         return torch.nn.functional.silu(gate) * up
@@ -71,10 +71,10 @@ def _patterns() -> tuple[fx.Node, fx.Node]:
         return found
 
     size = (2, 3)
-    return spelled(product, gate=size, up=size), spelled(to_gate, grad=size, gate=size, up=size)
+    return traced_pattern(product, gate=size, up=size), traced_pattern(to_gate, grad=size, gate=size, up=size)
 
 
-def _matched(pattern: fx.Node, node: fx.Node) -> Found | None:
+def _matched(pattern: fx.Node, node: fx.Node) -> Match | None:
     """What stands for the pattern's inputs where `node` is computed as it says, if each can be read by a kernel."""
     size = node.meta["val"].shape
 
@@ -84,7 +84,7 @@ def _matched(pattern: fx.Node, node: fx.Node) -> Found | None:
         is_read = isinstance(value, Tensor) and value.shape == size and value.dtype in dtypes
         return is_read and _is_written(each)
 
-    return matched(pattern, node, fits)
+    return match_pattern(pattern, node, fits)
 
 
 def _is_written(node: fx.Node) -> bool:
@@ -95,7 +95,7 @@ def _is_written(node: fx.Node) -> bool:
     return is_given(node) or is_kept(node) or node.meta["val"].dtype in READ[1:]
 
 
-def _go_together(one: SeenCast, other: SeenCast) -> bool:
+def _go_together(one: CastPattern, other: CastPattern) -> bool:
     """Whether one kernel can write both."""
     return (
         one is not other
@@ -109,7 +109,7 @@ def _go_together(one: SeenCast, other: SeenCast) -> bool:
 # --- what takes its place -----------------------------------------------------------------------------------
 
 
-def _join_product(graph: fx.Graph, cast: SeenCast, found: Found) -> bool:
+def _join_product(graph: fx.Graph, cast: CastPattern, found: Match) -> bool:
     _, dtype, parts, reach, _, as_rows, as_columns, gathers, after = cast.args
     if not all(each < cast.first for each in found.values()):
         return False
@@ -126,7 +126,7 @@ def _join_product(graph: fx.Graph, cast: SeenCast, found: Found) -> bool:
     return True
 
 
-def _join_grads(graph: fx.Graph, by_gate: SeenCast, by_up: SeenCast, found: Found) -> bool:
+def _join_grads(graph: fx.Graph, by_gate: CastPattern, by_up: CastPattern, found: Match) -> bool:
     """Both gradients are cast before what waits for either of them: then what they are made of can go.
 
     Not before weights that are cast again: in the code that Inductor made, the order then held more at the peak.

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 
 @dataclass(frozen=True)
-class KernelOperation:
+class KernelOp:
     """``torch.ops.bitplan.<name>``, opened."""
 
     name: str
@@ -28,7 +28,7 @@ class KernelOperation:
     #: The modules where it is written down.
     modules: tuple[str, ...]
 
-    def can_open(self, node: fx.Node, device: str) -> bool:
+    def can_inline(self, node: fx.Node, device: str) -> bool:
         """Whether the kernels can take the node's place: tensors on that device, of sizes that are known."""
         values = [each.meta["val"] for each in node.all_input_nodes]
         is_known = all(
@@ -47,14 +47,14 @@ class KernelOperation:
 
 
 #: All that were listed, by name.
-OPERATIONS: dict[str, KernelOperation] = {}
+OPERATIONS: dict[str, KernelOp] = {}
 
 
-def list_operation(
+def register_kernels(
     name: str, launched: Callable[..., Any], is_possible: Callable[..., bool], modules: tuple[str, ...]
 ) -> None:
     """Let compiled graphs launch the kernels of ``torch.ops.bitplan.<name>`` themselves."""
-    OPERATIONS[name] = KernelOperation(name, launched, is_possible, modules)
+    OPERATIONS[name] = KernelOp(name, launched, is_possible, modules)
 
 
 def register(
@@ -72,7 +72,7 @@ def register(
     library.impl(name, in_torch, "CompositeExplicitAutograd")
     library.impl(name, _on_gpu(launched, in_torch), "CUDA")
     torch.library.register_fake(f"bitplan::{name}", of_shape, lib=library)
-    list_operation(name, launched, lambda first, *_: first.numel() > 0, modules)
+    register_kernels(name, launched, lambda first, *_: first.numel() > 0, modules)
 
 
 def _on_gpu(launched: Callable[..., Any], in_torch: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,10 +21,10 @@ from bitplan.compiler import amax_recording as record_noting
 from bitplan.compiler import gated_fusion as gated_fusing
 from bitplan.compiler import kernel_ops as kernel_operations
 from bitplan.compiler import norm_fusion as norm_fusing
-from bitplan.compiler.amax_joining import join_amax
-from bitplan.compiler.amax_recording import note_records
+from bitplan.compiler.amax_joining import join_amax_kernels
+from bitplan.compiler.amax_recording import record_amax_in_casts
 from bitplan.compiler.gated_fusion import fuse_gates
-from bitplan.compiler.kernel_ops import OPERATIONS, KernelOperation
+from bitplan.compiler.kernel_ops import OPERATIONS, KernelOp
 from bitplan.compiler.norm_fusion import fuse_norms
 from bitplan.compiler.torch_patches import Undo, replace_attribute
 from bitplan.compiler.torch_private import (
@@ -41,14 +41,14 @@ from bitplan.compiler.torch_private import (
 )
 
 #: Whether compiled graphs launch the kernels themselves; to compare, or where a version of torch cannot.
-OPENS = True
+INLINES_KERNELS = True
 #: The option of Inductor that holds the pass.
 OPTION = "post_grad_custom_pre_pass"
 _TOLD_ON = ("stack_trace", "nn_module_stack", "seq_nr", "partitioner_tag")
 
 
-class OpeningPass(CustomGraphPass):
-    """:func:`open_operations` as Inductor takes it, after the passes that somebody else had set."""
+class KernelInliningPass(CustomGraphPass):
+    """:func:`inline_kernels` as Inductor takes it, after the passes that somebody else had set."""
 
     def __init__(self, earlier: Iterable[Callable[[fx.Graph], None]] = ()) -> None:
         self.earlier = tuple(earlier)
@@ -56,12 +56,12 @@ class OpeningPass(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         for each in self.earlier:
             each(graph)
-        torch_patches.apply(remember_accesses)
+        torch_patches.apply(cache_access_analyses)
         fuse_gates(graph)
         fuse_norms(graph)
-        note_records(graph)
-        join_amax(graph)
-        open_operations(graph)
+        record_amax_in_casts(graph)
+        join_amax_kernels(graph)
+        inline_kernels(graph)
 
     def uuid(self) -> Any:
         """What Inductor's caches know it by; None, which turns them off, where an earlier pass has no such word."""
@@ -76,41 +76,39 @@ class OpeningPass(CustomGraphPass):
 
     # torch.compile compares the options of two calls to tell whether a graph can be used again.
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, OpeningPass) and self.earlier == other.earlier
+        return isinstance(other, KernelInliningPass) and self.earlier == other.earlier
 
     def __hash__(self) -> int:
         return hash(self.earlier)
 
 
-def with_opening(options: Mapping[str, Any] | None) -> dict[str, Any]:
+def with_kernel_inlining(options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Options of Inductor, with the pass behind what is set there or, if nothing is, for all of Inductor."""
     settings = dict(options or {})
     theirs = settings.get(OPTION, getattr(inductor_config, OPTION))
     earlier = theirs if isinstance(theirs, (list, tuple)) else () if theirs is None else (theirs,)
-    if not OPENS or any(isinstance(each, OpeningPass) for each in earlier):
+    if not INLINES_KERNELS or any(isinstance(each, KernelInliningPass) for each in earlier):
         return settings
     if isinstance(theirs, (list, tuple)):  # later versions of torch take several
-        return settings | {OPTION: [*earlier, OpeningPass()]}
-    return settings | {OPTION: OpeningPass(earlier)}
+        return settings | {OPTION: [*earlier, KernelInliningPass()]}
+    return settings | {OPTION: KernelInliningPass(earlier)}
 
 
-def open_operations(
-    graph: fx.Graph, device: str = "cuda", operations: Mapping[str, KernelOperation] = OPERATIONS
-) -> int:
+def inline_kernels(graph: fx.Graph, device: str = "cuda", operations: Mapping[str, KernelOp] = OPERATIONS) -> int:
     """Replace each operation of ours on that device by its launches, where these are possible. How many there were."""
     known = {getattr(torch.ops.bitplan, name).default: each for name, each in operations.items()}
     found = 0
     written: set[fx.Node] = set()
     for node in list(graph.nodes):
         operation = known.get(node.target) if node.op == "call_function" else None
-        if operation is not None and operation.can_open(node, device):
+        if operation is not None and operation.can_inline(node, device):
             for launch in _open(graph, node, operation):
                 _write_inputs(graph, launch, written)
             found += 1
     return found
 
 
-def _open(graph: fx.Graph, node: fx.Node, operation: KernelOperation) -> list[fx.Node]:
+def _open(graph: fx.Graph, node: fx.Node, operation: KernelOp) -> list[fx.Node]:
     """Trace what the operation does to its inputs, and put that in its place. The launches in it."""
     inputs = list(dict.fromkeys(node.all_input_nodes))
     numbers = {each: number for number, each in enumerate(inputs)}
@@ -172,7 +170,7 @@ def _is_of_launch(node: fx.Node) -> bool:
     return node.target is operator.getitem and node.all_input_nodes[0].target is triton_kernel_wrapper_functional
 
 
-def remember_accesses() -> Undo:
+def cache_access_analyses() -> Undo:
     """A patch of torch: it looks once, and not at each launch, what a kernel of ours writes with arguments of the same
     kinds.
 

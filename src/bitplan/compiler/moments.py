@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitplan.compiler.kernel_ops import itself, list_operation
+from bitplan.compiler.kernel_ops import itself, register_kernels
 
 # Defined by hand: torch's decorator for custom operations looks at every result of every call.
 _LIBRARY: Any = torch.library.Library("bitplan", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -58,4 +58,4 @@ def _of_shape(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 _LIBRARY.impl("coded_moments", plain_coded_moments, "CompositeExplicitAutograd")
 _LIBRARY.impl("coded_moments", _on_gpu, "CUDA")
 torch.library.register_fake("bitplan::coded_moments", _of_shape, lib=_LIBRARY)
-list_operation("coded_moments", _launched, _is_side_by_side, (__name__, f"{__name__}_kernel"))
+register_kernels("coded_moments", _launched, _is_side_by_side, (__name__, f"{__name__}_kernel"))

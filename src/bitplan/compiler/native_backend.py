@@ -20,9 +20,15 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from bitplan.compiler import moments_fusion as fusing
 from bitplan.compiler import partitioning
-from bitplan.compiler.launching import with_opening
+from bitplan.compiler.launching import with_kernel_inlining
 from bitplan.compiler.moments_fusion import fold_batch_norms, fuse_moments
-from bitplan.compiler.partitioning import LIFTED_BANS, SMALL_SHARE, backward_nodes, elements_of, mark_what_is_kept
+from bitplan.compiler.partitioning import (
+    PARTITIONER_OPTIONS,
+    SMALL_SHARE,
+    backward_nodes,
+    elements_of,
+    mark_saved_nodes,
+)
 from bitplan.compiler.torch_private import (
     CustomPartitionerFn,
     compile_fx,
@@ -42,7 +48,7 @@ _SEEN = "eager_input_vals"
 
 
 @dataclass(frozen=True)
-class Sparing:
+class RecomputePolicy:
     """What a native graph keeps less of."""
 
     #: Inputs of linear layers are computed and cast again.
@@ -58,10 +64,10 @@ class Sparing:
         return not (self.inputs or self.products or self.codes)
 
 
-class SparingPartitioner(CustomPartitionerFn):
+class RecomputePartitioner(CustomPartitionerFn):
     """Torch's partitioner, told what to keep and what to compute again."""
 
-    def __init__(self, sparing: Sparing = Sparing()) -> None:  # noqa: B008 - it is frozen
+    def __init__(self, sparing: RecomputePolicy = RecomputePolicy()) -> None:  # noqa: B008 - it is frozen
         self.sparing = sparing
 
     def __call__(
@@ -71,13 +77,13 @@ class SparingPartitioner(CustomPartitionerFn):
         if self.sparing.codes:
             if fold_batch_norms(gm.graph):
                 gm.recompile()
-            mark_what_is_kept(gm.graph)
+            mark_saved_nodes(gm.graph)
         if self.sparing.inputs:
-            mark_what_is_computed_again(gm.graph)
-            cast_inputs_first(gm.graph)
+            mark_recomputed_inputs(gm.graph)
+            order_recasts(gm.graph)
         if self.sparing.products:
-            mark_products(gm.graph)
-        with functorch_config.patch(LIFTED_BANS):
+            mark_recomputed_products(gm.graph)
+        with functorch_config.patch(PARTITIONER_OPTIONS):
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         if self.sparing.codes and fuse_moments(forward.graph):
             forward.recompile()
@@ -87,7 +93,7 @@ class SparingPartitioner(CustomPartitionerFn):
         return get_hash_for_files((__file__, partitioning.__file__, fusing.__file__), str(self.sparing))
 
 
-def mark_what_is_computed_again(graph: fx.Graph) -> None:
+def mark_recomputed_inputs(graph: fx.Graph) -> None:
     """Set torch's own marks for selective checkpointing on what leads to a cast of the backward pass.
 
     From each such cast back to what the backward pass reads for another reason, or what is not cheap, or is small: the
@@ -117,7 +123,7 @@ def mark_what_is_computed_again(graph: fx.Graph) -> None:
         waiting.extend(made_by.all_input_nodes)
 
 
-def mark_products(graph: fx.Graph) -> None:
+def mark_recomputed_products(graph: fx.Graph) -> None:
     """The same for products: of several of one input all but the first, where only pointwise operations read them.
 
     Those are the halves of a gate, the largest tensors of a perceptron. The operands' codes are made again with them.
@@ -139,7 +145,7 @@ def mark_products(graph: fx.Graph) -> None:
         waiting.extend([] if is_cast else node.all_input_nodes)  # what is cast is kept, or marked already
 
 
-def cast_inputs_first(graph: fx.Graph) -> None:
+def order_recasts(graph: fx.Graph) -> None:
     """Of what a layer casts when its gradient comes, let the others wait for the largest that is cast again.
 
     Else Inductor would compute a gate's result once more together with the gate's gradients, which have the same
@@ -198,15 +204,15 @@ def _mark(node: fx.Node) -> None:
 
 
 @cache
-def native_backend(sparing: Sparing) -> Callable[..., Callable[..., Any]]:
+def native_backend(sparing: RecomputePolicy) -> Callable[..., Callable[..., Any]]:
     """The backend of torch.compile that cuts graphs so; the same one for the same settings, so that graphs are found
     again."""
 
     def compile_native(
         gm: fx.GraphModule, example_inputs: Any, mode: str | None = None, options: dict[str, Any] | None = None
     ) -> Callable[..., Any]:
-        cut = {"custom_partitioner_fn": SparingPartitioner(sparing)}
-        settings = {**list_mode_options(mode or "default"), **with_opening(options), **cut}
+        cut = {"custom_partitioner_fn": RecomputePartitioner(sparing)}
+        settings = {**list_mode_options(mode or "default"), **with_kernel_inlining(options), **cut}
         compiled: Any = compile_fx(gm, example_inputs, config_patches=settings)
         return compiled  # type: ignore[no-any-return]
 

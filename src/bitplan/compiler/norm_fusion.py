@@ -18,17 +18,17 @@ import torch
 from torch import Tensor, fx
 
 from bitplan.compiler.patterns import (
-    Found,
-    SeenCast,
+    CastPattern,
+    Match,
     aten,
     call,
+    find_casts,
     is_given,
     is_kept,
-    matched,
+    match_pattern,
     ours,
     replace_cast,
-    seen_casts,
-    spelled,
+    traced_pattern,
     viewed,
 )
 from bitplan.executions.native.norm_cast import READ
@@ -44,7 +44,7 @@ def fuse_norms(graph: fx.Graph, device: str = "cuda") -> int:
     if not FUSES:
         return 0
     number = 0
-    for cast in seen_casts(graph, device):
+    for cast in find_casts(graph, device):
         found = _matched(cast)
         number += found is not None and _join(graph, cast, found)
     return number
@@ -52,18 +52,18 @@ def fuse_norms(graph: fx.Graph, device: str = "cuda") -> int:
 
 @cache
 def _pattern() -> fx.Node:
-    """A norm spelled out as in a graph, down to the number for each row."""
+    """A norm traced_pattern out as in a graph, down to the number for each row."""
 
     def normed(x: Tensor, weight: Tensor) -> Tensor:
         return torch.nn.functional.rms_norm(x, x.shape[-1:], weight)
 
-    result = spelled(normed, x=(2, 3), weight=(3,))
+    result = traced_pattern(normed, x=(2, 3), weight=(3,))
     (inverse,) = result.graph.find_nodes(op="call_function", target=aten.rsqrt.default)
     inverse.meta["name"] = "inverse"
     return result
 
 
-def _matched(cast: SeenCast) -> Found | None:
+def _matched(cast: CastPattern) -> Match | None:
     """Input, weight and the rows' numbers, if each can be read by a kernel."""
     size = tuple(cast.source.meta["val"].shape)
     if size[-1] != cast.matrix[1]:
@@ -79,7 +79,7 @@ def _matched(cast: SeenCast) -> Found | None:
             return is_known and value.dtype == torch.float32 and value.is_contiguous()
         return value.dtype in READ and (is_given(node) or (FUSES_SUMS and name == "x" and is_kept(node)))
 
-    return matched(_pattern(), cast.source, fits)
+    return match_pattern(_pattern(), cast.source, fits)
 
 
 def _spread(inverse: fx.Node) -> tuple[fx.Node, float | None]:
@@ -102,7 +102,7 @@ def _spread(inverse: fx.Node) -> tuple[fx.Node, float | None]:
     return inverse, None
 
 
-def _join(graph: fx.Graph, cast: SeenCast, found: Found) -> bool:
+def _join(graph: fx.Graph, cast: CastPattern, found: Match) -> bool:
     _, dtype, parts, reach, _, *rest, after = cast.args
     spread, eps = _spread(found["inverse"])
     x, weight = found["x"], found["weight"]

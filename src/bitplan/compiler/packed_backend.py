@@ -26,10 +26,10 @@ def compile_packed(
     options: dict[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Compile one graph with Inductor, keeping codes for the backward pass."""
-    from bitplan.compiler.launching import with_opening
+    from bitplan.compiler.launching import with_kernel_inlining
     from bitplan.compiler.partitioning import PackedPartitioner
 
-    asked = with_opening(options)
+    asked = with_kernel_inlining(options)
     settings = {
         **torch_private.list_mode_options(mode or "default"),
         **asked,

@@ -45,7 +45,7 @@ _REARRANGING = frozenset(
     getattr(torch.ops.aten, name) for name in ("cat", "constant_pad_nd", "copy", "stack", "unbind")
 )
 #: What torch's rule is relieved of: recomputation that ends in a product's operand, and long chains of it.
-LIFTED_BANS = {"ban_recompute_long_fusible_chains": False, "ban_recompute_materialized_backward": False}
+PARTITIONER_OPTIONS = {"ban_recompute_long_fusible_chains": False, "ban_recompute_materialized_backward": False}
 
 
 class PackedPartitioner(CustomPartitionerFn):
@@ -56,8 +56,8 @@ class PackedPartitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         if fold_batch_norms(gm.graph):
             gm.recompile()
-        mark_what_is_kept(gm.graph)
-        with functorch_config.patch(LIFTED_BANS):
+        mark_saved_nodes(gm.graph)
+        with functorch_config.patch(PARTITIONER_OPTIONS):
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         if fuse_moments(forward.graph):
             forward.recompile()
@@ -67,7 +67,7 @@ class PackedPartitioner(CustomPartitionerFn):
         return get_hash_for_files((__file__, fusing.__file__), f"{LONGEST_CHAIN} {LARGEST_CAST}")
 
 
-def mark_what_is_kept(graph: fx.Graph) -> None:
+def mark_saved_nodes(graph: fx.Graph) -> None:
     """Set torch's own marks for selective checkpointing on the nodes of a joint graph."""
     backward = backward_nodes(graph)
     forward = [node for node in graph.nodes if node not in backward and node.op == "call_function"]

@@ -1,6 +1,6 @@
 """Casts in a graph, what computes the tensors that they read, and how one operation takes the place of both.
 
-When a graph has been cut into forward and backward, torch's functions have been spelled out in operations of numbers.
+When a graph has been cut into forward and backward, torch's functions are already decomposed.
 What to look for is had by spelling out a function by torch's own rules, whatever these are in its version; conversions
 to wider types change nothing, so they are looked through. A tensor that something else reads stays as it is. What is
 looked for is in :mod:`bitplan.compiler.gated_fusion` and :mod:`bitplan.compiler.norm_fusion`.
@@ -26,13 +26,13 @@ _COMMUTES = (aten.mul.Tensor, aten.add.Tensor)
 #: What is told of a node besides its value.
 _VALUES = ("val", "eager_input_vals", "tensor_meta")
 #: What stands for the inputs of a pattern, by their names.
-Found = dict[str, fx.Node]
+Match = dict[str, fx.Node]
 #: Whether a node can stand for the input of that name.
-Fits = Callable[[str, fx.Node], bool]
+InputFilter = Callable[[str, fx.Node], bool]
 
 
 @dataclass(frozen=True, eq=False)
-class SeenCast:
+class CastPattern:
     """A cast in a graph, by a scale from past steps that is a power of two, and what there is around it."""
 
     node: fx.Node
@@ -60,17 +60,17 @@ class SeenCast:
         return self.amax or self.node
 
 
-def seen_casts(graph: fx.Graph, device: str) -> list[SeenCast]:
+def find_casts(graph: fx.Graph, device: str) -> list[CastPattern]:
     """Those on a device whose input is in bfloat16, of known size, and read by nothing else."""
-    found = [each for each in map(_seen, graph.nodes) if each is not None]
+    found = [each for each in map(_find_cast, graph.nodes) if each is not None]
     return [each for each in found if each.source.meta["val"].device.type == device]
 
 
-def _seen(node: fx.Node) -> SeenCast | None:
+def _find_cast(node: fx.Node) -> CastPattern | None:
     if node.target is not ours.float8_cast.default:
         return None
     x, _, parts, reach, is_power = node.args[:5]
-    source = behind_views(x) if isinstance(x, fx.Node) else None
+    source = source_of_view(x) if isinstance(x, fx.Node) else None
     if source is None or not isinstance(parts, fx.Node) or not isinstance(reach, fx.Node) or not is_power:
         return None
     value = source.meta["val"]
@@ -85,13 +85,13 @@ def _seen(node: fx.Node) -> SeenCast | None:
             waiting.append(reader)
         elif reader is not node:
             return None
-    return SeenCast(node, source, amax, tuple(dict.fromkeys(waiting)))
+    return CastPattern(node, source, amax, tuple(dict.fromkeys(waiting)))
 
 
 # --- what lies where ----------------------------------------------------------------------------------------
 
 
-def behind_views(node: fx.Node) -> fx.Node | None:
+def source_of_view(node: fx.Node) -> fx.Node | None:
     """What a node is a view of, in the same order in memory; None where the order is another."""
     while _is_dense(node) and is_view(node):
         node = node.all_input_nodes[0]
@@ -123,7 +123,7 @@ def is_given(node: fx.Node) -> bool:
     What a kernel of Inductor computes it goes on with as it is: it is rounded only in memory, for those who read that.
     """
     kinds = get_default_op_list()
-    source = behind_views(node)
+    source = source_of_view(node)
     if source is None:
         return False
     if source.target is operator.getitem:
@@ -134,14 +134,14 @@ def is_given(node: fx.Node) -> bool:
 
 def is_kept(node: fx.Node) -> bool:
     """Whether a tensor lies densely in memory since it leaves the graph."""
-    source = behind_views(node)
+    source = source_of_view(node)
     return source is not None and any(user.op == "output" for user in source.users)
 
 
 # --- what to look for ---------------------------------------------------------------------------------------
 
 
-def spelled(function: Callable[..., Tensor], **inputs: tuple[int, ...]) -> fx.Node:
+def traced_pattern(function: Callable[..., Tensor], **inputs: tuple[int, ...]) -> fx.Node:
     """The result of a function of bfloat16 tensors of these sizes, as in a graph; its inputs are told their names."""
     with torch.inference_mode(False), FakeTensorMode():  # whatever the graph is compiled for
         given = [torch.empty(size, dtype=torch.bfloat16) for size in inputs.values()]
@@ -153,13 +153,13 @@ def spelled(function: Callable[..., Tensor], **inputs: tuple[int, ...]) -> fx.No
     return result
 
 
-def matched(pattern: fx.Node, node: fx.Node, fits: Fits) -> Found | None:
+def match_pattern(pattern: fx.Node, node: fx.Node, fits: InputFilter) -> Match | None:
     """What stands for the pattern's inputs where `node` is computed as it says."""
-    found: Found = {}
+    found: Match = {}
     return found if _match(pattern, node, found, fits) else None
 
 
-def _match(pattern: Any, node: Any, found: Found, fits: Fits) -> bool:
+def _match(pattern: Any, node: Any, found: Match, fits: InputFilter) -> bool:
     if not isinstance(pattern, fx.Node) or not isinstance(node, fx.Node):
         return type(pattern) is type(node) and bool(pattern == node)
     pattern, node = _narrow(pattern), _narrow(node)
@@ -216,7 +216,7 @@ def part(graph: fx.Graph, whole: fx.Node, number: int) -> fx.Node:
     return one
 
 
-def replace_cast(graph: fx.Graph, cast: SeenCast, joined: fx.Node, offset: int, instead: fx.Node) -> None:
+def replace_cast(graph: fx.Graph, cast: CastPattern, joined: fx.Node, offset: int, instead: fx.Node) -> None:
     """Let the readers of a cast's results read those of `joined`, which begin at `offset`; what was cast is gone.
 
     What waits for it waits for its codes or, if it comes before, for what they are made of: `instead`.
@@ -233,7 +233,7 @@ def replace_cast(graph: fx.Graph, cast: SeenCast, joined: fx.Node, offset: int, 
     _erase(graph, cast)
 
 
-def _erase(graph: fx.Graph, cast: SeenCast) -> None:
+def _erase(graph: fx.Graph, cast: CastPattern) -> None:
     """A cast without readers, and what was computed for it alone."""
     waiting = [cast.node, *([] if cast.amax is None else [cast.amax])]
     while waiting:

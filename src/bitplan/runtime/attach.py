@@ -25,7 +25,7 @@ from bitplan.capture.scopes import is_planned, unwrapped
 from bitplan.errors import BitplanWarning, PlanError
 from bitplan.executions.native.crossover import remembered
 from bitplan.executions.native.fallbacks import Fallback
-from bitplan.executions.native.paths import Terms
+from bitplan.executions.native.paths import NativeTerms
 from bitplan.plans import Plan
 from bitplan.plans.execution import Emulate, ExecutionOptions, Native, execution_options
 from bitplan.plans.loading import find_plan
@@ -123,11 +123,11 @@ def _optimizers(optimizer: Optimizer | Iterable[Optimizer] | None, model: nn.Mod
     return optimizers
 
 
-def _terms(options: Native, model: nn.Module) -> Terms:
+def _terms(options: Native, model: nn.Module) -> NativeTerms:
     parameter = next(model.parameters(), torch.empty(0))
     measured = options.min_macs is None
-    terms = remembered(parameter.device, parameter.dtype) if measured else Terms(options.min_macs or 0)
-    return terms._replace(fast_sums=options.fast_passes)
+    terms = remembered(parameter.device, parameter.dtype) if measured else NativeTerms(options.min_macs or 0)
+    return terms._replace(fast_accumulation=options.fast_passes)
 
 
 def _report_fallbacks(fallbacks: Sequence[Fallback], strict: bool) -> None:

@@ -23,9 +23,9 @@ from bitplan.capture.scopes import in_loss_scope, loss_holder, unwrapped
 from bitplan.compiler.compiling import Compiler
 from bitplan.compiler.packed_backend import register_backend
 from bitplan.errors import PlanError
-from bitplan.executions.native.backends import units_of
+from bitplan.executions.native.backends import backends_of
 from bitplan.executions.native.fallbacks import Fallback, fallbacks_of
-from bitplan.executions.native.paths import Terms
+from bitplan.executions.native.paths import NativeTerms
 from bitplan.executions.packed.saved_tensors import SavedTensorPacker
 from bitplan.numerics.wire_format import LOSS_PATH
 from bitplan.plans import Plan
@@ -58,7 +58,7 @@ class Attachment:
         mutable_formats: bool = False,
         stats: bool = False,
         execution: ExecutionOptions = Emulate(),  # noqa: B008 - frozen
-        terms: Terms | None = None,
+        terms: NativeTerms | None = None,
     ) -> None:
         self.plan = plan
         #: How the plan is computed: the options that :func:`attach` was given, or the plan's own.
@@ -310,7 +310,7 @@ class Attachment:
             raise PlanError("only native execution has fallbacks: attach with execution='native'.")
         device = next(self.model.parameters(), torch.empty(0)).device
         plan = self._clock.plan_in(self._installation.phase)
-        return fallbacks_of(self._cost_tracker.operations(), plan.decide, units_of(device), self._terms, device.type)
+        return fallbacks_of(self._cost_tracker.operations(), plan.decide, backends_of(device), self._terms, device.type)
 
     def stats(self) -> dict[str, Statistics]:
         """Per site and place, what rounding did to its values. Reading waits for the device."""

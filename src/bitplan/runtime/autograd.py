@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from bitplan.compiler.tracing import is_traced, taken_whole
-from bitplan.executions.native.backends import suits, unit_named
-from bitplan.executions.native.convolution import Convolution, has_channels_last
+from bitplan.executions.native.backends import backend_named, supports_shape
+from bitplan.executions.native.convolution import ConvGemmLayout, is_channels_last
 from bitplan.executions.native.float8_cast import cast_float8
-from bitplan.executions.native.gemm import BY_ROW, PASSES, Codes, Form, Kept, byte_of, codes_of
+from bitplan.executions.native.gemm import BY_ROW, PASSES, Codes, GemmLayout, SavedOperand, byte_of, codes_of
 from bitplan.executions.native.gemm import native_product as multiplied
 from bitplan.executions.packed.recompute import Passes, bit_relu
 from bitplan.executions.packed.saved_tensors import copy_mark
@@ -48,27 +48,27 @@ class Slots:
 
 
 class NativeSlots(Slots):
-    """The same for products on low-precision units, which take elements and scales instead of rounded values."""
+    """The same for GEMMs on low-precision backends, which take elements and scales instead of rounded values."""
 
     def __init__(
         self,
         chosen: dict[str, tuple[RoundingOp, OpContext]],
         weight_key: Tensor | None,
-        units: dict[str, str],
-        casts_again: tuple[str, ...] = (),
+        backends: dict[str, str],
+        recast_in_backward: tuple[str, ...] = (),
         features: int = -1,
     ) -> None:
         """`features`: the axis of input and weight that the products see as features."""
         super().__init__(chosen, weight_key)
-        self.units = {one: unit_named(name) for one, name in units.items()}
-        self.casts_again = casts_again
+        self.backends = {one: backend_named(name) for one, name in backends.items()}
+        self.recast_in_backward = recast_in_backward
         self.features = features
 
     def shares(self, operand: str) -> bool:
         chosen = [self.chosen[slot][0] for slot in OPERANDS[operand] if slot in self.chosen]
         return len(chosen) == 2 and chosen[0] is chosen[1]
 
-    def kept(self, x: Tensor) -> Kept | None:
+    def saved_operand(self, x: Tensor) -> SavedOperand | None:
         if "wgrad.x" not in self.chosen or not x.numel():
             return None
         action, context = self.chosen["wgrad.x"]
@@ -76,7 +76,7 @@ class NativeSlots(Slots):
         if dtype is None or (action.live_kind is not None and action.spec.bits is None):  # a format that may be set
             return None
         encoded, quantizer = action.encode(x, context)
-        return Kept(encoded, quantizer, x, dtype)
+        return SavedOperand(encoded, quantizer, x, dtype)
 
     def codes(self, slots: list[str], tensor: Tensor, after: Tensor | None = None) -> list[Codes]:
         if len(slots) == 2 and not self._are_alike(*slots):
@@ -84,7 +84,7 @@ class NativeSlots(Slots):
         if not slots:
             return []
         action, context = self.chosen[slots[0]]
-        dtype = self.units[slots[0].partition(".")[0]].dtype_of(action.spec.target)
+        dtype = self.backends[slots[0].partition(".")[0]].code_dtype(action.spec.target)
         assert dtype is not None
         if action.is_plain_cast(tensor, dtype):
             return self._cast(slots, tensor, dtype, after)
@@ -278,8 +278,8 @@ def _native_product_in_graph(
     bias: Tensor | None,
     op: str,
     settings: tuple[Any, ...],
-    units: tuple[tuple[str, str], ...],
-    casts_again: tuple[str, ...],
+    backends: tuple[tuple[str, str], ...],
+    recast_in_backward: tuple[str, ...],
     refs: tuple[OpRef, ...],
     call: CallConstants,
     buffers: Buffers,
@@ -287,13 +287,15 @@ def _native_product_in_graph(
 ) -> Tensor:
     chosen = _chosen(refs, call, buffers)
     form = _form(Product(op, settings), x, w)
-    return multiplied(x, w, bias, form, NativeSlots(chosen, weight_key, dict(units), casts_again, form.features))
+    return multiplied(
+        x, w, bias, form, NativeSlots(chosen, weight_key, dict(backends), recast_in_backward, form.features)
+    )
 
 
-def _form(product: Product, x: Tensor, w: Tensor) -> Form:
+def _form(product: Product, x: Tensor, w: Tensor) -> GemmLayout:
     if product.op == "linear":
-        return Form()
-    return Convolution(product, w.shape[2:], has_channels_last(x))
+        return GemmLayout()
+    return ConvGemmLayout(product, w.shape[2:], is_channels_last(x))
 
 
 # --- what the rounder asks for --------------------------------------------------------------------------------
@@ -365,15 +367,15 @@ def native_product(
     w: Tensor,
     bias: Tensor | None,
     product: Product,
-    units: dict[str, str],
+    backends: dict[str, str],
     action: OpRounding,
     context: OpContext,
     weight_key: Tensor | None,
-    casts_again: tuple[str, ...] = (),
+    recast_in_backward: tuple[str, ...] = (),
 ) -> Tensor:
-    """y = x w of a layer, the passes in `units` on low-precision units, the others emulated.
+    """y = x w of a layer, the passes in `backends` on those, the others emulated.
 
-    :param casts_again: of compiled code: operands, of x and w, that the backward pass casts again.
+    :param recast_in_backward: of compiled code: operands, of x and w, that the backward pass casts again.
     """
     applied: dict[str, RoundingOp] = {}
     for slot in SLOTS:
@@ -381,15 +383,29 @@ def native_product(
         if action.applies(place, context.training):
             applied[slot] = action.places[place]
     # What evaluation leaves unrounded is multiplied as it is.
-    units = {one: name for one, name in units.items() if all(slot in applied for slot in PASSES[one])}
+    backends = {one: name for one, name in backends.items() if all(slot in applied for slot in PASSES[one])}
     form = _form(product, x, w)
-    units = {one: name for one, name in units.items() if suits(name, x.device.type, form.sizes(one, x.shape, w.shape))}
+    backends = {
+        one: name
+        for one, name in backends.items()
+        if supports_shape(name, x.device.type, form.gemm_shape(one, x.shape, w.shape))
+    }
     if not torch.compiler.is_compiling():
         chosen = {slot: (place, context) for slot, place in applied.items()}
-        return multiplied(x, w, bias, form, NativeSlots(chosen, weight_key, units, features=form.features))
+        return multiplied(x, w, bias, form, NativeSlots(chosen, weight_key, backends, features=form.features))
     refs = tuple(_ref(applied.get(slot), context) for slot in SLOTS)
     return _native_product_in_graph(
-        *(x, w, bias, product.op, product.settings, tuple(units.items()), casts_again, refs, _constants(context)),
+        *(
+            x,
+            w,
+            bias,
+            product.op,
+            product.settings,
+            tuple(backends.items()),
+            recast_in_backward,
+            refs,
+            _constants(context),
+        ),
         *(_buffers(context), weight_key),
     )
 

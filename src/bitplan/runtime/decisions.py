@@ -13,9 +13,9 @@ import torch.overrides
 
 from bitplan.capture.decompositions import DECOMPOSITIONS, decision_for, has_slots, is_decomposed
 from bitplan.capture.ops import PRODUCTS, name_of
-from bitplan.executions.native.backends import Unit, units_of
+from bitplan.executions.native.backends import GemmBackend, backends_of
 from bitplan.executions.native.fallbacks import keeps_codes, passes_of
-from bitplan.executions.native.paths import Passes, Terms
+from bitplan.executions.native.paths import NativeTerms, Passes
 from bitplan.numerics.formats import BlockFormat
 from bitplan.numerics.mutable_format import LiveFormat
 from bitplan.plans import Choice, Decision, Plan, compile_match
@@ -72,7 +72,7 @@ class Decider:
         watched: bool,
         packed: bool = False,
         whole: Decider | None = None,
-        terms: Terms | None = None,
+        terms: NativeTerms | None = None,
     ) -> None:
         """`live`: every float and integer format may change; else only those whose ``bits`` the plan leaves open.
         `watched`: statistics are wanted. `packed`: what is rounded is kept in its format's own bits.
@@ -157,10 +157,10 @@ def native_passes(decision: Decision, op: str) -> Passes:
     devices = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
     found: Passes = {}
     for device in devices:
-        units = units_of(device)
+        units = backends_of(device)
         for dims in range(1, _MOST_DIMS) if units else ():
-            for sees_one_row in (True,) if op == "linear" else (True, False):
-                chosen = passes_of(decision, dims, units, op, sees_one_row)
-                passes = {one: unit.name for one, unit in chosen.items() if isinstance(unit, Unit)}
-                found[device.type, dims, sees_one_row] = passes
+            for is_plain_gemm in (True,) if op == "linear" else (True, False):
+                chosen = passes_of(decision, dims, units, op, is_plain_gemm)
+                passes = {one: unit.name for one, unit in chosen.items() if isinstance(unit, GemmBackend)}
+                found[device.type, dims, is_plain_gemm] = passes
     return found if op != "linear" or any(found.values()) else {}

@@ -16,7 +16,7 @@ from bitplan.capture.decompositions import DECOMPOSITIONS
 from bitplan.capture.ops import PRODUCTS, out_of_place, works_in_place
 from bitplan.capture.scopes import Interceptor, Scope, state_of
 from bitplan.errors import QuantizeError
-from bitplan.executions.native.paths import units_here
+from bitplan.executions.native.paths import backends_for_passes
 from bitplan.executions.packed.recompute import spared
 from bitplan.executions.packed.saved_tensors import copy_mark, rounded_mark
 from bitplan.gemm.products import Product, has_settings, product_of
@@ -118,7 +118,7 @@ class Rounder(Interceptor):
         #: Set when some plan rounds weights, so that views of them must be known.
         self.tags_weights = False
         #: In native execution: operands that compiled code casts again in its backward pass rather than keep codes.
-        self.casts_again: tuple[str, ...] = ()
+        self.recast_in_backward: tuple[str, ...] = ()
         #: Called eagerly when a module is entered; None to stop.
         self.on_first_call: Callable[[nn.Module, Any, dict[str, Any]], None] | None = None
         #: Called eagerly for every operation with its tensors; None to stop.
@@ -304,8 +304,8 @@ class Rounder(Interceptor):
         w = args[w_at] if len(args) > w_at else kwargs[w_name]
         native = self._native(op, args, kwargs, x, w, action) if action.native else None
         if native is not None:
-            product, bias, units = native
-            result = native_product(x, w, bias, product, units, action, context, key, self.casts_again)
+            product, bias, backends = native
+            result = native_product(x, w, bias, product, backends, action, context, key, self.recast_in_backward)
         elif action.slots_apart:
             product, bias = product_of(op, args, kwargs)
             result = rounded_product(x, w, bias, product, action, context, key)
@@ -329,13 +329,13 @@ class Rounder(Interceptor):
     def _native(
         op: str, args: Any, kwargs: dict[str, Any], x: Tensor, w: Tensor, action: OpRounding
     ) -> tuple[Product, Tensor | None, dict[str, str]] | None:
-        """The product, its bias and the units of its passes; None where it is emulated like everything else."""
+        """The product, its bias and the backends of its passes; None where it is emulated like everything else."""
         if not has_settings(op, args, kwargs):
             return None
         product, bias = product_of(op, args, kwargs)
-        units = units_here(action.native, op, product.settings, x, w, action.terms)
+        backends = backends_for_passes(action.native, op, product.settings, x, w, action.terms)
         keeps_codes = action.keeps_codes and op != "linear" and x.dim() == w.dim() and x.numel() > 0
-        return (product, bias, units) if units or keeps_codes else None
+        return (product, bias, backends) if backends or keeps_codes else None
 
 
 #: In-place functions that fill a tensor with random numbers, and have no twin that returns a new one.

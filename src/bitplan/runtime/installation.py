@@ -160,7 +160,7 @@ class Installation:
         rounder, state = self.rounder, state_of(tables.module)
         state.has_buffers = tables.has_table or bool(tables.records)
         tags = (rounder.tags_gradients, rounder.tags_weights)
-        flags = (rounder.enabled, rounder.packer is not None, rounder.casts_again, *tags)
+        flags = (rounder.enabled, rounder.packer is not None, rounder.recast_in_backward, *tags)
         facts = tuple((op, _facts(action)) for op, action in state.actions.items())
         version = version_of((flags, state.has_buffers, facts))
         for module in with_twins(tables.module):

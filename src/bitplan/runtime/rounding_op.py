@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bitplan.compiler.tracing import is_traced
 from bitplan.executions.native.float8_cast import FORMATS, READ
-from bitplan.executions.native.paths import Passes, Terms
+from bitplan.executions.native.paths import NativeTerms, Passes
 from bitplan.executions.packed.saved_tensors import is_smaller, mark_rounded
 from bitplan.gemm.axes import resolve
 from bitplan.numerics import chunks as tensor_parts
@@ -443,7 +443,7 @@ class OpRounding:
         op: str,
         places: dict[str, RoundingOp],
         native: Passes | None = None,
-        terms: Terms | None = None,
+        terms: NativeTerms | None = None,
         keeps_codes: bool = False,
     ) -> None:
         """`native`: in native execution, which pass runs on which unit; `terms`: from where on that pays;
@@ -451,7 +451,7 @@ class OpRounding:
         self.op = op
         self.places = places
         self.native: Passes = {} if native is None else native
-        self.terms = Terms() if terms is None else terms
+        self.terms = NativeTerms() if terms is None else terms
         self.keeps_codes = keeps_codes
         #: Rows of statistics and promotions: they grow while the run goes on.
         self.states = {place: OperandState() for place in places}

@@ -1,10 +1,9 @@
-"""Convolutions as products of matrices: which of them have a path to the units, and how their tensors become matrices.
+"""Convolutions as GEMMs: which of them have a native path, and how their tensors become matrices.
 
-With its channels last an image is a matrix already, pixels by channels, and a 1x1 convolution is the product of a
-linear layer. A larger kernel is *unfolded*: a row for each pixel of the result holds all that the kernel sees from
-there, so that codes (a byte each) are written as many times as the kernel has places. The gradient of the input is
-itself a convolution, of the result's gradient by the kernel turned around, where no stride leaves gaps. Unfolded
-matrices live as long as their product; for the backward pass the codes of the image itself are kept.
+With channels last an image is a matrix already, pixels by channels, and a 1x1 convolution is the GEMM of a linear
+layer. A larger kernel is lowered by im2col, on codes: the workspace is kernel area x 1 byte per input element. The
+gradient of the input is itself a convolution, of the output gradient by the flipped kernel, unless the stride is
+larger than 1. The workspace lives as long as its GEMM; for the backward pass the codes of the image are saved.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitplan.executions.native.gemm import Codes, Form
+from bitplan.executions.native.gemm import Codes, GemmLayout
 from bitplan.gemm.products import Product
 
 #: Sizes along the axes of an image.
@@ -24,49 +23,51 @@ Sizes = Sequence[int]
 
 
 def is_pointwise(settings: tuple[Any, ...], w: Tensor) -> bool:
-    """Whether a convolution with such settings, as ``product_of`` gives them, looks at one pixel at a time."""
+    """Whether a convolution with these settings (of ``product_of``) is 1x1 without padding."""
     return all(size == 1 for size in w.shape[2:]) and not any(settings[1])
 
 
-def obstacle(settings: tuple[Any, ...], x: Tensor, w: Tensor) -> str | None:
-    """Why none of a convolution's passes has a path to the units; None where some have."""
+def why_convolution_not_native(settings: tuple[Any, ...], x: Tensor, w: Tensor) -> str | None:
+    """Why none of a convolution's passes has a native path; None where some have."""
     _, _, _, is_transposed, _, groups = settings
     if is_transposed:
-        return "transposed convolutions have no path to the units"
+        return "transposed convolutions have no native path"
     if groups != 1:
-        return f"convolutions in groups ({groups}) have no path to the units"
+        return f"convolutions in groups ({groups}) have no native path"
     if x.dim() != w.dim():
-        return "an image without its batch has no path to the units"
-    if not has_channels_last(x):
-        how = "do model.to(memory_format=torch.channels_last) and the same to its input"
-        return f"its input has not its channels last: {how}"
+        return "an image without its batch has no native path"
+    if not is_channels_last(x):
+        fix = "do model.to(memory_format=torch.channels_last) and the same to its input"
+        return f"its input has not its channels last: {fix}"
     return None
 
 
-def obstacle_of_dgrad(settings: tuple[Any, ...], w: Tensor) -> str | None:
-    """Why the gradient of the input, alone of the three, has no path to the units."""
+def why_dgrad_not_native(settings: tuple[Any, ...], w: Tensor) -> str | None:
+    """Why the gradient of the input, alone of the three passes, has no native path."""
     if is_pointwise(settings, w):
         return None
     stride, padding, dilation = settings[:3]
     if any(step != 1 for step in stride):
-        return "a stride leaves gaps in the gradient of the result"
-    if any(at > reach for at, reach in zip(padding, _reaches(w.shape[2:], dilation), strict=True)):
+        return "a stride leaves gaps in the output gradient"
+    if any(pad > extent for pad, extent in zip(padding, _kernel_extents(w.shape[2:], dilation), strict=True)):
         return "the padding is wider than the kernel"
     return None
 
 
-def places_of(image: Sizes, kernel: Sizes, settings: tuple[Any, ...]) -> list[int]:
-    """The sizes of a convolution's result, along the axes of its images.
+def output_sizes(image: Sizes, kernel: Sizes, settings: tuple[Any, ...]) -> list[int]:
+    """Spatial sizes of a convolution's output.
 
-    >>> places_of((9, 9), (3, 1), ([2, 2], [1, 0], [1, 1], False, [0, 0], 1))
+    >>> output_sizes((9, 9), (3, 1), ([2, 2], [1, 0], [1, 1], False, [0, 0], 1))
     [5, 5]
     """
-    given = zip(image, kernel, *settings[:3], strict=True)
-    return [(size + 2 * at - spread * (wide - 1) - 1) // step + 1 for size, wide, step, at, spread in given]
+    axes = zip(image, kernel, *settings[:3], strict=True)
+    return [
+        (size + 2 * pad - spacing * (kernel_size - 1) - 1) // step + 1 for size, kernel_size, step, pad, spacing in axes
+    ]
 
 
-def has_channels_last(x: Tensor) -> bool:
-    """Whether pixels by channels is a view of the image, or of a part of its channels."""
+def is_channels_last(x: Tensor) -> bool:
+    """Whether (pixels, channels) is a view of the image, or of a slice of its channels."""
     if x.stride(1) != 1:
         return False
     step = 0
@@ -83,28 +84,28 @@ def has_channels_last(x: Tensor) -> bool:
     return True
 
 
-def unfolded(image: Tensor, kernel: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes) -> Tensor:
-    """(samples, \\*places, channels) of one byte an element -> (samples x places of the result, kernel x channels).
+def im2col(image: Tensor, kernel: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes) -> Tensor:
+    """(samples, \\*spatial, channels), one byte per element -> (samples x output pixels, kernel area x channels).
 
     >>> image = torch.tensor([1, 2, 3], dtype=torch.int8).reshape(1, 3, 1)
-    >>> unfolded(image, (3,), (1,), (1,), (1,)).tolist()
+    >>> im2col(image, (3,), (1,), (1,), (1,)).tolist()
     [[0, 1, 2], [1, 2, 3], [2, 3, 0]]
     """
-    codes = image.view(torch.int8)  # torch moves bytes of any meaning, but pads only some types
+    codes = image.view(torch.int8)  # torch pads int8, but not float8
     if any(padding):
-        codes = torch.nn.functional.pad(codes, (0, 0, *(at for size in reversed(padding) for at in (size, size))))
-    for axis, (size, step, spread) in enumerate(zip(kernel, stride, dilation, strict=True), start=1):
-        codes = codes.unfold(axis, spread * (size - 1) + 1, step)
-        if spread > 1:
-            codes = codes[..., ::spread]
+        codes = torch.nn.functional.pad(codes, (0, 0, *(pad for size in reversed(padding) for pad in (size, size))))
+    for axis, (size, step, spacing) in enumerate(zip(kernel, stride, dilation, strict=True), start=1):
+        codes = codes.unfold(axis, spacing * (size - 1) + 1, step)
+        if spacing > 1:
+            codes = codes[..., ::spacing]
     dims = len(kernel)
-    seen = codes.permute(*range(dims + 1), *range(dims + 2, 2 * dims + 2), dims + 1)
-    places = math.prod(seen.shape[: dims + 1])
-    return seen.reshape(places, math.prod(seen.shape[dims + 1 :])).view(image.dtype)
+    patches = codes.permute(*range(dims + 1), *range(dims + 2, 2 * dims + 2), dims + 1)
+    pixels = math.prod(patches.shape[: dims + 1])
+    return patches.reshape(pixels, math.prod(patches.shape[dims + 1 :])).view(image.dtype)
 
 
-class Convolution(Form):
-    """How the tensors of a convolution become matrices, and its matrices tensors."""
+class ConvGemmLayout(GemmLayout):
+    """Converts between the tensors of a convolution and the matrices of its GEMMs."""
 
     features = 1
 
@@ -114,89 +115,90 @@ class Convolution(Form):
         self.kernel = tuple(kernel)
         stride, padding, dilation = product.settings[:3]
         self.stride, self.padding, self.dilation = tuple(stride), tuple(padding), tuple(dilation)
-        #: Whether a row of the input is a row of the product, if of every so many places only.
+        #: Whether no im2col is needed; with a stride, some rows of the input are left out.
         self.is_pointwise = all(size == 1 for size in kernel) and not any(padding)
 
-    def sizes(self, one: str, x: Sizes, w: Sizes) -> tuple[int, int, int]:
-        under = math.prod(self.kernel)
-        pixels, outputs, inputs = x[0] * math.prod(self._places(x)), w[0], w[1]
-        if one == "fprop":
-            return pixels, under * inputs, outputs
-        if one == "wgrad":
-            return outputs, pixels, under * inputs
-        return (pixels if self.is_pointwise else x[0] * math.prod(x[2:])), under * outputs, inputs
+    def gemm_shape(self, gemm_pass: str, x: Sizes, w: Sizes) -> tuple[int, int, int]:
+        area = math.prod(self.kernel)
+        pixels, outputs, inputs = x[0] * math.prod(self._output_sizes(x)), w[0], w[1]
+        if gemm_pass == "fprop":
+            return pixels, area * inputs, outputs
+        if gemm_pass == "wgrad":
+            return outputs, pixels, area * inputs
+        return (pixels if self.is_pointwise else x[0] * math.prod(x[2:])), area * outputs, inputs
 
-    def seen(self, codes: Codes, x: Sizes) -> Codes:
+    def x_matrix(self, codes: Codes, x: Sizes) -> Codes:
         if self.is_pointwise:
-            return self._thinned(codes, x)
-        return self._unfolded(codes, (x[0], *x[2:]), self._places(x), self.stride, self.padding)
+            return self._strided_rows(codes, x)
+        return self._im2col(codes, (x[0], *x[2:]), self._output_sizes(x), self.stride, self.padding)
 
-    def seen_backward(self, codes: Codes, x: Sizes) -> Codes:
+    def dy_matrix(self, codes: Codes, x: Sizes) -> Codes:
         if self.is_pointwise:
             return codes
-        padding = [reach - at for at, reach in zip(self.padding, _reaches(self.kernel, self.dilation), strict=True)]
-        return self._unfolded(codes, (x[0], *self._places(x)), x[2:], (1,) * len(self.kernel), padding)
+        extents = _kernel_extents(self.kernel, self.dilation)
+        padding = [extent - pad for pad, extent in zip(self.padding, extents, strict=True)]
+        return self._im2col(codes, (x[0], *self._output_sizes(x)), x[2:], (1,) * len(self.kernel), padding)
 
-    def weight(self, codes: Codes, w: Sizes) -> Codes:
+    def w_matrix(self, codes: Codes, w: Sizes) -> Codes:
         scale = codes.scale if codes.scale.dim() == 0 else codes.scale.reshape(w[0], -1)[:, :1]
         return Codes(codes.values.reshape(w[0], -1), scale)
 
-    def weight_backward(self, codes: Codes, w: Sizes) -> Codes:
+    def w_matrix_backward(self, codes: Codes, w: Sizes) -> Codes:
         if self.is_pointwise:
             return codes
-        places = tuple(range(1, len(self.kernel) + 1))
-        turned = codes.values.view(torch.int8).reshape(w[0], *self.kernel, w[1]).flip(places)
-        values = turned.permute(*places, 0, len(places) + 1).reshape(-1, w[1])
+        spatial = tuple(range(1, len(self.kernel) + 1))
+        flipped = codes.values.view(torch.int8).reshape(w[0], *self.kernel, w[1]).flip(spatial)
+        values = flipped.permute(*spatial, 0, len(spatial) + 1).reshape(-1, w[1])
         return Codes(values.view(codes.values.dtype), codes.scale)
 
-    def result(self, rows: Tensor, x: Sizes) -> Tensor:
-        return self._image(rows.reshape(x[0], *self._places(x), -1))
+    def output(self, rows: Tensor, x: Sizes) -> Tensor:
+        return self._image(rows.reshape(x[0], *self._output_sizes(x), -1))
 
     def grad_x(self, rows: Tensor, x: Sizes) -> Tensor:
         if not self.is_pointwise or all(step == 1 for step in self.stride):
             return self._image(rows.reshape(x[0], *x[2:], x[1]))
-        whole = rows.new_zeros(x[0], *x[2:], x[1])
-        whole[self._kept_places()] = rows.reshape(x[0], *self._places(x), x[1])
-        return self._image(whole)
+        grad = rows.new_zeros(x[0], *x[2:], x[1])
+        grad[self._strided_pixels()] = rows.reshape(x[0], *self._output_sizes(x), x[1])
+        return self._image(grad)
 
     def _image(self, pixels: Tensor) -> Tensor:
         image = pixels.movedim(-1, 1)
         return image if self.channels_last else image.contiguous()
 
-    def like_x(self, dy: Tensor, x: Sizes) -> Tensor:
+    def empty_like_x(self, dy: Tensor, x: Sizes) -> Tensor:
         return dy.new_empty(x[0], *x[2:], x[1]).movedim(-1, 1) if self.channels_last else dy.new_empty(x)
 
     def grad_w(self, matrix: Tensor, w: Sizes) -> Tensor:
         return matrix.reshape(w[0], *self.kernel, w[1]).movedim(-1, 1)
 
-    def _places(self, x: Sizes) -> list[int]:
-        """The sizes of the result."""
-        return places_of(x[2:], self.kernel, self.product.settings)
+    def _output_sizes(self, x: Sizes) -> list[int]:
+        """Spatial sizes of the output."""
+        return output_sizes(x[2:], self.kernel, self.product.settings)
 
-    def _kept_places(self) -> tuple[slice, ...]:
+    def _strided_pixels(self) -> tuple[slice, ...]:
         return (slice(None), *(slice(None, None, step) for step in self.stride))
 
-    def _thinned(self, codes: Codes, x: Sizes) -> Codes:
-        """The rows of those pixels that a stride does not leave out."""
+    def _strided_rows(self, codes: Codes, x: Sizes) -> Codes:
+        """The rows of the pixels that the stride does not skip."""
         if all(step == 1 for step in self.stride):
             return codes
-        kept = self._kept_places()
-        values = codes.values.reshape(x[0], *x[2:], x[1])[kept].reshape(-1, x[1])
+        strided = self._strided_pixels()
+        values = codes.values.reshape(x[0], *x[2:], x[1])[strided].reshape(-1, x[1])
         scale = codes.scale
         if scale.dim() and scale.shape[0] > 1:
-            scale = scale.reshape(x[0], *x[2:], 1)[kept].reshape(-1, 1)
+            scale = scale.reshape(x[0], *x[2:], 1)[strided].reshape(-1, 1)
         return Codes(values, scale)
 
-    def _unfolded(self, codes: Codes, given: Sizes, places: Sizes, stride: Sizes, padding: Sizes) -> Codes:
-        values = unfolded(codes.values.reshape(*given, -1), self.kernel, stride, padding, self.dilation)
+    def _im2col(self, codes: Codes, image: Sizes, output: Sizes, stride: Sizes, padding: Sizes) -> Codes:
+        values = im2col(codes.values.reshape(*image, -1), self.kernel, stride, padding, self.dilation)
         scale = codes.scale
-        if scale.dim() and scale.shape[0] > 1:  # one for each sample
-            scale = scale.reshape(given[0], -1)[:, :1].expand(-1, math.prod(places)).reshape(-1, 1)
-        elif scale.dim() and scale.shape[1] > 1:  # one for each channel
+        if scale.dim() and scale.shape[0] > 1:  # one per sample
+            scale = scale.reshape(image[0], -1)[:, :1].expand(-1, math.prod(output)).reshape(-1, 1)
+        elif scale.dim() and scale.shape[1] > 1:  # one per channel
             scale = scale.repeat(1, math.prod(self.kernel))
         return Codes(values, scale)
 
 
-def _reaches(kernel: Sizes, dilation: Sizes) -> list[int]:
-    """How far the last place of a kernel lies from the first."""
-    return [spread * (size - 1) for size, spread in zip(kernel, dilation, strict=True)]
+def _kernel_extents(kernel: Sizes, dilation: Sizes) -> list[int]:
+    """The distance from a kernel's first element to its last, along each axis."""
+    return [spacing * (size - 1) for size, spacing in zip(kernel, dilation, strict=True)]

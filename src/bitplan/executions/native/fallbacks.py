@@ -1,4 +1,4 @@
-"""Which products run on the machine's own units, and why the others do not."""
+"""Which passes of a plan's GEMMs are emulated in native execution, and why: the list of fallbacks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ from dataclasses import dataclass, replace
 from bitplan.capture.decompositions import decision_for, has_slots
 from bitplan.capture.ops import PRODUCTS
 from bitplan.capture.recording import Operation
-from bitplan.executions.native.backends import Unit, suits
-from bitplan.executions.native.convolution import Convolution
-from bitplan.executions.native.gemm import PASSES, Form, byte_of, summed_axes, varying_axes
-from bitplan.executions.native.paths import TOO_NARROW, TOO_SMALL, Terms, obstacle_here, obstacle_of_pass, sees_one_row
+from bitplan.executions.native.backends import GemmBackend, supports_shape
+from bitplan.executions.native.convolution import ConvGemmLayout
+from bitplan.executions.native.gemm import PASSES, GemmLayout, byte_of, summed_axes, varying_axes
+from bitplan.executions.native.paths import (
+    TOO_NARROW,
+    TOO_SMALL,
+    NativeTerms,
+    is_plain_gemm,
+    why_not_native,
+    why_pass_not_native,
+)
 from bitplan.gemm.axes import resolve
 from bitplan.gemm.products import has_settings, product_of
 from bitplan.numerics.formats import IntFormat
@@ -23,127 +30,133 @@ from bitplan.plans.spec import QuantizerSpec
 
 @dataclass(frozen=True)
 class Fallback:
-    """A pass of a product that is emulated."""
+    """A pass of a GEMM that is emulated."""
 
     #: Such as ``fc/linear.0``.
     site: str
-    #: fprop, dgrad or wgrad.
-    one: str
+    #: fprop, dgrad, wgrad or "all passes".
+    gemm_pass: str
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.site}, {self.one}: {self.reason}"
+        return f"{self.site}, {self.gemm_pass}: {self.reason}"
 
 
 @dataclass(frozen=True)
-class Operand:
-    """What a plan says of one operand of a pass."""
+class PlannedOperand:
+    """A plan's decision on one operand of a pass."""
 
     slot: str
-    #: The slot whose quantizer counts: that of its operand's other pass, where both share one rounded tensor.
+    #: The slot whose quantizer applies: that of the operand's other pass, where both share one rounded tensor.
     place: str
     spec: QuantizerSpec | None
     dims: int
     #: ``linear`` or a convolution.
     op: str
-    #: A row of the product sees one row of the operand: not where a kernel is larger than a pixel.
-    sees_one_row: bool
+    #: No im2col: a row of the output depends on one row of the input.
+    is_plain_gemm: bool
 
     def quantizer(self) -> Quantizer | None:
         return None if self.spec is None else resolve(self.spec, self.place, self.op, self.dims)
 
     def summed_axes(self) -> set[int]:
-        return summed_axes(self.slot, self.dims, self.op, self.sees_one_row)
+        return summed_axes(self.slot, self.dims, self.op, self.is_plain_gemm)
 
 
 def passes_of(
-    decision: Decision, dims: int, units: Sequence[Unit], op: str = "linear", sees_one_row: bool = True
-) -> dict[str, Unit | str]:
-    """For each pass of a product whose input has `dims` dimensions: the unit, or why it is emulated."""
+    decision: Decision, dims: int, backends: Sequence[GemmBackend], op: str = "linear", is_plain_gemm: bool = True
+) -> dict[str, GemmBackend | str]:
+    """For each pass of a layer whose input has `dims` dimensions: the backend, or why it is emulated."""
 
-    def operand(slot: str) -> Operand:
+    def operand(slot: str) -> PlannedOperand:
         place = decision.shared.get(slot.partition(".")[2], slot)
-        own = 2 if slot.endswith(".w") and op == "linear" else dims
-        return Operand(slot, place, decision[place].quantizer, own, op, sees_one_row)
+        operand_dims = 2 if slot.endswith(".w") and op == "linear" else dims
+        return PlannedOperand(slot, place, decision[place].quantizer, operand_dims, op, is_plain_gemm)
 
-    return {one: unit_or_reason(operand(left), operand(right), units) for one, (left, right) in PASSES.items()}
+    return {
+        gemm_pass: backend_or_reason(operand(left), operand(right), backends)
+        for gemm_pass, (left, right) in PASSES.items()
+    }
 
 
 def fallbacks_of(
     operations: Sequence[Operation],
     decide: Callable[[str, str], Decision],
-    units: Sequence[Unit],
-    terms: Terms,
-    kind: str = "cpu",
+    backends: Sequence[GemmBackend],
+    terms: NativeTerms,
+    device_type: str = "cpu",
 ) -> list[Fallback]:
-    """Every pass of every product with operand slots that is emulated.
-
-    :param terms: from where on a unit pays.
-    :param kind: of device.
-    """
-    found = []
+    """Every pass of every GEMM with operand slots that is emulated."""
+    fallbacks = []
     for operation in operations:
         decision = decision_for(decide, operation.module, f"{operation.op}.{operation.index}", operation.inside)
         if operation.op not in PRODUCTS or not has_slots(decision) or operation.operands is None:
             continue
-        found += _of_product(operation, decision, units, terms, kind)
-    return found
+        fallbacks += _fallbacks_of_operation(operation, decision, backends, terms, device_type)
+    return fallbacks
 
 
-def _of_product(
-    operation: Operation, decision: Decision, units: Sequence[Unit], terms: Terms, kind: str
+def _fallbacks_of_operation(
+    operation: Operation, decision: Decision, backends: Sequence[GemmBackend], terms: NativeTerms, device_type: str
 ) -> list[Fallback]:
     assert operation.operands is not None
     op, (x, w) = operation.op, operation.operands
     if op != "linear" and not op.startswith("conv"):
-        reason = "only linear layers and convolutions have a path to the units; this is emulated"
+        reason = "only linear layers and convolutions have a native path; this is emulated"
         return [Fallback(operation.label, "all passes", reason)]
-    how = ""
-    if op != "linear" and units and keeps_codes(decision) and x.dim() == w.dim():
-        how = "; emulated, its input is kept as codes"
+    note = ""
+    if op != "linear" and backends and keeps_codes(decision) and x.dim() == w.dim():
+        note = "; emulated, its input is saved as codes"
     args, kwargs = operation.details["args"], operation.details["kwargs"]
     if not has_settings(op, args, kwargs):
-        reason = "padding='same' with an even kernel has no path to the units"
+        reason = "padding='same' with an even kernel has no native path"
         return [Fallback(operation.label, "all passes", reason)]
     product, _ = product_of(op, args, kwargs)
-    form = Form() if op == "linear" else Convolution(product, w.shape[2:])
-    obstacle = obstacle_here(op, product.settings, x, w, terms)
-    if obstacle is not None:
-        if obstacle == TOO_SMALL:
-            obstacle = f"{_words(form.sizes('fprop', x.shape, w.shape))} {obstacle}"
-        return [Fallback(operation.label, "all passes", f"{obstacle}{how}")]
-    found = []
-    for one, unit in passes_of(decision, x.dim(), units, op, sees_one_row(op, product.settings, w)).items():
-        sizes = form.sizes(one, x.shape, w.shape)
-        if isinstance(unit, str):
-            why: str | None = unit
+    layout = GemmLayout() if op == "linear" else ConvGemmLayout(product, w.shape[2:])
+    fprop_shape = _shape_text(layout.gemm_shape("fprop", x.shape, w.shape))
+    layer_reason = why_not_native(op, product.settings, x, w, terms)
+    if layer_reason is not None:
+        if layer_reason == TOO_SMALL:
+            layer_reason = f"{fprop_shape} {layer_reason}"
+        return [Fallback(operation.label, "all passes", f"{layer_reason}{note}")]
+    fallbacks = []
+    is_plain = is_plain_gemm(op, product.settings, w)
+    for gemm_pass, backend in passes_of(decision, x.dim(), backends, op, is_plain).items():
+        shape = layout.gemm_shape(gemm_pass, x.shape, w.shape)
+        if isinstance(backend, str):
+            pass_reason: str | None = backend
         else:
-            why = obstacle_of_pass(one, unit.name, op, product.settings, x, w, terms)
-            if why == TOO_NARROW:
-                why = f"a convolution from {w.shape[1]} to {w.shape[0]} channels {why}"
-            elif why == TOO_SMALL:
-                why = f"{_words(form.sizes('fprop', x.shape, w.shape))} {why}"
-            elif why is None and not suits(unit.name, kind, sizes):
-                why = f"{_words(sizes)} does not suit the {unit.name} unit"
-        if why is not None:
-            found.append(Fallback(operation.label, one, why))
-    if len(found) == len(PASSES) and len({each.reason for each in found}) == 1:
-        return [Fallback(operation.label, "all passes", found[0].reason + how)]
-    return [replace(each, reason=each.reason + how) if each.one == "wgrad" else each for each in found]
+            pass_reason = why_pass_not_native(gemm_pass, backend.name, op, product.settings, x, w, terms)
+            if pass_reason == TOO_NARROW:
+                pass_reason = f"a convolution from {w.shape[1]} to {w.shape[0]} channels {pass_reason}"
+            elif pass_reason == TOO_SMALL:
+                pass_reason = f"{fprop_shape} {pass_reason}"
+            elif pass_reason is None and not supports_shape(backend.name, device_type, shape):
+                pass_reason = f"the {backend.name} backend does not support the shape {_shape_text(shape)}"
+        if pass_reason is not None:
+            fallbacks.append(Fallback(operation.label, gemm_pass, pass_reason))
+    if len(fallbacks) == len(PASSES) and len({fallback.reason for fallback in fallbacks}) == 1:
+        return [Fallback(operation.label, "all passes", fallbacks[0].reason + note)]
+    return [
+        replace(fallback, reason=fallback.reason + note) if fallback.gemm_pass == "wgrad" else fallback
+        for fallback in fallbacks
+    ]
 
 
-def _words(sizes: tuple[int, int, int]) -> str:
-    return " x ".join(map(str, sizes))
+def _shape_text(shape: tuple[int, int, int]) -> str:
+    return " x ".join(map(str, shape))
 
 
 def keeps_codes(decision: Decision) -> bool:
-    """Whether an emulated product has the codes of its input kept, a byte an element, for the weight's gradient."""
+    """Whether an emulated layer saves its input as codes, a byte per element, for the weight's gradient."""
     spec = decision[decision.shared.get("x", "wgrad.x")].quantizer
     return spec is not None and byte_of(spec) is not None
 
 
-def unit_or_reason(left: Operand, right: Operand, units: Sequence[Unit]) -> Unit | str:
-    """The unit that multiplies the two, or one sentence that says why none does."""
+def backend_or_reason(
+    left: PlannedOperand, right: PlannedOperand, backends: Sequence[GemmBackend]
+) -> GemmBackend | str:
+    """The backend that multiplies the two operands, or why none does."""
     quantizers = []
     for operand in (left, right):
         quantizer = operand.quantizer()
@@ -152,7 +165,7 @@ def unit_or_reason(left: Operand, right: Operand, units: Sequence[Unit]) -> Unit
         if operand.spec.promote is not None:
             return f"{operand.slot} may be promoted"
         if quantizer.scaling is not None and quantizer.scaling.range == "minmax":
-            return f"{operand.slot} counts from its least value (range: minmax), which the units do not"
+            return f"{operand.slot} has a zero point (range: minmax), which no backend supports"
         if quantizer.scaling is None and isinstance(quantizer.format, IntFormat):
             return f"{operand.slot} has no scale, and a NaN in it would become a number"
         varying = varying_axes(quantizer, operand.dims)
@@ -160,9 +173,9 @@ def unit_or_reason(left: Operand, right: Operand, units: Sequence[Unit]) -> Unit
             return f"the scale of {operand.slot} changes along the sum"
         quantizers.append(quantizer)
     targets = [quantizer.format for quantizer in quantizers if not isinstance(quantizer.format, LiveFormat)]
-    for unit in units:
-        if unit.takes(targets[0], targets[1]):
-            return unit
-    names = " by ".join(target.name for target in targets)
-    known = ", ".join(unit.name for unit in units)
-    return f"no unit here multiplies {names}" + (f" (there are {known})" if known else "")
+    for backend in backends:
+        if backend.supports_formats(targets[0], targets[1]):
+            return backend
+    formats = " by ".join(target.name for target in targets)
+    available = ", ".join(backend.name for backend in backends)
+    return f"no backend here multiplies {formats}" + (f" (available: {available})" if available else "")

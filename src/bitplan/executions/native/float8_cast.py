@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bitplan.compiler.kernel_ops import itself, list_operation, register
+from bitplan.compiler.kernel_ops import itself, register, register_kernels
 from bitplan.numerics.formats import FloatFormat
 from bitplan.numerics.rounding import round_float
 from bitplan.numerics.scaling import divide, step_scale
@@ -96,19 +96,19 @@ _LIBRARY.define(
 )
 
 
-def amax_in_torch(x: Tensor, reach: Tensor | None) -> Tensor:
+def amax_reference(x: Tensor, reach: Tensor | None) -> Tensor:
     """The largest magnitude, as one part."""
     if not x.numel():
         return torch.zeros(1, device=x.device)
     return torch.maximum(x.amax(), -x.amin()).float().reshape(1)
 
 
-def joined_in_torch(xs: Sequence[Tensor], reaches: Sequence[Tensor]) -> list[Tensor]:
+def joined_amax_reference(xs: Sequence[Tensor], reaches: Sequence[Tensor]) -> list[Tensor]:
     """The same for each of several matrices."""
     return [torch.ops.bitplan.float8_amax(*pair) for pair in zip(xs, reaches, strict=True)]
 
 
-def cast_in_torch(
+def cast_reference(
     x: Tensor,
     dtype: torch.dtype,
     parts: Tensor | None,
@@ -132,7 +132,7 @@ def cast_in_torch(
         codes if as_rows else nothing,
         codes.t().contiguous() if as_columns else torch.empty_like(nothing),
         scale,
-        amax_in_torch(x, None) if gathers else torch.empty(0, device=x.device),
+        amax_reference(x, None) if gathers else torch.empty(0, device=x.device),
     )
 
 
@@ -154,16 +154,16 @@ def _cast_launched(x: Tensor, *given: Any, wrap: Any = itself, **noted: Any) -> 
     return cast_by_kernel(wrap, x.contiguous(), *given, **noted)
 
 
-def amax_of_shape(x: Tensor, *_: Any) -> Tensor:
+def fake_amax(x: Tensor, *_: Any) -> Tensor:
     """As many numbers as there are parts of a magnitude, not yet computed."""
     return x.new_empty(PARTS if x.is_cuda and x.numel() else 1, dtype=torch.float32)
 
 
 def _joined_of_shape(xs: Sequence[Tensor], reaches: Sequence[Tensor]) -> list[Tensor]:
-    return [amax_of_shape(*pair) for pair in zip(xs, reaches, strict=True)]
+    return [fake_amax(*pair) for pair in zip(xs, reaches, strict=True)]
 
 
-def cast_of_shape(
+def fake_cast(
     x: Tensor, dtype: torch.dtype, as_rows: bool, as_columns: bool, gathers: bool, tiles: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A cast's results, not yet computed; a GPU tells magnitudes in so many tiles."""
@@ -187,7 +187,7 @@ def _plain_cast_of_shape(
     gathers: bool,
     after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return cast_of_shape(x, dtype, as_rows, as_columns, gathers, tiles_of(*x.shape))
+    return fake_cast(x, dtype, as_rows, as_columns, gathers, tiles_of(*x.shape))
 
 
 def tiles_of(rows: int, features: int) -> int:
@@ -197,11 +197,11 @@ def tiles_of(rows: int, features: int) -> int:
 
 _MODULES = (__name__, f"{__name__}_kernel")
 for _name, _launched, _in_torch, _of_shape in (
-    ("float8_amax", _amax_launched, amax_in_torch, amax_of_shape),
-    ("float8_cast", _cast_launched, cast_in_torch, _plain_cast_of_shape),
+    ("float8_amax", _amax_launched, amax_reference, fake_amax),
+    ("float8_cast", _cast_launched, cast_reference, _plain_cast_of_shape),
 ):
     register(_LIBRARY, _name, _launched, _in_torch, _of_shape, _MODULES)
 # Compiled graphs launch it; where one does not, each matrix is gone through by itself.
-_LIBRARY.impl("float8_amax_joined", joined_in_torch, "CompositeExplicitAutograd")
+_LIBRARY.impl("float8_amax_joined", joined_amax_reference, "CompositeExplicitAutograd")
 torch.library.register_fake("bitplan::float8_amax_joined", _joined_of_shape, lib=_LIBRARY)
-list_operation("float8_amax_joined", _joined_launched, lambda xs, *_: all(x.numel() for x in xs), _MODULES)
+register_kernels("float8_amax_joined", _joined_launched, lambda xs, *_: all(x.numel() for x in xs), _MODULES)

@@ -351,7 +351,7 @@ def cast_by_kernel(
     records: Sequence[Tensor] = (),
     cells: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`bitplan.executions.native.float8_cast.cast_in_torch`; `x` is contiguous and not empty.
+    """As :func:`bitplan.executions.native.float8_cast.cast_reference`; `x` is contiguous and not empty.
 
     There may be any power of two of `parts`: one, where the largest magnitude is known from elsewhere.
 

@@ -26,10 +26,10 @@ from torch import Tensor
 from bitplan.compiler.kernel_ops import itself, register
 from bitplan.executions.native.float8_cast import (
     FORMATS,
-    amax_in_torch,
-    amax_of_shape,
-    cast_in_torch,
-    cast_of_shape,
+    amax_reference,
+    cast_reference,
+    fake_amax,
+    fake_cast,
     tiles_of,
 )
 from bitplan.numerics.rounding import round_float
@@ -54,13 +54,13 @@ for _schema in (
     _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def product_in_torch(gate: Tensor, up: Tensor) -> Tensor:
+def gated_product_reference(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up in bfloat16."""
     wide = gate.float()
     return (wide / (1 + torch.exp(-wide)) * up.float()).bfloat16()
 
 
-def grads_in_torch(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def gated_grads_reference(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """The product's gradients by gate and by up in bfloat16, given that by the product."""
     wide, incoming = gate.float(), grad.float()
     sigmoid = 1 / (1 + torch.exp(-wide))
@@ -68,18 +68,18 @@ def grads_in_torch(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tens
     return to_gate.bfloat16(), (incoming * (wide / (1 + torch.exp(-wide)))).bfloat16()
 
 
-def codes_in_torch(x: Tensor) -> Tensor:
+def e4m3_reference(x: Tensor) -> Tensor:
     """Rounded to E4M3, saturating."""
     return round_float(x.float(), FORMATS[torch.float8_e4m3fn], "nearest", "saturate").to(torch.float8_e4m3fn)
 
 
-def gated_amax_in_torch(gate: Tensor, up: Tensor, reach: Tensor, codes: bool) -> Tensor:
+def gated_amax_reference(gate: Tensor, up: Tensor, reach: Tensor, codes: bool) -> Tensor:
     if codes:
-        gate, up = codes_in_torch(gate), codes_in_torch(up)
-    return amax_in_torch(product_in_torch(gate, up), reach)
+        gate, up = e4m3_reference(gate), e4m3_reference(up)
+    return amax_reference(gated_product_reference(gate, up), reach)
 
 
-def gated_cast_in_torch(
+def gated_cast_reference(
     gate: Tensor,
     up: Tensor,
     dtype: torch.dtype,
@@ -93,20 +93,20 @@ def gated_cast_in_torch(
 ) -> Results:
     """The product as a cast gives it, and the codes of gate and up, empty where they were not asked for."""
     if codes:
-        gate, up = codes_in_torch(gate), codes_in_torch(up)
-    cast = cast_in_torch(product_in_torch(gate, up), dtype, parts, reach, True, as_rows, as_columns, gathers)
+        gate, up = e4m3_reference(gate), e4m3_reference(up)
+    cast = cast_reference(gated_product_reference(gate, up), dtype, parts, reach, True, as_rows, as_columns, gathers)
     nothing = (torch.empty(0, 0, dtype=torch.float8_e4m3fn, device=gate.device) for _ in range(2))
     return (*cast, *((gate, up) if codes else nothing))
 
 
-def grads_amax_in_torch(
+def gated_grads_amax_reference(
     grad: Tensor, gate: Tensor, up: Tensor, gate_reach: Tensor, up_reach: Tensor
 ) -> tuple[Tensor, Tensor]:
-    to_gate, to_up = grads_in_torch(grad, gate, up)
-    return amax_in_torch(to_gate, gate_reach), amax_in_torch(to_up, up_reach)
+    to_gate, to_up = gated_grads_reference(grad, gate, up)
+    return amax_reference(to_gate, gate_reach), amax_reference(to_up, up_reach)
 
 
-def grads_cast_in_torch(
+def gated_grads_cast_reference(
     grad: Tensor,
     gate: Tensor,
     up: Tensor,
@@ -121,10 +121,10 @@ def grads_cast_in_torch(
     after: Tensor | None = None,
 ) -> Results:
     """Both gradients as casts give them: four results of the gate's, then four of the other."""
-    to_gate, to_up = grads_in_torch(grad, gate, up)
+    to_gate, to_up = gated_grads_reference(grad, gate, up)
     return (
-        *cast_in_torch(to_gate, dtype, gate_parts, gate_reach, True, as_rows, as_columns, gathers),
-        *cast_in_torch(to_up, dtype, up_parts, up_reach, True, as_rows, as_columns, gathers),
+        *cast_reference(to_gate, dtype, gate_parts, gate_reach, True, as_rows, as_columns, gathers),
+        *cast_reference(to_up, dtype, up_parts, up_reach, True, as_rows, as_columns, gathers),
     )
 
 
@@ -158,7 +158,7 @@ def _grads_cast_launched(*given: Any, wrap: Any = itself, **noted: Any) -> Resul
 
 
 def _gated_amax_of_shape(gate: Tensor, up: Tensor, reach: Tensor, codes: bool) -> Tensor:
-    return amax_of_shape(gate)
+    return fake_amax(gate)
 
 
 def _gated_cast_of_shape(
@@ -173,13 +173,13 @@ def _gated_cast_of_shape(
     codes: bool,
     after: Tensor | None = None,
 ) -> Results:
-    cast = cast_of_shape(gate, dtype, as_rows, as_columns, gathers, tiles_of(*gate.shape))
+    cast = fake_cast(gate, dtype, as_rows, as_columns, gathers, tiles_of(*gate.shape))
     small = (gate.new_empty(gate.shape if codes else (0, 0), dtype=torch.float8_e4m3fn) for _ in range(2))
     return (*cast, *small)
 
 
 def _grads_amax_of_shape(grad: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-    return amax_of_shape(grad), amax_of_shape(grad)
+    return fake_amax(grad), fake_amax(grad)
 
 
 def _grads_cast_of_shape(
@@ -197,14 +197,14 @@ def _grads_cast_of_shape(
     after: Tensor | None = None,
 ) -> Results:
     tiles = squares_of(*grad.shape)
-    both = (cast_of_shape(grad, dtype, as_rows, as_columns, gathers, tiles) for _ in range(2))
+    both = (fake_cast(grad, dtype, as_rows, as_columns, gathers, tiles) for _ in range(2))
     return tuple(part for cast in both for part in cast)
 
 
 for _name, _launched, _in_torch, _of_shape in (
-    ("gated_amax", _gated_amax_launched, gated_amax_in_torch, _gated_amax_of_shape),
-    ("gated_cast", _gated_cast_launched, gated_cast_in_torch, _gated_cast_of_shape),
-    ("gated_grads_amax", _grads_amax_launched, grads_amax_in_torch, _grads_amax_of_shape),
-    ("gated_grads_cast", _grads_cast_launched, grads_cast_in_torch, _grads_cast_of_shape),
+    ("gated_amax", _gated_amax_launched, gated_amax_reference, _gated_amax_of_shape),
+    ("gated_cast", _gated_cast_launched, gated_cast_reference, _gated_cast_of_shape),
+    ("gated_grads_amax", _grads_amax_launched, gated_grads_amax_reference, _grads_amax_of_shape),
+    ("gated_grads_cast", _grads_cast_launched, gated_grads_cast_reference, _grads_cast_of_shape),
 ):
     register(_LIBRARY, _name, _launched, _in_torch, _of_shape, (__name__, f"{__name__}_kernel"))

@@ -298,7 +298,7 @@ def gated_cast_by_kernel(
     records: Sequence[Tensor] = (),
     cells: Sequence[int] = (),
 ) -> tuple[Tensor, ...]:
-    """As :func:`bitplan.executions.native.gated_cast.gated_cast_in_torch`; all are contiguous and not empty.
+    """As :func:`bitplan.executions.native.gated_cast.gated_cast_reference`; all are contiguous and not empty.
 
     Where there is a record, the largest magnitude is noted at that one of its numbers.
     """
@@ -332,7 +332,7 @@ def grads_cast_by_kernel(
     records: Sequence[Tensor] = (),
     cells: Sequence[int] = (),
 ) -> tuple[Tensor, ...]:
-    """As :func:`bitplan.executions.native.gated_cast.grads_cast_in_torch`; all are contiguous and not empty.
+    """As :func:`bitplan.executions.native.gated_cast.gated_grads_cast_reference`; all are contiguous and not empty.
 
     Where there are records, the gate's and the other's, the largest magnitudes are noted at these of their numbers.
     """

@@ -1,4 +1,8 @@
-"""A layer whose products run on low-precision units, pass by pass; what cannot, is emulated."""
+"""A layer whose GEMMs run on low-precision backends, pass by pass; passes without a backend are emulated.
+
+Operands become matrices of codes with their scales (:class:`Codes`), laid out by :class:`GemmLayout`; the autograd
+function :class:`NativeProduct` multiplies them and saves codes for the backward pass.
+"""
 
 from __future__ import annotations
 
@@ -10,62 +14,59 @@ from torch import Tensor
 
 from bitplan.compiler.tracing import is_traced
 from bitplan.errors import PlanError
-from bitplan.executions.native.backends import UNITS, Unit
+from bitplan.executions.native.backends import BACKENDS, GemmBackend
 from bitplan.gemm.products import Product
 from bitplan.numerics.formats import BlockFormat, IntFormat
 from bitplan.numerics.quantizer import Encoded, Quantizer
 from bitplan.plans.spec import QuantizerSpec
 
-# --- Operands of a layer's three products as matrices of codes with their scales
-
-
 #: Pass -> its slots, left and right.
 PASSES = {"fprop": ("fprop.x", "fprop.w"), "dgrad": ("dgrad.dy", "dgrad.w"), "wgrad": ("wgrad.dy", "wgrad.x")}
 
 
-#: Slots whose products read a row of features at a time; the others read one feature of all rows.
+#: Slots whose GEMMs sum over features; the others sum over rows.
 BY_ROW = ("fprop.x", "fprop.w", "dgrad.dy")
 
 
 class Codes(NamedTuple):
     """A matrix of codes, (rows, features), and its scale: a number, (rows, 1) or (1, features).
 
-    In memory either the features of a row lie side by side or, where a product wants it so, the rows of a feature.
+    Row-major or, where a GEMM needs it so, column-major in memory.
     """
 
     values: Tensor
     scale: Tensor
 
     def decoded(self) -> Tensor:
-        """The numbers that the codes stand for, in float32."""
+        """The values that the codes stand for, in float32."""
         return self.values.float() * self.scale
 
     def transposed(self) -> Codes:
         return Codes(self.values.t(), self.scale.t() if self.scale.dim() == 2 else self.scale)
 
 
-def sizes_of(one: str, tokens: int, inputs: int, outputs: int) -> tuple[int, int, int]:
+def gemm_shape(gemm_pass: str, tokens: int, inputs: int, outputs: int) -> tuple[int, int, int]:
     """(m, k, n) of a pass.
 
-    >>> sizes_of("wgrad", 6, 32, 16)
+    >>> gemm_shape("wgrad", 6, 32, 16)
     (16, 6, 32)
     """
-    if one == "fprop":
+    if gemm_pass == "fprop":
         return tokens, inputs, outputs
-    return (tokens, outputs, inputs) if one == "dgrad" else (outputs, tokens, inputs)
+    return (tokens, outputs, inputs) if gemm_pass == "dgrad" else (outputs, tokens, inputs)
 
 
 def summed_axes(slot: str, dims: int, op: str = "linear", is_pointwise: bool = True) -> set[int]:
-    """The axes of an operand that its product sums over.
+    """The axes of an operand that its GEMM sums over.
 
-    :param op: ``linear`` or a convolution, which sums over channels and over what lies under its kernel.
+    :param op: ``linear`` or a convolution, which sums over channels and the kernel's area.
     :param is_pointwise: the kernel covers one pixel.
     """
     if op.startswith("conv"):
         if slot in ("fprop.x", "dgrad.dy"):
             return {1} if is_pointwise else set(range(1, dims))
-        kept = 0 if slot == "fprop.w" else 1
-        return set(range(dims)) - {kept}
+        unsummed = 0 if slot == "fprop.w" else 1
+        return set(range(dims)) - {unsummed}
     if slot in ("fprop.x", "dgrad.dy"):
         return {dims - 1}
     if slot.endswith(".w"):
@@ -74,7 +75,7 @@ def summed_axes(slot: str, dims: int, op: str = "linear", is_pointwise: bool = T
 
 
 def varying_axes(quantizer: Quantizer, dims: int) -> set[int] | None:
-    """The axes along which the scale changes; None where it changes within one."""
+    """The axes along which the scale changes; None where it changes within an axis."""
     if isinstance(quantizer.format, BlockFormat):
         return None
     scaling = quantizer.scaling
@@ -88,12 +89,14 @@ def varying_axes(quantizer: Quantizer, dims: int) -> set[int] | None:
 
 
 def byte_of(spec: QuantizerSpec) -> torch.dtype | None:
-    """The type in which elements of that quantizer lie in a byte each, beside one scale; None where they do not."""
+    """The dtype that stores elements of that quantizer in one byte each, with separate scales; None where none does."""
     if spec.promote is not None or spec.scale == "block" or spec.range == "minmax":
         return None
     if spec.scale is None and isinstance(spec.target, IntFormat):
         return None  # a NaN would become a number
-    return next((dtype for dtype in (unit.dtype_of(spec.target) for unit in UNITS) if dtype is not None), None)
+    return next(
+        (dtype for dtype in (backend.code_dtype(spec.target) for backend in BACKENDS) if dtype is not None), None
+    )
 
 
 def codes_of(encoded: Encoded, dtype: torch.dtype, features: int = -1) -> Codes:
@@ -111,15 +114,15 @@ def codes_of(encoded: Encoded, dtype: torch.dtype, features: int = -1) -> Codes:
     return Codes(rows, scale.reshape(1, -1))
 
 
-#: The attribute by which the readers of a tensor, in a graph in the making, know of each other.
+#: Attribute of a traced tensor: the list of output gradients of the layers that read it, the first to arrive first.
 _FIRST_DY = "_bitplan_first_dy"
 
 
-class Form:
-    """How a layer's tensors become matrices, and its matrices tensors: a linear layer's are what they are.
+class GemmLayout:
+    """Converts between a layer's tensors and the matrices of its GEMMs; for a linear layer these are the same.
 
-    `x` and `w` are the sizes of input and weight. Codes come as (everything else, features), the features being those
-    of the axis `features`.
+    `x` and `w` are the shapes of input and weight. Codes come as (everything else, features); `features` is the
+    tensor's feature axis.
     """
 
     product = Product("linear")
@@ -127,30 +130,30 @@ class Form:
     #: Whether no matrix has more elements than its tensor.
     is_pointwise = True
 
-    def sizes(self, one: str, x: Sequence[int], w: Sequence[int]) -> tuple[int, int, int]:
+    def gemm_shape(self, gemm_pass: str, x: Sequence[int], w: Sequence[int]) -> tuple[int, int, int]:
         """(m, k, n) of a pass."""
         tokens = 1
         for size in x[:-1]:
             tokens *= size
-        return sizes_of(one, tokens, w[1], w[0])
+        return gemm_shape(gemm_pass, tokens, w[1], w[0])
 
-    def seen(self, codes: Codes, x: Sequence[int]) -> Codes:
-        """What the rows of the result see of the input: the left operand of fprop and the right one of wgrad."""
+    def x_matrix(self, codes: Codes, x: Sequence[int]) -> Codes:
+        """The input as the left operand of fprop and the right one of wgrad."""
         return codes
 
-    def seen_backward(self, codes: Codes, x: Sequence[int]) -> Codes:
-        """What the rows of the input see of the result's gradient: the left operand of dgrad."""
+    def dy_matrix(self, codes: Codes, x: Sequence[int]) -> Codes:
+        """The output gradient as the left operand of dgrad."""
         return codes
 
-    def weight(self, codes: Codes, w: Sequence[int]) -> Codes:
-        """(outputs, what a row sees)."""
+    def w_matrix(self, codes: Codes, w: Sequence[int]) -> Codes:
+        """The weight as (outputs, summed elements), for fprop."""
         return codes
 
-    def weight_backward(self, codes: Codes, w: Sequence[int]) -> Codes:
-        """(what a row sees, inputs)."""
+    def w_matrix_backward(self, codes: Codes, w: Sequence[int]) -> Codes:
+        """The weight as (summed elements, inputs), for dgrad."""
         return codes
 
-    def result(self, rows: Tensor, x: Sequence[int]) -> Tensor:
+    def output(self, rows: Tensor, x: Sequence[int]) -> Tensor:
         return rows.reshape(*x[:-1], -1)
 
     def grad_x(self, rows: Tensor, x: Sequence[int]) -> Tensor:
@@ -159,13 +162,13 @@ class Form:
     def grad_w(self, matrix: Tensor, w: Sequence[int]) -> Tensor:
         return matrix
 
-    def like_x(self, dy: Tensor, x: Sequence[int]) -> Tensor:
-        """A tensor with the sizes and the layout of the input, and nothing in it."""
+    def empty_like_x(self, dy: Tensor, x: Sequence[int]) -> Tensor:
+        """An uninitialised tensor with the shape and memory format of the input."""
         return dy.new_empty(x)
 
 
-class Kept:
-    """An operand as elements of a byte and their scale, from which its rounded values can be had again."""
+class SavedOperand:
+    """An operand saved as one-byte elements and their scale, from which its rounded values are restored."""
 
     def __init__(self, encoded: Encoded, quantizer: Quantizer, like: Tensor, dtype: torch.dtype) -> None:
         self.wide: Tensor | None = encoded.elements
@@ -173,75 +176,81 @@ class Kept:
         self.scale = encoded.scales[0] if encoded.scales else None
         self.quantizer, self.dtype = quantizer, like.dtype
 
-    def given_away(self) -> tuple[Tensor, Tensor | None]:
-        """Elements and scale, for autograd to keep."""
+    def release(self) -> tuple[Tensor, Tensor | None]:
+        """Elements and scale, for autograd to save."""
         elements, scale = self.elements, self.scale
         assert elements is not None
         self.wide = self.elements = self.scale = None
         return elements, scale
 
     def rounded(self, elements: Tensor, scale: Tensor | None) -> Tensor:
-        """To the bit what rounding gives."""
+        """The rounded values, bit for bit."""
         wide = elements.to(torch.float32 if scale is None else scale.dtype)
         like = torch.empty_like(elements, dtype=self.dtype)
         return self.quantizer.decode(Encoded(wide, () if scale is None else (scale,)), like)
 
 
 class NativeSlots(Protocol):
-    """What the product asks of a plan."""
+    """The plan's rounding of a layer's operands, as the GEMM needs it."""
 
-    #: Pass -> what multiplies there; a pass that is missing is emulated.
-    units: dict[str, Unit]
-    #: Operands, of x and w, that the backward pass casts again from what they were, rather than keep their codes.
-    casts_again: tuple[str, ...]
+    #: Pass -> backend; a missing pass is emulated.
+    backends: dict[str, GemmBackend]
+    #: Operands (x, w) that the backward pass casts again, instead of saving their codes.
+    recast_in_backward: tuple[str, ...]
 
     def round(self, slot: str, tensor: Tensor) -> Tensor: ...
 
     def codes(self, slots: list[str], tensor: Tensor, after: Tensor | None = None) -> list[Codes]:
-        """The codes of a tensor for each of these slots; `after`: once more, and not before that tensor is there."""
+        """The codes of a tensor for each of these slots.
+
+        :param after: in the backward pass: cast again, but not before this tensor is computed.
+        """
         ...
 
-    def kept(self, x: Tensor) -> Kept | None:
-        """The input as an emulated wgrad wants it, in a byte an element; None where that is not to be had."""
+    def saved_operand(self, x: Tensor) -> SavedOperand | None:
+        """The input for an emulated wgrad, one byte per element; None where its format does not fit a byte."""
         ...
 
     def shares(self, operand: str) -> bool:
-        """Whether an operand is rounded once for both of its products."""
+        """Whether an operand is rounded once for both of its GEMMs."""
         ...
 
 
 class NativeProduct(torch.autograd.Function):
-    """y = x w forward, dx = dy w and dw = dy x backward. Of x and w, the codes that backward products want are kept."""
+    """y = x w forward, dx = dy w and dw = dy x backward. Saves the codes of x and w that the backward GEMMs need."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, form: Form, slots: NativeSlots) -> Tensor:
-        ctx.slots, ctx.form, ctx.shapes, ctx.dtypes = slots, form, (x.shape, w.shape), (x.dtype, w.dtype)
-        #: Begins with the first gradient that comes to any reader of x: they cast x again after that, once for all.
-        ctx.first_dy = x.__dict__.setdefault(_FIRST_DY, []) if "x" in slots.casts_again and is_traced() else []
-        keeps_x = ctx.needs_input_grad[1] and "x" not in slots.casts_again
-        wanted_x = _slots_of("x", slots, fprop=True, wgrad=keeps_x)
-        wanted_w = _slots_of("w", slots, fprop=True, dgrad=ctx.needs_input_grad[0] and "w" not in slots.casts_again)
-        of_x = dict(zip(wanted_x, slots.codes(wanted_x, x), strict=True))
-        of_w = dict(zip(wanted_w, slots.codes(wanted_w, w), strict=True))
-        kept = slots.kept(x) if keeps_x and "wgrad" not in slots.units else None
-        if "fprop" in slots.units:
-            left, right = form.seen(of_x["fprop.x"], x.shape), form.weight(of_w["fprop.w"], w.shape).transposed()
-            y = form.result(slots.units["fprop"].multiply(*_operands(left, right), _result_dtype(x)), x.shape)
-            y = y if bias is None else y + _along(bias, form.features, y)
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, layout: GemmLayout, slots: NativeSlots) -> Tensor:
+        ctx.slots, ctx.layout, ctx.shapes, ctx.dtypes = slots, layout, (x.shape, w.shape), (x.dtype, w.dtype)
+        #: The first output gradient of any layer that reads x: these layers cast x again after that, once for all.
+        ctx.first_dy = x.__dict__.setdefault(_FIRST_DY, []) if "x" in slots.recast_in_backward and is_traced() else []
+        saves_x = ctx.needs_input_grad[1] and "x" not in slots.recast_in_backward
+        x_slots = _slots_of("x", slots, fprop=True, wgrad=saves_x)
+        w_slots = _slots_of(
+            "w", slots, fprop=True, dgrad=ctx.needs_input_grad[0] and "w" not in slots.recast_in_backward
+        )
+        x_codes = dict(zip(x_slots, slots.codes(x_slots, x), strict=True))
+        w_codes = dict(zip(w_slots, slots.codes(w_slots, w), strict=True))
+        saved_operand = slots.saved_operand(x) if saves_x and "wgrad" not in slots.backends else None
+        if "fprop" in slots.backends:
+            left = layout.x_matrix(x_codes["fprop.x"], x.shape)
+            right = layout.w_matrix(w_codes["fprop.w"], w.shape).transposed()
+            y = layout.output(slots.backends["fprop"].multiply(*_operands(left, right), _result_dtype(x)), x.shape)
+            y = y if bias is None else y + _broadcast_bias(bias, layout.features, y)
         else:
-            if kept is not None and kept.wide is not None and slots.shares("x"):
-                rounded_x = kept.rounded(kept.wide, kept.scale)
+            if saved_operand is not None and saved_operand.wide is not None and slots.shares("x"):
+                rounded_x = saved_operand.rounded(saved_operand.wide, saved_operand.scale)
             else:
                 rounded_x = slots.round("fprop.x", x)
-            y = form.product.forward(rounded_x, slots.round("fprop.w", w), bias)
-        x_kept: tuple[Tensor, Tensor | None]
-        if kept is None:
-            ctx.kept, x_kept = None, of_x.get("wgrad.x", (x, None))
-            if "wgrad.x" in of_x and form.is_pointwise:  # no more than was there
-                x_kept = form.seen(of_x["wgrad.x"], x.shape)
+            y = layout.product.forward(rounded_x, slots.round("fprop.w", w), bias)
+        saved_x: tuple[Tensor, Tensor | None]
+        if saved_operand is None:
+            ctx.saved_operand, saved_x = None, x_codes.get("wgrad.x", (x, None))
+            if "wgrad.x" in x_codes and layout.is_pointwise:  # im2col would save more than the input has
+                saved_x = layout.x_matrix(x_codes["wgrad.x"], x.shape)
         else:
-            ctx.kept, x_kept = kept, kept.given_away()
-        ctx.save_for_backward(*x_kept, *of_w.get("dgrad.w", (w, None)), bias)
+            ctx.saved_operand, saved_x = saved_operand, saved_operand.release()
+        ctx.save_for_backward(*saved_x, *w_codes.get("dgrad.w", (w, None)), bias)
         return y
 
     @staticmethod
@@ -251,68 +260,73 @@ class NativeProduct(torch.autograd.Function):
                 "native execution has no second derivative: attach with execution='emulate' for create_graph=True."
             )
         x, x_scale, w, w_scale, bias = ctx.saved_tensors
-        slots, form, dy, units = ctx.slots, ctx.form, grads[0], ctx.slots.units
+        slots, layout, dy, backends = ctx.slots, ctx.layout, grads[0], ctx.slots.backends
         (x_shape, w_shape), (x_dtype, w_dtype) = ctx.shapes, ctx.dtypes
         grad_x = grad_w = grad_bias = None
-        wanted = _slots_of("dy", slots, dgrad=ctx.needs_input_grad[0], wgrad=ctx.needs_input_grad[1])
-        of_dy = dict(zip(wanted, slots.codes(wanted, dy), strict=True))
-        rounded_dy = _Once(lambda slot: slots.round(slot, dy), slots.shares("dy"))
-        if "dgrad.dy" in of_dy:
+        dy_slots = _slots_of("dy", slots, dgrad=ctx.needs_input_grad[0], wgrad=ctx.needs_input_grad[1])
+        dy_codes = dict(zip(dy_slots, slots.codes(dy_slots, dy), strict=True))
+        rounded_dy = _RoundedOnce(lambda slot: slots.round(slot, dy), slots.shares("dy"))
+        if "dgrad.dy" in dy_codes:
             (right,) = slots.codes(["dgrad.w"], w, after=dy) if w_scale is None else [Codes(w, w_scale)]
-            left, right = form.seen_backward(of_dy["dgrad.dy"], x_shape), form.weight_backward(right, w_shape)
-            grad_x = form.grad_x(units["dgrad"].multiply(*_operands(left, right), x_dtype), x_shape)
+            left, right = layout.dy_matrix(dy_codes["dgrad.dy"], x_shape), layout.w_matrix_backward(right, w_shape)
+            grad_x = layout.grad_x(backends["dgrad"].multiply(*_operands(left, right), x_dtype), x_shape)
         elif ctx.needs_input_grad[0]:
-            like, rounded_w = form.like_x(dy, x_shape), slots.round("dgrad.w", w).to(dy.dtype)
-            grad_x = form.product.grad_x(rounded_dy("dgrad.dy"), like, rounded_w).to(x_dtype)
-        if "wgrad.dy" in of_dy:
+            like, rounded_w = layout.empty_like_x(dy, x_shape), slots.round("dgrad.w", w).to(dy.dtype)
+            grad_x = layout.product.grad_x(rounded_dy("dgrad.dy"), like, rounded_w).to(x_dtype)
+        if "wgrad.dy" in dy_codes:
             if x_scale is None:
                 ctx.first_dy.append(dy)
                 (right,) = slots.codes(["wgrad.x"], x, after=ctx.first_dy[0])
             else:
                 right = Codes(x, x_scale)
-            right = right if form.is_pointwise and x_scale is not None else form.seen(right, x_shape)
-            product = units["wgrad"].multiply(*_operands(of_dy["wgrad.dy"].transposed(), right), w_dtype)
-            grad_w = form.grad_w(product, w_shape)
+            right = right if layout.is_pointwise and x_scale is not None else layout.x_matrix(right, x_shape)
+            product = backends["wgrad"].multiply(*_operands(dy_codes["wgrad.dy"].transposed(), right), w_dtype)
+            grad_w = layout.grad_w(product, w_shape)
         elif ctx.needs_input_grad[1]:
-            rounded = (slots.round("wgrad.x", x) if ctx.kept is None else ctx.kept.rounded(x, x_scale)).to(dy.dtype)
+            rounded = (
+                slots.round("wgrad.x", x) if ctx.saved_operand is None else ctx.saved_operand.rounded(x, x_scale)
+            ).to(dy.dtype)
             like = dy.new_empty(w_shape)
-            grad_w = form.product.grad_w(rounded_dy("wgrad.dy"), rounded, like).to(w_dtype)
+            grad_w = layout.product.grad_w(rounded_dy("wgrad.dy"), rounded, like).to(w_dtype)
         if bias is not None and ctx.needs_input_grad[2]:
-            arrived = dy
-            if slots.shares("dy"):  # a gradient that is rounded once, where it arrives, is so for the bias, too
-                known = next(iter(of_dy.values()), None)
-                arrived = rounded_dy("dgrad.dy") if known is None else _restored(known.decoded().to(dy.dtype), dy, form)
-            grad_bias = form.product.grad_bias(arrived, bias).to(bias.dtype)
+            bias_dy = dy
+            if slots.shares("dy"):  # a gradient that is rounded once is rounded for the bias, too
+                codes = next(iter(dy_codes.values()), None)
+                bias_dy = (
+                    rounded_dy("dgrad.dy") if codes is None else _restored(codes.decoded().to(dy.dtype), dy, layout)
+                )
+            grad_bias = layout.product.grad_bias(bias_dy, bias).to(bias.dtype)
         return grad_x, grad_w, grad_bias, None, None
 
 
-class _Once:
+class _RoundedOnce:
     """Rounds a tensor once for all its slots, where they share one rounding."""
 
-    def __init__(self, rounds: Callable[[str], Tensor], is_shared: bool) -> None:
-        self.rounds, self.is_shared = rounds, is_shared
-        self.known: Tensor | None = None
+    def __init__(self, round_slot: Callable[[str], Tensor], is_shared: bool) -> None:
+        self.round_slot, self.is_shared = round_slot, is_shared
+        self.rounded: Tensor | None = None
 
     def __call__(self, slot: str) -> Tensor:
-        if self.known is None or not self.is_shared:
-            self.known = self.rounds(slot)
-        return self.known
+        if self.rounded is None or not self.is_shared:
+            self.rounded = self.round_slot(slot)
+        return self.rounded
 
 
-def _along(bias: Tensor, axis: int, y: Tensor) -> Tensor:
+def _broadcast_bias(bias: Tensor, axis: int, y: Tensor) -> Tensor:
     """A bias in the shape in which it is added."""
     bias = bias.to(y.dtype)
     return bias if axis == -1 else bias.reshape(-1, *(1,) * (y.dim() - axis - 1))
 
 
-def _restored(rows: Tensor, like: Tensor, form: Form) -> Tensor:
+def _restored(rows: Tensor, like: Tensor, layout: GemmLayout) -> Tensor:
     """A tensor's matrix in its own shape."""
-    return rows.reshape(like.movedim(form.features, -1).shape).movedim(-1, form.features)
+    return rows.reshape(like.movedim(layout.features, -1).shape).movedim(-1, layout.features)
 
 
-def _slots_of(operand: str, slots: NativeSlots, **wanted: bool) -> list[str]:
-    """The slots of an operand in the passes that are wanted and run on a unit."""
-    return [f"{one}.{operand}" for one, is_wanted in wanted.items() if is_wanted and one in slots.units]
+def _slots_of(operand: str, slots: NativeSlots, **needed: bool) -> list[str]:
+    """The slots of an operand in the passes that are needed and run on a backend."""
+    passes = (gemm_pass for gemm_pass, is_needed in needed.items() if is_needed and gemm_pass in slots.backends)
+    return [f"{gemm_pass}.{operand}" for gemm_pass in passes]
 
 
 def _operands(left: Codes, right: Codes) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
@@ -320,12 +334,12 @@ def _operands(left: Codes, right: Codes) -> tuple[Tensor, Tensor, tuple[Tensor, 
 
 
 def _result_dtype(x: Tensor) -> torch.dtype:
-    """As a linear layer's own: autocast decides, where there is one."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    """That of the layer itself: autocast's, where it is enabled."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def native_product(x: Tensor, w: Tensor, bias: Tensor | None, form: Form, slots: NativeSlots) -> Tensor:
-    """y = x w + bias, its products on the units that `slots` names."""
-    y: Tensor = NativeProduct.apply(x, w, bias, form, slots)  # type: ignore[no-untyped-call]
+def native_product(x: Tensor, w: Tensor, bias: Tensor | None, layout: GemmLayout, slots: NativeSlots) -> Tensor:
+    """y = x w + bias, its GEMMs on the backends of `slots`."""
+    y: Tensor = NativeProduct.apply(x, w, bias, layout, slots)  # type: ignore[no-untyped-call]
     return y

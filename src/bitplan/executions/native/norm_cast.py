@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bitplan.compiler.kernel_ops import itself, register
-from bitplan.executions.native.float8_cast import amax_in_torch, amax_of_shape, cast_in_torch, cast_of_shape, tiles_of
+from bitplan.executions.native.float8_cast import amax_reference, cast_reference, fake_amax, fake_cast, tiles_of
 
 #: What a norm's input and weight may be. (A first norm's input is sometimes kept in float32, as which it is used.)
 READ = (torch.bfloat16, torch.float32)
@@ -40,22 +40,22 @@ for _schema in (
     _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def normed_in_torch(x: Tensor, spread: Tensor, weight: Tensor, eps: float | None) -> Tensor:
+def rms_norm_reference(x: Tensor, spread: Tensor, weight: Tensor, eps: float | None) -> Tensor:
     """`x`, (rows, features), normalised by each row's `spread`, times each feature's `weight`: in bfloat16.
 
     >>> x = torch.tensor([[3.0, -4.0]])
-    >>> normed_in_torch(x, torch.tensor([12.5]), torch.tensor([1.0, 2.0]), 0.0)
+    >>> rms_norm_reference(x, torch.tensor([12.5]), torch.tensor([1.0, 2.0]), 0.0)
     tensor([[ 0.8477, -2.2656]], dtype=torch.bfloat16)
     """
     inverse = spread if eps is None else torch.rsqrt(spread + eps)
     return (x.float() * inverse[:, None] * weight.float()).bfloat16()
 
 
-def norm_amax_in_torch(x: Tensor, spread: Tensor, weight: Tensor, eps: float | None, reach: Tensor) -> Tensor:
-    return amax_in_torch(normed_in_torch(x, spread, weight, eps), reach)
+def norm_amax_reference(x: Tensor, spread: Tensor, weight: Tensor, eps: float | None, reach: Tensor) -> Tensor:
+    return amax_reference(rms_norm_reference(x, spread, weight, eps), reach)
 
 
-def norm_cast_in_torch(
+def norm_cast_reference(
     x: Tensor,
     spread: Tensor,
     weight: Tensor,
@@ -69,8 +69,8 @@ def norm_cast_in_torch(
     after: Tensor | None = None,
 ) -> Results:
     """The norm's result as a cast gives it."""
-    result = normed_in_torch(x, spread, weight, eps)
-    return cast_in_torch(result, dtype, parts, reach, True, as_rows, as_columns, gathers)
+    result = rms_norm_reference(x, spread, weight, eps)
+    return cast_reference(result, dtype, parts, reach, True, as_rows, as_columns, gathers)
 
 
 def _amax_launched(*given: Any, wrap: Any = itself) -> Tensor:
@@ -98,11 +98,11 @@ def _norm_cast_of_shape(
     gathers: bool,
     after: Tensor | None = None,
 ) -> Results:
-    return cast_of_shape(x, dtype, as_rows, as_columns, gathers, tiles_of(*x.shape))
+    return fake_cast(x, dtype, as_rows, as_columns, gathers, tiles_of(*x.shape))
 
 
 for _name, _launched, _in_torch, _of_shape in (
-    ("norm_amax", _amax_launched, norm_amax_in_torch, amax_of_shape),
-    ("norm_cast", _cast_launched, norm_cast_in_torch, _norm_cast_of_shape),
+    ("norm_amax", _amax_launched, norm_amax_reference, fake_amax),
+    ("norm_cast", _cast_launched, norm_cast_reference, _norm_cast_of_shape),
 ):
     register(_LIBRARY, _name, _launched, _in_torch, _of_shape, (__name__, f"{__name__}_kernel"))

@@ -162,7 +162,7 @@ def norm_cast_by_kernel(
     records: Sequence[Tensor] = (),
     cells: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`bitplan.executions.native.norm_cast.norm_cast_in_torch`; all are contiguous and not empty.
+    """As :func:`bitplan.executions.native.norm_cast.norm_cast_reference`; all are contiguous and not empty.
 
     Where there are records, up to three, the largest magnitude is noted at these of their numbers.
     """

@@ -1,7 +1,7 @@
-"""Which passes of a product at hand go to the units: what its tensors and its settings say, beyond what the plan says.
+"""Which passes of a layer go to a GEMM backend, given its tensors and settings; the plan's formats are checked before.
 
-Asked at every call, also while a graph is made, and by the list of fallbacks: so that both say the same, and so that no
-sentence is made here that holds a size.
+Called at every forward pass, also while a graph is traced, and by the list of fallbacks, so that both agree. The
+reasons hold no sizes: a traced graph would depend on them.
 """
 
 from __future__ import annotations
@@ -11,79 +11,85 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from bitplan.executions.native.backends import FASTER
-from bitplan.executions.native.convolution import is_pointwise, obstacle, obstacle_of_dgrad, places_of
+from bitplan.executions.native.backends import FAST_VARIANTS
+from bitplan.executions.native.convolution import (
+    is_pointwise,
+    output_sizes,
+    why_convolution_not_native,
+    why_dgrad_not_native,
+)
 
 
-class Terms(NamedTuple):
-    """On which terms products go to the units: from where on that pays on a machine, and how exactly they add up."""
+class NativeTerms(NamedTuple):
+    """From which size on GEMMs go to a backend, and how exactly these accumulate."""
 
-    #: Multiplications of a product, whatever its unit.
-    work: int = 0
-    #: Unit -> multiplications of a product.
-    works: tuple[tuple[str, int], ...] = ()
-    #: Unit -> channels, of input and of result, of a convolution whose kernel has to be unfolded.
-    channels: tuple[tuple[str, int], ...] = ()
-    #: Passes that a unit with a faster twin gives to that one.
-    fast_sums: tuple[str, ...] = ()
+    #: Multiply-accumulates of a GEMM, on any backend.
+    min_macs: int = 0
+    #: Backend -> multiply-accumulates of a GEMM.
+    min_macs_by_backend: tuple[tuple[str, int], ...] = ()
+    #: Backend -> input and output channels of a convolution that needs im2col.
+    min_channels_by_backend: tuple[tuple[str, int], ...] = ()
+    #: Passes with fast accumulation, on backends that have it.
+    fast_accumulation: tuple[str, ...] = ()
 
 
-#: Kind of device, dimensions of x, and whether what a row sees is one row (as of linear layers) -> pass -> unit.
+#: (device type, dimensions of x, whether it is a plain GEMM) -> pass -> backend.
 Passes = dict[tuple[str, int, bool], dict[str, str]]
 
 TOO_SMALL = "is too small to gain by it"
-TOO_NARROW = "has too few channels to gain by unfolding its kernel"
+TOO_NARROW = "has too few channels to gain by im2col"
 
 
-def work_of(op: str, settings: tuple[Any, ...], x: Tensor, w: Tensor) -> int:
-    """Multiplications of one pass."""
+def macs_of(op: str, settings: tuple[Any, ...], x: Tensor, w: Tensor) -> int:
+    """Multiply-accumulates of one pass."""
     if op == "linear":
         return x.numel() * w.shape[0]
-    work: int = x.shape[0] * math.prod(places_of(x.shape[2:], w.shape[2:], settings)) * w.numel()
-    return work
+    macs: int = x.shape[0] * math.prod(output_sizes(x.shape[2:], w.shape[2:], settings)) * w.numel()
+    return macs
 
 
-def obstacle_here(op: str, settings: tuple[Any, ...], x: Tensor, w: Tensor, terms: Terms) -> str | None:
-    """Why no pass of this product goes to the units, whatever its formats; None where they may."""
+def why_not_native(op: str, settings: tuple[Any, ...], x: Tensor, w: Tensor, terms: NativeTerms) -> str | None:
+    """Why no pass of this layer goes to a backend, whatever its formats; None where some may."""
     if op == "linear":
         if w.dim() != 2:
-            return "a weight that is no matrix has no path to the units"
+            return "a weight that is no matrix has no native path"
     else:
-        found = obstacle(settings, x, w)
-        if found is not None:
-            return found
-    if work_of(op, settings, x, w) < max(terms.work, 1):  # an empty batch has nothing to take a scale from
+        reason = why_convolution_not_native(settings, x, w)
+        if reason is not None:
+            return reason
+    if macs_of(op, settings, x, w) < max(terms.min_macs, 1):  # an empty batch has no amax to take a scale from
         return TOO_SMALL
     return None
 
 
-def obstacle_of_pass(
-    one: str, unit: str, op: str, settings: tuple[Any, ...], x: Tensor, w: Tensor, terms: Terms
+def why_pass_not_native(
+    gemm_pass: str, backend: str, op: str, settings: tuple[Any, ...], x: Tensor, w: Tensor, terms: NativeTerms
 ) -> str | None:
-    """Why that pass does not go to that unit."""
-    if work_of(op, settings, x, w) < dict(terms.works).get(unit, 0):
+    """Why that pass does not go to that backend."""
+    if macs_of(op, settings, x, w) < dict(terms.min_macs_by_backend).get(backend, 0):
         return TOO_SMALL
-    if sees_one_row(op, settings, w):
+    if is_plain_gemm(op, settings, w):
         return None
-    for name, channels in terms.channels:
-        if name == unit and min(w.shape[0], w.shape[1]) < channels:
+    for name, channels in terms.min_channels_by_backend:
+        if name == backend and min(w.shape[0], w.shape[1]) < channels:
             return TOO_NARROW
-    return obstacle_of_dgrad(settings, w) if one == "dgrad" else None
+    return why_dgrad_not_native(settings, w) if gemm_pass == "dgrad" else None
 
 
-def sees_one_row(op: str, settings: tuple[Any, ...], w: Tensor) -> bool:
+def is_plain_gemm(op: str, settings: tuple[Any, ...], w: Tensor) -> bool:
+    """Whether a row of the output depends on one row of the input: linear layers and 1x1 convolutions."""
     return op == "linear" or is_pointwise(settings, w)
 
 
-def units_here(
-    passes: Passes, op: str, settings: tuple[Any, ...], x: Tensor, w: Tensor, terms: Terms
+def backends_for_passes(
+    passes: Passes, op: str, settings: tuple[Any, ...], x: Tensor, w: Tensor, terms: NativeTerms
 ) -> dict[str, str]:
-    """Pass -> unit, for those that go to one."""
-    chosen = passes.get((x.device.type, x.dim(), sees_one_row(op, settings, w)), {})
-    if not chosen or obstacle_here(op, settings, x, w, terms) is not None:
+    """Pass -> backend, for the passes that go to one."""
+    candidates = passes.get((x.device.type, x.dim(), is_plain_gemm(op, settings, w)), {})
+    if not candidates or why_not_native(op, settings, x, w, terms) is not None:
         return {}
     return {
-        one: FASTER.get(unit, unit) if one in terms.fast_sums else unit
-        for one, unit in chosen.items()
-        if obstacle_of_pass(one, unit, op, settings, x, w, terms) is None
+        gemm_pass: FAST_VARIANTS.get(backend, backend) if gemm_pass in terms.fast_accumulation else backend
+        for gemm_pass, backend in candidates.items()
+        if why_pass_not_native(gemm_pass, backend, op, settings, x, w, terms) is None
     }

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitplan.compiler.kernel_ops import OPERATIONS, itself, list_operation
+from bitplan.compiler.kernel_ops import OPERATIONS, itself, register_kernels
 from bitplan.executions.native import float8_cast, gated_cast, norm_cast
 from bitplan.executions.native.float8_cast import NOTED
 
@@ -28,7 +28,7 @@ _LIBRARY: Any = torch.library.Library("bitplan", "FRAGMENT")  # type: ignore[no-
 
 
 @dataclass(frozen=True)
-class NotingCast:
+class RecordingCast:
     """An operation that casts, and what there is to know of it to let it note magnitudes."""
 
     name: str
@@ -86,13 +86,13 @@ class NotingCast:
 
 _GATED = (gated_cast.__name__, f"{gated_cast.__name__}_kernel")
 #: By the operation that tells.
-CASTS: dict[Any, NotingCast] = {
+CASTS: dict[Any, RecordingCast] = {
     each.plain: each
     for each in (
-        NotingCast("float8_cast", 7, (3,), 4, NOTED, (float8_cast.__name__, f"{float8_cast.__name__}_kernel")),
-        NotingCast("gated_cast", 7, (3,), 6, 1, _GATED),
-        NotingCast("gated_grads_cast", 10, (3, 7), 8, 1, _GATED),
-        NotingCast("norm_cast", 9, (3,), 4, NOTED, (norm_cast.__name__, f"{norm_cast.__name__}_kernel")),
+        RecordingCast("float8_cast", 7, (3,), 4, NOTED, (float8_cast.__name__, f"{float8_cast.__name__}_kernel")),
+        RecordingCast("gated_cast", 7, (3,), 6, 1, _GATED),
+        RecordingCast("gated_grads_cast", 10, (3, 7), 8, 1, _GATED),
+        RecordingCast("norm_cast", 9, (3,), 4, NOTED, (norm_cast.__name__, f"{norm_cast.__name__}_kernel")),
     )
 }
 
@@ -104,4 +104,4 @@ for _each in CASTS.values():
     )
     _LIBRARY.impl(_name, _each.in_torch, "CompositeExplicitAutograd")
     torch.library.register_fake(f"bitplan::{_name}", _each.of_shape, lib=_LIBRARY)
-    list_operation(_name, _each.launched, _each.is_possible, (__name__, *_each.modules))
+    register_kernels(_name, _each.launched, _each.is_possible, (__name__, *_each.modules))
