@@ -1,7 +1,7 @@
-"""Compiled graphs: what they have to check of a plan, what they keep for the backward pass, and what is fused in them.
+"""torch.compile: guards, partitioners, backends and graph passes of planned models.
 
-:mod:`~bitplan.compiler.tracing` and :mod:`~bitplan.compiler.tracing` are about torch.compile itself,
-:mod:`~bitplan.compiler.packed_backend` and :mod:`~bitplan.compiler.partitioning` about packed execution, and the rest
-about
-kernels of ours that a graph calls.
+:mod:`~bitplan.compiler.tracing` and :mod:`~bitplan.compiler.compiling` hold the settings of torch.compile itself,
+:mod:`~bitplan.compiler.partitioning`, :mod:`~bitplan.compiler.packed_backend` and
+:mod:`~bitplan.compiler.native_backend` decide which tensors a graph saves for its backward pass, and the other modules
+fuse and launch our kernels. Private torch is imported by :mod:`~bitplan.compiler.torch_private` alone.
 """

@@ -1,8 +1,8 @@
-"""The operations of ours that are Triton kernels on a GPU, and how each of them launches its kernels.
+"""Registry of the custom operations that are Triton kernels on a GPU, with the functions that launch these.
 
-An operation that a compiled graph calls as it is goes through torch's dispatcher and through Python: 50 to 70
-microseconds of the host's time on an H200, of which a step has hundreds. Inductor launches a kernel in a tenth of that
-where it knows the kernel; :mod:`bitplan.compiler.launching` shows it those of the operations that are listed here.
+A custom operation in a compiled graph goes through torch's dispatcher and through Python: 50 to 70 microseconds of host
+time per call on an H200 host, and a step has hundreds of calls. Inductor launches a Triton kernel that it sees in the
+graph in a tenth of that; :mod:`bitplan.compiler.launching` replaces the operations registered here by their launches.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from torch import Tensor, fx
 
 @dataclass(frozen=True)
 class KernelOp:
-    """``torch.ops.bitplan.<name>``, opened."""
+    """The kernels behind ``torch.ops.bitplan.<name>``."""
 
     name: str
-    #: Takes what the operation takes, and ``wrap``, through which it passes every kernel before it launches that.
+    #: Takes the operation's arguments and ``wrap``, which is applied to every kernel before its launch.
     launched: Callable[..., Any]
-    #: Whether the kernels can do it for these arguments, or else the operation itself has to see to it.
+    #: Whether the kernels support these arguments; otherwise the operation stays in the graph.
     is_possible: Callable[..., bool]
-    #: The modules where it is written down.
+    #: The modules that define it, for the cache key.
     modules: tuple[str, ...]
 
     def can_inline(self, node: fx.Node, device: str) -> bool:
-        """Whether the kernels can take the node's place: tensors on that device, of sizes that are known."""
-        values = [each.meta["val"] for each in node.all_input_nodes]
-        is_known = all(
+        """Whether the node can be replaced by launches: tensors on that device, with static shapes."""
+        values = [source.meta["val"] for source in node.all_input_nodes]
+        is_static = all(
             isinstance(value, Tensor)
             and value.device.type == device
             and all(isinstance(size, int) for size in (*value.shape, *value.stride()))
             for value in values
         )
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
-        return is_known and self.is_possible(*args, **kwargs)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+        return is_static and self.is_possible(*args, **kwargs)
 
     def sources(self) -> tuple[str, ...]:
-        """The files of these; a compiled graph that was stored holds for as long as they stay the same."""
+        """The files of its modules; a cached compiled graph is valid as long as they are unchanged."""
         specs = (find_spec(name) for name in self.modules)
         return tuple(spec.origin for spec in specs if spec is not None and spec.origin is not None)
 
 
-#: All that were listed, by name.
+#: All registered operations, by name.
 OPERATIONS: dict[str, KernelOp] = {}
 
 
@@ -61,32 +61,33 @@ def register(
     library: Any,
     name: str,
     launched: Callable[..., Any],
-    in_torch: Callable[..., Any],
-    of_shape: Callable[..., Any],
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
     modules: tuple[str, ...],
 ) -> None:
-    """Let an operation that `library` defines be kernels on a GPU and plain torch elsewhere, and list it.
+    """Implement an operation that `library` defines: kernels on a GPU, plain torch elsewhere; and register its kernels.
 
-    :param of_shape: gives results that are not computed, for tracing.
+    :param reference: the implementation in plain torch.
+    :param fake: returns uninitialised results of the right shapes, for tracing.
     """
-    library.impl(name, in_torch, "CompositeExplicitAutograd")
-    library.impl(name, _on_gpu(launched, in_torch), "CUDA")
-    torch.library.register_fake(f"bitplan::{name}", of_shape, lib=library)
+    library.impl(name, reference, "CompositeExplicitAutograd")
+    library.impl(name, _on_gpu(launched, reference), "CUDA")
+    torch.library.register_fake(f"bitplan::{name}", fake, lib=library)
     register_kernels(name, launched, lambda first, *_: first.numel() > 0, modules)
 
 
-def _on_gpu(launched: Callable[..., Any], in_torch: Callable[..., Any]) -> Callable[..., Any]:
-    """What an operation does on a GPU: launch its kernels there, on tensors that lie row by row. Nothing takes none."""
+def _on_gpu(launched: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    """The CUDA implementation: launches the kernels on contiguous tensors; empty tensors launch none."""
 
-    def computed(*given: Any) -> Any:
-        if not given[0].numel():
-            return in_torch(*given)
-        with torch.cuda.device(given[0].get_device()):
-            return launched(*(each.contiguous() if isinstance(each, Tensor) else each for each in given))
+    def launch(*args: Any) -> Any:
+        if not args[0].numel():
+            return reference(*args)
+        with torch.cuda.device(args[0].get_device()):
+            return launched(*(arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args))
 
-    return computed
+    return launch
 
 
 def itself(kernel: Any) -> Any:
-    """A kernel as it is launched without torch.compile."""
+    """The identity, as ``wrap`` of kernels that are launched without torch.compile."""
     return kernel

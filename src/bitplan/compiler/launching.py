@@ -1,8 +1,8 @@
-"""Operations of ours in a compiled graph, opened: Inductor sees their Triton kernels and launches them itself.
+"""A graph pass of Inductor that replaces custom operations by launches of their Triton kernels.
 
-Until a graph is cut into forward and backward the operations stay as they are, since the rules for what is kept and
-what is computed again go by them. Then each is replaced by what it does: tensors that are allocated, and launches. Only
-the time that the host takes changes; the kernels are the same.
+Until a graph is partitioned into forward and backward the operations stay, because the partitioners look for them. Then
+each is replaced by its allocations and launches, which Inductor generates itself. Only host time changes; the kernels
+are the same.
 """
 
 from __future__ import annotations
@@ -40,22 +40,23 @@ from bitplan.compiler.torch_private import (
     triton_kernel_wrapper_functional,
 )
 
-#: Whether compiled graphs launch the kernels themselves; to compare, or where a version of torch cannot.
+#: Whether compiled graphs launch the kernels themselves; a switch for comparisons, and for torch versions that cannot.
 INLINES_KERNELS = True
-#: The option of Inductor that holds the pass.
+#: The Inductor option that holds the pass.
 OPTION = "post_grad_custom_pre_pass"
-_TOLD_ON = ("stack_trace", "nn_module_stack", "seq_nr", "partitioner_tag")
+#: Metadata that a replaced node passes on.
+_PROVENANCE = ("stack_trace", "nn_module_stack", "seq_nr", "partitioner_tag")
 
 
 class KernelInliningPass(CustomGraphPass):
-    """:func:`inline_kernels` as Inductor takes it, after the passes that somebody else had set."""
+    """The fusions and :func:`inline_kernels` as one Inductor pass, after the passes that the user has set."""
 
     def __init__(self, earlier: Iterable[Callable[[fx.Graph], None]] = ()) -> None:
         self.earlier = tuple(earlier)
 
     def __call__(self, graph: fx.Graph) -> None:
-        for each in self.earlier:
-            each(graph)
+        for graph_pass in self.earlier:
+            graph_pass(graph)
         torch_patches.apply(cache_access_analyses)
         fuse_gates(graph)
         fuse_norms(graph)
@@ -64,8 +65,8 @@ class KernelInliningPass(CustomGraphPass):
         inline_kernels(graph)
 
     def uuid(self) -> Any:
-        """What Inductor's caches know it by; None, which turns them off, where an earlier pass has no such word."""
-        others = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.earlier]
+        """The cache key; None, which disables Inductor's caches, where an earlier pass has none."""
+        others = [earlier.uuid() if isinstance(earlier, CustomGraphPass) else None for earlier in self.earlier]
         files = (source for operation in OPERATIONS.values() for source in operation.sources())
         rewriting = (patterns, gated_fusing, norm_fusing, record_noting, amax_joining)
         rules = (__file__, kernel_operations.__file__, *(module.__file__ for module in rewriting))
@@ -74,7 +75,7 @@ class KernelInliningPass(CustomGraphPass):
         ours = get_hash_for_files((*rules, *dict.fromkeys(files)), switches)
         return None if None in others else (ours, *others)
 
-    # torch.compile compares the options of two calls to tell whether a graph can be used again.
+    # torch.compile compares the options of two calls to decide whether a graph can be reused.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, KernelInliningPass) and self.earlier == other.earlier
 
@@ -83,54 +84,55 @@ class KernelInliningPass(CustomGraphPass):
 
 
 def with_kernel_inlining(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Options of Inductor, with the pass behind what is set there or, if nothing is, for all of Inductor."""
+    """Inductor options with the pass added after the passes that these options, or Inductor's global ones, have."""
     settings = dict(options or {})
-    theirs = settings.get(OPTION, getattr(inductor_config, OPTION))
-    earlier = theirs if isinstance(theirs, (list, tuple)) else () if theirs is None else (theirs,)
-    if not INLINES_KERNELS or any(isinstance(each, KernelInliningPass) for each in earlier):
+    present = settings.get(OPTION, getattr(inductor_config, OPTION))
+    earlier = present if isinstance(present, (list, tuple)) else () if present is None else (present,)
+    if not INLINES_KERNELS or any(isinstance(graph_pass, KernelInliningPass) for graph_pass in earlier):
         return settings
-    if isinstance(theirs, (list, tuple)):  # later versions of torch take several
+    if isinstance(present, (list, tuple)):  # newer torch versions take several passes
         return settings | {OPTION: [*earlier, KernelInliningPass()]}
     return settings | {OPTION: KernelInliningPass(earlier)}
 
 
 def inline_kernels(graph: fx.Graph, device: str = "cuda", operations: Mapping[str, KernelOp] = OPERATIONS) -> int:
-    """Replace each operation of ours on that device by its launches, where these are possible. How many there were."""
-    known = {getattr(torch.ops.bitplan, name).default: each for name, each in operations.items()}
-    found = 0
+    """Replace custom operations on that device by their launches, where possible. Returns how many were replaced."""
+    by_target = {getattr(torch.ops.bitplan, name).default: operation for name, operation in operations.items()}
+    count = 0
     written: set[fx.Node] = set()
     for node in list(graph.nodes):
-        operation = known.get(node.target) if node.op == "call_function" else None
+        operation = by_target.get(node.target) if node.op == "call_function" else None
         if operation is not None and operation.can_inline(node, device):
-            for launch in _open(graph, node, operation):
-                _write_inputs(graph, launch, written)
-            found += 1
-    return found
+            for launch in _inline(graph, node, operation):
+                _materialize_inputs(graph, launch, written)
+            count += 1
+    return count
 
 
-def _open(graph: fx.Graph, node: fx.Node, operation: KernelOp) -> list[fx.Node]:
-    """Trace what the operation does to its inputs, and put that in its place. The launches in it."""
+def _inline(graph: fx.Graph, node: fx.Node, operation: KernelOp) -> list[fx.Node]:
+    """Trace the operation's launches on its inputs and insert them in its place. Returns the launches."""
     inputs = list(dict.fromkeys(node.all_input_nodes))
-    numbers = {each: number for number, each in enumerate(inputs)}
+    positions = {source: position for position, source in enumerate(inputs)}
 
     def launched(*values: Tensor) -> Any:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: values[numbers[each]])
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: values[positions[source]])
         return operation.launched(*args, **kwargs, wrap=torch.library.wrap_triton)
 
-    values = [each.meta["val"] for each in inputs]
+    values = [source.meta["val"] for source in inputs]
     mode = detect_fake_mode(values)
     assert mode is not None
     with mode:
         functional = torch.func.functionalize(launched)
         traced = make_fx(functional, decomposition_table=select_decomp_table())(*values)
-    placeholders = [each for each in traced.graph.nodes if each.op == "placeholder"]
+    placeholders = [traced_node for traced_node in traced.graph.nodes if traced_node.op == "placeholder"]
     copies = dict(zip(placeholders, inputs, strict=True))
     with graph.inserting_before(node):
-        for each in traced.graph.nodes:
-            # What is written into an input is a result, too; the graph says itself what becomes of it.
-            if each.op not in ("placeholder", "output") and each.target is not torch.ops.aten.copy_.default:
-                copies[each] = graph.node_copy(each, copies.__getitem__)
-                copies[each].meta.update({key: node.meta[key] for key in _TOLD_ON if key in node.meta})
+        for traced_node in traced.graph.nodes:
+            # Mutated inputs are results, too, and the outer graph copies them back itself.
+            is_copy = traced_node.target is torch.ops.aten.copy_.default
+            if traced_node.op not in ("placeholder", "output") and not is_copy:
+                copies[traced_node] = graph.node_copy(traced_node, copies.__getitem__)
+                copies[traced_node].meta.update({key: node.meta[key] for key in _PROVENANCE if key in node.meta})
     results: Any = fx.map_arg(traced.graph.output_node().args[0], copies.__getitem__)
     if isinstance(results, fx.Node):
         node.replace_all_uses_with(results)
@@ -139,46 +141,47 @@ def _open(graph: fx.Graph, node: fx.Node, operation: KernelOp) -> list[fx.Node]:
         user.replace_all_uses_with(results[user.args[1]])
         graph.erase_node(user)
     graph.erase_node(node)
-    return [each for each in copies.values() if each.target is triton_kernel_wrapper_functional]
+    return [copied for copied in copies.values() if copied.target is triton_kernel_wrapper_functional]
 
 
-def _write_inputs(graph: fx.Graph, launch: fx.Node, written: set[fx.Node]) -> None:
-    """Have Inductor write the tensors that a kernel reads into memory once, and not for each argument that they are.
+def _materialize_inputs(graph: fx.Graph, launch: fx.Node, written: set[fx.Node]) -> None:
+    """Make Inductor write a kernel's inputs to memory once, instead of once per argument.
 
-    So it does by itself with what operations read that it does not know.
+    For inputs of operations that it does not know Inductor does so by itself.
     """
     kinds = get_default_op_list()
-    told: dict[str, Any] = launch.kwargs
-    given = told["kwargs"]
-    own = [given[name] for name in told["tensors_to_clone"]]
-    for source in dict.fromkeys(each for each in given.values() if isinstance(each, fx.Node) and each not in own):
+    options: dict[str, Any] = launch.kwargs
+    arguments = options["kwargs"]
+    mutated = [arguments[name] for name in options["tensors_to_clone"]]
+    inputs = (value for value in arguments.values() if isinstance(value, fx.Node) and value not in mutated)
+    for source in dict.fromkeys(inputs):
         while kinds.is_view(source):
             source = source.all_input_nodes[0]
         value = source.meta["val"]
-        is_there = source in written or source.op == "placeholder" or _is_of_launch(source)
-        if is_there or not torch.ops.aten.is_non_overlapping_and_dense.default(value):
+        is_in_memory = source in written or source.op == "placeholder" or _is_launch_result(source)
+        if is_in_memory or not torch.ops.aten.is_non_overlapping_and_dense.default(value):
             continue
         with graph.inserting_after(source):
-            whole = graph.call_function(force_stride_order)
-        whole.meta.update({key: source.meta[key] for key in ("val", *_TOLD_ON) if key in source.meta})
-        source.replace_all_uses_with(whole)
-        whole.args = (source, value.stride())
-        written.add(whole)
+            dense = graph.call_function(force_stride_order)
+        dense.meta.update({key: source.meta[key] for key in ("val", *_PROVENANCE) if key in source.meta})
+        source.replace_all_uses_with(dense)
+        dense.args = (source, value.stride())
+        written.add(dense)
 
 
-def _is_of_launch(node: fx.Node) -> bool:
+def _is_launch_result(node: fx.Node) -> bool:
     return node.target is operator.getitem and node.all_input_nodes[0].target is triton_kernel_wrapper_functional
 
 
 def cache_access_analyses() -> Undo:
-    """A patch of torch: it looks once, and not at each launch, what a kernel of ours writes with arguments of the same
-    kinds.
+    """A patch of torch: caches the analysis of which tensors a kernel of ours writes, by the dtypes of its arguments.
 
-    It translates the kernel to see, three times for every launch in a graph: of some hundred launches, a minute.
+    torch compiles the kernel to Triton IR for it, three times for every launch in a graph: about a minute for some
+    hundred launches.
     """
     restore = [
-        replace_attribute(triton_kernel_wrap, name, _remembering(look))
-        for name, look in triton_access_analyses().items()
+        replace_attribute(triton_kernel_wrap, name, _cached(analyse))
+        for name, analyse in triton_access_analyses().items()
     ]
 
     def undo() -> None:
@@ -188,26 +191,26 @@ def cache_access_analyses() -> Undo:
     return undo
 
 
-def _remembering(look: Callable[..., Any]) -> Callable[..., Any]:
-    seen: dict[Any, Any] = {}
+def _cached(analyse: Callable[..., Any]) -> Callable[..., Any]:
+    results: dict[Any, Any] = {}
 
-    @functools.wraps(look)
-    def looked(kernel: Any, kwargs: dict[str, Any], *rest: Any) -> Any:
+    @functools.wraps(analyse)
+    def cached(kernel: Any, kwargs: dict[str, Any], *rest: Any) -> Any:
         function = kernel
         while hasattr(function, "fn"):
             function = function.fn
         if not function.__module__.startswith("bitplan.") or any(rest):
-            return look(kernel, kwargs, *rest)
-        key = (function, *((name, _kind_of(value)) for name, value in kwargs.items()))
-        if key not in seen:
-            seen[key] = look(kernel, kwargs, *rest)
-        return seen[key]
+            return analyse(kernel, kwargs, *rest)
+        key = (function, *((name, _argument_key(value)) for name, value in kwargs.items()))
+        if key not in results:
+            results[key] = analyse(kernel, kwargs, *rest)
+        return results[key]
 
-    return looked
+    return cached
 
 
-def _kind_of(value: Any) -> str:
-    """What a kernel's code depends on: a tensor's type, the value of anything else."""
+def _argument_key(value: Any) -> str:
+    """The part of an argument that the kernel's code depends on: a tensor's dtype, the value of anything else."""
     if isinstance(value, Tensor):
         return str(value.dtype)
     return str(value.get_dtype()) if hasattr(value, "get_dtype") else repr(value)

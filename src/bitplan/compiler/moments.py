@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bitplan.compiler.kernel_ops import itself, register_kernels
 
-# Defined by hand: torch's decorator for custom operations looks at every result of every call.
+# Defined by hand: torch.library.custom_op checks every result of every call for aliases.
 _LIBRARY: Any = torch.library.Library("bitplan", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
     "coded_moments(Tensor y, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
@@ -20,12 +20,12 @@ _LIBRARY.define(
 def coded_moments(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, variance, mean) of `y`, (samples, channels, height, width): its values in a float8 type, saturating, and
     of these the moments of each channel, shaped (1, channels, 1, 1), the variance without Bessel's correction."""
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.bitplan.coded_moments(y, dtype)
-    return found
+    moments: tuple[Tensor, Tensor, Tensor] = torch.ops.bitplan.coded_moments(y, dtype)
+    return moments
 
 
 def plain_coded_moments(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The same by plain operations, to read and to compare with."""
+    """The reference implementation in plain torch."""
     largest = torch.finfo(dtype).max
     code = y.clamp(-largest, largest).to(dtype)
     var, mean = torch.var_mean(code.float(), (0, 2, 3), correction=0, keepdim=True)
@@ -33,14 +33,14 @@ def plain_coded_moments(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, 
 
 
 def _on_gpu(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    if not _is_side_by_side(y):
+    if not _is_channels_last(y):
         return plain_coded_moments(y, dtype)
     with torch.cuda.device(y.get_device()):
         return _launched(y, dtype)
 
 
-def _is_side_by_side(y: Tensor, *_: Any) -> bool:
-    """Whether there is something, the channels of which follow each other in memory."""
+def _is_channels_last(y: Tensor, *_: Any) -> bool:
+    """Whether the tensor is not empty and has channels last."""
     return y.numel() > 0 and y.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -50,12 +50,12 @@ def _launched(y: Tensor, dtype: torch.dtype, wrap: Any = itself) -> tuple[Tensor
     return coded_moments_by_kernel(wrap, y, dtype)
 
 
-def _of_shape(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_moments(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     var = y.new_empty((1, y.shape[1], 1, 1), dtype=torch.float32)
     return torch.empty_like(y, dtype=dtype), var, torch.empty_like(var)
 
 
 _LIBRARY.impl("coded_moments", plain_coded_moments, "CompositeExplicitAutograd")
 _LIBRARY.impl("coded_moments", _on_gpu, "CUDA")
-torch.library.register_fake("bitplan::coded_moments", _of_shape, lib=_LIBRARY)
-register_kernels("coded_moments", _launched, _is_side_by_side, (__name__, f"{__name__}_kernel"))
+torch.library.register_fake("bitplan::coded_moments", _fake_moments, lib=_LIBRARY)
+register_kernels("coded_moments", _launched, _is_channels_last, (__name__, f"{__name__}_kernel"))

@@ -1,4 +1,4 @@
-"""Work that Inductor would do in several passes over memory, handed to operations that do it in one."""
+"""Fusions around batch norm in packed execution: codes and moments in one pass over memory, and folded batch norms."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _aten: Any = torch.ops.aten
 _convert: Any = torch.ops.prims.convert_element_type.default
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _HALF = (torch.bfloat16, torch.float16)
-#: From so many elements on, the pass that is saved takes longer than it takes the host to call an operation of ours.
-LEAST = 1 << 25
-#: The mark of a node that is kept for the backward pass whatever it costs to compute.
+#: From this size on the saved pass over memory takes longer than the host needs to call a custom operation.
+MIN_ELEMENTS = 1 << 25
+#: Metadata key of a node that is always saved for the backward pass.
 KEPT = "bitplan_kept"
 
 
-def fuse_moments(graph: fx.Graph, device: str = "cuda", least: int = LEAST) -> int:
-    """In the forward graph of packed execution: where a tensor of at least so many elements is rounded to float8 and
-    batch norm wants the moments of the rounded values, make codes and moments in one pass. How many there were.
+def fuse_moments(graph: fx.Graph, device: str = "cuda", min_elements: int = MIN_ELEMENTS) -> int:
+    """Fuse the rounding of a tensor to float8 with the moments of the rounded values that batch norm needs.
 
-    Only of 16-bit tensors: sums are added up in another order, and packed float32 equals emulation bit for bit.
+    In the forward graph of packed execution. Only of 16-bit tensors: the order of summation changes, and packed float32
+    equals emulation bit for bit. Returns the number of fusions.
     """
-    found = 0
+    count = 0
     for node in list(graph.nodes):
         code = _rounded_before(node) if _is_moments(node) else None
-        if code is None or code.meta["val"].device.type != device or code.meta["val"].numel() < least:
+        if code is None or code.meta["val"].device.type != device or code.meta["val"].numel() < min_elements:
             continue
         values = (code.meta["val"], *node.meta["val"])
         with graph.inserting_before(code):
@@ -41,21 +41,21 @@ def fuse_moments(graph: fx.Graph, device: str = "cuda", least: int = LEAST) -> i
             graph.erase_node(user)
         code.replace_all_uses_with(parts[0])
         graph.erase_node(node)
-        found += 1
-    if found:
+        count += 1
+    if count:
         graph.eliminate_dead_code()
-    return found
+    return count
 
 
 def fold_batch_norms(graph: fx.Graph) -> int:
-    """In the joint graph of packed execution: let batch norm be one factor and one summand for each channel, which are
-    kept. How many there were.
+    """Fold batch norm into one factor and one summand per channel, which are saved. Returns the number of folds.
 
-    Batch norm is computed again in backward, and there every element would read five tensors (itself, mean, variance,
-    weight and bias) and take a root: so many readers that Inductor writes results into memory which it could compute
-    where they are wanted, at the peak of the step. Folded it reads three. Only of 16-bit tensors, as above.
+    In the joint graph of packed execution. Batch norm is recomputed in the backward pass, where every element would
+    read five tensors (itself, mean, variance, weight and bias) and take a root. With that many readers Inductor writes
+    intermediate results to memory, at the peak of the step. Folded, an element reads three. Only of 16-bit tensors, as
+    above.
     """
-    found = 0
+    count = 0
     for node in list(graph.nodes):
         parts = _normalised(node)
         if parts is None:
@@ -71,10 +71,10 @@ def fold_batch_norms(graph: fx.Graph) -> int:
         for small in (factor, summand):
             small.meta[KEPT] = True
         node.replace_all_uses_with(folded)
-        found += 1
-    if found:
+        count += 1
+    if count:
         graph.eliminate_dead_code()
-    return found
+    return count
 
 
 def _normalised(node: fx.Node) -> tuple[fx.Node, ...] | None:
@@ -91,7 +91,7 @@ def _normalised(node: fx.Node) -> tuple[fx.Node, ...] | None:
     if not isinstance(value, Tensor) or value.dim() != 4 or value.dtype not in _HALF:
         return None
     channels = (value.shape[1], 1, 1)
-    small = (tuple(each.meta["val"].shape[-3:]) for each in (mean, deviation, weight, bias))
+    small = (tuple(parameter.meta["val"].shape[-3:]) for parameter in (mean, deviation, weight, bias))
     return (x, mean, deviation, weight, bias) if all(shape == channels for shape in small) else None
 
 
@@ -99,13 +99,13 @@ def _inputs_of(node: fx.Node | None, target: Any) -> tuple[fx.Node | None, fx.No
     """Both operands, where `node` is that operation of two tensors."""
     if node is None or node.target is not target or len(node.args) != 2 or node.kwargs:
         return None, None
-    one, other = node.args
-    return (one, other) if isinstance(one, fx.Node) and isinstance(other, fx.Node) else (None, None)
+    left, right = node.args
+    return (left, right) if isinstance(left, fx.Node) and isinstance(right, fx.Node) else (None, None)
 
 
-def _call(graph: fx.Graph, target: Any, *given: fx.Node) -> fx.Node:
-    node = graph.call_function(target, given)
-    node.meta["val"] = target(*(each.meta["val"] for each in given))
+def _call(graph: fx.Graph, target: Any, *args: fx.Node) -> fx.Node:
+    node = graph.call_function(target, args)
+    node.meta["val"] = target(*(arg.meta["val"] for arg in args))
     return node
 
 
@@ -120,18 +120,18 @@ def _is_moments(node: fx.Node) -> bool:
     if node.target is not torch.ops.aten.var_mean.correction:
         return False
     dims = node.args[1] if len(node.args) > 1 else None
-    wanted = {"correction": 0, "keepdim": True}
-    return dims == [0, 2, 3] and dict(node.kwargs) == wanted and all(len(user.args) == 2 for user in node.users)
+    options = {"correction": 0, "keepdim": True}
+    return dims == [0, 2, 3] and dict(node.kwargs) == options and all(len(user.args) == 2 for user in node.users)
 
 
 def _rounded_before(node: fx.Node) -> fx.Node | None:
     """The conversion to float8 whose values arrive at `node`; None where there is none, or of a 32-bit tensor."""
     source: Any = node.args[0]
     while isinstance(source, fx.Node) and source.target is _convert:
-        given: Any = source.args[0]
+        converted: Any = source.args[0]
         if source.args[1] in _FLOAT8:
-            value = given.meta.get("val")
+            value = converted.meta.get("val")
             is_half = isinstance(value, Tensor) and value.dtype in _HALF and value.dim() == 4
             return source if is_half else None
-        source = given
+        source = converted
     return None

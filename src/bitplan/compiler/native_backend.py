@@ -1,9 +1,9 @@
-"""Inductor, with the graph of a native model cut so that its backward pass keeps little.
+"""The backend of compiled native models: Inductor, with a partitioner that recomputes instead of saving.
 
-Codes of products' operands cost a byte an element. Where a linear layer's input is a norm or an activation function of
-something that the backward pass keeps anyway, computing it again and casting it again costs time instead
-(``recompute="inputs"``). Products of the codes can be made again, too (``recompute="products"``). Activations
-that the plan rounds are kept as their codes, as packed execution keeps them.
+Saved codes of GEMM operands cost a byte per element. Where a linear layer's input is a norm or an activation function
+of a tensor that is saved anyway, it can be recomputed and cast again (``recompute="inputs"``). GEMMs of saved codes can
+be recomputed, too (``recompute="products"``). Activations that the plan rounds are saved as codes, as in packed
+execution.
 """
 
 from __future__ import annotations
@@ -40,74 +40,73 @@ from bitplan.compiler.torch_private import (
     min_cut_rematerialization_partition,
 )
 
-#: Where a cast's arguments name the tensor that it waits for.
+#: Position of a cast's argument `after`, the tensor that it waits for.
 _AFTER = [argument.name for argument in torch.ops.bitplan.float8_cast.default._schema.arguments].index("after")
 
-#: Under this name a node remembers what it was traced with; Inductor lays out its arguments like that.
-_SEEN = "eager_input_vals"
+#: Key of a node's metadata: the arguments it was traced with, whose memory layout Inductor reproduces.
+_TRACED_ARGUMENTS = "eager_input_vals"
 
 
 @dataclass(frozen=True)
 class RecomputePolicy:
-    """What a native graph keeps less of."""
+    """What a native graph recomputes, and what it saves as codes."""
 
-    #: Inputs of linear layers are computed and cast again.
+    #: Inputs of linear layers are recomputed and cast again.
     inputs: bool = True
-    #: So are halves of gates, by their products.
+    #: The GEMMs of gate halves are recomputed.
     products: bool = False
-    #: Activations that the plan has rounded are kept as codes.
+    #: Activations that the plan rounds are saved as codes.
     codes: bool = False
 
     @property
     def is_plain(self) -> bool:
-        """Whether torch's own cut will do."""
+        """Whether torch's default partitioner does it."""
         return not (self.inputs or self.products or self.codes)
 
 
 class RecomputePartitioner(CustomPartitionerFn):
-    """Torch's partitioner, told what to keep and what to compute again."""
+    """Torch's min-cut partitioner, with nodes marked to be saved or recomputed."""
 
-    def __init__(self, sparing: RecomputePolicy = RecomputePolicy()) -> None:  # noqa: B008 - it is frozen
-        self.sparing = sparing
+    def __init__(self, policy: RecomputePolicy = RecomputePolicy()) -> None:  # noqa: B008 - it is frozen
+        self.policy = policy
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        gm.graph = fx_graph_cse(gm.graph)  # as torch's partitioner does first: marks on twins would be lost
-        if self.sparing.codes:
+        gm.graph = fx_graph_cse(gm.graph)  # torch's partitioner does it first: marks on duplicates would be lost
+        if self.policy.codes:
             if fold_batch_norms(gm.graph):
                 gm.recompile()
             mark_saved_nodes(gm.graph)
-        if self.sparing.inputs:
+        if self.policy.inputs:
             mark_recomputed_inputs(gm.graph)
             order_recasts(gm.graph)
-        if self.sparing.products:
+        if self.policy.products:
             mark_recomputed_products(gm.graph)
         with functorch_config.patch(PARTITIONER_OPTIONS):
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        if self.sparing.codes and fuse_moments(forward.graph):
+        if self.policy.codes and fuse_moments(forward.graph):
             forward.recompile()
         return forward, backward
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__, partitioning.__file__, fusing.__file__), str(self.sparing))
+        return get_hash_for_files((__file__, partitioning.__file__, fusing.__file__), str(self.policy))
 
 
 def mark_recomputed_inputs(graph: fx.Graph) -> None:
-    """Set torch's own marks for selective checkpointing on what leads to a cast of the backward pass.
+    """Mark the inputs of casts in the backward pass to be recomputed, with torch's selective-checkpointing metadata.
 
-    From each such cast back to what the backward pass reads for another reason, or what is not cheap, or is small: the
-    moments of a norm are kept. One of several results is marked with the operation that made them, which cannot be
-    kept: torch finds no cut where only the result is marked, and the operation is one that it would not run again.
-    Masks are torch's choice: dropout's are made of random numbers, which would be kept instead, in four times the
-    bytes.
+    Marks from each such cast back to nodes that the backward pass reads for another reason, that are expensive, or that
+    are small: the moments of a norm are saved. A getitem is marked together with the operation behind it: torch finds
+    no cut where only the getitem is marked. Masks are left to torch: dropout's are made of random numbers, which would
+    be saved instead, in four times the bytes.
     """
     kinds = get_default_op_list()
     backward = backward_nodes(graph)
     casts = {node for node in backward if node.target is torch.ops.bitplan.float8_cast.default}
-    waiting = [cast.args[0] for cast in casts]
-    while waiting:
-        node = waiting.pop()
+    pending = [cast.args[0] for cast in casts]
+    while pending:
+        node = pending.pop()
         if not isinstance(node, fx.Node) or node.op != "call_function" or node in backward or "recompute" in node.meta:
             continue
         is_read = any(user in backward and user not in casts for user in _readers(node))
@@ -120,47 +119,50 @@ def mark_recomputed_inputs(graph: fx.Graph) -> None:
             continue
         _mark(node)
         _mark(made_by)
-        waiting.extend(made_by.all_input_nodes)
+        pending.extend(made_by.all_input_nodes)
 
 
 def mark_recomputed_products(graph: fx.Graph) -> None:
-    """The same for products: of several of one input all but the first, where only pointwise operations read them.
+    """Mark GEMMs to be recomputed: of several with one input all but the first, if only pointwise operations read them.
 
-    Those are the halves of a gate, the largest tensors of a perceptron. The operands' codes are made again with them.
+    Those are the halves of a gate, the largest tensors of an MLP. Their operands are cast again.
     """
     kinds = get_default_op_list()
     backward = backward_nodes(graph)
-    of_input: dict[Any, list[fx.Node]] = {}
+    gemms_by_input: dict[Any, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.target is torch.ops.aten._scaled_mm.default and node not in backward:
-            of_input.setdefault(node.args[0], []).append(node)
-    others = (product for readers in of_input.values() for product in readers[1:])
-    waiting = [product for product in others if all(map(kinds.is_fusible, _readers(product)))]
-    while waiting:
-        node = waiting.pop()
+            gemms_by_input.setdefault(node.args[0], []).append(node)
+    others = (gemm for gemms in gemms_by_input.values() for gemm in gemms[1:])
+    pending = [gemm for gemm in others if all(map(kinds.is_fusible, _readers(gemm)))]
+    while pending:
+        node = pending.pop()
         is_cast = node.target is torch.ops.bitplan.float8_cast.default
         if node.op != "call_function" or "recompute" in node.meta or not (is_cast or elements_of(node) > 1):
             continue
         _mark(node)
-        waiting.extend([] if is_cast else node.all_input_nodes)  # what is cast is kept, or marked already
+        pending.extend([] if is_cast else node.all_input_nodes)  # a cast's input is saved, or marked already
 
 
 def order_recasts(graph: fx.Graph) -> None:
-    """Of what a layer casts when its gradient comes, let the others wait for the largest that is cast again.
+    """Order the casts of a layer's backward pass: the largest tensor that is cast again comes first.
 
-    Else Inductor would compute a gate's result once more together with the gate's gradients, which have the same
-    factors: then all of these lie in memory at once, in full.
+    Otherwise Inductor fuses the recomputation of a gate's output with the gate's gradients, which have the same
+    factors, and all of them are in memory at once, in full precision.
     """
-    again: dict[fx.Node, list[fx.Node]] = {}
+    recasts: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.target is torch.ops.bitplan.float8_cast.default and isinstance(after := _after(node), fx.Node):
-            again.setdefault(after, []).append(node)
-    for gradient, casts in again.items():
+            recasts.setdefault(after, []).append(node)
+    for gradient, casts in recasts.items():
         first, *others = sorted(casts, key=lambda cast: -elements_of(cast.all_input_nodes[0]))
         part = next(iter(first.users))
-        waiting = [*others, *(each for each in _readers(gradient) if each.target is first.target and each not in casts)]
+        waiting = [
+            *others,
+            *(reader for reader in _readers(gradient) if reader.target is first.target and reader not in casts),
+        ]
         earliest = min(waiting, default=first)
-        if earliest < first and all(given < earliest for given in first.all_input_nodes):
+        if earliest < first and all(source < earliest for source in first.all_input_nodes):
             earliest.prepend(first)
             earliest.prepend(part)
         for other in waiting:
@@ -168,15 +170,15 @@ def order_recasts(graph: fx.Graph) -> None:
                 _wait_for(other, part)
 
 
-def _wait_for(cast: fx.Node, what: fx.Node) -> None:
-    cast.args = (*_filled(cast.args), what)
-    if _SEEN in cast.meta:
-        args, kwargs = cast.meta[_SEEN]
-        cast.meta[_SEEN] = (*_filled(args), what.meta["val"]), kwargs
+def _wait_for(cast: fx.Node, awaited: fx.Node) -> None:
+    cast.args = (*_filled(cast.args), awaited)
+    if _TRACED_ARGUMENTS in cast.meta:
+        args, kwargs = cast.meta[_TRACED_ARGUMENTS]
+        cast.meta[_TRACED_ARGUMENTS] = (*_filled(args), awaited.meta["val"]), kwargs
 
 
 def _filled(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A cast's arguments before the last: what was not given has been left out."""
+    """A cast's arguments before `after`, with None for those that were left out."""
     return (*args[:_AFTER], *[None] * (_AFTER - len(args)))
 
 
@@ -185,7 +187,7 @@ def _after(cast: fx.Node) -> Any:
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """What reads a node, behind views of it."""
+    """The readers of a node and of its views."""
     for user in node.users:
         if get_default_op_list().is_view(user):
             yield from _readers(user)
@@ -204,15 +206,14 @@ def _mark(node: fx.Node) -> None:
 
 
 @cache
-def native_backend(sparing: RecomputePolicy) -> Callable[..., Callable[..., Any]]:
-    """The backend of torch.compile that cuts graphs so; the same one for the same settings, so that graphs are found
-    again."""
+def native_backend(policy: RecomputePolicy) -> Callable[..., Callable[..., Any]]:
+    """The torch.compile backend of a policy; cached, because torch reuses graphs only of the same backend object."""
 
     def compile_native(
         gm: fx.GraphModule, example_inputs: Any, mode: str | None = None, options: dict[str, Any] | None = None
     ) -> Callable[..., Any]:
-        cut = {"custom_partitioner_fn": RecomputePartitioner(sparing)}
-        settings = {**list_mode_options(mode or "default"), **with_kernel_inlining(options), **cut}
+        partitioning_options = {"custom_partitioner_fn": RecomputePartitioner(policy)}
+        settings = {**list_mode_options(mode or "default"), **with_kernel_inlining(options), **partitioning_options}
         compiled: Any = compile_fx(gm, example_inputs, config_patches=settings)
         return compiled  # type: ignore[no-any-return]
 

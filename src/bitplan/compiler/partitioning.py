@@ -1,16 +1,16 @@
-"""What a compiled graph keeps for its backward pass (compiled execution ``packed``).
+"""Which tensors a compiled packed model saves for its backward pass.
 
-torch.compile cuts the graph of forward and backward in two, and what crosses the cut is kept in memory. Its own rule
-weighs bytes but refuses to recompute much, and then keeps tensors in full that could be had from their codes. Here the
-codes decide:
+torch.compile partitions the joint graph into forward and backward; tensors that cross the cut are saved. Its min-cut
+rule minimises bytes but avoids recomputation, and so saves tensors in full precision that could be restored from their
+codes. Here the codes decide:
 
-* a code that only heavy work can bring back (a product's rounded output) is kept;
-* what pointwise operations make of kept codes is computed again, further codes among them;
-* after :data:`LONGEST_CHAIN` codes in a row the next one is kept. Without that, a residual network would be recomputed
-  from its first layer on when backward begins, and all of it would lie in memory in full at once.
+* a code that only expensive operations can restore (a GEMM's rounded output) is saved;
+* pointwise results of saved codes, further codes among them, are recomputed;
+* after :data:`LONGEST_CHAIN` recomputed codes in a row the next one is saved. Without that, the backward pass of a
+  residual network would begin by recomputing it from the first layer on, with all of it in memory at once.
 
-Reductions (means, scales) are small and kept, and so are casts of small parameters and inputs, as autocast makes them:
-to launch their kernels again would take longer than the bytes are worth. Everything else is torch's own choice.
+Reductions (means, scales) are small and saved, and so are casts of small parameters and inputs, as autocast makes them:
+launching their kernels again costs more than the bytes are worth. Everything else is left to torch.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from bitplan.compiler.torch_private import (
     min_cut_rematerialization_partition,
 )
 
-#: How many codes in a row are computed again rather than kept.
+#: The most codes in a row that are recomputed rather than saved.
 LONGEST_CHAIN = 2
-#: Parameters of at most so many elements are kept as they are cast.
+#: Casts of parameters with at most this many elements are saved.
 LARGEST_CAST = 1 << 20
 #: A tensor with at most this share of the elements of its inputs is small.
 SMALL_SHARE = 1 / 8
 _CODE_TYPES = frozenset((torch.uint8, torch.int8, torch.int16, torch.float8_e4m3fn, torch.float8_e5m2))
-#: Operations that move values about, which torch's rule does not count among the cheap ones.
+#: Operations that only move values, which torch does not list as recomputable.
 _REARRANGING = frozenset(
     getattr(torch.ops.aten, name) for name in ("cat", "constant_pad_nd", "copy", "stack", "unbind")
 )
-#: What torch's rule is relieved of: recomputation that ends in a product's operand, and long chains of it.
+#: Options of torch's partitioner: allow recomputation that ends in a GEMM operand, and long chains of it.
 PARTITIONER_OPTIONS = {"ban_recompute_long_fusible_chains": False, "ban_recompute_materialized_backward": False}
 
 
 class PackedPartitioner(CustomPartitionerFn):
-    """Torch's partitioner, told which nodes to keep and which to compute again."""
+    """Torch's min-cut partitioner, with nodes marked to be saved or recomputed."""
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -68,55 +68,55 @@ class PackedPartitioner(CustomPartitionerFn):
 
 
 def mark_saved_nodes(graph: fx.Graph) -> None:
-    """Set torch's own marks for selective checkpointing on the nodes of a joint graph."""
+    """Mark the nodes of a joint graph as saved or recomputed, with torch's selective-checkpointing metadata."""
     backward = backward_nodes(graph)
     forward = [node for node in graph.nodes if node not in backward and node.op == "call_function"]
-    again = _Recomputable(forward)
-    wanted = [given for node in backward for given in node.all_input_nodes if given not in backward]
+    recomputable = _Recomputable(forward)
+    pending = [source for node in backward for source in node.all_input_nodes if source not in backward]
     seen: set[fx.Node] = set()
-    while wanted:
-        node = wanted.pop()
+    while pending:
+        node = pending.pop()
         if node in seen:
             continue
         seen.add(node)
-        if node in again.kept or _is_small_cast(node) or node.meta.get(KEPT):
+        if node in recomputable.saved or _is_small_cast(node) or node.meta.get(KEPT):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        elif node in again.levels and node.op == "call_function":
+        elif node in recomputable.levels and node.op == "call_function":
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
             node.meta.setdefault("ac_graph_id", 0)
-            wanted.extend(node.all_input_nodes)
+            pending.extend(node.all_input_nodes)
 
 
 class _Recomputable:
-    """Which nodes of the forward pass can be had cheaply in the backward pass, and by way of how many codes."""
+    """Which forward nodes the backward pass can cheaply recompute, and through how many codes."""
 
     def __init__(self, forward: list[fx.Node]) -> None:
         self._kinds = get_default_op_list()
-        #: Nodes that kept ones lead to by pointwise operations -> codes in a row.
+        #: Nodes that pointwise operations compute from saved ones -> codes in a row.
         self.levels: dict[fx.Node, int] = {}
-        #: Codes that are kept.
-        self.kept: set[fx.Node] = set()
+        #: Codes that are saved.
+        self.saved: set[fx.Node] = set()
         for node in forward:
-            self._judge(node)
+            self._classify(node)
 
-    def _judge(self, node: fx.Node) -> None:
+    def _classify(self, node: fx.Node) -> None:
         inputs = node.all_input_nodes
         is_code = _is_code(node)
         if not self._is_cheap(node):
             if is_code:
-                self.kept.add(node)
+                self.saved.add(node)
                 self.levels[node] = 0
             return
-        levels = [self._level(given) for given in inputs]
-        known = [level for level in levels if level is not None]
-        if len(known) < len(levels):  # made of something that only heavy work can bring back
+        levels = [self._level(source) for source in inputs]
+        cheap_levels = [level for level in levels if level is not None]
+        if len(cheap_levels) < len(levels):  # an input can only be restored by expensive operations
             if is_code:
-                self.kept.add(node)
+                self.saved.add(node)
                 self.levels[node] = 0
             return
-        level = max(known, default=0) + is_code
+        level = max(cheap_levels, default=0) + is_code
         if level > LONGEST_CHAIN:
-            self.kept.add(node)
+            self.saved.add(node)
             level = 0
         self.levels[node] = level
 
@@ -134,28 +134,28 @@ class _Recomputable:
             return False
         if getattr(node.target, "_overloadpacket", None) in _REARRANGING:
             return True
-        # Several results are parts of one tensor, or those of a reduction, which reads all of it once more.
+        # Several results are views of one tensor, or those of a reduction, which reads its whole input again.
         is_single = isinstance(node.meta.get("val"), Tensor) or self._kinds.is_view(node)
         return is_single and bool(self._kinds.is_recomputable(node))
 
     def _is_small(self, node: fx.Node) -> bool:
-        """A reduction's result: kept as it is."""
+        """Whether it is a reduction's result, which is saved."""
         if not isinstance(node.meta.get("val"), Tensor) or self._kinds.is_view(node):
             return False
         made_by = node.all_input_nodes[0] if node.target is operator.getitem else node
-        largest = max((elements_of(given) for given in made_by.all_input_nodes), default=0)
+        largest = max((elements_of(source) for source in made_by.all_input_nodes), default=0)
         return elements_of(node) <= largest * SMALL_SHARE
 
 
 def _is_small_cast(node: fx.Node) -> bool:
-    """Whether it is a parameter or an input in another type, of few elements."""
+    """Whether it is a dtype conversion of a small parameter or input."""
     if node.target is not torch.ops.prims.convert_element_type.default or elements_of(node) > LARGEST_CAST:
         return False
     return node.all_input_nodes[0].op == "placeholder"
 
 
 def _is_code(node: fx.Node) -> bool:
-    """Whether values go through a small type here: the last node of that type before they become numbers again."""
+    """Whether it is the last node in a low-precision dtype before its values are converted back."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.dtype not in _CODE_TYPES:
         return False
@@ -182,10 +182,10 @@ def elements_of(node: fx.Node) -> int:
 
 
 def backward_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
-    """The nodes of the backward pass, in the graph's order: all that depend on a gradient that comes in."""
-    found: dict[fx.Node, None] = {}
+    """The nodes of the backward pass, in graph order: all that depend on an incoming gradient."""
+    backward: dict[fx.Node, None] = {}
     for node in graph.nodes:
         is_gradient = node.op == "placeholder" and str(node.target).startswith("tangents")
-        if is_gradient or any(given in found for given in node.all_input_nodes):
-            found[node] = None
-    return found
+        if is_gradient or any(source in backward for source in node.all_input_nodes):
+            backward[node] = None
+    return backward
