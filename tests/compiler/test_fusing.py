@@ -43,7 +43,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
 
     def fused(graph: torch.fx.Graph) -> int:
-        counts.append(fuse_moments(graph, "cpu", least=0))
+        counts.append(fuse_moments(graph, "cpu", min_elements=0))
         return counts[-1]
 
     monkeypatch.setattr(actions, "is_cast_small", lambda target, device: True)
@@ -137,12 +137,12 @@ def test_other_moments_are_left_as_they_are() -> None:
         graph.output((mean, code))
         return graph
 
-    assert fuse_moments(graph_of([0, 2, 3], torch.bfloat16, True), "cpu", least=0) == 1
-    assert fuse_moments(graph_of([0, 2, 3], torch.bfloat16, True), "cuda", least=0) == 0
+    assert fuse_moments(graph_of([0, 2, 3], torch.bfloat16, True), "cpu", min_elements=0) == 1
+    assert fuse_moments(graph_of([0, 2, 3], torch.bfloat16, True), "cuda", min_elements=0) == 0
     assert fuse_moments(graph_of([0, 2, 3], torch.bfloat16, True), "cpu") == 0  # too few
-    assert fuse_moments(graph_of([0, 2], torch.bfloat16, True), "cpu", least=0) == 0
-    assert fuse_moments(graph_of([0, 2, 3], torch.float32, True), "cpu", least=0) == 0
-    assert fuse_moments(graph_of([0, 2, 3], torch.bfloat16, False), "cpu", least=0) == 0
+    assert fuse_moments(graph_of([0, 2], torch.bfloat16, True), "cpu", min_elements=0) == 0
+    assert fuse_moments(graph_of([0, 2, 3], torch.float32, True), "cpu", min_elements=0) == 0
+    assert fuse_moments(graph_of([0, 2, 3], torch.bfloat16, False), "cpu", min_elements=0) == 0
 
 
 def test_the_twin_saturates() -> None:

@@ -67,7 +67,7 @@ def test_a_packed_step_launches_the_kernels_itself(monkeypatch: pytest.MonkeyPat
         pytest.skip("this GPU converts no float8")
     torch._dynamo.reset()
     torch.manual_seed(0)
-    monkeypatch.setattr(partitioning, "fuse_moments", functools.partial(fuse_moments, least=0))
+    monkeypatch.setattr(partitioning, "fuse_moments", functools.partial(fuse_moments, min_elements=0))
     model = nn.Sequential(
         *(nn.Conv2d(8, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()),
         *(nn.Conv2d(32, 16, 3, stride=2, bias=False), nn.BatchNorm2d(16), nn.ReLU()),

@@ -298,7 +298,7 @@ def test_fast_sums_are_asked_for_in_the_passes_that_are_named(monkeypatch: pytes
         names.append((a.dtype, b.dtype, use_fast_accum))
         return multiply(a, b, use_fast_accum=use_fast_accum, **given)
 
-    monkeypatch.setattr(torch, "_scaled_mm", noted)
+    monkeypatch.setattr(units, "scaled_mm", noted)
     kinds = torch.float8_e4m3fn, torch.float8_e5m2
     for passes, fast in (
         ((), (False, False, False)),
@@ -317,7 +317,7 @@ def test_fast_sums_are_asked_for_in_the_passes_that_are_named(monkeypatch: pytes
 
 def test_every_unit_has_a_crossover_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Linear(32, 16), torch.randn(16, 32)
-    terms = paths.NativeTerms(works=(("int8", 0), ("fp8", 16 * 32 * 16 + 1)))
+    terms = paths.NativeTerms(min_macs_by_backend=(("int8", 0), ("fp8", 16 * 32 * 16 + 1)))
     monkeypatch.setattr(import_module("bitplan.runtime.attach"), "remembered", lambda device, dtype: terms)
     with bitplan.attach(model, PLANS["int8 tensor"][0], example=x, execution="native") as run:
         assert run.fallbacks() == []
@@ -338,15 +338,15 @@ def test_the_crossover_is_measured_once_and_remembered(tmp_path: Path, monkeypat
     for table in ("measured", "measured_im2col"):
         monkeypatch.setattr(crossover, table, lambda *given: pytest.fail("measured again"))
     assert crossover.remembered(torch.device("cpu"), torch.float32) == first
-    assert crossover.remembered(torch.device("meta"), torch.float32).work == crossover.NEVER
+    assert crossover.remembered(torch.device("meta"), torch.float32).min_macs == crossover.NEVER
     assert len(json.loads((tmp_path / "crossover.json").read_text())) == 2
     (tmp_path / "crossover.json").write_text("damaged")
     won = [crossover.Crossing("int8", 8, 2.0, 1.0), crossover.Crossing("fp8", 8, 1.0, 2.0)]
     for table in ("measured", "measured_im2col"):
         monkeypatch.setattr(crossover, table, lambda *given: won)
     found = crossover.remembered(torch.device("cpu"), torch.float32)
-    assert found.works == (("int8", 512), ("fp8", crossover.NEVER))
-    assert found.channels == (("int8", 8), ("fp8", crossover.NEVER))
+    assert found.min_macs_by_backend == (("int8", 512), ("fp8", crossover.NEVER))
+    assert found.min_channels_by_backend == (("int8", 8), ("fp8", crossover.NEVER))
 
 
 def test_without_a_compiler_the_crossover_is_measured_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,6 +413,6 @@ def test_a_single_row_has_the_step_of_its_length() -> None:
     row = torch.zeros(16, 1).t()
     assert row.is_contiguous()
     assert row.stride() == (1, 1)
-    assert units._rows(row).stride() == (16, 1)
-    assert units._columns(row.t()).stride() == (1, 16)
-    assert units._columns(torch.zeros(3, 4)).stride() == (1, 3)
+    assert units._row_major(row).stride() == (16, 1)
+    assert units._column_major(row.t()).stride() == (1, 16)
+    assert units._column_major(torch.zeros(3, 4)).stride() == (1, 3)
