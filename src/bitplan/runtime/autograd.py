@@ -395,18 +395,17 @@ def native_product(
         return multiplied(x, w, bias, form, NativeSlots(chosen, weight_key, backends, features=form.features))
     refs = tuple(_ref(applied.get(slot), context) for slot in SLOTS)
     return _native_product_in_graph(
-        *(
-            x,
-            w,
-            bias,
-            product.op,
-            product.settings,
-            tuple(backends.items()),
-            recast_in_backward,
-            refs,
-            _constants(context),
-        ),
-        *(_buffers(context), weight_key),
+        x,
+        w,
+        bias,
+        product.op,
+        product.settings,
+        tuple(backends.items()),
+        recast_in_backward,
+        refs,
+        _constants(context),
+        _buffers(context),
+        weight_key,
     )
 
 
