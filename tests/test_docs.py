@@ -22,8 +22,10 @@ import pytest
 import torch
 import typer
 
+from bitplan.analysis.measure import Measurement
 from bitplan.cli import main
 from bitplan.cli.app import app
+from bitplan.lab.compare import find_suite
 from bitplan.plans import Plan
 
 ROOT = Path(__file__).parents[1]
@@ -160,6 +162,28 @@ def check_compare(names: dict[str, Any], shown: str) -> None:
     assert "<table" in names["report"]._repr_html_()
 
 
+def check_measure(names: dict[str, Any], shown: str) -> None:
+    assert Measurement.load("measurement.json").stages == ["early", "middle", "late"]
+    assert Path("measurement.html").is_file()
+    assert names["latest"].rows
+
+
+def check_advise(names: dict[str, Any], shown: str) -> None:
+    assert Plan.from_yaml(Path("plan.yaml").read_text()).all_rules
+    assert names["advice"].reasons
+
+
+def check_packed(names: dict[str, Any], shown: str) -> None:
+    assert "activations" in shown
+
+
+def check_report(names: dict[str, Any], shown: str) -> None:
+    assert Path("all.html").is_file()
+    assert Path("all.csv").is_file()
+    (experiment,) = names["report"].experiments
+    assert experiment.answer in shown
+
+
 def check_start(names: dict[str, Any], shown: str) -> None:
     assert names["losses"][-1] < names["losses"][0]
     assert type(names["model"]) is torch.nn.Sequential
@@ -170,6 +194,10 @@ CHECKS = {
     "how-to/formats.md": check_formats,
     "how-to/cost.md": check_cost,
     "how-to/memory.md": check_memory,
+    "how-to/measure.md": check_measure,
+    "how-to/advise.md": check_advise,
+    "how-to/packed.md": check_packed,
+    "how-to/report.md": check_report,
     "how-to/runs.md": check_runs,
     "how-to/tasks.md": check_tasks,
     "how-to/schedules.md": check_schedules,
@@ -234,6 +262,12 @@ def test_every_command_exists_and_takes_its_arguments(page: str, line: str) -> N
     arguments = shlex.split(line)[1:]
     command = command_of(arguments)
     COMMANDS[command].make_context(" ".join(command), arguments[len(command) :])  # parsed, not run
+
+
+def test_every_suite_that_is_compared_exists() -> None:
+    compared = [shlex.split(line) for _, line in SHOWN if line.startswith("bitplan compare") and "--suite" in line]
+    for argv in compared:
+        assert find_suite(argv[argv.index("--suite") + 1]).description
 
 
 def test_the_reference_has_every_command() -> None:
