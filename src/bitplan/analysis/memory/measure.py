@@ -234,10 +234,16 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
         inner = value
     elif is_dataclass(value) and not isinstance(value, type):
         inner = [getattr(value, field.name) for field in fields(value)]
-    elif type(value).__module__ in ("bitplan.keeping", "bitplan.sparing", "bitplan.numerics.packing"):
+    elif type(value).__module__ in _MODULES_OF_SAVED_TENSORS:
         inner = [getattr(value, name, None) for name in _attributes(value)]
     for item in inner:
         yield from _tensors(item, seen)
+
+
+#: Modules whose objects stand for a saved tensor in packed execution; their attributes hold the bytes.
+_MODULES_OF_SAVED_TENSORS = frozenset(
+    {"bitplan.executions.packed.saved_tensors", "bitplan.executions.packed.recompute", "bitplan.numerics.packing"}
+)
 
 
 def _attributes(value: Any) -> Iterable[str]:
