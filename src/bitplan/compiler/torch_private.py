@@ -5,7 +5,7 @@ is first read, so that importing bitplan imports neither ``torch._dynamo`` nor `
 a torch release that moved or removed a symbol fails here with one message. ``tests/compiler/test_torch_private.py``
 probes that every symbol exists and behaves as it is used.
 
-All symbols were seen on torch 2.11, 2.12 and 2.13 unless their row says otherwise. Code that torch.compile traces
+All symbols were probed on torch 2.11.0 and 2.13.0, the ends of the supported range. Code that torch.compile traces
 imports names from here with ``from ... import``: it then refers to torch's own object, which the tracer knows.
 """
 
@@ -186,7 +186,7 @@ def resolve(path: str) -> Any:
 def triton_access_analyses() -> dict[str, Callable[..., Any]]:
     """Torch's functions that find out which tensors a Triton kernel writes, by their names in ``triton_kernel_wrap``.
 
-    torch 2.11 has ``identify_mutated_tensors``; later versions have ``identify_accessed_tensors``.
+    torch 2.11 has ``identify_mutated_tensors``, torch 2.13 ``identify_accessed_tensors``.
     """
     wrapper = resolve(SYMBOLS["triton_kernel_wrap"])
     names = ("identify_mutated_tensors", "identify_accessed_tensors")
