@@ -1,66 +1,83 @@
-"""The typer application: global options, and the list of command modules.
+"""The typer application: global options, and the table of commands.
 
-A command module has one function, ``register(app)``, which adds its command (``app.command()``) or its
-group of commands (``app.add_typer(group, name=...)``). Adding the module to :data:`COMMANDS` is all it takes.
+A command's module is imported only when the command runs, so that ``bitplan --help`` and ``bitplan --version`` do not
+wait for torch. The module has one function, ``register(app)``, which adds its commands to a typer application.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from bitplan._version import __version__
-from bitplan.cli import (
-    advise,
-    assign,
-    compare,
-    cost,
-    demo,
-    env,
-    error,
-    formats,
-    measure,
-    memory,
-    plan,
-    range_test,
-    report,
-    runs,
-    schedules,
-    sites,
-    tasks,
-    train,
-)
 
-#: What adds each command, in the order ``bitplan --help`` shows them.
-COMMANDS: tuple[Callable[[typer.Typer], None], ...] = (
-    formats.register,
-    error.register,
-    measure.register,
-    advise.register,
-    sites.register,
-    plan.register,
-    cost.register,
-    schedules.register,
-    range_test.register,
-    assign.register,
-    memory.register,
-    tasks.register,
-    train.register,
-    compare.register,
-    report.register,
-    runs.register,
-    demo.register,
-    env.register,
-)
+
+class Entry(NamedTuple):
+    """A command as ``bitplan --help`` shows it."""
+
+    #: Of :mod:`bitplan.cli`.
+    module: str
+    #: The heading under which the command stands.
+    panel: str
+    summary: str
+
+
+PLAN, UNDERSTAND, CHOOSE, LAB, OTHER = "Plan", "Understand", "Choose", "Lab", "Environment"
+
+#: In the order of ``bitplan --help``.
+COMMANDS: dict[str, Entry] = {
+    "plan": Entry("plan", PLAN, "List, show, check, explain and make plans."),
+    "sites": Entry("sites", UNDERSTAND, "List every tensor of one training step."),
+    "cost": Entry("cost", UNDERSTAND, "Bit operations and bytes of a training step under a plan."),
+    "memory": Entry("memory", UNDERSTAND, "Memory of a training step, predicted and measured."),
+    "measure": Entry("measure", UNDERSTAND, "Rounding error of every GEMM of a model, by format."),
+    "formats": Entry("formats", UNDERSTAND, "Range, spacing and special codes of number formats."),
+    "error": Entry("error", UNDERSTAND, "Rounding error of products of random matrices, by format."),
+    "assign": Entry("assign", CHOOSE, "Make a plan for a memory budget or a share of low precision."),
+    "advise": Entry("advise", CHOOSE, "Make a plan from measured errors, with reasons."),
+    "range-test": Entry("range_test", CHOOSE, "Find the lowest bit width at which a task still learns."),
+    "schedules": Entry("schedules", CHOOSE, "Compare and draw precision schedules."),
+    "tasks": Entry("tasks", LAB, "List the built-in training tasks and their settings."),
+    "train": Entry("train", LAB, "Train a task, under a plan if one is given."),
+    "compare": Entry("compare", LAB, "Train a task under several plans and seeds."),
+    "runs": Entry("runs", LAB, "List the runs in a folder."),
+    "report": Entry("report", LAB, "Write an HTML page about runs."),
+    "demo": Entry("demo", LAB, "Train digits under six plans and write a page about it."),
+    "env": Entry("env", OTHER, "Versions, processor and GPUs, for a bug report."),
+}
 
 _LOG_HANDLER = "bitplan command line"
 
+
+class LazyGroup(TyperGroup):
+    """A group of commands that are known by name and summary, and loaded when they are called or completed."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for name, entry in COMMANDS.items():
+            self.commands[name] = TyperCommand(name, help=entry.summary, rich_help_panel=entry.panel)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in COMMANDS:
+            self.commands[args[0]] = load_command(args[0])
+        return super().resolve_command(ctx, args)
+
+
+def load_command(name: str) -> Any:
+    """Import the module of a command; the command, as typer made it."""
+    part = typer.Typer()
+    import_module(f"bitplan.cli.{COMMANDS[name].module}").register(part)
+    return typer.main.get_group(part).commands[name]
+
+
 app = typer.Typer(
     name="bitplan",
+    cls=LazyGroup,
     help="Number formats, plans and costs of low-precision training in PyTorch.",
     no_args_is_help=True,
     # A bug's traceback stays the plain one: short, pasteable, and without the values of local variables.
@@ -69,8 +86,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"bitplan {__version__}")
         raise typer.Exit
 
@@ -91,14 +108,10 @@ def _root(
 
 def _show_log(level: int) -> None:
     log = logging.getLogger("bitplan")
-    for old in [handler for handler in log.handlers if handler.name == _LOG_HANDLER]:
-        log.removeHandler(old)
+    for handler in [handler for handler in log.handlers if handler.name == _LOG_HANDLER]:
+        log.removeHandler(handler)
     handler = logging.StreamHandler(sys.stderr)
     handler.name = _LOG_HANDLER
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     log.addHandler(handler)
     log.setLevel(level)
-
-
-for _register in COMMANDS:
-    _register(app)
