@@ -8,22 +8,26 @@ else is imported from its submodule: errors from :mod:`bitplan.errors`, for exam
 """
 
 import logging
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from bitplan._version import __version__
-from bitplan.analysis.cost import estimate_cost
-from bitplan.analysis.explain import explain
-from bitplan.analysis.measure import measure
-from bitplan.analysis.memory import estimate_memory
-from bitplan.analysis.sites import list_sites
 from bitplan.errors import BitplanError
-from bitplan.numerics.formats import Format, get_format
-from bitplan.numerics.packing import PackedTensor, pack
-from bitplan.numerics.quantizer import Quantizer, quantize
-from bitplan.planners import advise, assign, range_test
-from bitplan.plans import Plan
-from bitplan.plans.execution import Native, Packed
-from bitplan.plans.schedules import Schedule, schedule
-from bitplan.runtime.attach import Attachment, attach
+
+if TYPE_CHECKING:
+    from bitplan.analysis.cost import estimate_cost
+    from bitplan.analysis.explain import explain
+    from bitplan.analysis.measure import measure
+    from bitplan.analysis.memory import estimate_memory
+    from bitplan.analysis.sites import list_sites
+    from bitplan.numerics.formats import Format, get_format
+    from bitplan.numerics.packing import PackedTensor, pack
+    from bitplan.numerics.quantizer import Quantizer, quantize
+    from bitplan.planners import advise, assign, range_test
+    from bitplan.plans import Plan
+    from bitplan.plans.execution import Native, Packed
+    from bitplan.plans.schedules import Schedule, schedule
+    from bitplan.runtime.attach import Attachment, attach
 
 logging.getLogger("bitplan").addHandler(logging.NullHandler())
 
@@ -52,3 +56,37 @@ __all__ = [
     "range_test",
     "schedule",
 ]
+
+#: Where the public names are defined. They are imported together, at the first use of one of them: the command line
+#: prints its help without waiting for torch.
+_EXPORTS = {
+    "bitplan.analysis.cost": ("estimate_cost",),
+    "bitplan.analysis.explain": ("explain",),
+    "bitplan.analysis.measure": ("measure",),
+    "bitplan.analysis.memory": ("estimate_memory",),
+    "bitplan.analysis.sites": ("list_sites",),
+    "bitplan.numerics.formats": ("Format", "get_format"),
+    "bitplan.numerics.packing": ("PackedTensor", "pack"),
+    "bitplan.numerics.quantizer": ("Quantizer", "quantize"),
+    "bitplan.planners": ("advise", "assign", "range_test"),
+    "bitplan.plans": ("Plan",),
+    "bitplan.plans.execution": ("Native", "Packed"),
+    "bitplan.plans.schedules": ("Schedule", "schedule"),
+    "bitplan.runtime.attach": ("Attachment", "attach"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(f"module 'bitplan' has no attribute {name!r}")
+    for module, names in _EXPORTS.items():
+        defining = import_module(module)
+        globals().update({public: getattr(defining, public) for public in names})
+    try:
+        return globals()[name]
+    except KeyError:
+        raise AttributeError(f"module 'bitplan' has no attribute {name!r}") from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import bitplan as package
 from bitplan._version import __version__
-from bitplan.cli.app import app
+from bitplan.cli.app import COMMANDS, app, load_command
 from bitplan.cli.output import command_output
 
 SRC = Path(package.__file__).parents[1]
@@ -120,6 +120,27 @@ def test_a_command_module_is_added_by_its_register_function() -> None:
     assert json.loads(result.stdout) == {"measured": True}
 
 
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_and_version_do_not_wait_for_torch(option: str) -> None:
+    check = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); "
+    ran = process(option, code=check + "from bitplan.cli import main; main()")
+    assert (ran.returncode, ran.stdout.splitlines()[-1]) == (0, "False")
+
+
+def test_help_groups_the_commands(bitplan: Callable[..., Any]) -> None:
+    out = bitplan("--help").out
+    headings = [out.index(f"─ {panel} ─") for panel in ("Plan", "Understand", "Choose", "Lab", "Environment")]
+    assert headings == sorted(headings)
+    assert (
+        headings[1] < out.index("│ memory") < headings[2] < out.index("│ assign") < headings[3] < out.index("│ train")
+    )
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_of_the_table_has_help_of_its_own(name: str) -> None:
+    assert load_command(name).help
+
+
 def test_process_prints_one_json_document() -> None:
     ran = process("formats", "e4m3", "--json")
     assert (ran.returncode, ran.stderr) == (0, "")
@@ -143,7 +164,7 @@ def test_process_without_typer_says_what_to_install() -> None:
 
 def test_importing_the_library_needs_neither_typer_nor_rich_nor_the_command_line() -> None:
     without = "import sys; sys.modules['typer'] = sys.modules['rich'] = None; "
-    ran = process(code=without + "import bitplan; print('bitplan.cli' in sys.modules)")
+    ran = process(code=without + "import bitplan; bitplan.attach; print('bitplan.cli' in sys.modules)")
     assert (ran.returncode, ran.stdout) == (0, "False\n"), ran.stderr
 
 

@@ -1,24 +1,21 @@
-"""The command line's front door.
+"""Entry point of the command line.
 
-typer and rich are imported inside :func:`main` only, so that the library works without them and a
-missing one is answered by a sentence.
+typer and rich are imported inside :func:`main` only: the library works without them, and a missing one is reported in a
+sentence.
 """
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from bitplan.compiler.torch_private import FAKE_TENSOR_LOGGER
 from bitplan.errors import BitplanError
 
 if TYPE_CHECKING:
     from typer import Typer
 
-#: Exit code for whatever the user can mend, typer's own usage errors included.
+#: Exit code of user errors, the same as typer's for wrong usage.
 USER_ERROR = 2
 
 _COMMAND_LINE_LIBRARIES = ("typer", "rich")
@@ -35,9 +32,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if library not in _COMMAND_LINE_LIBRARIES:
             raise
         _refuse(f"the command line needs {library}, which is not installed: run 'pip install typer rich'.")
-    if "TORCH_LOGS" not in os.environ:
-        # What does not run on its batch is told in a sentence; torch would put a traceback in front of it.
-        logging.getLogger(FAKE_TENSOR_LOGGER).addFilter(_is_no_failure_of_shapes)
     # A fixed program name: `python -m bitplan` must offer the same shell completion as `bitplan`.
     run_app(app, arguments, "bitplan")
 
@@ -54,10 +48,6 @@ def run_app(app: Typer, arguments: Sequence[str] | None, program: str) -> NoRetu
             raise
         _refuse(f"this command needs {library}, which is not installed: run \"pip install 'bitplan[lab]'\".")
     sys.exit(0)
-
-
-def _is_no_failure_of_shapes(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith("failed while attempting to run meta")
 
 
 def _refuse(sentence: str) -> NoReturn:

@@ -7,6 +7,7 @@ wait for torch. The module has one function, ``register(app)``, which adds its c
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple
@@ -72,7 +73,16 @@ def load_command(name: str) -> Any:
     """Import the module of a command; the command, as typer made it."""
     part = typer.Typer()
     import_module(f"bitplan.cli.{COMMANDS[name].module}").register(part)
+    if "TORCH_LOGS" not in os.environ:
+        # A model that does not run on its batch is reported in a sentence; torch would log a traceback before it.
+        from bitplan.compiler.torch_private import FAKE_TENSOR_LOGGER
+
+        logging.getLogger(FAKE_TENSOR_LOGGER).addFilter(_is_no_shape_error)
     return typer.main.get_group(part).commands[name]
+
+
+def _is_no_shape_error(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("failed while attempting to run meta")
 
 
 app = typer.Typer(
