@@ -10,8 +10,6 @@ from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
-from rich import box
-from rich.table import Table
 
 from benchmarks.attach import OWN_PLANS, Mode, bench_attach
 from benchmarks.contenders import VARIANTS
@@ -22,7 +20,7 @@ from benchmarks.memory import bench_memory
 from benchmarks.speed import SHAPES, bench_speed
 from benchmarks.speed_variants import OWN_PLANS as SPEED_PLANS
 from bitplan.cli import run_app
-from bitplan.cli.output import JsonOption, Output, command_output, json_text, write_file
+from bitplan.cli.output import FittedTable, JsonOption, Output, command_output, json_text, write_file
 from bitplan.errors import BitplanError
 from bitplan.files import byte_text
 from bitplan.numerics.formats import get_format
@@ -183,10 +181,10 @@ def speed(
 
 def _print_speed(output: Output, document: dict[str, Any]) -> None:
     for shape, rows in document["rows"].items():
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=shape, title_justify="left")
-        table.add_column("variant", no_wrap=True)
+        table = FittedTable(shape)
+        table.add_column("variant", "name")
         for heading in ("ms", "times bf16", "peak", "loss gap", "emulated passes", "first step, s"):
-            table.add_column(heading, justify="right")
+            table.add_column(heading, "number")
         for row in rows:
             peak = "" if row["peak"] is None else byte_text(row["peak"])
             gap = "" if row["loss_gap"] is None else f"{row['loss_gap']:+.4f}"
@@ -194,36 +192,30 @@ def _print_speed(output: Output, document: dict[str, Any]) -> None:
                 *(row["variant"], f"{row['milliseconds']:.2f}", f"{row['ratio']:.3f}", peak, gap),
                 *(str(row["fallbacks"]), f"{row['first_seconds']:.1f}"),
             )
-        output.console.print(table)
+        table.print(output.console)
         for name, reason in document["failed"].get(shape, {}).items():
-            output.console.print(f"{name} failed: {reason}", soft_wrap=True)
+            output.console.print(f"{name} failed: {reason}")
         _print_losses_and_aim(output, document["losses"].get(shape), document["aims"].get(shape))
     if document["switches"]:
         words = ", ".join(f"{each['to']} {each['recompiles']}" for each in document["switches"])
-        output.console.print(f"Graphs compiled for each change of formats in a run: {words}.", soft_wrap=True)
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        title="a linear layer's three products with their casts, square matrices",
-        title_justify="left",
-    )
+        output.console.print(f"Graphs compiled for each change of formats in a run: {words}.")
+    table = FittedTable("a linear layer's three products with their casts, square matrices")
     for heading in ("unit", "size", "ms plain", "ms native"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, "number")
     for row in document["crossover"]:
         table.add_row(row["unit"], str(row["size"]), f"{row['plain']:.3f}", f"{row['native']:.3f}")
-    output.console.print(table)
+    table.print(output.console)
 
 
 def _print_losses_and_aim(output: Output, losses: dict[str, Any] | None, aim: dict[str, Any] | None) -> None:
     if losses is not None and losses["native_less_emulated"] is not None and losses["spread"] is not None:
         output.console.print(
             f"The last plan's loss is {losses['native_less_emulated']:+.4f} beside its emulation's; another order of "
-            f"the text moves BF16's by {losses['spread']:.4f}.",
-            soft_wrap=True,
+            f"the text moves BF16's by {losses['spread']:.4f}."
         )
     if aim is not None and aim["reached_by"] is not None:
         by = aim["reached_by"]
-        output.console.print(f"Aim {'reached by ' + ', '.join(by) if by else 'MISSED'}.", soft_wrap=True)
+        output.console.print(f"Aim {'reached by ' + ', '.join(by) if by else 'MISSED'}.")
 
 
 @app.command("measure")
@@ -249,22 +241,22 @@ def measure(
 
 
 def _print_measure(output: Output, document: dict[str, Any]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("target", no_wrap=True)
+    table = FittedTable()
+    table.add_column("target", "name")
     for heading in ("products", "ms a step", "ms a probe", "steps a probe", f"at most {document['limit']:g}"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, "number")
     for row in document["rows"]:
         times = [f"{row[f'{what}_milliseconds']:.1f}" for what in ("step", "probe")]
         verdict = "reached" if row["reached"] else "MISSED"
         table.add_row(row["target"], str(row["products"]), *times, f"{row['steps']:.2f}", verdict)
-    output.console.print(table)
+    table.print(output.console)
 
 
 def _print_memory(output: Output, document: dict[str, Any]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("variant", no_wrap=True)
+    table = FittedTable()
+    table.add_column("variant", "name")
     for heading in ("peak", "kept", "ms a step", "samples/s", "first steps, s", "loss", "gap to bf16"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, "number")
     for row in document["rows"]:
         losses = [
             "" if row[key] is None else f"{row[key]:{style}}" for key, style in (("loss", ".4f"), ("loss_gap", "+.4f"))
@@ -273,41 +265,39 @@ def _print_memory(output: Output, document: dict[str, Any]) -> None:
             *(row["variant"], byte_text(row["peak"]), byte_text(row["kept"]), f"{row['milliseconds']:.2f}"),
             *(f"{row['samples_per_second']:.1f}", f"{row['first_seconds']:.1f}", *losses),
         )
-    output.console.print(table)
+    table.print(output.console)
     for name, reason in document["failed"].items():
-        output.console.print(f"{name} failed: {reason}", soft_wrap=True)
+        output.console.print(f"{name} failed: {reason}")
     found = document["headline"]
     if found is not None:
         output.console.print(
             f"{found['ours']} is {found['times_smaller']:.2f} times smaller than {found['smallest']}, the smallest of "
             f"the others, at {found['times_as_fast_as_smallest']:.2f} times its speed; beside {found['fastest']}, the "
             f"fastest, {found['times_smaller_than_fastest']:.2f} times smaller at {found['times_as_fast']:.2f} times "
-            f"its speed.",
-            soft_wrap=True,
+            f"its speed."
         )
     if document["loss_data"] is not None:
         output.console.print(
-            f"Losses after {document['loss_steps']} steps of {document['loss_batch']} on {document['loss_data']}.",
-            soft_wrap=True,
+            f"Losses after {document['loss_steps']} steps of {document['loss_batch']} on {document['loss_data']}."
         )
     if document["aim"] is not None:
         reached = document["aim"]["reached_by"]
-        output.console.print(f"Aim {'reached by ' + ', '.join(reached) if reached else 'MISSED'}.", soft_wrap=True)
+        output.console.print(f"Aim {'reached by ' + ', '.join(reached) if reached else 'MISSED'}.")
 
 
 def _print_attach(output: Output, document: dict[str, Any]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = FittedTable()
     for heading in ("mode", "plan"):
-        table.add_column(heading, no_wrap=True)
+        table.add_column(heading)
     for heading in ("ms a step", "times no plan", "first step, s", "target"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, "number")
     for row in document["rows"]:
         verdict = "" if row["target"] is None else f"{row['target']:g} {'reached' if row['reached'] else 'MISSED'}"
         table.add_row(
             *(row["mode"], row["variant"]),
             *(f"{row['milliseconds']:.2f}", f"{row['ratio']:.3f}", f"{row['first_seconds']:.1f}", verdict),
         )
-    output.console.print(table)
+    table.print(output.console)
 
 
 def _require_device(device: str) -> None:
@@ -361,19 +351,19 @@ def _verdict(row: dict[str, Any]) -> str:
 
 
 def _print_formats(output: Output, document: dict[str, Any]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = FittedTable()
     for heading in ("who", "format", "rounding", "mode"):
-        table.add_column(heading, no_wrap=True)
+        table.add_column(heading)
     for heading in ("ns/element", "of copy", "TB/s", "target"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, "number")
     for row in document["rows"]:
         table.add_row(
             *(row["who"], row["format"], row["rounding"], row["mode"]),
             *(f"{row['ns_per_element']:.3f}", f"{row['share_of_copy']:.0%}", f"{row['terabytes_per_second']:.2f}"),
             _verdict(row),
         )
-    output.console.print(table)
+    table.print(output.console)
     ratios = ", ".join(f"{r['format']} {r['mode']} {r['ratio']:.2f}x" for r in document["torch_ratios"])
     output.console.print(f"A plain copy takes {document['copy_ns_per_element']:.3f} ns an element.")
     if ratios:
-        output.console.print(f"Ours over torch's own conversion: {ratios}.", soft_wrap=True)
+        output.console.print(f"Ours over torch's own conversion: {ratios}.")

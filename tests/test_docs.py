@@ -20,11 +20,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import typer
 
 from bitplan.analysis.measure import Measurement
 from bitplan.cli import main
-from bitplan.cli.app import app
+from bitplan.cli.app import whole_group
 from bitplan.lab.compare import find_suite
 from bitplan.plans import Plan
 
@@ -242,7 +241,7 @@ def commands_of(group: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...],
     return commands
 
 
-COMMANDS = commands_of(typer.main.get_command(app))
+COMMANDS = commands_of(whole_group())
 SHOWN = [
     (name_of(page), shlex.join(argv))
     for page in PAGES

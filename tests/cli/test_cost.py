@@ -24,7 +24,7 @@ def test_the_table_has_a_column_for_each(bitplan: Bitplan) -> None:
     out = bitplan("cost", "bf16-all", "gcn").out
     heading = next(line for line in out.splitlines() if "FP32" in line)
     assert heading.split() == ["1", "step", "bf16-all", "FP32", "BF16"]
-    row = next(line for line in out.splitlines() if line.startswith(" mean bits"))
+    row = next(line for line in out.splitlines() if line.startswith("mean bits"))
     assert row.split() == ["mean", "bits", "16.000", "32.000", "16.000"]
 
 

@@ -43,7 +43,7 @@ def test_without_plotly_nothing_is_trained_in_vain(
     def missing() -> None:
         raise RunError("no plotly here.")
 
-    monkeypatch.setattr("bitplan.cli.demo.plotly", missing)
+    monkeypatch.setattr("bitplan.cli.compare.plotly", missing)
     ran = bitplan("demo", "-o", tmp_path / "demo")
     assert (ran.code, ran.err) == (2, "bitplan: no plotly here.\n")
     assert not (tmp_path / "demo").exists()

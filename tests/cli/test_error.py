@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bitplan.analysis.error_study import StudyRow, study
-from bitplan.cli.error import drawing
+from bitplan.cli.formats import drawing
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "metrics.md").read_text()
 COMMANDS = [
@@ -59,7 +59,7 @@ def test_several_nu_are_a_table_and_a_drawing(bitplan: Callable[..., Any]) -> No
     shown = bitplan(*shlex.split("error --nu 1 inf --formats int8 e4m3 --size 64 --draws 2"))
     assert shown.code == 0
     lines = shown.out.splitlines()
-    assert [line.split()[-1] for line in lines if line.startswith(("   1 ", " inf "))].count("least") == 2
+    assert [line.split()[-1] for line in lines if line.startswith(("  1 ", "inf "))].count("least") == 2
     assert any(line.startswith("nu 1 ") for line in lines)
     assert any(line.startswith("nu inf ") for line in lines)
     assert "nu inf  " not in bitplan(*shlex.split("error --formats int8 --size 64 --draws 2")).out

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import bitplan.cli.memory as command
+import bitplan.cli.model as command
 
 Bitplan = Callable[..., Any]
 CLASSES = {"weights", "gradients", "activations", "optimizer", "other", "peak"}

@@ -27,7 +27,7 @@ def test_a_fall_that_may_be_chance_is_told_from_none(
 ) -> None:
     widths = (WidthResult(2, 0.99, 1.0, False), WidthResult(3, 0.6, 0.99, True), WidthResult(4, 0.4, 0.6, False))
     canned = RangeTest(3, 4, "because", widths, (), 12, 0.1)
-    monkeypatch.setattr("bitplan.cli.range_test.range_test_of_task", lambda *given, **named: canned)
+    monkeypatch.setattr("bitplan.cli.schedules.range_test_of_task", lambda *given, **named: canned)
     shown = bitplan("range-test", TINY).out.splitlines()
     rows = {line.split()[0]: line for line in shown if line.split()[:1] and line.split()[0] in "234"}
     assert " no  " in rows["2"]

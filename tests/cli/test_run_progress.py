@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from bitplan.cli.run_progress import RunProgress, progress_words
+from bitplan.cli.train import RunProgress, progress_text
 from bitplan.lab.train.summary import Phase, Progress
 
 
@@ -22,10 +22,8 @@ def shown(*told: Progress, terminal: bool) -> str:
 
 
 def test_the_words_are_few() -> None:
-    assert (
-        progress_words(at(50, metric=0.91234), "accuracy") == "loss 0.500, accuracy 0.912, 8 bits, cost 3.1%, 5.0 MiB"
-    )
-    assert progress_words(at(50), "accuracy") == "loss 0.500, 8 bits, cost 3.1%, 5.0 MiB"
+    assert progress_text(at(50, metric=0.91234), "accuracy") == "loss 0.500, accuracy 0.912, 8 bits, cost 3.1%, 5.0 MiB"
+    assert progress_text(at(50), "accuracy") == "loss 0.500, 8 bits, cost 3.1%, 5.0 MiB"
 
 
 def test_piped_lines_are_plain_and_not_too_many() -> None:

@@ -26,9 +26,9 @@ def test_all_ten_side_by_side_in_their_groups(bitplan: Callable[..., Any]) -> No
     shown = bitplan("schedules")
     assert shown.code == 0
     for name in TEN:
-        assert f"\n {name} " in shown.out
+        assert f"\n{name} " in shown.out
     order = [
-        shown.out.index(word) for word in ("high-saving (", "\n RR ", "balanced (", "\n CR ", "low-saving (", "\n ER ")
+        shown.out.index(word) for word in ("high-saving (", "\nRR ", "balanced (", "\nCR ", "low-saving (", "\nER ")
     ]
     assert order == sorted(order)
     assert shown.out.count("size of the saving") == 1

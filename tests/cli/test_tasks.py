@@ -48,7 +48,7 @@ def test_one_task_is_shown_with_its_settings(bitplan: Bitplan) -> None:
 
 def test_a_task_of_a_file_is_shown_too(bitplan: Bitplan, tmp_path: Path) -> None:
     path = tmp_path / "own.py"
-    path.write_text("from bitplan.tasks import Task\nclass Own(Task):\n    pass\n")
+    path.write_text("from bitplan.lab.tasks import Task\nclass Own(Task):\n    pass\n")
     record = bitplan("tasks", f"{path}:Own", "--json").json
     assert (record["name"], record["model"], record["floor"]) == ("Own", None, None)
     assert record["settings"]["steps"] == 400

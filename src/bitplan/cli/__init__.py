@@ -20,7 +20,7 @@ USER_ERROR = 2
 
 _COMMAND_LINE_LIBRARIES = ("typer", "rich")
 #: What the extra ``lab`` installs.
-_LAB_LIBRARIES = ("safetensors", "plotly", "PIL")
+_LAB_LIBRARIES = ("safetensors", "plotly", "jinja2", "PIL")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

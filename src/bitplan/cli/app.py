@@ -33,22 +33,22 @@ PLAN, UNDERSTAND, CHOOSE, LAB, OTHER = "Plan", "Understand", "Choose", "Lab", "E
 #: In the order of ``bitplan --help``.
 COMMANDS: dict[str, Entry] = {
     "plan": Entry("plan", PLAN, "List, show, check, explain and make plans."),
-    "sites": Entry("sites", UNDERSTAND, "List every tensor of one training step."),
-    "cost": Entry("cost", UNDERSTAND, "Bit operations and bytes of a training step under a plan."),
-    "memory": Entry("memory", UNDERSTAND, "Memory of a training step, predicted and measured."),
+    "sites": Entry("model", UNDERSTAND, "List every tensor of one training step."),
+    "cost": Entry("model", UNDERSTAND, "Bit operations and bytes of a training step under a plan."),
+    "memory": Entry("model", UNDERSTAND, "Memory of a training step, predicted and measured."),
     "measure": Entry("measure", UNDERSTAND, "Rounding error of every GEMM of a model, by format."),
     "formats": Entry("formats", UNDERSTAND, "Range, spacing and special codes of number formats."),
-    "error": Entry("error", UNDERSTAND, "Rounding error of products of random matrices, by format."),
+    "error": Entry("formats", UNDERSTAND, "Rounding error of products of random matrices, by format."),
     "assign": Entry("assign", CHOOSE, "Make a plan for a memory budget or a share of low precision."),
-    "advise": Entry("advise", CHOOSE, "Make a plan from measured errors, with reasons."),
-    "range-test": Entry("range_test", CHOOSE, "Find the lowest bit width at which a task still learns."),
+    "advise": Entry("measure", CHOOSE, "Make a plan from measured errors, with reasons."),
+    "range-test": Entry("schedules", CHOOSE, "Find the lowest bit width at which a task still learns."),
     "schedules": Entry("schedules", CHOOSE, "Compare and draw precision schedules."),
-    "tasks": Entry("tasks", LAB, "List the built-in training tasks and their settings."),
+    "tasks": Entry("runs", LAB, "List the built-in training tasks and their settings."),
     "train": Entry("train", LAB, "Train a task, under a plan if one is given."),
     "compare": Entry("compare", LAB, "Train a task under several plans and seeds."),
     "runs": Entry("runs", LAB, "List the runs in a folder."),
-    "report": Entry("report", LAB, "Write an HTML page about runs."),
-    "demo": Entry("demo", LAB, "Train digits under six plans and write a page about it."),
+    "report": Entry("runs", LAB, "Write an HTML page about runs."),
+    "demo": Entry("compare", LAB, "Train digits under six plans and write a page about it."),
     "env": Entry("env", OTHER, "Versions, processor and GPUs, for a bug report."),
 }
 
@@ -83,6 +83,13 @@ def load_command(name: str) -> Any:
 
 def _is_no_shape_error(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("failed while attempting to run meta")
+
+
+def whole_group() -> Any:
+    """The application with every command loaded, for those who look at all of them."""
+    group = typer.main.get_command(app)
+    group.commands.update({name: load_command(name) for name in COMMANDS})  # type: ignore[attr-defined]
+    return group
 
 
 app = typer.Typer(

@@ -1,7 +1,8 @@
-"""The arguments that several commands share."""
+"""Arguments and options that several commands share, with their shell completion."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated
 
 import typer
@@ -12,21 +13,24 @@ from bitplan.plans import preset_names
 
 
 def _complete_target(incomplete: str) -> list[str]:
-    return [name for name in (*BUILT_IN, *task_names()) if name.startswith(incomplete)]
+    return _complete_from((*BUILT_IN, *task_names()), incomplete)
+
+
+def _complete_from(names: Iterable[str], incomplete: str) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]
 
 
 def complete_task(incomplete: str) -> list[str]:
-    return [name for name in task_names() if name.startswith(incomplete)]
+    return _complete_from(task_names(), incomplete)
 
 
 def complete_plan(incomplete: str) -> list[str]:
-    return [name for name in preset_names() if name.startswith(incomplete)]
+    return _complete_from(preset_names(), incomplete)
 
 
 _TARGET_HELP = (
-    "A built-in model such as resnet20, a task such as digits, or file.py:make where make() returns model, batch "
-    "and loss. "
-    "The file is run, so name only files that you trust."
+    "A built-in model such as resnet20, a task such as digits, or file.py:make where make() returns model, batch and "
+    "loss. The file is executed: name only files that you trust."
 )
 
 TargetArgument = Annotated[
@@ -44,6 +48,17 @@ PlanArgument = Annotated[
         autocompletion=complete_plan,
         show_default=False,
     ),
+]
+_TASK_HELP = "A task such as digits, or my_task.py:MyTask, a file that is executed: name only files that you trust."
+
+TaskArgument = Annotated[
+    str, typer.Argument(metavar="TASK", help=_TASK_HELP, autocompletion=complete_task, show_default=False)
+]
+OptionalTaskArgument = Annotated[
+    str | None, typer.Argument(metavar="TASK", help=_TASK_HELP, autocompletion=complete_task, show_default=False)
+]
+TaskSettingsOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the task's recipe; repeatable.")
 ]
 SettingsOption = Annotated[
     list[str] | None,

@@ -8,13 +8,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich import box
-from rich.table import Table
 
 from bitplan.analysis.memory.step import OPTIMIZER_NAMES, OptimizerChoice
 from bitplan.analysis.targets import Target, batch_size, placed, running
 from bitplan.cli.arguments import TargetArgument
-from bitplan.cli.output import JsonOption, Output, command_output
+from bitplan.cli.output import FittedTable, JsonOption, Output, command_output
 from bitplan.errors import MemoryEstimateError, nearest_names
 from bitplan.files import byte_text
 from bitplan.lab.models.built_in import sized_target
@@ -34,7 +32,7 @@ def _completing(names: tuple[str, ...]) -> Any:
     return lambda incomplete: [name for name in names if name.startswith(incomplete)]
 
 
-#: How tensors are chosen; ``bitplan train --assign`` takes the same.
+#: Shared with ``bitplan train --assign``.
 OrderOption = Annotated[
     str,
     typer.Option(
@@ -104,13 +102,13 @@ def assign_command(
     Nothing is run, but with --order sensitivity. With --json: one object, the figures and the plan.
     """
     with command_output(as_json) as output:
-        asked = Asked(ratio, budget, baseline, order, seed, True if promotion is None else promotion or False)
+        request = Asked(ratio, budget, baseline, order, seed, True if promotion is None else promotion or False)
         if optimizer not in OPTIMIZER_NAMES:
             raise MemoryEstimateError(
                 f"there is no optimizer {optimizer!r} here; {nearest_names(optimizer, OPTIMIZER_NAMES)}"
             )
-        chosen = chosen_formats(
-            asked, formats, None if levels is None else [name for name in levels.split(",") if name]
+        low_formats = chosen_formats(
+            request, formats, None if levels is None else [name for name in levels.split(",") if name]
         )
         is_probed = order == "sensitivity" and baseline is None
         is_checked = compile and check and budget is not None
@@ -118,10 +116,10 @@ def assign_command(
             torch.manual_seed(seed)
         shapes_only = not (is_probed or is_checked)
         model = placed(_target(target, classes, width, shapes_only), torch.device("cpu"), batch)
-        batches, make = _warm_up(target, model, seed, output) if is_probed else (None, None)
+        batches, make = _warm_up(target, seed, output) if is_probed else (None, None)
         with running(target):
-            found = assignment(
-                *(model.model, model.batch, model.loss, asked, chosen),
+            result = assignment(
+                *(model.model, model.batch, model.loss, request, low_formats),
                 optimizer=make or optimizer,
                 compile=compile,
                 device="cpu",
@@ -129,14 +127,14 @@ def assign_command(
                 tell=output.note,
                 checks=is_checked,
             )
-        plan = found.plan
+        plan = result.plan
         output.document(
             {
                 "target": target,
                 "batch": batch_size(model.batch),
-                **found.facts(),
-                **{key: value for key, value in found.story.items() if key not in found.facts()},
-                **({"order_of_groups": found.rows()} if explain else {}),
+                **result.facts(),
+                **{key: value for key, value in result.story.items() if key not in result.facts()},
+                **({"order_of_groups": result.rows()} if explain else {}),
                 "plan": plan.to_dict(),
             }
         )
@@ -146,7 +144,7 @@ def assign_command(
         if as_json:
             return
         if explain:
-            _explain(found, output)
+            _explain(result, output)
         elif out is None:
             typer.echo(plan.to_yaml(), nl=False)
 
@@ -158,8 +156,8 @@ def _target(text: str, classes: int | None, width: float | None, shapes_only: bo
         return sized_target(text, classes, width)
 
 
-def _warm_up(target: str, shown: Target, seed: int, output: Output) -> tuple[list[Any] | None, OptimizerChoice]:
-    """What sensitivity is measured on: a task has data and a recipe, other targets only their batch."""
+def _warm_up(target: str, seed: int, output: Output) -> tuple[list[Any] | None, OptimizerChoice]:
+    """Batches and optimizer for measuring sensitivity: a task has both, other targets only their batch."""
     if target not in task_names():
         output.note(f"{target} comes with random data: its sensitivity says little about real training. Name a task.")
         return None, None
@@ -167,38 +165,38 @@ def _warm_up(target: str, shown: Target, seed: int, output: Output) -> tuple[lis
     return [task.batch(step) for step in range(WARM + BATCHES)], task.optimizer
 
 
-def _explain(found: Assignment, output: Output) -> None:
-    facts = found.facts()
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading, justify in (("group", "right"), ("begins at", "left"), ("tensors", "right"), ("values", "right")):
-        table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+def _explain(result: Assignment, output: Output) -> None:
+    facts = result.facts()
+    table = FittedTable()
+    table.add_column("group", "number")
+    table.add_column("begins at", "name")
+    table.add_column("tensors", "number", is_optional=True)
+    table.add_column("values", "number")
     for heading in ("share", "together"):
-        table.add_column(heading, justify="right")
-    table.add_column("level", no_wrap=True)
+        table.add_column(heading, "number")
+    table.add_column("level")
     together, is_cut = 0.0, False
-    for row in found.rows():
-        if found.group_levels is not None and not row["is_low"] and not is_cut:
+    for row in result.rows():
+        if result.group_levels is not None and not row["is_low"] and not is_cut:
             is_cut = True
             table.add_section()
         together += row["share"]
         cells = (str(row["group"]), row["start"], str(row["tensors"]), f"{row['elements']:,}")
         table.add_row(*cells, f"{row['share']:.1%}", f"{together:.1%}", row["level"])
-    output.console.print(table)
-    name = found.story.get("baseline")
+    table.print(output.console)
+    name = result.story.get("baseline")
     if name is not None:
         output.console.print(
-            f"baseline {name}{f' ({REMARKS[name]})' if name in REMARKS else ''}: {found.plan.description}"
+            f"baseline {name}{f' ({REMARKS[name]})' if name in REMARKS else ''}: {result.plan.description}"
         )
     else:
         output.console.print(
-            f"order {found.story['order']}: {facts['demoted']} of {facts['groups']} groups lie above the cut and are "
-            f"low, {facts['selection_ratio']:.1%} of all values. Against all-{found.formats.levels[0]}, the tensors "
-            f"of a step take {1 - facts['reported_ratio'] / 2:.1%} of the bits.",
-            soft_wrap=True,
+            f"order {result.story['order']}: {facts['demoted']} of {facts['groups']} groups lie above the cut and are "
+            f"low, {facts['selection_ratio']:.1%} of all values. Against all-{result.formats.levels[0]}, the tensors "
+            f"of a step take {1 - facts['reported_ratio'] / 2:.1%} of the bits."
         )
-    if "peak_predicted" in found.story:
+    if "peak_predicted" in result.story:
         output.console.print(
-            f"peak: {byte_text(found.story['peak_predicted'])} predicted, packed, of a budget of "
-            f"{byte_text(found.story['budget_bytes'])}; without a plan {byte_text(found.story['peak_today'])}.",
-            soft_wrap=True,
+            f"peak: {byte_text(result.story['peak_predicted'])} predicted, packed, of a budget of "
+            f"{byte_text(result.story['budget_bytes'])}; without a plan {byte_text(result.story['peak_today'])}."
         )

@@ -1,36 +1,43 @@
-"""``bitplan compare``: a task under several plans and seeds."""
+"""``bitplan compare`` and ``demo``: a task under several plans and seeds."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 
-from bitplan.cli.arguments import complete_plan
-from bitplan.cli.compare_progress import CompareProgress
-from bitplan.cli.output import JsonOption, Output, command_output
-from bitplan.cli.report import print_experiment
+from bitplan.cli.arguments import TaskArgument, TaskSettingsOption, complete_plan
+from bitplan.cli.output import JsonOption, Output, command_output, make_folder
+from bitplan.cli.runs import print_experiment, write_page
 from bitplan.cli.train import STOPPED
 from bitplan.errors import RunError
-from bitplan.lab.compare import SUITES, Choice, compare, find_suite
+from bitplan.lab.compare import SUITES, Choice, Update, compare, find_suite
 from bitplan.lab.compare.compare import choices_of, slug
+from bitplan.lab.compare.workers import cores
+from bitplan.lab.report.answer import counted, listed, number_text
+from bitplan.lab.report.figures import plotly
 from bitplan.lab.report.summaries import Report
 from bitplan.lab.report.tables import report_record
-from bitplan.lab.tasks.registry import find_task, task_names
+from bitplan.lab.tasks.registry import find_task
+from bitplan.lab.train import Summary
 from bitplan.lab.train.folder import DEFAULT_PARENT
 from bitplan.lab.train.loop import stop_on_signals
 
 
 def register(app: typer.Typer) -> None:
     app.command("compare")(compare_command)
+    app.command("demo")(demo)
 
 
-def _complete_task(incomplete: str) -> list[str]:
-    return [name for name in task_names() if name.startswith(incomplete)]
+# --- compare
 
 
 def _complete_suite(incomplete: str) -> list[str]:
@@ -41,16 +48,8 @@ _SUITES_HELP = "; ".join(f"{suite.name} ({suite.description})" for suite in SUIT
 
 
 def compare_command(
-    task: Annotated[
-        str,
-        typer.Argument(
-            metavar="TASK",
-            help="A task such as digits, or my_task.py:MyTask, a file that is run: name only those that you trust.",
-            autocompletion=_complete_task,
-            show_default=False,
-        ),
-    ],
-    # An option takes one value: the words behind it arrive as arguments, and belong to it.
+    task: TaskArgument,
+    # An option takes one value: further plans behind --plans arrive as arguments.
     more_plans: Annotated[
         list[str] | None,
         typer.Argument(metavar="PLAN", show_default=False, hidden=True, autocompletion=complete_plan),
@@ -75,9 +74,7 @@ def compare_command(
     jobs: Annotated[
         int, typer.Option("--jobs", "-j", min=1, help="Processes side by side, which share the cores.")
     ] = 1,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the task's recipe; repeatable.")
-    ] = None,
+    settings: TaskSettingsOption = None,
     execution: Annotated[str, typer.Option(help="How plans are carried out.")] = "emulate",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")] = "cpu",
     compile: Annotated[bool, typer.Option("--compile", help="Run training steps through torch.compile.")] = False,
@@ -87,27 +84,27 @@ def compare_command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train TASK under several plans, with several seeds each, and compare what came of it.
+    """Train TASK under several plans, with several seeds each, and compare the results.
 
-    Runs that are over are not made again: after Ctrl-C the same command goes on. A plan that fails is a result, too,
-    and the exit code is 0. With --json: one object, as of bitplan report.
+    Finished runs are not repeated: after Ctrl-C the same command continues. A plan that fails is a result, too, and
+    the exit code is 0. With --json: one object, as of bitplan report.
     """
     with command_output(as_json) as output:
-        asked = Asked(task, tuple(settings or ()), execution, device, compile)
-        named = [*(plans or ()), *(more_plans or ())]
-        report, code = run_comparison(asked, suite, named, seeds, out, jobs, output)
+        comparison = Comparison(task, tuple(settings or ()), execution, device, compile)
+        plan_names = [*(plans or ()), *(more_plans or ())]
+        report, code = run_comparison(comparison, suite, plan_names, seeds, out, jobs, output)
         output.document({} if report is None else report_record(report))
         if code == 0 and not as_json:
             assert report is not None
-            place = asked.folder(suite, named, out)
-            output.console.print(f"All of it is in {place}; draw it with: bitplan report {place}", soft_wrap=True)
+            folder = comparison.folder(suite, plan_names, out)
+            output.console.print(f"The runs are in {folder}; draw it with: bitplan report {folder}")
     if code:
         raise typer.Exit(code)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What all runs of a comparison share, as it was asked for."""
+class Comparison:
+    """The options that all runs of a comparison share."""
 
     task: str
     settings: tuple[str, ...] = ()
@@ -116,9 +113,9 @@ class Asked:
     compile: bool = False
 
     def folder(self, suite: str | None, plans: Sequence[str], out: Path | None) -> Path:
-        """Where it lies: the same folder for the same comparison, whatever the number of seeds.
+        """The comparison's folder: the same for the same comparison, whatever the number of seeds.
 
-        >>> str(Asked("digits", ("steps=200",)).folder("static", (), None))
+        >>> str(Comparison("digits", ("steps=200",)).folder("static", (), None))
         'runs/compare-digits-static-steps=200'
         """
         if out is not None:
@@ -126,54 +123,60 @@ class Asked:
         special = [self.execution] * (self.execution != "emulate") + [self.device] * (self.device != "cpu")
         special += ["compiled"] * self.compile
         task = Path(self.task.partition(":")[0]).stem
-        what = suite or "-".join(slug(choice.label) for choice in choices_of(plans))[:60]
-        return DEFAULT_PARENT / "-".join(["compare", task, what, *map(slug, self.settings), *map(slug, special)])
+        variant = suite or "-".join(slug(choice.label) for choice in choices_of(plans))[:60]
+        return DEFAULT_PARENT / "-".join(["compare", task, variant, *map(slug, self.settings), *map(slug, special)])
 
     def command(self, suite: str | None, plans: Sequence[str], seeds: int, out: Path | None) -> str:
-        """What makes the comparison again."""
-        words = ["bitplan", "compare", self.task]
-        words += ["--plans", *plans] if suite is None else ["--suite", suite]
-        words += ["--seeds", str(seeds)]
+        """The command that repeats the comparison."""
+        arguments = ["bitplan", "compare", self.task]
+        arguments += ["--plans", *plans] if suite is None else ["--suite", suite]
+        arguments += ["--seeds", str(seeds)]
         for setting in self.settings:
-            words += ["--set", setting]
+            arguments += ["--set", setting]
         if self.execution != "emulate":
-            words += ["--execution", self.execution]
+            arguments += ["--execution", self.execution]
         if self.device != "cpu":
-            words += ["--device", self.device]
-        words += ["--compile"] * self.compile
-        words += [] if out is None else ["--out", str(out)]
-        return shlex.join(words)
+            arguments += ["--device", self.device]
+        arguments += ["--compile"] * self.compile
+        arguments += [] if out is None else ["--out", str(out)]
+        return shlex.join(arguments)
 
 
-def _choices(asked: Asked, plans: Sequence[str], suite: str | None) -> list[Choice]:
+def _choices(comparison: Comparison, plans: Sequence[str], suite: str | None) -> list[Choice]:
     if suite is not None and plans:
         raise RunError("give --plans or --suite, not both.")
     if suite is not None:
-        return find_suite(suite).choices_for(lambda: find_task(asked.task, asked.settings))
+        return find_suite(suite).choices_for(lambda: find_task(comparison.task, comparison.settings))
     if not plans:
         raise RunError(f"name what to compare: --plans with files or presets, or --suite {' or '.join(SUITES)}.")
     return choices_of(plans)
 
 
 def run_comparison(
-    asked: Asked, suite: str | None, plans: Sequence[str], seeds: int, out: Path | None, jobs: int, output: Output
+    comparison: Comparison,
+    suite: str | None,
+    plans: Sequence[str],
+    seeds: int,
+    out: Path | None,
+    jobs: int,
+    output: Output,
 ) -> tuple[Report | None, int]:
-    """Run it and show its table; what there is to report, and the exit code, are returned."""
-    choices = _choices(asked, plans, suite)
-    folder = asked.folder(suite, plans, out)
+    """Run a comparison and print its table; the report, if any run is over, and the exit code."""
+    choices = _choices(comparison, plans, suite)
+    folder = comparison.folder(suite, plans, out)
     total = len(choices) * seeds
     with stop_on_signals() as request, CompareProgress(output.console, total) as progress:
         summaries = compare(
-            asked.task,
+            comparison.task,
             choices,
             folder=folder,
             seeds=range(seeds),
-            settings=asked.settings,
+            settings=comparison.settings,
             jobs=jobs,
-            execution=asked.execution,
-            device=asked.device,
-            compile=asked.compile,
-            command=asked.command(suite, plans, seeds, out),
+            execution=comparison.execution,
+            device=comparison.device,
+            compile=comparison.compile,
+            command=comparison.command(suite, plans, seeds, out),
             on_update=progress,
             stop=request,
         )
@@ -184,5 +187,128 @@ def run_comparison(
     if not request():
         return report, 0
     over = sum(summary.status != "stopped" for summary in summaries)
-    output.note(f"stopped with {over} of {total} runs done: the same command goes on.")
+    output.note(f"stopped with {over} of {total} runs done: the same command continues.")
     return report, STOPPED + (request.signal or 0)
+
+
+# --- progress: a bar for each run on a terminal, a line for each run where the output is piped
+
+
+class CompareProgress:
+    """Shows the progress that ``compare(on_update=...)`` reports."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self.console = console
+        self._bars: Bars | None = None
+        self._lines: dict[tuple[str, int], TaskID] = {}
+        self._done = 0
+        self._total = total
+        if console.is_terminal:
+            self._bars = Bars(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[status]}"),
+                TimeElapsedColumn(),
+                console=console,
+            )
+            self._whole = self._bars.add_task("all runs", total=total, status="")
+
+    def __enter__(self) -> CompareProgress:
+        if self._bars is not None:
+            self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def __call__(self, update: Update) -> None:
+        if update.summary is not None:
+            self._done += 1
+        if self._bars is not None:
+            self._show(self._bars, update)
+        elif update.summary is not None:
+            result = _run_result(update.summary)
+            name = f"{update.job.label}, seed {update.job.seed}"
+            self.console.print(f"[{self._done}/{self._total}] {name}: {result}")
+
+    def _show(self, bars: Bars, update: Update) -> None:
+        """A bar for each running run; a finished one leaves a line above them."""
+        job, now = update.job, update.progress
+        key = (job.label, job.seed)
+        name = f"{job.label}, seed {job.seed}"
+        if update.summary is not None:
+            if key in self._lines:
+                bars.remove_task(self._lines.pop(key))
+            bars.console.print(f"{name}: {_run_result(update.summary)}")
+            bars.update(self._whole, completed=self._done)
+            return
+        assert now is not None
+        if key not in self._lines:
+            self._lines[key] = bars.add_task(name, total=now.steps, status="")
+        figures = [] if now.loss is None else [f"loss {now.loss:.3f}"]
+        figures += [] if now.metric is None else [f"metric {now.metric:.3f}"]
+        if now.phase == "searching":
+            figures = ["not finite; looking for what broke first"]
+        bars.update(self._lines[key], completed=now.step, total=now.steps, status=", ".join(figures))
+
+
+def _run_result(summary: Summary) -> str:
+    """The result of a run in a few words, its metric first."""
+    figures = [f"{name} {number_text(value)}" for name, value in summary.metrics.items()]
+    ending = "" if summary.status == "finished" else f"{summary.status} at step {summary.step}; "
+    return f"{ending}{', '.join(figures) or 'no figures'} ({summary.seconds:.1f} s)"
+
+
+# --- demo
+
+
+TASK = "digits"
+SUITE = "static"
+PAGE = "report.html"
+#: Enough to tell the plans apart, and short enough to wait for.
+SETTINGS = ("steps=200",)
+#: Runs are small: a second thread would speed none of them up, a second process does.
+MOST_JOBS = 4
+
+
+def _by_key(settings: Iterable[str]) -> dict[str, str]:
+    """Later settings replace earlier ones."""
+    return {setting.partition("=")[0]: setting for setting in settings}
+
+
+def demo(
+    folder: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the runs and the page.")
+    ] = Path("bitplan-demo"),
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from 0 on.")] = 3,
+    settings: TaskSettingsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what low precision does to real training: handwritten digits in FP32, BF16, 8, 6, 4 and a failing 2 bits.
+
+    Ends with the answer in a sentence and a page to open. After Ctrl-C the same command continues.
+    """
+    plotly()  # before minutes of training, not after
+    with command_output(as_json) as output:
+        comparison = Comparison(TASK, tuple({**_by_key(SETTINGS), **_by_key(settings or ())}.values()))
+        jobs = min(cores(), MOST_JOBS)
+        make_folder(folder)
+        names = [choice.label for choice in find_suite(SUITE).choices]
+        output.console.print(
+            f"Training {TASK} in {listed(names, len(names))}, {counted(seeds, 'seed')} each, {jobs} at a time: "
+            "this takes a few minutes."
+        )
+        report, code = run_comparison(comparison, SUITE, (), seeds, folder, jobs, output)
+        output.document({} if report is None else {"page": folder / PAGE, **report_record(report)})
+        if code == 0:
+            assert report is not None
+            page = folder / PAGE
+            write_page(report, page)
+            if not as_json:
+                output.console.print(f"Open this page to see it: {page.resolve()}")
+    if code:
+        raise typer.Exit(code)

@@ -1,33 +1,51 @@
-"""``bitplan measure``: what number formats do to every product of a model in training."""
+"""``bitplan measure`` and ``advise``: the rounding error of every GEMM of a model, and a plan made from it."""
 
 from __future__ import annotations
 
 import math
 import shlex
+import tempfile
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich import box
 from rich.progress import Progress
-from rich.table import Table
 from rich.text import Text
 
 from bitplan.analysis.measure import DEFAULT_CANDIDATES, Measurement, measure
 from bitplan.analysis.measure.candidate import checked_candidates
 from bitplan.analysis.measure.result import Row
 from bitplan.analysis.targets import named_file, running
-from bitplan.cli.arguments import TargetArgument
-from bitplan.cli.output import JsonOption, Output, command_output, make_folder
+from bitplan.cli.arguments import TargetArgument, TaskSettingsOption, complete_plan
+from bitplan.cli.compare import CompareProgress
+from bitplan.cli.output import FittedTable, JsonOption, Output, command_output, make_folder
+from bitplan.cli.schedules import read_bits
 from bitplan.errors import MetricError, TaskError
 from bitplan.gemm.sampling import Sampling
+from bitplan.lab.compare.verify import RIVALS, Verified, verify
+from bitplan.lab.compare.verify import STEPS as VERIFY_STEPS
 from bitplan.lab.report.heatmaps import MEASUREMENT_FILE
 from bitplan.lab.targets import load_target
 from bitplan.lab.tasks.registry import find_task, task_names
 from bitplan.lab.tasks.task import Task
+from bitplan.lab.train.loop import stop_on_signals
 from bitplan.lab.train.stages import STAGES, STEPS, measure_task
+from bitplan.planners.advise import UNSEEN, Advice, advise_on, with_reference
+from bitplan.plans.loading import find_plan
+from bitplan.plans.schedules import Schedule
+from bitplan.plans.schedules import schedule as schedule_named
+
+
+def register(app: typer.Typer) -> None:
+    app.command("measure")(measure_command)
+    app.command("advise")(advise_command)
+
+
+# --- measure
+
 
 StagesOption = Annotated[
     bool,
@@ -42,9 +60,6 @@ StepsOption = Annotated[
 RowsOption = Annotated[int, typer.Option(min=1, help="Rows of each operand that are looked at.")]
 TermsOption = Annotated[int, typer.Option(min=1, help="The most terms of a sum; longer ones are cut.")]
 SeedOption = Annotated[int, typer.Option(min=0, help="Of weights, data and the choice of rows.")]
-SettingsOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a task's recipe; repeatable.")
-]
 CandidatesOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -58,10 +73,6 @@ CandidatesOption = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    app.command("measure")(measure_command)
-
-
 def measure_command(
     target: TargetArgument,
     stages: StagesOption = False,
@@ -69,7 +80,7 @@ def measure_command(
     candidates: CandidatesOption = None,
     rows: RowsOption = Sampling.rows,
     terms: TermsOption = Sampling.terms,
-    settings: SettingsOption = None,
+    settings: TaskSettingsOption = None,
     seed: SeedOption = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1; of tasks.")] = "cpu",
     file: Annotated[
@@ -84,21 +95,23 @@ def measure_command(
     a list of objects with product, pass, candidate, stage, median, mean, p99, sqnr, underflow, overflow and more.
     """
     with command_output(as_json) as output:
-        wanted = tuple(map(str, checked_candidates(candidates)))
-        asked = Asked(target, stages, steps, wanted if candidates else None, rows, terms, tuple(settings or ()), seed)
-        found = asked.measured(output, device)
+        candidate_texts = tuple(map(str, checked_candidates(candidates)))
+        request = MeasureRequest(
+            target, stages, steps, candidate_texts if candidates else None, rows, terms, tuple(settings or ()), seed
+        )
+        measurement = request.measured(output, device)
         if file is not None:
-            place = file / MEASUREMENT_FILE if file.is_dir() or not file.suffix else file
-            make_folder(place.parent)
-            found.save(place)
-            output.note(f"wrote {place}: draw it with: bitplan report {place}")
-        output.document([row.to_dict() for row in found.rows])
+            path = file / MEASUREMENT_FILE if file.is_dir() or not file.suffix else file
+            make_folder(path.parent)
+            measurement.save(path)
+            output.note(f"wrote {path}: draw it with: bitplan report {path}")
+        output.document([row.to_dict() for row in measurement.rows])
         if not as_json:
-            _print(found, output)
+            _print_measurement(measurement, output)
 
 
-class Asked:
-    """A measurement as it was asked for."""
+class MeasureRequest:
+    """A measurement as the command line describes it."""
 
     def __init__(
         self,
@@ -121,7 +134,7 @@ class Asked:
         self.seed = seed
 
     def task(self) -> Task | None:
-        """The task, where the target is one."""
+        """The task, if the target is one."""
         try:
             if self.target in task_names() or named_file(self.target) is not None:
                 return find_task(self.target, self.settings, self.seed)
@@ -138,13 +151,15 @@ class Asked:
             torch.manual_seed(self.seed)
             target = load_target(self.target)
             with running(self.target):
-                found = measure(target.model, [target.batch], target.loss, self.candidates, target=self.target, **how)
+                measurement = measure(
+                    target.model, [target.batch], target.loss, self.candidates, target=self.target, **how
+                )
         else:
-            shown = output.console.is_terminal
-            with Progress(console=output.console, transient=True, disable=not shown) as progress:
+            is_terminal = output.console.is_terminal
+            with Progress(console=output.console, transient=True, disable=not is_terminal) as progress:
                 bar = progress.add_task("training and measuring")
                 with running(self.target):
-                    found = measure_task(
+                    measurement = measure_task(
                         *(task, self.candidates),
                         stages=tuple(STAGES) if self.stages else ("early",),
                         steps=self.steps,
@@ -152,7 +167,7 @@ class Asked:
                         on_step=lambda step, total: progress.update(bar, completed=step, total=total),
                         **how,
                     )
-        return replace(found, target=self.target, command=self.command())
+        return replace(measurement, target=self.target, command=self.command())
 
     def _require_no_training(self) -> None:
         if self.stages or self.steps is not None or self.settings:
@@ -162,46 +177,45 @@ class Asked:
             )
 
     def command(self) -> str:
-        """What makes the measurement again."""
-        words = ["bitplan", "measure", self.target, *["--stages"] * self.stages]
-        words += [] if self.steps is None else ["--steps", str(self.steps)]
+        """The command that repeats the measurement."""
+        arguments = ["bitplan", "measure", self.target, *["--stages"] * self.stages]
+        arguments += [] if self.steps is None else ["--steps", str(self.steps)]
         for candidate in self.candidates or ():
-            words += ["--candidate", candidate]
+            arguments += ["--candidate", candidate]
         for name, default in (("rows", Sampling.rows), ("terms", Sampling.terms), ("seed", 0)):
             value = getattr(self, name)
-            words += [] if value == default else [f"--{name}", str(value)]
+            arguments += [] if value == default else [f"--{name}", str(value)]
         for setting in self.settings:
-            words += ["--set", setting]
-        return shlex.join(words)
+            arguments += ["--set", setting]
+        return shlex.join(arguments)
 
 
-def _print(found: Measurement, output: Output) -> None:
-    for stage in found.stages:
-        rows = found.select(stage=stage)
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=_title(rows[0]), title_justify="left")
-        table.add_column("product", no_wrap=True)
+def _print_measurement(measurement: Measurement, output: Output) -> None:
+    for stage in measurement.stages:
+        rows = measurement.select(stage=stage)
+        table = FittedTable(_stage_title(rows[0]))
+        table.add_column("product", "name")
         table.add_column("pass")
-        table.add_column("K", justify="right")
-        for candidate in found.candidates:
-            table.add_column(candidate.replace(" ", "\n"), justify="right")
+        table.add_column("K", "number")
+        for candidate in measurement.candidates:
+            table.add_column(candidate.replace(" ", "\n"), "number", is_optional=candidate != measurement.candidates[0])
         for product in dict.fromkeys((row.product, row.pass_) for row in rows):
             own = {row.candidate: row for row in rows if (row.product, row.pass_) == product}
             least = min((row.median for row in own.values() if not math.isnan(row.median)), default=math.nan)
-            cells = [_cell(own.get(candidate), least) for candidate in found.candidates]
+            cells = [_cell(own.get(candidate), least) for candidate in measurement.candidates]
             table.add_row(*product, str(next(iter(own.values())).k), *cells)
-        output.console.print(table)
-    cut = sum(row.k < row.length for row in found.rows)
+        table.print(output.console)
+    cut = sum(row.k < row.length for row in measurement.rows)
     output.console.print(
         "Median backward error of sampled elements; the least of each line is bold. It is smaller for longer sums: "
-        f"compare within a line.{' Sums of more terms were cut to those under K.' if cut else ''}",
-        soft_wrap=True,
+        f"compare within a line.{' Sums of more terms were cut to those under K.' if cut else ''}"
     )
-    if found.skipped:
-        few = [f"{name} ({why})" for name, why in list(found.skipped.items())[:3]]
-        output.note(f"{len(found.skipped)} products were not measured: {'; '.join(few)}")
+    if measurement.skipped:
+        few = [f"{name} ({why})" for name, why in list(measurement.skipped.items())[:3]]
+        output.note(f"{len(measurement.skipped)} products were not measured: {'; '.join(few)}")
 
 
-def _title(row: Row) -> str:
+def _stage_title(row: Row) -> str:
     return row.stage if row.stage == "now" else f"{row.stage}: after {row.step} steps"
 
 
@@ -209,3 +223,161 @@ def _cell(row: Row | None, least: float) -> Text:
     if row is None:
         return Text("-")
     return Text(f"{row.median:.1e}", style="bold" if row.median == least else "")
+
+
+# --- advise
+
+
+def advise_command(
+    target: TargetArgument,
+    tau: Annotated[
+        float | None,
+        typer.Option(
+            help="The most that an error times the root of the sums' length may be (default: the level of e4m3 with a "
+            "scale per tensor, which is known to train, in nine of ten products).",
+            show_default=False,
+        ),
+    ] = None,
+    cost: Annotated[str, typer.Option(metavar="memory|bitops|time", help="What is to be small.")] = "bitops",
+    stages: Annotated[
+        bool, typer.Option("--stages/--early", help="Of a task: measure at three stages, or early alone.")
+    ] = True,
+    steps: StepsOption = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            "--measurement", metavar="FILE", help="Advise on what bitplan measure -o wrote.", show_default=False
+        ),
+    ] = None,
+    candidates: CandidatesOption = None,
+    rows: RowsOption = Sampling.rows,
+    terms: TermsOption = Sampling.terms,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--base",
+            metavar="PLAN",
+            help="A plan to add the advice to, such as an assignment under a budget.",
+            autocompletion=complete_plan,
+            show_default=False,
+        ),
+    ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(help="Let the bits of integers follow a schedule, such as CR.", show_default=False),
+    ] = None,
+    bits: Annotated[str, typer.Option(metavar="LOW-HIGH", help="Of the schedule.")] = "4-8",
+    cycles: Annotated[int, typer.Option(min=1, help="Of the schedule.")] = 8,
+    check: Annotated[
+        bool,
+        typer.Option("--verify", help=f"Train briefly under the advice, {', '.join(RIVALS)} and in high precision."),
+    ] = False,
+    verify_steps: Annotated[int, typer.Option(min=4, help="Steps of each of these runs.")] = VERIFY_STEPS,
+    verify_seeds: Annotated[int, typer.Option(min=1, help="Seeds of each of these runs.")] = 1,
+    verify_out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep these runs, for bitplan report.", show_default=False),
+    ] = None,
+    settings: TaskSettingsOption = None,
+    seed: SeedOption = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1; of tasks.")] = "cpu",
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the plan there.", show_default=False)
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Advise on a number format for each operand of each product of TARGET: the cheapest whose error is small enough.
+
+    Measures as bitplan measure does, and says why for every slot, in the plan's file as well. With --json: one object.
+    """
+    with command_output(as_json) as output:
+        candidate_texts = tuple(map(str, with_reference(candidates)))
+        request = MeasureRequest(
+            target, stages, steps, candidate_texts if candidates else None, rows, terms, tuple(settings or ()), seed
+        )
+        base_plan = None if base is None else find_plan(base)
+        bit_schedule = _schedule(schedule, bits, cycles)
+        if check and request.task() is None:
+            raise MetricError(f"{target} is a model without data to train on: --verify needs a task, such as digits.")
+        if measured is not None:
+            measurement = Measurement.load(measured)
+        else:
+            request.stages = stages and request.task() is not None
+            measurement = request.measured(output, device)
+        advice = advise_on(measurement, tau=tau, cost=cost, base=base_plan, schedule=bit_schedule)
+        if out is not None:
+            make_folder(out.parent)
+            advice.plan.save(out)
+        if not as_json:
+            _print_advice(advice, output)
+        results = None
+        if check:
+            results = _verify(request, advice, verify_out, verify_steps, verify_seeds, device, output)
+            if not as_json:
+                _print_verified(results, output)
+        document: dict[str, Any] = {"target": target, "file": out, **advice.to_dict()}
+        if results is not None:
+            document["verified"] = [result.to_dict() for result in results]
+        output.document(document)
+        if out is not None:
+            output.note(f"wrote {out}: train under it with: bitplan train {target} --plan {out}")
+
+
+def _schedule(name: str | None, bits: str, cycles: int) -> Schedule | None:
+    if name is None:
+        return None
+    low, high = read_bits(bits)
+    return schedule_named(name, low=low, high=high, cycles=cycles)
+
+
+def _print_advice(advice: Advice, output: Output) -> None:
+    table = FittedTable()
+    table.add_column("slot", "name")
+    table.add_column("format", "word", style="bold")
+    table.add_column("why", "text")
+    for slot in advice.slots:
+        table.add_row(slot.where, str(slot.spec), slot.why)
+    table.print(output.console)
+    counts = ", ".join(f"{count} {name}" for name, count in advice.counts.items())
+    output.console.print(
+        f"{len(advice.slots)} slots: {counts}. tau {advice.tau:.3g} ({advice.tau_from}); cheapest by {advice.cost}."
+    )
+    output.console.print(f"What it does not see: {'; '.join(UNSEEN)}.")
+    if advice.measurement.skipped:
+        output.note(f"{len(advice.measurement.skipped)} products could not be measured and are left alone.")
+
+
+def _verify(
+    request: MeasureRequest, advice: Advice, out: Path | None, steps: int, seeds: int, device: str, output: Output
+) -> list[Verified]:
+    run_folder = tempfile.TemporaryDirectory() if out is None else nullcontext(str(out))
+    total = (2 + len(RIVALS)) * seeds
+    with run_folder as folder, stop_on_signals() as stop_request, CompareProgress(output.console, total) as progress:
+        return verify(
+            *(request.target, advice, Path(folder)),
+            settings=request.settings,
+            steps=steps,
+            seeds=range(seeds),
+            device=device,
+            on_update=progress,
+            stop=stop_request,
+        )
+
+
+def _print_verified(results: list[Verified], output: Output) -> None:
+    table = FittedTable()
+    table.add_column("trained briefly", "name")
+    for heading in ("training loss", "above high precision", "metric", "of FP32's bit operations", "diverged"):
+        table.add_column(heading, "number")
+    for result in results:
+        table.add_row(
+            result.label,
+            *(
+                f"{result.loss:.4f}",
+                f"{result.gap:+.4f}",
+                f"{result.metric:.4f}",
+                f"{result.cost:.1%}",
+                str(result.diverged),
+            ),
+        )
+    table.print(output.console)

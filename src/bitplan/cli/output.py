@@ -1,28 +1,38 @@
-"""Where a command's words go.
+"""Output of commands: text and tables for people, JSON for programs.
 
-Without ``--json`` a command prints for people, on stdout. With it, stdout carries exactly one JSON
-document, written last and only when the command succeeded; everything else goes to stderr, even
-what a library or a child process prints on its own.
-
-The JSON is strict, see :mod:`bitplan.files`.
+Without ``--json`` a command prints text on stdout; tables fit the width of the terminal. With it, stdout carries
+exactly one JSON document, written last and only when the command succeeded; everything else goes to stderr, even what
+a library or a child process prints. The JSON is strict, see :mod:`bitplan.files`.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
+from rich import box
+from rich.cells import cell_len
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from bitplan.errors import BitplanError
 from bitplan.files import json_text, write_whole
 
-__all__ = ["JsonOption", "Output", "command_output", "json_text", "make_folder", "write_file"]
+__all__ = [
+    "FittedTable",
+    "JsonOption",
+    "Output",
+    "command_output",
+    "json_text",
+    "make_folder",
+    "write_file",
+]
 
 #: The ``--json`` option, the same in every command.
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, all else on stderr.")]
@@ -32,7 +42,7 @@ _PIPED_WIDTH = 200
 
 
 class Output:
-    """One command's way to speak: :attr:`console` for people, :meth:`document` for programs."""
+    """The output of one command: :attr:`console` for people, :meth:`document` for programs."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
@@ -44,11 +54,11 @@ class Output:
         return _console(stderr=self.as_json)
 
     def note(self, sentence: str) -> None:
-        """A remark about the work, on stderr whatever was asked for."""
+        """Print a remark on stderr, with and without ``--json``."""
         _console(stderr=True).print(f"bitplan: {sentence}", soft_wrap=True)
 
     def document(self, content: Any) -> None:
-        """What ``--json`` prints; ignored without it."""
+        """The JSON document; ignored without ``--json``."""
         self.documents.append(content)
 
 
@@ -86,8 +96,9 @@ def make_folder(path: Path) -> None:
 
 def _console(stderr: bool) -> Console:
     console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
+    if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _PIPED_WIDTH
+        console.soft_wrap = True  # a sentence stays on one line
     return console
 
 
@@ -102,12 +113,118 @@ def _stdout_moved_to_stderr() -> Iterator[None]:
         return
     stream = sys.stdout
     stream.flush()
-    kept = os.dup(stdout)
+    saved = os.dup(stdout)
     os.dup2(stderr, stdout)
     try:
         with redirect_stdout(sys.stderr):
             yield
     finally:
-        stream.flush()  # what someone holding the old stream wrote must not surface after the descriptor is back
-        os.dup2(kept, stdout)
-        os.close(kept)
+        stream.flush()  # text in the buffer of the old stream must not appear after the descriptor is restored
+        os.dup2(saved, stdout)
+        os.close(saved)
+
+
+# --- Tables
+
+Cell = str | Text
+#: How a column gives way where the terminal is narrow. ``name``: one line, shortened at its front. ``text``: wraps.
+#: ``word`` and ``number``: one line, never shortened.
+Kind = Literal["name", "text", "word", "number"]
+
+#: Spaces between two columns, and the least width of a column that has to give way.
+_GAP = 2
+_LEAST = {"text": 16, "name": 18}
+
+
+class _Column(NamedTuple):
+    heading: str
+    kind: Kind
+    style: str
+    is_optional: bool
+
+
+class FittedTable:
+    """A table that is no wider than the console: text wraps, names shorten, and then optional columns are left out."""
+
+    def __init__(self, title: str | None = None) -> None:
+        self.title = title
+        self._columns: list[_Column] = []
+        self._rows: list[tuple[Cell, ...]] = []
+        self._section_ends: set[int] = set()
+
+    def add_column(self, heading: str, kind: Kind = "word", *, style: str = "", is_optional: bool = False) -> None:
+        """Add a column; of the optional ones, the last is left out first."""
+        self._columns.append(_Column(heading, kind, style, is_optional))
+
+    def add_row(self, *cells: Cell) -> None:
+        self._rows.append(cells)
+
+    def add_section(self) -> None:
+        """Draw a line below the last row."""
+        self._section_ends.add(len(self._rows) - 1)
+
+    def print(self, console: Console) -> None:
+        shown = list(range(len(self._columns)))
+        headings, widths = self._fit(shown, console.width)
+        while _total(widths) > console.width and any(self._columns[index].is_optional for index in shown):
+            shown.remove(max(index for index in shown if self._columns[index].is_optional))
+            headings, widths = self._fit(shown, console.width)
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
+        for index, heading, width in zip(shown, headings, widths, strict=True):
+            column = self._columns[index]
+            table.add_column(
+                heading,
+                justify="right" if column.kind == "number" else "left",
+                style=column.style,
+                no_wrap=column.kind != "text",
+                width=width,
+                overflow="fold",
+            )
+        for number, row in enumerate(self._rows):
+            cells = [
+                _shortened(row[index], width) if self._columns[index].kind == "name" else row[index]
+                for index, width in zip(shown, widths, strict=True)
+            ]
+            table.add_row(*cells, end_section=number in self._section_ends)
+        if self.title:
+            console.print(self.title, style="italic")
+        console.print(table, soft_wrap=False)
+        dropped = [column.heading for index, column in enumerate(self._columns) if index not in shown]
+        if dropped:
+            console.print(f"Too wide for {console.width} columns: {', '.join(dropped)}.")
+
+    def _fit(self, shown: Sequence[int], available: int) -> tuple[list[str], list[int]]:
+        """Headings and widths of the columns: as they are, if that fits; else broken headings and smaller columns."""
+        columns = [self._columns[index] for index in shown]
+        headings = [column.heading for column in columns]
+        longest = [max((cell_len(str(row[index])) for row in self._rows), default=0) for index in shown]
+        widths = [max(_lines_width(heading), length) for heading, length in zip(headings, longest, strict=True)]
+        if _total(widths) > available:
+            for number, heading in enumerate(headings):
+                if _lines_width(heading) > longest[number]:
+                    headings[number] = heading.replace(" ", "\n")
+            widths = [max(_lines_width(heading), length) for heading, length in zip(headings, longest, strict=True)]
+        for kind, least in _LEAST.items():
+            for number, column in enumerate(columns):
+                excess = _total(widths) - available
+                if column.kind == kind and excess > 0:
+                    widths[number] = max(min(widths[number], least), widths[number] - excess)
+        return headings, widths
+
+
+def _lines_width(text: str) -> int:
+    return max(map(cell_len, text.split("\n")))
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + _GAP * (len(widths) - 1)
+
+
+def _shortened(cell: Cell, width: int) -> Cell:
+    """The end of a name, which is what tells module paths apart.
+
+    >>> _shortened("layer4.1.conv2.weight", 16)
+    '….1.conv2.weight'
+    """
+    text = str(cell)
+    return cell if cell_len(text) <= width else f"…{text[-(width - 1) :]}"

@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Table
 
 from bitplan.analysis.explain import Explanation
 from bitplan.analysis.explain import explain as explained
 from bitplan.analysis.targets import running
 from bitplan.cli.arguments import OptionalTargetArgument, PlanArgument, SettingsOption, TargetArgument
-from bitplan.cli.output import JsonOption, Output, command_output
+from bitplan.cli.model import shape_text, site_record
+from bitplan.cli.output import FittedTable, JsonOption, Output, command_output
 from bitplan.cli.schedules import complete_schedule, read_bits
-from bitplan.cli.sites import shape_text, site_record
 from bitplan.errors import BitplanWarning
 from bitplan.lab.targets import load_target
 from bitplan.planners import cpt_plan
@@ -40,28 +38,28 @@ def list_(as_json: JsonOption = False) -> None:
         presets = {name: Plan.preset(name) for name in preset_names()}
         output.document([{"name": name, "description": plan.description} for name, plan in presets.items()])
         if not as_json:
-            table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-            table.add_column("name", style="bold", no_wrap=True)
-            table.add_column("description")
+            table = FittedTable()
+            table.add_column("name", "name", style="bold")
+            table.add_column("description", "text")
             for name, plan in presets.items():
-                table.add_row(name, plan.description)
-            output.console.print(table)
+                table.add_row(name, plan.description or "")
+            table.print(output.console)
 
 
 @group.command("show")
 def show(
     plan: PlanArgument,
-    flat: Annotated[bool, typer.Option("--flat", help="With what the plan extends written into it.")] = False,
+    flat: Annotated[bool, typer.Option("--flat", help="Write out the plans that it extends.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print a plan as YAML; with --json as JSON."""
     with command_output(as_json) as output:
-        found = find_plan(plan)
-        shown = found.flattened() if flat else found
-        output.document(shown.to_dict())
+        loaded = find_plan(plan)
+        printed = loaded.flattened() if flat else loaded
+        output.document(printed.to_dict())
         if not as_json:
-            # A preset's own text has its reasons in comments.
-            text = preset_text(plan) if plan in preset_names() and not flat else shown.to_yaml()
+            # A preset's file gives reasons in comments.
+            text = preset_text(plan) if plan in preset_names() and not flat else printed.to_yaml()
             typer.echo(text, nl=False)
 
 
@@ -73,44 +71,44 @@ def schema() -> None:
 
 @group.command("check")
 def check(plan: PlanArgument, target: OptionalTargetArgument = None, as_json: JsonOption = False) -> None:
-    """Check a plan by itself and, with a TARGET, that every rule finds something there to round.
+    """Check a plan and, with a TARGET, that every rule matches something there.
 
     Exit code 2, and one sentence, if something is wrong.
     """
     with command_output(as_json) as output:
-        found = find_plan(plan)
-        record: dict[str, Any] = {"plan": plan, "ok": True, "rules": len(found.all_rules)}
-        sentence = f"{plan} is fine: {len(found.all_rules)} rules"
+        loaded = find_plan(plan)
+        record: dict[str, Any] = {"plan": plan, "ok": True, "rules": len(loaded.all_rules)}
+        sentence = f"{plan} is fine: {len(loaded.all_rules)} rules"
         if target is not None:
             with _warnings_as_notes(output):
-                sites = _explained(found, target)
+                sites = _explained(loaded, target)
             rounded = sum(site.quantizer is not None for site in sites)
             record |= {"target": target, "sites": len(sites), "rounded": rounded}
             sentence += f" that round {rounded} of the {len(sites)} tensors and operands of {target}"
         output.document(record)
         if not as_json:
-            output.console.print(f"{sentence}.", soft_wrap=True)
+            output.console.print(f"{sentence}.")
 
 
 @group.command("explain")
 def explain(
     plan: PlanArgument, target: TargetArgument, settings: SettingsOption = None, as_json: JsonOption = False
 ) -> None:
-    """Show what every tensor of TARGET gets under PLAN, and which rule said so.
+    """Show the format of every tensor of TARGET under PLAN, and the rule that sets it.
 
     With --json: a list of objects, operand slots included.
     """
     with command_output(as_json) as output:
-        found = find_plan(plan)
+        loaded = find_plan(plan)
         with _warnings_as_notes(output):
-            sites = _explained(found, target, settings or ())
+            sites = _explained(loaded, target, settings or ())
         output.document([explanation_record(site) for site in sites])
         if not as_json:
-            # A slot that no rule speaks of takes the tensor as it comes: nothing to tell.
+            # An operand without a rule takes the tensor as it is: nothing to show.
             _print([site for site in sites if site.site.role in ROLES or site.rule is not None], output)
-            rule = found.optimizer_rule
+            rule = loaded.optimizer_rule
             if rule is not None:
-                output.console.print(f"optimizer state: {rule.state} ({rule.where or 'optimizer'})", soft_wrap=True)
+                output.console.print(f"optimizer state: {rule.state} ({rule.where or 'optimizer'})")
 
 
 @group.command("cpt")
@@ -134,16 +132,16 @@ def cpt(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make the plan of cyclic precision training for TARGET: the papers' quantiser, and what they leave alone.
+    """Make the plan of cyclic precision training for TARGET, with the papers' quantizer and exceptions.
 
     Weights and activations follow the schedule, gradients have the highest bits. With --json: the plan as JSON.
     """
     with command_output(as_json) as output:
         low, high = read_bits(bits)
-        chosen = load_target(target, shapes_only=True, settings=settings or ())
+        loaded = load_target(target, shapes_only=True, settings=settings or ())
         with running(target):
             plan = cpt_plan(
-                *(chosen.model, chosen.batch, chosen.loss),
+                *(loaded.model, loaded.batch, loaded.loss),
                 schedule=schedule,
                 low=low,
                 high=high,
@@ -159,7 +157,7 @@ def cpt(
 
 
 def explanation_record(explanation: Explanation) -> dict[str, Any]:
-    """What JSON says about a site under a plan."""
+    """A site under a plan as JSON."""
     return {
         **site_record(explanation.site),
         "quantizer": explanation.words,
@@ -170,14 +168,14 @@ def explanation_record(explanation: Explanation) -> dict[str, Any]:
 
 
 def _explained(plan: Plan, target: str, settings: Sequence[str] = ()) -> list[Explanation]:
-    chosen = load_target(target, shapes_only=True, settings=settings)
+    loaded = load_target(target, shapes_only=True, settings=settings)
     with running(target):
-        return explained(chosen.model, plan, chosen.batch, chosen.loss)
+        return explained(loaded.model, plan, loaded.batch, loaded.loss)
 
 
 @contextmanager
 def _warnings_as_notes(output: Output) -> Iterator[None]:
-    """What a rule with ``strict: false`` warns of, as sentences on stderr."""
+    """Warnings of rules with ``strict: false``, as sentences on stderr."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -186,19 +184,19 @@ def _warnings_as_notes(output: Output) -> Iterator[None]:
             output.note(str(warning.message))
 
 
-def _print(shown: list[Explanation], output: Output) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("name", style="bold", no_wrap=True)
-    table.add_column("shape", no_wrap=True)
-    table.add_column("quantizer", no_wrap=True)
-    table.add_column("rule", no_wrap=True)
-    for each in shown:
-        quantizer = each.words or "-"
-        rule = "-" if each.rule is None else each.where or f"rules[{each.rule}]"
-        table.add_row(each.site.name, shape_text(each.site), quantizer, rule)
-    output.console.print(table)
-    rounded = sum(each.quantizer is not None for each in shown)
-    output.console.print(f"{rounded} of {len(shown)} are rounded.")
-    for each in shown:
-        if each.warning is not None:
-            output.console.print(f"{each.site.name}: {each.warning}", soft_wrap=True)
+def _print(explanations: list[Explanation], output: Output) -> None:
+    table = FittedTable()
+    table.add_column("name", "name", style="bold")
+    table.add_column("shape", is_optional=True)
+    table.add_column("quantizer", "text")
+    table.add_column("rule", "name")
+    for explanation in explanations:
+        quantizer = explanation.words or "-"
+        rule = "-" if explanation.rule is None else explanation.where or f"rules[{explanation.rule}]"
+        table.add_row(explanation.site.name, shape_text(explanation.site), quantizer, rule)
+    table.print(output.console)
+    rounded = sum(explanation.quantizer is not None for explanation in explanations)
+    output.console.print(f"{rounded} of {len(explanations)} are rounded.")
+    for explanation in explanations:
+        if explanation.warning is not None:
+            output.console.print(f"{explanation.site.name}: {explanation.warning}")

@@ -1,21 +1,130 @@
-"""``bitplan runs``: the run folders that lie somewhere, and what came of each."""
+"""``bitplan tasks``, ``runs`` and ``report``: what can be trained, what has been trained, and pages about it."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Table
+from rich.console import Console
 
-from bitplan.cli.output import JsonOption, Output, command_output
+from bitplan.analysis.measure import Measurement
+from bitplan.cli.arguments import complete_task
+from bitplan.cli.output import FittedTable, JsonOption, Output, command_output, make_folder, write_file
 from bitplan.errors import RunError
+from bitplan.lab.report.heatmaps import MEASUREMENT_FILE
+from bitplan.lab.report.summaries import Experiment, Report
+from bitplan.lab.report.tables import COLUMNS_NOTE, csv_text, plan_columns, report_record
+from bitplan.lab.tasks.registry import CARDS, Card, task_class, task_names
+from bitplan.lab.tasks.task import Task
 from bitplan.lab.train.folder import DEFAULT_PARENT, RunFolder, find_runs
 
 
 def register(app: typer.Typer) -> None:
+    app.command("tasks")(tasks)
     app.command("runs")(runs)
+    app.command("report")(report_command)
+
+
+# --- tasks
+
+
+def tasks(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[TASK]",
+            help="Show this task with its settings; my_task.py:MyTask is executed: name only files that you trust.",
+            autocompletion=complete_task,
+            show_default=False,
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the tasks, or show one with the settings that --set may change.
+
+    With --json: a list of objects, each with its settings; one object where a TASK is named.
+    """
+    with command_output(as_json) as output:
+        if name is None:
+            classes = [task_class(task_name) for task_name in task_names()]
+            output.document([task_record(task) for task in classes])
+            if not as_json:
+                _print_tasks(classes, output)
+        else:
+            task = task_class(name)
+            output.document(task_record(task))
+            if not as_json:
+                _print_task(task, output)
+
+
+def task_record(task: type[Task]) -> dict[str, Any]:
+    """A task as JSON; a user's own task has no card, and nulls in place of it."""
+    card = CARDS.get(_task_name(task))
+    return {
+        "name": _task_name(task),
+        "summary": getattr(task, "summary", ""),
+        "model": card and card.model,
+        "embedded": (card and card.embedded) or None,
+        "public": (card and card.public) or None,
+        "metric": card and {"name": card.metric, "better": card.better},
+        "settings": asdict(task.settings_class()),
+        "floor": card and card.floor and asdict(card.floor),
+    }
+
+
+def _task_name(task: type[Task]) -> str:
+    return getattr(task, "name", task.__name__)
+
+
+def _floor_text(card: Card) -> str:
+    return "-" if card.floor is None else f"{card.floor.times_trivial:g}x trivial"
+
+
+def _print_tasks(classes: list[type[Task]], output: Output) -> None:
+    table = FittedTable()
+    table.add_column("name", "name", style="bold")
+    for heading in ("what", "model", "data here", "data you bring"):
+        table.add_column(heading, "text", is_optional=heading.startswith("data"))
+    table.add_column("metric", "text")
+    table.add_column("FP32 reaches", "text", is_optional=True)
+    for task in classes:
+        card = CARDS[task.name]
+        table.add_row(
+            *(task.name, task.summary, card.model, card.embedded or "-", card.public or "-"),
+            *(f"{card.metric}, {card.better}", _floor_text(card)),
+        )
+    table.print(output.console)
+    output.console.print("bitplan tasks NAME shows its settings; bitplan train NAME trains it.")
+
+
+def _print_task(task: type[Task], output: Output) -> None:
+    console, card = output.console, CARDS.get(_task_name(task))
+    console.print(f"{_task_name(task)}: {getattr(task, 'summary', 'a task of your own')}")
+    if card is not None:
+        for label, description in (
+            ("model", card.model),
+            ("data here", card.embedded),
+            ("data you bring", card.public),
+        ):
+            if description:
+                console.print(f"{label}: {description}")
+        console.print(f"metric: {card.metric}, {card.better} is better")
+        if card.floor is not None:
+            short = " ".join(card.floor.settings)
+            console.print(f"FP32 is at least {card.floor.times_trivial:g} times better than trivial with {short}")
+    table = FittedTable()
+    table.add_column("setting", "name", style="bold")
+    table.add_column("default", "text")
+    for key, value in asdict(task.settings_class()).items():
+        table.add_row(
+            key, repr(value) if value == "" else str(value).lower() if isinstance(value, bool) else str(value)
+        )
+    table.print(console)
+
+
+# --- runs
 
 
 def runs(
@@ -31,13 +140,13 @@ def runs(
         output.document(records)
         if not as_json:
             if not records:
-                output.console.print(f"{folder} holds no runs: bitplan train makes them.", soft_wrap=True)
+                output.console.print(f"{folder} holds no runs: bitplan train makes them.")
             else:
-                _print(records, output)
+                _print_runs(records, output)
 
 
 def run_record(run: RunFolder) -> dict[str, Any]:
-    """What JSON says about a run; one that cannot be read says why, and hides no other."""
+    """A run as JSON; one that cannot be read has its reason instead."""
     try:
         config, summary, status = run.config(), run.summary(), run.status()
     except RunError as error:
@@ -63,12 +172,16 @@ def run_record(run: RunFolder) -> dict[str, Any]:
     }
 
 
-def _print(records: list[dict[str, Any]], output: Output) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("run", "task", "plan", "seed", "status"):
-        table.add_column(heading, style="bold" if heading == "run" else None, no_wrap=True)
-    for heading in ("steps", "metric", "cost"):
-        table.add_column(heading, justify="right", no_wrap=True)
+def _print_runs(records: list[dict[str, Any]], output: Output) -> None:
+    table = FittedTable()
+    table.add_column("run", "name", style="bold")
+    table.add_column("task", "name", is_optional=True)
+    table.add_column("plan", "name")
+    table.add_column("seed", "number", is_optional=True)
+    table.add_column("status")
+    table.add_column("steps", "number", is_optional=True)
+    for heading in ("metric", "cost"):
+        table.add_column(heading, "number")
     for record in records:
         if record["status"] == "unreadable":
             output.note(record["why"])
@@ -80,4 +193,92 @@ def _print(records: list[dict[str, Any]], output: Output) -> None:
             "-" if value is None else f"{record['metric']} {float(value):.4f}",
             "-" if cost is None else f"{float(cost):.1%}",
         )
-    output.console.print(table)
+    table.print(output.console)
+
+
+# --- report
+
+
+def report_command(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUNS...",
+            help="Run folders, comparison folders, or folders that hold some; or a file of bitplan measure -o.",
+            show_default=False,
+        ),
+    ],
+    page: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The page to write.")] = Path(
+        "report.html"
+    ),
+    csv: Annotated[
+        Path | None,
+        typer.Option("--csv", metavar="FILE", help="Also write every run as a line of a table.", show_default=False),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write one HTML page about runs: what was run, the answer in a sentence, charts and tables.
+
+    The page needs no network. With --json: one object with plans, runs and the answer.
+    """
+    with command_output(as_json) as output:
+        file = measurement_file(runs)
+        if file is not None:
+            measurement = Measurement.load(file)
+            write_measurement_page(measurement, page)
+            output.document({"page": page, **measurement.to_dict()})
+            if not as_json:
+                output.console.print(f"The page: {page}")
+            return
+        report = Report.of(runs)
+        write_page(report, page)
+        if csv is not None:
+            write_file(csv, csv_text(report))
+            output.note(f"wrote {csv}")
+        output.document({"page": page, **report_record(report)})
+        if not as_json:
+            for experiment in report.experiments:
+                print_experiment(experiment, output.console)
+            output.console.print(f"The page: {page}")
+
+
+def write_page(report: Report, page: Path) -> None:
+    """Write the page of a report."""
+    from bitplan.lab.report.page import page_html
+
+    text = page_html(report)
+    make_folder(page.parent)
+    write_file(page, text)
+
+
+def measurement_file(paths: list[Path]) -> Path | None:
+    """The file of a measurement, if `paths` is one: the file itself, or a folder that holds one and no run."""
+    if len(paths) != 1:
+        return None
+    (path,) = paths
+    inside = path / MEASUREMENT_FILE
+    return path if path.is_file() else inside if inside.is_file() and not RunFolder(path).is_run else None
+
+
+def write_measurement_page(measurement: Measurement, page: Path) -> None:
+    """Write the page of a measurement."""
+    from bitplan.lab.report.page import measurement_page_html
+
+    text = measurement_page_html(measurement)
+    make_folder(page.parent)
+    write_file(page, text)
+
+
+def print_experiment(experiment: Experiment, console: Console) -> None:
+    """The table of plans, and the answer."""
+    columns = plan_columns(experiment)
+    table = FittedTable(experiment.name)
+    for number, column in enumerate(columns):
+        table.add_column(
+            column.title, "number" if column.is_number else "name", is_optional=column.is_number and number > 2
+        )
+    for plan in experiment.plans:
+        table.add_row(*(column.cell(plan).text for column in columns))
+    table.print(console)
+    console.print(COLUMNS_NOTE)
+    console.print(experiment.answer, style="bold")

@@ -10,19 +10,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import TracebackType
 from typing import Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Table
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 
 from bitplan.analysis.cost import estimate_cost
 from bitplan.analysis.explain import explain
 from bitplan.analysis.targets import file_sha256, in_words, named_file, running
-from bitplan.cli.arguments import complete_plan
+from bitplan.cli.arguments import OptionalTaskArgument, TaskSettingsOption, complete_plan
 from bitplan.cli.assign import FormatsOption, OrderOption
-from bitplan.cli.output import JsonOption, Output, command_output
-from bitplan.cli.run_progress import RunProgress
+from bitplan.cli.output import FittedTable, JsonOption, Output, command_output
 from bitplan.errors import BitplanError, BitplanWarning, RunError, TaskError
 from bitplan.files import byte_text
 from bitplan.lab.task_planners import AssignWords, assign_task
@@ -36,31 +37,20 @@ from bitplan.planners.assign.assign import LOSS_SCALE
 from bitplan.plans import ROLES, Plan
 from bitplan.plans.loading import find_plan
 
-log = logging.getLogger("bitplan")
-
-#: Exit codes: of a run that diverged, and what the number of a signal is added to, as shells do.
-DIVERGED = 1
-STOPPED = 128
-
 
 def register(app: typer.Typer) -> None:
     app.command("train")(train_command)
 
 
-def _complete_task(incomplete: str) -> list[str]:
-    return [name for name in task_names() if name.startswith(incomplete)]
+log = logging.getLogger("bitplan")
+
+#: Exit codes: a run that diverged, and the base to which shells add the number of a signal.
+DIVERGED = 1
+STOPPED = 128
 
 
 def train_command(
-    task: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="TASK",
-            help="A task such as digits, or my_task.py:MyTask, a file that is run: name only those that you trust.",
-            autocompletion=_complete_task,
-            show_default=False,
-        ),
-    ] = None,
+    task: OptionalTaskArgument = None,
     plan: Annotated[
         str | None,
         typer.Option(
@@ -94,9 +84,7 @@ def train_command(
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")] = "cpu",
     compile: Annotated[bool, typer.Option("--compile", help="Run training steps through torch.compile.")] = False,
     seed: Annotated[int, typer.Option(help="Of weights, data and random rounding.")] = 0,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the task's recipe; repeatable.")
-    ] = None,
+    settings: TaskSettingsOption = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="DIR", help="The run's folder (default: a new one in runs/).")
     ] = None,
@@ -134,7 +122,7 @@ def train_command(
         of_assign = order != "largest" or formats is not None or promotion is not None
         if resume is not None:
             _require_nothing_else(task, plan, settings, out, assign, of_assign, loss_scale is not None)
-            asked = _Asked.from_folder(resume, task_file, checkpoint_every)
+            request = _RunRequest.from_folder(resume, task_file, checkpoint_every)
         elif task_file is not None:
             raise RunError("--task goes with --resume: give a new run's task without it, as bitplan train TASK.")
         elif task is None:
@@ -146,50 +134,68 @@ def train_command(
                 raise RunError(
                     "--order, --formats and --promotion say how --assign is done: give that, too, or drop them."
                 )
-            words = None if assign is None else AssignWords(assign, order, formats, promotion)
-            recipe = _with_loss_scale(settings or [], loss_scale, words)
-            made = find_task(task, recipe, seed)
-            found = None if plan is None else find_plan(plan)
-            if words is not None:
-                plan, found = words.source, _assigned(words, made, task, compile, device, output)
-            name = None if found is None else plan_name(found, plan)
-            folder = out or fresh_folder(made.name, name, seed)
-            asked = _Asked(
-                *(made, task, found, plan, folder, execution, device, compile, checkpoint_every, measure_every)
+            assign_options = None if assign is None else AssignWords(assign, order, formats, promotion)
+            recipe = _with_loss_scale(settings or [], loss_scale, assign_options)
+            task_object = find_task(task, recipe, seed)
+            run_plan = None if plan is None else find_plan(plan)
+            if assign_options is not None:
+                plan, run_plan = (
+                    assign_options.source,
+                    _assigned(assign_options, task_object, task, compile, device, output),
+                )
+            name = None if run_plan is None else plan_name(run_plan, plan)
+            folder = out or fresh_folder(task_object.name, name, seed)
+            request = _RunRequest(
+                *(
+                    task_object,
+                    task,
+                    run_plan,
+                    plan,
+                    folder,
+                    execution,
+                    device,
+                    compile,
+                    checkpoint_every,
+                    measure_every,
+                )
             )
         if dry_run:
-            _describe(asked, output)
+            _describe(request, output)
             return
-        code = _train(asked, output)
+        code = _train(request, output)
     if code:
         raise typer.Exit(code)
 
 
-def _with_loss_scale(settings: list[str], given: float | None, words: AssignWords | None) -> list[str]:
-    """The recipe with its loss scale: the one given, or the paper's where the formats want one and none is said."""
-    said = any(setting.partition("=")[0].strip() == "loss_scale" for setting in settings)
-    if given is not None:
-        if said:
+def _with_loss_scale(settings: list[str], loss_scale: float | None, assign_options: AssignWords | None) -> list[str]:
+    """The recipe with the loss scale of --loss-scale, or the paper's where its formats need one and none is set."""
+    is_set = any(setting.partition("=")[0].strip() == "loss_scale" for setting in settings)
+    if loss_scale is not None:
+        if is_set:
             raise RunError("the loss scale is given twice: drop --set loss_scale or --loss-scale.")
-        return [*settings, f"loss_scale={given:g}"]
-    wanted = words is not None and words.what != "fp32" and words.chosen_formats().wants_loss_scale
-    return [*settings, f"loss_scale={LOSS_SCALE:g}"] if wanted and not said else settings
+        return [*settings, f"loss_scale={loss_scale:g}"]
+    is_recommended = (
+        assign_options is not None
+        and assign_options.what != "fp32"
+        and assign_options.chosen_formats().wants_loss_scale
+    )
+    return [*settings, f"loss_scale={LOSS_SCALE:g}"] if is_recommended and not is_set else settings
 
 
-def _assigned(words: AssignWords, task: Task, source: str, compile: bool, device: str, output: Output) -> Plan:
+def _assigned(options: AssignWords, task: Task, source: str, compile: bool, device: str, output: Output) -> Plan:
     with running(source):
-        found = assign_task(
-            *(task, words.asked(task.seed), words.chosen_formats()),
+        result = assign_task(
+            *(task, options.asked(task.seed), options.chosen_formats()),
             compile=compile,
             device=chosen_device(device),
             tell=output.note,
         )
-    output.note(f"{found.name}: {found.plan.description}")
-    return found.plan
+    output.note(f"{result.name}: {result.plan.description}")
+    return result.plan
 
 
-class _Asked:
-    """A run as it was asked for."""
+class _RunRequest:
+    """A run as the command line describes it."""
 
     def __init__(
         self,
@@ -216,30 +222,30 @@ class _Asked:
         self.measure_every = measure_every
 
     @classmethod
-    def from_folder(cls, folder: Path, task_file: str | None, checkpoint_every: int | None) -> _Asked:
-        place = RunFolder(folder)
-        known = place.config()
-        task_source = _task_to_resume(place, known.task_source, task_file)
-        # What words cannot give is what the task's own file says.
-        settings = [f"{key}={value}" for key, value in known.settings.items() if isinstance(value, (str, int, float))]
-        task = find_task(task_source, settings, known.seed)
+    def from_folder(cls, folder: Path, task_file: str | None, checkpoint_every: int | None) -> _RunRequest:
+        run_folder = RunFolder(folder)
+        config = run_folder.config()
+        task_source = _task_to_resume(run_folder, config.task_source, task_file)
+        # Settings that key=value cannot express keep the defaults of the task's own file.
+        settings = [f"{key}={value}" for key, value in config.settings.items() if isinstance(value, (str, int, float))]
+        task = find_task(task_source, settings, config.seed)
         return cls(
-            *(task, task_source, place.plan(), known.plan_source, folder),
-            *(known.execution, known.device, known.compile, checkpoint_every, known.measure_every),
+            *(task, task_source, run_folder.plan(), config.plan_source, folder),
+            *(config.execution, config.device, config.compile, checkpoint_every, config.measure_every),
         )
 
     @property
-    def plan_words(self) -> str:
+    def plan_label(self) -> str:
         return "no plan" if self.plan is None else plan_name(self.plan, self.plan_source)
 
 
-def _task_to_resume(folder: RunFolder, recorded: str, named: str | None) -> str:
-    """What names the task of a run that goes on: the run's record a built-in one, and only the user a file.
+def _task_to_resume(folder: RunFolder, recorded: str, task_file: str | None) -> str:
+    """The source of a resumed run's task: a built-in one comes from the run's record, a file only from the user.
 
-    Whoever made the folder wrote the record, and a file that is named is run.
+    A file is executed, and whoever made the folder wrote the record.
     """
     is_built_in = recorded in task_names()
-    if named is None:
+    if task_file is None:
         if is_built_in:
             return recorded
         is_file = named_file(recorded) is not None
@@ -249,18 +255,20 @@ def _task_to_resume(folder: RunFolder, recorded: str, named: str | None) -> str:
             f"bitplan train --resume {shlex.quote(str(folder))} --task "
             f"{shlex.quote(recorded) if is_file else 'FILE.py:NAME'}"
         )
-    if is_built_in and named != recorded:
+    if is_built_in and task_file != recorded:
         raise RunError(f"{folder} is a run of {recorded}, which comes with bitplan: leave out --task.")
-    file = named_file(named)
+    file = named_file(task_file)
     if file is None and not is_built_in:
-        raise RunError(f"{folder} is a run of {recorded}, and {named} is no file: name the run's own, FILE.py:NAME.")
+        raise RunError(
+            f"{folder} is a run of {recorded}, and {task_file} is no file: name the run's own, FILE.py:NAME."
+        )
     if file is not None and file[0].is_file():
-        folder.require_task_file(named, file_sha256(file[0]))  # before it is run
-    return named
+        folder.require_task_file(task_file, file_sha256(file[0]))  # before it is run
+    return task_file
 
 
-def _require_nothing_else(*given: object) -> None:
-    if any(given):
+def _require_nothing_else(*options: object) -> None:
+    if any(options):
         raise RunError(
             "--resume takes everything from the run's folder: leave out TASK, --plan, --assign, --set and --out (a "
             "task that is a file is named by --task)."
@@ -270,138 +278,138 @@ def _require_nothing_else(*given: object) -> None:
 # --- training ---
 
 
-def _train(asked: _Asked, output: Output) -> int:
-    before = asked.folder.summary() if asked.folder.is_run else None
+def _train(request: _RunRequest, output: Output) -> int:
+    before = request.folder.summary() if request.folder.is_run else None
     is_over = before is not None and before.status != "stopped"
-    if asked.compile and not is_over:
+    if request.compile and not is_over:
         output.note("the first step compiles the model, which may take minutes.")
-    metric = asked.task.metric.name
-    with stop_on_signals() as request, RunProgress(output.console, metric) as progress, _own_code(asked):
+    metric = request.task.metric.name
+    with stop_on_signals() as stop_request, RunProgress(output.console, metric) as progress, _own_code(request):
         summary = train(
-            asked.task,
-            asked.plan,
-            folder=asked.folder.path,
-            execution=asked.execution,
-            device=asked.device,
-            compile=asked.compile,
-            checkpoint_every=asked.checkpoint_every,
-            measure_every=asked.measure_every,
-            task_source=asked.task_source,
-            plan_source=asked.plan_source,
+            request.task,
+            request.plan,
+            folder=request.folder.path,
+            execution=request.execution,
+            device=request.device,
+            compile=request.compile,
+            checkpoint_every=request.checkpoint_every,
+            measure_every=request.measure_every,
+            task_source=request.task_source,
+            plan_source=request.plan_source,
             on_progress=_with_alarms(progress, output),
-            stop=request,
+            stop=stop_request,
         )
-    output.document(_record(asked, summary))
+    output.document(_record(request, summary))
     if is_over:
-        output.note(f"{asked.folder} holds this run already, {summary.status}: nothing was trained.")
+        output.note(f"{request.folder} holds this run already, {summary.status}: nothing was trained.")
     if not output.as_json:
-        output.console.print(summary_words(asked, summary), soft_wrap=True)
+        output.console.print(summary_sentence(request, summary))
     if summary.status == "finished":
         return 0
     if summary.status == "diverged":
         output.note(f"the run diverged: {summary.why}")
         return DIVERGED
     output.note(str(summary.why))
-    return STOPPED + (request.signal or 0)
+    return STOPPED + (stop_request.signal or 0)
 
 
 def _with_alarms(show: Callable[[Progress], None], output: Output) -> Callable[[Progress], None]:
-    """What shows progress, and every new alarm as a remark."""
-    told: set[str] = set()
+    """A callback that shows progress, and prints every new alarm as a remark."""
+    reported: set[str] = set()
 
     def on_progress(now: Progress) -> None:
-        if now.alarm is not None and now.alarm not in told:
-            told.add(now.alarm)
+        if now.alarm is not None and now.alarm not in reported:
+            reported.add(now.alarm)
             output.note(f"alarm: {now.alarm}")
         show(now)
 
     return on_progress
 
 
-def _record(asked: _Asked, summary: Summary) -> dict[str, Any]:
-    run = asked.folder.config()
+def _record(request: _RunRequest, summary: Summary) -> dict[str, Any]:
+    run = request.folder.config()
     facts = {"task": run.task, "plan": run.plan, "seed": run.seed, "command": run.command}
-    return {"folder": asked.folder.path, **facts, **summary.to_dict()}
+    return {"folder": request.folder.path, **facts, **summary.to_dict()}
 
 
-def summary_words(asked: _Asked, summary: Summary) -> str:
-    """What came of a run, in a sentence."""
-    metric = asked.task.metric
+def summary_sentence(request: _RunRequest, summary: Summary) -> str:
+    """The result of a run in a sentence."""
+    metric = request.task.metric
     value = summary.metrics.get(metric.name)
     reached = "" if value is None else f"{metric.name} {value:.4f} (the trivial predictor: {metric.trivial:.4g}) "
     return (
-        f"{asked.task.name}, {asked.plan_words}, seed {asked.task.seed}: {reached}after {summary.step} steps in "
+        f"{request.task.name}, {request.plan_label}, seed {request.task.seed}: {reached}after {summary.step} steps in "
         f"{summary.seconds:.1f} s, {summary.cost['relative_to_fp32']:.1%} of FP32's bit operations, peak "
         f"{byte_text(summary.peak)}; all of it in {summary.folder}"
     )
 
 
 @contextmanager
-def _own_code(asked: _Asked) -> Iterator[None]:
-    """What goes wrong in a user's own task is told in a sentence; -vv shows the rest."""
+def _own_code(request: _RunRequest) -> Iterator[None]:
+    """An error in a user's own task is reported in a sentence; -vv shows the traceback."""
     try:
         yield
     except BitplanError:
         raise
     except Exception as error:
-        named = named_file(asked.task_source)
-        if named is None:
+        file = named_file(request.task_source)
+        if file is None:
             raise
         log.debug("the task failed", exc_info=error)
-        raise TaskError(f"{asked.task_source} failed in training: {in_words(error, named[0])}") from error
+        raise TaskError(f"{request.task_source} failed in training: {in_words(error, file[0])}") from error
 
 
 @contextmanager
 def _warnings_as_notes(output: Output) -> Iterator[None]:
-    """bitplan's warnings as remarks, when they come."""
+    """Print warnings of bitplan as remarks as they occur."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", BitplanWarning)
-        shown = warnings.showwarning
+        showwarning = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
             if issubclass(category, BitplanWarning):
                 output.note(str(message))
             else:
-                shown(message, category, *rest, **more)
+                showwarning(message, category, *rest, **more)
 
         warnings.showwarning = show
         yield
 
 
-# --- what would run ---
+# --- dry run ---
 
 
-def _describe(asked: _Asked, output: Output) -> None:
-    settings = asdict(asked.task.settings)
-    with _own_code(asked):
-        target = asked.task.target()
-        sites = explain(target.model, asked.plan or Plan(), target.batch, target.loss)
+def _describe(request: _RunRequest, output: Output) -> None:
+    settings = asdict(request.task.settings)
+    with _own_code(request):
+        target = request.task.target()
+        sites = explain(target.model, request.plan or Plan(), target.batch, target.loss)
         whole = estimate_cost(
-            target.model, asked.plan or Plan(), target.batch, target.loss, asked.task.settings.all_steps
+            target.model, request.plan or Plan(), target.batch, target.loss, request.task.settings.all_steps
         )
     formats = Counter(
-        (each.site.role, each.words or "as it is")
-        for each in sites
-        if each.site.role in ROLES or each.quantizer is not None
+        (explanation.site.role, explanation.words or "as it is")
+        for explanation in sites
+        if explanation.site.role in ROLES or explanation.quantizer is not None
     )
-    state = _state_of(asked.folder)
+    state = _state_of(request.folder)
     command = command_of(
-        *(asked.task, asked.task_source, asked.plan_source),
-        execution=asked.execution,
-        device=chosen_device(asked.device),
-        compile=asked.compile,
-        measure_every=asked.measure_every,
+        *(request.task, request.task_source, request.plan_source),
+        execution=request.execution,
+        device=chosen_device(request.device),
+        compile=request.compile,
+        measure_every=request.measure_every,
     )
     output.document(
         {
             "dry_run": True,
-            "task": asked.task.name,
-            "plan": None if asked.plan is None else asked.plan_words,
-            "seed": asked.task.seed,
+            "task": request.task.name,
+            "plan": None if request.plan is None else request.plan_label,
+            "seed": request.task.seed,
             "settings": settings,
             "formats": [{"role": role, "format": name, "tensors": n} for (role, name), n in formats.items()],
             "cost": whole.to_dict(),
-            "folder": asked.folder.path,
+            "folder": request.folder.path,
             "state": state,
             "command": command,
         }
@@ -409,25 +417,94 @@ def _describe(asked: _Asked, output: Output) -> None:
     if output.as_json:
         return
     console = output.console
-    console.print(f"{asked.task.name}, {asked.plan_words}, seed {asked.task.seed}, {asked.execution} on {asked.device}")
-    console.print("settings: " + ", ".join(f"{key}={value}" for key, value in settings.items()), soft_wrap=True)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    console.print(
+        f"{request.task.name}, {request.plan_label}, seed {request.task.seed}, {request.execution} on {request.device}"
+    )
+    console.print("settings: " + ", ".join(f"{key}={value}" for key, value in settings.items()))
+    table = FittedTable()
     for heading in ("role", "format"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("tensors", justify="right")
+        table.add_column(heading)
+    table.add_column("tensors", "number")
     for (role, name), number in formats.items():
         table.add_row(role, name, str(number))
-    console.print(table)
+    table.print(console)
     console.print(f"cost: {whole.gbitops:,.1f} GBitOPs, {whole.relative:.1%} of FP32's")
-    console.print(f"folder: {asked.folder} ({state})", soft_wrap=True)
-    console.print(f"command: {command}", soft_wrap=True)
+    console.print(f"folder: {request.folder} ({state})")
+    console.print(f"command: {command}", soft_wrap=True)  # to be copied
 
 
 def _state_of(folder: RunFolder) -> str:
     if not folder.is_run:
         return "new"
     status = folder.status()
-    known = checkpoints_in(folder.checkpoints)
+    checkpoints = checkpoints_in(folder.checkpoints)
     if status in ("stopped", "unfinished"):
-        return f"{status}, would go on from step {known[0].step if known else 0}"
+        return f"{status}, would go on from step {checkpoints[0].step if checkpoints else 0}"
     return str(status)
+
+
+# --- progress: one moving line on a terminal, lines that stay where the output is piped
+
+
+#: Lines of a run in piped output, beside those of its evaluations.
+_LINES = 10
+
+
+class RunProgress:
+    """Shows the progress that ``train(on_progress=...)`` reports."""
+
+    def __init__(self, console: Console, metric: str, label: str = "") -> None:
+        self.console = console
+        self.metric = metric
+        self.label = label
+        self._last: Progress | None = None
+        self._bar: Bar | None = None
+        if console.is_terminal:
+            self._bar = Bar(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=8),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[status]}"),
+                TimeRemainingColumn(compact=True),
+                console=console,
+                transient=True,
+            )
+            self._task = self._bar.add_task(label, total=None, status="")
+
+    def __enter__(self) -> RunProgress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, now: Progress) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=now.step, total=now.steps, status=progress_text(now, self.metric))
+        elif self._is_worth_a_line(now):
+            start = f"{self.label}: " if self.label else ""
+            self.console.print(f"{start}step {now.step}/{now.steps}: {progress_text(now, self.metric)}")
+        self._last = now
+
+    def _is_worth_a_line(self, now: Progress) -> bool:
+        before = self._last
+        if now.phase != "training":
+            return now.phase == "searching" and (before is None or before.phase != "searching")
+        was_evaluating = before is not None and before.phase == "evaluating"
+        return was_evaluating or now.step == 1 or now.step % max(1, now.steps // _LINES) == 0
+
+
+def progress_text(now: Progress, metric: str) -> str:
+    """Loss, metric, bits, cost (of the whole run in FP32) and peak memory, short enough for 80 columns."""
+    if now.phase == "searching":
+        return "the loss is not finite; looking for what broke first"
+    parts = [] if now.loss is None else [f"loss {now.loss:.3f}"]
+    parts += [] if now.metric is None else [f"{metric} {now.metric:.3f}"]
+    parts += [f"{now.promoted} promoted"] if now.promoted else []
+    parts += [f"{now.bits:.3g} bits", f"cost {now.cost:.1%}", byte_text(now.peak)]
+    parts += [] if now.error is None else [f"error {now.error:.1e}"]
+    return ", ".join(parts)

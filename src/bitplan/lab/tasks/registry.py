@@ -228,7 +228,7 @@ def _class_in_file(path: Path, name: str) -> tuple[type[Task], str]:
     if name:
         task_class = public_name(module, path, name, "task", TaskError)
         if not isinstance(task_class, type) or not issubclass(task_class, Task):
-            raise TaskError(f"{path}:{name} is not a task: derive it from bitplan.tasks.Task.")
+            raise TaskError(f"{path}:{name} is not a task: derive it from bitplan.lab.tasks.Task.")
         return task_class, module_sha256(module)
     own = [
         value

@@ -1,0 +1,340 @@
+"""``bitplan sites``, ``cost`` and ``memory``: the tensors of a training step, their cost and their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from bitplan.analysis.cost import Cost, estimate_cost
+from bitplan.analysis.memory.fit import LADDER, Choice, choices, free_memory
+from bitplan.analysis.memory.measure import measure_memory
+from bitplan.analysis.memory.step import OPTIMIZER_NAMES, Memory, chosen_optimizer
+from bitplan.analysis.sites import Site, list_sites
+from bitplan.analysis.targets import batch_size, placed, running
+from bitplan.capture.recording import scripted_modules
+from bitplan.cli.arguments import PlanArgument, TargetArgument, complete_plan
+from bitplan.cli.output import FittedTable, JsonOption, Output, command_output
+from bitplan.errors import MemoryEstimateError, PlanError, nearest_names
+from bitplan.files import byte_text, read_bytes
+from bitplan.lab.targets import load_target
+from bitplan.plans import ROLES
+from bitplan.plans.execution import EXECUTIONS
+from bitplan.plans.loading import find_plan
+
+
+def register(app: typer.Typer) -> None:
+    app.command("sites")(sites)
+    app.command("cost")(cost)
+    app.command("memory")(memory)
+
+
+# --- sites
+
+
+def sites(
+    target: TargetArgument,
+    slots: Annotated[
+        bool, typer.Option("--slots", help="Also show the operand slots of products (--json always has them).")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """List every tensor of one training step, in the order it is made.
+
+    The model runs on fake tensors: shapes and types, no data. With --json: a list of objects.
+    """
+    with command_output(as_json) as output:
+        loaded = load_target(target, shapes_only=True)
+        with running(target):
+            listed = list_sites(loaded.model, loaded.batch, loaded.loss)
+        for path in scripted_modules(loaded.model):
+            output.note(f"{path or 'the model'} is scripted: nothing inside it is seen.")
+        output.document([site_record(site) for site in listed])
+        if not as_json:
+            _print_sites([site for site in listed if slots or site.role in ROLES], output)
+            output.console.print(_sites_summary(listed))
+
+
+def site_record(site: Site) -> dict[str, Any]:
+    """A site as JSON."""
+    return {
+        "name": site.name,
+        "module": site.module,
+        "op": site.op,
+        "role": site.role,
+        "shape": list(site.shape),
+        "dtype": dtype_name(site),
+        "bytes": site.bytes,
+        "producer": site.producer,
+        "consumers": list(site.consumers),
+        "parameter": site.parameter,
+    }
+
+
+def dtype_name(site: Site) -> str:
+    return str(site.dtype).removeprefix("torch.")
+
+
+def shape_text(site: Site) -> str:
+    return "x".join(map(str, site.shape)) or "scalar"
+
+
+def _print_sites(listed: Iterable[Site], output: Output) -> None:
+    table = FittedTable()
+    table.add_column("name", "name", style="bold")
+    table.add_column("shape")
+    table.add_column("dtype", is_optional=True)
+    table.add_column("size", "number")
+    for site in listed:
+        table.add_row(site.name, shape_text(site), dtype_name(site), byte_text(site.bytes))
+    table.print(output.console)
+
+
+def _sites_summary(listed: list[Site]) -> str:
+    parts = []
+    for role in ROLES:
+        own = [site for site in listed if site.role == role]
+        parts.append(f"{len(own)} {role} ({byte_text(sum(site.bytes for site in own))})")
+    return f"{', '.join(parts)}."
+
+
+# --- cost
+
+
+def cost(
+    plan: PlanArgument,
+    target: TargetArgument,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Add up a run of so many steps; of a plan that changes over time, all of it."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Estimate the cost of one training step of TARGET under PLAN: bit operations, bytes, mean bits.
+
+    Bytes are those of all tensors of a step, not a peak. With --json: one object.
+    """
+    with command_output(as_json) as output:
+        loaded = load_target(target, shapes_only=True)
+        with running(target):
+            whole = estimate_cost(loaded.model, plan, loaded.batch, loaded.loss, steps)
+        output.document({"plan": plan, "target": target, **whole.to_dict()})
+        if not as_json:
+            _print_cost(whole, plan, output)
+
+
+def _print_cost(whole: Cost, plan: str, output: Output) -> None:
+    table = FittedTable()
+    table.add_column(f"{whole.steps} step" + "s" * (whole.steps > 1), "name", style="bold")
+    for heading in (plan, "FP32", "BF16"):
+        table.add_column(heading, "number")
+    for quantity, *values in whole.rows():
+        table.add_row(quantity, *(f"{value:,.3f}" for value in values))
+    table.print(output.console)
+    output.console.print(
+        f"{whole.relative:.1%} of FP32's bit operations, {whole.effective_macs:,.0f} effective MACs of "
+        f"{whole.forward_macs:,} forward ones."
+    )
+
+
+# --- memory
+
+
+#: Share of the free memory that a measurement may use: it copies the model first, and other processes need some.
+_USABLE_SHARE = 0.8
+
+
+def memory(
+    target: TargetArgument,
+    plans: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--plan", "-p", help="A plan's file or a preset; repeat to compare.", autocompletion=complete_plan
+        ),
+    ] = None,
+    execution: Annotated[
+        str | None, typer.Option(help="emulate (the default), or packed (the default with --budget).")
+    ] = None,
+    compile: Annotated[bool, typer.Option("--compile", help="Of the model compiled.")] = False,
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples a step, if not the target's own number.")] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(help="sgd (with momentum), adamw or none. By default sgd; adamw if a plan has optimizer: in it."),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Such as 6GiB: say what fits into it, without running. Without --plan, look for a plan."),
+    ] = None,
+    autocast: Annotated[bool, typer.Option("--autocast", help="Under BF16 autocast.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
+    predict_only: Annotated[
+        bool, typer.Option("--predict-only", help="Do not run the model (nor where it would hardly fit).")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the memory of a training step of TARGET by class, predicted without running it and measured.
+
+    With --budget: will it fit, and with what plan? That is answered without running the model. With --json: one object.
+    """
+    with command_output(as_json) as output:
+        where = _device(device)
+        _check_memory_options(plans, execution, optimizer, budget)
+        if optimizer is None:
+            optimizer = str(chosen_optimizer("default", *map(find_plan, plans or ())))
+        limit = None if budget is None else read_bytes(budget)
+        how = execution or ("packed" if limit is not None else "emulate")
+        precision = torch.bfloat16 if autocast else None
+        shapes = placed(load_target(target, shapes_only=True), where, batch)
+        tried_choices: list[Choice] = []
+        tried: Sequence[str | None] = plans or (LADDER if limit is not None else (None,))
+        with running(target):
+            for choice in choices(
+                *(shapes, tried, how, optimizer, limit), compile=compile, autocast=precision, device=where
+            ):
+                tried_choices.append(choice)
+                output.note(f"{_choice_name(choice)}: a peak of {byte_text(choice.predicted.peak)}, predicted.")
+                if choice.fits and not plans:
+                    break  # later plans only keep fewer bits
+        measured: list[Memory | None] = [None] * len(tried_choices)
+        free = free_memory(where)
+        if limit is None and not predict_only and _has_room(tried_choices, free, output):
+            real = placed(load_target(target), where, batch)
+            with running(target):
+                measured = [
+                    measure_memory(
+                        *(real.model, real.batch, real.loss, optimizer, choice.plan, choice.execution, compile),
+                        autocast=precision,
+                    )
+                    for choice in tried_choices
+                ]
+        rows = [
+            {**choice.to_dict(), "measured": None if measurement is None else measurement.to_dict()}
+            for choice, measurement in zip(tried_choices, measured, strict=True)
+        ]
+        output.document(
+            {
+                "target": target,
+                "batch": batch_size(shapes.batch),
+                "optimizer": optimizer,
+                "compile": compile,
+                "autocast": autocast,
+                "device": device,
+                "budget": limit,
+                **rows[0],
+                "choices": rows,
+            }
+        )
+        if not as_json:
+            _print_memory(tried_choices, measured, output)
+            output.console.print(_verdict(target, tried_choices, limit, free, is_search=not plans))
+
+
+def _check_memory_options(
+    plans: list[str] | None, execution: str | None, optimizer: str | None, budget: str | None
+) -> None:
+    for plan in plans or ():
+        find_plan(plan)
+    if execution is not None and execution not in EXECUTIONS:
+        raise PlanError(f"there is no execution {execution!r}; {nearest_names(execution, EXECUTIONS)}")
+    if execution == "packed" and not plans and budget is None:
+        raise PlanError("packed execution keeps what a plan has rounded: name a plan with --plan.")
+    if optimizer is not None and optimizer not in OPTIMIZER_NAMES:
+        raise MemoryEstimateError(
+            f"there is no optimizer {optimizer!r} here; {nearest_names(optimizer, OPTIMIZER_NAMES)}"
+        )
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise MemoryEstimateError(f"there is no device {name!r}: use cpu or cuda.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise MemoryEstimateError(f"memory is predicted and measured on cpu and cuda, not on {name}.")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise MemoryEstimateError(
+            "this machine has no CUDA device: run with --device cpu, whose figures differ little."
+        )
+    return device
+
+
+def _has_room(tried: list[Choice], free: int | None, output: Output) -> bool:
+    needed = max(choice.predicted.peak + choice.predicted.weights for choice in tried)
+    if free is None or needed <= _USABLE_SHARE * free:
+        return True
+    output.note(
+        f"not measured: a step with a copy of the model takes {byte_text(needed)}, and {byte_text(free)} are free."
+    )
+    return False
+
+
+def _choice_name(choice: Choice) -> str:
+    return "no plan" if choice.plan is None else f"{choice.plan}, {choice.execution}"
+
+
+def _print_memory(tried: list[Choice], measured: list[Memory | None], output: Output) -> None:
+    if len(tried) == 1:
+        _print_classes(tried[0], measured[0], output)
+        return
+    table = FittedTable()
+    table.add_column("plan", "name", style="bold")
+    is_measured = any(measurement is not None for measurement in measured)
+    headings = ["kept", "peak"] + ["kept, measured", "peak, measured"] * is_measured
+    for heading in headings:
+        table.add_column(heading, "number")
+    if tried[0].fits is not None:
+        table.add_column("fits")
+    for choice, measurement in zip(tried, measured, strict=True):
+        figures = [choice.predicted, *([measurement] if measurement is not None else [])]
+        cells = [byte_text(count) for figure in figures for count in (figure.activations, figure.peak)]
+        table.add_row(_choice_name(choice), *cells, *([] if choice.fits is None else ["yes" if choice.fits else "no"]))
+    table.print(output.console)
+
+
+def _print_classes(choice: Choice, measurement: Memory | None, output: Output) -> None:
+    table = FittedTable()
+    table.add_column(_choice_name(choice), "name", style="bold")
+    for heading in ("predicted", "measured")[: 1 + (measurement is not None)]:
+        table.add_column(heading, "number")
+    table.add_column("what it is", "text")
+    for name, count, meaning in choice.predicted.rows():
+        cells = [byte_text(count)] + ([] if measurement is None else [byte_text(getattr(measurement, name))])
+        table.add_row(name, *cells, meaning)
+    table.print(output.console)
+
+
+def _verdict(target: str, tried: list[Choice], limit: int | None, free: int | None, is_search: bool) -> str:
+    if limit is None:
+        peak = tried[0].predicted.peak
+        if free is None or peak <= free:
+            return f"The step fits: {byte_text(free)} are free." if free is not None else ""
+        return (
+            f"The step does not fit into the {byte_text(free)} that are free: "
+            f"`bitplan memory {target} --budget {byte_text(free).replace(' ', '')}` looks for a plan that does."
+        )
+    fitting = [choice for choice in tried if choice.fits]
+    if not fitting:
+        least = min(tried, key=lambda choice: choice.predicted.peak)
+        return (
+            f"Nothing here fits into {byte_text(limit)}: the least is {byte_text(least.predicted.peak)}, with "
+            f"{_choice_name(least)}. Of that {_largest(least.predicted)}"
+        )
+    best = fitting[0]
+    if best.plan is None:
+        return f"It fits into {byte_text(limit)} as it is, with a peak of {byte_text(best.predicted.peak)}."
+    lead = "The plainest of these that fits" if is_search else "The first of these that fits"
+    return f"{lead} into {byte_text(limit)}: {_choice_name(best)}, with a peak of {byte_text(best.predicted.peak)}."
+
+
+def _largest(held: Memory) -> str:
+    """Advice on the class that takes most."""
+    advice: dict[str, Any] = {
+        "weights": "weights are most: only a smaller model, or one sharded over devices, takes less.",
+        "optimizer": "the optimizer's state is most: a plan with optimizer: {state: int8} holds a quarter of adamw's.",
+        "gradients": "gradients are most: only a smaller model, or one sharded over devices, takes less.",
+        "activations": "activations are most: a smaller --batch, or activation checkpointing, takes less.",
+        "other": "tensors on their way are most: a smaller --batch takes less.",
+    }
+    return str(advice[max(advice, key=lambda name: getattr(held, name))])

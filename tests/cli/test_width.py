@@ -1,0 +1,89 @@
+"""Tables and text fit the terminal: no line of a command is longer than 80 columns where the terminal has 80."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from bitplan.cli.output import FittedTable
+
+COMMANDS: list[list[str]] = [
+    ["plan", "list"],
+    ["plan", "explain", "fp8-linear", "gpt-tiny"],
+    ["sites", "resnet20"],
+    ["sites", "gpt-tiny", "--slots"],
+    ["cost", "int8-minmax", "resnet20"],
+    ["memory", "gpt-tiny", "--predict-only"],
+    ["memory", "gpt-tiny", "--budget", "8MiB"],
+    ["measure", "gpt-tiny", "--rows", "4"],
+    ["formats"],
+    ["error", "--size", "16", "--draws", "1", "--nu", "3", "inf"],
+    ["assign", "resnet20", "--ratio", "0.5", "--explain"],
+    ["advise", "gpt-tiny", "--rows", "4"],
+    ["schedules"],
+    ["schedules", "CR"],
+    ["tasks"],
+    ["tasks", "digits"],
+    ["runs"],
+    ["train", "digits", "--plan", "int8-all", "--dry-run"],
+    ["env"],
+    ["--help"],
+]
+
+
+@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
+def test_no_line_is_longer_than_80_columns(
+    bitplan: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, write_run: Any, arguments: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    if arguments == ["runs"]:
+        write_run(tmp_path / "runs" / "a-run-with-quite-a-long-name-for-a-folder-0001", plan="int8-all", seed=3)
+    ran = bitplan(*arguments)
+    assert ran.code == 0, ran.err
+    # A command that is meant to be copied stays on one line.
+    assert [line for line in ran.out.splitlines() if len(line.rstrip()) > 80 and not line.startswith("command:")] == []
+
+
+def printed(table: FittedTable, width: int) -> list[str]:
+    console = Console(width=width, record=True, color_system=None)
+    with console.capture() as capture:
+        table.print(console)
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def example() -> FittedTable:
+    table = FittedTable()
+    table.add_column("site", "name")
+    table.add_column("mean bits", "number")
+    table.add_column("shape", is_optional=True)
+    table.add_column("why", "text")
+    table.add_row("encoder.layers.11.attention.output.weight", "8", "1024x1024", "the error is small enough for it")
+    return table
+
+
+def test_a_table_that_fits_is_left_as_it_is() -> None:
+    heading, _, row = printed(example(), 120)
+    assert heading.split() == ["site", "mean", "bits", "shape", "why"]
+    assert "encoder.layers.11.attention.output.weight" in row
+    assert row.endswith("the error is small enough for it")
+
+
+def test_text_wraps_first_then_names_lose_their_front() -> None:
+    lines = printed(example(), 80)
+    assert "encoder.layers.11.attention.output.weight" in lines[2] + lines[3]
+    assert lines[-1].strip() != ""
+    narrow = printed(example(), 56)
+    assert all(len(line) <= 56 for line in narrow)
+    assert any("output.weight" in line and line.startswith("…") for line in narrow)
+    assert any("1024x1024" in line for line in narrow)
+
+
+def test_optional_columns_are_left_out_last_and_named() -> None:
+    lines = printed(example(), 46)
+    assert not any("1024x1024" in line for line in lines)
+    assert lines[-1] == "Too wide for 46 columns: shape."
