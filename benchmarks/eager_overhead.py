@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 EXECUTIONS = ("plain", "emulate", "packed", "native")
 #: A layer small enough that Python overhead, not arithmetic, decides the time.
@@ -42,7 +43,7 @@ def measure_step_seconds(execution: str, plan: str, repeats: int) -> float:
     return statistics.median(seconds)
 
 
-def attach_for(layer: object, plan: str, execution: str, x: object) -> None:
+def attach_for(layer: Any, plan: str, execution: str, x: object) -> None:
     import bitplan as bp
 
     if execution == "native":
