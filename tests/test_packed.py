@@ -447,8 +447,8 @@ def test_memory_is_told_from_the_example_alone() -> None:
     for execution in ("emulate", "packed"):
         with bitplan.attach(model, EIGHT_BITS, example=x, execution=execution) as run:
             found = run.memory()
-        assert found["measured"] is None
-        kept[execution] = found["predicted"].activations
+        assert found.measured is None
+        kept[execution] = found.estimated.activations
     assert kept["packed"] < kept["emulate"] / 3
 
 

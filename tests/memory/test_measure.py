@@ -93,13 +93,13 @@ def test_a_run_can_be_asked_while_it_goes_on(make_target: MakeTarget, eight_bits
     inputs, labels = target.batch
     assert target.loss is not None
     target.loss(target.model(inputs), labels).backward()
-    predicted = run.memory()["predicted"]
-    assert run.memory()["measured"] is None
+    predicted = run.memory().estimated
+    assert run.memory().measured is None
     assert predicted.weights == storage_bytes(target.model.parameters())
     both = run.memory(target.batch, target.loss, optimizer="none")
-    assert both["predicted"].activations == pytest.approx(both["measured"].activations, abs=NUMBERS)
+    assert both.estimated.activations == pytest.approx(both.measured.activations, abs=NUMBERS)
     plain = estimate_memory(plain_copy(target.model), target.batch, target.loss)
-    assert both["predicted"].activations < plain.activations / 3
+    assert both.estimated.activations < plain.activations / 3
     run.step()
     run.detach()
 

@@ -42,6 +42,7 @@ from bitplan.gemm.macs import Multiplication, multiplications
 from bitplan.plans import ROLES, Decision, Plan
 from bitplan.plans.loading import find_plan
 from bitplan.plans.spec import QuantizerSpec
+from bitplan.tables import html_table
 
 #: What a plan is compared with: name -> bits of every value.
 BASELINES = {"fp32": 32, "bf16": 16}
@@ -190,6 +191,10 @@ class Cost:
         lines = [f"{'':<22}{'plan':>14}{'FP32':>14}{'BF16':>14}"]
         lines += [f"{what:<22}" + "".join(f"{value:>14,.3f}" for value in values) for what, *values in self.rows()]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        names, plan, fp32, bf16 = zip(*self.rows(), strict=True)
+        return html_table({"": names, "plan": plan, "FP32": fp32, "BF16": bf16})
 
 
 def estimate_cost(

@@ -24,6 +24,7 @@ from bitplan.executions.packed.saved_tensors import is_smaller
 from bitplan.plans import KEYS, PLACES, SLOTS, Choice, Decision, Plan, Rule, compile_match, unmatched_message
 from bitplan.plans.loading import find_plan
 from bitplan.plans.spec import QuantizerSpec
+from bitplan.tables import Table
 
 # --- In how many forms packed execution keeps a tensor, and where one reader cancels what the plan saves
 
@@ -178,9 +179,28 @@ class Explanation:
         return f"{self.site.name}: {self.words or 'left alone'} ({by}){f'; {self.warning}' if self.warning else ''}"
 
 
+#: Columns of a table of what a plan does; a rule is named by file, line and field where it has them.
+EXPLANATION_COLUMNS: dict[str, Callable[[Explanation], Any]] = {
+    "site": lambda row: row.site.name,
+    "quantizer": lambda row: row.words or "left alone",
+    "rule": lambda row: "no rule" if row.rule is None else row.where or f"rules[{row.rule}]",
+    "warning": lambda row: row.warning,
+}
+
+
+def explanation_table(rows: Sequence[Explanation]) -> Table[Explanation]:
+    """The rows as a table, whose last column is for warnings where there is any."""
+    shown = {
+        name: value
+        for name, value in EXPLANATION_COLUMNS.items()
+        if name != "warning" or any(row.warning for row in rows)
+    }
+    return Table(rows, shown, empty="no sites: the model runs no operation")
+
+
 def explain(
     model: nn.Module, plan: Plan | str, batch: Any, loss: Callable[..., Tensor] | None = None
-) -> list[Explanation]:
+) -> Table[Explanation]:
     """What each site of one training step gets; `batch` and `loss` as :func:`bitplan.list_sites` takes them.
 
     Fused operations that the plan wants opened are listed by what is inside them.
@@ -190,7 +210,7 @@ def explain(
     operations = record(model, batch, loss, opens=partial(is_decomposed, found))
     unseen = scripted_modules(model)
     require_effect(found, operations, waiting=lambda rule: any(map(compile_match(rule).matches_module, unseen)))
-    return explained(found, operations)
+    return explanation_table(explained(found, operations))
 
 
 def explained(plan: Plan, operations: Sequence[Operation]) -> list[Explanation]:

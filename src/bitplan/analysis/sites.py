@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from bitplan.capture.recording import Operation, record
 from bitplan.numerics.wire_format import op_site, parameter_suffix
 from bitplan.plans import SLOTS
+from bitplan.tables import Table
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,23 @@ class Site:
         return self.name
 
 
-def list_sites(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None = None) -> list[Site]:
+#: Columns of a table of sites.
+SITE_COLUMNS: dict[str, Callable[[Site], Any]] = {
+    "site": lambda site: site.name,
+    "shape": lambda site: "x".join(map(str, site.shape)) or "scalar",
+    "dtype": lambda site: str(site.dtype).removeprefix("torch."),
+    "bytes": lambda site: site.bytes,
+}
+
+
+def list_sites(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None = None) -> Table[Site]:
     """Every tensor of one training step.
 
     `batch` is what the model takes, or (inputs, target) where the loss wants both. Views make no site. Parameters
     are listed with the operation that uses them first.
     """
     operations = record(model, batch, loss)
-    return sites_of(operations)
+    return Table(sites_of(operations), SITE_COLUMNS, empty="no sites: the model runs no operation")
 
 
 def sites_of(operations: list[Operation]) -> list[Site]:

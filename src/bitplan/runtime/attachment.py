@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bitplan.analysis.cost import Cost
-from bitplan.analysis.explain import Explanation, require_effect
+from bitplan.analysis.explain import Explanation, explanation_table, require_effect
 from bitplan.capture.recording import FakeInputs, Operation, call_arguments, scripted_modules
 from bitplan.capture.scopes import in_loss_scope, loss_holder, unwrapped
 from bitplan.compiler.compiling import Compiler
 from bitplan.compiler.packed_backend import register_backend
 from bitplan.errors import PlanError
 from bitplan.executions.native.backends import backends_of
-from bitplan.executions.native.fallbacks import Fallback, fallbacks_of
+from bitplan.executions.native.fallbacks import FALLBACK_COLUMNS, Fallback, fallbacks_of
 from bitplan.executions.native.paths import NativeTerms
 from bitplan.executions.packed.saved_tensors import SavedTensorPacker
 from bitplan.numerics.wire_format import LOSS_PATH
@@ -39,10 +39,12 @@ from bitplan.runtime.dispatch import Rounder
 from bitplan.runtime.installation import Installation
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.optimizers import OptimizerPromise, OptimizerSteps, StepCounter, before_every_step
-from bitplan.runtime.rounding_op import OpRounding, Promoted
+from bitplan.runtime.rounding_op import PROMOTION_COLUMNS, OpRounding, Promoted
 from bitplan.runtime.statistics import Statistics
+from bitplan.tables import Table
 
 if TYPE_CHECKING:
+    from bitplan.analysis.memory import RunMemory
     from bitplan.compiler.torch_private import CustomPartitionerFn
 
 
@@ -286,31 +288,32 @@ class Attachment:
 
     # --- what is to be told ---
 
-    def table(self) -> list[Explanation]:
-        """What every tensor gets, and which rule said so; print the rows for a table."""
-        return self._cost_tracker.table()
+    def table(self) -> Table[Explanation]:
+        """The quantizer of every tensor, and the rule that chose it."""
+        return explanation_table(self._cost_tracker.table())
 
     def cost(self) -> Cost:
         """What the steps so far have cost (see :mod:`bitplan.analysis.cost`); of one step where none was made yet."""
         return self._cost_tracker.cost()
 
-    def memory(self, batch: Any = None, loss: Callable[..., Tensor] | None = None, **options: Any) -> dict[str, Any]:
-        """``{"predicted": ..., "measured": ...}``: bytes of a training step by class, see
-        :mod:`bitplan.analysis.memory`.
+    def memory(self, batch: Any = None, loss: Callable[..., Tensor] | None = None, **options: Any) -> RunMemory:
+        """Bytes of a training step by class, ``estimated`` and ``measured``, see :mod:`bitplan.analysis.memory`.
 
-        Predicted from the shapes of the first batch that was seen; measured where a batch is given, on a copy.
+        Estimated from the shapes of the first batch that was seen; measured where a batch is given, on a copy.
         """
         from bitplan.analysis.memory import of_run
 
-        return dict(of_run(self, batch, loss, **options))
+        return of_run(self, batch, loss, **options)
 
-    def fallbacks(self) -> list[Fallback]:
-        """In native execution: the products that are emulated, and why. Empty where all run on the device's units."""
+    def fallbacks(self) -> Table[Fallback]:
+        """In native execution: the GEMMs that are emulated, and why. Empty where all run on low-precision units."""
         if self._terms is None:
             raise PlanError("only native execution has fallbacks: attach with execution='native'.")
         device = next(self.model.parameters(), torch.empty(0)).device
         plan = self._clock.plan_in(self._installation.phase)
-        return fallbacks_of(self._cost_tracker.operations(), plan.decide, backends_of(device), self._terms, device.type)
+        operations = self._cost_tracker.operations()
+        rows = fallbacks_of(operations, plan.decide, backends_of(device), self._terms, device.type)
+        return Table(rows, FALLBACK_COLUMNS, empty="no fallbacks: every GEMM of the plan runs natively")
 
     def stats(self) -> dict[str, Statistics]:
         """Per site and place, what rounding did to its values. Reading waits for the device."""
@@ -323,9 +326,9 @@ class Attachment:
         """Whether the plan may promote tensors."""
         return self._all_tables.promotes
 
-    def promotions(self) -> list[Promoted]:
+    def promotions(self) -> Table[Promoted]:
         """The tensors that were promoted so far, and when. Reading waits for the device."""
-        return self._all_tables.promotions()
+        return Table(self._all_tables.promotions(), PROMOTION_COLUMNS, empty="no promotions")
 
     # --- state ---
 

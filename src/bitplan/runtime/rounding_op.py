@@ -145,6 +145,16 @@ class Promoted:
         return f"{self.site}: {self.to} from step {self.step} on ({self.measure} {self.share:.3g})"
 
 
+#: Columns of a table of promotions.
+PROMOTION_COLUMNS: dict[str, Callable[[Promoted], Any]] = {
+    "site": lambda promoted: promoted.site,
+    "step": lambda promoted: promoted.step,
+    "to": lambda promoted: promoted.to,
+    "measure": lambda promoted: promoted.measure,
+    "share": lambda promoted: promoted.share,
+}
+
+
 def sum_over_ranks(values: Tensor) -> Tensor:
     """The sum of what all processes of a training hold; `values` itself where there is one process."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

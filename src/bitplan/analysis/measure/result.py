@@ -8,13 +8,17 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bitplan.analysis.measure.candidate import PLANNED, Candidate
 from bitplan.analysis.measure.figures import OperandFigures, PassFigures, Sums
 from bitplan.errors import MetricError
 from bitplan.files import json_text, write_whole
 from bitplan.plans.match import PASSES
+from bitplan.tables import Table
+
+if TYPE_CHECKING:
+    import pandas
 
 #: The version of measurements' files that this package reads and writes.
 VERSION = 1
@@ -118,6 +122,20 @@ class Measurement:
             criteria["candidate"] = str(Candidate.of(criteria["candidate"]))
         return [row for row in self.rows if all(getattr(row, name) == value for name, value in criteria.items())]
 
+    def table(self) -> Table[Row]:
+        """All rows, with their main columns; :meth:`to_dict` has every figure."""
+        return Table(self.rows, _columns(len(self.stages) > 1), empty="no products were measured")
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """One line per row, with the columns of :meth:`table`."""
+        return self.table().to_pandas()
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
     def __add__(self, other: Measurement) -> Measurement:
         """Both, as of one model at several stages."""
         return Measurement(
@@ -164,6 +182,21 @@ class Measurement:
         if not isinstance(content, dict):
             raise MetricError(f"{path} is no measurement: name a file that bitplan measure -o has written.")
         return cls.from_dict(content)
+
+
+def _columns(has_stages: bool) -> dict[str, Callable[[Row], Any]]:
+    columns: dict[str, Callable[[Row], Any]] = {
+        "product": lambda row: row.product,
+        "pass": lambda row: row.pass_,
+        "candidate": lambda row: row.candidate,
+        "stage": lambda row: row.stage,
+        "median": lambda row: row.median,
+        "p99": lambda row: row.p99,
+        "sqnr": lambda row: row.sqnr,
+        "underflow": lambda row: row.underflow,
+        "overflow": lambda row: row.overflow,
+    }
+    return {name: value for name, value in columns.items() if has_stages or name != "stage"}
 
 
 def averaged(rows: Iterable[Row]) -> tuple[Row, ...]:

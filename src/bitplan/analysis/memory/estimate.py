@@ -22,7 +22,16 @@ from bitplan.analysis.memory.fakes import (
 )
 from bitplan.analysis.memory.lifetimes import extra_bytes
 from bitplan.analysis.memory.measure import measure_memory
-from bitplan.analysis.memory.step import Loss, Memory, OptimizerChoice, Phase, TrainingStep, call_of, plan_for
+from bitplan.analysis.memory.step import (
+    Loss,
+    Memory,
+    OptimizerChoice,
+    Phase,
+    RunMemory,
+    TrainingStep,
+    call_of,
+    plan_for,
+)
 from bitplan.analysis.memory.workspaces import KEPT, PASSING
 from bitplan.compiler import torch_private
 from bitplan.compiler.packed_backend import compile_packed
@@ -30,6 +39,7 @@ from bitplan.compiler.torch_private import FakeTensor, TorchDispatchMode, tree_l
 from bitplan.compiler.tracing import many_graphs
 from bitplan.errors import MemoryEstimateError
 from bitplan.plans import Plan
+from bitplan.plans.execution import ExecutionOptions
 from bitplan.runtime.attach import Attachment, attach
 
 # --- A training step on fake tensors, with every piece of memory that it would take followed from birth to death
@@ -203,7 +213,7 @@ def estimate_memory(
     loss: Loss | None = None,
     optimizer: OptimizerChoice = "default",
     plan: Plan | str | None = None,
-    execution: str = "emulate",
+    execution: str | ExecutionOptions | None = None,
     compile: bool = False,
     *,
     autocast: torch.dtype | None = None,
@@ -219,6 +229,7 @@ def estimate_memory(
     :param batch: what the model takes, or (inputs, target) where the loss wants both.
     :param optimizer: ``"sgd"`` (with momentum), ``"adamw"``, ``"none"``, or a function that makes one for the model; by
         default SGD, and AdamW where the plan says what optimizer state is kept in.
+    :param execution: as :func:`bitplan.attach` takes it; by default that of the plan.
     :param autocast: the type that autocast computes in; None is without autocast.
     :param device: where the step is to run; by default where the model is.
     """
@@ -297,10 +308,10 @@ def of_run(
     loss: Loss | None = None,
     optimizer: OptimizerChoice = "default",
     compile: bool = False,
-) -> dict[str, Memory | None]:
-    """``{"predicted": ..., "measured": ...}`` of a training step with the plan at work as it is.
+) -> RunMemory:
+    """The memory of a training step with the plan attached as it is.
 
-    Predicted from the shapes of `batch`, or of the first batch that the attachment has seen. Measured where a batch is
+    Estimated from the shapes of `batch`, or of the first batch that the attachment has seen. Measured where a batch is
     given, on a copy of the model, so that the run goes on as if nothing had been asked; else None.
     """
     example = run._cost_tracker.inputs if batch is None else batch
@@ -308,4 +319,4 @@ def of_run(
         raise MemoryEstimateError("bitplan has not seen a batch yet: give one, or run the model once uncompiled.")
     rest: tuple[Any, ...] = (loss, optimizer, run.plan, run.execution, compile)
     measured = None if batch is None else measure_memory(run.model, batch, *rest)
-    return {"predicted": estimate_memory(run.model, example, *rest), "measured": measured}
+    return RunMemory(estimate_memory(run.model, example, *rest), measured)

@@ -30,6 +30,7 @@ from bitplan.compiler.tracing import many_graphs
 from bitplan.errors import MemoryEstimateError
 from bitplan.executions.packed.saved_tensors import SavedTensorPacker
 from bitplan.plans import Plan
+from bitplan.plans.execution import ExecutionOptions
 from bitplan.runtime.attach import Attachment, attach
 
 _MARK = "bitplan:"
@@ -260,7 +261,7 @@ def measure_memory(
     loss: Loss | None = None,
     optimizer: OptimizerChoice = "default",
     plan: Plan | str | None = None,
-    execution: str = "emulate",
+    execution: str | ExecutionOptions | None = None,
     compile: bool = False,
     steps: int = 3,
     *,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
-from html import escape
 from typing import Any, Literal
 
 import torch
@@ -20,6 +19,7 @@ from bitplan.plans import KEEP, Plan
 from bitplan.plans.loading import find_plan
 from bitplan.plans.spec import OptimizerRule
 from bitplan.runtime.attach import Attachment
+from bitplan.tables import html_table, plain_table
 
 # --- What a training step holds in memory, class by class
 
@@ -27,11 +27,11 @@ from bitplan.runtime.attach import Attachment
 #: What each figure means, in the order of the table.
 MEANINGS = {
     "weights": "parameters and buffers",
-    "optimizer": "the optimizer's state",
-    "activations": "kept for the backward pass, when the forward pass has ended",
-    "gradients": "of the parameters, when the backward pass has ended",
-    "other": "what else lives at the peak: the batch, tensors on their way, workspaces",
-    "peak": "the most that lives at any moment of a step",
+    "optimizer": "optimizer state",
+    "activations": "saved for backward, at the end of forward",
+    "gradients": "of the parameters, at the end of backward",
+    "other": "at the peak: batch, temporaries, workspaces",
+    "peak": "the most at any moment of a step",
 }
 
 
@@ -84,12 +84,36 @@ class Memory:
         return "\n".join(f"{name:<12}{byte_text(count):>12}  {meaning}" for name, count, meaning in self.rows())
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f'<tr><th style="text-align:left">{escape(name)}</th><td style="text-align:right">{byte_text(count)}</td>'
-            f'<td style="text-align:left">{escape(meaning)}</td></tr>'
-            for name, count, meaning in self.rows()
-        )
-        return f"<table><tbody>{rows}</tbody></table>"
+        names, counts, meanings = zip(*self.rows(), strict=True)
+        return html_table({"class": names, "size": [byte_text(count) for count in counts], "meaning": meanings})
+
+
+@dataclass(frozen=True)
+class RunMemory:
+    """The memory of a run's training step: estimated on fake tensors and, where a batch was given, measured."""
+
+    estimated: Memory
+    measured: Memory | None = None
+
+    def to_dict(self) -> dict[str, dict[str, int] | None]:
+        """Plain numbers of bytes by class."""
+        return {
+            "estimated": self.estimated.to_dict(),
+            "measured": None if self.measured is None else self.measured.to_dict(),
+        }
+
+    def _columns(self) -> dict[str, list[str]]:
+        columns = {"class": list(MEANINGS)}
+        for name, memory in (("estimated", self.estimated), ("measured", self.measured)):
+            if memory is not None:
+                columns[name] = [byte_text(count) for _, count, _ in memory.rows()]
+        return {**columns, "meaning": list(MEANINGS.values())}
+
+    def __str__(self) -> str:
+        return plain_table(self._columns())
+
+    def _repr_html_(self) -> str:
+        return html_table(self._columns())
 
 
 #: What has just ended when a note is taken: nothing yet, the forward pass with the loss, the backward pass, all.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from bitplan.capture.decompositions import decision_for, has_slots
 from bitplan.capture.ops import PRODUCTS
@@ -40,6 +41,14 @@ class Fallback:
 
     def __str__(self) -> str:
         return f"{self.site}, {self.gemm_pass}: {self.reason}"
+
+
+#: Columns of a table of fallbacks.
+FALLBACK_COLUMNS: dict[str, Callable[[Fallback], Any]] = {
+    "product": lambda fallback: fallback.site,
+    "pass": lambda fallback: fallback.one,
+    "reason": lambda fallback: fallback.reason,
+}
 
 
 @dataclass(frozen=True)
