@@ -45,8 +45,8 @@ class Fallback:
 
 #: Columns of a table of fallbacks.
 FALLBACK_COLUMNS: dict[str, Callable[[Fallback], Any]] = {
-    "product": lambda fallback: fallback.site,
-    "pass": lambda fallback: fallback.one,
+    "gemm": lambda fallback: fallback.site,
+    "pass": lambda fallback: fallback.gemm_pass,
     "reason": lambda fallback: fallback.reason,
 }
 
