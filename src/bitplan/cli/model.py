@@ -92,7 +92,7 @@ def _print_sites(listed: Iterable[Site], output: Output) -> None:
     table.print(output.console)
 
 
-def _sites_summary(listed: list[Site]) -> str:
+def _sites_summary(listed: Sequence[Site]) -> str:
     parts = []
     for role in ROLES:
         own = [site for site in listed if site.role == role]

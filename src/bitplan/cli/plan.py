@@ -167,7 +167,7 @@ def explanation_record(explanation: Explanation) -> dict[str, Any]:
     }
 
 
-def _explained(plan: Plan, target: str, settings: Sequence[str] = ()) -> list[Explanation]:
+def _explained(plan: Plan, target: str, settings: Sequence[str] = ()) -> Sequence[Explanation]:
     loaded = load_target(target, shapes_only=True, settings=settings)
     with running(target):
         return explained(loaded.model, plan, loaded.batch, loaded.loss)
@@ -184,7 +184,7 @@ def _warnings_as_notes(output: Output) -> Iterator[None]:
             output.note(str(warning.message))
 
 
-def _print(explanations: list[Explanation], output: Output) -> None:
+def _print(explanations: Sequence[Explanation], output: Output) -> None:
     table = FittedTable()
     table.add_column("name", "name", style="bold")
     table.add_column("shape", is_optional=True)
