@@ -28,7 +28,7 @@ def test_plans_are_compared_in_a_folder_that_the_same_command_finds_again(
     ]
     assert "[6/6] bf16-all, seed 1: accuracy " in ran.out
     assert "On tiny (2 seeds, 6 steps), " in ran.out
-    assert ran.out.endswith(f"All of it is in {folder}; draw it with: bitplan report {folder}\n")
+    assert ran.out.endswith(f"The runs are in {folder}; draw it with: bitplan report {folder}\n")
     before = {file: file.stat().st_mtime_ns for file in folder.glob("*/summary.json")}
     again = bitplan(*asked)
     assert again.out.splitlines()[6:] == ran.out.splitlines()[6:]
@@ -83,7 +83,7 @@ def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(bitplan: Bitplan, tmp
     _, said = process.communicate()
     assert process.returncode == 130
     assert "bitplan: stopped with" in said
-    assert "the same command goes on" in said
+    assert "the same command continues" in said
     assert "Traceback" not in said
     for name in ("fp32-s0", "int8-all-s0"):
         assert (folder / name / "summary.json").exists()
