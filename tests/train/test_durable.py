@@ -35,8 +35,8 @@ def test_a_disk_that_fills_up_costs_no_checkpoint(
     with pytest.raises(DiskError) as told:
         train(tiny(), noisy, folder=parts)
     assert str(told.value) == (
-        f"the disk is full and {parts}/checkpoints/step-00000018.safetensors could not be written: make room there. "
-        f"The checkpoint of step 12 is whole; go on from it with: bitplan train --resume {parts}"
+        f"the disk is full and {parts}/checkpoints/step-00000018.safetensors could not be written: free some space "
+        f"there. The checkpoint of step 12 is whole; go on from it with: bitplan train --resume {parts}"
     )
     assert [each.step for each in checkpoints_in(parts / "checkpoints")] == [12, 6]
     assert len(list((parts / "checkpoints").iterdir())) == 4

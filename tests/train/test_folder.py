@@ -45,7 +45,7 @@ def test_a_second_process_is_kept_out_until_the_first_has_died(tmp_path: Path, t
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         assert RunFolder(folder).is_locked()
-        with pytest.raises(RunError, match=f"process {holder.pid} is at work in .*: wait until it has ended, or name"):
+        with pytest.raises(RunError, match=f"process {holder.pid} trains in .*: wait until it has ended, or name"):
             train(tiny("steps=3"), folder=folder)
     finally:
         holder.kill()
@@ -59,7 +59,7 @@ def test_a_second_process_is_kept_out_until_the_first_has_died(tmp_path: Path, t
 
 
 def test_a_second_run_in_one_process_is_kept_out_too(tmp_path: Path, tiny: Any) -> None:
-    with RunFolder(tmp_path / "run").locked(), pytest.raises(RunError, match="is at work in"):
+    with RunFolder(tmp_path / "run").locked(), pytest.raises(RunError, match="trains in"):
         train(tiny(), folder=tmp_path / "run")
 
 
@@ -94,7 +94,7 @@ def test_a_folder_of_another_version_is_refused(finished: Path, tiny: Any, noisy
     content = json.loads((finished / "run.json").read_text())
     (finished / "run.json").write_text(json.dumps({**content, "bitplan_run": 2}))
     with pytest.raises(
-        RunError, match="run folder of version 2, and this bitplan knows version 1: use the bitplan that"
+        RunError, match="run folder of version 2, and this bitplan reads version 1: use the bitplan that"
     ):
         train(tiny("steps=3"), noisy, folder=finished)
 
@@ -118,8 +118,8 @@ def test_a_damaged_summary_is_a_sentence(finished: Path, text: str) -> None:
     [
         (["steps=3"], 1, "noisy", {}, "seed 0, not 1"),
         (["steps=4"], 0, "noisy", {}, "steps=3, not 4"),
-        (["steps=3"], 0, "none", {}, "the plan noisy, which says something else than none"),
-        (["steps=3"], 0, "bf16-all", {}, "the plan noisy, which says something else than bf16-all"),
+        (["steps=3"], 0, "none", {}, "the plan noisy, whose content differs from that of none"),
+        (["steps=3"], 0, "bf16-all", {}, "the plan noisy, whose content differs from that of bf16-all"),
         (["steps=3"], 0, "noisy", {"compile": True}, "compile False, not True"),
         (["steps=3"], 0, "noisy", {"log_every": 5}, "log_every 10, not 5"),
     ],
@@ -129,7 +129,7 @@ def test_another_run_in_the_same_folder_is_refused(
 ) -> None:
     plan = {"noisy": noisy, "none": None}.get(given, given)
     before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file() and path.name != "lock"}
-    with pytest.raises(RunError, match=f"holds a run with {words}: name another folder, or ask for the same to go on"):
+    with pytest.raises(RunError, match=f"holds a run with {words}: name another folder, or use the same options"):
         train(tiny(*settings, seed=seed), plan, folder=finished, **options)
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file() and path.name != "lock"} == before
 

@@ -212,7 +212,7 @@ def test_too_little_memory_is_a_sentence(tmp_path: Path, tiny: Any) -> None:
 
     task = tiny()
     task.loss = exhaust
-    with pytest.raises(RunError, match="not enough memory for step 1: make the batch smaller with --set batch=4"):
+    with pytest.raises(RunError, match="enough memory for step 1: make the batch smaller with --set batch=4"):
         train(task, folder=tmp_path / "run")
 
 

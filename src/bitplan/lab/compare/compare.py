@@ -1,4 +1,4 @@
-"""Comparing: every plan with every seed, in one folder that the same call goes on with."""
+"""Comparisons: every plan with every seed in one folder; the same call resumes after an interruption."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bitplan.lab.train.folder import make_folder, write_durably
 from bitplan.plans import Plan
 from bitplan.plans.loading import find_plan
 
-#: Where plans that no file and no preset holds are written, for commands to name them.
+#: Plans that are neither files nor presets are written here, so that commands can name them.
 PLANS_FOLDER = "plans"
 
 
@@ -40,28 +40,28 @@ def compare(
 ) -> list[Summary]:
     """Train `task` under every plan with every seed, each run in a subfolder of `folder`.
 
-    Runs that are over already are not made again, and half ones are gone on with: the same call after an interruption
-    does what is left. More plans and seeds may join a comparison later.
+    Runs that have ended are kept and interrupted ones are resumed, so that the same call after an interruption does the
+    rest. More plans and seeds may be added to a comparison later.
 
     :param task: as the command line names it: ``digits``, or ``my_task.py:MyTask``.
-    :param settings: what differs from the task's recipe, as ``key=value``.
-    :param jobs: processes side by side; 1 trains in this process.
-    :param command: what the comparison's record says to reproduce it.
-    :param on_update: told of every run's progress and end.
-    :param stop: asked again and again; once it is true, runs are stopped, or not begun, and what is done is returned.
+    :param settings: changes to the task's recipe, as ``key=value``.
+    :param jobs: parallel processes; 1 trains in this process.
+    :param command: the command that reproduces the comparison, for its record.
+    :param on_update: called with the progress and the end of every run.
+    :param stop: polled; once it is true, running jobs are stopped, no other is started, and the summaries are returned.
     """
     if jobs < 1:
         raise RunError(f"jobs is {jobs}; it must be at least 1.")
     place = Path(folder)
     setting = Setting(task, tuple(settings), execution, device, compile)
-    found = planned_jobs(task, choices, tuple(seeds), place, plan_major=compile)
+    planned = planned_jobs(task, choices, tuple(seeds), place, plan_major=compile)
     trainer = Trainer(setting)
-    _require_effect(trainer, found)
-    _write_record(place, task, found, tuple(settings), command)
+    _require_effect(trainer, planned)
+    _write_record(place, task, planned, tuple(settings), command)
     on_update, stop = on_update or (lambda update: None), stop or (lambda: False)
-    # What is over is only read: no process need start for it, and it is never too late to.
-    over = [job for job in found if _is_over(job)]
-    left = [job for job in found if job not in over]
+    # Runs that have ended are only read: that needs no worker, and is done after a request to stop, too.
+    over = [job for job in planned if _is_over(job)]
+    left = [job for job in planned if job not in over]
     summaries = _run_here(trainer, over, on_update, lambda: False)
     if jobs > 1 and len(left) > 1:
         return summaries + run_in_workers(setting, left, jobs, on_update, stop)
@@ -71,29 +71,31 @@ def compare(
 def planned_jobs(
     task: str, choices: Sequence[Choice], seeds: Sequence[int], folder: Path, plan_major: bool = False
 ) -> list[Job]:
-    """What is to be run, in order: seed by seed, so that an early end is a comparison still; or plan by plan."""
-    task_class(task)  # says at once where there is no such task
+    """All jobs in order: seed by seed, so that plans can be compared after an early end; or plan by plan."""
+    task_class(task)  # raises at once where there is no such task
     if not choices:
         raise RunError("name at least one plan to compare, or a suite.")
     if any(len(set(own)) != len(own) for own in (seeds, *(choice.seeds or () for choice in choices))) or not seeds:
         raise RunError("name at least one seed, and each only once.")
-    known: dict[str, tuple[Job, Sequence[int]]] = {}
+    by_stem: dict[str, tuple[Job, Sequence[int]]] = {}
     for choice in choices:
         plan = None if choice.plan is None else find_plan(choice.plan)
         source = choice.plan if isinstance(choice.plan, str) else _source_of(plan, choice.label, folder)
         stem = slug(choice.label)
-        if stem in known:
+        if stem in by_stem:
             raise RunError(f"two plans are called {choice.label}: give them different names.")
         own = seeds if choice.seeds is None else choice.seeds
-        known[stem] = Job(choice.label, plan, source, 0, folder / stem, choice.settings), own
+        by_stem[stem] = Job(choice.label, plan, source, 0, folder / stem, choice.settings), own
     by_plan = [
-        replace(job, seed=seed, folder=folder / f"{stem}-s{seed}") for stem, (job, own) in known.items() for seed in own
+        replace(job, seed=seed, folder=folder / f"{stem}-s{seed}")
+        for stem, (job, own) in by_stem.items()
+        for seed in own
     ]
     return by_plan if plan_major else sorted(by_plan, key=lambda job: [*seeds, job.seed].index(job.seed))
 
 
 def choices_of(plans: Sequence[str]) -> list[Choice]:
-    """Plans that a user names, called by their names; those of equal name by what was typed."""
+    """Choices from plans as typed by a user: labelled by their names, or by the typed text where names are equal."""
     names = [_name_of(plan) for plan in plans]
     return [
         Choice(name if names.count(name) == 1 else plan, None if plan.lower() == "fp32" else plan)
@@ -102,7 +104,7 @@ def choices_of(plans: Sequence[str]) -> list[Choice]:
 
 
 def slug(label: str) -> str:
-    """A label as a folder's name.
+    """A label as the name of a folder.
 
     >>> slug("8 bits"), slug("plans/a.yaml")
     ('8-bits', 'plans-a.yaml')
@@ -117,7 +119,7 @@ def _name_of(plan: str) -> str:
 
 
 def _source_of(plan: Plan | None, label: str, folder: Path) -> str | None:
-    """A file for a plan that is known to this process only."""
+    """The name of a plan on the command line; one without a file is written to one."""
     if plan is None:
         return None
     if plan.origin is not None and plan.origin.is_file():
@@ -129,23 +131,23 @@ def _source_of(plan: Plan | None, label: str, folder: Path) -> str | None:
 
 
 def _write_record(folder: Path, task: str, jobs: Sequence[Job], settings: tuple[str, ...], command: str) -> None:
-    """Say which run is which, with what an earlier call said of others."""
-    known = read_comparison(folder)
-    if known is not None and known.task != task:
-        raise RunError(f"{folder} holds a comparison on {known.task}: name another folder for one on {task}.")
-    entries = {} if known is None else {entry.label: entry for entry in known.plans}
+    """Write the comparison's record, together with the runs of earlier calls."""
+    recorded = read_comparison(folder)
+    if recorded is not None and recorded.task != task:
+        raise RunError(f"{folder} holds a comparison on {recorded.task}: name another folder for one on {task}.")
+    entries = {} if recorded is None else {entry.label: entry for entry in recorded.plans}
     for job in jobs:
         entry = entries.setdefault(job.label, PlanEntry(job.label, job.plan_source))
         runs = tuple(dict.fromkeys((*entry.runs, job.folder.name)))
         entries[job.label] = replace(entry, plan=job.plan_source, runs=runs)
-    seeds = tuple(sorted({job.seed for job in jobs} | set(() if known is None else known.seeds)))
+    seeds = tuple(sorted({job.seed for job in jobs} | set(() if recorded is None else recorded.seeds)))
     comparison = Comparison(task, tuple(entries.values()), seeds, command, settings)
     make_folder(folder)
     write_durably(folder / COMPARE_FILE, json_text(comparison.to_dict()) + "\n")
 
 
 def _require_effect(trainer: Trainer, jobs: Sequence[Job]) -> None:
-    """Raise before anything is trained where a plan does not fit the task; runs that exist have shown that it does."""
+    """Raise before training where a plan does not fit the task; plans with existing runs are not checked again."""
     fresh = {job.label: job for job in jobs if job.plan is not None and not RunFolder(job.folder).is_run}
     if not fresh:
         return

@@ -1,4 +1,4 @@
-"""Whether plans that cost more do better: rank correlation of cost with a metric, and how sure that is."""
+"""Whether plans that cost more do better: rank correlation of cost with a metric, with a bootstrap interval."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from bitplan.errors import RunError
 
-#: How often plans are drawn anew, and the share of the outcomes that an interval holds.
+#: Draws of the bootstrap, and the share of them that an interval holds.
 DRAWS, SURE = 2_000, 0.95
-#: Fewer plans than this say nothing.
+#: The fewest plans for a correlation.
 LEAST = 4
 
 
@@ -27,7 +27,7 @@ class Correlation:
 
     @property
     def is_sure(self) -> bool:
-        """Whether the interval has no zero in it."""
+        """Whether the interval excludes zero."""
         return self.low > 0 or self.high < 0
 
     def __str__(self) -> str:
@@ -35,12 +35,12 @@ class Correlation:
 
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> float:
-    """Of two lists; equal values share the mean of their ranks. 0 where one of them is all alike.
+    """Spearman's correlation of two lists; equal values share the mean of their ranks, and a constant list gives 0.
 
     >>> spearman([1, 2, 3, 4], [10, 20, 40, 30])
     0.8
     """
-    first, second = (_ranks(np.asarray(each, dtype=np.float64)) for each in (x, y))
+    first, second = (_ranks(np.asarray(values, dtype=np.float64)) for values in (x, y))
     first, second = first - first.mean(), second - second.mean()
     scale = float(np.sqrt((first**2).sum() * (second**2).sum()))
     return round(float((first * second).sum()) / scale, 12) if scale else 0.0
@@ -54,36 +54,36 @@ def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def seed_share(values: Sequence[Sequence[float]]) -> float:
-    """How much of the variance between plans' means the seeds alone would make: 1 and more where plans do not differ.
+    """The share of the variance between plans' means that seeds alone explain: 1 or more where plans do not differ.
 
-    Infinite where the means are all alike; 0 where there is one seed, which says nothing.
+    Infinite where all means are equal; 0 where there is only one seed.
 
     >>> seed_share([[1.0, 3.0], [1.0, 3.0], [2.0, 6.0]])
     1.5
     """
-    between = float(np.var([np.mean(each) for each in values], ddof=1))
-    within = float(np.mean([np.var(each, ddof=1) / len(each) if len(each) > 1 else 0.0 for each in values]))
+    between = float(np.var([np.mean(metrics) for metrics in values], ddof=1))
+    within = float(np.mean([np.var(metrics, ddof=1) / len(metrics) if len(metrics) > 1 else 0.0 for metrics in values]))
     return within / between if between else float("inf")
 
 
 def cost_correlation(costs: Sequence[float], values: Sequence[Sequence[float]], seed: int = 0) -> Correlation:
-    """Of plans' costs with the means of their metric over seeds.
+    """The correlation of plans' costs with the means of their metric over seeds.
 
-    The interval is that of a bootstrap over plans and seeds: as many of both are drawn, with replacement, again and
-    again. All plans of a draw have the same seeds, since a seed that is kind to one plan is often kind to others.
+    The interval comes from a bootstrap over plans and seeds, drawn with replacement. All plans of a draw have the same
+    seeds, since the results of different plans with one seed are correlated.
 
     :param values: of each plan, its metric with every seed.
     """
-    if len(costs) != len(values) or len(costs) < LEAST or not all(len(each) for each in values):
+    if len(costs) != len(values) or len(costs) < LEAST or not all(len(metrics) for metrics in values):
         raise RunError(
             f"a correlation takes at least {LEAST} plans with their metrics, not {len(costs)}: run more of them."
         )
     draws = np.random.default_rng(seed)
-    means, most = [float(np.mean(each)) for each in values], max(map(len, values))
-    found = []
+    means, most = [float(np.mean(metrics)) for metrics in values], max(map(len, values))
+    correlations = []
     for _ in range(DRAWS):
         chosen, seeds = draws.integers(len(costs), size=len(costs)), draws.integers(most, size=most)
         again = {plan: float(np.mean([values[plan][place % len(values[plan])] for place in seeds])) for plan in chosen}
-        found.append(spearman([costs[plan] for plan in chosen], [again[plan] for plan in chosen]))
-    low, high = (float(each) for each in np.quantile(found, [(1 - SURE) / 2, (1 + SURE) / 2]))
+        correlations.append(spearman([costs[plan] for plan in chosen], [again[plan] for plan in chosen]))
+    low, high = (float(bound) for bound in np.quantile(correlations, [(1 - SURE) / 2, (1 + SURE) / 2]))
     return Correlation(spearman(costs, means), low, high, len(costs))

@@ -1,4 +1,4 @@
-"""Comparison folders: run folders side by side, and a ``compare.json`` that says which is which."""
+"""Comparison folders: run folders, and a ``compare.json`` that assigns them to plans and seeds."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from bitplan.errors import RunError
 from bitplan.lab.train.folder import read_object
 from bitplan.plans import Plan
 
-# --- What a comparison compares
-
 
 @dataclass(frozen=True)
 class Choice:
-    """One plan of a comparison, and what tables and charts call it."""
+    """One plan of a comparison, with its label in tables and charts."""
 
     label: str
     #: A preset's name, a file, or a plan itself; None: no plan, which is the task in its own precision.
     plan: Plan | str | None
-    #: What this plan's runs change in the task's recipe, as ``key=value``.
+    #: Changes to the task's recipe in the runs of this plan, as ``key=value``.
     settings: tuple[str, ...] = ()
     #: Its own seeds; None: those of the comparison.
     seeds: tuple[int, ...] | None = None
@@ -34,13 +32,13 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class PlanEntry:
-    """One plan of a comparison."""
+    """One plan of a comparison, as recorded."""
 
-    #: How tables and charts call it.
+    #: In tables and charts.
     label: str
     #: A preset's name or a file; None: no plan.
     plan: str | None
-    #: The folders of its runs, a seed each.
+    #: The folders of its runs, one for each seed.
     runs: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -54,7 +52,7 @@ class Comparison:
     task: str
     plans: tuple[PlanEntry, ...]
     seeds: tuple[int, ...]
-    #: What goes on with it, or makes it again.
+    #: The command that resumes or reproduces it.
     command: str
     settings: tuple[str, ...] = field(default=())
 
@@ -75,14 +73,14 @@ class Comparison:
 
 
 def read_comparison(folder: Path) -> Comparison | None:
-    """What lies in that folder; None where it is no comparison."""
+    """The record of the comparison in a folder; None where there is none."""
     file = folder / COMPARE_FILE
     if not file.is_file():
         return None
     content = read_object(file)
     if content.get("bitplan_compare") != VERSION:
         raise RunError(
-            f"{folder} is a comparison of version {content.get('bitplan_compare')!r}, and this bitplan knows version "
+            f"{folder} is a comparison of version {content.get('bitplan_compare')!r}, and this bitplan reads version "
             f"{VERSION}: use the bitplan that made it, or name another folder."
         )
     try:

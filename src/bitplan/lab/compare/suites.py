@@ -1,7 +1,7 @@
-"""Suites of plans that change over time, made for a task: what it leaves alone and costs follow from its model.
+"""Suites: named lists of plans to compare, some of them made for the model of a task.
 
-Widths that stay are schedules here, too: all plans of a suite then differ in their schedules only, and share one
-compiled graph.
+Constant widths are schedules here, too, so that all plans of a suite differ only in schedules and share one compiled
+graph.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from bitplan.plans import Plan
 from bitplan.plans.schedules import TEN, Deficit, Moment, Schedule, Static, schedule
 from bitplan.plans.schedules.cyclic import DEFAULT_CYCLES
 
-# --- The suite of assignments: how much low precision a task bears, against the baselines of the paper
+# --- Assignments of low precision, against the baselines of the paper
 
-
-#: Of low values.
+#: Shares of values in low precision.
 RATIOS = (0.3, 0.5, 0.7, 0.9, 1.0)
 
 _BASELINES = {"operator": "operator", "uniform low": "uniform-low"}
@@ -33,15 +32,17 @@ _BASELINES = {"operator": "operator", "uniform low": "uniform-low"}
 def assign_choices(task: Task, ratios: tuple[float, ...] = RATIOS, formats: Formats = PAPER) -> tuple[Choice, ...]:
     """FP32, the operator baseline, everything low without promotion, and assignments with promotion."""
     scale = (f"loss_scale={LOSS_SCALE:g}",) if formats.wants_loss_scale else ()
-    asked = {label: Asked(baseline=name) for label, name in _BASELINES.items()}
-    asked |= {f"r = {ratio:g}": Asked(ratio=ratio) for ratio in ratios}
-    made = {label: assign_task(task, each, formats).plan for label, each in asked.items()}
+    requests = {label: Asked(baseline=name) for label, name in _BASELINES.items()}
+    requests |= {f"r = {ratio:g}": Asked(ratio=ratio) for ratio in ratios}
+    made = {label: assign_task(task, request, formats).plan for label, request in requests.items()}
     return (Choice("FP32", None), *(Choice(label, plan, scale) for label, plan in made.items()))
 
 
-#: The range of bits that both suites are about; Wolfe & Kyrillidis's for CIFAR and graphs.
+# --- Cyclic precision and deficits
+
+#: The range of bits of both suites: that of Wolfe & Kyrillidis for CIFAR and graphs.
 LOW, HIGH = 3, 8
-#: Early deficits, as shares of the budget that follows them in full.
+#: Early deficits, in per cent of the full budget that follows them.
 EARLY = (25, 50, 100)
 #: Where windows of half the budget begin, in per cent of it.
 STARTS = ("0%", "12.5%", "25%", "50%")
@@ -58,10 +59,10 @@ def cpt_choices(
 ) -> tuple[Choice, ...]:
     """FP32, static controls, and cyclic schedules with gradients at the highest bits.
 
-    :param names: of schedules; CR, or else the first, has a static control at its own cost.
-    :param static: the widths of other controls.
-    :param quantized_aggregation: of graph networks, round what is summed over neighbours, too.
-    :param cycles: of each schedule; the papers have 2 in a fine-tune of two epochs.
+    :param names: schedules; CR, or else the first, gets a static control of equal cost.
+    :param static: widths of further static controls.
+    :param quantized_aggregation: also round what graph networks sum over neighbours.
+    :param cycles: cycles of each schedule; the papers use 2 to fine-tune for two epochs.
     """
     operations, steps = _operations(task), task.settings.all_steps
     q_agg = quantized_aggregation
@@ -79,7 +80,7 @@ def cpt_choices(
 
 
 def deficit_choices(task: Task) -> tuple[Choice, ...]:
-    """Low precision early and then a full budget; windows that slide; which rounding hurts; controls."""
+    """Early low precision before a full budget, sliding windows, single roundings, and controls."""
     operations, budget = _operations(task), int(task.settings.steps)
     choices = [Choice("FP32", None), Choice("no deficit", _static(operations, HIGH))]
     for share in EARLY:
@@ -127,22 +128,22 @@ def _static(operations: list[Operation], bits: int, name: str | None = None, q_a
     return _plan(operations, Static(bits), name or f"static {bits}", q_agg)
 
 
-# --- Suites: lists of plans that belong together, by name
+# --- All suites by name
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Plans that are worth comparing."""
+    """A named list of plans."""
 
     name: str
     description: str
-    #: Those of every task alike.
+    #: Plans that are the same for every task.
     choices: tuple[Choice, ...] = ()
-    #: What makes those that follow from a task's model and steps.
+    #: Makes the plans that depend on a task's model and steps.
     make: Callable[[Task], tuple[Choice, ...]] | None = None
 
     def choices_for(self, task: Callable[[], Task]) -> list[Choice]:
-        """The plans for a task, which is made only if they depend on it."""
+        """The plans for a task; `task` is called only if they depend on it."""
         return [*self.choices, *(() if self.make is None else self.make(task()))]
 
 

@@ -15,19 +15,19 @@ from bitplan.lab.train import RunFolder, Summary
 from bitplan.planners.advise import Advice, plan_of
 from bitplan.plans import Plan, QuantizerSpec
 
-#: Steps of each run, at most, where nothing else is asked for.
+#: Default number of steps of each run.
 STEPS = 100
-#: The share of a run, at its end, whose mean training loss counts: batches differ.
+#: The last share of a run whose mean training loss counts, since the losses of single batches vary.
 _END = 0.25
 
 HIGH, ADVICE = "high precision", "advice"
-#: What the advice is held against: a format everywhere that the advice speaks of, with a scale per tensor.
+#: Baselines: one format for every operand that the advice covers, with a scale per tensor.
 RIVALS = {"all E4M3": "e4m3", "all INT8": "int8"}
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What came of one plan, mean over seeds."""
+    """The result of one plan, mean over seeds."""
 
     label: str
     #: Mean training loss of the last quarter of the steps.
@@ -56,7 +56,7 @@ def verify(
     on_update: Callable[[Update], None] | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> list[Verified]:
-    """Train `task` for `steps` steps under the advice, its rivals and no plan, and say how far apart the losses end.
+    """Train `task` for `steps` steps under the advice, its rivals and no plan, and return the final losses.
 
     :param task: as the command line names it.
     :param folder: where the runs are kept: a comparison, as :func:`bitplan.lab.compare.compare` makes it.
@@ -73,19 +73,21 @@ def verify(
         on_update=on_update,
         stop=stop,
     )
-    known = {summary.folder: summary for summary in summaries}
+    by_folder = {summary.folder: summary for summary in summaries}
     by_label = {
-        choice.label: [known[place] for seed in numbers if (place := folder / f"{slug(choice.label)}-s{seed}") in known]
+        choice.label: [
+            by_folder[place] for seed in numbers if (place := folder / f"{slug(choice.label)}-s{seed}") in by_folder
+        ]
         for choice in choices
     }
     high = _mean([final_loss(summary) for summary in by_label[HIGH]])
-    return [_verified(label, found, high) for label, found in by_label.items() if found]
+    return [_verified(label, own, high) for label, own in by_label.items() if own]
 
 
 def uniform_plan(advice: Advice, name: str) -> Plan:
-    """Every slot that the advice speaks of in one format, with a scale per tensor."""
+    """Every operand that the advice covers in one format, with a scale per tensor."""
     spec = QuantizerSpec(name, scale="tensor")
-    return plan_of([replace(each, spec=spec) for each in advice.slots], {"planner": "advise", "uniform": name})
+    return plan_of([replace(slot, spec=spec) for slot in advice.slots], {"planner": "advise", "uniform": name})
 
 
 def final_loss(summary: Summary) -> float:
@@ -97,16 +99,16 @@ def final_loss(summary: Summary) -> float:
     return _mean(end)
 
 
-def _verified(label: str, found: Sequence[Summary], high: float) -> Verified:
-    loss = _mean([final_loss(summary) for summary in found])
-    metrics = [next(iter(summary.metrics.values()), math.nan) for summary in found]
+def _verified(label: str, summaries: Sequence[Summary], high: float) -> Verified:
+    loss = _mean([final_loss(summary) for summary in summaries])
+    metrics = [next(iter(summary.metrics.values()), math.nan) for summary in summaries]
     return Verified(
         label,
         loss,
         loss - high,
         _mean(metrics),
-        _mean([summary.cost.get("relative_to_fp32", math.nan) for summary in found]),
-        sum(summary.status == "diverged" for summary in found),
+        _mean([summary.cost.get("relative_to_fp32", math.nan) for summary in summaries]),
+        sum(summary.status == "diverged" for summary in summaries),
     )
 
 

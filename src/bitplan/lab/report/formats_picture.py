@@ -53,15 +53,15 @@ _DARK = {
 
 def drawable_formats(formats: Iterable[Format]) -> list[Format]:
     """Those of `formats` that :func:`formats_svg` can draw."""
-    return [each for each in formats if _obstacle(each) is None]
+    return [number_format for number_format in formats if _why_not_drawable(number_format) is None]
 
 
 def formats_svg(formats: Sequence[Format]) -> str:
-    """The picture as SVG text; a format it cannot draw raises, so that none is left out in silence."""
-    for each in formats:
-        if obstacle := _obstacle(each):
-            raise FormatError(obstacle)
-    rows = [_Row.of(each) for each in formats if not isinstance(each, BlockFormat)]
+    """The picture as SVG text; raises where it cannot draw a format."""
+    for number_format in formats:
+        if reason := _why_not_drawable(number_format):
+            raise FormatError(reason)
+    rows = [_Row.of(number_format) for number_format in formats if not isinstance(number_format, BlockFormat)]
     if not rows:
         raise FormatError("there is no format to draw: name at least one, such as e4m3.")
     axis = _Axis.over(rows)
@@ -97,14 +97,17 @@ def formats_svg(formats: Sequence[Format]) -> str:
     )
 
 
-def _obstacle(each: Format) -> str | None:
-    if isinstance(each, BlockFormat):
+def _why_not_drawable(number_format: Format) -> str | None:
+    if isinstance(number_format, BlockFormat):
         return (
-            f"{each.name} has a scale in every block, so its values have no fixed place to be drawn at: "
-            f"draw its elements, {each.element.name}, instead."
+            f"{number_format.name} has a scale in every block, so its values have no fixed place to be drawn at: "
+            f"draw its elements, {number_format.element.name}, instead."
         )
-    if each.bits > MAX_DRAWN_BITS:
-        return f"{each.name} has {each.bits} bits, and only formats of up to {MAX_DRAWN_BITS} bits can be drawn."
+    if number_format.bits > MAX_DRAWN_BITS:
+        return (
+            f"{number_format.name} has {number_format.bits} bits, and only formats of up to {MAX_DRAWN_BITS} bits can "
+            f"be drawn."
+        )
     return None
 
 
@@ -116,8 +119,8 @@ class _Row:
     values: tuple[float, ...]
 
     @classmethod
-    def of(cls, each: FloatFormat | IntFormat) -> _Row:
-        return cls(each, tuple(value for value in each.values() if value > 0))
+    def of(cls, number_format: FloatFormat | IntFormat) -> _Row:
+        return cls(number_format, tuple(value for value in number_format.values() if value > 0))
 
     @property
     def sentence(self) -> str:
@@ -190,10 +193,10 @@ def _header() -> list[str]:
         _text(24, 40, "What the small number formats can hold", "title"),
         _text(24, 64, "One tick for every positive value: a long row has range, close ticks are precision.", ""),
     ]
-    for place, (style, words) in enumerate(swatches):
+    for place, (style, label) in enumerate(swatches):
         x = 24 + 150 * place
         parts.append(f'<path class="{style}" stroke-width="1.6" d="M{x} 78v14M{x + 5} 78v14M{x + 10} 78v14"/>')
-        parts.append(_text(x + 19, 90, words, "quiet"))
+        parts.append(_text(x + 19, 90, label, "quiet"))
     parts += [_text(x, _HEADER_HEIGHT - 12, heading, "end quiet") for heading, x in _COLUMNS.items()]
     return parts
 
@@ -204,7 +207,7 @@ def _footer(rows: Sequence[_Row], bottom: int) -> list[str]:
         f"Negative values mirror these{' (uint formats have none)' if unsigned else ''}, and zero is in every format.",
         "A scale slides a row along the axis and changes neither its length nor its ticks.",
     )
-    return [_text(24, bottom + 50 + 18 * line, words, "quiet") for line, words in enumerate(notes)]
+    return [_text(24, bottom + 50 + 18 * line, note, "quiet") for line, note in enumerate(notes)]
 
 
 def _drawn_row(row: _Row, axis: _Axis, middle: float) -> list[str]:
@@ -222,8 +225,8 @@ def _drawn_row(row: _Row, axis: _Axis, middle: float) -> list[str]:
     name = row.format.name
     parts.append(_text(24, middle + 5, name, "name long" if len(name) > _LONG_NAME else "name"))
     columns = (str(row.format.bits), row.largest, str(len(row.values)), row.density)
-    for x, words in zip(_COLUMNS.values(), columns, strict=True):
-        parts.append(_text(x, middle + 5, words, "end number"))
+    for x, text in zip(_COLUMNS.values(), columns, strict=True):
+        parts.append(_text(x, middle + 5, text, "end number"))
     return [*parts, "</g>"]
 
 
@@ -244,8 +247,8 @@ def _multiples(low: int, high: int, step: int) -> range:
     return range(math.ceil(low / step) * step, high + 1, step)
 
 
-def _text(x: float, y: float, words: str, style: str) -> str:
-    return f'<text x="{x:.2f}" y="{y:.2f}" class="{style}">{escape(words)}</text>'
+def _text(x: float, y: float, text: str, style: str) -> str:
+    return f'<text x="{x:.2f}" y="{y:.2f}" class="{style}">{escape(text)}</text>'
 
 
 def _power(x: float, y: float, base: int, power: int) -> str:

@@ -1,7 +1,6 @@
-"""Runs as their folders tell them. Only files are read, so that a report can be made anywhere, long afterwards.
+"""Runs as read from their folders: only files are needed, so that a report can be made later and on another machine.
 
-What a run has not written yet is missing here, too. A run without a ``summary.json`` is *running* or *unfinished*, and
-is shown as such.
+A run without a ``summary.json`` is *running* or *unfinished*, and its later values are absent.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from bitplan.lab.tasks.task import Metric
 from bitplan.lab.train.folder import RunFolder
 from bitplan.lab.train.summary import PromotionRecord
 
-#: How deep runs may lie beneath a folder that is named: runs/comparison/run.
+#: The depth of runs beneath a named folder, at most: runs/comparison/run.
 _DEPTH = 3
 
 Status = Literal["finished", "stopped", "diverged", "running", "unfinished"]
@@ -37,11 +36,11 @@ class Point:
 
 @dataclass(frozen=True)
 class SiteRecord:
-    """One tensor: the format it had, and what rounding did to it where that was watched."""
+    """One tensor: its format, and the statistics of its rounding where they were recorded."""
 
     site: str
     role: str
-    #: As the plan says it, such as ``int8 channel``; None: left alone.
+    #: As in the plan, such as ``int8 channel``; None: not rounded.
     format: str | None
     rule: str | None = None
     overflow: float | None = None
@@ -51,11 +50,11 @@ class SiteRecord:
 
 @dataclass(frozen=True)
 class Run:
-    """One run, as its folder tells it."""
+    """One run, as its folder describes it."""
 
     folder: Path
     task: str
-    #: What it is called: the name in its comparison, or its plan's, or fp32.
+    #: Its name in its comparison, or its plan's name, or fp32.
     label: str
     seed: int
     metric: Metric
@@ -63,12 +62,12 @@ class Run:
     settings: Mapping[str, Any] = field(default_factory=dict)
     #: The plan's name; None: no plan at all.
     plan: str | None = None
-    #: The resolved plan as it lies in the folder.
+    #: The resolved plan, as YAML.
     plan_text: str | None = None
     execution: str = "emulate"
     device: str = "cpu"
     compiled: bool = False
-    #: What reproduces it.
+    #: The command that reproduces it.
     command: str = ""
     versions: Mapping[str, Any] = field(default_factory=dict)
     machine: Mapping[str, Any] = field(default_factory=dict)
@@ -100,7 +99,7 @@ class Run:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether it can go on, or does."""
+        """Whether it is running or can be resumed."""
         return self.status in ("stopped", "running", "unfinished")
 
     @property
@@ -109,8 +108,8 @@ class Run:
 
     def curve(self, name: str) -> tuple[list[int], list[float]]:
         """(steps, values) of everything logged under that name."""
-        found = [(point.step, point.values[name]) for point in self.points if name in point.values]
-        return [step for step, _ in found], [value for _, value in found]
+        points = [(point.step, point.values[name]) for point in self.points if name in point.values]
+        return [step for step, _ in points], [value for _, value in points]
 
 
 def read_runs(paths: Iterable[Path]) -> list[Run]:
@@ -119,16 +118,16 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
     for path in paths:
         if not path.is_dir():
             raise RunError(f"there is no folder {path}: name run folders, or folders that hold some.")
-        found = list(_runs_beneath(path, _DEPTH))
-        if not found:
+        beneath = list(_runs_beneath(path, _DEPTH))
+        if not beneath:
             raise RunError(f"{path} holds no runs (a run folder has a run.json): name another folder.")
-        for run in found:
+        for run in beneath:
             runs.setdefault(run.folder.resolve(), run)
     return list(runs.values())
 
 
 def read_run(path: Path, label: str | None = None) -> Run:
-    """The run in that folder, under that label or its own."""
+    """The run in a folder."""
     folder = RunFolder(path)
     config, summary, points = folder.config(), folder.summary(), _points(folder)
     metric = _metric(config.metric, folder)
@@ -176,7 +175,7 @@ def _runs_beneath(path: Path, depth: int) -> Iterator[Run]:
         return
     comparison = read_comparison(path)
     labels = {} if comparison is None else comparison.labels
-    # A comparison's runs in the order it names them; others behind them.
+    # The runs of a comparison in its order, then all others.
     order = {name: number for number, name in enumerate(labels)}
     children = [child for child in sorted(path.iterdir()) if child.is_dir() and not child.name.startswith(".")]
     for child in sorted(children, key=lambda child: order.get(child.name, len(order))):
@@ -189,7 +188,7 @@ def _runs_beneath(path: Path, depth: int) -> Iterator[Run]:
 def _points(folder: RunFolder) -> list[Point]:
     points = []
     for line in folder.metrics():
-        values = {name: known for name, each in line.items() if (known := _number(each)) is not None}
+        values = {name: number for name, value in line.items() if (number := _number(value)) is not None}
         points.append(Point(int(values.pop("step")), values, bool(line.get("evaluation", False))))
     return points
 
@@ -204,7 +203,7 @@ def _sites(file: Path) -> list[SiteRecord]:
 
 
 def _site(record: Mapping[str, Any]) -> SiteRecord:
-    # A second weight of one operation is a role of its own here: conv1/conv2d.0:weight(bias) is weight(bias).
+    # A second weight of an operation has a role of its own: conv1/conv2d.0:weight(bias) is weight(bias).
     site, _, role = str(record["site"]).rpartition(":") if ":" in str(record["site"]) else ("", "", "")
     role = role if role.startswith(str(record["role"])) else str(record["role"])
     texts = {key: None if (text := record.get(key)) is None else str(text) for key in ("format", "rule")}
@@ -231,7 +230,7 @@ def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except OSError as error:
-        raise RunError(f"cannot read {file} ({error.strerror}): mend that, or leave that run out.") from error
+        raise RunError(f"cannot read {file} ({error.strerror}): fix that, or leave that run out.") from error
 
 
 def _last(points: Sequence[Point], name: str) -> float | None:
@@ -239,7 +238,7 @@ def _last(points: Sequence[Point], name: str) -> float | None:
 
 
 def _number(value: Any) -> float | None:
-    """A number, also one that strict JSON had to write as a text; None for everything else."""
+    """A number, or a string such as ``NaN`` that stands for one in strict JSON; None for everything else."""
     if isinstance(value, bool):
         return None
     if isinstance(value, (int, float)):

@@ -1,8 +1,8 @@
-"""Checkpoints: the whole state of a run in two files that execute nothing when they are read.
+"""Checkpoints: the whole state of a run in two files; reading them executes no code.
 
 ``step-00000200.safetensors`` holds every tensor, those of the model under ``model.`` and their own names;
-``step-00000200.json`` holds all the rest, and the SHA-256 of the tensors' file. It is written last, so a pair that a
-crash or a disk tore apart is noticed, and the one before it is used.
+``step-00000200.json`` holds all other values, and the SHA-256 of the tensors' file. It is written last, so that an
+incomplete pair is detected after a crash, and the checkpoint before it is used.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from bitplan.errors import BitplanWarning, RunError
 from bitplan.lab.train.folder import as_os_error, fresh_file, write_durably, writing
 
 VERSION = 1
-#: Whole checkpoints that are kept, the newest ones.
+#: The number of newest checkpoints to keep.
 KEPT = 2
 
-# What JSON has no word for.
+# Keys that mark values without a JSON type.
 _TENSOR, _TUPLE, _ITEMS, _FLOAT = "$tensor", "$tuple", "$items", "$float"
 
 
@@ -54,7 +54,7 @@ class Checkpoint:
         write_durably(self.json_file, json.dumps({**head, "state": plain}, allow_nan=False) + "\n")
 
     def load(self) -> dict[str, Any]:
-        """What was saved; :class:`RunError` where it is not whole."""
+        """The saved state; raises :class:`RunError` where the files are incomplete or damaged."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
@@ -63,22 +63,22 @@ class Checkpoint:
             if content["bitplan_checkpoint"] != VERSION or content["step"] != self.step:
                 raise RunError(f"{self.json_file} is of another version or another step.")
             if content["sha256"] != sha256(self.tensors_file):
-                raise RunError(f"{self.tensors_file} is not what was written there.")
-            # Copies: the file's own pages are neither aligned as torch aligns nor to be written to.
+                raise RunError(f"{self.tensors_file} is damaged: its SHA-256 differs.")
+            # Copies, since the pages of the file are read-only and not aligned as torch aligns.
             tensors = {name: tensor.clone() for name, tensor in load_file(self.tensors_file).items()}
             return {part: _decoded(value, tensors) for part, value in content["state"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             raise RunError(f"{self.json_file} cannot be read ({type(error).__name__}).") from error
 
     def remove(self) -> None:
-        """The JSON first: tensors alone are no checkpoint."""
+        """Remove both files, the JSON first: tensors alone are no checkpoint."""
         with writing(self.json_file):
             self.json_file.unlink(missing_ok=True)
             self.tensors_file.unlink(missing_ok=True)
 
 
 def checkpoints_in(folder: Path) -> list[Checkpoint]:
-    """Whatever looks like a checkpoint, newest first."""
+    """All checkpoints in a folder, whole or not, newest first."""
     steps = {path.name.removeprefix("step-").removesuffix(".json") for path in folder.glob("step-*.json")}
     return [Checkpoint(folder, step) for step in sorted((int(s) for s in steps if s.isdigit()), reverse=True)]
 
@@ -89,25 +89,26 @@ def newest_whole(folder: Path) -> tuple[int, dict[str, Any]] | None:
         try:
             return checkpoint.step, checkpoint.load()
         except RunError as error:
-            words = f"{error} It is passed over, and the checkpoint before it is used."
-            warnings.warn(words, BitplanWarning, stacklevel=2)
+            message = f"{error} The checkpoint before it is used."
+            warnings.warn(message, BitplanWarning, stacklevel=2)
     return None
 
 
 def remove_older(folder: Path, step: int) -> None:
-    """Keep the newest checkpoints of up to `step`; later ones are another attempt's, and will be overwritten."""
-    for checkpoint in [each for each in checkpoints_in(folder) if each.step <= step][KEPT:]:
+    """Keep the newest checkpoints up to `step`; later ones are left from another attempt and will be overwritten."""
+    older = [checkpoint for checkpoint in checkpoints_in(folder) if checkpoint.step <= step][KEPT:]
+    for checkpoint in older:
         checkpoint.remove()
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """A safetensors file, whole and on the disk when this returns."""
+    """Write a safetensors file, which is complete and on disk when this returns."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     with writing(path), fresh_file(path) as fresh:
         fresh.touch()
-        mode = fresh.stat().st_mode  # what the user's umask says; safetensors lets nobody else read
+        mode = fresh.stat().st_mode  # from the user's umask; safetensors would make it private
         try:
             save_file(_storable(tensors), fresh)
             fresh.chmod(mode)
@@ -116,7 +117,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, contiguous, each with memory of its own: tied weights are written under each of their names."""
+    """Contiguous CPU tensors that share no memory: tied weights are written under each of their names."""
     storable: dict[str, Tensor] = {}
     taken: set[int] = set()
     for name, tensor in tensors.items():
@@ -130,13 +131,13 @@ def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def sha256(path: Path) -> str:
-    """Of a file's contents."""
+    """The SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` in JSON's words; its tensors go into `tensors` under names that tell where they were."""
+    """`value` as JSON; its tensors go into `tensors`, named by their path."""
     if isinstance(value, Tensor):
         while name in tensors:  # {"a.b": x, "a": {"b": y}} would give one name to both
             name += "~"
@@ -148,11 +149,11 @@ def _encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return value
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: _encoded(each, f"{name}.{key}", tensors) for key, each in value.items()}
+            return {key: _encoded(item, f"{name}.{key}", tensors) for key, item in value.items()}
         pairs = [[_encoded(k, name, tensors), _encoded(v, f"{name}.{k}", tensors)] for k, v in value.items()]
         return {_ITEMS: pairs}
     if isinstance(value, (list, tuple)):
-        items = [_encoded(each, f"{name}.{position}", tensors) for position, each in enumerate(value)]
+        items = [_encoded(item, f"{name}.{position}", tensors) for position, item in enumerate(value)]
         return {_TUPLE: items} if isinstance(value, tuple) else items
     raise RunError(
         f"a checkpoint cannot hold {name}, a {type(value).__name__}: keep tensors, numbers, texts, lists and mappings."
@@ -161,15 +162,15 @@ def _encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, list):
-        return [_decoded(each, tensors) for each in value]
+        return [_decoded(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     if _TENSOR in value:
         return tensors[value[_TENSOR]]
     if _TUPLE in value:
-        return tuple(_decoded(each, tensors) for each in value[_TUPLE])
+        return tuple(_decoded(item, tensors) for item in value[_TUPLE])
     if _ITEMS in value:
-        return {_decoded(key, tensors): _decoded(each, tensors) for key, each in value[_ITEMS]}
+        return {_decoded(key, tensors): _decoded(item, tensors) for key, item in value[_ITEMS]}
     if _FLOAT in value:
         return float(value[_FLOAT])
-    return {key: _decoded(each, tensors) for key, each in value.items()}
+    return {key: _decoded(item, tensors) for key, item in value.items()}

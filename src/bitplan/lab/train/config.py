@@ -1,4 +1,4 @@
-"""What a run is: everything that decides its numbers, and what else its ``run.json`` tells."""
+"""The configuration of a run, as in ``run.json``: what decides its numbers, its command, versions and machine."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from bitplan.lab.tasks.task import Task
 from bitplan.machine import describe_machine
 from bitplan.plans import Plan
 
-# --- What a run ran on and with: for run folders, and for bug reports
+# --- Versions and machine, for run folders and bug reports
 
-
-#: What bitplan cannot do without.
+#: Packages that bitplan needs.
 NEEDED = ("torch", "numpy", "PyYAML", "safetensors", "typer", "rich")
-#: What it uses where it is installed.
+#: Packages that it uses where they are installed.
 OPTIONAL = (
     "triton",
     "tensorboard",
@@ -39,7 +38,7 @@ OPTIONAL = (
     "gfloat",
     "qtorch",
 )
-#: Flags of a processor that decide how fast low precision is there.
+#: Processor flags that decide the speed of low precision.
 FLAGS = (
     *("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"),
     *("asimd", "asimddp", "i8mm", "bf16", "sve"),
@@ -49,17 +48,17 @@ _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUB
 
 
 def versions() -> dict[str, str]:
-    """What a run's numbers may depend on."""
-    found = {"bitplan": __version__, "python": platform.python_version()}
+    """The versions that a run's numbers may depend on."""
+    packages = {"bitplan": __version__, "python": platform.python_version()}
     for package in ("torch", "numpy", "safetensors", "triton"):
         version = _version(package)
         if version is not None:
-            found[package] = version
-    return found
+            packages[package] = version
+    return packages
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Processor, device and threads: with other ones a run may differ in its last bits."""
+    """Processor, device and threads: with others a run may differ in its last bits."""
     described = describe_machine(device)
     described.pop("versions")
     return {**described, "threads": torch.get_num_threads()}
@@ -87,21 +86,21 @@ def environment() -> dict[str, Any]:
 
 
 def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> list[str]:
-    """Which of :data:`FLAGS` the processor has; none where the system does not tell."""
+    """Which of :data:`FLAGS` the processor has; none where the system does not list them."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
-    words = {word for line in lines if line.lower().startswith(("flags", "features")) for word in line.split()}
-    return [flag for flag in FLAGS if flag in words]
+    flags = {word for line in lines if line.lower().startswith(("flags", "features")) for word in line.split()}
+    return [flag for flag in FLAGS if flag in flags]
 
 
 def _gpu(index: int) -> dict[str, Any]:
-    known = torch.cuda.get_device_properties(index)
+    properties = torch.cuda.get_device_properties(index)
     return {
-        "name": known.name,
-        "memory": known.total_memory,
-        "capability": f"{known.major}.{known.minor}",
+        "name": properties.name,
+        "memory": properties.total_memory,
+        "capability": f"{properties.major}.{properties.minor}",
     }
 
 
@@ -123,25 +122,24 @@ class RunConfig:
     """The contents of ``run.json``."""
 
     task: str
-    #: What names the task on the command line: its name, or ``my_task.py:MyTask``.
+    #: The task on the command line: its name, or ``my_task.py:MyTask``.
     task_source: str
     settings: Mapping[str, Any]
-    #: How tables and charts call the plan; None: no plan.
+    #: The plan's name in tables and charts; None: no plan.
     plan: str | None
-    #: What the user typed.
+    #: As the user typed it.
     plan_source: str | None
     seed: int
     metric: Mapping[str, Any]
-    #: The SHA-256 of the file that `task_source` names; None: a task that is no file, or a run from before hashes were
-    #: recorded.
+    #: The SHA-256 of the file that `task_source` names; None: the task is no file, or the run is older than this key.
     task_sha256: str | None = None
     execution: str = "emulate"
     device: str = "cpu"
     compile: bool = False
     log_every: int = LOG_EVERY
-    #: Steps between two looks at every product (:mod:`bitplan.lab.train.monitor`); 0: none.
+    #: Steps between two measurements of every product (:mod:`bitplan.lab.train.monitor`); 0: none.
     measure_every: int = 0
-    #: What makes such a run again, in a folder of its own.
+    #: The command that reproduces the run in a new folder.
     command: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     machine: Mapping[str, Any] = field(default_factory=dict)
@@ -163,11 +161,11 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> RunConfig:
-        known = {each.name for each in fields(cls)}
-        return cls(**{key: value for key, value in content.items() if key in known})
+        names = {entry.name for entry in fields(cls)}
+        return cls(**{key: value for key, value in content.items() if key in names})
 
     def difference(self, other: RunConfig) -> str | None:
-        """The first thing in which two runs differ that decides their numbers, in words; None where they are one."""
+        """The first difference that changes the numbers of a run, as text; None where there is none."""
         for key in ("task", "seed", "execution", "device", "compile", "log_every", "measure_every"):
             mine, theirs = getattr(self, key), getattr(other, key)
             if mine != theirs:
@@ -221,15 +219,15 @@ def config_of(
 
 
 def _task_sha256(task: Task, source: str) -> str | None:
-    """Of the file that the task comes from: of what was run, where it is known, and else of what lies there."""
-    named = named_file(source)
-    if named is None:
+    """The SHA-256 of the task's file: of the source that was executed, or else of the file as it is now."""
+    task_file = named_file(source)
+    if task_file is None:
         return None
-    return task.source_sha256 or (file_sha256(named[0]) if named[0].is_file() else None)
+    return task.source_sha256 or (file_sha256(task_file[0]) if task_file[0].is_file() else None)
 
 
 def plan_name(plan: Plan, source: str | None) -> str:
-    """How a plan is called: by its own name, its preset's, or its file's.
+    """The name of a plan: its own, its preset's, or its file's.
 
     >>> plan_name(Plan(), "plans/cautious.yaml"), plan_name(Plan(name="bold"), "plans/x.yaml")
     ('cautious', 'bold')
@@ -249,23 +247,23 @@ def command_of(
     compile: bool,
     measure_every: int = 0,
 ) -> str:
-    """The command line that makes such a run; what it leaves out is the default."""
-    words = ["bitplan", "train", source]
+    """The command that reproduces such a run; options with default values are left out."""
+    arguments = ["bitplan", "train", source]
     if (assigned := AssignWords.of_source(plan_source)) is not None:
-        words += assigned.command()
+        arguments += assigned.command()
     elif plan_source is not None:
-        words += ["--plan", plan_source]
+        arguments += ["--plan", plan_source]
     if execution != "emulate":
-        words += ["--execution", execution]
+        arguments += ["--execution", execution]
     if device.type != "cpu":
-        words += ["--device", str(device)]
+        arguments += ["--device", str(device)]
     if compile:
-        words.append("--compile")
+        arguments.append("--compile")
     if measure_every:
-        words += ["--measure-every", str(measure_every)]
-    words += ["--seed", str(task.seed)]
+        arguments += ["--measure-every", str(measure_every)]
+    arguments += ["--seed", str(task.seed)]
     recipe = asdict(task.settings_class())
     for key, value in asdict(task.settings).items():
         if value != recipe.get(key):
-            words += ["--set", f"{key}={value}"]
-    return shlex.join(words)
+            arguments += ["--set", f"{key}={value}"]
+    return shlex.join(arguments)

@@ -1,8 +1,8 @@
-"""What broke first in a run whose loss or weights are no longer finite.
+"""The first tensor that is not finite in a diverged run.
 
-The failing step is made again, uncompiled and watched: every operation's result, every gradient on its way back, and
-what rounding does at each site. Where the weights were broken already when the loss was, an earlier step did that:
-the run is taken up from its last good checkpoint, and made again until that step is met.
+The failing step is repeated uncompiled, with hooks on every operation's result and every gradient, and with rounding
+statistics. Where the weights were not finite before that step, steps are repeated from the last good checkpoint until
+the one that broke them.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from bitplan.runtime.module_state import RECORD
 from bitplan.runtime.rounding_op import OpRounding
 from bitplan.runtime.statistics import AMAX, ERROR, FRESH, OVERFLOW
 
-# --- Watching one training step: which results and gradients are not finite, in the order they are made
+# --- Which results and gradients of a training step are not finite, in the order they are computed
 
 
 @dataclass(frozen=True, eq=False)
 class Seen:
     """One operation that ran."""
 
-    #: Module path and operation, as sites are called: ``fc/linear.0``.
+    #: Module path and operation, as in the names of sites: ``fc/linear.0``.
     label: str
     module: nn.Module
     #: The operation and its number in the module.
     site: str
-    #: What it was made of, as numbers of earlier operations.
+    #: The earlier operations that computed its inputs, by index.
     inputs: tuple[int, ...]
     is_finite: bool
-    #: It holds infinities below zero and nothing else amiss: what masks are made of.
+    #: Its only values that are not finite are negative infinities, as in masks.
     is_like_a_mask: bool
 
 
 class StepWatch:
-    """While entered, sees every operation of the model and its loss, under the model's plan if it has one."""
+    """A context that records every operation of the model and its loss, under the model's plan if it has one."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.results: list[Seen] = []
-        #: The operations to whose results gradients have come back, in that order.
+        #: The operations whose results have received gradients, in that order.
         self.gradients: list[Seen] = []
         self.first_broken_gradient: Seen | None = None
         self._made_by: dict[int, int] = {}
-        #: So that no id is used twice.
+        #: Keeps tensors alive, so that no id is used twice.
         self._kept: list[Tensor] = []
         self._stack = ExitStack()
 
@@ -66,7 +66,7 @@ class StepWatch:
         self._has_plan = bool(planned)
         if not planned:
             self._stack.enter_context(followed(self.model, self.interceptor))
-        # On the object, in front of its class's: the loss that the plan has brought in goes through it, too.
+        # On the instance, in front of the class's methods: the loss that the plan covers goes through it, too.
         for name, watched in (("on_operation", self._watched_operation), ("on_view", self._watched_view)):
             setattr(self.interceptor, name, watched(getattr(self.interceptor, name)))
             self._stack.callback(delattr, self.interceptor, name)
@@ -79,7 +79,7 @@ class StepWatch:
         self._kept.clear()
 
     def loss(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`function` with its operations in view."""
+        """`function` with its operations recorded."""
         if self._has_plan:
             return function
         holder = loss_holder(self.interceptor)
@@ -91,11 +91,10 @@ class StepWatch:
         return watched
 
     def first_broken_result(self) -> Seen | None:
-        """Where the last result that is not finite, which is the loss, got it from: the earliest operation behind it
-        that broke without having been given anything broken."""
+        """The earliest operation on the path to the loss whose inputs are finite and whose result is not."""
         broken = [number for number, seen in enumerate(self.results) if not seen.is_finite]
         if not broken or broken[-1] != len(self.results) - 1:
-            return None  # infinities that something has absorbed
+            return None  # the loss is finite in spite of them
         behind, waiting = set[int](), [broken[-1]]
         while waiting:
             number = waiting.pop()
@@ -109,7 +108,7 @@ class StepWatch:
         ]
         return next((seen for seen in origins if not seen.is_like_a_mask), origins[0])
 
-    # --- what is seen ---
+    # --- recording ---
 
     def _watched_operation(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def on_operation(
@@ -134,8 +133,8 @@ class StepWatch:
         return on_view
 
     def _sources(self, args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
-        given = [tensor for value in (*args, *kwargs.values()) for tensor in _tensors(value)]
-        return tuple(dict.fromkeys(self._made_by[id(tensor)] for tensor in given if id(tensor) in self._made_by))
+        tensors = [tensor for value in (*args, *kwargs.values()) for tensor in _tensors(value)]
+        return tuple(dict.fromkeys(self._made_by[id(tensor)] for tensor in tensors if id(tensor) in self._made_by))
 
     def _keep(self, tensor: Tensor, number: int) -> None:
         self._made_by[id(tensor)] = number
@@ -170,7 +169,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-#: Places whose rounding happens before an operation's result is there, in that order; and those of its gradients.
+#: Sites that are rounded before the result of an operation is computed, in that order; and those of its gradients.
 _FORWARD = ("weight", "fprop.x", "fprop.w", "activation")
 
 _BACKWARD = ("grad_activation", "dgrad.dy", "wgrad.dy", "dgrad.w", "wgrad.x", "grad_weight")
@@ -178,7 +177,7 @@ _BACKWARD = ("grad_activation", "dgrad.dy", "wgrad.dy", "dgrad.w", "wgrad.x", "g
 
 @dataclass(frozen=True)
 class Fault:
-    """The tensor that broke first, and how."""
+    """The first tensor that is not finite, and the cause."""
 
     #: Counted from 1, as in metrics.jsonl.
     step: int
@@ -191,20 +190,20 @@ class Fault:
 
 
 def find_fault(session: Session, checkpoints: Path, on_step: Callable[[], None]) -> Fault:
-    """Search from where `session` stands: before the step whose loss is not finite, or after one that broke weights.
+    """Search from the session's step: before the one whose loss is not finite, or after one that broke weights.
 
-    :param on_step: called for every step that is made again.
+    :param on_step: called for every repeated step.
     """
     last = session.step + 1
     session.observe()
     if session.broken_weight() is None:
         on_step()
         return _fault_of_step(session)
-    known = newest_whole(checkpoints)
-    if known is None:
+    checkpoint = newest_whole(checkpoints)
+    if checkpoint is None:
         session.restart()
     else:
-        session.load(*known)
+        session.load(*checkpoint)
     while session.step < last:
         on_step()
         loss = session.forward_backward()
@@ -218,19 +217,19 @@ def find_fault(session: Session, checkpoints: Path, on_step: Callable[[], None])
                 f"step {session.step} broke {broken}: its gradient was finite, but the optimizer's step on it was not. "
                 f"Lower the learning rate.",
             )
-        _remind(session)
+        _repeat_evaluation(session)
     return _not_found(last)
 
 
-def _remind(session: Session) -> None:
-    """Evaluate where the run did, if the task learns from that what its next learning rate is."""
+def _repeat_evaluation(session: Session) -> None:
+    """Evaluate as the run did, if the task's learning rate depends on it."""
     listens = type(session.task).after_evaluation is not Task.after_evaluation
     if listens and session.step % session.task.settings.evaluate_every == 0:
         session.evaluate()
 
 
 def _fault_of_step(session: Session) -> Fault:
-    """Make the next step's forward and backward pass again, and look."""
+    """Repeat the forward and backward pass of the next step under a :class:`StepWatch`."""
     step = session.step + 1
     with StepWatch(session.model) as watch:
         loss = watch.loss(session.loss)
@@ -239,18 +238,18 @@ def _fault_of_step(session: Session) -> Fault:
             session.forward_backward()
         finally:
             session.loss = kept
-    found = watch.first_broken_result()
-    if found is not None:
+    broken_operation = watch.first_broken_result()
+    if broken_operation is not None:
         return _described(
-            session, step, found, _FORWARD, "activation", "is no longer finite, though what it is made of is"
+            session, step, broken_operation, _FORWARD, "activation", "is no longer finite, though what it is made of is"
         )
-    found = watch.first_broken_gradient
-    if found is not None:
-        # A gradient that was rounded beyond the largest number arrives broken at the operation before.
+    broken_operation = watch.first_broken_gradient
+    if broken_operation is not None:
+        # A gradient that overflowed in rounding reaches the operation before it as infinite or NaN.
         for earlier in watch.gradients:
-            if earlier is not found and _overflowed(earlier, _BACKWARD) is not None:
+            if earlier is not broken_operation and _overflowed(earlier, _BACKWARD) is not None:
                 return _described(session, step, earlier, _BACKWARD, "grad_activation", "")
-        return _described(session, step, found, (), "grad_activation", "arrives there not finite")
+        return _described(session, step, broken_operation, (), "grad_activation", "arrives there not finite")
     broken = session.broken_gradient()
     if broken is not None:
         return Fault(step, f"{broken}: grad_weight", f"step {step} broke the gradient of {broken}. {_ADVICE}")
@@ -269,10 +268,10 @@ def _not_found(step: int) -> Fault:
     )
 
 
-def _described(session: Session, step: int, seen: Seen, places: tuple[str, ...], role: str, words: str) -> Fault:
+def _described(session: Session, step: int, seen: Seen, places: tuple[str, ...], role: str, symptom: str) -> Fault:
     overflow = _overflowed(seen, places)
     site = f"{seen.label}:{role if overflow is None else overflow.place}"
-    rules = {f"{each.site.module}/{each.site.op}:{each.site.role}": each for each in reversed(session.run.table())}
+    rules = {f"{row.site.module}/{row.site.op}:{row.site.role}": row for row in reversed(session.run.table())}
     rule = rules.get(site)
     by = (
         ""
@@ -280,7 +279,7 @@ def _described(session: Session, step: int, seen: Seen, places: tuple[str, ...],
         else f" ({rule.quantizer}{f', {rule.where}' if rule.where else ''})"
     )
     if overflow is None:
-        return Fault(step, site, f"step {step} broke at {site}{by}, which {words}. {_ADVICE}")
+        return Fault(step, site, f"step {step} broke at {site}{by}, which {symptom}. {_ADVICE}")
     return Fault(
         *(step, site),
         f"step {step} broke at {site}{by}: {overflow.share:.2%} of its values, up to {overflow.largest:.3g}, lie "
@@ -296,7 +295,7 @@ class _Overflow:
 
 
 def _overflowed(seen: Seen, places: tuple[str, ...]) -> _Overflow | None:
-    """The first of these places whose rounding made finite values infinite, by its statistics."""
+    """The first of these sites whose rounding made finite values infinite, by its statistics."""
     record = seen.module._buffers.get(RECORD)
     if record is None or not is_planned(seen.module):
         return None

@@ -1,17 +1,17 @@
-"""Run folders: where a run keeps everything, and what is refused there.
+"""Run folders: the files of a run, how they are written durably, and the lock.
 
 ======================  ===================================================================================
-``run.json``            what the run is: :class:`~bitplan.lab.train.config.RunConfig`
-``plan.yaml``           the plan with all that it extends; absent without a plan
-``metrics.jsonl``       loss, learning rate, bits, cost and figures by step: the same for the same run, always
-``measurements.jsonl``  figures of every product at a cadence, if asked for: :mod:`bitplan.lab.train.monitor`
-``times.jsonl``         seconds by step, which differ from one time to the next
-``sites.json``          what every tensor got and, at the end, what rounding did to it
-``summary.json``        what came of it; absent while the run is under way
+``run.json``            the configuration: :class:`~bitplan.lab.train.config.RunConfig`
+``plan.yaml``           the plan with everything it extends; absent without a plan
+``metrics.jsonl``       loss, learning rate, bits, cost and metrics by step: reproducible to the byte
+``measurements.jsonl``  measurements of every product, on request: :mod:`bitplan.lab.train.monitor`
+``times.jsonl``         seconds by step
+``sites.json``          the format of every tensor and, at the end, statistics of its rounding
+``summary.json``        the result; absent while the run is not finished
 ``checkpoints/``        see :mod:`bitplan.lab.train.checkpoint`
 ``model.safetensors``   the trained weights under their own names
 ``tensorboard/``        events, where tensorboard is installed
-``lock``                held by the process that is at work here; the system frees it when that process dies
+``lock``                held by the process that trains here; the system frees it when that process ends
 ======================  ===================================================================================
 """
 
@@ -36,8 +36,7 @@ from bitplan.lab.train.config import VERSION, RunConfig
 from bitplan.lab.train.summary import Status, Summary
 from bitplan.plans import Plan
 
-# --- Writing what must still be there after a crash, and sentences where that cannot be done
-
+# --- Durable writes
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -48,32 +47,32 @@ class DiskError(RunError):
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """While `path` is written: what goes wrong is told in a sentence."""
+    """Report errors in writing `path` as a :class:`DiskError`."""
     try:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            raise DiskError(f"the disk is full and {path} could not be written: make room there.") from error
+            raise DiskError(f"the disk is full and {path} could not be written: free some space there.") from error
         reason = error.strerror or type(error).__name__
         raise DiskError(f"cannot write {path} ({reason}): name a folder you may write to.") from error
 
 
 def as_os_error(error: Exception) -> OSError:
-    """A library's own error as the operating system's: safetensors tells the number in its text."""
+    """An error of safetensors as the operating system's, whose number is in its text."""
     number = re.search(r"os error (\d+)", str(error))
     code = int(number[1]) if number else errno.EIO
     return OSError(code, os.strerror(code))
 
 
 def write_durably(path: Path, text: str) -> None:
-    """All of `text` or nothing, and on the disk when this returns."""
+    """Write all of `text` or nothing; it is on disk when this returns."""
     with writing(path), fresh_file(path) as fresh:
         fresh.write_text(text, encoding="utf-8", newline="\n")
 
 
 @contextmanager
 def fresh_file(path: Path) -> Iterator[Path]:
-    """A name to write under; at the end the file is made durable and takes the place of `path`."""
+    """A temporary file that replaces `path` at the end, once it is on disk."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield fresh
@@ -85,7 +84,7 @@ def fresh_file(path: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Wait until the file's contents, or a folder's names, are on the disk."""
+    """Wait until a file's contents, or a folder's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -94,7 +93,7 @@ def sync(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make sure that the folder exists."""
+    """Create a folder, unless it exists."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -102,29 +101,29 @@ def make_folder(path: Path) -> None:
         raise DiskError(f"cannot make the folder {path} ({reason}): name another one.") from error
 
 
-# --- Files of JSON lines that only grow, until a resumed run cuts them back to where it goes on
+# --- Files of JSON lines, which a resumed run truncates to the step it resumes from
 
 
 class Journal:
-    """One such file, open for more lines; each has a ``"step"``, and steps never go back."""
+    """A file of JSON lines, open for appending; every line has a ``"step"``, and steps never decrease."""
 
     def __init__(self, path: Path, after: int) -> None:
-        """Keep the lines of up to step `after`; later ones, and a line that a crash tore, are cut off."""
+        """Keep the lines up to step `after`; later ones and an incomplete line are removed."""
         self.path = path
         with writing(path):
-            # Unbuffered: what was written is with the operating system, and a killed process loses none of it.
+            # Unbuffered, so that a killed process loses no line.
             self._file: FileIO = open(path, "ab", buffering=0)  # noqa: SIM115 - closed at the run's end
             self._file.truncate(_length_of(path, after))
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Append a line: all of it or, where the disk is full, a part that the next start cuts off."""
+        """Append a line; where the disk is full, the next start removes what was written of it."""
         with writing(self.path):
             data = memoryview(json_line(line).encode())
             while data:
                 data = data[self._file.write(data) :]
 
     def sync(self) -> None:
-        """Wait until all lines are on the disk."""
+        """Wait until all lines are on disk."""
         with writing(self.path):
             os.fsync(self._file.fileno())
 
@@ -138,7 +137,7 @@ class Journal:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a journal that may be growing just now; none where it does not exist."""
+    """The complete lines of a journal, which may be growing; none where it does not exist."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -148,7 +147,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _length_of(path: Path, after: int) -> int:
-    """Bytes of the leading lines that are whole and of no later step."""
+    """Bytes of the leading lines that are complete and of no later step."""
     length = 0
     for line in path.read_bytes().splitlines(keepends=True):
         content = _parsed(line)
@@ -159,7 +158,7 @@ def _length_of(path: Path, after: int) -> int:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """None where the line is torn."""
+    """The content of a line; None where it is incomplete."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -171,15 +170,15 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 log = logging.getLogger("bitplan")
 
-#: Where runs are kept, unless told otherwise.
+#: The default folder of runs.
 DEFAULT_PARENT = Path("runs")
-#: How deep runs may lie beneath a folder that is asked about: runs/comparison/run.
+#: The depth of runs beneath a named folder, at most: runs/comparison/run.
 _DEPTH = 3
-#: How often a lock is tried for before it counts as held.
+#: Attempts to take a lock before it counts as held.
 _TRIES = 5
-#: Files under the names that we, and safetensors, write under at first.
+#: Names of the temporary files of bitplan and of safetensors.
 _HALF_WRITTEN = re.compile(r"\..*\.tmp|\.tmp\w+")
-#: What a process that died before its run began may have left.
+#: Files that a process may leave that was killed before its run began.
 _REMAINS = re.compile(rf"lock|plan\.yaml|checkpoints|{_HALF_WRITTEN.pattern}")
 
 
@@ -210,13 +209,13 @@ class RunFolder:
         return self.run_file.is_file()
 
     def config(self) -> RunConfig:
-        """What the run is; a sentence where the folder holds none, or one of another version."""
+        """The configuration; raises where the folder holds no run, or one of another version."""
         if not self.is_run:
             raise RunError(f"{self.path} is not a run folder (it has no run.json): name one that bitplan train made.")
         content = read_object(self.run_file)
         if content.get("bitplan_run") != VERSION:
             raise RunError(
-                f"{self.path} is a run folder of version {content.get('bitplan_run')!r}, and this bitplan knows "
+                f"{self.path} is a run folder of version {content.get('bitplan_run')!r}, and this bitplan reads "
                 f"version {VERSION}: use the bitplan that made it, or name another folder."
             )
         try:
@@ -225,11 +224,11 @@ class RunFolder:
             raise _damaged(self.run_file) from error
 
     def plan(self) -> Plan | None:
-        """The plan that the run follows."""
+        """The plan of the run."""
         return Plan.load(self.plan_file) if self.plan_file.exists() else None
 
     def summary(self) -> Summary | None:
-        """What came of the run; None while it is under way, and where it was killed."""
+        """The result of the run; None while it is running, and where it was killed."""
         if not self.summary_file.exists():
             return None
         try:
@@ -242,7 +241,7 @@ class RunFolder:
         return read_lines(self.metrics_file)
 
     def status(self) -> Status | Literal["running", "unfinished"]:
-        """*running*: a process is at work; *unfinished*: none is, and it can be resumed."""
+        """*running*: a process trains here; *unfinished*: none does, and the run can be resumed."""
         if self.is_locked():
             return "running"
         summary = self.summary()
@@ -251,7 +250,7 @@ class RunFolder:
     # --- the lock ---
 
     def is_locked(self) -> bool:
-        """Whether a process is at work here."""
+        """Whether a process trains here."""
         try:
             with self.lock_file.open("rb") as file:
                 return not _locked(file)
@@ -260,7 +259,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Make the folder, and keep other processes out of it; leave nothing behind where no run was begun."""
+        """Create the folder and lock it; remove both at the end where no run was started."""
         existed = self.path.is_dir()
         make_folder(self.path)
         with writing(self.lock_file):
@@ -269,7 +268,7 @@ class RunFolder:
             if not _locked_soon(file):
                 file.seek(0)
                 raise RunError(
-                    f"process {file.read().strip() or '(unknown)'} is at work in {self.path}: wait until it has ended, "
+                    f"process {file.read().strip() or '(unknown)'} trains in {self.path}: wait until it has ended, "
                     f"or name another folder."
                 )
             file.truncate(0)
@@ -290,37 +289,39 @@ class RunFolder:
     # --- writing ---
 
     def require_room_for(self, config: RunConfig, plan: Plan | None) -> bool:
-        """Whether such a run lies here already; raises where something else does."""
+        """Whether the folder holds such a run already; raises where it holds anything else."""
         if not self.is_run:
-            others = sorted(each.name for each in self.path.iterdir() if not _REMAINS.fullmatch(each.name))
+            others = sorted(entry.name for entry in self.path.iterdir() if not _REMAINS.fullmatch(entry.name))
             if others:
                 raise RunError(
                     f"{self.path} holds {others[0]} and no run: name a folder that is empty or does not exist yet."
                 )
             return False
-        known = self.config()
-        difference = known.difference(config)
+        recorded = self.config()
+        difference = recorded.difference(config)
         text = self.plan_file.read_text(encoding="utf-8") if self.plan_file.exists() else None
         if difference is None and text != _plan_text(plan):
-            difference = f"the plan {known.plan or 'none'}, which says something else than {config.plan or 'none'}"
+            difference = (
+                f"the plan {recorded.plan or 'none'}, whose content differs from that of {config.plan or 'none'}"
+            )
         if difference is not None:
             raise RunError(
-                f"{self.path} holds a run with {difference}: name another folder, or ask for the same to go on with it."
+                f"{self.path} holds a run with {difference}: name another folder, or use the same options to resume it."
             )
         self.require_task_file(config.task_source, config.task_sha256)
         return True
 
     def require_task_file(self, source: str, sha256: str | None) -> None:
-        """Raise where a task's file, `source` with that SHA-256, is not the one that the run here was begun with."""
+        """Raise where the task's file, `source` with that SHA-256, is not the one that the run was started with."""
         recorded = self.config().task_sha256
         if recorded is not None and sha256 is not None and recorded != sha256:
             raise RunError(
-                f"{self.path} was begun with a task file of SHA-256 {recorded}, and the file of {source} has {sha256}: "
-                f"restore the file as it was then, or begin a new run in another folder."
+                f"{self.path} was started with a task file of SHA-256 {recorded}, and the file of {source} has "
+                f"{sha256}: restore the file, or start a new run in another folder."
             )
 
     def begin(self, config: RunConfig, plan: Plan | None) -> None:
-        """Write what the run is; from now on the folder is a run's."""
+        """Write the configuration, which makes the folder a run folder."""
         text = _plan_text(plan)
         if text is not None:
             write_durably(self.plan_file, text)
@@ -334,7 +335,7 @@ class RunFolder:
         write_durably(self.summary_file, json_text(summary.to_dict()) + "\n")
 
     def sweep(self) -> None:
-        """Remove what a killed process had half written."""
+        """Remove temporary files of a killed process."""
         for folder in (self.path, self.checkpoints):
             for left in folder.glob(".*"):
                 if _HALF_WRITTEN.fullmatch(left.name):
@@ -342,7 +343,7 @@ class RunFolder:
                         left.unlink(missing_ok=True)
 
     def forget_summary(self) -> None:
-        """A run that goes on is no longer what its summary says."""
+        """Remove the summary of a run that is resumed."""
         with writing(self.summary_file):
             self.summary_file.unlink(missing_ok=True)
 
@@ -358,7 +359,7 @@ def fresh_folder(task: str, plan: str | None, seed: int, parent: Path = DEFAULT_
 
 
 def find_runs(path: Path) -> list[RunFolder]:
-    """The run folder `path`, or all in it and in the comparisons that it holds, by name."""
+    """The run folder `path`, or all run folders beneath it, by name."""
     if not path.is_dir():
         raise RunError(f"there is no folder {path}: name a run folder, or one that holds runs.")
     return list(_runs_beneath(path, _DEPTH))
@@ -369,7 +370,7 @@ def _runs_beneath(path: Path, depth: int) -> Iterator[RunFolder]:
     if folder.is_run:
         yield folder
     elif depth:
-        for child in sorted(each for each in path.iterdir() if each.is_dir()):
+        for child in sorted(entry for entry in path.iterdir() if entry.is_dir()):
             yield from _runs_beneath(child, depth - 1)
 
 
@@ -378,7 +379,7 @@ def _plan_text(plan: Plan | None) -> str | None:
 
 
 def _locked_soon(file: IO[Any]) -> bool:
-    """Who only asks whether a folder is locked holds the lock for a moment, too."""
+    """Try several times, since :meth:`RunFolder.is_locked` of another process holds the lock briefly."""
     for _ in range(_TRIES):
         if _locked(file):
             return True
@@ -390,23 +391,23 @@ def _locked(file: IO[Any]) -> bool:
     """Try to lock an open file; freed when it is closed, or its process dies."""
     try:
         import fcntl
-    except ImportError:  # Windows, where nothing guards a folder against a second process
+    except ImportError:  # Windows, which has no such lock
         return True
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:  # a file system without locks
-        log.warning("%s cannot be locked (%s): take care that no second process trains there.", file.name, error)
+        log.warning("%s cannot be locked (%s): make sure that no second process trains there.", file.name, error)
     return True
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, or a sentence about what is wrong with it."""
+    """The JSON object in a file; raises where it cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise RunError(f"cannot read {path} ({error.strerror}): mend that, or name another folder.") from error
+        raise RunError(f"cannot read {path} ({error.strerror}): fix that, or name another folder.") from error
     except ValueError as error:
         raise _damaged(path) from error
     if not isinstance(content, dict):

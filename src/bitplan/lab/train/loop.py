@@ -1,7 +1,7 @@
-"""Training: a task, a plan and a folder become a run.
+"""The training loop: trains a task under a plan in a run folder, with checkpoints, and resumes runs.
 
-Everything that a run writes into ``metrics.jsonl`` and its checkpoints is a pure function of the task, its settings,
-the plan and the seed. So a run that was killed and resumed ends with the very bytes that it would have ended with.
+``metrics.jsonl`` and the checkpoints depend only on the task, its settings, the plan and the seed, so that a run that
+was killed and resumed ends with the same bytes as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -46,17 +46,16 @@ from bitplan.lab.train.summary import (
 from bitplan.plans import Plan
 from bitplan.plans.loading import find_plan
 
-# --- Stopping a run from outside: the first signal asks politely, the second does what it always did
-
+# --- Signals: the first requests a stop, the second has its usual effect
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Whether a signal has come; ``train(stop=...)`` asks it after every step."""
+    """Whether a signal has arrived; ``train(stop=...)`` calls it after every step."""
 
     def __init__(self) -> None:
-        #: The number of the signal; None as long as none has come.
+        #: The number of the signal; None before one arrives.
         self.signal: int | None = None
 
     def __call__(self) -> bool:
@@ -65,9 +64,9 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Inside, Ctrl-C and SIGTERM only raise a flag, once each."""
+    """Within this context the first Ctrl-C and the first SIGTERM only set a flag."""
     request = StopRequest()
-    if threading.current_thread() is not threading.main_thread():  # which alone may handle signals
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield request
         return
     before: dict[int, Any] = {}
@@ -88,7 +87,7 @@ def stop_on_signals() -> Iterator[StopRequest]:
 
 log = logging.getLogger("bitplan")
 
-#: What the loop itself remembers from step to step.
+#: Attributes of the loop that checkpoints hold, under these names.
 _OWN_STATE = ("loss", "metrics", "best", "told", "bits", "cost")
 
 OnProgress = Callable[[Progress], None]
@@ -111,35 +110,35 @@ def train(
     on_progress: OnProgress | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> Summary:
-    """Train `task` under `plan` in `folder`, or go on with that run where it lies there unfinished.
+    """Train `task` under `plan` in `folder`, or resume that run where the folder holds it unfinished.
 
-    A run that has finished, or diverged, is not made again: its summary is returned.
+    A run that has finished or diverged is not repeated: its summary is returned.
 
     :param plan: a plan, a preset's name or a file; None: no plan, which is the task in its own precision.
-    :param folder: of this run; made if it does not exist.
+    :param folder: the run folder; created if it does not exist.
     :param execution: as :func:`bitplan.attach` takes it.
-    :param compile: run the model's training steps through ``torch.compile``; evaluations stay uncompiled, unless the
-        task says otherwise.
-    :param seed: for asserting the task's own, which decides the run's initial weights, data and random bits.
+    :param compile: compile training steps with ``torch.compile``; evaluations stay uncompiled, unless the task compiles
+        them.
+    :param seed: must equal the task's seed, which decides initial weights, data and random bits.
     :param checkpoint_every: steps between checkpoints, by default those between evaluations; 0: only at the end.
     :param log_every: steps between lines of ``metrics.jsonl``.
-    :param measure_every: steps between two looks at every product, with an alarm, into ``measurements.jsonl``; 0: none.
-    :param task_source: what names the task on the command line, if not its name (``my_task.py:MyTask``).
-    :param plan_source: the same for the plan; by default what is given as `plan`, or the file that it came from.
+    :param measure_every: steps between measurements of every product, with an alarm; 0: none.
+    :param task_source: the task on the command line, if not its name (``my_task.py:MyTask``).
+    :param plan_source: the same for the plan; by default `plan` itself, or the file it was read from.
     :param on_progress: called after every step.
-    :param stop: asked after every step; once it is true, a checkpoint is written and the run is *stopped*.
+    :param stop: called after every step; once it returns true, a checkpoint is written and the run is *stopped*.
     """
     if seed is not None and seed != task.seed:
         raise RunError(f"the task was made with seed {task.seed}: make it with seed {seed}.")
     if checkpoint_every is not None and checkpoint_every < 0:
         raise RunError(f"checkpoint_every is {checkpoint_every}; it must be at least 0 (only at the end).")
     place = RunFolder(folder)
-    found = None if plan is None else find_plan(plan)
+    resolved = None if plan is None else find_plan(plan)
     if plan_source is None:
-        plan_source = plan if isinstance(plan, str) else str(found.origin) if found and found.origin else None
+        plan_source = plan if isinstance(plan, str) else str(resolved.origin) if resolved and resolved.origin else None
     chosen = chosen_device(device)
     config = config_of(
-        *(task, found, plan_source, task_source),
+        *(task, resolved, plan_source, task_source),
         execution=execution,
         device=chosen,
         compile=compile,
@@ -147,22 +146,22 @@ def train(
         measure_every=measure_every,
     )
     with place.locked():
-        is_known = place.require_room_for(config, found)
+        is_known = place.require_room_for(config, resolved)
         summary = place.summary() if is_known else None
         if summary is not None and summary.status != "stopped":
             return summary
         if is_known and config.task_sha256 is not None and place.config().task_sha256 is None:
             warnings.warn(
                 f"{place} has no SHA-256 of its task's file, so {config.task_source} cannot be compared with the file "
-                f"that the run was begun with; it goes on with that file because you named it.",
+                f"that the run was started with; it is resumed with that file because you named it.",
                 BitplanWarning,
                 stacklevel=2,
             )
         with repeatable(chosen):
-            session = Session(task, found or Plan(), execution=execution, device=chosen, compile=compile)
+            session = Session(task, resolved or Plan(), execution=execution, device=chosen, compile=compile)
             try:
                 if not is_known:
-                    place.begin(config, found)
+                    place.begin(config, resolved)
                 every = task.settings.evaluate_every if checkpoint_every is None else checkpoint_every
                 return _Loop(place, place.config(), session, every, on_progress, stop).go()
             finally:
@@ -170,7 +169,7 @@ def train(
 
 
 def chosen_device(device: str | torch.device) -> torch.device:
-    """The device of that name, or a sentence where this machine has none such."""
+    """The device of that name; raises where this machine has none."""
     try:
         chosen = torch.device(device)
     except RuntimeError as error:
@@ -187,7 +186,7 @@ def chosen_device(device: str | torch.device) -> torch.device:
 
 
 def resume_command(folder: Path, task_source: str) -> str:
-    """What goes on with a run of the task that `task_source` names; a file must be named again.
+    """The command that resumes a run of the task `task_source`; the file of a task must be named again.
 
     >>> resume_command(Path("runs/mine"), "my_task.py:MyTask")
     'bitplan train --resume runs/mine --task my_task.py:MyTask'
@@ -197,11 +196,11 @@ def resume_command(folder: Path, task_source: str) -> str:
 
 
 class _Diverged(Exception):
-    """The loss, or a weight, is not finite any more."""
+    """The loss or a weight is no longer finite."""
 
 
 class _Loop:
-    """One process's part of a run, from its last checkpoint to its end."""
+    """A run in this process, from its last checkpoint to its end."""
 
     def __init__(
         self,
@@ -222,20 +221,20 @@ class _Loop:
         self.loss: float | None = None
         self.metrics: dict[str, float] = {}
         self.best: float | None = None
-        #: What steps had cost up to the last line of metrics.jsonl: see :func:`_sums`.
+        #: The cost up to the last line of metrics.jsonl, as of :func:`_sums`.
         self.told: tuple[float, ...] = (0, 0, 0, 0)
         self.bits = self.cost = 0.0
         self.promoted = 0
-        #: The step of the last line, and what one step adds to the cost since then.
-        self._told_at, self._step_cost = 0, 0.0
-        #: As of the last line: asking a GPU's allocator takes a tenth of a millisecond.
+        #: The step of the last line, and the cost of a step since then.
+        self._logged_at, self._step_cost = 0, 0.0
+        #: As of the last line, since a query of the GPU's allocator takes 0.1 ms.
         self._peak = 0
         #: The step of the newest checkpoint; -1 before the first.
         self.saved = -1
         self.monitor: Monitor | None = None
         self.began = time.perf_counter()
 
-    # --- the whole ---
+    # --- steps ---
 
     def go(self) -> Summary:
         self._resume()
@@ -258,8 +257,8 @@ class _Loop:
                 raise DiskError(f"{error} {self._way_back()}") from error
             except torch.OutOfMemoryError as error:
                 raise RunError(
-                    f"{self.session.device} has not enough memory for step {self.session.step + 1}: make the batch "
-                    f"smaller with --set batch={max(1, self.session.task.settings.batch // 2)}."
+                    f"{self.session.device} does not have enough memory for step {self.session.step + 1}: make the "
+                    f"batch smaller with --set batch={max(1, self.session.task.settings.batch // 2)}."
                 ) from error
 
     def _run(self) -> Summary:
@@ -289,7 +288,7 @@ class _Loop:
             self._evaluate()
         if step == self.steps or (self.checkpoint_every and step % self.checkpoint_every == 0):
             self._save()
-        self._tell("training")
+        self._report("training")
 
     def _log(self, rate: float) -> None:
         cost = self.session.run.cost()
@@ -298,8 +297,8 @@ class _Loop:
         self.bits = math.sqrt(bit_operations / macs) if macs else 0.0
         step, before = self.session.step, self.cost
         self.cost = _share_of_run(cost, self.steps)
-        self._step_cost = (self.cost - before) / max(step - self._told_at, 1)
-        self._told_at = step
+        self._step_cost = (self.cost - before) / max(step - self._logged_at, 1)
+        self._logged_at = step
         line = {
             "step": step,
             "loss": self.loss,
@@ -317,18 +316,18 @@ class _Loop:
         self.events.add(line)
 
     def _promotions(self, cost: Cost) -> dict[str, float]:
-        """How many tensors are promoted, and the ratio that falls by it; nothing where the plan promotes nothing."""
+        """The number of promoted tensors and the low-precision ratio; empty where the plan promotes nothing."""
         run = self.session.run
         if not run.promotes:
             return {}
-        known = run.promotions()
-        for each in known[self.promoted :]:
-            log.info("promoted: %s", each)
-        self.promoted = len(known)
+        promotions = run.promotions()
+        for promotion in promotions[self.promoted :]:
+            log.info("promoted: %s", promotion)
+        self.promoted = len(promotions)
         return {"promoted": self.promoted, "low_precision_ratio": cost.low_precision_ratio}
 
     def _evaluate(self) -> None:
-        self._tell("evaluating")
+        self._report("evaluating")
         session = self.session
         self.metrics = session.evaluate(last=session.step == self.steps)
         value, metric = self.metrics[session.task.metric.name], session.task.metric
@@ -341,26 +340,26 @@ class _Loop:
     # --- checkpoints ---
 
     def _resume(self) -> None:
-        known = newest_whole(self.place.checkpoints)
-        if known is None:
+        checkpoint = newest_whole(self.place.checkpoints)
+        if checkpoint is None:
             return
-        step, state = known
+        step, state = checkpoint
         threads = self.config.machine.get("threads")
         if threads != torch.get_num_threads():
             warnings.warn(
-                f"this run was begun with {threads} threads and goes on with {torch.get_num_threads()}: its last bits "
-                f"may come out otherwise.",
+                f"this run was started with {threads} threads and is resumed with {torch.get_num_threads()}: its last "
+                f"bits may differ.",
                 BitplanWarning,
                 stacklevel=2,
             )
         self.session.load(step, state)
         for name in _OWN_STATE:
             setattr(self, name, state["loop"][name])
-        self._told_at = step
+        self._logged_at = step
         self.saved = step
 
     def _save(self) -> None:
-        """A checkpoint of the steps made, if they are worth one: each that lies on the disk is good to go on from."""
+        """Write a checkpoint, unless a weight is not finite: a run can be resumed from every checkpoint on disk."""
         step = self.session.step
         if step == self.saved:
             return
@@ -401,11 +400,11 @@ class _Loop:
         return summary
 
     def _diverged(self) -> Summary:
-        """The last good checkpoint stays the last one."""
+        """Search the cause; no further checkpoint is written."""
         cost, step, loss = self.session.run.cost(), self.session.step, self.loss
-        promotions = self._promotion_records()  # the search makes steps again
+        promotions = self._promotion_records()  # before the search, which repeats steps
         self.journal.add({"step": step + 1, "loss": loss, "diverged": True})
-        fault = find_fault(self.session, self.place.checkpoints, lambda: self._tell("searching"))
+        fault = find_fault(self.session, self.place.checkpoints, lambda: self._report("searching"))
         good = f" The checkpoint of step {self.saved} is good." if self.saved >= 0 else ""
         summary = self._summary(
             "diverged", cost, step=step, why=f"{fault}{good}", site=fault.site, promotions=promotions
@@ -413,7 +412,7 @@ class _Loop:
         self.place.write_summary(summary)
         return summary
 
-    # --- telling ---
+    # --- reporting ---
 
     def _summary(self, status: Status, cost: Cost, **more: Any) -> Summary:
         bf16 = cost.baseline_bit_operations("bf16")
@@ -442,7 +441,7 @@ class _Loop:
     def _seconds(self) -> float:
         return round(time.perf_counter() - self.began, 3)
 
-    def _tell(self, phase: Phase) -> None:
+    def _report(self, phase: Phase) -> None:
         if self.on_progress is None:
             return
         self.on_progress(
@@ -453,7 +452,7 @@ class _Loop:
                 loss=self.loss,
                 metric=self.metrics.get(self.session.task.metric.name),
                 bits=self.bits,
-                cost=self.cost + self._step_cost * (self.session.step - self._told_at),
+                cost=self.cost + self._step_cost * (self.session.step - self._logged_at),
                 peak=self._peak,
                 seconds=self._seconds(),
                 error=None if self.monitor is None else self.monitor.worst,

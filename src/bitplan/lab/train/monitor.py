@@ -1,8 +1,8 @@
-"""Looking at a run while it goes on: figures of every product at a cadence, and an alarm.
+"""Measurements during training, with an alarm.
 
-Before every so many steps a copy of the model makes that very step's passes, and what it sees goes into
-``measurements.jsonl``: the backward errors of INT8 and E4M3 and of the plan's own formats. The run's numbers stay what
-they are, to the bit. What is written is a pure function of the run, too, so that a resumed run writes the same again.
+Before every N-th step a copy of the model runs that step's passes, and the backward errors of INT8, of E4M3 and of the
+plan's formats go into ``measurements.jsonl``. The run itself is unchanged to the bit, and a resumed run writes the same
+lines again.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from bitplan.lab.train.session import Session
 from bitplan.lab.train.summary import Events
 from bitplan.plans.schedules import Position
 
-#: What every product is tried in; the plan's own formats come on top.
+#: Formats measured for every product, besides those of the plan.
 CANDIDATES = (Candidate.of("int8 tensor"), Candidate.of("e4m3 tensor"))
 _FIGURES = ("median", "mean", "p99", "sqnr", "underflow", "overflow")
 _OPERAND = ("slot", "quantizer", "median", "sqnr", "underflow", "overflow", "kurtosis", "dynamic_range", "amax")
 
 
 class Monitor:
-    """Looks before every `every`-th step."""
+    """Measures before every `every`-th step."""
 
     def __init__(self, session: Session, every: int, file: Path, events: Events) -> None:
         self.session = session
@@ -38,15 +38,15 @@ class Monitor:
         self.events = events
         self.journal = Journal(file, session.step)
         self.watchman = Watchman()
-        #: The last alarm, and the worst error of the run's own formats (or E4M3's) at the last look.
+        #: The last alarm, and the worst error of the plan's formats (without a plan: of E4M3) in the last measurement.
         self.alarm: Alarm | None = None
         self.worst: float | None = None
         self._last = -1
-        for line in read_lines(file):  # of a run that was stopped, with all that it had seen
+        for line in read_lines(file):  # those that a stopped run has written
             self._remember(line)
 
     def before_step(self) -> None:
-        """Look, if it is time to."""
+        """Measure, if this step is due."""
         step = self.session.step
         if step % self.every or step <= self._last:
             return
@@ -60,7 +60,7 @@ class Monitor:
         line = {
             "step": step,
             "alarm": None if alarm is None else alarm.to_dict(),
-            "watched": [list(each) for each in seen],
+            "watched": [list(figures) for figures in seen],
             "rows": [_compact(row) for row in rows],
         }
         self.journal.add(line)
@@ -77,9 +77,9 @@ class Monitor:
     def _note(self, step: int, rows: Iterable[Row], alarm: Alarm | None) -> None:
         self._last = step
         self.alarm = alarm or self.alarm
-        known = list(rows)
-        own = [row.median for row in known if row.candidate == PLANNED]
-        shown = own or [row.median for row in known if row.candidate == str(CANDIDATES[1])]
+        measured = list(rows)
+        own = [row.median for row in measured if row.candidate == PLANNED]
+        shown = own or [row.median for row in measured if row.candidate == str(CANDIDATES[1])]
         self.worst = max((value for value in shown if math.isfinite(value)), default=None)
 
     def __enter__(self) -> Monitor:
@@ -92,7 +92,7 @@ class Monitor:
 
 
 def _compact(row: Row) -> dict[str, Any]:
-    """A row without what every line would repeat."""
+    """A row without the values that are equal in all lines."""
     return {
         "product": row.product,
         "pass": row.pass_,
@@ -105,6 +105,6 @@ def _compact(row: Row) -> dict[str, Any]:
 
 
 def _scalars(rows: Iterable[Row], alarm: Alarm | None) -> dict[str, float]:
-    """What TensorBoard shows: an error for each product, pass and candidate, and whether there was an alarm."""
-    found = {f"backward_error/{row.candidate}/{row.product}/{row.pass_}": row.median for row in rows}
-    return {**found, "alarm": float(alarm is not None)}
+    """Scalars for TensorBoard: the error of each product, pass and candidate, and whether there was an alarm."""
+    errors = {f"backward_error/{row.candidate}/{row.product}/{row.pass_}": row.median for row in rows}
+    return {**errors, "alarm": float(alarm is not None)}

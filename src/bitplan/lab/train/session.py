@@ -1,7 +1,7 @@
 """A model in training: its optimizer, its attached plan, and single steps.
 
-Torch's generator is seeded anew for every step, with a number that follows from the run's seed and the step. So what a
-step draws (dropout, say) does not depend on what ran before it, and neither evaluations nor a resumption change it.
+Torch's generator is seeded before every step from the run's seed and the step. The random numbers of a step, such as
+those of dropout, therefore do not depend on evaluations or on resuming.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ from bitplan.plans import Plan
 from bitplan.runtime.attach import Attachment, attach
 from bitplan.runtime.optimizers import load_plain_state, plain_state, set_rate
 
-# --- How images and the weights of convolutions lie in a device's memory
+# --- Memory formats of images and convolution weights
 
 
 def layout_for(model: nn.Module, device: str, execution: str = "emulate") -> torch.memory_format:
-    """The layout of a model's four-dimensional tensors on that kind of device; native execution wants channels last.
+    """The memory format of a model's four-dimensional tensors; GPUs and native execution use channels last.
 
     >>> layout_for(nn.Conv2d(3, 8, 3), "cuda"), layout_for(nn.Conv2d(3, 8, 3), "cpu"), layout_for(nn.GELU(), "cuda")
     (torch.channels_last, torch.contiguous_format, torch.contiguous_format)
     """
     dimensions = {tensor.dim() for tensor in (*model.parameters(), *model.buffers())}
-    # Where there are five, torch asks for a layout of its own.
+    # Five-dimensional tensors would need channels_last_3d.
     has_images = any(parameter.dim() == 4 for parameter in model.parameters()) and 5 not in dimensions
     wants_them = device == "cuda" or execution == "native"
     return torch.channels_last if wants_them and has_images else torch.contiguous_format
 
 
 def lay_out(model: nn.Module, layout: torch.memory_format) -> nn.Module:
-    """Let the parameters and buffers of a model lie in that layout; as they are where it is torch's own."""
+    """Convert the parameters and buffers of a model to a memory format."""
     if layout == torch.contiguous_format:
         return model
     return model.to(memory_format=layout)  # type: ignore[call-overload, no-any-return]
 
 
 def laid_out(tensor: Tensor, layout: torch.memory_format) -> Tensor:
-    """A tensor of a batch in that layout, if it is made of images."""
+    """A tensor of a batch in a memory format, if it holds images."""
     is_images = tensor.dim() == 4 and tensor.layout == torch.strided and tensor.is_floating_point()
     return tensor.contiguous(memory_format=layout) if is_images and layout != torch.contiguous_format else tensor
 
 
-# --- Copies of batches, on their way to a GPU
+# --- Copies of batches to a GPU
 
 
 class Copies:
     """``copies(batch)`` is the batch with every tensor copied.
 
-    What was in the last batch already, such as a whole graph every step, is not copied again.
+    Tensors that were in the last batch, such as a whole graph in every step, are not copied again.
     """
 
     def __init__(self, copy: Callable[[Tensor], Tensor]) -> None:
@@ -87,16 +87,16 @@ class Copies:
 
 
 def pinned(tensor: Tensor) -> Tensor:
-    """In memory that a GPU reads by itself: a copy from elsewhere waits until the GPU has done all that came before."""
+    """A tensor in pinned memory: copies from other memory wait for all earlier work of the GPU."""
     is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
     return tensor.pin_memory() if is_plain and not tensor.is_pinned() else tensor
 
 
-# --- Batches made ahead: while a GPU computes a step, another thread makes the batch of the next
+# --- Prefetching: while a GPU computes a step, another thread makes the batch of the next
 
 
 class Ahead:
-    """``ahead(step)`` is ``batch(step)``, and begins with the batch of the step after it, if that is before `end`."""
+    """``ahead(step)`` returns ``batch(step)`` and prefetches the batch of the next step, if that is before `end`."""
 
     def __init__(self, batch: Callable[[int], Any], end: int) -> None:
         self._batch = batch
@@ -111,27 +111,26 @@ class Ahead:
         else:
             if coming is not None:
                 coming[1].cancel()
-            batch = self._thread.submit(self._batch, step).result()  # never two at once: tasks may cache
+            batch = self._thread.submit(self._batch, step).result()  # never two at a time, since tasks may cache
         if step + 1 < self._end:
             self._next = step + 1, self._thread.submit(self._batch, step + 1)
         return batch
 
     def close(self) -> None:
-        """No more batches are made; one that is being made is waited for."""
+        """Stop prefetching; a batch that is being made is waited for."""
         self._thread.shutdown(cancel_futures=True)
 
 
-# --- Loss scaling: the loss times a power of two, so that small gradients reach formats without a scale of their own
+# --- Loss scaling
 
-
-#: What the paper's runs begin with.
+#: The initial scale of the paper's runs.
 PAPER_START = 65536.0
-#: A scale that was halved down to this has found no finite gradient for dozens of steps.
+#: A scale that was halved down to this has met no finite gradients for dozens of steps.
 _LOST = 2.0**-40
 
 
 class LossScale:
-    """The scale of a run, at some step. Without one, everything passes as it is."""
+    """Dynamic loss scaling, with which small gradients fit formats without a scale; a start of 0 disables it."""
 
     def __init__(self, device: torch.device, start: float, window: int) -> None:
         """
@@ -148,26 +147,26 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """The scale now; the device is waited for."""
+        """The current scale; waits for the device."""
         return float(self._scaler.get_scale())
 
     @property
     def is_lost(self) -> bool:
-        """Whether step after step was skipped, so that nothing is learnt any more."""
+        """Whether all recent steps were skipped, so that the run no longer learns."""
         return self.is_used and self.value <= _LOST
 
     def of(self, loss: Tensor) -> Tensor:
-        """The loss whose gradients are to be computed."""
+        """The scaled loss."""
         scaled: Tensor = self._scaler.scale(loss)
         return scaled
 
     def undone(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the scale: from here on they are what the loss itself gives."""
+        """Divide the gradients by the scale."""
         if self.is_used:
             self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
-        """The optimizer's step, unless a gradient is not finite; then the scale for the next one."""
+        """Make the optimizer's step, unless a gradient is not finite, and update the scale."""
         self._scaler.step(optimizer)
         self._scaler.update()
 
@@ -176,13 +175,13 @@ class LossScale:
         return dict(self._scaler.state_dict())
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state` was taken."""
+        """Restore the :meth:`state`."""
         if self.is_used:
             self._scaler.load_state_dict(state)
 
 
 class Session:
-    """One run's objects, at some step."""
+    """The model, plan and optimizer of a run, at some step."""
 
     def __init__(self, task: Task, plan: Plan, *, execution: str, device: torch.device, compile: bool) -> None:
         self.task = task
@@ -206,30 +205,30 @@ class Session:
             seed=task.seed,
             execution=execution,
         )
-        #: Walking through all modules of a deep model takes as long as its optimizer's step.
+        #: Cached, since iterating over the modules of a deep model takes as long as its optimizer's step.
         self._parameters = list(self.model.parameters())
         self.optimizer = self._new_optimizer()
         self.scale = self._new_scale()
         self.loss = self.run.loss(task.loss)
-        # A mask may hold infinities from the start, and rightly so.
+        # Masks may hold infinities from the start.
         self._finite = {name for name, tensor in self._floats() if first_not_finite([(name, tensor)]) is None}
-        # torch.compile cannot follow a fused recurrent layer; one that a plan opens up is plain operations.
-        recurrent = [(path, each) for path, each in self.model.named_modules() if isinstance(each, nn.RNNBase)]
+        # torch.compile cannot trace fused recurrent layers; those that a plan decomposes are plain operations.
+        recurrent = [(path, module) for path, module in self.model.named_modules() if isinstance(module, nn.RNNBase)]
         whole = all(is_decomposed(plan, path, layer.mode.lower()) for path, layer in recurrent)
-        # Small models are bound by launches, which CUDA graphs spare; they hold memory that packed execution is about.
-        # Pieces of a model would hand their memory to what runs between them.
+        # CUDA graphs save the launches that bound small models, but hold memory that packed execution should free, and
+        # do not work with graph breaks.
         mode = "reduce-overhead" if device.type == "cuda" and execution == "emulate" and whole else None
         self._called: nn.Module = self.run.compile(fullgraph=whole, mode=mode) if compile else self.model
-        #: What evaluations call.
+        #: For evaluations.
         self._evaluated = self._called if task.evaluates_compiled and whole else self.model
         ready = Copies(pinned)
         is_gpu = device.type == "cuda"
         self._ahead = Ahead(lambda step: ready(task.batch(step)), task.settings.all_steps) if is_gpu else None
 
     def _new_optimizer(self) -> Optimizer:
-        """The task's optimizer, with its state as the plan wants it."""
+        """The task's optimizer, with its state in the plan's formats."""
         plain = self.task.optimizer(self.model)
-        # Before the twin is made: it holds its rates in float32.
+        # Before the optimizer is replaced by one that holds its rates in float32.
         self._peaks = [float(group["lr"]) for group in plain.param_groups]
         return self.run.optimizer(plain)
 
@@ -238,7 +237,7 @@ class Session:
         return LossScale(self.device, recipe.loss_scale, recipe.scale_window or self.task.epoch())
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Detach the plan and stop prefetching."""
         if self._ahead is not None:
             self._ahead.close()
         self.run.detach()
@@ -246,7 +245,7 @@ class Session:
     # --- a step ---
 
     def forward_backward(self) -> float:
-        """The gradients of the next step; its loss is returned, and waited for while the device goes on."""
+        """Compute the gradients of the next step and return its loss."""
         _seed(self.task.seed, self.step, TRAINING, self.device)
         inputs, target = self.next_batch()
         self.optimizer.zero_grad(set_to_none=True)
@@ -257,7 +256,7 @@ class Session:
         return reading.value()
 
     def apply(self) -> float:
-        """Let the optimizer use the gradients: the step is made. The learning rate is returned."""
+        """Make the optimizer's step and return the learning rate."""
         held = self.task.settings.hold
         factor = 1.0 if self.step < held else self.task.learning_rate(self.step - held)
         groups = self.optimizer.param_groups
@@ -272,40 +271,40 @@ class Session:
         return self._peaks[0] * factor
 
     def evaluate(self, last: bool = False) -> dict[str, float]:
-        """The task's figures after the steps made; the task is told, and remembers what it wants.
+        """The task's metrics now, which the task receives in :meth:`Task.after_evaluation`, too.
 
-        :param last: also those that are wanted once, at the end.
+        :param last: also compute those of the end of a run.
         """
         _seed(self.task.seed, self.step, EVALUATION, self.device)
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
             with torch.no_grad():
-                found = self.task.evaluate(self._evaluated)
+                values = self.task.evaluate(self._evaluated)
                 if last:
-                    found = {**found, **self.task.final_figures(self._evaluated)}
-                figures = {name: float(value) for name, value in found.items()}
+                    values = {**values, **self.task.final_figures(self._evaluated)}
+                figures = {name: float(value) for name, value in values.items()}
         finally:
             for module, training in modes:
                 module.training = training
-        wanted = self.task.metric.name
-        if wanted not in figures:
+        metric_name = self.task.metric.name
+        if metric_name not in figures:
             raise TaskError(
-                f"the task {self.task.name} is judged by {wanted}, but its evaluate() returned "
-                f"{', '.join(figures) or 'nothing'}: let it return {wanted}, too."
+                f"the task {self.task.name} is judged by {metric_name}, but its evaluate() returned "
+                f"{', '.join(figures) or 'nothing'}: let it return {metric_name}, too."
             )
         self.task.after_evaluation(dict(figures))
         return figures
 
     def next_batch(self) -> Any:
-        """The inputs and the target of the next step, where the model is."""
+        """The inputs and the target of the next step, on the model's device."""
         return self._moved((self.task.batch if self._ahead is None else self._ahead)(self.step))
 
     def _moved(self, batch: Any) -> Any:
         return batch if self.device.type == "cpu" else self._there(batch)
 
     def look(self, probe: Probe) -> None:
-        """Make the next step's passes, in the task's own precision, on a copy of the model under `probe`."""
+        """Run the passes of the next step on a copy of the model under `probe`, in the task's own precision."""
         with randomness_kept():
             _seed(self.task.seed, self.step, TRAINING, self.device)
             look_at_step(self.model, self.next_batch(), self.task.loss, probe)
@@ -313,7 +312,7 @@ class Session:
     # --- state ---
 
     def state(self) -> dict[str, Any]:
-        """All that a resumed run needs, in tensors and plain values."""
+        """Everything that a resumed run needs, as tensors and plain values."""
         return {
             "model": self.model.state_dict(),
             "optimizer": plain_state(self.optimizer),
@@ -323,7 +322,7 @@ class Session:
         }
 
     def load(self, step: int, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state` was taken, after `step` steps."""
+        """Restore the :meth:`state` of step `step`."""
         try:
             self.model.load_state_dict(state["model"])
             load_plain_state(self.optimizer, state["optimizer"])
@@ -339,7 +338,7 @@ class Session:
         self.step = step
 
     def restart(self) -> None:
-        """Stand before the first step again."""
+        """Return to the state before the first step."""
         torch.manual_seed(self.task.seed)
         self.model.load_state_dict(self.task.model().state_dict())
         self.optimizer = self._new_optimizer()
@@ -349,10 +348,10 @@ class Session:
         self.step = 0
 
     def observe(self) -> None:
-        """From now on run uncompiled, and gather what rounding does at every site."""
+        """From now on run uncompiled, and collect rounding statistics at every site."""
         state = self.run.state_dict()
         self.run.detach()
-        # No example: its rows would be made before the state's, and hide them.
+        # No example: its rows would be created before those of the state, and hide them.
         self.run = attach(
             self.model,
             self.run.plan,
@@ -392,7 +391,7 @@ class Session:
 
 
 def first_not_finite(named: list[tuple[str, Tensor]]) -> str | None:
-    """The name of the first tensor that holds a NaN or an infinity. One wait for the device, however many there are."""
+    """The name of the first tensor that holds a NaN or an infinity, with a single synchronization."""
     if not named:
         return None
     finite = torch.stack([tensor.detach().isfinite().all() for _, tensor in named]).cpu()
@@ -402,7 +401,7 @@ def first_not_finite(named: list[tuple[str, Tensor]]) -> str | None:
 
 
 class _Reading:
-    """A loss on its way to the host: on a GPU the backward pass is launched meanwhile."""
+    """An asynchronous copy of the loss to the host: on a GPU the backward pass is launched meanwhile."""
 
     def __init__(self, loss: Tensor) -> None:
         self._loss = loss.detach()
@@ -422,7 +421,7 @@ class _Reading:
 def _seed(seed: int, step: int, purpose: int, device: torch.device) -> None:
     low, high = key_of(seed, step, purpose)
     number = (high % 2**32) << 32 | low % 2**32
-    torch.default_generator.manual_seed(number)  # torch.manual_seed also asks around for other devices: 0.1 ms
+    torch.default_generator.manual_seed(number)  # torch.manual_seed also seeds other devices: 0.1 ms
     if device.type == "cuda":
         torch.cuda.default_generators[_index(device)].manual_seed(number)
 
@@ -433,7 +432,7 @@ def _index(device: torch.device) -> int:
 
 @contextmanager
 def repeatable(device: torch.device) -> Iterator[None]:
-    """Inside, equal steps give equal bits; the caller's generators and settings are given back at the end."""
+    """Within this context equal steps give equal bits; generators and settings are restored at the end."""
     devices = [_index(device)] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         if device.type != "cuda":
@@ -445,7 +444,7 @@ def repeatable(device: torch.device) -> Iterator[None]:
         fills = memory.fill_uninitialized_memory
         cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
         torch.use_deterministic_algorithms(True, warn_only=True)
-        memory.fill_uninitialized_memory = False  # we read none
+        memory.fill_uninitialized_memory = False  # it is never read
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
         try:
             yield

@@ -1,7 +1,4 @@
-"""Measuring a task at several stages of its training: early, in the middle and late.
-
-The task is trained a little, in its own precision, as ``bitplan train`` without a plan would, and looked at on the way.
-"""
+"""Measurements of a task early, in the middle and late in a short training run without a plan."""
 
 from __future__ import annotations
 
@@ -17,9 +14,9 @@ from bitplan.lab.train.loop import chosen_device
 from bitplan.lab.train.session import Session, repeatable
 from bitplan.plans import Plan
 
-#: Stage -> after which share of the steps it is.
+#: Stage -> the share of the steps made before it.
 STAGES = {"early": 0.1, "middle": 0.5, "late": 1.0}
-#: Steps that a task is trained for, at most, where nothing else is asked for.
+#: Default number of training steps, at most.
 STEPS = 60
 
 
@@ -35,12 +32,12 @@ def measure_task(
     device: str | torch.device = "cpu",
     on_step: Callable[[int, int], None] | None = None,
 ) -> Measurement:
-    """Train `task` for `steps` steps and measure it at the stages asked for, each on the batch that comes next.
+    """Train `task` for `steps` steps and measure it at some stages, each on the next batch.
 
-    :param stages: of early (after a tenth of the steps), middle and late (after all of them).
-    :param steps: by default 60, or all of the task's if those are fewer.
+    :param stages: early (after a tenth of the steps), middle, late (after all of them).
+    :param steps: by default 60, or all steps of the task if these are fewer.
     :param rows, terms, seed: as :func:`bitplan.measure` takes them.
-    :param on_step: told (steps made, steps to make).
+    :param on_step: called with (steps made, steps to make).
     """
     for stage in stages:
         if stage not in STAGES:
@@ -52,8 +49,8 @@ def measure_task(
         raise MetricError(f"steps is {total}; the task has 1 to {task.settings.all_steps}.")
     moments = {stage: max(1, round(STAGES[stage] * total)) for stage in STAGES if stage in stages}
     chosen = chosen_device(device)
-    found = Measurement((), target=task.name)
-    wanted = None if candidates is None else tuple(candidates)
+    measurement = Measurement((), target=task.name)
+    chosen_candidates = None if candidates is None else tuple(candidates)
     last = max(moments.values())
     with repeatable(chosen):
         session = Session(task, Plan(), execution="emulate", device=chosen, compile=False)
@@ -65,8 +62,8 @@ def measure_task(
                     on_step(session.step, last)
                 for stage, moment in moments.items():
                     if moment == session.step:
-                        found += measure(
-                            *(session.model, [session.next_batch()], task.loss, wanted),
+                        measurement += measure(
+                            *(session.model, [session.next_batch()], task.loss, chosen_candidates),
                             rows=rows,
                             terms=terms,
                             seed=seed,
@@ -76,4 +73,4 @@ def measure_task(
                         )
         finally:
             session.close()
-    return found
+    return measurement

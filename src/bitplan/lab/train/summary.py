@@ -1,4 +1,4 @@
-"""What a run tells: how far it is while it goes on, and what came of it."""
+"""The progress and the summary of a run, its record of sites, and its TensorBoard events."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from bitplan.plans import ROLES
 from bitplan.runtime.attach import Attachment
 from bitplan.runtime.rounding_op import Promoted
 
-# --- TensorBoard's events beside a run, where tensorboard is installed; nothing at all where it is not
-
+# --- TensorBoard events, where tensorboard is installed
 
 log = logging.getLogger("bitplan")
 
 
 class Events:
-    """Takes the lines of metrics.jsonl, and here does nothing with them."""
+    """Receives the lines of metrics.jsonl and ignores them."""
 
     def add(self, line: Mapping[str, Any]) -> None:
         return None
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Single figures by name."""
+        """Receives measured values by name."""
 
     def close(self) -> None:
         return None
@@ -46,12 +45,12 @@ class Events:
 
 
 class TensorBoardEvents(Events):
-    """Writes every figure as a scalar."""
+    """Writes every value as a scalar."""
 
     def __init__(self, folder: Path, after: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # What an earlier attempt wrote of later steps is not shown any more.
+        # Hides later steps of an earlier attempt.
         writer: Any = SummaryWriter
         self._writer = writer(str(folder), purge_step=after + 1 if after else None)
 
@@ -75,31 +74,31 @@ def open_events(folder: Path, after: int) -> Events:
         return Events()
     try:
         return TensorBoardEvents(folder, after)
-    except Exception as error:  # an extra that does not work must not stop a run
+    except Exception as error:  # an optional package that fails must not stop a run
         log.info("no TensorBoard events are written: %s", error)
         return Events()
 
 
-# --- ``sites.json``: what every tensor of a run got, and what rounding did to it
+# --- ``sites.json``: the format of every tensor, and the statistics of its rounding
 
 
 def planned_sites(run: Attachment) -> list[dict[str, Any]]:
-    """Every tensor, and the operands that a rule speaks of."""
+    """Every tensor, and the operands that a rule covers."""
     return [
         {
-            "site": each.site.name,
-            "role": each.site.role,
-            "format": each.words,
-            "rule": each.where or f"rules[{each.rule}]" if each.rule is not None else None,
-            "elements": each.site.elements,
+            "site": row.site.name,
+            "role": row.site.role,
+            "format": row.words,
+            "rule": row.where or f"rules[{row.rule}]" if row.rule is not None else None,
+            "elements": row.site.elements,
         }
-        for each in run.table()
-        if each.site.role in ROLES or each.rule is not None
+        for row in run.table()
+        if row.site.role in ROLES or row.rule is not None
     ]
 
 
 def measured_sites(session: Session) -> list[dict[str, Any]]:
-    """The same at the end of a run, with what rounding did to the last batch: one more pass, without a step."""
+    """The same with rounding statistics of the last batch, which take another pass without a step."""
     sites = planned_sites(session.run)
     if not session.run.plan.all_rules:
         return sites
@@ -109,21 +108,21 @@ def measured_sites(session: Session) -> list[dict[str, Any]]:
         session.forward_backward()
         session.run.step()
         seen = session.run.stats()
-    except torch.OutOfMemoryError:  # uncompiled it may take more than the run did, and what is here is not needed
+    except torch.OutOfMemoryError:  # uncompiled it may need more than the run did, and the statistics are optional
         return sites
     finally:
         session.step += 1
     for site in sites:
-        # Of several weights or results of one operation the record is the largest's, which is listed first.
+        # Of several weights or results of an operation the largest has the record, and is listed first.
         label, _, shown = site["site"].rpartition(":")
-        found = seen.pop(f"{label}:{site['role']}", None) if "(" not in shown else None
-        if found is not None and site["format"] is not None:
-            site |= {"overflow": found.overflow, "underflow": found.underflow, "error": found.error}
+        statistics = seen.pop(f"{label}:{site['role']}", None) if "(" not in shown else None
+        if statistics is not None and site["format"] is not None:
+            site |= {"overflow": statistics.overflow, "underflow": statistics.underflow, "error": statistics.error}
     return sites
 
 
-#: *finished*: all steps made. *stopped*: on request, and can be resumed. *diverged*: the loss or the weights are no
-#: longer finite, and trying again would give the same.
+#: *finished*: all steps are made. *stopped*: on request; can be resumed. *diverged*: the loss or the weights are no
+#: longer finite, and a second attempt would give the same.
 Status = Literal["finished", "stopped", "diverged"]
 
 Phase = Literal["training", "evaluating", "searching"]
@@ -131,36 +130,36 @@ Phase = Literal["training", "evaluating", "searching"]
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is; handed to ``on_progress`` after every step."""
+    """How far a run is; passed to ``on_progress`` after every step."""
 
     #: Steps made, and steps of the whole run.
     step: int
     steps: int
-    #: *searching*: the loss was not finite, and steps are made again to find out where that began.
+    #: *searching*: the loss was not finite, and steps are repeated to find the cause.
     phase: Phase
     #: Of the last step; None before the first.
     loss: float | None
     #: The task's metric at the last evaluation; None before the first.
     metric: float | None
-    #: Of the products' operands: with so many bits in each, products would cost what they did of late.
+    #: The width of both operands at which recent products would have cost the same.
     bits: float
     #: Bit operations so far, as a share of what the whole run would need in FP32.
     cost: float
     #: The most bytes held so far, measured.
     peak: int
-    #: Since the run was first started, without the time it lay still.
+    #: Since the run was first started, without interruptions.
     seconds: float
-    #: Where the run is looked at: the largest median backward error of its formats (of E4M3 without a plan).
+    #: In measured runs: the largest median backward error of the plan's formats (without a plan: of E4M3).
     error: float | None = None
-    #: The last alarm, in a sentence.
+    #: The text of the last alarm.
     alarm: str | None = None
-    #: Tensors that were promoted so far, as of the last line of ``metrics.jsonl``.
+    #: Tensors promoted so far, as of the last line of ``metrics.jsonl``.
     promoted: int = 0
 
 
 @dataclass(frozen=True)
 class PromotionRecord:
-    """A tensor that was promoted, as files tell it; see :class:`bitplan.runtime.rounding_op.Promoted`."""
+    """A promoted tensor, as files record it; see :class:`bitplan.runtime.rounding_op.Promoted`."""
 
     site: str
     step: int
@@ -175,7 +174,7 @@ class PromotionRecord:
 
 @dataclass(frozen=True)
 class Summary:
-    """What came of a run: the contents of its ``summary.json``."""
+    """The result of a run: the contents of its ``summary.json``."""
 
     folder: Path
     status: Status
@@ -195,9 +194,9 @@ class Summary:
     #: The most bytes held, measured: on a GPU by torch's allocator, else by the whole process.
     peak: int = 0
     seconds: float = 0.0
-    #: Why it is not finished, in a sentence.
+    #: Why it is not finished.
     why: str | None = None
-    #: Of a run that diverged: the tensor that was the first not to be finite.
+    #: In a diverged run: the first tensor that was not finite.
     site: str | None = None
     #: Tensors that were promoted, in the order of time.
     promotions: tuple[PromotionRecord, ...] = ()
@@ -220,12 +219,12 @@ class Summary:
             "seconds": self.seconds,
             **({} if self.why is None else {"why": self.why}),
             **({} if self.site is None else {"site": self.site}),
-            **({"promotions": [asdict(each) for each in self.promotions]} if self.promotions else {}),
+            **({"promotions": [asdict(promotion) for promotion in self.promotions]} if self.promotions else {}),
         }
 
     @classmethod
     def from_dict(cls, folder: Path, content: Mapping[str, Any]) -> Summary:
-        """What :meth:`to_dict` gave, after it was JSON."""
+        """The summary from the JSON of :meth:`to_dict`."""
         return cls(
             folder=folder,
             status=content["status"],
@@ -239,12 +238,12 @@ class Summary:
             seconds=float(content["seconds"]),
             why=content.get("why"),
             site=content.get("site"),
-            promotions=tuple(PromotionRecord(**each) for each in content.get("promotions", ())),
+            promotions=tuple(PromotionRecord(**promotion) for promotion in content.get("promotions", ())),
         )
 
 
 def _number(value: Any) -> Any:
-    """JSON writes what is not finite as a string, which ``float`` reads back."""
+    """Values that are not finite are strings in JSON, which ``float`` reads."""
     return float(value) if isinstance(value, str) else value
 
 
