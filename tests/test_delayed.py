@@ -105,7 +105,7 @@ def test_what_is_not_finite_and_what_is_zero_is_no_past() -> None:
 
 @pytest.mark.parametrize("execution", ["emulate", "native"])
 def test_compiled_it_is_the_same_in_one_graph(execution: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Float8Backend, "is_on", lambda self, device: device.type == "cpu")
+    monkeypatch.setattr(Float8Backend, "is_available", lambda self, device: device.type == "cpu")
     torch._dynamo.reset()
     model, run = fresh(execution)
     eager = training(model, model, run, FACTORS)
@@ -122,7 +122,7 @@ def test_compiled_it_is_the_same_in_one_graph(execution: str, monkeypatch: pytes
 
 
 def test_native_multiplies_the_operands_of_emulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Float8Backend, "is_on", lambda self, device: device.type == "cpu")
+    monkeypatch.setattr(Float8Backend, "is_available", lambda self, device: device.type == "cpu")
     model, run = fresh()
     emulated = training(model, model, run, FACTORS)
     wanted = run.state_dict()["records"]

@@ -285,7 +285,7 @@ FALLBACKS: dict[str, tuple[Any, Tensor, list[str]]] = {
     "stride": (
         lambda: nn.Conv2d(16, 24, 3, stride=2),
         image((3, 16, 7, 8)),
-        ["dgrad: a stride leaves gaps in the gradient of the result"],
+        ["dgrad: a stride leaves gaps in the output gradient"],
     ),
     "wide padding": (
         lambda: nn.Conv2d(16, 24, 1, padding=1),

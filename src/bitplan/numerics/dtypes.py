@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bitplan.compiler.tracing import constant_when_traced, is_traced
-from bitplan.numerics.formats import FloatFormat, IntFormat, Overflow
+from bitplan.numerics.formats import FloatFormat, Format, IntFormat, Overflow
 from bitplan.numerics.reference import Rounding
 
 #: Odds of stochastic rounding are resolved at least this finely (in bits).
@@ -99,10 +99,13 @@ def continues_grid(target: FloatFormat, carrier: Carrier) -> bool:
 # --- Rounding by torch's own conversions, where one is fast and right to the last bit
 
 
-#: Formats whose conversion torch has, fast and right to the last bit: on every device, and on CUDA inside the range.
-_TORCH_DTYPES = {FloatFormat(8, 7): torch.bfloat16, FloatFormat(5, 10): torch.float16}
-
-_TORCH_FLOAT8 = {FloatFormat(4, 3, specials="fn"): torch.float8_e4m3fn, FloatFormat(5, 2): torch.float8_e5m2}
+#: The only tables of formats that torch has a dtype for. Its conversions to 16 bits are right to the last bit on every
+#: device, those to float8 on CUDA and inside the format's range.
+TORCH_16_BIT: dict[Format, torch.dtype] = {FloatFormat(8, 7): torch.bfloat16, FloatFormat(5, 10): torch.float16}
+TORCH_FLOAT8: dict[Format, torch.dtype] = {
+    FloatFormat(4, 3, specials="fn"): torch.float8_e4m3fn,
+    FloatFormat(5, 2): torch.float8_e5m2,
+}
 
 
 def round_by_torch(x: Tensor, target: FloatFormat, rounding: Rounding, overflow: Overflow) -> Tensor | None:
@@ -112,10 +115,10 @@ def round_by_torch(x: Tensor, target: FloatFormat, rounding: Rounding, overflow:
     """
     if rounding != "nearest" or x.dtype == torch.float64:
         return None
-    if overflow == "special" and target in _TORCH_DTYPES and not is_traced():
-        return x.to(_TORCH_DTYPES[target], copy=True).to(x.dtype)
-    if overflow == "saturate" and x.is_cuda and target in _TORCH_FLOAT8:
-        dtype = _TORCH_FLOAT8[target]
+    if overflow == "special" and target in TORCH_16_BIT and not is_traced():
+        return x.to(TORCH_16_BIT[target], copy=True).to(x.dtype)
+    if overflow == "saturate" and x.is_cuda and target in TORCH_FLOAT8:
+        dtype = TORCH_FLOAT8[target]
         if _converts_float8(x.device):  # saturating, in Triton's code; torch's own cast overflows
             if is_traced():
                 return x.to(dtype).to(x.dtype)
@@ -129,7 +132,7 @@ def round_by_torch(x: Tensor, target: FloatFormat, rounding: Rounding, overflow:
 
 def is_cast_small(target: object, device: torch.device) -> bool:
     """Whether rounding to `target` in a graph goes through a tensor of a small type anyway."""
-    return target in _TORCH_FLOAT8 and device.type == "cuda" and _converts_float8(device)
+    return target in TORCH_FLOAT8 and device.type == "cuda" and _converts_float8(device)
 
 
 @constant_when_traced

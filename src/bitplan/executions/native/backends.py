@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from bitplan.compiler.torch_private import int_mm, is_vnni_supported, scaled_mm
+from bitplan.numerics.dtypes import TORCH_FLOAT8
 from bitplan.numerics.formats import FloatFormat, Format, IntFormat
 
 _E5M2 = FloatFormat(5, 2)
-_FLOAT8 = {FloatFormat(4, 3, specials="fn"): torch.float8_e4m3fn, _E5M2: torch.float8_e5m2}
 
 
 class GemmBackend(ABC):
@@ -73,7 +73,7 @@ class Float8Backend(GemmBackend):
         self._fast_accumulation = fast_accumulation
 
     def code_dtype(self, target: Format) -> torch.dtype | None:
-        return _FLOAT8.get(target) if isinstance(target, FloatFormat) else None
+        return TORCH_FLOAT8.get(target)
 
     def is_available(self, device: torch.device) -> bool:
         return device.type == "cuda" and torch.version.hip is None and _capability(device) >= (8, 9)

@@ -122,11 +122,10 @@ def _fallbacks_of_operation(
         return [Fallback(operation.label, "all passes", reason)]
     product, _ = product_of(op, args, kwargs)
     layout = GemmLayout() if op == "linear" else ConvGemmLayout(product, w.shape[2:])
-    fprop_shape = _shape_text(layout.gemm_shape("fprop", x.shape, w.shape))
     layer_reason = why_not_native(op, product.settings, x, w, terms)
     if layer_reason is not None:
         if layer_reason == TOO_SMALL:
-            layer_reason = f"{fprop_shape} {layer_reason}"
+            layer_reason = f"{_shape_text(layout.gemm_shape('fprop', x.shape, w.shape))} {layer_reason}"
         return [Fallback(operation.label, "all passes", f"{layer_reason}{note}")]
     fallbacks = []
     is_plain = is_plain_gemm(op, product.settings, w)
@@ -139,7 +138,7 @@ def _fallbacks_of_operation(
             if pass_reason == TOO_NARROW:
                 pass_reason = f"a convolution from {w.shape[1]} to {w.shape[0]} channels {pass_reason}"
             elif pass_reason == TOO_SMALL:
-                pass_reason = f"{fprop_shape} {pass_reason}"
+                pass_reason = f"{_shape_text(layout.gemm_shape('fprop', x.shape, w.shape))} {pass_reason}"
             elif pass_reason is None and not supports_shape(backend.name, device_type, shape):
                 pass_reason = f"the {backend.name} backend does not support the shape {_shape_text(shape)}"
         if pass_reason is not None:

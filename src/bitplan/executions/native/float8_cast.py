@@ -27,11 +27,12 @@ import torch
 from torch import Tensor
 
 from bitplan.compiler.kernel_ops import itself, register, register_kernels
+from bitplan.numerics.dtypes import TORCH_FLOAT8
 from bitplan.numerics.formats import FloatFormat
 from bitplan.numerics.rounding import round_float
 from bitplan.numerics.scaling import divide, step_scale
 
-FORMATS = {torch.float8_e4m3fn: FloatFormat(4, 3, specials="fn"), torch.float8_e5m2: FloatFormat(5, 2)}
+FORMATS = {dtype: target for target, dtype in TORCH_FLOAT8.items() if isinstance(target, FloatFormat)}
 #: What the operations read; anything else is cast by the quantizer itself.
 READ = (torch.float32, torch.bfloat16, torch.float16)
 #: In how many parts a GPU looks for the largest magnitude: about four for each of its multiprocessors.

@@ -26,7 +26,8 @@ from bitplan.compiler.torch_private import DisableTorchFunction, top_saved_tenso
 from bitplan.errors import BitplanWarning, PlanError, QuantizeError
 from bitplan.numerics import chunks
 from bitplan.numerics.chunks import sparing_memory
-from bitplan.numerics.formats import FloatFormat, Format
+from bitplan.numerics.dtypes import TORCH_16_BIT, TORCH_FLOAT8
+from bitplan.numerics.formats import Format
 from bitplan.numerics.mutable_format import LiveFormat
 from bitplan.numerics.packing import MAX_PACKED_BITS, PackedTensor, pack_rounded
 from bitplan.numerics.quantizer import Quantizer
@@ -34,13 +35,8 @@ from bitplan.numerics.scaling import divide
 
 _MARK = "_bitplan_mark"
 
-#: Formats of which torch has a type: a cast each way, faster than any code of ours.
-_TYPES: dict[Format, torch.dtype] = {
-    FloatFormat(8, 7): torch.bfloat16,
-    FloatFormat(5, 10): torch.float16,
-    FloatFormat(4, 3, specials="fn"): torch.float8_e4m3fn,
-    FloatFormat(5, 2): torch.float8_e5m2,
-}
+#: Formats that torch has a dtype for: a cast each way is faster than packing codes.
+_TYPES = TORCH_16_BIT | TORCH_FLOAT8
 
 
 @dataclass
