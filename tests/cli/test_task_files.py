@@ -120,7 +120,7 @@ def test_a_file_that_has_changed_does_not_go_on(bitplan: Bitplan, stopped: Path,
     ran = bitplan(*arguments)
     assert (ran.code, ran.out) == (2, "")
     assert ran.err.count("\n") == 1
-    assert all(word in ran.err for word in ("own.py", str(then), now, "restore", "begin a new run"))
+    assert all(word in ran.err for word in ("own.py", str(then), now, "restore", "start a new run"))
     assert not Path("executed").exists()
 
 

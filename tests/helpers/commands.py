@@ -29,8 +29,8 @@ def runner(
     main: Callable[[list[str]], object], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Ran]:
     """A function that runs `main` on its arguments and returns exit code, stdout and stderr."""
-    # The machine's own colour settings must not reach the tests.
-    for variable in ("FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS", "TTY_COMPATIBLE"):
+    # The machine's own colours and width (pytest-xdist sets COLUMNS for its workers) must not reach the tests.
+    for variable in ("COLUMNS", "FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS", "TTY_COMPATIBLE"):
         monkeypatch.delenv(variable, raising=False)
 
     def run(*arguments: object) -> Ran:

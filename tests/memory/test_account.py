@@ -47,7 +47,7 @@ def test_it_is_told_as_a_table_as_html_and_as_plain_numbers() -> None:
     html = held._repr_html_()
     assert html.startswith("<table>")
     assert "2.0 KiB" in html
-    assert html.count("<tr>") == 6
+    assert html.count("<tr>") == 7  # a heading and six classes
     assert held.to_dict() == {
         "weights": 2048,
         "gradients": 7,
