@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+# pytest-xdist sets the width of a terminal for its workers; commands are tested as they print into a pipe.
+os.environ.pop("COLUMNS", None)
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:

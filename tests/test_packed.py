@@ -183,7 +183,13 @@ def test_eight_bits_keep_a_quarter_of_float32_and_half_of_bfloat16(name: str) ->
     assert packed <= plain / 3.5, f"{packed} of {plain}: {plain / packed:.2f}"
     if name == "gcn":
         return  # torch's own sparse product has no gradient under autocast on a CPU
-    packed, plain = kept(plan, "packed", torch.bfloat16), kept(None, "emulate", torch.bfloat16)
+    try:
+        plain = kept(None, "emulate", torch.bfloat16)
+    except RuntimeError as error:  # torch alone, without a plan
+        if name == "lstm" and "primitive descriptor" in str(error):
+            pytest.skip("oneDNN has no bfloat16 LSTM for this CPU")
+        raise
+    packed = kept(plan, "packed", torch.bfloat16)
     assert packed <= plain / 1.9, f"{packed} of {plain}: {plain / packed:.2f}"
 
 
