@@ -11,7 +11,10 @@ import torch
 
 from bitplan.compiler.tracing import constant_when_traced
 
-LOADED = "import sys, torch; before = set(sys.modules); import bitplan; print(*sorted(set(sys.modules) - before))"
+LOADED = (
+    "import sys, torch; before = set(sys.modules); import bitplan; [getattr(bitplan, name) for name in bitplan.__all__]; "
+    "print(*sorted(set(sys.modules) - before))"
+)
 
 #: Programs that compile, in a process where nothing but them imports torch's compiler.
 QUANTIZED = """
