@@ -12,7 +12,8 @@ import torch
 from bitplan.compiler.tracing import constant_when_traced
 
 LOADED = (
-    "import sys, torch; before = set(sys.modules); import bitplan; [getattr(bitplan, name) for name in bitplan.__all__]; "
+    "import sys, torch; before = set(sys.modules); import bitplan; "
+    "[getattr(bitplan, name) for name in bitplan.__all__]; "
     "print(*sorted(set(sys.modules) - before))"
 )
 
