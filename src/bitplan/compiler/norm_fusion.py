@@ -52,7 +52,7 @@ def fuse_norms(graph: fx.Graph, device: str = "cuda") -> int:
 
 @cache
 def _pattern() -> fx.Node:
-    """A norm traced_pattern out as in a graph, down to the number for each row."""
+    """A norm written out as in a graph, down to the number for each row."""
 
     def normed(x: Tensor, weight: Tensor) -> Tensor:
         return torch.nn.functional.rms_norm(x, x.shape[-1:], weight)
