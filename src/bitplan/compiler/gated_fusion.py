@@ -59,7 +59,7 @@ def fuse_gates(graph: fx.Graph, device: str = "cuda") -> int:
 
 @cache
 def _patterns() -> tuple[fx.Node, fx.Node]:
-    """The product, and its gradient by the gate, traced_pattern out as in a graph."""
+    """The product, and its gradient by the gate, written out as in a graph."""
 
     def product(gate: Tensor, up: Tensor) -> Tensor:
         return torch.nn.functional.silu(gate) * up
