@@ -80,7 +80,7 @@ def test_a_task_of_a_file_is_a_target(tmp_path: Path) -> None:
     ("text", "name", "sentence"),
     [
         (OWN, "Nine", r"mine\.py has no task 'Nine'; did you mean .*Mine"),
-        (OWN, "MySettings", r"mine\.py:MySettings is not a task: derive it from bitplan\.tasks\.Task\."),
+        (OWN, "MySettings", r"mine\.py:MySettings is not a task: derive it from bitplan\.lab\.tasks\.Task\."),
         (OWN + "class Other(Mine): pass\n", "", r"has 2 tasks \(Mine, Other\): name one of them as .*mine\.py:MyTask"),
         ("", "", r"has 0 tasks \(none\)"),
         (OWN.replace("def loss", "def loos"), "Mine", r"Mine lacks what every task has: write its loss\."),
