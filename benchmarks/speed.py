@@ -33,7 +33,7 @@ from benchmarks.speed_variants import (
 from benchmarks.switching import measure_switches
 from benchmarks.timing import best_turns
 from bitplan.analysis.targets import Target, of_size
-from bitplan.compiler.tracing import many_graphs
+from bitplan.compiler.tracing import raise_recompile_limit
 from bitplan.errors import BitplanError, nearest_names
 from bitplan.executions.native import crossover
 from bitplan.lab.models.language_models import GPT, LlamaBlocks, next_token_loss, random_states
@@ -170,7 +170,7 @@ def bench_speed(
         variants = variants_of(chosen[name], where, sparing, fast_sums, SHAPES[name].full_step)
         raced = [variant for variant in variants if peers or not variant.is_peer]
         made = _Measured(SHAPES[name], chosen[name], raced, where, partial(_prefixed, on_news, name))
-        with many_graphs():  # all variants of a shape share their code
+        with raise_recompile_limit():  # all variants of a shape share their code
             made.take_turns(turns)
         if steps:
             made.learn(steps, loss_batch, seed)

@@ -183,3 +183,23 @@ def test_a_damaged_checkpoint_is_remarked_upon(bitplan: Bitplan) -> None:
     assert ran.code == 0
     assert "step-00000024.json cannot be read (JSONDecodeError). The checkpoint before it is used" in ran.err
     assert ran.err.count("\n") == 1
+
+
+def test_the_plan_decides_the_execution_unless_the_command_does(bitplan: Bitplan) -> None:
+    Path("packed.yaml").write_text(
+        'version: 1\nexecution: packed\nquantizers: {q: {format: e4m3}}\nrules: [{match: "*", activation: q}]\n'
+    )
+    arguments = ("train", TASK, "--plan", "packed.yaml", "--set", "steps=3", "--out")
+    ran = bitplan(*arguments, "own", "--json")
+    assert (ran.code, RunFolder("own").config().execution) == (0, "packed")
+    assert "--execution" not in ran.json["command"]
+    ran = bitplan(*arguments, "other", "--execution", "emulate", "--json")
+    assert (ran.code, RunFolder("other").config().execution) == (0, "emulate")
+    assert "--execution emulate" in ran.json["command"]
+    dry = bitplan(*arguments, "third", "--dry-run")
+    assert "packed on cpu" in dry.out
+    # A run keeps its recorded execution, whatever the plan says.
+    for folder in ("own", "other"):
+        recorded = RunFolder(folder).config().execution
+        assert bitplan("train", "--resume", folder, "--task", TASK).code == 0
+        assert RunFolder(folder).config().execution == recorded

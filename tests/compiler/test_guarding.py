@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
 
-from bitplan.compiler.tracing import VERSION, guarded_by_version, version_of
+from bitplan.compiler.tracing import VERSION, keep_guards, version_of
 from bitplan.plans import Plan
 from bitplan.runtime.attach import attach
 
@@ -43,7 +43,7 @@ def small() -> nn.Sequential:
 
 def compiled(module: nn.Module) -> Any:
     """As ``run.compile()`` does it, but with a backend that takes no time."""
-    options = {"guard_filter_fn": guarded_by_version}
+    options = {"guard_filter_fn": keep_guards}
     return torch.compile(module, fullgraph=True, backend="eager", options=options)
 
 

@@ -40,11 +40,11 @@ def nearly(one: Tensor, other: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("reach", [0.0, 2.0])
-def test_the_kernels_give_the_codes_of_plain_torch(kind: torch.dtype, reach: float) -> None:
+@pytest.mark.parametrize("history_amax", [0.0, 2.0])
+def test_the_kernels_give_the_codes_of_plain_torch(kind: torch.dtype, history_amax: float) -> None:
     torch.manual_seed(0)
     gate, up, grad = (5 * torch.randn(333, 208, device="cuda").bfloat16() for _ in range(3))
-    known = torch.tensor(reach, device="cuda")
+    known = torch.tensor(history_amax, device="cuda")
     for halves, codes in (((gate, up), True), ((gate, up), False), ((e4m3_reference(gate), e4m3_reference(up)), False)):
         parts = OURS.gated_amax(*halves, known, codes)
         given = (*halves, kind, parts, known, True, True, True, codes)

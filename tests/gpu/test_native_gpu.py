@@ -235,10 +235,10 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def in_torch(
-    x: Tensor, kind: torch.dtype, scaled: bool = True, power_of_two: bool = False, reach: Tensor | None = None
+    x: Tensor, kind: torch.dtype, scaled: bool = True, power_of_two: bool = False, history_amax: Tensor | None = None
 ) -> Cast:
     """What the kernels are held against, on a CPU."""
-    known = None if reach is None or not scaled else reach.cpu()
+    known = None if history_amax is None or not scaled else history_amax.cpu()
     parts = amax_reference(x.cpu(), known) if scaled else None
     return Cast(*cast_reference(x.cpu(), kind, parts, known, power_of_two, True, True, True))
 
@@ -265,15 +265,15 @@ def samples() -> dict[str, Tensor]:
 def test_the_kernels_give_the_bits_of_plain_torch(sample: str, dtype: torch.dtype, kind: torch.dtype) -> None:
     require_unit("fp8")
     x = samples()[sample].to("cuda", dtype)
-    for reach in (None, torch.zeros((), device="cuda"), torch.tensor(1.5, device="cuda")):
+    for history_amax in (None, torch.zeros((), device="cuda"), torch.tensor(1.5, device="cuda")):
         for scaled, power_of_two in ((True, False), (True, True), (False, False)):
-            options: dict[str, Any] = {"scaled": scaled, "power_of_two": power_of_two, "reach": reach}
+            options: dict[str, Any] = {"scaled": scaled, "power_of_two": power_of_two, "history_amax": history_amax}
             plain = in_torch(x, kind, **options)
             for gathers in (True, False):  # each has machine code of its own
-                ours = cast_float8(x, kind, gathers=gathers, **options)
+                ours = cast_float8(x, kind, returns_amax=gathers, **options)
                 for name in ("rows", "columns", "scale"):
                     assert same(getattr(ours, name).cpu(), getattr(plain, name)), (name, gathers, options)
-                assert not gathers or same(ours.tops.amax().cpu(), plain.tops.amax())
+                assert not gathers or same(ours.tile_amax.amax().cpu(), plain.tile_amax.amax())
 
 
 def test_every_quotient_is_rounded_correctly() -> None:
@@ -283,9 +283,9 @@ def test_every_quotient_is_rounded_correctly() -> None:
     x = x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     torch.manual_seed(0)
     for exponent in range(-130, 128, 6):
-        reach = torch.rand(()) * 2.0**exponent + 1e-38
-        ours = cast_float8(x.cuda(), torch.float8_e4m3fn, reach=reach.cuda())
-        assert same(ours.rows.cpu(), in_torch(x, torch.float8_e4m3fn, reach=reach).rows), exponent
+        history_amax = torch.rand(()) * 2.0**exponent + 1e-38
+        ours = cast_float8(x.cuda(), torch.float8_e4m3fn, history_amax=history_amax.cuda())
+        assert same(ours.rows.cpu(), in_torch(x, torch.float8_e4m3fn, history_amax=history_amax).rows), exponent
 
 
 def test_an_empty_matrix_and_layouts_that_are_not_asked_for() -> None:
@@ -338,10 +338,10 @@ def test_launched_by_inductor_the_kernels_give_the_same_bits(dtype: torch.dtype)
     x[0, 0], x[1, 1] = 3e4, -0.0
     options: list[dict[str, Any]] = [
         {},
-        {"scaled": False, "gathers": True},
+        {"scaled": False, "returns_amax": True},
         {"power_of_two": True, "as_rows": False, "after": x.t()},
-        {"reach": torch.tensor(1.5, device="cuda"), "as_columns": False, "gathers": True},
-        {"reach": torch.zeros((), device="cuda"), "after": x},
+        {"history_amax": torch.tensor(1.5, device="cuda"), "as_columns": False, "returns_amax": True},
+        {"history_amax": torch.zeros((), device="cuda"), "after": x},
     ]
 
     def casts(x: Tensor) -> list[Tensor]:
@@ -423,8 +423,8 @@ def test_scales_of_the_past_are_those_of_emulation(compiled: bool) -> None:
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
                 results += [y.detach().float(), given.grad.float(), model.weight.grad.float()]  # type: ignore[union-attr]
-            reach = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("_reach")}
-        found.append((results, reach["_bitplan_reach"]))
+            history_amax = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("_reach")}
+        found.append((results, history_amax["_bitplan_reach"]))
     (native, ours), (emulated, theirs) = found
     torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=0)  # dy follows y, whose last bits differ
     for one, other in zip(native, emulated, strict=True):

@@ -41,12 +41,12 @@ def given(rows: int, features: int, dtype: torch.dtype) -> tuple[Tensor, Tensor,
 @pytest.mark.parametrize(("rows", "features"), [(1, 1), (64, 128), (333, 208), (130, 5000)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("reach", [0.0, 2.0])
+@pytest.mark.parametrize("history_amax", [0.0, 2.0])
 def test_the_kernels_give_the_codes_of_plain_torch(
-    rows: int, features: int, dtype: torch.dtype, kind: torch.dtype, reach: float
+    rows: int, features: int, dtype: torch.dtype, kind: torch.dtype, history_amax: float
 ) -> None:
     x, mean, weight = given(rows, features, dtype)
-    known, inverse = torch.tensor(reach, device="cuda"), torch.rsqrt(mean + EPS)
+    known, inverse = torch.tensor(history_amax, device="cuda"), torch.rsqrt(mean + EPS)
     read = (x, inverse, weight, None)
     parts = OURS.norm_amax(*read, known)
     for layouts in ((True, True), (True, False), (False, True)):
@@ -68,19 +68,21 @@ def test_the_kernels_give_the_codes_of_plain_torch(
 def test_the_codes_are_those_of_a_compiled_norm(layouts: tuple[bool, bool], features: int) -> None:
     """As the backward pass has it: the mean lies in memory."""
     x, mean, weight = given(512, features, torch.bfloat16)
-    reach = torch.tensor(3.0, device="cuda")
-    settings: dict[str, Any] = {"as_rows": layouts[0], "as_columns": layouts[1], "gathers": True}
+    history_amax = torch.tensor(3.0, device="cuda")
+    settings: dict[str, Any] = {"as_rows": layouts[0], "as_columns": layouts[1], "returns_amax": True}
 
     @torch.compile(fullgraph=True)
     def normed(x: Tensor, mean: Tensor, weight: Tensor) -> Tensor:
         return (x.float() * torch.rsqrt(mean + EPS)[:, None] * weight).bfloat16()
 
-    wanted = cast_float8(normed(x, mean, weight), torch.float8_e4m3fn, power_of_two=True, reach=reach, **settings)
-    parts = OURS.norm_amax(x, mean, weight, EPS, reach)
-    found = OURS.norm_cast(x, mean, weight, EPS, torch.float8_e4m3fn, parts, reach, *layouts, True)
+    wanted = cast_float8(
+        normed(x, mean, weight), torch.float8_e4m3fn, power_of_two=True, history_amax=history_amax, **settings
+    )
+    parts = OURS.norm_amax(x, mean, weight, EPS, history_amax)
+    found = OURS.norm_cast(x, mean, weight, EPS, torch.float8_e4m3fn, parts, history_amax, *layouts, True)
     for one, other in zip(found[:3], wanted[:3], strict=True):
         assert torch.equal(one.float(), other.float())
-    assert torch.equal(found[3].amax(), wanted.tops.amax())
+    assert torch.equal(found[3].amax(), wanted.tile_amax.amax())
 
 
 class Blocks(nn.Module):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bitplan.compiler.kernel_ops import itself
+from bitplan.compiler.kernel_ops import launch_directly
 from bitplan.executions.native.float8_cast import FORMATS, amax_reference, cast_reference
 from bitplan.executions.native.gated_cast import (
     e4m3_reference,
@@ -109,15 +109,17 @@ def records(count: int) -> tuple[list[torch.Tensor], list[int]]:
     return made[:count], [7, 1, 14][:count]
 
 
-def noted(name: str, by_kernel: Any, given: tuple[Any, ...], told: Any, count: int) -> None:
+def noted(name: str, launch: Any, given: tuple[Any, ...], told: Any, count: int) -> None:
     """A cast that notes gives what one that tells has given, and the records that torch makes of what was told."""
     kind = CASTS[getattr(torch.ops.bitplan, name).default]
     ours, cells = records(count)
-    cast = by_kernel(itself, *kind.telling(given, False), records=ours, cells=cells)
-    assert all(same(*pair) for number, pair in enumerate(zip(cast, told, strict=True)) if number not in kind.tops)
-    assert all(cast[number].numel() == 0 for number in kind.tops)
+    cast = launch(launch_directly, *kind.with_amax(given, False), records=ours, cells=cells)
+    assert all(
+        same(*pair) for number, pair in enumerate(zip(cast, told, strict=True)) if number not in kind.amax_results
+    )
+    assert all(cast[number].numel() == 0 for number in kind.amax_results)
     for number, (one, before, cell) in enumerate(zip(ours, *records(count), strict=True)):
-        top = told[kind.top_of(number)].amax()
+        top = told[kind.amax_result_of(number)].amax()
         before.view(-1)[cell] = torch.maximum(before.view(-1)[cell], top)
         assert same(one, before), (name, one, before)
 
@@ -133,35 +135,41 @@ def gated() -> int:
     agreed = 0
     for gate, up, grad in ((a.contiguous(), b.contiguous(), c.contiguous()) for a, b, c in gates()):
         small = e4m3_reference(gate), e4m3_reference(up)
-        for kind, reach, codes in itertools.product(FORMATS, (0.0, 1.5), (False, True)):
-            known, halves = torch.tensor(reach), (gate, up) if codes else small
+        for kind, history_amax, codes in itertools.product(FORMATS, (0.0, 1.5), (False, True)):
+            known, halves = torch.tensor(history_amax), (gate, up) if codes else small
             plain = gated_amax_reference(*halves, known, codes)
-            parts = kernels.gated_amax_by_kernel(itself, *halves, known, codes)
-            assert almost_same(parts.amax(), torch.zeros(()) if reach else plain.amax())
+            parts = kernels.launch_gated_amax(launch_directly, *halves, known, codes)
+            assert almost_same(parts.amax(), torch.zeros(()) if history_amax else plain.amax())
             rest = (kind, plain, known, True, True, True, codes)
-            one, other = kernels.gated_cast_by_kernel(itself, *halves, *rest), gated_cast_reference(*halves, *rest)
+            one, other = (
+                kernels.launch_gated_cast(launch_directly, *halves, *rest),
+                gated_cast_reference(*halves, *rest),
+            )
             assert all(almost_same(*pair) for pair in zip(one[:3], other[:3], strict=True)), (gate, rest)
             assert torch.equal(one[0].float().t(), one[1].float())
             assert almost_same(one[3].amax(), other[3].amax())
             assert not codes or all(map(same, one[4:], other[4:]))
-            if reach:
-                noted("gated_cast", kernels.gated_cast_by_kernel, (*halves, *rest), one, 1)
+            if history_amax:
+                noted("gated_cast", kernels.launch_gated_cast, (*halves, *rest), one, 1)
             agreed += 1
-        for kind, reach, halves in itertools.product(FORMATS, (0.0, 1.5), ((gate, up), small)):
+        for kind, history_amax, halves in itertools.product(FORMATS, (0.0, 1.5), ((gate, up), small)):
             given = (grad, *halves)
-            reaches = torch.tensor(reach), torch.tensor(3.0)
-            plain_parts = gated_grads_amax_reference(*given, *reaches)
-            both = kernels.grads_amax_by_kernel(itself, *given, *reaches)
-            wanted = (torch.zeros(()),) * 2 if reach else [part.amax() for part in plain_parts]
+            history_amaxes = torch.tensor(history_amax), torch.tensor(3.0)
+            plain_parts = gated_grads_amax_reference(*given, *history_amaxes)
+            both = kernels.launch_gated_grads_amax(launch_directly, *given, *history_amaxes)
+            wanted = (torch.zeros(()),) * 2 if history_amax else [part.amax() for part in plain_parts]
             assert all(almost_same(part.amax(), other) for part, other in zip(both, wanted, strict=True))
-            rest = (kind, *plain_parts, *reaches, True, True, True)
-            one, other = kernels.grads_cast_by_kernel(itself, *given, *rest), gated_grads_cast_reference(*given, *rest)
+            rest = (kind, *plain_parts, *history_amaxes, True, True, True)
+            one, other = (
+                kernels.launch_gated_grads_cast(launch_directly, *given, *rest),
+                gated_grads_cast_reference(*given, *rest),
+            )
             for at in (0, 4):
                 assert all(almost_same(*pair) for pair in zip(one[at : at + 3], other[at : at + 3], strict=True))
                 assert torch.equal(one[at].float().t(), one[at + 1].float())
                 assert almost_same(one[at + 3].amax(), other[at + 3].amax())
-            if reach:
-                noted("gated_grads_cast", kernels.grads_cast_by_kernel, (*given, *rest), one, 2)
+            if history_amax:
+                noted("gated_grads_cast", kernels.launch_gated_grads_cast, (*given, *rest), one, 2)
             agreed += 1
     return agreed
 
@@ -179,18 +187,21 @@ def norms() -> int:
     weight, edges = torch.randn(150) * 3, torch.tensor([[3.0, 0.0, -0.0], [1e-40, 3e38, 1.0], [torch.nan, 1.0, 2.0]])
     for x, factor in (((torch.randn(130, 150) * 7).bfloat16(), weight.bfloat16()), (edges, weight[:3])):
         mean = x.float().square().mean(1)
-        for kind, reach, eps in itertools.product(FORMATS, (0.0, 1.5), (1e-6, None)):
+        for kind, history_amax, eps in itertools.product(FORMATS, (0.0, 1.5), (1e-6, None)):
             given = (x, torch.rsqrt(mean + 1e-6) if eps is None else mean, factor, eps)
             alike = same if eps is None else almost_same
-            known, plain = torch.tensor(reach), norm_amax_reference(*given, torch.tensor(reach))
-            parts = kernels.norm_amax_by_kernel(itself, *given, known)
-            assert alike(parts.amax(), torch.zeros(()) if reach else plain.amax())
+            known, plain = torch.tensor(history_amax), norm_amax_reference(*given, torch.tensor(history_amax))
+            parts = kernels.launch_norm_amax(launch_directly, *given, known)
+            assert alike(parts.amax(), torch.zeros(()) if history_amax else plain.amax())
             for layouts in ((True, True), (True, False), (False, True)):
                 rest = (kind, plain, known, *layouts, True)
-                one, other = kernels.norm_cast_by_kernel(itself, *given, *rest), norm_cast_reference(*given, *rest)
+                one, other = (
+                    kernels.launch_norm_cast(launch_directly, *given, *rest),
+                    norm_cast_reference(*given, *rest),
+                )
                 assert all(alike(*pair) for pair in zip(one[:3], other[:3], strict=True)), (given, rest)
                 assert alike(one[3].amax(), other[3].amax())
-                noted("norm_cast", kernels.norm_cast_by_kernel, (*given, *rest), one, 1 + agreed % 3)
+                noted("norm_cast", kernels.launch_norm_cast, (*given, *rest), one, 1 + agreed % 3)
                 agreed += 1
     return agreed
 
@@ -200,28 +211,34 @@ def main() -> int:
     import triton.runtime.interpreter as interpreter
 
     complete(interpreter)
-    from bitplan.executions.native.float8_cast_kernel import amax_by_kernel, cast_by_kernel, joined_by_kernel
+    from bitplan.executions.native.float8_cast_kernel import (
+        launch_float8_amax,
+        launch_float8_amax_batch,
+        launch_float8_cast,
+    )
 
     agreed = 0
     np.seterr(all="ignore")
-    some, reaches = samples()[1:6], [torch.tensor(float(number % 2)) for number in range(5)]
-    for tops, x, reach in zip(joined_by_kernel(itself, some, reaches), some, reaches, strict=True):
-        assert same(tops.amax(), amax_by_kernel(itself, x, reach).amax())
+    some, history_amaxes = samples()[1:6], [torch.tensor(float(number % 2)) for number in range(5)]
+    for tops, x, history_amax in zip(
+        launch_float8_amax_batch(launch_directly, some, history_amaxes), some, history_amaxes, strict=True
+    ):
+        assert same(tops.amax(), launch_float8_amax(launch_directly, x, history_amax).amax())
         assert tops.shape == (512,)
     for x in samples():
-        for reach in (None, torch.tensor(0.0), torch.tensor(1.5)):
-            ours, plain = amax_by_kernel(itself, x, reach), amax_reference(x, reach)
-            assert reach == 1.5 or same(ours.amax(), plain.amax())
+        for history_amax in (None, torch.tensor(0.0), torch.tensor(1.5)):
+            ours, plain = launch_float8_amax(launch_directly, x, history_amax), amax_reference(x, history_amax)
+            assert history_amax == 1.5 or same(ours.amax(), plain.amax())
             for kind, power_of_two in itertools.product(FORMATS, (False, True)):
-                for scaled in (True, False) if reach is None and not power_of_two else (True,):
-                    rest = (reach, power_of_two, True, True, True)
+                for scaled in (True, False) if history_amax is None and not power_of_two else (True,):
+                    rest = (history_amax, power_of_two, True, True, True)
                     parts = plain if power_of_two else ours  # one part, or many
-                    one = cast_by_kernel(itself, x, kind, parts if scaled else None, *rest)
+                    one = launch_float8_cast(launch_directly, x, kind, parts if scaled else None, *rest)
                     other = cast_reference(x, kind, plain if scaled else None, *rest)
                     assert all(same(*pair) for pair in zip(one[:3], other[:3], strict=True)), (x, rest, kind)
                     assert same(one[3].amax(), other[3].amax())
                     if power_of_two:
-                        noted("float8_cast", cast_by_kernel, (x, kind, parts, *rest), one, 1 + agreed % 3)
+                        noted("float8_cast", launch_float8_cast, (x, kind, parts, *rest), one, 1 + agreed % 3)
                     agreed += 1
     return agreed + gated() + norms()
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bitplan
 from bitplan import Plan
 from bitplan.compiler.compiling import recast_operands
-from bitplan.compiler.native_backend import RecomputePartitioner, RecomputePolicy
+from bitplan.compiler.partitioning import RecomputePartitioner, RecomputePolicy
 from bitplan.executions.native.float8_cast import FORMATS, cast_float8
 from bitplan.lab.models.language_models import LlamaBlocks
 from bitplan.numerics.quantizer import make_quantizer
@@ -72,13 +72,13 @@ def test_codes_are_those_of_the_quantizer(sample: str, dtype: torch.dtype, kind:
 
 def test_a_reach_decides_where_it_is_known() -> None:
     x = torch.tensor([[1.0, -900.0, 3e38]])
-    known = cast_float8(x, E4M3, reach=torch.tensor(896.0), gathers=True)
+    known = cast_float8(x, E4M3, history_amax=torch.tensor(896.0), returns_amax=True)
     assert known.rows.float().tolist() == [[0.5, -448.0, 448.0]]
     assert known.scale == 2
-    assert known.tops.amax() == torch.tensor(3e38)
-    unknown = cast_float8(x, E4M3, reach=torch.tensor(0.0))
+    assert known.tile_amax.amax() == torch.tensor(3e38)
+    unknown = cast_float8(x, E4M3, history_amax=torch.tensor(0.0))
     assert torch.equal(unknown.rows.float(), cast_float8(x, E4M3).rows.float())
-    assert unknown.tops.numel() == 0
+    assert unknown.tile_amax.numel() == 0
 
 
 def test_an_empty_matrix_and_a_layout_that_is_not_asked_for() -> None:
@@ -91,10 +91,10 @@ def test_an_empty_matrix_and_a_layout_that_is_not_asked_for() -> None:
 
 def test_torch_finds_the_operations_well_defined() -> None:
     x = torch.randn(5, 7)
-    for reach in (None, torch.tensor(2.0)):
-        torch.library.opcheck(torch.ops.bitplan.float8_amax, (x, reach))
-        parts = torch.ops.bitplan.float8_amax(x, reach)
-        given = (x, E4M3, parts, reach, False, True, True, True)
+    for history_amax in (None, torch.tensor(2.0)):
+        torch.library.opcheck(torch.ops.bitplan.float8_amax, (x, history_amax))
+        parts = torch.ops.bitplan.float8_amax(x, history_amax)
+        given = (x, E4M3, parts, history_amax, False, True, True, True)
         torch.library.opcheck(torch.ops.bitplan.float8_cast, given)
 
 

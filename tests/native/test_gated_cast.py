@@ -20,15 +20,15 @@ from bitplan import Plan
 from bitplan.compiler import gated_fusion as gated_fusing
 from bitplan.compiler.gated_fusion import fuse_gates
 from bitplan.compiler.launching import KernelInliningPass, inline_kernels
-from bitplan.compiler.native_backend import RecomputePartitioner, RecomputePolicy
+from bitplan.compiler.partitioning import RecomputePartitioner, RecomputePolicy
 from bitplan.executions.native import gated_cast
 from bitplan.executions.native.backends import Float8Backend
-from bitplan.executions.native.float8_cast import cast_float8, tiles_of
+from bitplan.executions.native.float8_cast import cast_float8, tile_count
 from bitplan.executions.native.gated_cast import (
     e4m3_reference,
     gated_grads_reference,
     gated_product_reference,
-    squares_of,
+    grads_tile_count,
 )
 from bitplan.lab.models.language_models import LlamaBlocks
 from bitplan.numerics import quantizer
@@ -58,39 +58,43 @@ def test_the_numbers_are_those_of_torch_to_a_rounding() -> None:
         assert torch.allclose(ours.double(), right, rtol=2**-8, atol=1e-6)  # half a unit in bfloat16's last place
 
 
-@pytest.mark.parametrize("reach", [0.0, 2.0])
-def test_the_operations_cast_these_numbers(reach: float) -> None:
+@pytest.mark.parametrize("history_amax", [0.0, 2.0])
+def test_the_operations_cast_these_numbers(history_amax: float) -> None:
     gate, up, grad = halves()
-    known = torch.tensor(reach)
+    known = torch.tensor(history_amax)
     for codes in (False, True):
         parts = OURS.gated_amax(gate, up, known, codes)
         rows, columns, scale, tops, *small = OURS.gated_cast(
             gate, up, E4M3, parts, known, True, True, True, codes, grad
         )
         read = [e4m3_reference(each) for each in (gate, up)] if codes else [gate, up]
-        wanted = cast_float8(gated_product_reference(*read), E4M3, power_of_two=True, reach=known, gathers=True)
+        wanted = cast_float8(
+            gated_product_reference(*read), E4M3, power_of_two=True, history_amax=known, returns_amax=True
+        )
         found = (rows, columns, scale, tops.amax())
-        for ours, other in zip(found, (*wanted[:3], wanted.tops.amax()), strict=True):
+        for ours, other in zip(found, (*wanted[:3], wanted.tile_amax.amax()), strict=True):
             assert torch.equal(ours.float(), other.float())
         assert all(torch.equal(one.float(), two.float()) for one, two in zip(small, read, strict=True)) or not codes
         assert codes or all(each.numel() == 0 for each in small)
     parts = OURS.gated_grads_amax(grad, gate, up, known, known)
     both = OURS.gated_grads_cast(grad, gate, up, E5M2, *parts, known, known, True, True, True)
     for at, plain in zip((0, 4), gated_grads_reference(grad, gate, up), strict=True):
-        wanted = cast_float8(plain, E5M2, power_of_two=True, reach=known, gathers=True)
+        wanted = cast_float8(plain, E5M2, power_of_two=True, history_amax=known, returns_amax=True)
         for ours, other in zip(both[at : at + 4], wanted, strict=True):
             assert torch.equal(ours.float(), other.float())
 
 
 def test_torch_finds_the_operations_well_defined() -> None:
     gate, up, grad = halves()
-    reach = torch.tensor(2.0)
-    torch.library.opcheck(OURS.gated_amax, (gate, up, reach, True))
-    torch.library.opcheck(OURS.gated_grads_amax, (grad, gate, up, reach, reach))
-    parts = OURS.gated_amax(gate, up, reach, True)
+    history_amax = torch.tensor(2.0)
+    torch.library.opcheck(OURS.gated_amax, (gate, up, history_amax, True))
+    torch.library.opcheck(OURS.gated_grads_amax, (grad, gate, up, history_amax, history_amax))
+    parts = OURS.gated_amax(gate, up, history_amax, True)
     for codes in (False, True):
-        torch.library.opcheck(OURS.gated_cast, (gate, up, E4M3, parts, reach, True, False, True, codes))
-    torch.library.opcheck(OURS.gated_grads_cast, (grad, gate, up, E5M2, parts, parts, reach, reach, False, True, False))
+        torch.library.opcheck(OURS.gated_cast, (gate, up, E4M3, parts, history_amax, True, False, True, codes))
+    torch.library.opcheck(
+        OURS.gated_grads_cast, (grad, gate, up, E5M2, parts, parts, history_amax, history_amax, False, True, False)
+    )
 
 
 # --- graphs -------------------------------------------------------------------------------------------------
@@ -186,7 +190,7 @@ def traced(function: Any, *given: Tensor) -> fx.Graph:
 
 
 def cast(x: Tensor, **settings: Any) -> Tensor:
-    given: dict[str, Any] = {"power_of_two": True, "reach": torch.ones(()), **settings}
+    given: dict[str, Any] = {"power_of_two": True, "history_amax": torch.ones(()), **settings}
     return cast_float8(x, E4M3, **given).rows
 
 
@@ -280,11 +284,13 @@ def test_what_is_stored_compiled_knows_the_switch(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, whose kernels are traced")
 @pytest.mark.usefixtures("gpu_in_name")
 def test_kernels_become_launches_that_write_nothing_but_their_results() -> None:
-    def step(gate: Tensor, up: Tensor, grad: Tensor, reach: Tensor) -> tuple[Tensor, ...]:
-        parts = OURS.gated_amax(gate, up, reach, True)
-        cast = OURS.gated_cast(gate, up, E4M3, parts, reach, True, False, True, True)
-        both = OURS.gated_grads_amax(grad, *cast[4:], reach, reach)
-        return *cast[:4], *OURS.gated_grads_cast(grad, *cast[4:], E5M2, *both, reach, reach, True, True, True)
+    def step(gate: Tensor, up: Tensor, grad: Tensor, history_amax: Tensor) -> tuple[Tensor, ...]:
+        parts = OURS.gated_amax(gate, up, history_amax, True)
+        cast = OURS.gated_cast(gate, up, E4M3, parts, history_amax, True, False, True, True)
+        both = OURS.gated_grads_amax(grad, *cast[4:], history_amax, history_amax)
+        return *cast[:4], *OURS.gated_grads_cast(
+            grad, *cast[4:], E5M2, *both, history_amax, history_amax, True, True, True
+        )
 
     with FakeTensorMode():
         given = [torch.empty(300, 130, dtype=torch.bfloat16) for _ in range(3)]
@@ -295,11 +301,11 @@ def test_kernels_become_launches_that_write_nothing_but_their_results() -> None:
     for node in module.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional):
         kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
         found[kernel.fn.__name__] = (node.kwargs["grid"], set(node.kwargs["tensors_to_clone"]))
-    squares = {f"{half}_{what}" for half in ("gate", "up") for what in ("rows", "columns", "scale", "tops")}
-    assert (tiles_of(300, 130), squares_of(300, 130)) == (6, 24)
+    squares = {f"{half}_{what}" for half in ("gate", "up") for what in ("rows", "columns", "scale", "tile_amax")}
+    assert (tile_count(300, 130), grads_tile_count(300, 130)) == (6, 24)
     assert found == {
-        "_amax_of_gated": ([(512, 1, 1)], {"tops"}),
-        "_cast_gated_tile": ([(6, 1, 1)], {"as_rows", "scale_out", "tops", "gate_codes", "up_codes"}),
-        "_amax_of_grads": ([(512, 1, 1)], {"gate_tops", "up_tops"}),
+        "_gated_amax": ([(512, 1, 1)], {"out"}),
+        "_cast_gated_tile": ([(6, 1, 1)], {"as_rows", "scale_out", "tile_amax", "gate_codes", "up_codes"}),
+        "_gated_grads_amax": ([(512, 1, 1)], {"gate_out", "up_out"}),
         "_cast_grads_tile": ([(6, 1, 1)], squares),
     }

@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import bitplan
 from bitplan import Plan
 from bitplan.compiler import launching, torch_private
+from bitplan.compiler.batch_norm_fusion import cast_with_channel_stats_reference
 from bitplan.compiler.kernel_ops import OPERATIONS, KernelOp
 from bitplan.compiler.launching import (
     OPTION,
@@ -28,7 +29,6 @@ from bitplan.compiler.launching import (
     inline_kernels,
     with_kernel_inlining,
 )
-from bitplan.compiler.moments import coded_moments, plain_coded_moments
 from bitplan.executions.native.float8_cast import amax_reference, cast_float8, cast_reference
 
 E4M3 = torch.float8_e4m3fn
@@ -36,21 +36,21 @@ E4M3 = torch.float8_e4m3fn
 
 def stand_in(name: str, plain: Callable[..., Any]) -> KernelOp:
     """An operation that launches nothing: what a CPU does takes the place of the kernels."""
-    return KernelOp(name, lambda *given, wrap: plain(*given), OPERATIONS[name].is_possible, ())
+    return KernelOp(name, lambda *given, wrap: plain(*given), OPERATIONS[name].supports, ())
 
 
 PLAIN = {
     "float8_amax": stand_in("float8_amax", amax_reference),
     "float8_cast": stand_in("float8_cast", cast_reference),
-    "coded_moments": stand_in("coded_moments", plain_coded_moments),
+    "cast_with_channel_stats": stand_in("cast_with_channel_stats", cast_with_channel_stats_reference),
 }
 
 
 def step(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     """Every operation, one of whose results is not used and one of which is used twice."""
-    cast = cast_float8(2 * x, E4M3, gathers=True)
-    code, var, mean = coded_moments(y + 1, E4M3)
-    return cast.rows.float() * cast.scale, cast.columns.float() + cast.scale, code.float(), var + mean, cast.tops
+    cast = cast_float8(2 * x, E4M3, returns_amax=True)
+    code, var, mean = torch.ops.bitplan.cast_with_channel_stats(y + 1, E4M3)
+    return cast.rows.float() * cast.scale, cast.columns.float() + cast.scale, code.float(), var + mean, cast.tile_amax
 
 
 def traced(*given: Tensor, mode: str = "fake") -> fx.GraphModule:
@@ -72,7 +72,7 @@ def inputs(layout: torch.memory_format = torch.channels_last) -> tuple[Tensor, T
 def test_what_an_operation_does_takes_its_place() -> None:
     module = traced(*inputs())
     wanted = module(*inputs())
-    assert names_of(module.graph) == ["float8_amax", "float8_cast", "coded_moments"]
+    assert names_of(module.graph) == ["float8_amax", "float8_cast", "cast_with_channel_stats"]
     assert inline_kernels(module.graph, "cpu", PLAIN) == 3
     module.graph.lint()
     module.recompile()
@@ -90,7 +90,7 @@ def test_operations_stay_on_other_devices_with_unknown_sizes_and_in_other_layout
     assert inline_kernels(unknown.graph, "cpu", PLAIN) == 0
     rows_first = traced(*inputs(torch.contiguous_format))
     assert inline_kernels(rows_first.graph, "cpu", PLAIN) == 2
-    assert names_of(rows_first.graph) == ["coded_moments"]
+    assert names_of(rows_first.graph) == ["cast_with_channel_stats"]
 
 
 class Theirs(CustomGraphPass):
@@ -159,7 +159,7 @@ def test_torch_looks_once_into_a_kernel_of_ours(monkeypatch: pytest.MonkeyPatch)
     undo = cache_access_analyses()
     looked: Any = launching.triton_kernel_wrap.identify_mutated_tensors
     given: dict[str, Any] = {"x": torch.ones(3), "count": 3}
-    for module in ("bitplan.compiler.moments_kernel", "elsewhere"):
+    for module in ("bitplan.compiler.batch_norm_fusion_kernel", "elsewhere"):
         written = type("written", (), {"__module__": module})  # where a function would be
         kernel = SimpleNamespace(fn=SimpleNamespace(fn=written))
         for values in (
@@ -169,7 +169,7 @@ def test_torch_looks_once_into_a_kernel_of_ours(monkeypatch: pytest.MonkeyPatch)
             {**given, "x": torch.ones(3).half()},
         ):
             assert looked(kernel, values, {}) == ["x", "count"]
-    assert looks == ["bitplan.compiler.moments_kernel"] * 3 + ["elsewhere"] * 4
+    assert looks == ["bitplan.compiler.batch_norm_fusion_kernel"] * 3 + ["elsewhere"] * 4
     undo()
     assert launching.triton_kernel_wrap.identify_accessed_tensors is look
 
@@ -183,7 +183,7 @@ def test_native_models_are_compiled_with_it(monkeypatch: pytest.MonkeyPatch, rec
         asked.append(config_patches)
         return gm.forward
 
-    monkeypatch.setattr("bitplan.compiler.native_backend.compile_fx", compile_fx)
+    monkeypatch.setattr("bitplan.compiler.torch_private.compile_fx", compile_fx)
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
     model, x = nn.Linear(32, 16), torch.randn(6, 32)
     rule = {operand: {"format": "int8", "scale": "tensor"} for operand in ("x", "w", "dy")}
@@ -194,7 +194,7 @@ def test_native_models_are_compiled_with_it(monkeypatch: pytest.MonkeyPatch, rec
 
 
 def test_packed_models_are_compiled_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bitplan.compiler.packed_backend import compile_packed
+    from bitplan.compiler.backends import compile_packed
 
     asked: list[Any] = []
 
@@ -225,10 +225,10 @@ def test_kernels_become_launches_that_write_nothing_but_their_results() -> None:
         kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
         found[kernel.fn.__name__] = (node.kwargs["grid"], set(node.kwargs["tensors_to_clone"]))
     assert found == {
-        "_amax_of_parts": ([(512, 1, 1)], {"tops"}),
-        "_cast_tile": ([(6, 1, 1)], {"as_rows", "as_columns", "scale_out", "tops"}),
-        "_coded_and_summed": ([(3, 1, 1)], {"code", "means", "squares"}),
-        "_put_together": ([(2, 1, 1)], {"var", "mean"}),
+        "_partial_amax": ([(512, 1, 1)], {"out"}),
+        "_cast_tile": ([(6, 1, 1)], {"as_rows", "as_columns", "scale_out", "tile_amax"}),
+        "_cast_and_sum": ([(3, 1, 1)], {"codes_out", "means", "squares"}),
+        "_combine_chunks": ([(2, 1, 1)], {"var", "mean"}),
     }
     # What the kernels read is written down once, before them; results have the layouts that the operations have.
     forced = module.graph.find_nodes(op="call_function", target=force_stride_order)

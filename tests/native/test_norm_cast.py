@@ -19,9 +19,9 @@ from bitplan import Plan
 from bitplan.compiler import norm_fusion as norm_fusing
 from bitplan.compiler.gated_fusion import fuse_gates
 from bitplan.compiler.launching import KernelInliningPass, inline_kernels
-from bitplan.compiler.native_backend import RecomputePartitioner, RecomputePolicy
 from bitplan.compiler.norm_fusion import fuse_norms
-from bitplan.executions.native.float8_cast import cast_float8, tiles_of
+from bitplan.compiler.partitioning import RecomputePartitioner, RecomputePolicy
+from bitplan.executions.native.float8_cast import cast_float8, tile_count
 from bitplan.executions.native.norm_cast import rms_norm_reference
 from bitplan.lab.models.language_models import LlamaBlocks
 
@@ -45,12 +45,14 @@ def test_the_numbers_are_those_of_torch(dtype: torch.dtype) -> None:
     assert torch.equal(rms_norm_reference(x, torch.rsqrt(mean + EPS), weight, None), wanted)
 
 
-@pytest.mark.parametrize("reach", [0.0, 2.0])
+@pytest.mark.parametrize("history_amax", [0.0, 2.0])
 @pytest.mark.parametrize("eps", [EPS, None])
-def test_the_operations_cast_these_numbers(reach: float, eps: float | None) -> None:
+def test_the_operations_cast_these_numbers(history_amax: float, eps: float | None) -> None:
     x, mean, weight = given()
-    known, read = torch.tensor(reach), (x, mean if eps else torch.rsqrt(mean + EPS), weight, eps)
-    wanted = cast_float8(F.rms_norm(x, (48,), weight, EPS), E4M3, power_of_two=True, reach=known, gathers=True)
+    known, read = torch.tensor(history_amax), (x, mean if eps else torch.rsqrt(mean + EPS), weight, eps)
+    wanted = cast_float8(
+        F.rms_norm(x, (48,), weight, EPS), E4M3, power_of_two=True, history_amax=known, returns_amax=True
+    )
     parts = OURS.norm_amax(*read, known)
     found = OURS.norm_cast(*read, E4M3, parts, known, True, True, True, x)
     for ours, other in zip(found, wanted, strict=True):
@@ -59,11 +61,11 @@ def test_the_operations_cast_these_numbers(reach: float, eps: float | None) -> N
 
 def test_torch_finds_the_operations_well_defined() -> None:
     x, mean, weight = given()
-    reach = torch.tensor(2.0)
-    torch.library.opcheck(OURS.norm_amax, (x, mean, weight, EPS, reach))
-    parts = OURS.norm_amax(x, mean, weight, None, reach)
+    history_amax = torch.tensor(2.0)
+    torch.library.opcheck(OURS.norm_amax, (x, mean, weight, EPS, history_amax))
+    parts = OURS.norm_amax(x, mean, weight, None, history_amax)
     for layouts in ((True, False), (False, True), (True, True)):
-        torch.library.opcheck(OURS.norm_cast, (x, mean, weight, EPS, E5M2, parts, reach, *layouts, layouts[0]))
+        torch.library.opcheck(OURS.norm_cast, (x, mean, weight, EPS, E5M2, parts, history_amax, *layouts, layouts[0]))
 
 
 # --- graphs -------------------------------------------------------------------------------------------------
@@ -120,7 +122,7 @@ def traced(function: Any, *given: Tensor) -> fx.GraphModule:
 
 
 def cast(x: Tensor, **settings: Any) -> Tensor:
-    given: dict[str, Any] = {"power_of_two": True, "reach": torch.ones(()), **settings}
+    given: dict[str, Any] = {"power_of_two": True, "history_amax": torch.ones(()), **settings}
     return cast_float8(x.flatten(0, -2), E4M3, **given).rows
 
 
@@ -195,7 +197,7 @@ def test_only_what_fits_exactly_is_joined(monkeypatch: pytest.MonkeyPatch) -> No
     def otherwise(**settings: Any) -> Any:
         return lambda x, weight: cast(F.rms_norm(x, (48,), weight), **settings)
 
-    of_the_present, of_any_size = otherwise(reach=None), otherwise(power_of_two=False)
+    of_the_present, of_any_size = otherwise(history_amax=None), otherwise(power_of_two=False)
     for function in (
         of_the_present,
         of_any_size,
@@ -232,9 +234,9 @@ def test_what_is_stored_compiled_knows_the_switches(monkeypatch: pytest.MonkeyPa
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, whose kernels are traced")
 @pytest.mark.usefixtures("gpu_in_name")
 def test_kernels_become_launches_that_write_nothing_but_their_results() -> None:
-    def step(x: Tensor, spread: Tensor, weight: Tensor, reach: Tensor) -> tuple[Tensor, ...]:
-        parts = OURS.norm_amax(x, spread, weight, EPS, reach)
-        return OURS.norm_cast(x, spread, weight, None, E4M3, parts, reach, True, False, True)  # type: ignore[no-any-return]
+    def step(x: Tensor, row_stats: Tensor, weight: Tensor, history_amax: Tensor) -> tuple[Tensor, ...]:
+        parts = OURS.norm_amax(x, row_stats, weight, EPS, history_amax)
+        return OURS.norm_cast(x, row_stats, weight, None, E4M3, parts, history_amax, True, False, True)  # type: ignore[no-any-return]
 
     with FakeTensorMode():
         x, weight = (torch.empty(size, dtype=torch.bfloat16) for size in ((300, 130), (130,)))
@@ -246,6 +248,6 @@ def test_kernels_become_launches_that_write_nothing_but_their_results() -> None:
         kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
         found[kernel.fn.__name__] = (node.kwargs["grid"], set(node.kwargs["tensors_to_clone"]))
     assert found == {
-        "_amax_of_norm": ([(512, 1, 1)], {"tops"}),
-        "_cast_norm_tile": ([(tiles_of(300, 130), 1, 1)], {"as_rows", "scale_out", "tops"}),
+        "_norm_amax": ([(512, 1, 1)], {"out"}),
+        "_cast_norm_tile": ([(tile_count(300, 130), 1, 1)], {"as_rows", "scale_out", "tile_amax"}),
     }

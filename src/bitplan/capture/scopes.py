@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from bitplan.capture.decompositions import DECOMPOSITIONS, TRANSPARENT
 from bitplan.capture.ops import FUSED, REGIONS, name_of, traceable
 from bitplan.compiler import torch_private
-from bitplan.compiler.packed_backend import refuse_other_backends
+from bitplan.compiler.backends import refuse_other_backends
 from bitplan.compiler.torch_patches import Undo, replace_attribute
 from bitplan.compiler.torch_private import (
     CHECKPOINT_GENERATOR,
@@ -42,7 +42,7 @@ from bitplan.compiler.torch_private import (
     torch_function_mode_at,
     torch_function_stack_depth,
 )
-from bitplan.compiler.tracing import VERSION, constant_when_traced, depend_on
+from bitplan.compiler.tracing import VERSION, constant_when_traced, guard_on
 from bitplan.executions.packed.saved_tensors import SavedTensorPacker
 from bitplan.numerics.wire_format import LOSS_PATH
 
@@ -245,7 +245,7 @@ class _Planned:
         interceptor = self.__dict__[_STATE].interceptor
         interceptor.on_call(self, args, kwargs)
         if torch.compiler.is_compiling():
-            depend_on(self.__dict__[VERSION])
+            guard_on(self.__dict__[VERSION])
         if interceptor.packer is not None:
             if torch.compiler.is_compiling():
                 refuse_other_backends()
@@ -470,7 +470,7 @@ def in_loss_scope(
 
     def planned_loss(*args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling():
-            depend_on(holder.__dict__[VERSION])
+            guard_on(holder.__dict__[VERSION])
         if interceptor.packer is not None and not torch.compiler.is_compiling() and innermost_scope() is None:
             with interceptor.packer.hooks(), Scope(interceptor, holder):
                 return function(*args, **kwargs)

@@ -57,6 +57,10 @@ TaskArgument = Annotated[
 OptionalTaskArgument = Annotated[
     str | None, typer.Argument(metavar="TASK", help=_TASK_HELP, autocompletion=complete_task, show_default=False)
 ]
+ExecutionOption = Annotated[
+    str | None,
+    typer.Option(help="emulate, packed or native (default: as the plan says, else emulate).", show_default=False),
+]
 TaskSettingsOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the task's recipe; repeatable.")
 ]

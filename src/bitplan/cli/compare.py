@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from bitplan.cli.arguments import TaskArgument, TaskSettingsOption, complete_plan
+from bitplan.cli.arguments import ExecutionOption, TaskArgument, TaskSettingsOption, complete_plan
 from bitplan.cli.output import JsonOption, Output, command_output, make_folder
 from bitplan.cli.runs import print_experiment, write_page
 from bitplan.cli.train import STOPPED
@@ -75,7 +75,7 @@ def compare_command(
         int, typer.Option("--jobs", "-j", min=1, help="Processes side by side, which share the cores.")
     ] = 1,
     settings: TaskSettingsOption = None,
-    execution: Annotated[str, typer.Option(help="How plans are carried out.")] = "emulate",
+    execution: ExecutionOption = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")] = "cpu",
     compile: Annotated[bool, typer.Option("--compile", help="Run training steps through torch.compile.")] = False,
     out: Annotated[
@@ -108,7 +108,7 @@ class Comparison:
 
     task: str
     settings: tuple[str, ...] = ()
-    execution: str = "emulate"
+    execution: str | None = None
     device: str = "cpu"
     compile: bool = False
 
@@ -120,7 +120,8 @@ class Comparison:
         """
         if out is not None:
             return out
-        special = [self.execution] * (self.execution != "emulate") + [self.device] * (self.device != "cpu")
+        special = [] if self.execution in (None, "emulate") else [self.execution]
+        special += [self.device] * (self.device != "cpu")
         special += ["compiled"] * self.compile
         task = Path(self.task.partition(":")[0]).stem
         variant = suite or "-".join(slug(choice.label) for choice in choices_of(plans))[:60]
@@ -133,7 +134,7 @@ class Comparison:
         arguments += ["--seeds", str(seeds)]
         for setting in self.settings:
             arguments += ["--set", setting]
-        if self.execution != "emulate":
+        if self.execution is not None:
             arguments += ["--execution", self.execution]
         if self.device != "cpu":
             arguments += ["--device", self.device]

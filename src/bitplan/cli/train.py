@@ -21,7 +21,7 @@ from rich.progress import Progress as Bar
 from bitplan.analysis.cost import estimate_cost
 from bitplan.analysis.explain import explain
 from bitplan.analysis.targets import file_sha256, in_words, named_file, running
-from bitplan.cli.arguments import OptionalTaskArgument, TaskSettingsOption, complete_plan
+from bitplan.cli.arguments import ExecutionOption, OptionalTaskArgument, TaskSettingsOption, complete_plan
 from bitplan.cli.assign import FormatsOption, OrderOption
 from bitplan.cli.output import FittedTable, JsonOption, Output, command_output
 from bitplan.errors import BitplanError, BitplanWarning, RunError, TaskError
@@ -31,7 +31,7 @@ from bitplan.lab.tasks.registry import find_task, task_names
 from bitplan.lab.tasks.task import Task
 from bitplan.lab.train import Progress, RunFolder, Summary, fresh_folder, train
 from bitplan.lab.train.checkpoint import checkpoints_in
-from bitplan.lab.train.config import command_of, plan_name
+from bitplan.lab.train.config import command_of, plan_name, resolve_execution
 from bitplan.lab.train.loop import chosen_device, stop_on_signals
 from bitplan.planners.assign.assign import LOSS_SCALE
 from bitplan.plans import ROLES, Plan
@@ -80,7 +80,7 @@ def train_command(
             show_default=False,
         ),
     ] = None,
-    execution: Annotated[str, typer.Option(help="How the plan is carried out.")] = "emulate",
+    execution: ExecutionOption = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")] = "cpu",
     compile: Annotated[bool, typer.Option("--compile", help="Run training steps through torch.compile.")] = False,
     seed: Annotated[int, typer.Option(help="Of weights, data and random rounding.")] = 0,
@@ -204,7 +204,7 @@ class _RunRequest:
         plan: Plan | None,
         plan_source: str | None,
         folder: Path,
-        execution: str,
+        execution: str | None,
         device: str,
         compile: bool,
         checkpoint_every: int | None,
@@ -394,7 +394,7 @@ def _describe(request: _RunRequest, output: Output) -> None:
     )
     state = _state_of(request.folder)
     command = command_of(
-        *(request.task, request.task_source, request.plan_source),
+        *(request.task, request.task_source, request.plan, request.plan_source),
         execution=request.execution,
         device=chosen_device(request.device),
         compile=request.compile,
@@ -417,8 +417,9 @@ def _describe(request: _RunRequest, output: Output) -> None:
     if output.as_json:
         return
     console = output.console
+    execution = resolve_execution(request.plan, request.execution).kind
     console.print(
-        f"{request.task.name}, {request.plan_label}, seed {request.task.seed}, {request.execution} on {request.device}"
+        f"{request.task.name}, {request.plan_label}, seed {request.task.seed}, {execution} on {request.device}"
     )
     console.print("settings: " + ", ".join(f"{key}={value}" for key, value in settings.items()))
     table = FittedTable()

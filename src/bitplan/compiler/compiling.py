@@ -1,11 +1,8 @@
-"""Compiling a planned model: which backend takes its graphs, what they keep for the backward pass, what is guarded.
+"""Compiling a planned model: the backend of its execution, recomputation in the backward pass, and guards.
 
-Inductor compiles in any case. Packed execution cuts graphs by the plan's codes
-(:mod:`bitplan.compiler.packed_backend`),
-native execution by what is to be spared (:mod:`bitplan.compiler.native_backend`), and emulation leaves the cut to
-torch.
-Before every call torch checks whether its graph still holds: of all that a plan says, it checks one word a module
-(:mod:`bitplan.compiler.tracing`).
+Inductor compiles in every case. Packed and native execution bring partitioners of their own
+(:mod:`bitplan.compiler.partitioning`); emulation uses torch's. Of all that a plan decides, a compiled graph guards one
+version per module (:mod:`bitplan.compiler.tracing`).
 """
 
 from __future__ import annotations
@@ -16,18 +13,18 @@ import torch
 from torch import nn
 
 from bitplan.compiler import torch_private
-from bitplan.compiler.packed_backend import BACKEND
-from bitplan.compiler.tracing import guarded_by_version
+from bitplan.compiler.backends import BACKEND, native_backend
+from bitplan.compiler.tracing import keep_guards
 from bitplan.plans.execution import ExecutionOptions, Native
 from bitplan.runtime.installation import Installation
 
 if TYPE_CHECKING:
-    from bitplan.compiler.native_backend import RecomputePolicy
+    from bitplan.compiler.partitioning import RecomputePolicy
     from bitplan.compiler.torch_private import CustomPartitionerFn
 
 
 class Compiler:
-    """Compiles a model with a plan in it, as its execution wants it."""
+    """Compiles a model that a plan is attached to, as its execution requires."""
 
     def __init__(self, execution: ExecutionOptions, installation: Installation) -> None:
         self.execution = execution
@@ -57,7 +54,7 @@ class Compiler:
             fullgraph=fullgraph,
             dynamic=dynamic,
             backend=backend,
-            options={"guard_filter_fn": guarded_by_version, **settings},
+            options={"guard_filter_fn": keep_guards, **settings},
         )
 
     def _backend(self) -> Any:
@@ -65,24 +62,20 @@ class Compiler:
             return BACKEND
         if self.execution.kind != "native":
             return "inductor"
-        from bitplan.compiler.native_backend import native_backend
-
-        sparing = self._sparing()
-        return "inductor" if sparing.is_plain else native_backend(sparing)
+        policy = self._recompute_policy()
+        return "inductor" if policy.is_plain else native_backend(policy)
 
     def partitioner(self) -> CustomPartitionerFn | None:
-        """What cuts a graph into forward and backward; None: torch's own."""
+        """The partitioner of this execution; None for torch's own."""
+        from bitplan.compiler.partitioning import PackedPartitioner, RecomputePartitioner
+
         if self.execution.kind == "packed":
-            from bitplan.compiler.partitioning import PackedPartitioner
-
             return PackedPartitioner()
-        from bitplan.compiler.native_backend import RecomputePartitioner
+        policy = self._recompute_policy()
+        return None if policy.is_plain else RecomputePartitioner(policy)
 
-        sparing = self._sparing()
-        return None if sparing.is_plain else RecomputePartitioner(sparing)
-
-    def _sparing(self) -> RecomputePolicy:
-        from bitplan.compiler.native_backend import RecomputePolicy
+    def _recompute_policy(self) -> RecomputePolicy:
+        from bitplan.compiler.partitioning import RecomputePolicy
 
         places = (place for action in self.installation.actions() for place in action.places.values())
         codes = any(place.keeps_codes for place in places)
@@ -91,12 +84,12 @@ class Compiler:
 
 
 def recomputed_by(execution: ExecutionOptions) -> frozenset[str]:
-    """What compiled code recomputes in the backward pass: a subset of weights, activations and products."""
+    """What compiled code recomputes in the backward pass: any of weights, activations and products."""
     return execution.recomputed if isinstance(execution, Native) else frozenset()
 
 
 def recast_operands(execution: ExecutionOptions) -> tuple[str, ...]:
-    """The operands of linear layers that compiled code casts again in the backward pass instead of saving codes."""
+    """The operands of linear layers that compiled code recasts in the backward pass instead of saving their codes."""
     recomputed = recomputed_by(execution)
     operands = {"x": "activations", "w": "weights"}
     return tuple(operand for operand, name in operands.items() if name in recomputed)

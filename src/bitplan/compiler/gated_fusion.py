@@ -1,5 +1,5 @@
-"""Casts of a gate's product and gradients, joined with what computes them (see
-:mod:`bitplan.executions.native.gated_cast`)."""
+"""A graph pass that fuses silu(gate) * up and its gradients with their casts
+(:mod:`bitplan.executions.native.gated_cast`)."""
 
 from __future__ import annotations
 
@@ -14,209 +14,199 @@ from bitplan.compiler.patterns import (
     call,
     convert,
     find_casts,
-    is_given,
-    is_kept,
+    is_external,
+    is_output,
     is_view,
     match_pattern,
+    move_before,
     ours,
-    part,
     readers,
     replace_cast,
-    traced_pattern,
-    viewed,
+    result_of,
+    trace_pattern,
+    view_as,
 )
-from bitplan.executions.native.gated_cast import READ
+from bitplan.executions.native.gated_cast import INPUT_DTYPES
 
-#: Whether compiled graphs have casts joined with what they cast; to compare.
+#: A switch for comparisons: whether gates are fused with casts.
 FUSES = True
 
 
 def fuse_gates(graph: fx.Graph, device: str = "cuda") -> int:
-    """Replace casts of a gate's product, and pairs of casts of its gradients, on that device. How many there were."""
+    """Fuse casts of a gate's product, and pairs of casts of its gradients, on that device. Returns the number."""
     if not FUSES:
         return 0
     casts = find_casts(graph, device)
     if not casts:
         return 0
-    product, to_gate = _patterns()
-    slopes = [(each, found) for each in casts if (found := _matched(to_gate, each.source)) is not None]
-    products = {each: found for each in casts if (found := _matched(product, each.source)) is not None}
-    number = 0
-    for first, found in slopes:
-        # The gradient by `up` is a product, too: of silu(gate) and the gradient that comes.
-        wanted = {"gate": found["gate"], "up": found["grad"]}
-        second = next((each for each, parts in products.items() if parts == wanted and _go_together(each, first)), None)
-        if second is not None and _join_grads(graph, first, second, found):
-            del products[second]
-            number += 1
-    for each, found in products.items():
-        number += _join_product(graph, each, found)
-    return number
-
-
-# --- what to look for ---------------------------------------------------------------------------------------
+    product_pattern, gate_grad_pattern = _patterns()
+    gate_grads = [(cast, match) for cast in casts if (match := _match_gate(gate_grad_pattern, cast.source)) is not None]
+    products = {cast: match for cast in casts if (match := _match_gate(product_pattern, cast.source)) is not None}
+    count = 0
+    for gate_cast, match in gate_grads:
+        # The gradient of `up` is a product, too: of silu(gate) and the incoming gradient.
+        inputs = {"gate": match["gate"], "up": match["grad"]}
+        up_casts = (cast for cast, parts in products.items() if parts == inputs and _can_share_kernel(cast, gate_cast))
+        up_cast = next(up_casts, None)
+        if up_cast is not None and _fuse_grads(graph, gate_cast, up_cast, match):
+            del products[up_cast]
+            count += 1
+    for cast, match in products.items():
+        count += _fuse_product(graph, cast, match)
+    return count
 
 
 @cache
 def _patterns() -> tuple[fx.Node, fx.Node]:
-    """The product, and its gradient by the gate, written out as in a graph."""
+    """The product and the gradient of the gate, as in a graph."""
 
     def product(gate: Tensor, up: Tensor) -> Tensor:
         return torch.nn.functional.silu(gate) * up
 
-    def to_gate(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    def gate_grad(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
         gate = gate.detach().requires_grad_()
         with torch.enable_grad():
-            (found,) = torch.autograd.grad(product(gate, up), gate, grad)
-        return found
+            (result,) = torch.autograd.grad(product(gate, up), gate, grad)
+        return result
 
     size = (2, 3)
-    return traced_pattern(product, gate=size, up=size), traced_pattern(to_gate, grad=size, gate=size, up=size)
+    return trace_pattern(product, gate=size, up=size), trace_pattern(gate_grad, grad=size, gate=size, up=size)
 
 
-def _matched(pattern: fx.Node, node: fx.Node) -> Match | None:
-    """What stands for the pattern's inputs where `node` is computed as it says, if each can be read by a kernel."""
-    size = node.meta["val"].shape
+def _match_gate(pattern: fx.Node, source: fx.Node) -> Match | None:
+    """The pattern's inputs if `source` is computed as the pattern is and a kernel can read each of them."""
+    size = source.meta["val"].shape
 
-    def fits(name: str, each: fx.Node) -> bool:
-        value = each.meta.get("val")
-        dtypes = READ[:1] if name == "grad" else READ
-        is_read = isinstance(value, Tensor) and value.shape == size and value.dtype in dtypes
-        return is_read and _is_written(each)
+    def accepts(name: str, node: fx.Node) -> bool:
+        value = node.meta.get("val")
+        dtypes = INPUT_DTYPES[:1] if name == "grad" else INPUT_DTYPES
+        return isinstance(value, Tensor) and value.shape == size and value.dtype in dtypes and _is_in_memory(node)
 
-    return match_pattern(pattern, node, fits)
+    return match_pattern(pattern, source, accepts)
 
 
-def _is_written(node: fx.Node) -> bool:
-    """Whether a tensor lies in memory anyway: else it would now have to be written, to be read by a kernel.
+def _is_in_memory(node: fx.Node) -> bool:
+    """Whether a tensor is written to memory in any case: otherwise it would have to be, for a kernel to read it.
 
-    Codes are small, and most often kept.
+    Codes are small, and usually saved.
     """
-    return is_given(node) or is_kept(node) or node.meta["val"].dtype in READ[1:]
+    return is_external(node) or is_output(node) or node.meta["val"].dtype in INPUT_DTYPES[1:]
 
 
-def _go_together(one: CastPattern, other: CastPattern) -> bool:
-    """Whether one kernel can write both."""
+def _can_share_kernel(cast: CastPattern, other: CastPattern) -> bool:
+    """Whether one kernel can write both casts."""
     return (
-        one is not other
-        and one.amax is not None
+        cast is not other
+        and cast.amax is not None
         and other.amax is not None
-        and len(one.amax.users) == len(other.amax.users) == 1
-        and (one.matrix, one.args[1], one.args[5:8]) == (other.matrix, other.args[1], other.args[5:8])
+        and len(cast.amax.users) == len(other.amax.users) == 1
+        and (cast.matrix, cast.args[1], cast.args[5:8]) == (other.matrix, other.args[1], other.args[5:8])
     )
 
 
-# --- what takes its place -----------------------------------------------------------------------------------
-
-
-def _join_product(graph: fx.Graph, cast: CastPattern, found: Match) -> bool:
-    _, dtype, parts, reach, _, as_rows, as_columns, gathers, after = cast.args
-    if not all(each < cast.first for each in found.values()):
+def _fuse_product(graph: fx.Graph, cast: CastPattern, match: Match) -> bool:
+    _, dtype, partial_amax, history_amax, _, as_rows, as_columns, returns_amax, after = cast.args
+    if not all(source < cast.first for source in match.values()):
         return False
     with graph.inserting_before(cast.first):
-        gate, up = (viewed(graph, found[name], cast.matrix) for name in ("gate", "up"))
+        gate, up = (view_as(graph, match[name], cast.matrix) for name in ("gate", "up"))
         if cast.amax is not None:
-            parts = call(graph, ours.gated_amax.default, (gate, up, cast.amax.args[1], False), cast.amax)
-            cast.amax.replace_all_uses_with(parts)
+            partial_amax = call(graph, ours.gated_amax.default, (gate, up, cast.amax.args[1], False), cast.amax)
+            cast.amax.replace_all_uses_with(partial_amax)
     with graph.inserting_before(cast.node):
-        given = (gate, up, dtype, parts, reach, as_rows, as_columns, gathers, False, after)
-        joined = call(graph, ours.gated_cast.default, given, cast.node)
-    replace_cast(graph, cast, joined, 0, found["gate"])
-    _take_codes(graph, joined, parts if cast.amax is not None else None, (found["gate"], found["up"]))
+        args = (gate, up, dtype, partial_amax, history_amax, as_rows, as_columns, returns_amax, False, after)
+        fused = call(graph, ours.gated_cast.default, args, cast.node)
+    replace_cast(graph, cast, fused, 0, match["gate"])
+    _fuse_input_casts(graph, fused, partial_amax if cast.amax is not None else None, (match["gate"], match["up"]))
     return True
 
 
-def _join_grads(graph: fx.Graph, by_gate: CastPattern, by_up: CastPattern, found: Match) -> bool:
-    """Both gradients are cast before what waits for either of them: then what they are made of can go.
+def _fuse_grads(graph: fx.Graph, gate_cast: CastPattern, up_cast: CastPattern, match: Match) -> bool:
+    """Cast both gradients before the casts that wait for either of them, so that their inputs can be freed.
 
-    Not before weights that are cast again: in the code that Inductor made, the order then held more at the peak.
+    Not before recasts of weights: in Inductor's order that raised the peak.
     """
-    first = min(by_gate, by_up, key=lambda each: each.node)
-    waiting = [*by_gate.waiting, *by_up.waiting]
-    casts_weights = any(_root(each).op == "placeholder" for each in waiting)
-    place = first.node if casts_weights else min([first.node, *waiting])
-    reaches = [each.args[3] for each in (by_gate, by_up)]
-    if not all(each < place for each in found.values()) or not all(_can_come(each, place) for each in reaches):
+    first = min(gate_cast, up_cast, key=lambda cast: cast.node)
+    waiting = [*gate_cast.waiting, *up_cast.waiting]
+    casts_weights = any(_cast_tensor(cast).op == "placeholder" for cast in waiting)
+    position = first.node if casts_weights else min([first.node, *waiting])
+    history_amaxes = [cast.args[3] for cast in (gate_cast, up_cast)]
+    can_move = all(_can_move_before(node, position) for node in history_amaxes)
+    if not can_move or not all(source < position for source in match.values()):
         return False
-    for reach in reaches:
-        bring(reach, place)
-    _, dtype, _, _, _, *rest, after = first.args
-    with graph.inserting_before(place):
-        matrices = [viewed(graph, found[name], first.matrix) for name in ("grad", "gate", "up")]
-        both = call(graph, ours.gated_grads_amax.default, (*matrices, *reaches), first.node)
-        parts = [part(graph, both, number) for number in range(2)]
-        given = (*matrices, dtype, *parts, *reaches, *rest, after if after is not None and after < place else None)
-        joined = call(graph, ours.gated_grads_cast.default, given, first.node)
-    for number, cast in enumerate((by_gate, by_up)):
-        replace_cast(graph, cast, joined, 4 * number, found["grad"])
-    for each in waiting:
-        if joined < each:
-            _delay(each, joined)
+    for history_amax in history_amaxes:
+        move_before(history_amax, position)
+    _, dtype, _, _, _, *flags, after = first.args
+    with graph.inserting_before(position):
+        matrices = [view_as(graph, match[name], first.matrix) for name in ("grad", "gate", "up")]
+        amaxes = call(graph, ours.gated_grads_amax.default, (*matrices, *history_amaxes), first.node)
+        partial_amaxes = [result_of(graph, amaxes, number) for number in range(2)]
+        awaited = after if after is not None and after < position else None
+        args = (*matrices, dtype, *partial_amaxes, *history_amaxes, *flags, awaited)
+        fused = call(graph, ours.gated_grads_cast.default, args, first.node)
+    for number, cast in enumerate((gate_cast, up_cast)):
+        replace_cast(graph, cast, fused, 4 * number, match["grad"])
+    for waiting_cast in waiting:
+        if fused < waiting_cast:
+            _delay_inputs(waiting_cast, fused)
     return True
 
 
-def _delay(cast: fx.Node, behind: fx.Node) -> None:
-    """Have what a cast reads computed behind a node, where nothing wants it earlier: at that node the most is held."""
-    late: set[fx.Node] = set()
+def _delay_inputs(cast: fx.Node, behind: fx.Node) -> None:
+    """Compute the inputs of a cast after the node `behind`, the peak, unless something before it reads them."""
+    delayed: set[fx.Node] = set()
     pending = [cast]
     while pending:
         for node in pending.pop().all_input_nodes:
-            is_late = node.op == "call_function" and node < behind and not node.is_impure()
-            if is_late and node not in late and all(user in late or behind < user for user in node.users):
-                late.add(node)
+            is_movable = node.op == "call_function" and node < behind and not node.is_impure()
+            if is_movable and node not in delayed and all(user in delayed or behind < user for user in node.users):
+                delayed.add(node)
                 pending.append(node)
-    for node in sorted(late, reverse=True):
+    for node in sorted(delayed, reverse=True):
         behind.append(node)
 
 
-def _root(cast: fx.Node) -> fx.Node:
-    """What a cast reads, behind any views."""
+def _cast_tensor(cast: fx.Node) -> fx.Node:
+    """The tensor that is cast, before views."""
     node = cast.all_input_nodes[0]
     while is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
-def _take_codes(graph: fx.Graph, joined: fx.Node, amax: fx.Node | None, halves: tuple[fx.Node, fx.Node]) -> None:
-    """Where gate and up are rounded to codes in this graph, let the cast that reads them round them, too."""
-    raw = []
-    for half in dict.fromkeys(halves):
-        given = half.args[0] if half.target is convert else None
-        if not isinstance(given, fx.Node) or given.meta["val"].dtype != torch.bfloat16 or not _is_written(given):
+def _fuse_input_casts(graph: fx.Graph, fused: fx.Node, amax: fx.Node | None, inputs: tuple[fx.Node, fx.Node]) -> None:
+    """Where gate and up are rounded to codes in this graph, let the fused cast round them, too."""
+    unrounded = []
+    for codes in dict.fromkeys(inputs):
+        source = codes.args[0] if codes.target is convert else None
+        if not isinstance(source, fx.Node) or source.meta["val"].dtype != torch.bfloat16 or not _is_in_memory(source):
             return
-        raw.append(given)
-    if len(raw) < len(halves):  # something times itself
+        unrounded.append(source)
+    if len(unrounded) < len(inputs):  # gate and up are the same tensor
         return
-    others = {reader for half in halves for reader, _ in readers(half)} - {joined, amax}
-    if not all(joined < reader for reader in others):
+    other_readers = {reader for codes in inputs for reader, _ in readers(codes)} - {fused, amax}
+    if not all(fused < reader for reader in other_readers):
         return
-    size = joined.args[0].meta["val"].shape  # type: ignore[union-attr]
-    first = amax or joined
-    with graph.inserting_before(first):
-        matrices = [viewed(graph, each, tuple(size)) for each in raw]
-    old = list(joined.args[:2])
-    for node, flag in ((joined, 8), (amax, 3)):
+    size = fused.args[0].meta["val"].shape  # type: ignore[union-attr]
+    with graph.inserting_before(amax or fused):
+        matrices = [view_as(graph, source, tuple(size)) for source in unrounded]
+    old_views = list(fused.args[:2])
+    for node, codes_position in ((fused, 8), (amax, 3)):
         if node is not None:
-            node.args = (*matrices, *node.args[2:flag], True, *node.args[flag + 1 :])
-    joined.meta["val"] = joined.target(*fx.map_arg(joined.args, lambda each: each.meta["val"]))  # type: ignore[operator]
-    for number, (half, view) in enumerate(zip(halves, old, strict=True)):
-        if view is not half and not view.users:  # type: ignore[union-attr]
+            node.args = (*matrices, *node.args[2:codes_position], True, *node.args[codes_position + 1 :])
+    fused.meta["val"] = fused.target(*fx.map_arg(fused.args, lambda source: source.meta["val"]))  # type: ignore[operator]
+    for number, (codes, view) in enumerate(zip(inputs, old_views, strict=True)):
+        if view is not codes and not view.users:  # type: ignore[union-attr]
             graph.erase_node(view)  # type: ignore[arg-type]
-        with graph.inserting_after(joined):
-            codes = part(graph, joined, 4 + number)
-        with graph.inserting_after(codes):
-            whole = viewed(graph, codes, tuple(half.meta["val"].shape))
-        half.replace_all_uses_with(whole)
-        graph.erase_node(half)
+        with graph.inserting_after(fused):
+            result = result_of(graph, fused, 4 + number)
+        with graph.inserting_after(result):
+            reshaped = view_as(graph, result, tuple(codes.meta["val"].shape))
+        codes.replace_all_uses_with(reshaped)
+        graph.erase_node(codes)
 
 
-def _can_come(node: fx.Node, before: fx.Node) -> bool:
-    """Whether a number can be read earlier than it is: views of what is there by then."""
-    return node < before or (is_view(node) and all(_can_come(each, before) for each in node.all_input_nodes))
-
-
-def bring(node: fx.Node, before: fx.Node) -> None:
-    if not node < before:
-        for each in node.all_input_nodes:
-            bring(each, before)
-        before.prepend(node)
+def _can_move_before(node: fx.Node, position: fx.Node) -> bool:
+    """Whether a node can be computed before `position`: it is there already, or a view of nodes that can."""
+    sources = node.all_input_nodes
+    return node < position or (is_view(node) and all(_can_move_before(source, position) for source in sources))

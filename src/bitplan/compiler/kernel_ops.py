@@ -3,17 +3,26 @@
 A custom operation in a compiled graph goes through torch's dispatcher and through Python: 50 to 70 microseconds of host
 time per call on an H200 host, and a step has hundreds of calls. Inductor launches a Triton kernel that it sees in the
 graph in a tenth of that; :mod:`bitplan.compiler.launching` replaces the operations registered here by their launches.
+
+The operation ``bitplan::NAME`` of a module ``M`` is launched by the function ``launch_NAME`` of the module
+``M_kernel``, which imports Triton and is therefore imported at the first launch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+
+
+def launch_directly(kernel: Any) -> Any:
+    """The argument ``wrap`` of kernels that are launched outside torch.compile: the kernel as it is."""
+    return kernel
 
 
 @dataclass(frozen=True)
@@ -22,9 +31,9 @@ class KernelOp:
 
     name: str
     #: Takes the operation's arguments and ``wrap``, which is applied to every kernel before its launch.
-    launched: Callable[..., Any]
+    launch: Callable[..., Any]
     #: Whether the kernels support these arguments; otherwise the operation stays in the graph.
-    is_possible: Callable[..., bool]
+    supports: Callable[..., bool]
     #: The modules that define it, for the cache key.
     modules: tuple[str, ...]
 
@@ -38,7 +47,7 @@ class KernelOp:
             for value in values
         )
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-        return is_static and self.is_possible(*args, **kwargs)
+        return is_static and self.supports(*args, **kwargs)
 
     def sources(self) -> tuple[str, ...]:
         """The files of its modules; a cached compiled graph is valid as long as they are unchanged."""
@@ -50,44 +59,31 @@ class KernelOp:
 OPERATIONS: dict[str, KernelOp] = {}
 
 
-def register_kernels(
-    name: str, launched: Callable[..., Any], is_possible: Callable[..., bool], modules: tuple[str, ...]
-) -> None:
-    """Let compiled graphs launch the kernels of ``torch.ops.bitplan.<name>`` themselves."""
-    OPERATIONS[name] = KernelOp(name, launched, is_possible, modules)
+def register_kernels(name: str, module: str, supports: Callable[..., bool]) -> KernelOp:
+    """Let compiled graphs launch the kernels of ``torch.ops.bitplan.<name>``, which `module` defines."""
+
+    def launch(*args: Any, wrap: Any = launch_directly, **kwargs: Any) -> Any:
+        return getattr(import_module(f"{module}_kernel"), f"launch_{name}")(wrap, *args, **kwargs)
+
+    operation = OPERATIONS[name] = KernelOp(name, launch, supports, (module, f"{module}_kernel"))
+    return operation
 
 
-def register(
-    library: Any,
-    name: str,
-    launched: Callable[..., Any],
-    reference: Callable[..., Any],
-    fake: Callable[..., Any],
-    modules: tuple[str, ...],
-) -> None:
+def register(library: Any, name: str, reference: Callable[..., Any], fake: Callable[..., Any], module: str) -> None:
     """Implement an operation that `library` defines: kernels on a GPU, plain torch elsewhere; and register its kernels.
 
     :param reference: the implementation in plain torch.
     :param fake: returns uninitialised results of the right shapes, for tracing.
+    :param module: the module that defines the operation.
     """
-    library.impl(name, reference, "CompositeExplicitAutograd")
-    library.impl(name, _on_gpu(launched, reference), "CUDA")
-    torch.library.register_fake(f"bitplan::{name}", fake, lib=library)
-    register_kernels(name, launched, lambda first, *_: first.numel() > 0, modules)
+    operation = register_kernels(name, module, lambda first, *_: first.numel() > 0)
 
-
-def _on_gpu(launched: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
-    """The CUDA implementation: launches the kernels on contiguous tensors; empty tensors launch none."""
-
-    def launch(*args: Any) -> Any:
+    def run_on_gpu(*args: Any) -> Any:
         if not args[0].numel():
             return reference(*args)
         with torch.cuda.device(args[0].get_device()):
-            return launched(*(arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args))
+            return operation.launch(*(arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args))
 
-    return launch
-
-
-def itself(kernel: Any) -> Any:
-    """The identity, as ``wrap`` of kernels that are launched without torch.compile."""
-    return kernel
+    library.impl(name, reference, "CompositeExplicitAutograd")
+    library.impl(name, run_on_gpu, "CUDA")
+    torch.library.register_fake(f"bitplan::{name}", fake, lib=library)

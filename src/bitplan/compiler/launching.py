@@ -16,16 +16,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from bitplan.compiler import amax_joining, patterns, torch_patches
-from bitplan.compiler import amax_recording as record_noting
-from bitplan.compiler import gated_fusion as gated_fusing
-from bitplan.compiler import kernel_ops as kernel_operations
-from bitplan.compiler import norm_fusion as norm_fusing
-from bitplan.compiler.amax_joining import join_amax_kernels
-from bitplan.compiler.amax_recording import record_amax_in_casts
-from bitplan.compiler.gated_fusion import fuse_gates
+from bitplan.compiler import amax_fusion, gated_fusion, kernel_ops, norm_fusion, patterns, torch_patches
 from bitplan.compiler.kernel_ops import OPERATIONS, KernelOp
-from bitplan.compiler.norm_fusion import fuse_norms
 from bitplan.compiler.torch_patches import Undo, replace_attribute
 from bitplan.compiler.torch_private import (
     CustomGraphPass,
@@ -58,21 +50,26 @@ class KernelInliningPass(CustomGraphPass):
         for graph_pass in self.earlier:
             graph_pass(graph)
         torch_patches.apply(cache_access_analyses)
-        fuse_gates(graph)
-        fuse_norms(graph)
-        record_amax_in_casts(graph)
-        join_amax_kernels(graph)
+        gated_fusion.fuse_gates(graph)
+        norm_fusion.fuse_norms(graph)
+        amax_fusion.record_amax_in_casts(graph)
+        amax_fusion.batch_amax_kernels(graph)
         inline_kernels(graph)
 
     def uuid(self) -> Any:
         """The cache key; None, which disables Inductor's caches, where an earlier pass has none."""
         others = [earlier.uuid() if isinstance(earlier, CustomGraphPass) else None for earlier in self.earlier]
         files = (source for operation in OPERATIONS.values() for source in operation.sources())
-        rewriting = (patterns, gated_fusing, norm_fusing, record_noting, amax_joining)
-        rules = (__file__, kernel_operations.__file__, *(module.__file__ for module in rewriting))
-        fuses = f"{gated_fusing.FUSES} {norm_fusing.FUSES} {norm_fusing.FUSES_SUMS}"
-        switches = f"{fuses} {record_noting.NOTES} {amax_joining.JOINS}"
-        ours = get_hash_for_files((*rules, *dict.fromkeys(files)), switches)
+        passes = (kernel_ops, patterns, gated_fusion, norm_fusion, amax_fusion)
+        switches = (
+            gated_fusion.FUSES,
+            norm_fusion.FUSES,
+            norm_fusion.FUSES_SUMS,
+            amax_fusion.RECORDS_IN_CASTS,
+            amax_fusion.BATCHES_AMAX,
+        )
+        paths = (__file__, *(module.__file__ for module in passes), *dict.fromkeys(files))
+        ours = get_hash_for_files(paths, str(switches))
         return None if None in others else (ours, *others)
 
     # torch.compile compares the options of two calls to decide whether a graph can be reused.
@@ -86,11 +83,11 @@ class KernelInliningPass(CustomGraphPass):
 def with_kernel_inlining(options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Inductor options with the pass added after the passes that these options, or Inductor's global ones, have."""
     settings = dict(options or {})
-    present = settings.get(OPTION, getattr(inductor_config, OPTION))
-    earlier = present if isinstance(present, (list, tuple)) else () if present is None else (present,)
+    current = settings.get(OPTION, getattr(inductor_config, OPTION))
+    earlier = current if isinstance(current, (list, tuple)) else () if current is None else (current,)
     if not INLINES_KERNELS or any(isinstance(graph_pass, KernelInliningPass) for graph_pass in earlier):
         return settings
-    if isinstance(present, (list, tuple)):  # newer torch versions take several passes
+    if isinstance(current, (list, tuple)):  # newer torch versions take several passes
         return settings | {OPTION: [*earlier, KernelInliningPass()]}
     return settings | {OPTION: KernelInliningPass(earlier)}
 
@@ -114,15 +111,15 @@ def _inline(graph: fx.Graph, node: fx.Node, operation: KernelOp) -> list[fx.Node
     inputs = list(dict.fromkeys(node.all_input_nodes))
     positions = {source: position for position, source in enumerate(inputs)}
 
-    def launched(*values: Tensor) -> Any:
+    def launch(*values: Tensor) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: values[positions[source]])
-        return operation.launched(*args, **kwargs, wrap=torch.library.wrap_triton)
+        return operation.launch(*args, **kwargs, wrap=torch.library.wrap_triton)
 
     values = [source.meta["val"] for source in inputs]
     mode = detect_fake_mode(values)
     assert mode is not None
     with mode:
-        functional = torch.func.functionalize(launched)
+        functional = torch.func.functionalize(launch)
         traced = make_fx(functional, decomposition_table=select_decomp_table())(*values)
     placeholders = [traced_node for traced_node in traced.graph.nodes if traced_node.op == "placeholder"]
     copies = dict(zip(placeholders, inputs, strict=True))

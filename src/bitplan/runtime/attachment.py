@@ -20,8 +20,8 @@ from bitplan.analysis.cost import Cost
 from bitplan.analysis.explain import Explanation, explanation_table, require_effect
 from bitplan.capture.recording import FakeInputs, Operation, call_arguments, scripted_modules
 from bitplan.capture.scopes import in_loss_scope, loss_holder, unwrapped
+from bitplan.compiler.backends import register_backend
 from bitplan.compiler.compiling import Compiler
-from bitplan.compiler.packed_backend import register_backend
 from bitplan.errors import PlanError
 from bitplan.executions.native.backends import backends_of
 from bitplan.executions.native.fallbacks import FALLBACK_COLUMNS, Fallback, fallbacks_of

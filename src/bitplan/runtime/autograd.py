@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitplan.compiler.tracing import is_traced, taken_whole
+from bitplan.compiler.tracing import is_traced, opaque_in_graph
 from bitplan.executions.native.backends import backend_named, supports_shape
 from bitplan.executions.native.convolution import ConvGemmLayout, is_channels_last
 from bitplan.executions.native.float8_cast import cast_float8
@@ -106,21 +106,21 @@ class NativeSlots(Slots):
         record, history_max = action.remembered(context)
         if history_max is not None and is_traced():
             history_max = _first_amax(tensor, spec, history_max)
-        gathers = action.is_delayed and record is not None and context.observing and after is None
+        returns_amax = action.is_delayed and record is not None and context.observing and after is None
         by_row = [slot in BY_ROW for slot in slots]
         cast = cast_float8(
             tensor.movedim(self.features, -1).reshape(-1, tensor.shape[self.features]),
             dtype,
             scaled=spec.scale is not None,
             power_of_two=spec.power_of_two,
-            reach=history_max,
+            history_amax=history_max,
             as_rows=any(by_row),
             as_columns=not all(by_row),
-            gathers=gathers,
+            returns_amax=returns_amax,
             after=after,
         )
-        if gathers and record is not None:
-            observe_amax(record, cast.tops.amax())
+        if returns_amax and record is not None:
+            observe_amax(record, cast.tile_amax.amax())
         return [Codes(cast.rows if is_by_row else cast.columns.t(), cast.scale) for is_by_row in by_row]
 
 
@@ -230,7 +230,7 @@ def _constants(context: OpContext) -> CallConstants:
     return context.site, context.salt, context.training, context.observing
 
 
-@taken_whole
+@opaque_in_graph
 def _both_ways_in_graph(
     x: Tensor,
     forward: OpRef,
@@ -243,7 +243,7 @@ def _both_ways_in_graph(
     return _both_ways(x, _op(forward), _op(backward), context, back, weight_key)
 
 
-@taken_whole
+@opaque_in_graph
 def _relu_in_graph(x: Tensor, forward: OpRef, backward: OpRef, call: CallConstants, buffers: Buffers) -> Tensor:
     context, back = (OpContext.in_graph(call, ref[1], buffers) for ref in (forward, backward))
     return _relu(x, _op(forward), _op(backward), context, back)
@@ -255,7 +255,7 @@ def _chosen(refs: tuple[OpRef, ...], call: CallConstants, buffers: Buffers) -> d
     return {slot: (op, OpContext.in_graph(call, ref[1], buffers)) for slot, (op, ref) in ops.items() if op is not None}
 
 
-@taken_whole
+@opaque_in_graph
 def _slot_product_in_graph(
     x: Tensor,
     w: Tensor,
@@ -271,7 +271,7 @@ def _slot_product_in_graph(
     return slot_product(x, w, bias, Product(op, settings), Slots(chosen, weight_key))
 
 
-@taken_whole
+@opaque_in_graph
 def _native_product_in_graph(
     x: Tensor,
     w: Tensor,

@@ -20,7 +20,7 @@ from bitplan.capture.recording import Operation
 from bitplan.capture.scopes import install, show_all_functions, state_of, uninstall
 from bitplan.compiler import torch_patches
 from bitplan.compiler.torch_private import unset_fake_temporarily
-from bitplan.compiler.tracing import VERSION, Allowance, allow_functions_in_graph, version_of
+from bitplan.compiler.tracing import VERSION, RaisedSetting, allow_functions_in_graph, version_of
 from bitplan.errors import PlanError
 from bitplan.numerics.formats import Format, get_format
 from bitplan.numerics.wire_format import op_site
@@ -58,7 +58,7 @@ class Installation:
         #: Changes to torch belong to the rounder, which the model and its copies refer to: a model that outlives its
         #: attachment still rounds.
         self._release_patches: Callable[[], object] = lambda: None
-        self._allowances: list[Allowance] = []
+        self._allowances: list[RaisedSetting] = []
         self._is_out = False
 
     # --- in and out ---
@@ -145,11 +145,11 @@ class Installation:
         """torch.compile refuses nn.LSTM and its like unless told otherwise; written out they are plain operations."""
         recurrent = [m for _, m in self.modules if isinstance(m, nn.RNNBase)]
         if any(state_of(m).actions[f"open {m.mode.lower()}"] for m in recurrent):
-            self._allowances.append(Allowance("allow_rnn", True, owner=self.rounder))
+            self._allowances.append(RaisedSetting("allow_rnn", True, owner=self.rounder))
 
     def _let_phases_compile(self) -> None:
         """Every phase of the plan has a graph of its own, in training and in evaluation; torch stops after eight."""
-        self._allowances.append(Allowance("recompile_limit", 2 * self.clock.count_phases(), owner=self.rounder))
+        self._allowances.append(RaisedSetting("recompile_limit", 2 * self.clock.count_phases(), owner=self.rounder))
 
     def tell_compiled_code(self) -> None:
         """Graphs hold for what tracing reads now, until this is called again."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bitplan.compiler.tracing import is_traced
-from bitplan.executions.native.float8_cast import FORMATS, READ
+from bitplan.executions.native.float8_cast import FORMATS, INPUT_DTYPES
 from bitplan.executions.native.paths import NativeTerms, Passes
 from bitplan.executions.packed.saved_tensors import is_smaller, mark_rounded
 from bitplan.gemm.axes import resolve
@@ -324,7 +324,7 @@ class RoundingOp:
 
     def is_plain_cast(self, x: Tensor, dtype: torch.dtype) -> bool:
         """Whether nothing but a scale of the whole tensor and rounding to nearest makes codes of that type of `x`."""
-        if dtype not in FORMATS or x.dtype not in READ or self.is_stochastic or self.live_kind is not None:
+        if dtype not in FORMATS or x.dtype not in INPUT_DTYPES or self.is_stochastic or self.live_kind is not None:
             return False
         spec = self.spec
         is_rounding = spec.rounding == "nearest" and spec.overflow in (None, "saturate")

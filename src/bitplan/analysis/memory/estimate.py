@@ -34,9 +34,9 @@ from bitplan.analysis.memory.step import (
 )
 from bitplan.analysis.memory.workspaces import KEPT, PASSING
 from bitplan.compiler import torch_private
-from bitplan.compiler.packed_backend import compile_packed
+from bitplan.compiler.backends import compile_packed
 from bitplan.compiler.torch_private import FakeTensor, TorchDispatchMode, tree_leaves, unset_fake_temporarily
-from bitplan.compiler.tracing import many_graphs
+from bitplan.compiler.tracing import raise_recompile_limit
 from bitplan.errors import MemoryEstimateError
 from bitplan.plans import Plan
 from bitplan.plans.execution import ExecutionOptions
@@ -169,7 +169,7 @@ def compiled_on_fakes(model: nn.Module, run: Attachment | None, walk: Walk) -> C
 
     def called(*args: Any, **kwargs: Any) -> Any:
         try:
-            with many_graphs(), walk.without_mode():
+            with raise_recompile_limit(), walk.without_mode():
                 return forward(*args, **kwargs)
         except torch_private.Unsupported as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]

@@ -26,7 +26,7 @@ from bitplan.analysis.memory.fakes import held, parts_of, plain_copy, storage_by
 from bitplan.analysis.memory.step import Loss, Memory, OptimizerChoice, Phase, TrainingStep, call_of, plan_for
 from bitplan.capture.recording import split_batch
 from bitplan.compiler.torch_private import ProfilerEventType, is_profiler_enabled
-from bitplan.compiler.tracing import many_graphs
+from bitplan.compiler.tracing import raise_recompile_limit
 from bitplan.errors import MemoryEstimateError
 from bitplan.executions.packed.saved_tensors import SavedTensorPacker
 from bitplan.plans import Plan
@@ -284,7 +284,7 @@ def measure_memory(
     forward = compiled(twin, run) if compile else None
     planned_loss = loss if loss is None or run is None else run.loss(loss)
     step = TrainingStep(twin, call, planned_loss, optimizer, run, forward, autocast)
-    with many_graphs():  # the model itself, and copies under other plans, may have been compiled before
+    with raise_recompile_limit():  # the model itself, and copies under other plans, may have been compiled before
         return measure_step(step, steps, warm_up=compile or step.compiles_optimizer())
 
 

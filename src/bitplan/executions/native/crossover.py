@@ -29,7 +29,7 @@ from bitplan.compiler import torch_private
 from bitplan.compiler.torch_private import unset_fake_temporarily
 from bitplan.executions.native.backends import GemmBackend, backends_of, supports_shape
 from bitplan.executions.native.convolution import ConvGemmLayout
-from bitplan.executions.native.float8_cast import FORMATS, READ, cast_float8
+from bitplan.executions.native.float8_cast import FORMATS, INPUT_DTYPES, cast_float8
 from bitplan.executions.native.gemm import BY_ROW, PASSES, Codes, GemmLayout, codes_of
 from bitplan.executions.native.paths import NativeTerms
 from bitplan.files import write_whole
@@ -213,7 +213,7 @@ def _three_products(backend: GemmBackend, x: Tensor, w: Tensor, dy: Tensor, layo
 def _codes(backend: GemmBackend, tensor: Tensor, slots: list[str]) -> list[Codes]:
     """Codes as native execution makes them for these slots, of a tensor with its features on axis 1."""
     _, code_dtype = _rounding(backend)
-    if code_dtype not in FORMATS or tensor.dtype not in READ:
+    if code_dtype not in FORMATS or tensor.dtype not in INPUT_DTYPES:
         return [_encoder(backend)(tensor)] * len(slots)
     by_row = [slot in BY_ROW for slot in slots]
     rows = tensor.movedim(1, -1).reshape(-1, tensor.shape[1])

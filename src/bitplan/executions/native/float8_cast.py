@@ -1,21 +1,19 @@
-"""A matrix as float8 codes, row by row and transposed, from one reading of it.
+"""Casts of a matrix to float8 codes, row-major and transposed, in one pass over its memory.
 
-FP8 units want both operands with the summed axis innermost, so a linear layer's input is wanted row by row for its
-result and transposed for the weight's gradient; its weight and the gradient of its result likewise. Left to Inductor
-that is a kernel for each layout, the transposed one with scattered writes, each of which computes once more what
-produced the matrix. Here are two operations that Inductor does not fuse with others, so that what they read is computed
-once:
+FP8 units need both GEMM operands with the summed axis innermost. So a linear layer needs its input row-major for the
+output and transposed for the weight gradient, and likewise its weight and the output gradient. Inductor would generate
+one kernel per layout, the transposed one with scattered writes, and each would recompute the matrix. Inductor does not
+fuse the custom operations below, so their input is computed once:
 
-* ``bitplan::float8_amax`` looks for the largest magnitude, in parts, and ``bitplan::float8_amax_joined`` for those of
-  several matrices (:mod:`bitplan.compiler.amax_joining`);
-* ``bitplan::float8_cast`` makes the scale of these, divides by it, rounds, and writes one layout or both.
+* ``bitplan::float8_amax`` computes the amax in :data:`PARTS` partial results, ``bitplan::float8_amax_batch`` that of
+  several matrices (:mod:`bitplan.compiler.amax_fusion`);
+* ``bitplan::float8_cast`` derives the scale from the partial results, divides, rounds and writes one or both layouts.
 
-On a GPU they are Triton kernels (:mod:`bitplan.executions.native.float8_cast_kernel`), elsewhere the plain torch
-below, which says
-what they compute: to the bit what :meth:`bitplan.numerics.quantizer.Quantizer.encode` does.
+On a GPU they are Triton kernels (:mod:`bitplan.executions.native.float8_cast_kernel`). Elsewhere the reference
+implementations in this file run. Both equal :meth:`bitplan.numerics.quantizer.Quantizer.encode` bit for bit.
 
-A *reach* is a magnitude from the past, one number on the device, for which the scale makes room instead of the
-largest of the present; where it is 0 nothing is known yet, and the present decides.
+With delayed scaling, `history_amax` is the amax of past steps, a scalar on the device, and determines the scale. Before
+the first step it is 0, and the current amax determines the scale.
 """
 
 from __future__ import annotations
@@ -26,37 +24,36 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bitplan.compiler.kernel_ops import itself, register, register_kernels
+from bitplan.compiler.kernel_ops import register, register_kernels
 from bitplan.numerics.dtypes import TORCH_FLOAT8
 from bitplan.numerics.formats import FloatFormat
 from bitplan.numerics.rounding import round_float
 from bitplan.numerics.scaling import divide, step_scale
 
 FORMATS = {dtype: target for target, dtype in TORCH_FLOAT8.items() if isinstance(target, FloatFormat)}
-#: What the operations read; anything else is cast by the quantizer itself.
-READ = (torch.float32, torch.bfloat16, torch.float16)
-#: In how many parts a GPU looks for the largest magnitude: about four for each of its multiprocessors.
+#: Dtypes that the operations accept. The quantizer itself casts other dtypes.
+INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Partial results of a GPU's amax: about four per multiprocessor.
 PARTS = 512
-#: Of so many matrices a GPU looks for the largest magnitude in one go.
-JOINED = 8
-#: A GPU casts squares of this side.
+#: The most matrices per launch of the batched amax kernel.
+MAX_BATCH = 8
+#: Side of the square tiles that a GPU casts.
 TILE = 128
-#: In so many records a cast can note the largest magnitude (:mod:`bitplan.executions.native.recorded_cast`): query,
-#: key and value.
-NOTED = 3
+#: The most amax records that one cast updates (:mod:`bitplan.executions.native.recorded_cast`): query, key and value.
+MAX_RECORDS = 3
 
 
 class Cast(NamedTuple):
-    """What came of a matrix (rows, features); a layout that was not asked for is empty."""
+    """The results of casting a matrix (rows, features); layouts that were not requested are empty."""
 
     #: (rows, features)
     rows: Tensor
     #: (features, rows)
     columns: Tensor
-    #: A number in float32.
+    #: A float32 scalar.
     scale: Tensor
-    #: Magnitudes of which the largest is the matrix's largest; empty where they were not asked for.
-    tops: Tensor
+    #: Amax per tile; empty unless requested.
+    tile_amax: Tensor
 
 
 def cast_float8(
@@ -65,144 +62,120 @@ def cast_float8(
     *,
     scaled: bool = True,
     power_of_two: bool = False,
-    reach: Tensor | None = None,
+    history_amax: Tensor | None = None,
     as_rows: bool = True,
     as_columns: bool = True,
-    gathers: bool = False,
+    returns_amax: bool = False,
     after: Tensor | None = None,
 ) -> Cast:
-    """`x`, two-dimensional and of one of the types in :data:`READ`, as codes.
+    """Cast `x`, a matrix of one of the :data:`INPUT_DTYPES`, to float8 codes.
 
-    :param scaled: whether there is a scale; without, `power_of_two` and `reach` mean nothing.
-    :param reach: for which magnitude the scale makes room, where that is known from the past.
-    :param gathers: whether the magnitudes of the present are told.
-    :param after: a tensor that is not looked at; a compiled graph casts when it has it.
+    :param scaled: whether there is a scale; if not, `power_of_two` and `history_amax` are ignored.
+    :param history_amax: the amax of past steps, for delayed scaling.
+    :param returns_amax: whether to return the current amax per tile.
+    :param after: a tensor that is not read; a compiled graph casts after computing it.
 
     >>> cast = cast_float8(torch.tensor([[1.0, -896.0]]), torch.float8_e4m3fn)
     >>> cast.rows.float(), cast.columns.shape, cast.scale
     (tensor([[   0.5000, -448.0000]]), torch.Size([2, 1]), tensor(2.))
     """
-    parts = torch.ops.bitplan.float8_amax(x, reach) if scaled else None
-    given = (x, dtype, parts, reach if scaled else None, power_of_two, as_rows, as_columns, gathers, after)
-    return Cast(*torch.ops.bitplan.float8_cast(*given))
+    if not scaled:
+        history_amax = None
+    partial_amax = torch.ops.bitplan.float8_amax(x, history_amax) if scaled else None
+    return Cast(
+        *torch.ops.bitplan.float8_cast(
+            x, dtype, partial_amax, history_amax, power_of_two, as_rows, as_columns, returns_amax, after
+        )
+    )
 
 
 _LIBRARY: Any = torch.library.Library("bitplan", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("float8_amax(Tensor x, Tensor? reach) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-_LIBRARY.define("float8_amax_joined(Tensor[] xs, Tensor[] reaches) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
-_LIBRARY.define(
-    "float8_cast(Tensor x, ScalarType dtype, Tensor? parts, Tensor? reach, bool power_of_two, bool as_rows, "
-    "bool as_columns, bool gathers, Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+for _schema in (
+    "float8_amax(Tensor x, Tensor? history_amax) -> Tensor",
+    "float8_amax_batch(Tensor[] xs, Tensor[] history_amaxes) -> Tensor[]",
+    "float8_cast(Tensor x, ScalarType dtype, Tensor? partial_amax, Tensor? history_amax, bool power_of_two, "
+    "bool as_rows, bool as_columns, bool returns_amax, Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor)",
+):
+    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def amax_reference(x: Tensor, reach: Tensor | None) -> Tensor:
-    """The largest magnitude, as one part."""
+def amax_reference(x: Tensor, history_amax: Tensor | None) -> Tensor:
+    """The amax, as one partial result."""
     if not x.numel():
         return torch.zeros(1, device=x.device)
     return torch.maximum(x.amax(), -x.amin()).float().reshape(1)
 
 
-def joined_amax_reference(xs: Sequence[Tensor], reaches: Sequence[Tensor]) -> list[Tensor]:
-    """The same for each of several matrices."""
-    return [torch.ops.bitplan.float8_amax(*pair) for pair in zip(xs, reaches, strict=True)]
+def batch_amax_reference(xs: Sequence[Tensor], history_amaxes: Sequence[Tensor]) -> list[Tensor]:
+    """The amax of each matrix."""
+    return [torch.ops.bitplan.float8_amax(*pair) for pair in zip(xs, history_amaxes, strict=True)]
 
 
 def cast_reference(
     x: Tensor,
     dtype: torch.dtype,
-    parts: Tensor | None,
-    reach: Tensor | None,
+    partial_amax: Tensor | None,
+    history_amax: Tensor | None,
     power_of_two: bool,
     as_rows: bool,
     as_columns: bool,
-    gathers: bool,
+    returns_amax: bool,
     after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The two layouts, the scale, and the magnitudes that were met."""
+    """The fields of :class:`Cast`."""
     target = FORMATS[dtype]
     scale = torch.ones((), device=x.device)
-    if parts is not None:
-        span = parts.amax()
-        scale = step_scale(span if reach is None else torch.where(reach > 0, reach, span), target.max, power_of_two)
-    work = x.float()
-    codes = round_float(work if parts is None else divide(work, scale), target, "nearest", "saturate").to(dtype)
-    nothing = torch.empty(0, 0, dtype=dtype, device=x.device)
+    if partial_amax is not None:
+        amax = partial_amax.amax()
+        if history_amax is not None:
+            amax = torch.where(history_amax > 0, history_amax, amax)
+        scale = step_scale(amax, target.max, power_of_two)
+    value = x.float() if partial_amax is None else divide(x.float(), scale)
+    codes = round_float(value, target, "nearest", "saturate").to(dtype)
+    empty = torch.empty(0, 0, dtype=dtype, device=x.device)
     return (
-        codes if as_rows else nothing,
-        codes.t().contiguous() if as_columns else torch.empty_like(nothing),
+        codes if as_rows else empty,
+        codes.t().contiguous() if as_columns else torch.empty_like(empty),
         scale,
-        amax_reference(x, None) if gathers else torch.empty(0, device=x.device),
+        amax_reference(x, None) if returns_amax else torch.empty(0, device=x.device),
     )
 
 
-def _amax_launched(x: Tensor, reach: Tensor | None, wrap: Any = itself) -> Tensor:
-    from bitplan.executions.native.float8_cast_kernel import amax_by_kernel
-
-    return amax_by_kernel(wrap, x.contiguous(), reach)
-
-
-def _joined_launched(xs: Sequence[Tensor], reaches: Sequence[Tensor], wrap: Any = itself) -> list[Tensor]:
-    from bitplan.executions.native.float8_cast_kernel import joined_by_kernel
-
-    return joined_by_kernel(wrap, [x.contiguous() for x in xs], reaches)
-
-
-def _cast_launched(x: Tensor, *given: Any, wrap: Any = itself, **noted: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from bitplan.executions.native.float8_cast_kernel import cast_by_kernel
-
-    return cast_by_kernel(wrap, x.contiguous(), *given, **noted)
-
-
 def fake_amax(x: Tensor, *_: Any) -> Tensor:
-    """As many numbers as there are parts of a magnitude, not yet computed."""
+    """An uninitialised amax, in as many partial results as the device returns."""
     return x.new_empty(PARTS if x.is_cuda and x.numel() else 1, dtype=torch.float32)
 
 
-def _joined_of_shape(xs: Sequence[Tensor], reaches: Sequence[Tensor]) -> list[Tensor]:
-    return [fake_amax(*pair) for pair in zip(xs, reaches, strict=True)]
+def _fake_amax_batch(xs: Sequence[Tensor], history_amaxes: Sequence[Tensor]) -> list[Tensor]:
+    return [fake_amax(x) for x in xs]
 
 
 def fake_cast(
-    x: Tensor, dtype: torch.dtype, as_rows: bool, as_columns: bool, gathers: bool, tiles: int
+    x: Tensor, dtype: torch.dtype, as_rows: bool, as_columns: bool, returns_amax: bool, tiles: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A cast's results, not yet computed; a GPU tells magnitudes in so many tiles."""
+    """Uninitialised results of a cast; `tiles` is the number of tiles that a GPU returns the amax of."""
     rows, features = x.shape
     return (
         x.new_empty((rows, features) if as_rows else (0, 0), dtype=dtype),
         x.new_empty((features, rows) if as_columns else (0, 0), dtype=dtype),
         x.new_empty((), dtype=torch.float32),
-        x.new_empty((tiles if x.is_cuda and x.numel() else 1) if gathers else 0, dtype=torch.float32),
+        x.new_empty((tiles if x.is_cuda and x.numel() else 1) if returns_amax else 0, dtype=torch.float32),
     )
 
 
-def _plain_cast_of_shape(
-    x: Tensor,
-    dtype: torch.dtype,
-    parts: Tensor | None,
-    reach: Tensor | None,
-    power_of_two: bool,
-    as_rows: bool,
-    as_columns: bool,
-    gathers: bool,
-    after: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return fake_cast(x, dtype, as_rows, as_columns, gathers, tiles_of(*x.shape))
+def _fake_float8_cast(x: Tensor, dtype: torch.dtype, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, _, _, as_rows, as_columns, returns_amax, *_ = args
+    return fake_cast(x, dtype, as_rows, as_columns, returns_amax, tile_count(*x.shape))
 
 
-def tiles_of(rows: int, features: int) -> int:
-    """How many squares cover a matrix."""
+def tile_count(rows: int, features: int) -> int:
+    """The number of tiles that cover a matrix."""
     return -(-rows // TILE) * -(-features // TILE)
 
 
-_MODULES = (__name__, f"{__name__}_kernel")
-for _name, _launched, _in_torch, _of_shape in (
-    ("float8_amax", _amax_launched, amax_reference, fake_amax),
-    ("float8_cast", _cast_launched, cast_reference, _plain_cast_of_shape),
-):
-    register(_LIBRARY, _name, _launched, _in_torch, _of_shape, _MODULES)
-# Compiled graphs launch it; where one does not, each matrix is gone through by itself.
-_LIBRARY.impl("float8_amax_joined", joined_amax_reference, "CompositeExplicitAutograd")
-torch.library.register_fake("bitplan::float8_amax_joined", _joined_of_shape, lib=_LIBRARY)
-register_kernels("float8_amax_joined", _joined_launched, lambda xs, *_: all(x.numel() for x in xs), _MODULES)
+register(_LIBRARY, "float8_amax", amax_reference, fake_amax, __name__)
+register(_LIBRARY, "float8_cast", cast_reference, _fake_float8_cast, __name__)
+# Without a GPU implementation: outside compiled graphs, which launch the batched kernel, the matrices come one by one.
+_LIBRARY.impl("float8_amax_batch", batch_amax_reference, "CompositeExplicitAutograd")
+torch.library.register_fake("bitplan::float8_amax_batch", _fake_amax_batch, lib=_LIBRARY)
+register_kernels("float8_amax_batch", __name__, lambda xs, *_: all(x.numel() for x in xs))

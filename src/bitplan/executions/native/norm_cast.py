@@ -1,19 +1,19 @@
-"""The result of an RMS norm, computed where it is cast to float8.
+"""RMS norm fused with the cast of its result to float8.
 
-A norm's result is what the linear layers behind it cast. Left to Inductor it is written in bfloat16 by one kernel and
-read again by the cast; and where the backward pass casts inputs again, once more. What makes it is small but for the
-norm's input: a number for each row and one for each feature. So a kernel that reads these can write codes at once:
+Linear layers cast the result of the norm before them. Inductor would write it in bfloat16 in one kernel and read it for
+the cast in another, once more where the backward pass recasts inputs. Besides the norm's input a fused kernel reads
+only one number per row and one per feature:
 
-* ``bitplan::norm_cast`` for the codes;
-* ``bitplan::norm_amax`` looks for the largest magnitude, in parts, while there is no past: else it does nothing.
+* ``bitplan::norm_cast`` writes the codes;
+* ``bitplan::norm_amax`` computes the amax, in partial results, in the first step. Later steps have a
+  `history_amax`, and it does nothing.
 
-A row's number is told as graphs have it: the mean of the squares, to which *eps* is added before the inverse of the
-square root is taken, or, without an *eps*, that inverse itself. Scales are powers of two.
+`row_stats` is the number per row that the graph has in memory: the mean square, to which *eps* is added before taking
+the inverse square root, or without *eps* that inverse itself. Scales are powers of two.
 
-Graphs get these operations by :mod:`bitplan.compiler.norm_fusion`. On a GPU they are Triton kernels
-(:mod:`bitplan.executions.native.norm_cast_kernel`), elsewhere the plain torch below, which says what they compute: in
-float32,
-rounded once to bfloat16, as torch's own norm does, and then cast as :mod:`bitplan.executions.native.float8_cast` does.
+:mod:`bitplan.compiler.norm_fusion` puts these operations into graphs. On a GPU they are Triton kernels
+(:mod:`bitplan.executions.native.norm_cast_kernel`), elsewhere the reference implementations in this file. Both compute
+in float32, round once to bfloat16, as torch's norm does, and cast as :mod:`bitplan.executions.native.float8_cast` does.
 """
 
 from __future__ import annotations
@@ -23,86 +23,63 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitplan.compiler.kernel_ops import itself, register
-from bitplan.executions.native.float8_cast import amax_reference, cast_reference, fake_amax, fake_cast, tiles_of
+from bitplan.compiler.kernel_ops import register
+from bitplan.executions.native.float8_cast import amax_reference, cast_reference, fake_amax, fake_cast, tile_count
 
-#: What a norm's input and weight may be. (A first norm's input is sometimes kept in float32, as which it is used.)
-READ = (torch.bfloat16, torch.float32)
+#: Dtypes of a norm's input and weight. (The first norm's input is sometimes float32.)
+INPUT_DTYPES = (torch.bfloat16, torch.float32)
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 _LIBRARY: Any = torch.library.Library("bitplan", "FRAGMENT")  # type: ignore[no-untyped-call]
 for _schema in (
-    "norm_amax(Tensor x, Tensor spread, Tensor weight, float? eps, Tensor reach) -> Tensor",
-    "norm_cast(Tensor x, Tensor spread, Tensor weight, float? eps, ScalarType dtype, Tensor parts, Tensor reach, "
-    "bool as_rows, bool as_columns, bool gathers, Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    "norm_amax(Tensor x, Tensor row_stats, Tensor weight, float? eps, Tensor history_amax) -> Tensor",
+    "norm_cast(Tensor x, Tensor row_stats, Tensor weight, float? eps, ScalarType dtype, Tensor partial_amax, "
+    "Tensor history_amax, bool as_rows, bool as_columns, bool returns_amax, Tensor? after=None) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
 ):
     _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def rms_norm_reference(x: Tensor, spread: Tensor, weight: Tensor, eps: float | None) -> Tensor:
-    """`x`, (rows, features), normalised by each row's `spread`, times each feature's `weight`: in bfloat16.
+def rms_norm_reference(x: Tensor, row_stats: Tensor, weight: Tensor, eps: float | None) -> Tensor:
+    """`x`, (rows, features), normalised per row and multiplied by `weight` per feature, in bfloat16.
 
     >>> x = torch.tensor([[3.0, -4.0]])
     >>> rms_norm_reference(x, torch.tensor([12.5]), torch.tensor([1.0, 2.0]), 0.0)
     tensor([[ 0.8477, -2.2656]], dtype=torch.bfloat16)
     """
-    inverse = spread if eps is None else torch.rsqrt(spread + eps)
+    inverse = row_stats if eps is None else torch.rsqrt(row_stats + eps)
     return (x.float() * inverse[:, None] * weight.float()).bfloat16()
 
 
-def norm_amax_reference(x: Tensor, spread: Tensor, weight: Tensor, eps: float | None, reach: Tensor) -> Tensor:
-    return amax_reference(rms_norm_reference(x, spread, weight, eps), reach)
+def norm_amax_reference(
+    x: Tensor, row_stats: Tensor, weight: Tensor, eps: float | None, history_amax: Tensor
+) -> Tensor:
+    return amax_reference(rms_norm_reference(x, row_stats, weight, eps), history_amax)
 
 
 def norm_cast_reference(
     x: Tensor,
-    spread: Tensor,
+    row_stats: Tensor,
     weight: Tensor,
     eps: float | None,
     dtype: torch.dtype,
-    parts: Tensor,
-    reach: Tensor,
+    partial_amax: Tensor,
+    history_amax: Tensor,
     as_rows: bool,
     as_columns: bool,
-    gathers: bool,
+    returns_amax: bool,
     after: Tensor | None = None,
 ) -> Results:
-    """The norm's result as a cast gives it."""
-    result = rms_norm_reference(x, spread, weight, eps)
-    return cast_reference(result, dtype, parts, reach, True, as_rows, as_columns, gathers)
+    """The cast of the norm's result."""
+    result = rms_norm_reference(x, row_stats, weight, eps)
+    return cast_reference(result, dtype, partial_amax, history_amax, True, as_rows, as_columns, returns_amax)
 
 
-def _amax_launched(*given: Any, wrap: Any = itself) -> Tensor:
-    from bitplan.executions.native.norm_cast_kernel import norm_amax_by_kernel
-
-    return norm_amax_by_kernel(wrap, *given)
-
-
-def _cast_launched(*given: Any, wrap: Any = itself, **noted: Any) -> Results:
-    from bitplan.executions.native.norm_cast_kernel import norm_cast_by_kernel
-
-    return norm_cast_by_kernel(wrap, *given, **noted)
+def _fake_norm_cast(x: Tensor, *args: Any) -> Results:
+    _, _, _, dtype, _, _, as_rows, as_columns, returns_amax, *_ = args
+    return fake_cast(x, dtype, as_rows, as_columns, returns_amax, tile_count(*x.shape))
 
 
-def _norm_cast_of_shape(
-    x: Tensor,
-    spread: Tensor,
-    weight: Tensor,
-    eps: float | None,
-    dtype: torch.dtype,
-    parts: Tensor,
-    reach: Tensor,
-    as_rows: bool,
-    as_columns: bool,
-    gathers: bool,
-    after: Tensor | None = None,
-) -> Results:
-    return fake_cast(x, dtype, as_rows, as_columns, gathers, tiles_of(*x.shape))
-
-
-for _name, _launched, _in_torch, _of_shape in (
-    ("norm_amax", _amax_launched, norm_amax_reference, fake_amax),
-    ("norm_cast", _cast_launched, norm_cast_reference, _norm_cast_of_shape),
-):
-    register(_LIBRARY, _name, _launched, _in_torch, _of_shape, (__name__, f"{__name__}_kernel"))
+register(_LIBRARY, "norm_amax", norm_amax_reference, fake_amax, __name__)
+register(_LIBRARY, "norm_cast", norm_cast_reference, _fake_norm_cast, __name__)

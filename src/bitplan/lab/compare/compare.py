@@ -31,7 +31,7 @@ def compare(
     seeds: Iterable[int] = (0,),
     settings: Sequence[str] = (),
     jobs: int = 1,
-    execution: str = "emulate",
+    execution: str | None = None,
     device: str = "cpu",
     compile: bool = False,
     command: str = "",
@@ -46,6 +46,7 @@ def compare(
     :param task: as the command line names it: ``digits``, or ``my_task.py:MyTask``.
     :param settings: changes to the task's recipe, as ``key=value``.
     :param jobs: parallel processes; 1 trains in this process.
+    :param execution: as :func:`bitplan.lab.train.train` takes it.
     :param command: the command that reproduces the comparison, for its record.
     :param on_update: called with the progress and the end of every run.
     :param stop: polled; once it is true, running jobs are stopped, no other is started, and the summaries are returned.

@@ -82,7 +82,7 @@ class Setting:
     #: As the command line names it.
     task: str
     settings: tuple[str, ...] = ()
-    execution: str = "emulate"
+    execution: str | None = None
     device: str = "cpu"
     compile: bool = False
 

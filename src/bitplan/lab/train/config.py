@@ -21,6 +21,7 @@ from bitplan.lab.task_planners import AssignWords
 from bitplan.lab.tasks.task import Task
 from bitplan.machine import describe_machine
 from bitplan.plans import Plan
+from bitplan.plans.execution import ExecutionOptions, execution_options
 
 # --- Versions and machine, for run folders and bug reports
 
@@ -177,13 +178,21 @@ class RunConfig:
         return None
 
 
+def resolve_execution(plan: Plan | None, execution: str | None) -> ExecutionOptions:
+    """How a run executes its plan: the plan's own ``execution:``, unless `execution` names another; else emulation."""
+    declared = None if plan is None else plan.declared_execution
+    if declared is not None and execution in (None, declared.kind):
+        return declared
+    return execution_options(execution or "emulate")
+
+
 def config_of(
     task: Task,
     plan: Plan | None,
     plan_source: str | None,
     task_source: str | None,
     *,
-    execution: str,
+    execution: str | None,
     device: torch.device,
     compile: bool,
     log_every: int,
@@ -201,13 +210,13 @@ def config_of(
         seed=task.seed,
         metric=strict(asdict(task.metric)),
         task_sha256=_task_sha256(task, source),
-        execution=execution,
+        execution=resolve_execution(plan, execution).kind,
         device=str(device),
         compile=compile,
         log_every=log_every,
         measure_every=measure_every,
         command=command_of(
-            *(task, source, plan_source),
+            *(task, source, plan, plan_source),
             execution=execution,
             device=device,
             compile=compile,
@@ -240,9 +249,10 @@ def plan_name(plan: Plan, source: str | None) -> str:
 def command_of(
     task: Task,
     source: str,
+    plan: Plan | None,
     plan_source: str | None,
     *,
-    execution: str,
+    execution: str | None,
     device: torch.device,
     compile: bool,
     measure_every: int = 0,
@@ -253,8 +263,9 @@ def command_of(
         arguments += assigned.command()
     elif plan_source is not None:
         arguments += ["--plan", plan_source]
-    if execution != "emulate":
-        arguments += ["--execution", execution]
+    kind = resolve_execution(plan, execution).kind
+    if kind != resolve_execution(plan, None).kind:
+        arguments += ["--execution", kind]
     if device.type != "cpu":
         arguments += ["--device", str(device)]
     if compile:

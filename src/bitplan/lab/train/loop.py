@@ -27,7 +27,7 @@ from bitplan.analysis.targets import named_file
 from bitplan.errors import BitplanWarning, RunError
 from bitplan.lab.tasks.task import Task
 from bitplan.lab.train.checkpoint import Checkpoint, newest_whole, remove_older, save_tensors
-from bitplan.lab.train.config import LOG_EVERY, RunConfig, config_of
+from bitplan.lab.train.config import LOG_EVERY, RunConfig, config_of, resolve_execution
 from bitplan.lab.train.fault import find_fault
 from bitplan.lab.train.folder import DiskError, Journal, RunFolder, read_lines
 from bitplan.lab.train.monitor import Monitor
@@ -98,7 +98,7 @@ def train(
     plan: Plan | str | None = None,
     *,
     folder: str | os.PathLike[str],
-    execution: str = "emulate",
+    execution: str | None = None,
     device: str | torch.device = "cpu",
     compile: bool = False,
     seed: int | None = None,
@@ -116,7 +116,7 @@ def train(
 
     :param plan: a plan, a preset's name or a file; None: no plan, which is the task in its own precision.
     :param folder: the run folder; created if it does not exist.
-    :param execution: as :func:`bitplan.attach` takes it.
+    :param execution: ``"emulate"``, ``"packed"`` or ``"native"``; by default the plan's ``execution:``, else emulation.
     :param compile: compile training steps with ``torch.compile``; evaluations stay uncompiled, unless the task compiles
         them.
     :param seed: must equal the task's seed, which decides initial weights, data and random bits.
@@ -158,7 +158,8 @@ def train(
                 stacklevel=2,
             )
         with repeatable(chosen):
-            session = Session(task, resolved or Plan(), execution=execution, device=chosen, compile=compile)
+            options = resolve_execution(resolved, execution)
+            session = Session(task, resolved or Plan(), execution=options, device=chosen, compile=compile)
             try:
                 if not is_known:
                     place.begin(config, resolved)

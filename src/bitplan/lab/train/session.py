@@ -27,6 +27,7 @@ from bitplan.lab.tasks.task import Task
 from bitplan.numerics.noise import key_of, randomness_kept
 from bitplan.numerics.wire_format import EVALUATION, TRAINING
 from bitplan.plans import Plan
+from bitplan.plans.execution import ExecutionOptions, execution_options
 from bitplan.runtime.attach import Attachment, attach
 from bitplan.runtime.optimizers import load_plain_state, plain_state, set_rate
 
@@ -123,8 +124,6 @@ class Ahead:
 
 # --- Loss scaling
 
-#: The initial scale of the paper's runs.
-PAPER_START = 65536.0
 #: A scale that was halved down to this has met no finite gradients for dozens of steps.
 _LOST = 2.0**-40
 
@@ -183,7 +182,10 @@ class LossScale:
 class Session:
     """The model, plan and optimizer of a run, at some step."""
 
-    def __init__(self, task: Task, plan: Plan, *, execution: str, device: torch.device, compile: bool) -> None:
+    def __init__(
+        self, task: Task, plan: Plan, *, execution: str | ExecutionOptions, device: torch.device, compile: bool
+    ) -> None:
+        execution = execution_options(execution)
         self.task = task
         self.device = device
         self._execution = execution
@@ -194,7 +196,7 @@ class Session:
             torch.cuda.reset_peak_memory_stats(device)
         torch.manual_seed(task.seed)
         plain = task.model().to(device)
-        layout = layout_for(plain, device.type, execution)
+        layout = layout_for(plain, device.type, execution.kind)
         self.model: nn.Module = lay_out(plain, layout)
         self._there = Copies(lambda tensor: laid_out(tensor.to(device, non_blocking=True), layout))
         self.run: Attachment = attach(
@@ -217,7 +219,7 @@ class Session:
         whole = all(is_decomposed(plan, path, layer.mode.lower()) for path, layer in recurrent)
         # CUDA graphs save the launches that bound small models, but hold memory that packed execution should free, and
         # do not work with graph breaks.
-        mode = "reduce-overhead" if device.type == "cuda" and execution == "emulate" and whole else None
+        mode = "reduce-overhead" if device.type == "cuda" and execution.kind == "emulate" and whole else None
         self._called: nn.Module = self.run.compile(fullgraph=whole, mode=mode) if compile else self.model
         #: For evaluations.
         self._evaluated = self._called if task.evaluates_compiled and whole else self.model

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 import bitplan
 from bitplan import Plan
-from bitplan.compiler import moments_fusion as fusing
-from bitplan.compiler import partitioning
-from bitplan.compiler.moments import coded_moments, plain_coded_moments
-from bitplan.compiler.moments_fusion import fold_batch_norms, fuse_moments
+from bitplan.compiler import batch_norm_fusion, partitioning
+from bitplan.compiler.batch_norm_fusion import (
+    cast_with_channel_stats_reference,
+    fold_batch_norms,
+    fuse_channel_stats,
+)
 from bitplan.numerics import quantizer
 from bitplan.runtime import rounding_op as actions
 
@@ -23,14 +25,14 @@ PLAN = Plan.from_dict({"version": 1, "rules": [{"match": "*", "op": "conv2d", "a
 def test_codes_and_moments_are_those_of_the_rounded_values() -> None:
     y = (3 * torch.randn(4, 6, 5, 3) + 20 * torch.randn(1, 6, 1, 1)).bfloat16()
     y[0, 0, 0, 0] = 1000.0
-    code, var, mean = coded_moments(y, torch.float8_e4m3fn)
+    code, var, mean = torch.ops.bitplan.cast_with_channel_stats(y, torch.float8_e4m3fn)
     rounded = bitplan.quantize(y, "e4m3")
     assert torch.equal(code.to(torch.bfloat16), rounded)
     exact_var, exact_mean = torch.var_mean(rounded.double(), (0, 2, 3), correction=0, keepdim=True)
     assert torch.allclose(var.double(), exact_var, rtol=1e-5)
     assert torch.allclose(mean.double(), exact_mean, rtol=1e-5)
     assert (var.shape, var.dtype) == ((1, 6, 1, 1), torch.float32)
-    torch.library.opcheck(torch.ops.bitplan.coded_moments.default, (y, torch.float8_e4m3fn))
+    torch.library.opcheck(torch.ops.bitplan.cast_with_channel_stats.default, (y, torch.float8_e4m3fn))
 
 
 @pytest.fixture
@@ -43,12 +45,12 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
 
     def fused(graph: torch.fx.Graph) -> int:
-        counts.append(fuse_moments(graph, "cpu", min_elements=0))
+        counts.append(fuse_channel_stats(graph, "cpu", min_elements=0))
         return counts[-1]
 
     monkeypatch.setattr(actions, "is_cast_small", lambda target, device: True)
     monkeypatch.setattr(quantizer, "round_by_torch", cast)
-    monkeypatch.setattr(partitioning, "fuse_moments", fused)
+    monkeypatch.setattr(partitioning, "fuse_channel_stats", fused)
     return counts
 
 
@@ -83,7 +85,7 @@ def test_a_packed_graph_has_them_fused(as_on_a_gpu: list[int], monkeypatch: pyte
     x = torch.randn(4, 3, 8, 8)
     fused = trained(net(), x, autocast=True)
     assert as_on_a_gpu == [2]
-    monkeypatch.setattr(partitioning, "fuse_moments", lambda graph: 0)
+    monkeypatch.setattr(partitioning, "fuse_channel_stats", lambda graph: 0)
     torch._dynamo.reset()
     apart = trained(net(), x, autocast=True)
     assert_alike(fused, apart)
@@ -107,7 +109,7 @@ def test_batch_norm_is_a_factor_and_a_summand(monkeypatch: pytest.MonkeyPatch) -
 
     def fold(graph: torch.fx.Graph) -> int:
         found = fold_batch_norms(graph)
-        kept.append({tuple(node.meta["val"].shape) for node in graph.nodes if node.meta.get(fusing.KEPT)})
+        kept.append({tuple(node.meta["val"].shape) for node in graph.nodes if node.meta.get(batch_norm_fusion.KEPT)})
         return found
 
     torch._dynamo.reset()
@@ -126,25 +128,25 @@ def test_other_moments_are_left_as_they_are() -> None:
         graph = torch.fx.Graph()
         y = graph.placeholder("y")
         y.meta["val"] = torch.empty(2, 3, 4, 4, dtype=dtype)
-        code = graph.call_function(fusing._convert, (y, torch.float8_e4m3fn))
+        code = graph.call_function(batch_norm_fusion._convert, (y, torch.float8_e4m3fn))
         code.meta["val"] = torch.empty(2, 3, 4, 4, dtype=torch.float8_e4m3fn)
-        wide = graph.call_function(fusing._convert, (code, torch.float32))
+        wide = graph.call_function(batch_norm_fusion._convert, (code, torch.float32))
         both = graph.call_function(
             torch.ops.aten.var_mean.correction, (wide, dims), {"correction": 0, "keepdim": keepdim}
         )
         both.meta["val"] = (torch.empty(1, 3, 1, 1), torch.empty(1, 3, 1, 1))
-        mean = graph.call_function(fusing.operator.getitem, (both, 1))
+        mean = graph.call_function(batch_norm_fusion.operator.getitem, (both, 1))
         graph.output((mean, code))
         return graph
 
-    assert fuse_moments(graph_of([0, 2, 3], torch.bfloat16, True), "cpu", min_elements=0) == 1
-    assert fuse_moments(graph_of([0, 2, 3], torch.bfloat16, True), "cuda", min_elements=0) == 0
-    assert fuse_moments(graph_of([0, 2, 3], torch.bfloat16, True), "cpu") == 0  # too few
-    assert fuse_moments(graph_of([0, 2], torch.bfloat16, True), "cpu", min_elements=0) == 0
-    assert fuse_moments(graph_of([0, 2, 3], torch.float32, True), "cpu", min_elements=0) == 0
-    assert fuse_moments(graph_of([0, 2, 3], torch.bfloat16, False), "cpu", min_elements=0) == 0
+    assert fuse_channel_stats(graph_of([0, 2, 3], torch.bfloat16, True), "cpu", min_elements=0) == 1
+    assert fuse_channel_stats(graph_of([0, 2, 3], torch.bfloat16, True), "cuda", min_elements=0) == 0
+    assert fuse_channel_stats(graph_of([0, 2, 3], torch.bfloat16, True), "cpu") == 0  # too few
+    assert fuse_channel_stats(graph_of([0, 2], torch.bfloat16, True), "cpu", min_elements=0) == 0
+    assert fuse_channel_stats(graph_of([0, 2, 3], torch.float32, True), "cpu", min_elements=0) == 0
+    assert fuse_channel_stats(graph_of([0, 2, 3], torch.bfloat16, False), "cpu", min_elements=0) == 0
 
 
 def test_the_twin_saturates() -> None:
-    code, _, _ = plain_coded_moments(torch.full((1, 1, 1, 2), -1e4), torch.float8_e4m3fn)
+    code, _, _ = cast_with_channel_stats_reference(torch.full((1, 1, 1, 2), -1e4), torch.float8_e4m3fn)
     assert code.float().tolist() == [[[[-448.0, -448.0]]]]

@@ -3,7 +3,7 @@ import gc
 import pytest
 import torch
 
-from bitplan.compiler.tracing import Allowance
+from bitplan.compiler.tracing import RaisedSetting
 
 CONFIG = torch._dynamo.config
 
@@ -21,8 +21,8 @@ def test_the_largest_need_holds_until_the_last_is_gone() -> None:
     before = CONFIG.recompile_limit
     one, other = Owner(), Owner()
     small, large = (
-        Allowance("recompile_limit", before + 3, one),
-        Allowance("recompile_limit", before + 7, other),
+        RaisedSetting("recompile_limit", before + 3, one),
+        RaisedSetting("recompile_limit", before + 7, other),
     )
     assert before + 7 == CONFIG.recompile_limit
     large.remove()
@@ -35,7 +35,7 @@ def test_the_largest_need_holds_until_the_last_is_gone() -> None:
 def test_less_than_there_is_changes_nothing() -> None:
     before = CONFIG.recompile_limit
     owner = Owner()
-    need = Allowance("recompile_limit", before - 1, owner)
+    need = RaisedSetting("recompile_limit", before - 1, owner)
     assert before == CONFIG.recompile_limit
     need.remove()
     assert before == CONFIG.recompile_limit
@@ -44,7 +44,7 @@ def test_less_than_there_is_changes_nothing() -> None:
 def test_what_somebody_else_set_meanwhile_is_left_alone() -> None:
     before = CONFIG.recompile_limit
     owner = Owner()
-    need = Allowance("recompile_limit", 2, owner)
+    need = RaisedSetting("recompile_limit", 2, owner)
     with CONFIG.patch(recompile_limit=before + 5):
         need.remove()
         assert before + 5 == CONFIG.recompile_limit
@@ -54,7 +54,7 @@ def test_what_somebody_else_set_meanwhile_is_left_alone() -> None:
 def test_an_owner_that_is_thrown_away_needs_nothing() -> None:
     before = CONFIG.fail_on_recompile_limit_hit
     owner = Owner()
-    Allowance("fail_on_recompile_limit_hit", True, owner)
+    RaisedSetting("fail_on_recompile_limit_hit", True, owner)
     assert CONFIG.fail_on_recompile_limit_hit is True
     del owner
     gc.collect()

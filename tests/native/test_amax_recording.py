@@ -20,13 +20,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import bitplan
 from bitplan import Plan
-from bitplan.compiler import amax_recording as record_noting
-from bitplan.compiler.amax_recording import record_amax_in_casts
+from bitplan.compiler import amax_fusion
+from bitplan.compiler.amax_fusion import record_amax_in_casts
 from bitplan.compiler.compiling import recast_operands
 from bitplan.compiler.gated_fusion import fuse_gates
 from bitplan.compiler.launching import KernelInliningPass, inline_kernels
-from bitplan.compiler.native_backend import RecomputePartitioner, RecomputePolicy
 from bitplan.compiler.norm_fusion import fuse_norms
+from bitplan.compiler.partitioning import RecomputePartitioner, RecomputePolicy
 from bitplan.executions.native.float8_cast import Cast, cast_float8
 from bitplan.lab.models.language_models import LlamaBlocks
 from bitplan.numerics import quantizer
@@ -162,14 +162,14 @@ def test_numbers_stay_and_what_was_computed_for_records_is_gone(
     ours, (forward, backward, *others) = steps(partitioner, recompute, coded)
     # Four inputs, of which one is a norm's result and one a gate's product, and seven weights; of seven gradients two
     # are cast at once.
-    assert forward["float8_cast_noted"] + forward["norm_cast_noted"] + forward["gated_cast_noted"] == 11
-    assert forward["norm_cast_noted"] == 1
-    assert backward["float8_cast_noted"] + 2 * backward["gated_grads_cast_noted"] == 7
-    assert backward["gated_grads_cast_noted"] == forward["gated_cast_noted"] == 1
+    assert forward["float8_cast_recorded"] + forward["norm_cast_recorded"] + forward["gated_cast_recorded"] == 11
+    assert forward["norm_cast_recorded"] == 1
+    assert backward["float8_cast_recorded"] + 2 * backward["gated_grads_cast_recorded"] == 7
+    assert backward["gated_grads_cast_recorded"] == forward["gated_cast_recorded"] == 1
     for seen in (forward, backward, *others):
         assert seen["select_scatter"] == seen["amax"] == seen["maximum"] == 0
     assert len(others) == 2 * coded
-    monkeypatch.setattr(record_noting, "NOTES", False)
+    monkeypatch.setattr(amax_fusion, "RECORDS_IN_CASTS", False)
     plain, (told, *_) = steps(partitioner, recompute, coded)
     assert told["select_scatter"] > 0
     assert not any("noted" in name for name in told)
@@ -180,8 +180,8 @@ def test_numbers_stay_and_what_was_computed_for_records_is_gone(
 # --- graphs made by hand ------------------------------------------------------------------------------------
 
 
-def cast(x: Tensor, reach: Tensor) -> Cast:
-    return cast_float8(x, E4M3, power_of_two=True, reach=reach, gathers=True)
+def cast(x: Tensor, history_amax: Tensor) -> Cast:
+    return cast_float8(x, E4M3, power_of_two=True, history_amax=history_amax, returns_amax=True)
 
 
 def given(records: int = 2) -> list[Tensor]:
@@ -201,12 +201,12 @@ def prepared(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-def noted_twice(x: Tensor, reach: Tensor, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    first = cast(x, reach)
-    observe_amax(one[0], first.tops.amax())
-    second = cast(2 * x, reach)
-    observe_amax(other[1], second.tops.amax())
-    observe_amax(one[1], second.tops.amax())
+def noted_twice(x: Tensor, history_amax: Tensor, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    first = cast(x, history_amax)
+    observe_amax(one[0], first.tile_amax.amax())
+    second = cast(2 * x, history_amax)
+    observe_amax(other[1], second.tile_amax.amax())
+    observe_amax(one[1], second.tile_amax.amax())
     return first.rows, second.columns
 
 
@@ -222,45 +222,45 @@ def test_what_a_cast_tells_goes_to_several_records() -> None:
     assert ours[2][1, NOW] == 2 * ours[2][0, NOW] == ours[3][1, NOW] > 0
 
 
-def read_after(x: Tensor, reach: Tensor, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    observe_amax(one[0], cast(x, reach).tops.amax())
+def read_after(x: Tensor, history_amax: Tensor, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    observe_amax(one[0], cast(x, history_amax).tile_amax.amax())
     return one[0, NOW] + 1, other
 
 
-def widened(x: Tensor, reach: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    first = cast(x, reach)
-    observe_amax(one[0], first.tops.amax())
+def widened(x: Tensor, history_amax: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    first = cast(x, history_amax)
+    observe_amax(one[0], first.tile_amax.amax())
     observe_range(one[0], x)
     return first.rows
 
 
-def told(x: Tensor, reach: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    first = cast(x, reach)
-    observe_amax(one[0], first.tops.amax())
-    return first.tops
+def told(x: Tensor, history_amax: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    first = cast(x, history_amax)
+    observe_amax(one[0], first.tile_amax.amax())
+    return first.tile_amax
 
 
-def twice_in_one(x: Tensor, reach: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    first = cast(x, reach)
-    observe_amax(one[0], first.tops.amax())
-    observe_amax(one[1], first.tops.amax())
+def twice_in_one(x: Tensor, history_amax: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    first = cast(x, history_amax)
+    observe_amax(one[0], first.tile_amax.amax())
+    observe_amax(one[1], first.tile_amax.amax())
     return first.rows
 
 
-def of_something_else(x: Tensor, reach: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    first = cast(x, reach)
-    observe_amax(one[0], first.tops.amax())
+def of_something_else(x: Tensor, history_amax: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    first = cast(x, history_amax)
+    observe_amax(one[0], first.tile_amax.amax())
     observe_amax(one[1], x.abs().amax())
     return first.rows
 
 
-def in_company(x: Tensor, reach: Tensor, one: Tensor, other: Tensor) -> Tensor:
+def in_company(x: Tensor, history_amax: Tensor, one: Tensor, other: Tensor) -> Tensor:
     """The first record is not fit, so the cast is not, so the second record is not, so the other cast is not."""
-    first, second = cast(x, reach), cast(2 * x, reach)
-    observe_amax(one[0], first.tops.amax())
+    first, second = cast(x, history_amax), cast(2 * x, history_amax)
+    observe_amax(one[0], first.tile_amax.amax())
     observe_range(one[0], x)
-    observe_amax(other[0], first.tops.amax())
-    observe_amax(other[1], second.tops.amax())
+    observe_amax(other[0], first.tile_amax.amax())
+    observe_amax(other[1], second.tile_amax.amax())
     return first.rows
 
 
@@ -273,23 +273,23 @@ def test_anything_else_is_left_as_it_is(function: Callable[..., Any]) -> None:
 
 
 def test_a_cast_notes_in_three_records_and_not_in_four(monkeypatch: pytest.MonkeyPatch) -> None:
-    def noted(x: Tensor, reach: Tensor, *records: Tensor) -> Tensor:
-        first = cast(x, reach)
+    def noted(x: Tensor, history_amax: Tensor, *records: Tensor) -> Tensor:
+        first = cast(x, history_amax)
         for record in records:
-            observe_amax(record[0], first.tops.amax())
+            observe_amax(record[0], first.tile_amax.amax())
         return first.rows
 
     assert record_amax_in_casts(traced(noted, 3).graph, "cpu") == 1
     assert record_amax_in_casts(traced(noted, 4).graph, "cpu") == 0
     assert record_amax_in_casts(traced(noted, 3).graph) == 0  # on another device
-    monkeypatch.setattr(record_noting, "NOTES", False)
+    monkeypatch.setattr(amax_fusion, "RECORDS_IN_CASTS", False)
     assert record_amax_in_casts(traced(noted, 3).graph, "cpu") == 0
 
 
 def test_sizes_that_are_not_known_are_left_as_they_are() -> None:
-    def noted(x: Tensor, reach: Tensor, record: Tensor) -> Tensor:
-        first = cast(x, reach)
-        observe_amax(record[0], first.tops.amax())
+    def noted(x: Tensor, history_amax: Tensor, record: Tensor) -> Tensor:
+        first = cast(x, history_amax)
+        observe_amax(record[0], first.tile_amax.amax())
         return first.rows
 
     unknown = prepared(make_fx(torch.func.functionalize(noted), tracing_mode="symbolic")(*given(1)))
@@ -298,22 +298,22 @@ def test_sizes_that_are_not_known_are_left_as_they_are() -> None:
 
 def test_what_is_stored_compiled_knows_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     noted = KernelInliningPass().uuid()
-    monkeypatch.setattr(record_noting, "NOTES", False)
+    monkeypatch.setattr(amax_fusion, "RECORDS_IN_CASTS", False)
     assert KernelInliningPass().uuid() != noted
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, whose kernels are traced")
 @pytest.mark.usefixtures("gpu_in_name")
 def test_kernels_write_into_the_records_and_inductor_copies_none() -> None:
-    def step(x: Tensor, reach: Tensor, *records: Tensor) -> tuple[Tensor, ...]:
-        rows, columns = noted_twice(x, reach, *records[:2])
-        parts = OURS.gated_amax(x, 2 * x, reach, False)
-        gated = OURS.gated_cast(x, 2 * x, E4M3, parts, reach, True, False, True, False)
+    def step(x: Tensor, history_amax: Tensor, *records: Tensor) -> tuple[Tensor, ...]:
+        rows, columns = noted_twice(x, history_amax, *records[:2])
+        parts = OURS.gated_amax(x, 2 * x, history_amax, False)
+        gated = OURS.gated_cast(x, 2 * x, E4M3, parts, history_amax, True, False, True, False)
         observe_amax(records[2][0], gated[3].amax())
-        both = OURS.gated_grads_cast(x, x, 2 * x, E5M2, parts, parts, reach, reach, True, True, True)
+        both = OURS.gated_grads_cast(x, x, 2 * x, E5M2, parts, parts, history_amax, history_amax, True, True, True)
         observe_amax(records[2][1], both[3].amax())
         observe_amax(records[3][0], both[7].amax())
-        normed = OURS.norm_cast(x, x[:, 0].float(), x[0], 0.5, E4M3, parts, reach, False, True, True)
+        normed = OURS.norm_cast(x, x[:, 0].float(), x[0], 0.5, E4M3, parts, history_amax, False, True, True)
         observe_amax(records[4][1], normed[3].amax())
         return rows, columns, gated[0], both[0], both[4], normed[1]
 
@@ -330,16 +330,16 @@ def test_kernels_write_into_the_records_and_inductor_copies_none() -> None:
         found.setdefault(kernel.fn.__name__, []).append(set(node.kwargs["tensors_to_clone"]))
     layouts = {"as_rows", "as_columns", "scale_out"}
     halves = {f"{half}_{what}" for half in ("gate", "up") for what in ("rows", "columns", "scale", "record")}
-    assert found["_cast_tile"] == [{*layouts, "first"}, {*layouts, "first", "second"}]
+    assert found["_cast_tile"] == [{*layouts, "record_0"}, {*layouts, "record_0", "record_1"}]
     assert found["_cast_gated_tile"] == [{"as_rows", "scale_out", "record"}]
     assert found["_cast_grads_tile"] == [halves]
-    assert found["_cast_norm_tile"] == [{"as_columns", "scale_out", "first"}]
+    assert found["_cast_norm_tile"] == [{"as_columns", "scale_out", "record_0"}]
     reinplace_inplaceable_ops_core(module.graph)
     for node in launches:
         assert node.kwargs["tensors_to_clone"] == []
     copies = module.graph.find_nodes(op="call_function", target=ATEN.copy_.default)
     assert all(copy.args[0] is copy.args[1] for copy in copies)  # or gone, where it was one cast's
     inputs = {node for node in module.graph.nodes if node.op == "placeholder"}
-    written = ("first", "second", "record", "gate_record", "up_record")
+    written = ("record_0", "record_1", "record", "gate_record", "up_record")
     noted = [node.kwargs["kwargs"].get(name) for node in launches for name in written]
     assert len(inputs & {each for each in noted if each is not None}) == 5

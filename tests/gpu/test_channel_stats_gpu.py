@@ -12,9 +12,11 @@ from torch._inductor.utils import run_and_get_code
 import bitplan
 from bitplan import Plan
 from bitplan.compiler import partitioning
+from bitplan.compiler.batch_norm_fusion import (
+    cast_with_channel_stats_reference,
+    fuse_channel_stats,
+)
 from bitplan.compiler.launching import with_kernel_inlining
-from bitplan.compiler.moments import coded_moments, plain_coded_moments
-from bitplan.compiler.moments_fusion import fuse_moments
 
 pytestmark = pytest.mark.gpu
 
@@ -29,8 +31,8 @@ def test_one_pass_finds_the_same(shape: tuple[int, ...], dtype: torch.dtype, sma
     y = 3 * torch.randn(shape, device="cuda") + 20 * torch.randn(1, shape[1], 1, 1, device="cuda")
     y = y.to(dtype).contiguous(memory_format=torch.channels_last)
     y[0, 0, 0, 0] = 60000.0
-    code, var, mean = coded_moments(y, small)
-    plain_code, _, _ = plain_coded_moments(y, small)
+    code, var, mean = torch.ops.bitplan.cast_with_channel_stats(y, small)
+    plain_code, _, _ = cast_with_channel_stats_reference(y, small)
     assert code.stride() == y.stride()
     assert torch.equal(code.view(torch.uint8), plain_code.view(torch.uint8))
     exact_var, exact_mean = torch.var_mean(code.double(), (0, 2, 3), correction=0, keepdim=True)
@@ -41,7 +43,7 @@ def test_one_pass_finds_the_same(shape: tuple[int, ...], dtype: torch.dtype, sma
 def test_what_is_no_number_spoils_its_own_channel_only() -> None:
     y = torch.randn(4, 8, 6, 6, device="cuda").bfloat16().contiguous(memory_format=torch.channels_last)
     y[0, 3, 0, 0] = float("nan")
-    _, var, mean = coded_moments(y, torch.float8_e4m3fn)
+    _, var, mean = torch.ops.bitplan.cast_with_channel_stats(y, torch.float8_e4m3fn)
     spoilt = torch.arange(8, device="cuda") == 3
     assert torch.equal(mean.flatten().isnan(), spoilt)
     assert torch.equal(var.flatten().isnan(), spoilt)
@@ -52,12 +54,14 @@ def test_launched_by_inductor_the_kernels_give_the_same_bits(shape: tuple[int, .
     torch._dynamo.reset()
     torch.manual_seed(0)
     y = (3 * torch.randn(shape, device="cuda")).bfloat16().contiguous(memory_format=torch.channels_last)
-    compiled = torch.compile(coded_moments, fullgraph=True, options=with_kernel_inlining(None))
+    compiled = torch.compile(
+        torch.ops.bitplan.cast_with_channel_stats, fullgraph=True, options=with_kernel_inlining(None)
+    )
     with torch._inductor.config.patch(force_disable_caches=True):
         ours, codes = run_and_get_code(compiled, y, torch.float8_e4m3fn)
-    assert "_coded_and_summed" in codes[0]
+    assert "_cast_and_sum" in codes[0]
     assert "ops.bitplan" not in codes[0]
-    for one, other in zip(ours, coded_moments(y, torch.float8_e4m3fn), strict=True):
+    for one, other in zip(ours, torch.ops.bitplan.cast_with_channel_stats(y, torch.float8_e4m3fn), strict=True):
         assert one.stride() == other.stride()
         assert torch.equal(one.float(), other.float())
 
@@ -67,7 +71,7 @@ def test_a_packed_step_launches_the_kernels_itself(monkeypatch: pytest.MonkeyPat
         pytest.skip("this GPU converts no float8")
     torch._dynamo.reset()
     torch.manual_seed(0)
-    monkeypatch.setattr(partitioning, "fuse_moments", functools.partial(fuse_moments, min_elements=0))
+    monkeypatch.setattr(partitioning, "fuse_channel_stats", functools.partial(fuse_channel_stats, min_elements=0))
     model = nn.Sequential(
         *(nn.Conv2d(8, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()),
         *(nn.Conv2d(32, 16, 3, stride=2, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
@@ -87,5 +91,5 @@ def test_a_packed_step_launches_the_kernels_itself(monkeypatch: pytest.MonkeyPat
             loss, codes = run_and_get_code(step)
     assert loss > 0
     assert len(codes) == 2
-    assert "_coded_and_summed" in codes[0]
+    assert "_cast_and_sum" in codes[0]
     assert not any("ops.bitplan" in code for code in codes)

@@ -12,10 +12,10 @@ from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from bitplan.compiler import amax_joining
-from bitplan.compiler.amax_joining import join_amax_kernels
+from bitplan.compiler import amax_fusion
+from bitplan.compiler.amax_fusion import batch_amax_kernels
 from bitplan.compiler.launching import KernelInliningPass, inline_kernels
-from bitplan.executions.native.float8_cast import JOINED, cast_float8
+from bitplan.executions.native.float8_cast import MAX_BATCH, cast_float8
 
 E4M3 = torch.float8_e4m3fn
 OURS: Any = torch.ops.bitplan
@@ -28,12 +28,14 @@ def given(count: int) -> list[Tensor]:
     return [torch.zeros(count + 1), torch.randn(16, 32), *weights]
 
 
-def casts(reaches: Tensor, x: Tensor, *weights: Tensor) -> list[Tensor]:
+def casts(history_amaxes: Tensor, x: Tensor, *weights: Tensor) -> list[Tensor]:
     """Of something that is computed first, and of every weight, some of them seen otherwise."""
     y = torch.tanh(x)
-    found = [cast_float8(y, E4M3, reach=reaches[-1])]
+    found = [cast_float8(y, E4M3, history_amax=history_amaxes[-1])]
     for number, weight in enumerate(weights):
-        found.append(cast_float8(weight.view(32, 16) if number % 2 else weight, E4M3, reach=reaches[number]))
+        found.append(
+            cast_float8(weight.view(32, 16) if number % 2 else weight, E4M3, history_amax=history_amaxes[number])
+        )
         y = y * found[-1].scale
     return [y, *(part for cast in found for part in (cast.rows, cast.scale))]
 
@@ -47,23 +49,23 @@ def calls_of(graph: fx.Graph, name: str) -> list[fx.Node]:
 
 
 def test_it_gives_what_single_ones_give() -> None:
-    xs, reaches = given(3)[2:], [torch.tensor(reach) for reach in (0.0, 2.0, 0.0)]
-    torch.library.opcheck(OURS.float8_amax_joined, (xs, reaches))
-    for ours, x, reach in zip(OURS.float8_amax_joined(xs, reaches), xs, reaches, strict=True):
-        assert torch.equal(ours, OURS.float8_amax(x, reach))
+    xs, history_amaxes = given(3)[2:], [torch.tensor(history_amax) for history_amax in (0.0, 2.0, 0.0)]
+    torch.library.opcheck(OURS.float8_amax_batch, (xs, history_amaxes))
+    for ours, x, history_amax in zip(OURS.float8_amax_batch(xs, history_amaxes), xs, history_amaxes, strict=True):
+        assert torch.equal(ours, OURS.float8_amax(x, history_amax))
 
 
-@pytest.mark.parametrize("count", [2, JOINED, JOINED + 1, JOINED + 3])
+@pytest.mark.parametrize("count", [2, MAX_BATCH, MAX_BATCH + 1, MAX_BATCH + 3])
 def test_weights_are_joined_and_what_is_computed_is_not(count: int) -> None:
     module = traced(count)
     wanted = module(*given(count))
-    alone = count % JOINED == 1
-    assert join_amax_kernels(module.graph, "cpu") == count - alone
+    alone = count % MAX_BATCH == 1
+    assert batch_amax_kernels(module.graph, "cpu") == count - alone
     module.graph.lint()
     module.recompile()
     assert len(calls_of(module.graph, "float8_amax")) == 1 + alone
-    groups = [len(node.args[0]) for node in calls_of(module.graph, "float8_amax_joined")]  # type: ignore[arg-type]
-    assert groups == [JOINED] * (count // JOINED) + [count % JOINED] * (count % JOINED > 1)
+    groups = [len(node.args[0]) for node in calls_of(module.graph, "float8_amax_batch")]  # type: ignore[arg-type]
+    assert groups == [MAX_BATCH] * (count // MAX_BATCH) + [count % MAX_BATCH] * (count % MAX_BATCH > 1)
     for one, other in zip(module(*given(count)), wanted, strict=True):
         assert torch.equal(one.float(), other.float())
 
@@ -72,12 +74,12 @@ def test_elsewhere_without_a_past_and_by_the_switch_they_stay(monkeypatch: pytes
     def without(*weights: Tensor) -> list[Tensor]:
         return [cast_float8(weight, E4M3).rows for weight in weights]
 
-    assert join_amax_kernels(traced(4).graph) == 0
-    assert join_amax_kernels(make_fx(without, tracing_mode="fake")(*given(4)[2:]).graph, "cpu") == 0
-    assert join_amax_kernels(make_fx(casts, tracing_mode="symbolic")(*given(4)).graph, "cpu") == 0
+    assert batch_amax_kernels(traced(4).graph) == 0
+    assert batch_amax_kernels(make_fx(without, tracing_mode="fake")(*given(4)[2:]).graph, "cpu") == 0
+    assert batch_amax_kernels(make_fx(casts, tracing_mode="symbolic")(*given(4)).graph, "cpu") == 0
     joined = KernelInliningPass().uuid()
-    monkeypatch.setattr(amax_joining, "JOINS", False)
-    assert join_amax_kernels(traced(4).graph, "cpu") == 0
+    monkeypatch.setattr(amax_fusion, "BATCHES_AMAX", False)
+    assert batch_amax_kernels(traced(4).graph, "cpu") == 0
     assert KernelInliningPass().uuid() != joined
 
 
@@ -86,7 +88,7 @@ def test_elsewhere_without_a_past_and_by_the_switch_they_stay(monkeypatch: pytes
 def test_one_kernel_is_launched() -> None:
     with FakeTensorMode():
         module = make_fx(casts)(*map(torch.empty_like, given(3)))
-    assert join_amax_kernels(module.graph, "cpu") == 3
+    assert batch_amax_kernels(module.graph, "cpu") == 3
     inline_kernels(module.graph, "cpu")
     module.graph.lint()
     found: dict[str, list[tuple[Any, set[str]]]] = {}
@@ -94,5 +96,5 @@ def test_one_kernel_is_launched() -> None:
         kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
         seen = (node.kwargs["grid"], set(node.kwargs["tensors_to_clone"]))
         found.setdefault(kernel.fn.__name__, []).append(seen)
-    assert found["_amax_of_several"] == [([(64, 3, 1)], {"tops_0", "tops_1", "tops_2"})]
-    assert found["_amax_of_parts"] == [([(512, 1, 1)], {"tops"})]
+    assert found["_partial_amax_batch"] == [([(64, 3, 1)], {"out_0", "out_1", "out_2"})]
+    assert found["_partial_amax"] == [([(512, 1, 1)], {"out"})]

@@ -12,11 +12,10 @@ from torch.nn import functional as F
 
 import bitplan
 from bitplan import Plan
-from bitplan.compiler import amax_joining
-from bitplan.compiler import amax_recording as record_noting
-from bitplan.compiler.kernel_ops import OPERATIONS, itself
+from bitplan.compiler import amax_fusion
+from bitplan.compiler.kernel_ops import OPERATIONS, launch_directly
 from bitplan.executions.native.backends import backends_of
-from bitplan.executions.native.float8_cast import FORMATS, JOINED
+from bitplan.executions.native.float8_cast import FORMATS, MAX_BATCH
 from bitplan.executions.native.recorded_cast import CASTS
 from bitplan.runtime.module_state import RECORD
 
@@ -54,24 +53,24 @@ def test_kernels_raise_records_to_what_is_told(kind: torch.dtype, odd: float) ->
             "gated_grads_cast": (x, y, z, kind, parts, parts, known, known, True, True, True),
             "norm_cast": (x, y[:, 0].float(), z[0], None, kind, parts, known, True, True, True),
         }[cast.name]
-        count = max(len(cast.tops), cast.most)
+        count = max(len(cast.tile_amax), cast.max_records)
         records, cells = [torch.rand(3, 57, device="cuda") for _ in range(count)], [22, 79, 136][:count]
         records[-1].view(-1)[cells[-1]] = 1e9
         before = [each.clone() for each in records]
-        wanted = cast.in_torch(*given, records=before, cells=cells)
-        found = cast.launched(*given, records=records, cells=cells, wrap=itself)
+        wanted = cast.reference(*given, records=before, cells=cells)
+        found = cast.launch(*given, records=records, cells=cells, wrap=launch_directly)
         for one, other in zip(found, wanted, strict=True):
             assert torch.equal(bits(one), bits(other))
 
 
 def test_one_kernel_looks_for_several_magnitudes() -> None:
     torch.manual_seed(0)
-    xs = [number * torch.randn(333, 128 * number, device="cuda").bfloat16() for number in range(1, JOINED + 1)]
-    reaches = [torch.tensor(float(number % 3), device="cuda") for number in range(JOINED)]
-    for count in (2, 5, JOINED):
-        joined = OPERATIONS["float8_amax_joined"].launched(xs[:count], reaches[:count])
-        for tops, x, reach in zip(joined, xs, reaches, strict=False):
-            single = torch.ops.bitplan.float8_amax(x, reach)
+    xs = [number * torch.randn(333, 128 * number, device="cuda").bfloat16() for number in range(1, MAX_BATCH + 1)]
+    history_amaxes = [torch.tensor(float(number % 3), device="cuda") for number in range(MAX_BATCH)]
+    for count in (2, 5, MAX_BATCH):
+        joined = OPERATIONS["float8_amax_batch"].launch(xs[:count], history_amaxes[:count])
+        for tops, x, history_amax in zip(joined, xs, history_amaxes, strict=False):
+            single = torch.ops.bitplan.float8_amax(x, history_amax)
             assert tops.shape == single.shape
             assert torch.equal(tops.amax(), single.amax())
 
@@ -127,12 +126,12 @@ def stepped(recompute: Any, coded: bool) -> tuple[list[Tensor], list[str]]:
 def test_steps_have_the_same_records(monkeypatch: pytest.MonkeyPatch, recompute: Any, coded: bool) -> None:
     results = []
     for notes in (True, False):
-        monkeypatch.setattr(record_noting, "NOTES", notes)
-        monkeypatch.setattr(amax_joining, "JOINS", notes)
+        monkeypatch.setattr(amax_fusion, "RECORDS_IN_CASTS", notes)
+        monkeypatch.setattr(amax_fusion, "BATCHES_AMAX", notes)
         found, codes = stepped(recompute, coded)
         assert len(codes) == 2
         assert all(("aten.maximum" in code) == (not notes) for code in codes)
-        assert ("_amax_of_several" in codes[0]) == notes
+        assert ("_partial_amax_batch" in codes[0]) == notes
         results.append(found)
     for one, other in zip(*results, strict=True):
         assert torch.equal(bits(one), bits(other))
