@@ -109,7 +109,9 @@ def test_batch_norm_is_a_factor_and_a_summand(monkeypatch: pytest.MonkeyPatch) -
 
     def fold(graph: torch.fx.Graph) -> int:
         found = fold_batch_norms(graph)
-        kept.append({tuple(node.meta["val"].shape) for node in graph.nodes if node.meta.get(batch_norm_fusion.KEPT)})
+        kept.append(
+            {tuple(node.meta["val"].shape) for node in graph.nodes if node.meta.get(batch_norm_fusion.ALWAYS_SAVED)}
+        )
         return found
 
     torch._dynamo.reset()

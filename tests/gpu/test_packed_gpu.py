@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import bitplan
 from bitplan.lab.models.resnet import cifar_resnet
-from bitplan.numerics.chunks import sparing_memory
+from bitplan.numerics.chunks import chunked_on_gpu
 from bitplan.numerics.packing import pack_rounded
 from bitplan.numerics.quantizer import make_quantizer
 from bitplan.plans import Plan
@@ -88,7 +88,7 @@ def test_sparing_memory_large_tensors_are_rounded_and_packed_in_parts(name: str,
     size = x.numel() * x.element_size()
     quantizer = make_quantizer(name, "toward-zero", overflow="saturate")
     whole, much = bytes_on_the_way(lambda: quantizer.round_values(x, None))
-    with sparing_memory():
+    with chunked_on_gpu():
         y, little = bytes_on_the_way(lambda: quantizer.round_values(x, None))
         packed = pack_rounded(quantizer, y, ())
         back, beside = bytes_on_the_way(packed.unpack)

@@ -15,7 +15,7 @@ from bitplan.analysis.memory.fakes import Fakes, plain_copy
 from bitplan.analysis.targets import Target
 from bitplan.capture.scopes import is_planned
 from bitplan.errors import MemoryEstimateError, PlanError
-from bitplan.numerics import chunks as tensor_parts
+from bitplan.numerics import chunks
 from bitplan.plans import Plan
 
 MakeTarget = Callable[[str], Target]
@@ -278,7 +278,7 @@ def test_a_large_tensor_is_rounded_in_two_parts_and_foreseen_like_in_many() -> N
     model = nn.Sequential(nn.Linear(4, 7 * 2**10), nn.ReLU())
     plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "activation": "e3m2"}]})
     given = (model, torch.randn(2**8, 4), None, "none", plan, "packed")
-    parts = tensor_parts.parts_of
+    parts = chunks.chunks_of
     predicted = estimate_memory(*given)
-    assert tensor_parts.parts_of is parts
+    assert chunks.chunks_of is parts
     assert predicted.peak == pytest.approx(measure_memory(*given).peak, rel=0.01)

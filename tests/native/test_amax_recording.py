@@ -65,8 +65,8 @@ def test_they_give_what_the_others_give_and_records_that_are_raised() -> None:
     ):
         before = [each.clone() for each in records]
         told = getattr(OURS, name)(*given)
-        noted = getattr(OURS, f"{name}_noted")(*given, records=records, cells=cells)
-        torch.library.opcheck(getattr(OURS, f"{name}_noted"), given, {"records": records, "cells": cells})
+        noted = getattr(OURS, f"{name}_recorded")(*given, records=records, cells=cells)
+        torch.library.opcheck(getattr(OURS, f"{name}_recorded"), given, {"records": records, "cells": cells})
         assert len(noted) == len(told) + 2
         for number, (one, other) in enumerate(zip(noted, told, strict=False)):
             assert torch.equal(one.float(), other.float()) if number not in tops else one.numel() == 0

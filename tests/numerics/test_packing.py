@@ -12,7 +12,7 @@ from torch import Tensor
 
 import bitplan
 from bitplan.errors import FormatError, QuantizeError
-from bitplan.numerics import chunks as tensor_parts
+from bitplan.numerics import chunks
 from bitplan.numerics.packing import pack_rounded
 from bitplan.numerics.quantizer import make_quantizer
 from bitplan.numerics.reference import ROUNDINGS
@@ -226,7 +226,7 @@ def test_a_large_tensor_is_packed_part_by_part_and_the_same(
         pytest.skip("integers need a scale")
     torch.manual_seed(0)
     x = LAYOUTS[layout](torch.randn(3, 11, 6007, 1) * 9)  # no whole number of parts, nor of bytes
-    assert (len(tensor_parts.parts_of(x)) > 1) == (layout != "every second")
+    assert (len(chunks.chunks_of(x)) > 1) == (layout != "every second")
     quantizer = make_quantizer(name, "nearest-away", scale, overflow="saturate" if name.startswith("e") else None)
     y = quantizer.round_values(x, None)
     scales = quantizer.encode(x).scales
@@ -235,6 +235,6 @@ def test_a_large_tensor_is_packed_part_by_part_and_the_same(
     assert packed.unpack().stride() == torch.empty_like(y).stride()
     torch.compiler.reset()
     assert torch.equal(torch.compile(packed.unpack, backend="eager", fullgraph=True, dynamic=False)(), y)
-    monkeypatch.setattr(tensor_parts, "parts_of", lambda whole: (whole,))
+    monkeypatch.setattr(chunks, "chunks_of", lambda whole: (whole,))
     assert torch.equal(pack_rounded(quantizer, y, scales).payload, packed.payload)
     assert torch.equal(quantizer.round_values(x, None), y)

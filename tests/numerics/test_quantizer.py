@@ -11,7 +11,7 @@ from torch import Tensor
 
 import bitplan
 from bitplan.errors import BitplanError, FormatError
-from bitplan.numerics import chunks as tensor_parts
+from bitplan.numerics import chunks
 from bitplan.numerics.formats import NAMED, FloatFormat, IntFormat
 from bitplan.numerics.mutable_format import LiveFormat
 from bitplan.numerics.quantizer import Encoded, Quantizer, Span, make_quantizer
@@ -144,7 +144,7 @@ def test_a_large_tensor_is_rounded_part_by_part_and_the_same(
     for span in spans:
         parts, once = Seen(), Seen()
         in_parts = quantizer.round_values(x, None, None, span, parts)
-        with tensor_parts.at_once():
+        with chunks.unchunked():
             whole = quantizer.round_values(x, None, None, span, once)
         assert torch.equal(in_parts, whole)
         assert in_parts.stride() == whole.stride()
@@ -164,7 +164,7 @@ def test_what_is_not_finite_is_the_same_in_a_large_tensor(name: str, value: floa
     seen = Seen()
     in_parts = quantizer.round_values(x, None, between=seen)
     assert len(seen.scales) > 1
-    with tensor_parts.at_once():
+    with chunks.unchunked():
         torch.testing.assert_close(quantizer.round_values(x, None), in_parts, rtol=0.0, atol=0.0, equal_nan=True)
     assert not in_parts.isfinite().all()
 

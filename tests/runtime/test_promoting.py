@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bitplan
 from bitplan import Plan
-from bitplan.numerics import chunks as tensor_parts
+from bitplan.numerics import chunks
 from bitplan.numerics.formats import get_format
 from bitplan.numerics.mutable_format import LiveFormat
 from bitplan.plans.spec import Promotion
@@ -177,7 +177,7 @@ def test_underflow_is_the_share_of_values_that_vanish(limit: float, promoted: bo
 def test_a_large_tensors_sign_is_that_of_its_parts_together(measure: str, layout: str) -> None:
     x = torch.randn(1 << 9, 1 << 10)
     x = {"contiguous": x, "transposed": x.t(), "with gaps": x[:, ::2]}[layout]
-    assert (len(tensor_parts.parts_of(x)) > 1) == (layout != "with gaps")
+    assert (len(chunks.chunks_of(x)) > 1) == (layout != "with gaps")
     low = bitplan.quantize(x, "e2m1")
     part, whole = promotion_signal(Promotion("e4m3", **{measure: 0.5}), x, low, 2.0)
     if measure == "error":

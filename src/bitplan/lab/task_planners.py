@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bitplan.compiler.torch_private import tree_map_only
 from bitplan.errors import PlanError
-from bitplan.numerics.noise import randomness_kept
+from bitplan.numerics.noise import preserve_rng_state
 from bitplan.planners.assign.assign import Asked, assignment, chosen_formats
 from bitplan.planners.assign.assignment import BASELINES, Assignment
 from bitplan.planners.assign.levels import Formats
@@ -124,7 +124,7 @@ def assign_task(
 
 def range_test_of_task(task: Task, **options: Any) -> RangeTest:
     """The range test of a task with its own recipe at the peak learning rate; options as of :func:`range_test`."""
-    with randomness_kept():
+    with preserve_rng_state():
         torch.manual_seed(task.seed)
         model = task.model()
         optimizer = task.optimizer(model)

@@ -1,11 +1,11 @@
-"""A large tensor in parts that are gone through one after the other.
+"""Large tensors in chunks that are processed one after the other.
 
-On a CPU, eager, the memory that intermediate results are written to costs more than the arithmetic: what is computed
-for each element alone is computed in parts that a core's cache holds. On a GPU more calls cost more than that would
-gain, so it goes through a tensor at once; but intermediate results are several times the tensor, and where memory is
-what counts (:func:`sparing_memory`) it takes parts as well, larger ones.
+In eager code on a CPU, writing intermediate results to memory costs more than the arithmetic, so elementwise work is
+done in chunks that fit into a core's cache. On a GPU more launches cost more than that would gain, so tensors are
+processed whole; but intermediate results are several times the tensor, and where memory matters
+(:func:`chunked_on_gpu`) a GPU uses chunks, too, larger ones.
 
-Callers look :func:`parts_of` up here each time, because a forecast of memory on fake tensors exchanges it
+Callers look up :func:`chunks_of` in this module at every call, because the memory estimate replaces it
 (:mod:`bitplan.analysis.memory.fakes`).
 """
 
@@ -18,49 +18,49 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor
 
-#: As powers of two: the largest part of a tensor that is gone through at once, which a CPU core's cache holds together
-#: with what is made of it on the way, and the smallest, below which calls cost more than arithmetic.
+#: Log2 of the largest and the smallest chunk on a CPU: the largest fits into a core's cache together with intermediate
+#: results; below the smallest, calls cost more than arithmetic.
 _CPU = (18, 15)
-#: The same for a GPU, whose calls cost as much as some millions of elements.
+#: The same on a GPU, whose launches cost as much as some millions of elements.
 _GPU = (22, 21)
-#: What is made on the way takes several times a part: of a quarter of the tensor, about the tensor itself.
+#: Log2 of the number of chunks: the intermediate results of a quarter of a tensor take about as much as the tensor.
 _QUARTER = 2
 
 
-class _Here(threading.local):
-    """What holds in this thread; autograd has threads of its own."""
+class _ThreadState(threading.local):
+    """The options of this thread; autograd has threads of its own."""
 
-    spares = False
-    whole = False
+    chunks_on_gpu = False
+    is_unchunked = False
 
 
-_here = _Here()
+_state = _ThreadState()
 
 
 @contextmanager
-def _inside(name: str) -> Iterator[None]:
-    before = getattr(_here, name)
-    setattr(_here, name, True)
+def _enabled(option: str) -> Iterator[None]:
+    before = getattr(_state, option)
+    setattr(_state, option, True)
     try:
         yield
     finally:
-        setattr(_here, name, before)
+        setattr(_state, option, before)
 
 
-def sparing_memory() -> AbstractContextManager[None]:
-    """Inside, a GPU goes through large tensors in parts, too."""
-    return _inside("spares")
+def chunked_on_gpu() -> AbstractContextManager[None]:
+    """A context in which a GPU processes large tensors in chunks, too."""
+    return _enabled("chunks_on_gpu")
 
 
-def at_once() -> AbstractContextManager[None]:
-    """Inside, every tensor is one part: what is a part already is not cut again."""
-    return _inside("whole")
+def unchunked() -> AbstractContextManager[None]:
+    """A context in which every tensor is one chunk, so that chunks are not split again."""
+    return _enabled("is_unchunked")
 
 
-def part_size(elements: int, limits: tuple[int, int] = _CPU) -> int:
-    """How many elements of a tensor are gone through at once: a power of two.
+def chunk_size(elements: int, limits: tuple[int, int] = _CPU) -> int:
+    """The number of elements per chunk: a power of two.
 
-    >>> part_size(10), part_size(1 << 19), part_size(1 << 25)
+    >>> chunk_size(10), chunk_size(1 << 19), chunk_size(1 << 25)
     (32768, 131072, 262144)
     """
     largest, smallest = limits
@@ -68,7 +68,7 @@ def part_size(elements: int, limits: tuple[int, int] = _CPU) -> int:
 
 
 def memory_order(stride: Sequence[int]) -> tuple[int, ...]:
-    """The dimensions of a tensor with these strides, from the one whose neighbours lie farthest apart to the nearest.
+    """The dimensions of a tensor with these strides, largest stride first.
 
     >>> memory_order((48, 1, 12, 3))  # channels last
     (0, 2, 3, 1)
@@ -77,24 +77,24 @@ def memory_order(stride: Sequence[int]) -> tuple[int, ...]:
 
 
 def in_memory_order(x: Tensor) -> Tensor:
-    """`x` with its dimensions as they lie in memory, so that a tensor without gaps is contiguous."""
+    """`x` with its dimensions permuted to memory order, so that a dense tensor is contiguous."""
     return x if x.is_contiguous() else x.permute(memory_order(x.stride()))
 
 
-def part_size_of(x: Tensor) -> int:
-    """How many elements of `x` are gone through at once: all of them where nothing is gained by less."""
-    if _here.whole or (x.is_cuda and not _here.spares):
+def chunk_size_of(x: Tensor) -> int:
+    """The number of elements per chunk of `x`; all of them where chunks gain nothing."""
+    if _state.is_unchunked or (x.is_cuda and not _state.chunks_on_gpu):
         return x.numel()
-    size = part_size(x.numel(), _GPU if x.is_cuda else _CPU)
+    size = chunk_size(x.numel(), _GPU if x.is_cuda else _CPU)
     return size if size < x.numel() and in_memory_order(x).is_contiguous() else x.numel()
 
 
-def parts_of(x: Tensor) -> tuple[Tensor, ...]:
-    """`x` in parts, one after the other in memory and of one dimension; or as it is where it is one."""
-    size = part_size_of(x)
+def chunks_of(x: Tensor) -> tuple[Tensor, ...]:
+    """`x` in flat chunks, in memory order; or `x` as it is where it is one chunk."""
+    size = chunk_size_of(x)
     return (x,) if size == x.numel() else torch.split(in_memory_order(x).view(-1), size)
 
 
-def parts_of_both(x: Tensor, y: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """The parts of two tensors of one shape that belong to each other; both whole where they do not lie alike."""
-    return zip(parts_of(x), parts_of(y), strict=True) if x.stride() == y.stride() else ((x, y),)
+def paired_chunks(x: Tensor, y: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """The corresponding chunks of two tensors of the same shape; both whole if their strides differ."""
+    return zip(chunks_of(x), chunks_of(y), strict=True) if x.stride() == y.stride() else ((x, y),)

@@ -1,7 +1,7 @@
-"""A format whose parameters lie in a tensor on the device, so that it can change while a graph runs.
+"""A format whose parameters are in a tensor on the device, so that it can change without recompilation.
 
-Writing the row changes every later rounding, eager or compiled, with no recompilation and no wait of the
-host for the device. One graph serves one *kind*: floats among themselves, integers among themselves.
+Writing the row changes every later rounding, eager or compiled, and the host does not wait for the device. One graph
+serves one *kind* of format: floats, symmetric integers or unsigned integers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bitplan.numerics.rounding import row_from_tensor, row_values
 
 
 class LiveFormat:
-    """A float or integer format that :meth:`set_` may exchange for another of its kind.
+    """A float or integer format that :meth:`set_` can replace by another of its kind.
 
     >>> live = LiveFormat("e4m3")
     >>> live.set_("e5m2")
@@ -33,21 +33,21 @@ class LiveFormat:
         dtype: torch.dtype = torch.float32,
         row: Tensor | None = None,
     ) -> None:
-        """`dtype` is the inputs': float64, or float32 for float32, bfloat16 and float16.
-
-        `row` may be a row of a larger table; it is then written in place.
         """
-        first = get_format(format)
-        if isinstance(first, BlockFormat):
-            raise FormatError(f"{first.name} cannot be live, only floats and integers can: give its element's name.")
-        self.kind: Literal["float", "int"] = first.kind
-        self.affine = isinstance(first, IntFormat) and first.affine
+        :param dtype: the inputs' dtype: float64, or float32 for float32, bfloat16 and float16.
+        :param row: a row of a larger table, which is written in place.
+        """
+        initial = get_format(format)
+        if isinstance(initial, BlockFormat):
+            raise FormatError(f"{initial.name} cannot be live, only floats and integers can: give its element's name.")
+        self.kind: Literal["float", "int"] = initial.kind
+        self.affine = isinstance(initial, IntFormat) and initial.affine
         self.carrier = FLOAT64 if dtype == torch.float64 else FLOAT32
         self._overflow = overflow
-        values = self.row_of(first)
+        values = self.row_of(initial)
         row_dtype = self.carrier.int_dtype if self.kind == "float" else self.carrier.dtype
         self.row = torch.empty(len(values), dtype=row_dtype, device=device) if row is None else row
-        self.set_(first)
+        self.set_(initial)
 
     def set_(self, format: str | Format) -> None:
         """Write another format of the same kind into the row."""
@@ -57,9 +57,9 @@ class LiveFormat:
         self.row.copy_(torch.tensor(values, dtype=self.row.dtype), non_blocking=True)
 
     def require_same_kind(self, target: Format) -> None:
-        """Raise where one graph could not serve both."""
-        same = target.kind == self.kind and (isinstance(target, IntFormat) and target.affine) == self.affine
-        if not same:
+        """Raise unless one graph can serve both formats."""
+        is_affine = isinstance(target, IntFormat) and target.affine
+        if target.kind != self.kind or is_affine != self.affine:
             kind = "unsigned integer" if self.affine else {"int": "symmetric integer", "float": "float"}[self.kind]
             raise FormatError(f"{target.name} cannot replace a live {kind} format: one graph serves one kind.")
 
@@ -69,21 +69,21 @@ class LiveFormat:
         return self.max_in(self.row)
 
     def max_in(self, row: Tensor) -> Tensor:
-        """The largest value of the format in a row like this one's."""
+        """The largest value of the format in `row`."""
         return torch.as_tensor(row_from_tensor(row).max) if self.kind == "float" else row[1]
 
     def overflow_threshold_in(self, row: Tensor) -> Tensor:
-        """As a format's own, for the one in a row like this one's."""
+        """The overflow threshold of the format in `row`."""
         if self.kind == "int":
             return row[1] + 0.5
-        named = row_from_tensor(row)
-        largest = torch.as_tensor(named.max)
-        # Half a step above the largest value is one bit behind its last one.
-        half_step = torch.bitwise_left_shift(1, torch.as_tensor(named.cut)) >> 1
+        fields = row_from_tensor(row)
+        largest = torch.as_tensor(fields.max)
+        # Half a step above the largest value is one bit below its last mantissa bit.
+        half_step = torch.bitwise_left_shift(1, torch.as_tensor(fields.cut)) >> 1
         return (largest.view(self.carrier.int_dtype) + half_step).view(self.carrier.dtype)
 
     def row_of(self, target: Format) -> list[int] | list[float]:
-        """What is written into a row for `target`."""
+        """The values of a row for `target`."""
         if isinstance(target, IntFormat):
             return [target.min, target.max]
         assert isinstance(target, FloatFormat)

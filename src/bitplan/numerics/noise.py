@@ -1,14 +1,13 @@
-"""Random bits for stochastic rounding, as a pure function of where and when they are used.
+"""Random bits for stochastic rounding, as a pure function of site and step.
 
-A generator's stream depends on how often it was drawn from, so an eager, a compiled, a recomputed
-and a resumed run would all round differently. Here the 32 bits of one element are a hash of
-``(seed, step, site, element)`` and of nothing else. `element` is the row-major index, whatever the
-memory layout, so a channels-last copy of a tensor is rounded alike.
+A generator's stream depends on how often it was drawn from, so eager, compiled, recomputed and resumed runs would round
+differently. Here the 32 bits of an element are a hash of ``(seed, step, site, element)``. `element` is the row-major
+index, whatever the memory layout, so a channels-last copy of a tensor is rounded equally.
 
-The hash is the two-multiply xor-shift of C. Wellons ("lowbias32", public domain constants): add one
-half of a 64-bit key first, xor the other half in between the multiplies, so that two keys never
-give shifted or permuted copies of one stream. All arithmetic is int32, which wraps alike in
-torch's eager kernels, in Inductor's C++ and in Triton.
+The hash is the two-multiply xor-shift of C. Wellons ("lowbias32", public domain constants): one half of a 64-bit key is
+added first, the other half is xored in between the multiplications, so that two keys never give shifted or permuted
+copies of one stream. All arithmetic is int32, which wraps equally in torch's eager kernels, in Inductor's C++ and in
+Triton.
 """
 
 from __future__ import annotations
@@ -25,17 +24,13 @@ from torch import Tensor
 
 from bitplan.compiler.tracing import is_traced
 
-#: A number that is fixed, or a 0-d integer tensor that may change without a recompilation.
+#: A constant, or a 0-d integer tensor that may change without recompilation.
 Counter = int | Tensor
 
 _FIRST = 0x7FEB352D
-
 _SECOND = 0x846CA68B - (1 << 32)  # as a signed 32-bit number
-
 _FOLD = 0x9E3779B1 - (1 << 32)
-
 _ADDED = 0x5BD1E995
-
 _ELEMENTS_PER_KEY = 1 << 31
 
 
@@ -45,15 +40,15 @@ def random_bits(like: Tensor, seed: Counter, step: Counter = 0, site: Counter = 
 
 
 def key_of(seed: int, step: int, site: int = 0) -> tuple[int, int]:
-    """The two int32 numbers that three counters become; for callers that keep keys in a tensor."""
+    """The key of three counters as two int32 numbers, for callers that store keys in a tensor."""
     low, high = _key(seed, step, site, torch.device("cpu"))
     return int(low), int(high)
 
 
 def keys_of(seed: int, step: int, sites: NDArray[np.uint32]) -> NDArray[np.int32]:
-    """:func:`key_of` for many sites below 2^32 at once, a row each.
+    """The :func:`key_of` of many sites below 2^32, one row each.
 
-    By numpy, whose operations on short arrays take a tenth of torch's time.
+    In numpy, whose operations on short arrays take a tenth of torch's time.
 
     >>> keys_of(1, 2, np.array([3, 2**32 - 1], np.uint32)).tolist() == [[*key_of(1, 2, 3)], [*key_of(1, 2, 2**32 - 1)]]
     True
@@ -67,7 +62,7 @@ def keys_of(seed: int, step: int, sites: NDArray[np.uint32]) -> NDArray[np.int32
 
 
 def _mix_array(mixed: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """:func:`_mix` after its exclusive or: unsigned numbers wrap, and their shifts are logical ones."""
+    """As :func:`_mix` after its xor: unsigned numbers wrap, and their shifts are logical."""
     bits = mixed + np.uint32(_ADDED)
     bits ^= bits >> np.uint32(16)
     bits *= np.uint32(_FIRST)
@@ -78,13 +73,13 @@ def _mix_array(mixed: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 
 def bits_of_key(like: Tensor, low: Counter, high: Counter) -> Tensor:
-    """:func:`random_bits` for a ready key: mixing one inside a graph costs seconds of compilation."""
+    """The :func:`random_bits` of a key; mixing a key inside a graph costs seconds of compilation."""
     count = like.numel()
     if isinstance(low, int) and isinstance(high, int) and like.device.type == "cpu" and is_traced():
         low, high = _from_memory(low, high, like.device)
     if count <= _ELEMENTS_PER_KEY:
         index = torch.arange(count, dtype=torch.int32, device=like.device)
-    else:  # beyond int32 the wrapped index meets another key
+    else:  # beyond int32 the wrapped index is combined with another key
         whole = torch.arange(count, dtype=torch.int64, device=like.device)
         index = (whole & (_ELEMENTS_PER_KEY - 1)).to(torch.int32)
         high = high ^ _mix_tensor((whole >> 31).to(torch.int32))
@@ -93,10 +88,10 @@ def bits_of_key(like: Tensor, low: Counter, high: Counter) -> Tensor:
 
 
 def _from_memory(low: int, high: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A fixed key as two numbers the C++ compiler cannot see.
+    """A constant key as two numbers that the C++ compiler cannot see.
 
-    Inductor's scalar loops multiply signed integers, whose overflow C++ leaves undefined: knowing the key, GCC infers
-    that the product always overflows and drops the result. A view of another width makes Inductor write the key down.
+    Inductor's scalar loops multiply signed integers, whose overflow is undefined in C++: if GCC knows the key, it infers
+    that the product always overflows and drops the result. A view of another width makes Inductor store the key.
     """
     both = [torch.full((), number, dtype=torch.int32, device=device) for number in (low, high)]
     first, second = torch.stack(both).view(torch.int64).view(torch.int32)
@@ -104,7 +99,7 @@ def _from_memory(low: int, high: int, device: torch.device) -> tuple[Tensor, Ten
 
 
 def _hash(index: Tensor, low: Counter, high: Counter | Tensor) -> Tensor:
-    # In place: eager, every temporary saved is a tenth of the cost; compiled, it is all one kernel.
+    # In place: in eager code every temporary is a tenth of the cost; compiled, all of it is one kernel.
     bits = index + low
     bits ^= _shifted(bits, 16)
     bits *= _FIRST
@@ -129,10 +124,10 @@ def _mix_int(value: int) -> int:
 
 
 def _key(seed: Counter, step: Counter, site: Counter, device: torch.device) -> tuple[Counter, Counter]:
-    """Two int32 numbers from the three counters, each wholly mixed before the next is added."""
+    """Two int32 numbers from three counters, each completely mixed before the next is added."""
     low, high = _mixed_counters((seed, step, site), device)
     if isinstance(low, Tensor) and isinstance(high, Tensor) and is_traced():
-        # Inductor would mix the key anew for every element; a view of another width makes it write the key down.
+        # Inductor would mix the key again for every element; a view of another width makes it store the key.
         low, high = torch.stack((low, high)).view(torch.int64).view(torch.int32)
     return low, high
 
@@ -152,9 +147,9 @@ def _mix(state: Counter, word: Counter) -> Counter:
 
 
 def _word(counter: Counter, device: torch.device) -> Counter:
-    """The counter folded to 32 bits, as a signed number: itself where it fits."""
+    """The counter folded to 32 bits, as a signed number; unchanged if it fits."""
     if not isinstance(counter, Tensor) and is_traced() and _is_symbol(counter):
-        # As a symbol it would be carried through the whole mixing as one formula; see the view below.
+        # A symbol would be carried through the whole mixing as one expression; the view stores it.
         low, high = torch.full((1,), counter, dtype=torch.int64, device=device).view(torch.int32)
         folded: Tensor = low + high * _FOLD
         return folded
@@ -169,7 +164,7 @@ def _word(counter: Counter, device: torch.device) -> Counter:
 
 
 def _is_symbol(number: int) -> bool:
-    """Whether torch.compile made a symbol of a number because it changed from one call to the next."""
+    """Whether torch.compile replaced a number by a symbol because it changed between calls."""
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
     return not has_static_value(number)
@@ -196,16 +191,16 @@ def unit_interval(bits: Tensor, dtype: torch.dtype) -> Tensor:
     return scaled
 
 
-# --- Random states that are given back: what looks at a training run must not move its generators
+# --- Random states: measurements of a training run must not advance its generators
 
 
 @contextmanager
-def randomness_kept() -> Iterator[None]:
-    """Give torch (on every device), numpy and Python their random states back at the end."""
-    python, numbers = random.getstate(), np.random.get_state()
+def preserve_rng_state() -> Iterator[None]:
+    """Restore the random states of torch (on every device), numpy and Python at the end."""
+    python, numpy_state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             yield
     finally:
         random.setstate(python)
-        np.random.set_state(numbers)
+        np.random.set_state(numpy_state)

@@ -19,7 +19,7 @@ from torch import Tensor
 from bitplan.compiler.torch_private import FakeTensor
 from bitplan.compiler.tracing import is_traced
 from bitplan.errors import QuantizeError
-from bitplan.numerics import chunks as tensor_parts
+from bitplan.numerics import chunks
 from bitplan.numerics.dtypes import FLOAT32, carrier_of
 from bitplan.numerics.formats import BlockFormat, FloatFormat, Format, IntFormat, Overflow
 from bitplan.numerics.mutable_format import LiveFormat
@@ -231,7 +231,7 @@ class PackedTensor:
         is_elementwise = _is_elementwise(self.quantizer, self.scales)
         if is_elementwise and not is_traced():
             return self._unpacked_in_parts(element, self.quantizer._carrier_dtype(like))
-        order = tensor_parts.memory_order(self.stride) if is_elementwise else tuple(range(len(self.shape)))
+        order = chunks.memory_order(self.stride) if is_elementwise else tuple(range(len(self.shape)))
         codes = unpack_bits(self.payload, element.bits, like.numel()).view([self.shape[dim] for dim in order])
         codes = codes.permute([order.index(dim) for dim in range(len(order))])
         blocks = self.quantizer.blocks(like)
@@ -248,7 +248,7 @@ class PackedTensor:
         single = tuple(scale.reshape(()) for scale in self.scales)
         numbers = decoder(element, carrier, self.device)
         start = 0
-        for part in tensor_parts.parts_of(tensor_parts.in_memory_order(result)):  # all but the last have whole bytes
+        for part in chunks.chunks_of(chunks.in_memory_order(result)):  # all but the last have whole bytes
             size = (part.numel() * element.bits + 7) // 8
             codes = unpack_bits(self.payload[start : start + size], element.bits, part.numel()).view(part.shape)
             part.copy_(self.quantizer.decode(Encoded(numbers(codes), single), part))
@@ -324,7 +324,7 @@ def pack_rounded(quantizer: Quantizer, y: Tensor, scales: Sequence[Tensor]) -> P
     source = y.detach()
     _require_codes(quantizer, _element(quantizer.format), source)
     if not is_traced() and _is_elementwise(quantizer, scales):
-        parts = tensor_parts.parts_of(tensor_parts.in_memory_order(source))
+        parts = chunks.chunks_of(chunks.in_memory_order(source))
         if len(parts) > 1:
             return _packed_in_parts(quantizer, source, parts, scales)
     return _packed(quantizer, source, Encoded(_elements_of(quantizer, source, scales), tuple(scales)))
@@ -345,7 +345,7 @@ def _packed_in_parts(
     payload = torch.empty((source.numel() * element.bits + 7) // 8, dtype=torch.uint8, device=source.device)
     single = [scale.reshape(()) for scale in scales]
     start = 0
-    with tensor_parts.at_once():
+    with chunks.unchunked():
         for part in parts:  # all but the last have a power of two of elements, and so whole bytes
             codes = pack_bits(encode(_elements_of(quantizer, part, single), element), element.bits)
             payload[start : start + codes.numel()] = codes
@@ -366,7 +366,7 @@ def _packed(quantizer: Quantizer, source: Tensor, encoded: Encoded) -> PackedTen
         elements = blocks.join(elements, source.shape)
     codes, stride = encode(elements, element), torch.empty_like(source, device="meta").stride()
     if _is_elementwise(quantizer, kept):
-        codes = codes.permute(tensor_parts.memory_order(stride))
+        codes = codes.permute(chunks.memory_order(stride))
     payload = pack_bits(codes.flatten(), element.bits)
     own = tuple(scale.clone() for scale in kept)  # a view would keep the whole tensor behind it alive
     return PackedTensor(payload, own, quantizer, source.shape, stride, source.dtype)

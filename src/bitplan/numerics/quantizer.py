@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bitplan.compiler.tracing import is_traced
 from bitplan.errors import FormatError, QuantizeError, nearest_names
-from bitplan.numerics import chunks as tensor_parts
+from bitplan.numerics import chunks
 from bitplan.numerics.dtypes import carrier_for, round_by_torch
 from bitplan.numerics.formats import BlockFormat, FloatFormat, Format, IntFormat, Overflow, get_format
 from bitplan.numerics.mutable_format import LiveFormat
@@ -347,7 +347,7 @@ class Quantizer:
     def _gains_by_parts(self, x: Tensor) -> bool:
         """Whether a large tensor is better gone through in parts; what one operation rounds does so by itself."""
         is_large = x.is_cuda or x.numel() >= _LARGE_ON_CPU
-        if isinstance(self.format, BlockFormat) or not is_large or tensor_parts.part_size_of(x) == x.numel():
+        if isinstance(self.format, BlockFormat) or not is_large or chunks.chunk_size_of(x) == x.numel():
             return False
         if self.scaling is not None:
             return self.scaling.granularity == "tensor"
@@ -361,8 +361,8 @@ class Quantizer:
         )
         single = tuple(scale.reshape(()) for scale in self._scales(extremes, row, span))
         scales = tuple(scale.reshape((1,) * x.dim()) for scale in single)
-        pairs = tuple(tensor_parts.parts_of_both(x, result))
-        with tensor_parts.at_once():
+        pairs = tuple(chunks.paired_chunks(x, result))
+        with chunks.unchunked():
             for part, rounded in pairs:
                 elements = self._elements(part.to(carrier), single, None, row, span)
                 if between is not None:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from bitplan.compiler.tracing import is_traced
 from bitplan.errors import FormatError
-from bitplan.numerics import chunks as tensor_parts
+from bitplan.numerics import chunks
 from bitplan.numerics.dtypes import FLOAT32, Carrier, carrier_of, continues_grid, round_by_torch
 from bitplan.numerics.formats import FloatFormat, IntFormat, Overflow
 from bitplan.numerics.noise import unit_interval
@@ -83,10 +83,10 @@ def round_float(
         rounded = _bit_addition(x, row, carrier, rounding, bits)
         return rounded if overflow == "saturate" else _to_special(rounded, target, carrier)
 
-    if is_traced() or bits is not None or tensor_parts.part_size_of(x) == x.numel():
+    if is_traced() or bits is not None or chunks.chunk_size_of(x) == x.numel():
         return whole(x, bits)
     result = torch.empty_like(x)
-    for part, rounded in tensor_parts.parts_of_both(x, result):
+    for part, rounded in chunks.paired_chunks(x, result):
         rounded.copy_(whole(part, None))
     return result
 
@@ -137,7 +137,7 @@ def _magic_addition(x: Tensor, target: FloatFormat, carrier: Carrier, overflow: 
             return _to_special(signed, target, carrier)
         return signed if away else signed.clamp(-bound, bound)
     result = torch.empty_like(x)
-    for part, rounded in tensor_parts.parts_of_both(x, result):
+    for part, rounded in chunks.paired_chunks(x, result):
         exponent = part.view(carrier.int_dtype) & carrier.exponent_mask
         lifted = ((exponent - lowest).bitwise_right_shift_(carrier.bits - 1)).bitwise_and_(lift) if lift else None
         exponent.clamp_(lowest, highest)

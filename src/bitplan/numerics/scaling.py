@@ -1,6 +1,6 @@
 """Scales: how a tensor's range is mapped onto a format's, and at what granularity.
 
-With largest magnitude ``amax`` over the elements that share a scale and a format's largest value ``fmax``:
+With ``amax``, the largest magnitude of the elements that share a scale, and ``fmax``, the format's largest value:
 
 * range ``amax``: ``scale = amax / fmax``, elements ``x / scale``; symmetric integers and floats.
 * range ``minmax`` (unsigned integers): ``scale = (max - min) / (2^n - 1)``, elements ``(x - min) / scale``.
@@ -15,8 +15,8 @@ vector     one scale per vector along `axis`, the axis a product sums over
 block      one scale per `block` neighbours along `axis` (the last by default)
 =========  ===================================================================================
 
-Divisions are exact IEEE divisions everywhere. Two traps are avoided for that: torch on CUDA divides by
-a Python number by multiplying with its reciprocal, and Triton's plain division is only approximate.
+Divisions are correctly rounded everywhere. Two traps are avoided for that: torch on CUDA divides by a Python number by
+multiplying with its reciprocal, and Triton's plain division is approximate.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from bitplan.numerics.dtypes import FLOAT64, carrier_of
 Granularity = Literal["tensor", "channel", "vector", "block"]
 Range = Literal["amax", "minmax"]
 
-#: Of how many past steps the largest magnitudes may be remembered for a scale, and the highest power of two by which it
-#: may make room for more; beyond that few formats have any numbers left for the present.
+#: The longest amax history in steps, and the largest margin of a delayed scale as a power of two; beyond that few
+#: formats have any values left for the current tensor.
 LONGEST_HISTORY, MOST_MARGIN = 32, 16
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """Which elements share a scale, and how it is found."""
+    """Which elements share a scale, and how it is computed."""
 
     granularity: Granularity
     axis: int | None = None
@@ -50,10 +50,10 @@ class Scaling:
     power_of_two: bool = False
 
     def __post_init__(self) -> None:
-        known = get_args(Granularity)
-        if self.granularity not in known:
+        granularities = get_args(Granularity)
+        if self.granularity not in granularities:
             raise QuantizeError(
-                f"there is no scale {self.granularity!r}; {nearest_names(str(self.granularity), known)}"
+                f"there is no scale {self.granularity!r}; {nearest_names(str(self.granularity), granularities)}"
             )
         if self.range not in get_args(Range):
             raise QuantizeError(f"a scale's range is 'amax' or 'minmax', not {self.range!r}.")
@@ -71,7 +71,7 @@ class Scaling:
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a tensor is cut into blocks along one axis: last axis, padded with zeros, split in two."""
+    """How a tensor is split into blocks along one axis: moved last, padded with zeros, split in two."""
 
     axis: int
     size: int
@@ -93,8 +93,8 @@ class Blocks:
         """The inverse of :meth:`split` for a tensor of that shape."""
         flat = blocks.reshape(*blocks.shape[:-2], blocks.shape[-2] * self.size)
         if is_traced() and not blocks.is_cuda:
-            # Inductor's C++ loops skip the ragged rest where they read blocks flattened and cut off in one go (torch
-            # 2.11 and 2.13, CppScheduling.try_loop_split); for as_strided it writes the blocks down first.
+            # Inductor's C++ loops skip the ragged rest where they read blocks flattened and cropped in one step (torch
+            # 2.11 and 2.13, CppScheduling.try_loop_split); for as_strided it stores the blocks first.
             flat = flat.as_strided(flat.shape, flat.stride())
         if not shape:
             return flat[0]
@@ -102,7 +102,7 @@ class Blocks:
 
 
 def checked_axis(axis: int, x: Tensor) -> int:
-    """`axis` as a non-negative number, or one sentence."""
+    """`axis` as a non-negative number; raises if `x` has no such axis."""
     if not -x.dim() <= axis < x.dim():
         raise QuantizeError(f"axis {axis} does not exist in a tensor of shape {tuple(x.shape)}: it has {x.dim()} axes.")
     return axis % x.dim()
@@ -131,7 +131,7 @@ def minmax_scale(x: Tensor, steps: float | Tensor, dims: tuple[int, ...], power_
 
 
 def step_scale(span: Tensor, steps: float | Tensor, power_of_two: bool) -> Tensor:
-    """span / steps, at least the smallest normal number, rounded up to a power of two where asked."""
+    """span / steps, at least the smallest normal number, rounded up to a power of two if `power_of_two`."""
     carrier = carrier_of(span)
     scale = divide(span, steps).clamp_min(torch.finfo(carrier.dtype).tiny)
     if not power_of_two:
@@ -142,7 +142,7 @@ def step_scale(span: Tensor, steps: float | Tensor, power_of_two: bool) -> Tenso
 
 
 def amax_of(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The largest magnitude, dimensions kept."""
+    """The amax, dimensions kept."""
     if is_traced():
         return torch.amax(x.abs(), dims, keepdim=True) if dims else x.abs()
     # Eagerly two reductions read the input twice; one of |x| would write it once and read it twice.
@@ -158,7 +158,7 @@ def _least(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def block_amax(blocks: Tensor) -> Tensor:
-    """Largest magnitude of each block, last dimension kept."""
+    """The amax of each block, last dimension kept."""
     return amax_of(blocks, (blocks.dim() - 1,))
 
 
@@ -168,7 +168,7 @@ def divide(a: Tensor, b: float | Tensor) -> Tensor:
     Dividing in float64 and rounding to float32 rounds twice, which is harmless: 53 >= 2 * 24 + 2 bits (Figueroa 1995).
     """
     if a.dtype == torch.float64 and a.is_cuda and is_traced() and not isinstance(b, Tensor):
-        # Inductor multiplies with the reciprocal of a divisor it knows; in float32 the detour below forgives that.
+        # Inductor multiplies by the reciprocal of a constant divisor; for float32 the float64 division below is exact.
         b = (a.view(torch.int64) & 0 | FLOAT64.bits_of(b)).view(torch.float64)
     divisor = b if isinstance(b, Tensor) else torch.full_like(a, b)
     if a.dtype == torch.float32 and a.is_cuda and is_traced():
@@ -189,7 +189,7 @@ def steps_above(steps: Tensor, scale: Tensor, low: Tensor) -> Tensor:
 
 
 def floor_log2(value: float) -> int:
-    """The largest whole power of two that `value`, at least 1, reaches."""
+    """The exponent of the largest power of two up to `value`, which is at least 1."""
     exponent = 0
     while 2.0 ** (exponent + 1) <= value:
         exponent += 1

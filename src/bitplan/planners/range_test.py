@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from bitplan.capture.recording import call_arguments
 from bitplan.errors import PlanError
-from bitplan.numerics.noise import randomness_kept
+from bitplan.numerics.noise import preserve_rng_state
 from bitplan.planners.cpt import cpt_plan
 from bitplan.plans import Plan
 from bitplan.plans.schedules import Moment, Schedule, StepList
@@ -116,7 +116,7 @@ def range_test(
         raise PlanError("batches that can be gone through only once would be used up: give a list or a DataLoader.")
     rising = rising_schedule(low, high, window)
     total = window * (high - low + 2)
-    with randomness_kept():
+    with preserve_rng_state():
         # One copy of both, so that the optimizer's parameters are those of the model.
         model, optimizer = copy.deepcopy((model, optimizer))
         torch.manual_seed(seed)

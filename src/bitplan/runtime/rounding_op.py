@@ -22,8 +22,8 @@ from bitplan.executions.native.float8_cast import FORMATS, INPUT_DTYPES
 from bitplan.executions.native.paths import NativeTerms, Passes
 from bitplan.executions.packed.saved_tensors import is_smaller, mark_rounded
 from bitplan.gemm.axes import resolve
-from bitplan.numerics import chunks as tensor_parts
-from bitplan.numerics.chunks import sparing_memory
+from bitplan.numerics import chunks
+from bitplan.numerics.chunks import chunked_on_gpu
 from bitplan.numerics.dtypes import is_cast_small
 from bitplan.numerics.formats import BlockFormat, FloatFormat, Format, IntFormat
 from bitplan.numerics.mutable_format import LiveFormat
@@ -99,7 +99,7 @@ def promotion_signal(promotion: Promotion, x: Tensor, low: Tensor, threshold: fl
     """
     whole = (x.detach(), low.detach())
     # What is compared on the way is as large as `x`; a graph writes none of it down.
-    pairs = (whole,) if is_traced() else tensor_parts.parts_of_both(*whole)
+    pairs = (whole,) if is_traced() else chunks.paired_chunks(*whole)
     signs = [_sign(promotion, before.float(), after, threshold) for before, after in pairs]
     if len(signs) == 1:
         return signs[0]
@@ -283,7 +283,7 @@ class RoundingOp:
             return x
         traced = is_traced()
         if self.is_packed and not traced:
-            with sparing_memory():
+            with chunked_on_gpu():
                 return self._round_and_mark(x, context, weight_key)
         if self.promotion is not None or (traced and (self.is_packed or self.keeps_codes)):
             return self._round_and_mark(x, context, weight_key)

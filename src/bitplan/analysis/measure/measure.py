@@ -18,7 +18,7 @@ from bitplan.capture.recording import call_arguments, call_loss, split_batch
 from bitplan.capture.scopes import Scope, followed, loss_holder, unwrapped
 from bitplan.errors import MetricError
 from bitplan.gemm.sampling import Sampling
-from bitplan.numerics.noise import randomness_kept
+from bitplan.numerics.noise import preserve_rng_state
 
 #: Batches that are looked at where more are given.
 MOST_BATCHES = 4
@@ -66,7 +66,7 @@ def measure(
     for batch in islice(batches, MOST_BATCHES):
         is_empty = False
         probe = Probe(checked, sampling, stage, step)
-        with randomness_kept():
+        with preserve_rng_state():
             look_at_step(model, batch, loss, probe)
         measured_rows += probe.rows
         skipped |= probe.skipped

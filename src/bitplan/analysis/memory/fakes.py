@@ -26,7 +26,7 @@ from bitplan.compiler.torch_private import (
     tree_map_only,
 )
 from bitplan.errors import MemoryEstimateError
-from bitplan.numerics import chunks as tensor_parts
+from bitplan.numerics import chunks
 from bitplan.runtime.module_state import remove_buffers
 
 # --- How many bytes tensors hold, each piece of memory counted once
@@ -146,19 +146,19 @@ def rounding_in_two_parts() -> Iterator[None]:
 
     Of a fake tensor, which has no values to be rounded, two parts do: all others take and give back the same memory.
     """
-    whole = tensor_parts.parts_of
+    whole = chunks.chunks_of
 
     def first_parts(x: Tensor) -> tuple[Tensor, ...]:
-        size = tensor_parts.part_size_of(x)
+        size = chunks.chunk_size_of(x)
         if not isinstance(x, FakeTensor) or x.numel() <= size:
             return whole(x)
-        return torch.split(tensor_parts.in_memory_order(x).view(-1)[: 2 * size], size)
+        return torch.split(chunks.in_memory_order(x).view(-1)[: 2 * size], size)
 
-    tensor_parts.parts_of = first_parts
+    chunks.chunks_of = first_parts
     try:
         yield
     finally:
-        tensor_parts.parts_of = whole
+        chunks.chunks_of = whole
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from bitplan.executions.native.paths import NativeTerms
 from bitplan.files import write_whole
 from bitplan.gemm.products import Product
 from bitplan.machine import cpu_name
-from bitplan.numerics.noise import randomness_kept
+from bitplan.numerics.noise import preserve_rng_state
 from bitplan.numerics.quantizer import Quantizer, make_quantizer
 
 log = logging.getLogger("bitplan")
@@ -82,7 +82,7 @@ def _rows(
 ) -> list[Crossing]:
     """All rows that fit into the device's free memory; the random number generators are left as they were."""
     rows: list[Crossing | None] = []
-    with randomness_kept():
+    with preserve_rng_state():
         for backend in backends_of(device):
             with contextlib.suppress(torch.OutOfMemoryError):
                 for size in sizes:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from bitplan.compiler.torch_private import DisableTorchFunction, top_saved_tensors_hooks
 from bitplan.errors import BitplanWarning, PlanError, QuantizeError
 from bitplan.numerics import chunks
-from bitplan.numerics.chunks import sparing_memory
+from bitplan.numerics.chunks import chunked_on_gpu
 from bitplan.numerics.dtypes import TORCH_16_BIT, TORCH_FLOAT8
 from bitplan.numerics.formats import Format
 from bitplan.numerics.mutable_format import LiveFormat
@@ -68,7 +68,7 @@ class PackedCopy:
         if not mark.scales and mark.quantizer.format in _TYPES:
             self.cast = whole.to(_TYPES[mark.quantizer.format])
         else:
-            with sparing_memory():
+            with chunked_on_gpu():
                 float8 = _float8_dtype(mark, whole)
                 if float8 is not None:
                     # The quotient is next to a number of the grid, so that torch's cast gives that number's code.
@@ -95,7 +95,7 @@ class PackedCopy:
 
     def _whole(self) -> Tensor:
         if self.packed is not None:
-            with sparing_memory():
+            with chunked_on_gpu():
                 return self.packed.unpack()
         assert self.cast is not None
         values = self.cast.to(self.dtype)
@@ -112,7 +112,7 @@ def _float8_dtype(mark: RoundedMark, whole: Tensor) -> torch.dtype | None:
         return None
     if mark.quantizer.overflow == "special" or len(mark.scales) != 1 or mark.scales[0].numel() != 1:
         return None
-    return dtype if len(chunks.parts_of(whole)) == 1 else None
+    return dtype if len(chunks.chunks_of(whole)) == 1 else None
 
 
 @dataclass

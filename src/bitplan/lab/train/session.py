@@ -24,7 +24,7 @@ from bitplan.capture.recording import call_arguments
 from bitplan.compiler.torch_private import tree_map_only
 from bitplan.errors import RunError, TaskError
 from bitplan.lab.tasks.task import Task
-from bitplan.numerics.noise import key_of, randomness_kept
+from bitplan.numerics.noise import key_of, preserve_rng_state
 from bitplan.numerics.wire_format import EVALUATION, TRAINING
 from bitplan.plans import Plan
 from bitplan.plans.execution import ExecutionOptions, execution_options
@@ -307,7 +307,7 @@ class Session:
 
     def look(self, probe: Probe) -> None:
         """Run the passes of the next step on a copy of the model under `probe`, in the task's own precision."""
-        with randomness_kept():
+        with preserve_rng_state():
             _seed(self.task.seed, self.step, TRAINING, self.device)
             look_at_step(self.model, self.next_batch(), self.task.loss, probe)
 
