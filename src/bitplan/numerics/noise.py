@@ -90,7 +90,7 @@ def bits_of_key(like: Tensor, low: Counter, high: Counter) -> Tensor:
 def _from_memory(low: int, high: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """A constant key as two numbers that the C++ compiler cannot see.
 
-    Inductor's scalar loops multiply signed integers, whose overflow is undefined in C++: if GCC knows the key, it infers
+    Inductor's scalar loops multiply signed integers, whose overflow is undefined in C++: from the key GCC infers
     that the product always overflows and drops the result. A view of another width makes Inductor store the key.
     """
     both = [torch.full((), number, dtype=torch.int32, device=device) for number in (low, high)]
