@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -207,6 +208,18 @@ def test_nothing_grows_over_two_hundred_steps() -> None:
         assert len([one for one in gc.get_objects() if isinstance(one, Tensor)]) <= before
         assert run._rounder.packer is not None
         assert run._rounder.packer.packed_bytes == 0
+
+
+def test_a_forward_pass_without_a_backward_pass_frees_its_graph() -> None:
+    """Tanh and softmax save their own outputs, which the plan does not round."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Softmax(-1)), torch.randn(2, 4)
+    plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "op": "linear", "activation": "e4m3"}]})
+    run = bitplan.attach(model, plan, example=x, execution="packed")
+    model(x)
+    weight = weakref.ref(model[0].weight)
+    del model, run
+    gc.collect()
+    assert weight() is None
 
 
 # --- one copy, of live tensors only ---

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 
 import bitplan
 from bitplan import Attachment, Plan
+from bitplan.compiler import torch_patches
 from bitplan.compiler.launching import KernelInliningPass
 
 X = torch.randn(4, 8)
@@ -51,7 +53,11 @@ def state_of_torch() -> dict[str, Any]:
 
 @pytest.fixture
 def before() -> Iterator[dict[str, Any]]:
+    for name in ("last_exc", "last_value", "last_traceback"):  # an earlier test that failed holds its models
+        vars(sys).pop(name, None)
+    torch._dynamo.reset()
     gc.collect()  # models that earlier tests dropped
+    assert not torch_patches._holds, "an earlier test in this process leaked a model under a plan"
     yield state_of_torch()
     gc.collect()
 

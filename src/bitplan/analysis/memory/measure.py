@@ -186,7 +186,7 @@ def kept_bytes(
 def _hooks(kept: list[Any]) -> Iterator[None]:
     def note(tensor: Tensor) -> Tensor:
         kept.append(tensor)
-        return tensor
+        return tensor.detach()  # an output that refers to its own node would keep the graph alive
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         yield

@@ -204,14 +204,14 @@ class SavedTensorPacker:
     def _packed(self, tensor: Tensor) -> Any:
         mark = rounded_mark(tensor)
         if mark is None:
-            return tensor
+            return _without_graph(tensor)
         copy = None if mark.copy is None else mark.copy()
         if copy is None:
             try:
                 with torch.no_grad():
                     copy = PackedCopy(mark, tensor.detach().as_strided(mark.shape, mark.stride, mark.offset))
             except QuantizeError:  # NaN in a format that has no code for it is kept as it is
-                return tensor
+                return _without_graph(tensor)
             mark.copy = weakref.ref(copy)
             while mark.waiting:
                 mark.waiting.pop()(copy)
@@ -222,6 +222,15 @@ class SavedTensorPacker:
     def _count(self, packed: int, plain: int) -> None:
         self.packed_bytes += packed
         self.plain_bytes += plain
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    """The tensor to save where it is not packed.
+
+    An output that its own autograd node saved would refer to that node, and without a backward pass the graph and the
+    parameters would never be freed. Autograd attaches the node again when it unpacks.
+    """
+    return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 def unpack(kept: Any) -> Tensor:
