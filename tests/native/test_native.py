@@ -331,20 +331,20 @@ def test_the_crossover_is_measured_once_and_remembered(tmp_path: Path, monkeypat
     monkeypatch.setattr(crossover, "SIZES", {"cpu": (8, 16)})
     monkeypatch.setattr(crossover, "CHANNELS", (16, 32))
     monkeypatch.setattr(crossover, "IMAGES", {"cpu": (2, 4)})
-    first = crossover.remembered(torch.device("cpu"), torch.float32)
+    first = crossover.load_crossover(torch.device("cpu"), torch.float32)
     linear, unfolded = json.loads((tmp_path / "crossover.json").read_text()).values()
     assert {(row["unit"], row["size"]) for row in linear} == {(u.name, s) for u in units.BACKENDS for s in (8, 16)}
     assert {(row["unit"], row["size"]) for row in unfolded} == {(u.name, s) for u in units.BACKENDS for s in (16, 32)}
-    for table in ("measured", "measured_im2col"):
+    for table in ("measure_crossover", "measure_im2col_crossover"):
         monkeypatch.setattr(crossover, table, lambda *given: pytest.fail("measured again"))
-    assert crossover.remembered(torch.device("cpu"), torch.float32) == first
-    assert crossover.remembered(torch.device("meta"), torch.float32).min_macs == crossover.NEVER
+    assert crossover.load_crossover(torch.device("cpu"), torch.float32) == first
+    assert crossover.load_crossover(torch.device("meta"), torch.float32).min_macs == crossover.NEVER
     assert len(json.loads((tmp_path / "crossover.json").read_text())) == 2
     (tmp_path / "crossover.json").write_text("damaged")
     won = [crossover.Crossing("int8", 8, 2.0, 1.0), crossover.Crossing("fp8", 8, 1.0, 2.0)]
-    for table in ("measured", "measured_im2col"):
+    for table in ("measure_crossover", "measure_im2col_crossover"):
         monkeypatch.setattr(crossover, table, lambda *given: won)
-    found = crossover.remembered(torch.device("cpu"), torch.float32)
+    found = crossover.load_crossover(torch.device("cpu"), torch.float32)
     assert found.min_macs_by_backend == (("int8", 512), ("fp8", crossover.NEVER))
     assert found.min_channels_by_backend == (("int8", 8), ("fp8", crossover.NEVER))
 
@@ -363,7 +363,7 @@ def test_without_a_compiler_the_crossover_is_measured_uncompiled(monkeypatch: py
     monkeypatch.setattr(torch, "compile", compiler)
     crossover._encoder.cache_clear()
     try:
-        assert [row.size for row in crossover.measured(torch.device("cpu")) if row.unit == "int8"] == [8, 16]
+        assert [row.size for row in crossover.measure_crossover(torch.device("cpu")) if row.unit == "int8"] == [8, 16]
     finally:
         crossover._encoder.cache_clear()
     assert asked == [(8, 8)]  # once, and no more
@@ -384,7 +384,7 @@ def test_measuring_the_crossover_draws_no_numbers_of_others_and_stops_where_memo
     torch.manual_seed(3)
     wanted = torch.rand(3)
     torch.manual_seed(3)
-    table = crossover.measured(torch.device("cpu"))
+    table = crossover.measure_crossover(torch.device("cpu"))
     assert torch.equal(torch.rand(3), wanted)
     sizes = [(row.unit, row.size) for row in table]
     assert sizes == [("fp8", 8), ("fp8", 16), ("fp8", 32), ("int8", 8), ("int8", 16)]
@@ -403,7 +403,7 @@ def test_the_crossover_is_measured_on_real_tensors(tmp_path: Path, monkeypatch: 
         lambda unit, a, *rest: kinds.append(isinstance(a, FakeTensor)) or multiply(unit, a, *rest),
     )
     with FakeTensorMode():
-        crossover.remembered(torch.device("cpu"), torch.float32)
+        crossover.load_crossover(torch.device("cpu"), torch.float32)
     assert kinds
     assert not any(kinds)
 

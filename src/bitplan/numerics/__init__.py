@@ -1,7 +1,6 @@
-"""Numbers: formats, rounding onto them, scales, and tensors packed into their codes.
+"""Formats, rounding, scales, and tensors packed into codes; independent of models and plans.
 
-The way through the room: :mod:`~bitplan.numerics.formats` and their :mod:`~bitplan.numerics.formats`;
-:mod:`~bitplan.numerics.reference`, the definition of every rounding, and :mod:`~bitplan.numerics.rounding`, its fast
-twin; :mod:`~bitplan.numerics.scaling`; :mod:`~bitplan.numerics.quantizer`, which is all three together; and
-:mod:`~bitplan.numerics.packing`. Nothing here knows of a model or a plan.
+:mod:`~bitplan.numerics.formats` defines formats and their names, :mod:`~bitplan.numerics.reference` every rounding, and
+:mod:`~bitplan.numerics.rounding` its fast implementation. :mod:`~bitplan.numerics.scaling` computes scales,
+:mod:`~bitplan.numerics.quantizer` combines all three, and :mod:`~bitplan.numerics.packing` stores codes.
 """

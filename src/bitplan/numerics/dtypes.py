@@ -1,7 +1,7 @@
-"""Carriers: the IEEE types in which a coarser format's arithmetic is done, and which of them a format needs.
+"""Carriers: the IEEE dtypes in which a format's arithmetic is done, and which of them a format needs.
 
-A carrier must hold every number of the format exactly, and a little more: the bits below the format's last one are what
-rounding decides by.
+A carrier must represent every value of the format exactly, with some bits below the format's last one, which decide
+rounding.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from bitplan.compiler.tracing import constant_when_traced, is_traced
 from bitplan.numerics.formats import FloatFormat, Format, IntFormat, Overflow
 from bitplan.numerics.reference import Rounding
 
-#: Odds of stochastic rounding are resolved at least this finely (in bits).
+#: The least resolution of the probabilities of stochastic rounding, in bits.
 _LEAST_ODDS_BITS = 12
 
 
 @dataclass(frozen=True)
 class Carrier:
-    """The IEEE type in which the arithmetic is done."""
+    """The IEEE dtype in which the arithmetic is done."""
 
     dtype: torch.dtype
     int_dtype: torch.dtype
@@ -57,7 +57,7 @@ class Carrier:
         return (exponent + self.exponent_bias) << self.mantissa_bits
 
     def bits_of(self, value: float) -> int:
-        """The bit pattern of a positive number the carrier holds exactly."""
+        """The bit pattern of a positive number that the carrier represents exactly."""
         mantissa, exponent = math.frexp(value)
         if exponent - 1 < self.min_exponent:
             return int(math.ldexp(value, self.mantissa_bits - self.min_exponent))
@@ -70,12 +70,12 @@ FLOAT64 = Carrier(torch.float64, torch.int64, 52, 1023)
 
 
 def carrier_of(x: Tensor) -> Carrier:
-    """The carrier that a tensor lies in already."""
+    """The carrier of a tensor that already has a carrier's dtype."""
     return FLOAT64 if x.dtype == torch.float64 else FLOAT32
 
 
 def carrier_for(dtype: torch.dtype, target: FloatFormat | IntFormat, rounding: Rounding) -> Carrier:
-    """float32 wherever it is exact; float64 for float64 inputs and for formats that outreach float32's normals."""
+    """float32 wherever it is exact; float64 for float64 inputs and for formats beyond float32's normal numbers."""
     if dtype == torch.float64 or (isinstance(target, FloatFormat) and not _fits_float32(target, rounding)):
         return FLOAT64
     return FLOAT32
@@ -96,10 +96,10 @@ def continues_grid(target: FloatFormat, carrier: Carrier) -> bool:
     return target.min_exponent == carrier.min_exponent and target.subnormals
 
 
-# --- Rounding by torch's own conversions, where one is fast and right to the last bit
+# --- Rounding by torch's own conversions, where they are fast and exact
 
 
-#: The only tables of formats that torch has a dtype for. Its conversions to 16 bits are right to the last bit on every
+#: The only tables of formats that torch has a dtype for. Its conversions to 16 bits are correctly rounded on every
 #: device, those to float8 on CUDA and inside the format's range.
 TORCH_16_BIT: dict[Format, torch.dtype] = {FloatFormat(8, 7): torch.bfloat16, FloatFormat(5, 10): torch.float16}
 TORCH_FLOAT8: dict[Format, torch.dtype] = {
@@ -109,9 +109,9 @@ TORCH_FLOAT8: dict[Format, torch.dtype] = {
 
 
 def round_by_torch(x: Tensor, target: FloatFormat, rounding: Rounding, overflow: Overflow) -> Tensor | None:
-    """`x`, of any dtype, rounded by torch's own conversion there and back; None where that is not this rounding.
+    """`x`, of any dtype, converted by torch and back; None where that is not this rounding.
 
-    Not with 16-bit types under torch.compile: Inductor drops a cast to one and back (seen with torch 2.11 and 2.13).
+    Not to 16-bit dtypes under torch.compile: Inductor removes a cast and its inverse (torch 2.11 and 2.13).
     """
     if rounding != "nearest" or x.dtype == torch.float64:
         return None
@@ -131,7 +131,7 @@ def round_by_torch(x: Tensor, target: FloatFormat, rounding: Rounding, overflow:
 
 
 def is_cast_small(target: object, device: torch.device) -> bool:
-    """Whether rounding to `target` in a graph goes through a tensor of a small type anyway."""
+    """Whether rounding to `target` in a graph casts to an 8-bit dtype in any case."""
     return target in TORCH_FLOAT8 and device.type == "cuda" and _converts_float8(device)
 
 

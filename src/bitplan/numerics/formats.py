@@ -1,6 +1,6 @@
-"""Number formats as frozen values: what a code of so many bits can stand for.
+"""Number formats as frozen values, and their names.
 
-Three kinds, all made by name through :func:`bitplan.get_format`:
+There are three kinds, all available by name through :func:`bitplan.get_format`:
 
 * :class:`FloatFormat`: sign, exponent, mantissa. With ``X`` exponent bits, ``Y`` mantissa bits and an
   additional bias ``b`` a normal code means ``(-1)^s * 2^(E - (2^(X-1) - 1) - b) * (1 + f / 2^Y)``.
@@ -8,8 +8,7 @@ Three kinds, all made by name through :func:`bitplan.get_format`:
   (``uint8``: 0..255 steps above a minimum).
 * :class:`BlockFormat`: small elements sharing one stored scale per block: OCP MX and NVFP4.
 
-This module is data and closed formulas only. Rounding a tensor onto a format is in
-:mod:`bitplan.numerics.rounding`; the parser of names is in :mod:`bitplan.numerics.formats`.
+This module has data and closed formulas only; :mod:`bitplan.numerics.rounding` rounds tensors to a format.
 
 Sources: IEEE 754-2019; OCP 8-bit Floating Point Specification (OFP8) 1.0; OCP Microscaling
 Formats (MX) 1.0; Lee, Sharma & Aiken 2023 (arXiv 2301.13464) for the additional bias.
@@ -122,7 +121,7 @@ class FloatFormat:
 
     @property
     def overflow_threshold(self) -> float:
-        """From here on magnitudes are nearer to the value after :attr:`max`, had the format one, than to it."""
+        """The magnitude from which on :attr:`max` is no longer the nearest value, if the grid continued beyond it."""
         return self.max + 2.0 ** (self.max_exponent - self.mantissa_bits - 1)
 
     @property
@@ -267,7 +266,7 @@ class BlockFormat:
     element: FloatFormat | IntFormat
     size: int
     scale: Literal["e8m0", "e4m3"]
-    #: What an element's code is multiplied by: 1, but 2^-6 for MXINT8.
+    #: The factor of an element's code: 1, but 2^-6 for MXINT8.
     unit: float = 1.0
 
     @property
@@ -276,7 +275,7 @@ class BlockFormat:
 
     @property
     def bits(self) -> int:
-        """Bits of one element, its share of the scale not counted."""
+        """Bits of one element, without its share of the scale."""
         return self.element.bits
 
     @property
@@ -295,12 +294,12 @@ class BlockFormat:
 
     @property
     def min_normal(self) -> float:
-        """The element's, under a scale of 1."""
+        """That of the element, at a scale of 1."""
         return self.element.min_normal * self.unit
 
     @property
     def min_subnormal(self) -> float:
-        """The element's, under a scale of 1."""
+        """That of the element, at a scale of 1."""
         return self.element.min_subnormal * self.unit
 
     @property
@@ -336,7 +335,7 @@ def _listed(name: str, bits: int, decoded: list[float]) -> tuple[float, ...]:
     return tuple(sorted({value + 0.0 for value in decoded if math.isfinite(value)}))
 
 
-# --- The names of formats: a small grammar, a table of well-known names, and the parser
+# --- Names of formats: a table and a parser
 
 
 #: Special codes of a plain eXmY name where they are not IEEE's.
@@ -353,13 +352,9 @@ _FLOAT_ALIASES: dict[str, FloatFormat] = {
 _ALIAS_OF = {value: name for name, value in _FLOAT_ALIASES.items()}
 
 _E4M3 = FloatFormat(4, 3, specials="fn")
-
 _E5M2 = FloatFormat(5, 2)
-
 _E3M2 = FloatFormat(3, 2, specials="none")
-
 _E2M3 = FloatFormat(2, 3, specials="none")
-
 _E2M1 = FloatFormat(2, 1, specials="none")
 
 _BLOCKS: dict[str, BlockFormat] = {
@@ -377,7 +372,7 @@ _BLOCKS: dict[str, BlockFormat] = {
 #: Longer spellings of names in the table.
 _BLOCK_SPELLINGS = {"mxfp8e4m3": "mxfp8", "mxfp6e2m3": "mxfp6", "mxfp4e2m1": "mxfp4"}
 
-#: The names a newcomer should know, in the order tables show them.
+#: The common names, in the order of tables.
 NAMED: tuple[str, ...] = (
     *("fp32", "tf32", "bf16", "fp16", "e5m2", "e4m3", "e3m4", "e3m2", "e2m3", "e2m1"),
     *("int16", "int12", "int8", "int6", "int4", "int3", "int2"),
@@ -390,7 +385,7 @@ _INT = re.compile(r"(?P<affine>u?)int(?P<bits>\d+)")
 
 
 def get_format(name: str | Format) -> Format:
-    """The format a name stands for; a format is returned as it is.
+    """The format of that name; a format is returned as it is.
 
     >>> get_format("e4m3").max, get_format("e8m7").name, get_format("e4m3b4").max
     (448.0, 'bf16', 30.0)
@@ -399,7 +394,7 @@ def get_format(name: str | Format) -> Format:
         return name
     if not isinstance(name, str):
         raise FormatError(f"a format is given by its name, such as 'e4m3' or 'int8', not by {name!r}.")
-    return _parse(name) if is_traced() else _parse_once(name)  # Dynamo warns of caches, which it sees through
+    return _parse(name) if is_traced() else _parse_once(name)  # Dynamo warns of caches
 
 
 def _parse(name: str) -> Format:
@@ -409,17 +404,17 @@ def _parse(name: str) -> Format:
     block = _BLOCKS.get(_BLOCK_SPELLINGS.get(text, text))
     if block is not None:
         return block
-    if found := _INT.fullmatch(text):
-        return IntFormat(int(found["bits"]), affine=bool(found["affine"]))
-    if found := _FLOAT.fullmatch(text):
-        x, y = int(found["x"]), int(found["y"])
-        specials = cast("Specials | None", found["specials"]) or _default_specials(x, y, found["bias"] is not None)
-        return FloatFormat(x, y, int(found["bias"] or 0), specials, subnormals=not found["flush"])
-    known = [*NAMED, "int5", "int7", "uint8", "e4m3b4", "e5m2b0", "e6m9b0"]
-    raise FormatError(f"there is no number format {name!r}; {nearest_names(text, known)}")
+    if match := _INT.fullmatch(text):
+        return IntFormat(int(match["bits"]), affine=bool(match["affine"]))
+    if match := _FLOAT.fullmatch(text):
+        x, y = int(match["x"]), int(match["y"])
+        specials = cast("Specials | None", match["specials"]) or _default_specials(x, y, match["bias"] is not None)
+        return FloatFormat(x, y, int(match["bias"] or 0), specials, subnormals=not match["flush"])
+    suggestions = [*NAMED, "int5", "int7", "uint8", "e4m3b4", "e5m2b0", "e6m9b0"]
+    raise FormatError(f"there is no number format {name!r}; {nearest_names(text, suggestions)}")
 
 
-#: Attaching a plan to a model asks a hundred thousand times.
+#: Cached: attaching a plan to a model parses names a hundred thousand times.
 _parse_once = lru_cache(maxsize=1024)(_parse)
 
 

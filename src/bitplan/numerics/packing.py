@@ -1,17 +1,17 @@
-"""Packed tensors: the same numbers as :func:`bitplan.quantize`, in as many bits as the format has.
+"""Packed tensors: the values of :func:`bitplan.quantize`, stored in the format's own number of bits.
 
-Every element becomes its code (:mod:`bitplan.numerics.packing`), and codes of any width from 1 to 16 bits follow each
-other without a gap (:mod:`bitplan.numerics.packing`). Where each element stands for itself they have the order in
-which the
-tensor lay in memory, so that one with channels last is not turned round twice; else that of its dimensions. The scales
-lie beside them.
+Every element becomes its code, and codes of 1 to 16 bits are stored without gaps. Without block or channel scales they
+are in the tensor's memory order, so that a channels-last tensor is not permuted twice; otherwise in row-major order.
+Scales are stored separately.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from bitplan.numerics.reference import Rounding
 from bitplan.numerics.rounding import round_float, round_int
 from bitplan.numerics.scaling import Granularity, Range, Scaling, divide, multiply_by_power
 
-# --- Codes of any width side by side in bytes, without a gap
+# --- Codes of any width in bytes, without gaps
 
 
 #: The widest code that can be packed.
@@ -73,29 +73,23 @@ def _grouping(width: int) -> tuple[int, int]:
 
 
 def _byte(codes: tuple[Tensor, ...], byte: int, width: int) -> Tensor:
-    """Byte `byte` of every group: all codes that reach into it, shifted to their place."""
+    """Byte `byte` of every group: all codes that overlap it, shifted into position."""
     parts = [
         codes[i] << (i * width - 8 * byte) if i * width >= 8 * byte else codes[i] >> (8 * byte - i * width)
         for i in range(len(codes))
         if i * width < 8 * byte + 8 and (i + 1) * width > 8 * byte
     ]
-    whole = parts[0]
-    for part in parts[1:]:
-        whole = whole | part
-    return (whole & 255).to(torch.uint8)
+    return (reduce(operator.or_, parts) & 255).to(torch.uint8)
 
 
 def _code(columns: tuple[Tensor, ...], index: int, width: int) -> Tensor:
-    """Code `index` of every group, gathered from the bytes it lies in."""
+    """Code `index` of every group, from the bytes that it overlaps."""
     first = index * width
     parts = [
         columns[byte] << (8 * byte - first) if 8 * byte >= first else columns[byte] >> (first - 8 * byte)
         for byte in range(first // 8, (first + width + 7) // 8)
     ]
-    whole = parts[0]
-    for part in parts[1:]:
-        whole = whole | part
-    return whole & ((1 << width) - 1)
+    return reduce(operator.or_, parts) & ((1 << width) - 1)
 
 
 def _require_width(width: int) -> None:
@@ -103,7 +97,7 @@ def _require_width(width: int) -> None:
         raise QuantizeError(f"codes of 1 to {MAX_PACKED_BITS} bits can be packed, not of {width}.")
 
 
-# --- Codes: a number of a format's grid as its bit pattern, and back
+# --- Codes: values of a format as bit patterns, and back
 
 
 def encode(elements: Tensor, target: FloatFormat | IntFormat) -> Tensor:
@@ -126,12 +120,12 @@ def encode(elements: Tensor, target: FloatFormat | IntFormat) -> Tensor:
 
 
 def decode(codes: Tensor, target: FloatFormat | IntFormat, dtype: torch.dtype) -> Tensor:
-    """The numbers that codes of `target` stand for; floats, eager, by a table of all of them."""
+    """The values of codes of `target`; eager code looks up floats in a table."""
     return decoder(target, dtype, codes.device)(codes)
 
 
 def decoder(target: FloatFormat | IntFormat, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """:func:`decode` for many tensors of one format: what it looks up is made once."""
+    """As :func:`decode`, for many tensors of one format: the table is made once."""
     if is_traced() or isinstance(target, IntFormat):
         return lambda codes: decode_without_table(codes.to(torch.int32), target, dtype)
     table = decode_without_table(torch.arange(1 << target.bits, dtype=torch.int32, device=device), target, dtype)
@@ -139,7 +133,7 @@ def decoder(target: FloatFormat | IntFormat, dtype: torch.dtype, device: torch.d
 
 
 def decode_without_table(codes: Tensor, target: FloatFormat | IntFormat, dtype: torch.dtype) -> Tensor:
-    """The same, each number computed from its int32 code, as graphs do it."""
+    """As :func:`decode`, each value computed from its int32 code, as in compiled graphs."""
     if isinstance(target, IntFormat):
         if target.affine:
             return codes.to(dtype)
@@ -160,7 +154,7 @@ def decode_without_table(codes: Tensor, target: FloatFormat | IntFormat, dtype: 
 
 
 def _decode_by_bits(codes: Tensor, target: FloatFormat) -> Tensor:
-    """A code's exponent and mantissa moved to their places in a float32; cheap, where float64 is slow or missing."""
+    """Decode by shifting exponent and mantissa into a float32; for devices where float64 is slow or missing."""
     magnitude = codes & ((1 << (target.bits - 1)) - 1)
     shifted = magnitude << (FLOAT32.mantissa_bits - target.mantissa_bits)
     normal = (shifted + ((FLOAT32.exponent_bias - target.exponent_bias) << FLOAT32.mantissa_bits)).view(torch.float32)
@@ -172,7 +166,7 @@ def _decode_by_bits(codes: Tensor, target: FloatFormat) -> Tensor:
 
 
 def _with_specials(values: Tensor, magnitude: Tensor, target: FloatFormat) -> Tensor:
-    """`values` with infinities and NaNs where the codes, signs cut off, stand for them."""
+    """`values` with infinities and NaNs where the codes without sign are theirs."""
     if target.specials == "none":
         return values
     first_nan = _nan_code(target)
@@ -183,7 +177,7 @@ def _with_specials(values: Tensor, magnitude: Tensor, target: FloatFormat) -> Te
 
 
 def _infinity_code(target: FloatFormat) -> int:
-    """IEEE: all-ones exponent. Elsewhere no element is infinite and the number is never used."""
+    """IEEE: all-ones exponent. Other formats have no infinity, and the code is never used."""
     return ((1 << target.exponent_bits) - 1) << target.mantissa_bits
 
 
@@ -199,7 +193,7 @@ _BFLOAT16 = FloatFormat(8, 7)
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """A tensor in its low-precision form. Make one with :func:`pack`."""
+    """A tensor stored in low precision; made by :func:`pack`."""
 
     payload: Tensor
     scales: tuple[Tensor, ...]
@@ -210,7 +204,7 @@ class PackedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes really held: the payload's and the scales' storages."""
+        """Bytes of the storages of payload and scales."""
         return sum(tensor.untyped_storage().nbytes() for tensor in (self.payload, *self.scales))
 
     @property
@@ -230,7 +224,7 @@ class PackedTensor:
         element = _element(self.format)
         is_elementwise = _is_elementwise(self.quantizer, self.scales)
         if is_elementwise and not is_traced():
-            return self._unpacked_in_parts(element, self.quantizer._carrier_dtype(like))
+            return self._unpack_in_chunks(element, self.quantizer._carrier_dtype(like))
         order = chunks.memory_order(self.stride) if is_elementwise else tuple(range(len(self.shape)))
         codes = unpack_bits(self.payload, element.bits, like.numel()).view([self.shape[dim] for dim in order])
         codes = codes.permute([order.index(dim) for dim in range(len(order))])
@@ -243,15 +237,15 @@ class PackedTensor:
             scales = (decode(scales[0], _E4M3, carrier), scales[1])
         return self.quantizer.decode(Encoded(decode(codes, element, carrier), scales), like)
 
-    def _unpacked_in_parts(self, element: FloatFormat | IntFormat, carrier: torch.dtype) -> Tensor:
+    def _unpack_in_chunks(self, element: FloatFormat | IntFormat, carrier: torch.dtype) -> Tensor:
         result = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
         single = tuple(scale.reshape(()) for scale in self.scales)
-        numbers = decoder(element, carrier, self.device)
+        values_of = decoder(element, carrier, self.device)
         start = 0
-        for part in chunks.chunks_of(chunks.in_memory_order(result)):  # all but the last have whole bytes
-            size = (part.numel() * element.bits + 7) // 8
-            codes = unpack_bits(self.payload[start : start + size], element.bits, part.numel()).view(part.shape)
-            part.copy_(self.quantizer.decode(Encoded(numbers(codes), single), part))
+        for chunk in chunks.chunks_of(chunks.in_memory_order(result)):  # all but the last have whole bytes
+            size = (chunk.numel() * element.bits + 7) // 8
+            codes = unpack_bits(self.payload[start : start + size], element.bits, chunk.numel()).view(chunk.shape)
+            chunk.copy_(self.quantizer.decode(Encoded(values_of(codes), single), chunk))
             start += size
         return result
 
@@ -283,13 +277,13 @@ def pack(
     step: Counter = 0,
     site: Counter = 0,
 ) -> PackedTensor:
-    """`x` rounded as :func:`bitplan.quantize` does and kept in the format's own bits; same parameters.
+    """`x` rounded as by :func:`bitplan.quantize`, with the same parameters, and stored in the format's own bits.
 
     >>> pack(torch.randn(1000), "e2m3").nbytes
     750
     """
     if isinstance(format, LiveFormat):
-        raise QuantizeError("a live format has no fixed width: pack with the format it stands for at the moment.")
+        raise QuantizeError("a live format has no fixed width: pack with its current format.")
     quantizer = make_quantizer(
         format, rounding, scale, axis=axis, block=block, range=range, power_of_two=power_of_two, overflow=overflow
     )
@@ -299,7 +293,7 @@ def pack(
 def pack_with(
     quantizer: Quantizer, x: Tensor, *, seed: Counter | None = None, step: Counter = 0, site: Counter = 0
 ) -> PackedTensor:
-    """:func:`pack` with a ready quantizer."""
+    """As :func:`pack`, with a quantizer."""
     quantizer.check(x)
     assert not isinstance(quantizer.format, LiveFormat)
     source = x.detach()
@@ -315,39 +309,39 @@ def pack_with(
 
 
 def pack_rounded(quantizer: Quantizer, y: Tensor, scales: Sequence[Tensor]) -> PackedTensor:
-    """`y`, which `quantizer` has rounded with these scales, as it is: ``unpack`` gives back every bit of it.
+    """Pack `y`, which `quantizer` has already rounded with these scales, without changing a bit.
 
-    A rounded number divided by its scale is a number of the grid, give or take the last bit of the carrier, and the
-    nearest one on the grid is that number again, whatever rounding led to it.
+    A rounded value divided by its scale is within one ulp of the carrier of a value on the grid, so rounding to nearest
+    restores it, whatever the rounding mode was.
     """
     assert not isinstance(quantizer.format, LiveFormat)
     source = y.detach()
     _require_codes(quantizer, _element(quantizer.format), source)
     if not is_traced() and _is_elementwise(quantizer, scales):
-        parts = chunks.chunks_of(chunks.in_memory_order(source))
-        if len(parts) > 1:
-            return _packed_in_parts(quantizer, source, parts, scales)
+        pieces = chunks.chunks_of(chunks.in_memory_order(source))
+        if len(pieces) > 1:
+            return _pack_in_chunks(quantizer, source, pieces, scales)
     return _packed(quantizer, source, Encoded(_elements_of(quantizer, source, scales), tuple(scales)))
 
 
 def _is_elementwise(quantizer: Quantizer, scales: Sequence[Tensor]) -> bool:
-    """Whether every element stands for itself."""
+    """Whether all elements share one scale or have none, so that their order does not matter."""
     if isinstance(quantizer.format, BlockFormat) or not all(scale.numel() == 1 for scale in scales):
         return False
     return quantizer.scaling is None or quantizer.scaling.granularity == "tensor"
 
 
-def _packed_in_parts(
-    quantizer: Quantizer, source: Tensor, parts: Sequence[Tensor], scales: Sequence[Tensor]
+def _pack_in_chunks(
+    quantizer: Quantizer, source: Tensor, pieces: Sequence[Tensor], scales: Sequence[Tensor]
 ) -> PackedTensor:
-    """The same, part by part: what encoding needs on its way is several times what it leaves."""
+    """Pack chunk by chunk: the intermediate results of encoding are several times its output."""
     element = _element(quantizer.format)  # type: ignore[arg-type]
     payload = torch.empty((source.numel() * element.bits + 7) // 8, dtype=torch.uint8, device=source.device)
     single = [scale.reshape(()) for scale in scales]
     start = 0
     with chunks.unchunked():
-        for part in parts:  # all but the last have a power of two of elements, and so whole bytes
-            codes = pack_bits(encode(_elements_of(quantizer, part, single), element), element.bits)
+        for piece in pieces:  # all but the last have a power of two of elements, and so whole bytes
+            codes = pack_bits(encode(_elements_of(quantizer, piece, single), element), element.bits)
             payload[start : start + codes.numel()] = codes
             start += codes.numel()
     own = tuple(scale.clone() for scale in scales)
@@ -358,17 +352,17 @@ def _packed_in_parts(
 def _packed(quantizer: Quantizer, source: Tensor, encoded: Encoded) -> PackedTensor:
     assert not isinstance(quantizer.format, LiveFormat)
     element = _element(quantizer.format)
-    elements, kept = encoded
+    elements, scales = encoded
     if isinstance(quantizer.format, BlockFormat) and quantizer.format.scale == "e4m3":
-        kept = (encode(kept[0], _E4M3).to(torch.uint8), kept[1])
+        scales = (encode(scales[0], _E4M3).to(torch.uint8), scales[1])
     blocks = quantizer.blocks(source)
-    if blocks is not None:  # what a ragged last block is padded with is not kept
+    if blocks is not None:  # the padding of a ragged last block is not stored
         elements = blocks.join(elements, source.shape)
     codes, stride = encode(elements, element), torch.empty_like(source, device="meta").stride()
-    if _is_elementwise(quantizer, kept):
+    if _is_elementwise(quantizer, scales):
         codes = codes.permute(chunks.memory_order(stride))
     payload = pack_bits(codes.flatten(), element.bits)
-    own = tuple(scale.clone() for scale in kept)  # a view would keep the whole tensor behind it alive
+    own = tuple(scale.clone() for scale in scales)  # a view would keep its whole base alive
     return PackedTensor(payload, own, quantizer, source.shape, stride, source.dtype)
 
 
@@ -400,24 +394,24 @@ def _element(target: Format) -> FloatFormat | IntFormat:
 def _require_codes(quantizer: Quantizer, element: FloatFormat | IntFormat, x: Tensor) -> None:
     if element.bits > MAX_PACKED_BITS:
         raise QuantizeError(
-            f"{element.name} has {element.bits} bits and pack takes up to {MAX_PACKED_BITS}: keep it as it is."
+            f"{element.name} has {element.bits} bits and pack takes up to {MAX_PACKED_BITS}: leave it unpacked."
         )
     if not isinstance(element, FloatFormat):
         return
     if quantizer.overflow == "special" and element.specials == "none":
         raise QuantizeError(f"{element.name} has no code for infinity: pack it with overflow='saturate'.")
-    # With a scale, NaN makes the scale NaN and so survives; without one it needs a code of its own. A compiled
-    # graph cannot look: there it becomes zero. Nor can it be seen in a tensor that has a shape only.
+    # With a scale, NaN makes the scale NaN and is restored; without one it needs a code of its own. A compiled graph
+    # cannot check, so NaN becomes zero there; fake tensors have no values to check.
     has_code = isinstance(quantizer.format, BlockFormat) or quantizer.scaling is not None or element.has_nan_code
     if not has_code and not is_traced() and not isinstance(x, FakeTensor) and bool(x.isnan().any()):
         raise QuantizeError(f"the tensor holds NaN and {element.name} has no code for it: pack it with a scale.")
 
 
 def stored(encoded: Encoded, quantizer: Quantizer, like: Tensor) -> Encoded:
-    """The same elements by way of their codes, for a compiled graph: its partitioner then keeps the codes.
+    """The same elements, computed through their codes, for a compiled graph: its partitioner then saves the codes.
 
-    BF16 is the upper half of float32, so two shifts do; so cheap a way back is also taken again wherever the values are
-    read, instead of writing them down beside their codes.
+    BF16 is the upper half of float32, so two shifts are enough. Decoding is so cheap that Inductor repeats it wherever
+    the values are read instead of storing them beside their codes.
     """
     assert not isinstance(quantizer.format, LiveFormat)
     element, blocks = _element(quantizer.format), quantizer.blocks(like)
@@ -425,7 +419,7 @@ def stored(encoded: Encoded, quantizer: Quantizer, like: Tensor) -> Encoded:
         upper = (encoded.elements.view(torch.int32) >> 16).to(torch.int16)
         return Encoded((upper.to(torch.int32) << 16).view(torch.float32), encoded.scales)
     codes = encode(encoded.elements, element)
-    if blocks is not None:  # what a ragged last block is padded with is not kept
+    if blocks is not None:  # the padding of a ragged last block is not stored
         codes = blocks.join(codes, like.shape)
     wide = _wide(_small(codes, element.bits), element.bits, codes.shape)
     if blocks is not None:
@@ -434,7 +428,7 @@ def stored(encoded: Encoded, quantizer: Quantizer, like: Tensor) -> Encoded:
 
 
 def _small(codes: Tensor, bits: int) -> Tensor:
-    """Codes in the smallest type, or side by side where there is none of their width."""
+    """Codes in the smallest dtype; packed if there is none of their width."""
     if bits == 8:
         return codes.to(torch.uint8)
     if bits == 16:
@@ -443,7 +437,7 @@ def _small(codes: Tensor, bits: int) -> Tensor:
 
 
 def _wide(small: Tensor, bits: int, shape: torch.Size) -> Tensor:
-    """The counterpart of :func:`_small`."""
+    """The inverse of :func:`_small`."""
     if bits in (8, 16):
         return small.to(torch.int32) & ((1 << bits) - 1)
     return unpack_bits(small, bits, shape.numel()).view(shape)

@@ -1,7 +1,7 @@
 """A quantizer: a format, a rounding and a scaling, applied to tensors.
 
-Two halves that packing shares: :meth:`Quantizer.encode` gives the elements on the format's grid and the
-scales that go with them, :meth:`Quantizer.decode` multiplies them back. ``quantize`` is one after the other.
+It has two halves, which packing uses, too: :meth:`Quantizer.encode` returns the elements on the format's grid and their
+scales, and :meth:`Quantizer.decode` multiplies them. ``quantize`` is one after the other.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from bitplan.numerics.scaling import (
     steps_above,
 )
 
-# --- Rounding as autograd sees it: the rounded value forward, the gradient unchanged backward
+# --- Straight-through rounding
 
 
 class Encoded(NamedTuple):
@@ -53,16 +53,16 @@ class Encoded(NamedTuple):
     scales: tuple[Tensor, ...]
 
 
-#: The range of a ``tensor`` scale where it is not to be taken from the tensor: (least, largest) value, to which values
-#: are bound; or the largest magnitude for which it makes room, beyond which values overflow, and 0 where none is known.
+#: The range of a ``tensor`` scale that does not come from the tensor: the least and the largest value, to which values
+#: are clamped; or the amax of past steps, beyond which values overflow, and which is 0 before the first step.
 Span = tuple[Tensor, Tensor] | Tensor
 
-#: Looks at what lies between the two halves of rounding, or changes the form that it has there.
+#: Called between encoding and decoding: observes the elements and scales, or stores them.
 Between = Callable[[Encoded], Encoded]
 
 
 class RoundsValues(Protocol):
-    """What :func:`straight_through` can apply."""
+    """A quantizer for :func:`straight_through`."""
 
     def round_values(
         self,
@@ -82,7 +82,7 @@ def straight_through(
     span: Span | None = None,
     between: Between | None = None,
 ) -> Tensor:
-    """The rounded `x`, whose gradient is that of `x` itself."""
+    """The rounded `x`; its gradient passes through unchanged."""
     if x.requires_grad and torch.is_grad_enabled():
         straight: Tensor = StraightThrough.apply(x, quantizer, bits, row, span, between)  # type: ignore[no-untyped-call]
         return straight
@@ -109,7 +109,7 @@ class StraightThrough(torch.autograd.Function):
         return grads[0], None, None, None, None, None
 
 
-# --- Elements of a format: one rounding for floats and integers, and blocks of them that share scales
+# --- Elements of a format, and blocks of them that share scales
 
 
 _E4M3 = FloatFormat(4, 3, specials="fn")
@@ -118,16 +118,16 @@ _E4M3 = FloatFormat(4, 3, specials="fn")
 def round_element(
     t: Tensor, target: FloatFormat | IntFormat, rounding: Rounding, overflow: Overflow | None, bits: Tensor | None
 ) -> Tensor:
-    """`t`, already divided by its scale, on the grid of `target`; `bits` decide stochastic rounding."""
+    """`t`, already divided by its scale, rounded to the grid of `target`; `bits` are those of stochastic rounding."""
     if isinstance(target, IntFormat):
         return round_int(t, target, rounding, bits) + 0.0  # an integer has no negative zero
     return round_float(t, target, rounding, overflow or target.default_overflow, bits)
 
 
 def encode_block(blocks: Tensor, target: BlockFormat, rounding: Rounding, bits: Tensor | None) -> Encoded:
-    """Elements and scales of values that lie in blocks along their last axis.
+    """Elements and scales of values in blocks along the last axis.
 
-    ``e8m0`` scales are powers of two (OCP MX); E4M3 ones stand beside one float for the whole tensor (NVFP4).
+    ``e8m0`` scales are powers of two (OCP MX); E4M3 scales come with one float for the whole tensor (NVFP4).
     """
     scales: tuple[Tensor, ...]
     if target.scale == "e8m0":
@@ -136,24 +136,24 @@ def encode_block(blocks: Tensor, target: BlockFormat, rounding: Rounding, bits: 
         ready = multiply_by_power(blocks, codes, -1) * (1.0 / target.unit)
     else:
         amax = block_amax(blocks)
-        whole = step_scale(amax.amax().reshape(1), 448.0 * target.element_max, power_of_two=False)
-        wanted = divide(amax, whole * target.element_max)
-        scales = (round_float(wanted, _E4M3, "nearest", "saturate"), whole)
-        effective = scales[0] * whole
-        # A block so small that its scale vanished becomes zeros.
+        tensor_scale = step_scale(amax.amax().reshape(1), 448.0 * target.element_max, power_of_two=False)
+        block_scale = divide(amax, tensor_scale * target.element_max)
+        scales = (round_float(block_scale, _E4M3, "nearest", "saturate"), tensor_scale)
+        effective = scales[0] * tensor_scale
+        # A block whose scale underflows becomes zeros.
         ready = divide(blocks, torch.where(effective == 0, torch.inf, effective))
     return Encoded(round_element(ready, target.element, rounding, "saturate", bits), scales)
 
 
 def decode_block(elements: Tensor, scales: tuple[Tensor, ...], target: BlockFormat) -> Tensor:
-    """The values again, still in blocks."""
+    """The values, still in blocks."""
     if target.scale == "e8m0":
         return multiply_by_power(elements * target.unit, scales[0], 1)
     return elements * (scales[0] * scales[1])
 
 
 _IS_2_11 = torch.__version__.startswith("2.11.")
-#: From so many elements on, parts of a scaled tensor are faster on a CPU: on two EPYC cores twice to five times as fast
+#: From this size on, rounding a scaled tensor in chunks is faster on a CPU: on two EPYC cores two to five times as fast
 #: at 2^24 elements, no faster at 2^20, half as fast at 2^17.
 _LARGE_ON_CPU = 1 << 21
 
@@ -162,9 +162,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True)
 class Quantizer:
-    """What is done to a tensor; validated when made, free of any state.
+    """How a tensor is rounded: validated when created, without state.
 
-    `axis` here is the one a block format's blocks lie along; other scales carry their own.
+    `axis` is that of a block format's blocks; other scales have their own.
     """
 
     format: Format | LiveFormat
@@ -210,7 +210,7 @@ class Quantizer:
         return f"a live {self.format.kind}" if isinstance(self.format, LiveFormat) else self.format.name
 
     def quantize(self, x: Tensor, *, seed: Counter | None = None, step: Counter = 0, site: Counter = 0) -> Tensor:
-        """`x` on the grid, in its own dtype, shape, strides and device; the gradient passes straight through."""
+        """`x` rounded, in its own dtype, shape, strides and device; the gradient passes straight through."""
         self.check(x)
         return straight_through(self, x, self.noise(x, seed, step, site))
 
@@ -222,10 +222,10 @@ class Quantizer:
         span: Span | None = None,
         between: Between | None = None,
     ) -> Tensor:
-        """:meth:`quantize` with the random bits at hand, without checks and without a gradient.
+        """As :meth:`quantize`, with given random bits, without checks and without a gradient.
 
-        :param between: what looks at the elements and scales between the two halves, or stores them; of a large
-            tensor that is gone through in parts, at those of each part.
+        :param between: called with the elements and scales between encoding and decoding; once per chunk of a large
+            tensor.
         """
         if not x.numel():
             return x.clone()
@@ -233,37 +233,37 @@ class Quantizer:
             by_torch = round_by_torch(x, self.format, self.rounding, self.overflow or self.format.default_overflow)
             if by_torch is not None:
                 return _in_layout_of(x, by_torch)
-        if bits is None and not is_traced() and self._gains_by_parts(x):
-            return self._rounded_in_parts(x, row, span, between)
+        if bits is None and not is_traced() and self._gains_by_chunks(x):
+            return self._round_in_chunks(x, row, span, between)
         encoded = self.encode(x, bits, row, span)
         rounded = self.decode(encoded if between is None else between(encoded), x)
         if not is_traced():
             return rounded
-        # torch 2.11 compiles a function of autograd whose result was changed in place to one without a gradient;
-        # a copy, which Inductor makes no copy of, has not been changed. Its convolutions on a CPU refuse a bias that is
-        # a view of another type, which the result of a bound that changes nothing is not.
+        # torch 2.11 drops the gradient of an autograd function whose result was modified in place; a clone, which
+        # Inductor removes, was not modified. Its CPU convolutions reject a bias that is a view of another dtype; the
+        # result of a clamp without effect is no view.
         return rounded.clamp(max=torch.inf) if _IS_2_11 and not x.is_cuda else rounded.clone()
 
     def check(self, x: Tensor) -> None:
-        """Raise one sentence where this quantizer cannot serve `x`."""
+        """Raise an error if this quantizer cannot round `x`."""
         if not isinstance(x, Tensor) or x.dtype not in _DTYPES:
-            given = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise QuantizeError(f"only float32, bfloat16, float16 and float64 tensors can be rounded, not {given}.")
+            actual = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise QuantizeError(f"only float32, bfloat16, float16 and float64 tensors can be rounded, not {actual}.")
         if isinstance(self.format, LiveFormat):
             if (x.dtype == torch.float64) != (self.format.carrier.dtype == torch.float64):
                 raise QuantizeError(f"this live format was made for other inputs: make it with dtype={x.dtype}.")
         elif not isinstance(self.format, BlockFormat):
-            require_room = _require_room if is_traced() else _require_room_once
-            require_room(self.format, x.dtype, self.scaling is not None)
+            require_range = _require_range if is_traced() else _require_range_once
+            require_range(self.format, x.dtype, self.scaling is not None)
 
     def reach(self, row: Tensor | None = None) -> float | Tensor:
-        """The largest magnitude that unscaled values may have; infinite where a scale makes room for all."""
+        """The largest representable magnitude of unscaled values; infinite with a scale."""
         if self.scaling is not None or isinstance(self.format, BlockFormat):
             return float("inf")
         return self.format.max if row is None or not isinstance(self.format, LiveFormat) else self.format.max_in(row)
 
     def overflow_threshold(self, row: Tensor | None = None) -> float | Tensor:
-        """Unscaled values of this magnitude and above overflow; infinite where a scale makes room for all."""
+        """The magnitude from which on unscaled values overflow; infinite with a scale."""
         if self.scaling is not None or isinstance(self.format, BlockFormat):
             return float("inf")
         if row is None or not isinstance(self.format, LiveFormat):
@@ -272,7 +272,7 @@ class Quantizer:
         return self.format.overflow_threshold_in(row)
 
     def reach_of_scale(self, span: Tensor, row: Tensor | None = None) -> Tensor:
-        """The largest magnitude that has a place beside a scale from the past; infinite where there is no past."""
+        """The largest representable magnitude with a delayed scale; infinite before the first step."""
         assert self.scaling is not None
         assert not isinstance(self.format, BlockFormat)
         largest = self.format.max if row is None or not isinstance(self.format, LiveFormat) else self.format.max_in(row)
@@ -280,7 +280,7 @@ class Quantizer:
         return torch.where(span > 0, scale * largest, torch.inf)
 
     def noise(self, x: Tensor, seed: Counter | None, step: Counter, site: Counter) -> Tensor | None:
-        """The random bits this call needs. Without a seed one is drawn from torch's generator."""
+        """The random bits of a call; without a seed, one is drawn from torch's generator."""
         if self.rounding != "stochastic":
             return None
         if seed is None:
@@ -296,8 +296,8 @@ class Quantizer:
     ) -> Encoded:
         """The first half: elements and scales.
 
-        :param row: stands in for a live format's own row.
-        :param span: of a ``tensor`` scale, where it is not to be taken from `x`.
+        :param row: replaces a live format's own row.
+        :param span: the range of a ``tensor`` scale, if it does not come from `x`.
         """
         work = x.to(self._carrier_dtype(x))
         blocks = self.blocks(x)
@@ -316,9 +316,9 @@ class Quantizer:
         assert not isinstance(self.format, BlockFormat)
         largest = self.format.max if row is None or not isinstance(self.format, LiveFormat) else self.format.max_in(row)
         if isinstance(span, Tensor):
-            present = amax_of(work, tuple(range(work.dim())))
-            room = torch.where(span > 0, span.to(present.dtype), present)
-            return (step_scale(room, largest, self.scaling.power_of_two),)
+            current = amax_of(work, tuple(range(work.dim())))
+            amax = torch.where(span > 0, span.to(current.dtype), current)
+            return (step_scale(amax, largest, self.scaling.power_of_two),)
         shape = (1,) * work.dim()
         if span is not None:
             work = torch.stack(span).to(work.dtype).view(2, *shape)
@@ -342,10 +342,10 @@ class Quantizer:
             return round_element(ready, self.format, self.rounding, self.overflow, bits)
         return self._round_to_row(ready, bits, row)
 
-    # --- large tensors, eager ---
+    # --- Large tensors, eager
 
-    def _gains_by_parts(self, x: Tensor) -> bool:
-        """Whether a large tensor is better gone through in parts; what one operation rounds does so by itself."""
+    def _gains_by_chunks(self, x: Tensor) -> bool:
+        """Whether a large tensor is faster in chunks; roundings of one operation are chunked by that operation."""
         is_large = x.is_cuda or x.numel() >= _LARGE_ON_CPU
         if isinstance(self.format, BlockFormat) or not is_large or chunks.chunk_size_of(x) == x.numel():
             return False
@@ -353,8 +353,8 @@ class Quantizer:
             return self.scaling.granularity == "tensor"
         return isinstance(self.format, LiveFormat) or x.dtype != self._carrier_dtype(x)
 
-    def _rounded_in_parts(self, x: Tensor, row: Tensor | None, span: Span | None, between: Between | None) -> Tensor:
-        """The same: of all its values, a tensor's scale depends on the least and the largest."""
+    def _round_in_chunks(self, x: Tensor, row: Tensor | None, span: Span | None, between: Between | None) -> Tensor:
+        """As :meth:`round_values`; a tensor scale depends only on the least and the largest value."""
         carrier, result = self._carrier_dtype(x), torch.empty_like(x)
         extremes = (
             torch.stack(torch.aminmax(x)).to(carrier) if self.scaling is not None else x.new_empty(0, dtype=carrier)
@@ -363,11 +363,11 @@ class Quantizer:
         scales = tuple(scale.reshape((1,) * x.dim()) for scale in single)
         pairs = tuple(chunks.paired_chunks(x, result))
         with chunks.unchunked():
-            for part, rounded in pairs:
-                elements = self._elements(part.to(carrier), single, None, row, span)
+            for chunk, rounded in pairs:
+                elements = self._elements(chunk.to(carrier), single, None, row, span)
                 if between is not None:
                     elements = between(Encoded(elements, scales)).elements
-                rounded.copy_(self.decode(Encoded(elements, single), part))
+                rounded.copy_(self.decode(Encoded(elements, single), chunk))
         return result
 
     def decode(self, encoded: Encoded, like: Tensor) -> Tensor:
@@ -387,7 +387,7 @@ class Quantizer:
         return _in_layout_of(like, values.to(like.dtype))
 
     def blocks(self, x: Tensor) -> Blocks | None:
-        """How `x` is cut, where this quantizer cuts at all."""
+        """How `x` is split into blocks; None without blocks."""
         if isinstance(self.format, BlockFormat):
             axis, size = self.axis, self.format.size
         elif self.scaling is not None and self.scaling.granularity == "block":
@@ -405,7 +405,7 @@ class Quantizer:
         return carrier(x.dtype, element, self.rounding).dtype
 
     def _round_to_row(self, t: Tensor, bits: Tensor | None, row: Tensor | None = None) -> Tensor:
-        """`t` on the grid of a format that may change."""
+        """`t` rounded to the grid of a live format."""
         assert isinstance(self.format, LiveFormat)
         row = self.format.row if row is None else row
         if self.format.kind == "float":
@@ -422,7 +422,7 @@ def _in_layout_of(like: Tensor, values: Tensor) -> Tensor:
     return (own if like.is_meta else torch.empty_like(like)).copy_(values)
 
 
-def _require_room(target: FloatFormat | IntFormat, dtype: torch.dtype, scaled: bool) -> None:
+def _require_range(target: FloatFormat | IntFormat, dtype: torch.dtype, scaled: bool) -> None:
     info = torch.finfo(dtype)
     if isinstance(target, IntFormat):
         fits = target.max <= 2.0 / info.eps
@@ -434,8 +434,8 @@ def _require_room(target: FloatFormat | IntFormat, dtype: torch.dtype, scaled: b
         raise FormatError(f"{dtype} cannot hold the values of {target.name}: convert the tensor to a wider type first.")
 
 
-#: Eager calls on small tensors feel every microsecond; torch.compile would only warn of a cache that it must ignore.
-_require_room_once = lru_cache(maxsize=1024)(_require_room)
+#: Cached for eager calls on small tensors, which notice every microsecond; torch.compile warns of caches.
+_require_range_once = lru_cache(maxsize=1024)(_require_range)
 _carrier_for_once = lru_cache(maxsize=1024)(carrier_for)
 
 
@@ -450,7 +450,7 @@ def make_quantizer(
     power_of_two: bool = False,
     overflow: Overflow | None = None,
 ) -> Quantizer:
-    """A :class:`Quantizer` from the vocabulary of :func:`quantize`."""
+    """The :class:`Quantizer` of the arguments of :func:`quantize`."""
     target = format if isinstance(format, LiveFormat) else get_format(format)
     if scale is None:
         if block is not None or range is not None or power_of_two:

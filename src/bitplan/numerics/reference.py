@@ -1,6 +1,6 @@
 """Rounding one number, written to be read: the definition the fast code is tested against.
 
-Exact rational arithmetic, no tricks. :mod:`bitplan.numerics.rounding` is its fast twin.
+Exact rational arithmetic. :mod:`bitplan.numerics.rounding` is the fast implementation.
 """
 
 from __future__ import annotations

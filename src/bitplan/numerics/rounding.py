@@ -1,21 +1,20 @@
 """Rounding tensors onto a grid: plain torch operations that Inductor fuses into one kernel.
 
 :mod:`bitplan.numerics.reference` is the readable definition; everything here equals it bit for bit. There are
-three ways through, each exact, chosen by what is known when the code is traced:
+three algorithms, all exact, chosen when the code is traced:
 
 * **magic addition**, nearest with a constant narrow format. With ``2^e <= |x| < 2^(e+1)`` and
   ``M = 1.5 * 2^(max(e, emin) + 23 - Y)``, ``x + M`` has exactly the format's spacing as its last bit, so the
-  adder's own rounding *is* the wanted one and ``(x + M) - M`` the result. Where ties go away from zero, the last bit
-  of x is set first: a tie, whose last bit is 0, then lies above itself, and no other number crosses a tie, because it
-  would have to land on one or was odd already.
+  adder's own rounding is the format's, and ``(x + M) - M`` is the result. Where ties go away from zero, the last
+  bit of x is set first: a tie, whose last bit is 0, then lies above the tie, and no other number crosses one.
 * **prefix addition**, nearest-even with a constant format that has float32's own exponent. A float's
-  magnitude grows with its bits, so adding to the bits below the wanted mantissa and cutting them
-  off rounds it, subnormals included.
+  magnitude grows with its bits, so adding to the bits below the target's mantissa and truncating
+  them rounds it, subnormals included.
 * **bit addition**, everything else: the same for normal numbers; below the smallest normal, where
   the grid is uniform, ``x / spacing`` is rounded to a whole number instead. Stochastic rounding *lifts*
   such numbers by the power of two whose binade has that spacing, and then treats all alike.
 
-Parameters that live in a tensor (:class:`FloatRow`) take the last way, one graph for all formats.
+Parameters in a tensor (:class:`FloatRow`) use the last algorithm: one graph for all formats.
 
 On a CPU, eager, ``torch.where`` on mixed data costs 40 arithmetic passes, a comparison 5 and ``trunc`` 20
 (measured); so the code selects by bit masks, and compares in place, where torch vectorises it.
@@ -39,13 +38,13 @@ from bitplan.numerics.reference import Rounding
 
 
 def round_to_whole(t: Tensor, rounding: Rounding, bits: Tensor | None = None) -> Tensor:
-    """`t` rounded to whole numbers; the sign of zero and NaN survive. `bits` are the random ones."""
+    """`t` rounded to whole numbers, keeping the sign of zero and NaN; `bits` are random, for stochastic rounding."""
     nearest = torch.round(t)
     if rounding == "nearest":
         return nearest
     magnitude = t.abs()
     whole = nearest.abs_()
-    if rounding == "nearest-away":  # a tie that went down to an even number goes up after all
+    if rounding == "nearest-away":  # ties that were rounded down to even go up
         whole += magnitude.sub_(whole).ge_(0.5)
         return whole.copysign_(t)
     whole -= whole.gt(magnitude).to(t.dtype) if is_traced() else whole.clone().gt_(magnitude)
@@ -63,7 +62,7 @@ def round_int(x: Tensor, target: IntFormat, rounding: Rounding, bits: Tensor | N
 def round_float(
     x: Tensor, target: FloatFormat, rounding: Rounding, overflow: Overflow, bits: Tensor | None = None
 ) -> Tensor:
-    """`x` (in its carrier's dtype) on the grid of `target`."""
+    """`x`, in its carrier's dtype, rounded to the grid of `target`."""
     by_torch = round_by_torch(x, target, rounding, overflow)
     if by_torch is not None:
         return by_torch
@@ -73,31 +72,31 @@ def round_float(
         return _magic_addition(x, target, carrier, overflow, away=rounding == "nearest-away")
     if rounding == "nearest" and _is_prefix(target, carrier):
         return _prefix_addition(x, target, carrier, overflow)
-    if rounding == "toward-zero" and overflow == "special":  # finite numbers never reach the special codes
+    if rounding == "toward-zero" and overflow == "special":  # finite numbers never become infinite or NaN
         stopped = _bit_addition(x, float_row(target, carrier, "saturate"), carrier, rounding, bits)
         special = torch.full_like(x, target.overflow_value).copysign_(x)
         return torch.where(x.isinf(), special, stopped)
     row = float_row(target, carrier, overflow)
 
-    def whole(x: Tensor, bits: Tensor | None) -> Tensor:
+    def rounded_whole(x: Tensor, bits: Tensor | None) -> Tensor:
         rounded = _bit_addition(x, row, carrier, rounding, bits)
         return rounded if overflow == "saturate" else _to_special(rounded, target, carrier)
 
     if is_traced() or bits is not None or chunks.chunk_size_of(x) == x.numel():
-        return whole(x, bits)
+        return rounded_whole(x, bits)
     result = torch.empty_like(x)
-    for part, rounded in chunks.paired_chunks(x, result):
-        rounded.copy_(whole(part, None))
+    for chunk, rounded in chunks.paired_chunks(x, result):
+        rounded.copy_(rounded_whole(chunk, None))
     return result
 
 
-# --- nearest with a constant format -----------------------------------------------------------------------
+# --- Nearest with a constant format
 
 
 def _magic_is_exact(target: FloatFormat, carrier: Carrier) -> bool:
     spare = carrier.mantissa_bits - target.mantissa_bits
-    # Two spare bits keep x + M inside M's binade for both signs. Without mantissa bits a tie goes by the
-    # exponent's parity, which the adder does not see.
+    # Two spare bits keep x + M inside M's binade for both signs. Without mantissa bits the parity of the exponent
+    # breaks ties, which the adder does not see.
     coarsest = target.max_exponent if target.subnormals else target.min_exponent + target.mantissa_bits
     return (
         spare >= 2 and target.mantissa_bits > 0 and max(coarsest, target.max_exponent) + spare < carrier.exponent_bias
@@ -110,13 +109,13 @@ def _magic_constants(target: FloatFormat, carrier: Carrier, overflow: Overflow) 
     lowest = carrier.bits_of_power(target.min_exponent)
     highest = carrier.bits_of_power(target.max_exponent)
     factor = 1.5 * 2.0 ** (carrier.mantissa_bits - target.mantissa_bits)
-    # Without subnormals there is nothing between zero and the smallest normal: the spacing there is that itself.
+    # Without subnormals the spacing below the smallest normal is the smallest normal.
     lift = 0 if target.subnormals else target.mantissa_bits << carrier.mantissa_bits
     bound = target.max if overflow == "saturate" else carrier.max
     return lowest, highest, factor, lift, bound
 
 
-#: Eager calls on small tensors feel every microsecond; torch.compile would only warn of a cache that it must ignore.
+#: Cached for eager calls on small tensors, which notice every microsecond; torch.compile warns of caches.
 _magic_is_exact_once = lru_cache(maxsize=1024)(_magic_is_exact)
 _magic_constants_once = lru_cache(maxsize=1024)(_magic_constants)
 
@@ -125,7 +124,7 @@ def _magic_addition(x: Tensor, target: FloatFormat, carrier: Carrier, overflow: 
     traced = is_traced()
     constants = _magic_constants if traced else _magic_constants_once
     lowest, highest, factor, lift, bound = constants(target, carrier, overflow)
-    if traced:  # few operations and none in place: a large model has thousands of these to compile
+    if traced:  # few operations, none in place: a large model compiles thousands of these
         exponent = x.view(carrier.int_dtype) & carrier.exponent_mask
         power = exponent.clamp(lowest, highest)
         if lift:
@@ -144,7 +143,7 @@ def _magic_addition(x: Tensor, target: FloatFormat, carrier: Carrier, overflow: 
         power = (exponent if lifted is None else exponent.add_(lifted)).view(carrier.dtype)
         torch.add(_with_last_bit(part, bound, carrier) if away else part, power, alpha=factor, out=rounded)
         rounded.sub_(power, alpha=factor)
-        # A negative number that vanished gets its sign back, by way of a buffer no longer needed.
+        # A negative number that became zero gets its sign back, in a buffer that is no longer needed.
         sign = _masked(part.view(carrier.int_dtype), carrier.sign_bit, spent=power.view(carrier.int_dtype))
         rounded.view(carrier.int_dtype).bitwise_or_(sign)
         if overflow == "saturate" and not away:
@@ -153,7 +152,7 @@ def _magic_addition(x: Tensor, target: FloatFormat, carrier: Carrier, overflow: 
 
 
 def _with_last_bit(x: Tensor, bound: float, carrier: Carrier) -> Tensor:
-    """Numbers with their last bit set; what exceeds `bound` as that, for an infinity would become a NaN."""
+    """Numbers with their last bit set, clamped to `bound`: an infinity would become NaN."""
     bounded = x.clamp(-bound, bound).view(carrier.int_dtype)
     return (bounded | 1 if is_traced() else bounded.bitwise_or_(1)).view(carrier.dtype)
 
@@ -179,12 +178,12 @@ def _prefix_addition(x: Tensor, target: FloatFormat, carrier: Carrier, overflow:
     rounded += source
     rounded += (1 << (cut - 1)) - 1
     rounded &= -(1 << cut)
-    # Adding x * 0 changes no finite number, not even the sign of a zero, and brings NaN back.
+    # Adding x * 0 changes no finite number, not even the sign of zero, and restores NaN.
     finite = x if overflow == "saturate" else x.clamp(-carrier.max, carrier.max)
     return rounded.view(carrier.dtype).add_(finite, alpha=0.0)
 
 
-# --- every rounding, constant or tensor parameters --------------------------------------------------------
+# --- Every rounding, constant or tensor parameters
 
 Number = float | Tensor
 Whole = int | Tensor
@@ -192,21 +191,21 @@ Whole = int | Tensor
 
 @dataclass(frozen=True)
 class FloatRow:
-    """The numbers bit addition needs, each a constant or a 0-d tensor."""
+    """The parameters of bit addition, each a constant or a 0-d tensor."""
 
-    cut: Whole  #: mantissa bits of the carrier that go
-    kept_bits: Whole  #: mask of the bits that stay
+    cut: Whole  #: mantissa bits of the carrier that are cut
+    kept_bits: Whole  #: mask of the bits that are kept
     half_below: Whole  #: half a unit less one, 0 where nothing is cut
     parity: Whole  #: 1 where ties are broken by the last kept bit
     parity_flip: Whole  #: 1 where no mantissa bit is kept and the exponents' parities of carrier and target differ
     min_normal_bits: Whole  #: pattern of the smallest normal, 0 where the grid has no uniform region
     lift_bits: Whole  #: pattern of the power of two whose binade has the uniform region's spacing
-    limit_bits: Whole  #: pattern of what magnitudes are clamped to: the largest value, or infinity
+    limit_bits: Whole  #: pattern of the bound of magnitudes: the largest value, or infinity
     up: Number  #: 1 / spacing of the uniform region
     down: Number  #: the spacing
     max: Number  #: the largest value, for scales
-    overflow_up: Number  #: takes what exceeds the largest value to the carrier's infinity
-    overflow_down: Number  #: and the rest back
+    overflow_up: Number  #: factor that takes magnitudes above the largest value to the carrier's infinity
+    overflow_down: Number  #: its inverse
 
 
 _WHOLE_FIELDS = 8
@@ -214,7 +213,7 @@ ROW_FIELDS = 13
 
 
 def float_row(target: FloatFormat, carrier: Carrier, overflow: Overflow) -> FloatRow:
-    """The constants of one format. Overflow to NaN cannot be expressed in them; see :func:`_to_special`."""
+    """The constants of a format. They cannot express overflow to NaN; see :func:`_to_special`."""
     cut = carrier.mantissa_bits - target.mantissa_bits
     uniform = not continues_grid(target, carrier)
     saturates = overflow == "saturate"
@@ -239,7 +238,7 @@ def float_row(target: FloatFormat, carrier: Carrier, overflow: Overflow) -> Floa
 
 
 def row_values(target: FloatFormat, overflow: Overflow | None = None, carrier: Carrier = FLOAT32) -> list[int]:
-    """`target` as one row of a parameter table: whole numbers as they are, floats as their bit patterns."""
+    """`target` as a row of a parameter table: integers, and floats as their bit patterns."""
     overflow = overflow or target.default_overflow
     if overflow == "special" and not _lifts_to_infinity(target):
         raise FormatError(
@@ -252,7 +251,7 @@ def row_values(target: FloatFormat, overflow: Overflow | None = None, carrier: C
 
 
 def row_from_tensor(row: Tensor) -> FloatRow:
-    """The named views of a table row written by :func:`row_values`; reading them copies nothing to the host."""
+    """A table row of :func:`row_values` as named views, without a copy to the host."""
     floats = row.view(torch.float64 if row.dtype == torch.int64 else torch.float32)
     whole = (row[i] for i in range(_WHOLE_FIELDS))
     return FloatRow(*whole, *(floats[i] for i in range(_WHOLE_FIELDS, ROW_FIELDS)))
@@ -260,16 +259,16 @@ def row_from_tensor(row: Tensor) -> FloatRow:
 
 def round_float_by_row(x: Tensor, row: Tensor, rounding: Rounding, bits: Tensor | None = None) -> Tensor:
     """:func:`round_float` with the format's parameters in a tensor: changing them recompiles nothing."""
-    named = row_from_tensor(row)
-    rounded = _bit_addition(x, named, carrier_of(x), rounding, bits)
-    if rounding == "toward-zero":  # a finite number stops at the largest value; infinity passes where the row lets it
-        stopped = rounded.abs().minimum(torch.as_tensor(named.max)).copysign(x)
+    fields = row_from_tensor(row)
+    rounded = _bit_addition(x, fields, carrier_of(x), rounding, bits)
+    if rounding == "toward-zero":  # finite numbers stop at the largest value; infinities stay where the row allows them
+        stopped = rounded.abs().minimum(torch.as_tensor(fields.max)).copysign(x)
         return torch.where(x.isinf(), rounded, stopped)
-    return rounded.mul_(named.overflow_up).mul_(named.overflow_down)
+    return rounded.mul_(fields.overflow_up).mul_(fields.overflow_down)
 
 
 def _bit_addition(x: Tensor, row: FloatRow, carrier: Carrier, rounding: Rounding, bits: Tensor | None) -> Tensor:
-    # In place wherever a buffer is ours: eager, the first touch of fresh memory costs more than the arithmetic.
+    # In place wherever possible: in eager code the first touch of new memory costs more than the arithmetic.
     sign_shift = carrier.bits - 1
     source = x.view(carrier.int_dtype)
     magnitude = source & ~carrier.sign_bit
@@ -302,12 +301,12 @@ def _bit_addition(x: Tensor, row: FloatRow, carrier: Carrier, rounding: Rounding
 
 
 def _masked(source: Tensor, mask: int, spent: Tensor) -> Tensor:
-    """``source & mask``, eager in a buffer no longer needed; Dynamo takes no `out` that is not contiguous."""
+    """``source & mask``, in eager code in a buffer that is no longer needed; Dynamo rejects a non-contiguous `out`."""
     return source & mask if is_traced() else torch.bitwise_and(source, mask, out=spent)
 
 
 def _increment(magnitude: Tensor, row: FloatRow, rounding: Rounding) -> Tensor:
-    """What is added to the bits so that cutting them rounds as asked; always less than one unit."""
+    """The increment after which truncation rounds correctly; always less than one unit."""
     if rounding == "toward-zero":
         return torch.zeros_like(magnitude)
     if rounding == "nearest-away":
@@ -321,9 +320,9 @@ def _increment(magnitude: Tensor, row: FloatRow, rounding: Rounding) -> Tensor:
 
 
 def _noise(row: FloatRow, carrier: Carrier, bits: Tensor | None) -> Tensor:
-    """Uniform below one unit: the upper bits of the hash, so that float32 and float64 carriers decide alike.
+    """Uniform noise below one unit: the upper bits of the hash, so that float32 and float64 carriers agree.
 
-    Consumes `bits`.
+    Overwrites `bits`.
     """
     assert bits is not None
     if carrier is FLOAT32:
@@ -339,7 +338,7 @@ def _noise(row: FloatRow, carrier: Carrier, bits: Tensor | None) -> Tensor:
 
 
 def _lifts_to_infinity(target: FloatFormat) -> bool:
-    """Whether what exceeds the largest value is at least 2^(emax+1), so that one multiplication finds it.
+    """Whether the next number above the largest value is 2^(emax+1), so that one multiplication detects overflow.
 
     The multiplication back must not be by a subnormal, hence the bound on the exponent.
     """
@@ -348,7 +347,7 @@ def _lifts_to_infinity(target: FloatFormat) -> bool:
 
 
 def _to_special(rounded: Tensor, target: FloatFormat, carrier: Carrier) -> Tensor:
-    """What exceeds the largest value as infinity or NaN."""
+    """`rounded` with magnitudes above the largest value replaced by infinity or NaN."""
     if _lifts_to_infinity(target):
         lift = 2.0 ** (carrier.exponent_bias - target.max_exponent)
         return rounded.mul_(lift).mul_(1.0 / lift)

@@ -1,24 +1,24 @@
-"""The strings and numbers that are hashed into random bits, and how they are put together.
+"""The strings and numbers that are hashed into random bits, and how they are combined.
 
-They are wire format: a run that is resumed, made again or compared with an older one draws the same random bits only
-as long as every text below stays as it is, byte for byte. Code, classes and files may be renamed; these values may not,
-and `tests/test_wire_format.py` holds each of them to what it was. Three kinds of hash read them:
+They are wire format: a run that is resumed, repeated or compared with an older one draws the same random bits only as
+long as every string below is unchanged, byte for byte. Code, classes and files may be renamed; these values may not,
+and `tests/test_wire_format.py` pins each of them. Three kinds of hash use them:
 
 - stochastic rounding: a CRC-32 of the module's path, or of :func:`parameter_key` for a parameter, gives the key of a
-  (seed, step); a CRC-32 of :func:`place_key` tells the tensors of one module apart (`bitplan.runtime`);
+  (seed, step); a CRC-32 of :func:`place_key` distinguishes the tensors of one module (`bitplan.runtime`);
 - data: the ``repr`` of a tuple of a label and Python integers, by BLAKE2b (`bitplan.lab.tasks.task`);
 - measurement: a CRC-32 of a product's :func:`site_path` and one of its pass (`bitplan.gemm.sampling`).
 
-Also wire format, but with the code that owns it: the names of operations and their numbering (`bitplan.capture.ops`),
-the order in which built-in models make their parameters, the entries of ``run.state_dict()`` and the columns of its
-records, and ``plan.to_dict()``, which resuming compares. The same test pins them.
+Also wire format, but defined elsewhere: the names of operations and their numbering (`bitplan.capture.ops`), the order
+in which built-in models create their parameters, the entries of ``run.state_dict()`` and the columns of its records,
+and ``plan.to_dict()``, which resuming compares. The same test pins them.
 """
 
 from __future__ import annotations
 
 import zlib
 
-# --- what a tensor of training is, and which operand of which product ---
+# --- Tensors of training, and operands of products
 
 ROLES: tuple[str, ...] = ("weight", "activation", "grad_activation", "grad_weight")
 FPROP, DGRAD, WGRAD = "fprop", "dgrad", "wgrad"
@@ -27,11 +27,11 @@ SLOTS: tuple[str, ...] = ("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy
 #: The path of the loss, which is no module of the model.
 LOSS_PATH = "loss"
 
-# --- what torch's generator is seeded for in a step ---
+# --- Seeds of torch's generator in a step
 
 TRAINING, EVALUATION = 1, 2
 
-# --- labels of what is random in data ---
+# --- Labels of random data
 
 ORDER = "order"
 MIRROR = "mirror"
@@ -47,7 +47,7 @@ TRAINING_SET, HELD_OUT_SET = "training", "held out"
 
 
 def text_hash(text: str) -> int:
-    """The 32 bits that a text counts as.
+    """The CRC-32 of a text.
 
     >>> text_hash("conv2d.0:weight")
     3159603005

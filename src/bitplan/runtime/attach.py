@@ -23,7 +23,7 @@ from bitplan.capture.decompositions import is_decomposed
 from bitplan.capture.recording import record
 from bitplan.capture.scopes import is_planned, unwrapped
 from bitplan.errors import BitplanWarning, PlanError
-from bitplan.executions.native.crossover import remembered
+from bitplan.executions.native.crossover import load_crossover
 from bitplan.executions.native.fallbacks import Fallback
 from bitplan.executions.native.paths import NativeTerms
 from bitplan.plans import Plan
@@ -126,7 +126,7 @@ def _optimizers(optimizer: Optimizer | Iterable[Optimizer] | None, model: nn.Mod
 def _terms(options: Native, model: nn.Module) -> NativeTerms:
     parameter = next(model.parameters(), torch.empty(0))
     measured = options.min_macs is None
-    terms = remembered(parameter.device, parameter.dtype) if measured else NativeTerms(options.min_macs or 0)
+    terms = load_crossover(parameter.device, parameter.dtype) if measured else NativeTerms(options.min_macs or 0)
     return terms._replace(fast_accumulation=options.fast_passes)
 
 

@@ -1,4 +1,4 @@
-"""From which size on a low-precision backend is faster on this machine: measured once, and cached in a file.
+"""The sizes from which on low-precision backends are faster on this machine: measured once, and cached in a file.
 
 A linear layer's three GEMMs with their casts are timed against the same GEMMs in the model's precision, for square
 matrices of growing size. GEMMs with fewer multiply-accumulates than the smallest size from which on the backend always
@@ -64,12 +64,12 @@ class Crossing:
     native: float
 
 
-def measured(device: torch.device, dtype: torch.dtype = torch.float32) -> list[Crossing]:
+def measure_crossover(device: torch.device, dtype: torch.dtype = torch.float32) -> list[Crossing]:
     """The table for this machine: every backend of the device, every size."""
     return _rows(_crossing, SIZES[device.type], device, dtype)
 
 
-def measured_im2col(device: torch.device, dtype: torch.dtype = torch.float32) -> list[Crossing]:
+def measure_im2col_crossover(device: torch.device, dtype: torch.dtype = torch.float32) -> list[Crossing]:
     """The same for 3x3 convolutions of channels-last images, where the backend supports so few channels."""
     return _rows(_crossing_im2col, CHANNELS, device, dtype)
 
@@ -88,7 +88,7 @@ def _rows(
                 for size in sizes:
                     rows.append(measure(backend, size, device, dtype))
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the largest matrices take gigabytes, which torch would hold on to
+        torch.cuda.empty_cache()  # the largest matrices take gigabytes, which torch would keep cached
     return [row for row in rows if row is not None]
 
 
@@ -116,14 +116,14 @@ def smallest_winning_sizes(table: list[Crossing]) -> dict[str, int]:
     return {backend: size for backend, (size, _) in smallest.items()}
 
 
-def remembered(device: torch.device, dtype: torch.dtype) -> NativeTerms:
-    """From which size on backends are faster on this machine: from the cache file, or measured now."""
+def load_crossover(device: torch.device, dtype: torch.dtype) -> NativeTerms:
+    """The sizes from which on backends are faster on this machine: from the cache file, or measured now."""
     if not backends_of(device):
         return NativeTerms(NEVER)
     file = cache_file()
     key = f"{_machine(device)}, {dtype}, torch {torch.__version__}, {torch.get_num_threads()} threads, {_METHOD}"
     cached = _read(file)
-    tables = {key: measured, f"{key}, 3x3": measured_im2col}
+    tables = {key: measure_crossover, f"{key}, 3x3": measure_im2col_crossover}
     missing = {name: measure for name, measure in tables.items() if name not in cached}
     if missing:
         with unset_fake_temporarily():  # a plan may be attached under a fake mode; times need real tensors
@@ -142,10 +142,10 @@ def remembered(device: torch.device, dtype: torch.dtype) -> NativeTerms:
 
 
 def cache_file() -> Path:
-    """Where the tables lie; ``BITPLAN_CACHE`` names another folder."""
-    named = os.environ.get("BITPLAN_CACHE")
-    if named:
-        return Path(named) / "crossover.json"
+    """The cache file of the tables; ``BITPLAN_CACHE`` names another folder."""
+    folder = os.environ.get("BITPLAN_CACHE")
+    if folder:
+        return Path(folder) / "crossover.json"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bitplan" / "crossover.json"
 
 
@@ -170,14 +170,12 @@ def _crossing(backend: GemmBackend, size: int, device: torch.device, dtype: torc
     def plain() -> tuple[Tensor, ...]:
         return x @ w.t(), dy @ w, dy.t() @ x
 
-    return Crossing(
-        *(backend.name, size, milliseconds(plain, device)),
-        milliseconds(lambda: _three_products(backend, x, w, dy, GemmLayout()), device),
-    )
+    native = milliseconds(lambda: _three_gemms(backend, x, w, dy, GemmLayout()), device)
+    return Crossing(backend.name, size, milliseconds(plain, device), native)
 
 
 def _crossing_im2col(backend: GemmBackend, channels: int, device: torch.device, dtype: torch.dtype) -> Crossing | None:
-    """All three passes: their matrices lie differently in memory."""
+    """All three passes, because their memory layouts differ."""
     samples, side = IMAGES[device.type]
     x, dy = (torch.randn(samples, side, side, channels, device=device, dtype=dtype).movedim(-1, 1) for _ in range(2))
     w = torch.randn(channels, 3, 3, channels, device=device, dtype=dtype).movedim(-1, 1)
@@ -192,30 +190,28 @@ def _crossing_im2col(backend: GemmBackend, channels: int, device: torch.device, 
     def plain() -> tuple[Tensor, ...]:
         return product.forward(x, w, None), product.grad_x(dy, x, w), product.grad_w(dy, x, w)
 
-    return Crossing(
-        *(backend.name, channels, milliseconds(plain, device)),
-        milliseconds(lambda: _three_products(backend, x, w, dy, layout), device),
-    )
+    native = milliseconds(lambda: _three_gemms(backend, x, w, dy, layout), device)
+    return Crossing(backend.name, channels, milliseconds(plain, device), native)
 
 
-def _three_products(backend: GemmBackend, x: Tensor, w: Tensor, dy: Tensor, layout: GemmLayout) -> tuple[Tensor, ...]:
-    """Forward and backward as native execution makes them, casts included."""
+def _three_gemms(backend: GemmBackend, x: Tensor, w: Tensor, dy: Tensor, layout: GemmLayout) -> tuple[Tensor, ...]:
+    """Forward and backward GEMMs as in native execution, with casts."""
     fprop_x, wgrad_x = _codes(backend, x, ["fprop.x", "wgrad.x"])
     fprop_w, dgrad_w = _codes(backend, w, ["fprop.w", "dgrad.w"])
     dgrad_dy, wgrad_dy = _codes(backend, dy, ["dgrad.dy", "wgrad.dy"])
-    y = _multiplied(backend, layout.x_matrix(fprop_x, x.shape), layout.w_matrix(fprop_w, w.shape).transposed(), x.dtype)
+    y = _multiply(backend, layout.x_matrix(fprop_x, x.shape), layout.w_matrix(fprop_w, w.shape).transposed(), x.dtype)
     left, right = layout.dy_matrix(dgrad_dy, x.shape), layout.w_matrix_backward(dgrad_w, w.shape)
-    grad_x = _multiplied(backend, left, right, x.dtype)
-    grad_w = _multiplied(backend, wgrad_dy.transposed(), layout.x_matrix(wgrad_x, x.shape), x.dtype)
+    grad_x = _multiply(backend, left, right, x.dtype)
+    grad_w = _multiply(backend, wgrad_dy.transposed(), layout.x_matrix(wgrad_x, x.shape), x.dtype)
     return layout.output(y, x.shape), layout.grad_x(grad_x, x.shape), layout.grad_w(grad_w, w.shape)
 
 
-def _codes(backend: GemmBackend, tensor: Tensor, slots: list[str]) -> list[Codes]:
-    """Codes as native execution makes them for these slots, of a tensor with its features on axis 1."""
+def _codes(backend: GemmBackend, tensor: Tensor, operands: list[str]) -> list[Codes]:
+    """The codes of these operands as in native execution; the tensor's features are on axis 1."""
     _, code_dtype = _rounding(backend)
     if code_dtype not in FORMATS or tensor.dtype not in INPUT_DTYPES:
-        return [_encoder(backend)(tensor)] * len(slots)
-    by_row = [slot in BY_ROW for slot in slots]
+        return [_encoder(backend)(tensor)] * len(operands)
+    by_row = [operand in BY_ROW for operand in operands]
     rows = tensor.movedim(1, -1).reshape(-1, tensor.shape[1])
     cast = cast_float8(rows, code_dtype, as_rows=any(by_row), as_columns=not all(by_row))
     return [Codes(cast.rows if is_by_row else cast.columns.t(), cast.scale) for is_by_row in by_row]
@@ -239,30 +235,28 @@ def _encoder(backend: GemmBackend) -> Callable[[Tensor], Codes]:
 
     compiled: Callable[[Tensor], Codes] | None = torch.compile(encode, dynamic=True, fullgraph=True)
 
-    def encoded(tensor: Tensor) -> Codes:
+    def encode_compiled(tensor: Tensor) -> Codes:
         nonlocal compiled
         if compiled is not None:
             try:
                 return compiled(tensor)
-            except (
-                torch_private.TorchDynamoException
-            ) as error:  # a machine without a compiler, where no model is compiled either
+            except torch_private.TorchDynamoException as error:  # no compiler: models are not compiled either
                 log.info("the crossover is measured uncompiled: %s", error)
                 compiled = None
         return encode(tensor)
 
-    return encoded
+    return encode_compiled
 
 
-def _multiplied(backend: GemmBackend, left: Codes, right: Codes, dtype: torch.dtype) -> Tensor:
+def _multiply(backend: GemmBackend, left: Codes, right: Codes, dtype: torch.dtype) -> Tensor:
     return backend.multiply(left.values, right.values, (left.scale, right.scale), dtype)
 
 
 def milliseconds(call: Callable[[], object], device: torch.device) -> float:
-    """The best of a few calls, after one that warms up."""
+    """The fastest of five calls, after a warm-up on a GPU."""
     if device.type == "cuda":
         with torch.cuda.device(device):
-            replay = _replays(call)
+            replay = _capture(call)
             return min(_device_milliseconds(replay) for _ in range(5)) / _CALLS_PER_GRAPH
     best = float("inf")
     for _ in range(5):
@@ -281,11 +275,11 @@ def _device_milliseconds(call: Callable[[], None]) -> float:
     return float(began.elapsed_time(ended))
 
 
-def _replays(call: Callable[[], object]) -> Callable[[], None]:
-    """A CUDA graph of a few calls, replayed without the host."""
+def _capture(call: Callable[[], object]) -> Callable[[], None]:
+    """A CUDA graph of several calls; returns the function that replays it."""
     warmup = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     warmup.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warmup):  # kernels are compiled, and libraries get ready, outside of the graph
+    with torch.cuda.stream(warmup):  # kernels are compiled and libraries initialised outside the graph
         call()
     torch.cuda.current_stream().wait_stream(warmup)
     graph = torch.cuda.CUDAGraph()
