@@ -38,7 +38,7 @@ from bitplan.lab.report.runs import Run
 from bitplan.lab.task_planners import assign_task
 from bitplan.lab.tasks.registry import find_task
 from bitplan.lab.tasks.task import Metric, Task
-from bitplan.planners.assign.assign import LOSS_SCALE, Asked
+from bitplan.planners.assign.assign import LOSS_SCALE, AssignRequest
 from bitplan.planners.assign.levels import PAPER
 from bitplan.plans import Plan
 
@@ -122,8 +122,8 @@ def _recipe(experiment: Experiment, name: str) -> tuple[str, list[str]]:
 def _ablations(experiment: Experiment, task: Task, folder: Path) -> list[Choice]:
     found = []
     for ratio in ABLATED[:1] if experiment.asked.quick else ABLATED:
-        asked = {"no promotion": Asked(ratio=ratio, promotion=False)}
-        asked |= {order: Asked(ratio=ratio, order=order) for order in ORDERS}
+        asked = {"no promotion": AssignRequest(ratio=ratio, promotion=False)}
+        asked |= {order: AssignRequest(ratio=ratio, order=order) for order in ORDERS}
         for words, each in asked.items():
             label = f"r = {ratio:g}, {words}"
             plan = _plan_of_runs(folder, label) or assign_task(task, each, PAPER, device=experiment.asked.device).plan

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bitplan.lab.targets import load_target
-from bitplan.planners.assign import Asked, assignment
+from bitplan.planners.assign import AssignRequest, assignment
 from bitplan.planners.assign.levels import PAPER
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
@@ -101,7 +101,7 @@ def test_orders(ratio: str) -> None:
 def test_groups_that_an_order_makes_low(ratio: str, order: str) -> None:
     """Sensitivity's, which a probe on a GPU decides, cannot be counted here."""
     target = load_target("squeezenet")
-    asked = Asked(ratio=float(ratio.removeprefix("r = ")), order=order)
+    asked = AssignRequest(ratio=float(ratio.removeprefix("r = ")), order=order)
     found = assignment(target.model, target.batch, target.loss, asked, PAPER)
     (told,) = [row for row in table("| r = 0.5 | groups |") if row[""].removesuffix(" first") == order]
     assert told[f"{ratio}: groups"] == str(found.demoted)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bitplan.lab.task_planners import AssignWords
+from bitplan.lab.task_planners import AssignOptions
 from bitplan.plans import Plan
 
 Run = Callable[..., Any]
@@ -137,6 +137,6 @@ def test_a_loss_scale_is_said_once(bitplan: Run) -> None:
 
 @pytest.mark.parametrize("words", [("0.9",), ("70%", "smallest", "bf16/mxfp8"), ("operator", "largest", None, 0.0)])
 def test_what_a_record_says_of_an_assignment_is_read_back(words: tuple[Any, ...]) -> None:
-    given = AssignWords(*words)
-    assert AssignWords.of_source(given.source) == given
-    assert AssignWords.of_source("plans/a.yaml") is None
+    given = AssignOptions(*words)
+    assert AssignOptions.of_source(given.source) == given
+    assert AssignOptions.of_source("plans/a.yaml") is None

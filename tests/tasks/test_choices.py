@@ -52,7 +52,7 @@ def test_truth_has_many_spellings(text: str) -> None:
         (["lr=fast"], r"lr=fast: lr must be a number\."),
         (["flag=maybe"], r"flag=maybe: flag must be true or false\."),
         (["steps=1", "steps=2"], r"steps is set twice: give it once\."),
-        (["sizes=3"], r"sizes is of a kind that words cannot give"),
+        (["sizes=3"], r"sizes cannot be set on the command line"),
         (["steps=0"], r"steps is 0; it must be at least 1\."),
         (["lr=nan"], r"lr is nan; it must be above 0\."),
         (["clip=-1"], r"clip is -1\.0; it must be at least 0"),

@@ -18,7 +18,7 @@ from bitplan.files import byte_text
 from bitplan.lab.models.built_in import sized_target
 from bitplan.lab.targets import load_target
 from bitplan.lab.tasks.registry import find_task, task_names
-from bitplan.planners.assign.assign import Asked, assignment, chosen_formats
+from bitplan.planners.assign.assign import AssignRequest, assignment, chosen_formats
 from bitplan.planners.assign.assignment import BASELINES, REMARKS, Assignment
 from bitplan.planners.assign.levels import FORMATS, ORDERS
 from bitplan.planners.assign.probe import BATCHES, WARM
@@ -102,7 +102,7 @@ def assign_command(
     Nothing is run, but with --order sensitivity. With --json: one object, the figures and the plan.
     """
     with command_output(as_json) as output:
-        request = Asked(ratio, budget, baseline, order, seed, True if promotion is None else promotion or False)
+        request = AssignRequest(ratio, budget, baseline, order, seed, True if promotion is None else promotion or False)
         if optimizer not in OPTIMIZER_NAMES:
             raise MemoryEstimateError(
                 f"there is no optimizer {optimizer!r} here; {nearest_names(optimizer, OPTIMIZER_NAMES)}"

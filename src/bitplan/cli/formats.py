@@ -237,7 +237,7 @@ def error(
             )
 
 
-def split_words(words: Sequence[str]) -> tuple[list[float], list[str]]:
+def split_words(arguments: Sequence[str]) -> tuple[list[float], list[str]]:
     """Degrees of freedom and formats among words; no format's name reads as a number.
 
     >>> split_words(["3", "inf", "e4m3"])
@@ -245,7 +245,7 @@ def split_words(words: Sequence[str]) -> tuple[list[float], list[str]]:
     """
     numbers: list[float] = []
     names: list[str] = []
-    for word in words:
+    for word in arguments:
         try:
             numbers.append(float(word))
         except ValueError:

@@ -26,7 +26,7 @@ from bitplan.cli.assign import FormatsOption, OrderOption
 from bitplan.cli.output import FittedTable, JsonOption, Output, command_output
 from bitplan.errors import BitplanError, BitplanWarning, RunError, TaskError
 from bitplan.files import byte_text
-from bitplan.lab.task_planners import AssignWords, assign_task
+from bitplan.lab.task_planners import AssignOptions, assign_task
 from bitplan.lab.tasks.registry import find_task, task_names
 from bitplan.lab.tasks.task import Task
 from bitplan.lab.train import Progress, RunFolder, Summary, fresh_folder, train
@@ -134,7 +134,7 @@ def train_command(
                 raise RunError(
                     "--order, --formats and --promotion say how --assign is done: give that, too, or drop them."
                 )
-            assign_options = None if assign is None else AssignWords(assign, order, formats, promotion)
+            assign_options = None if assign is None else AssignOptions(assign, order, formats, promotion)
             recipe = _with_loss_scale(settings or [], loss_scale, assign_options)
             task_object = find_task(task, recipe, seed)
             run_plan = None if plan is None else find_plan(plan)
@@ -167,7 +167,7 @@ def train_command(
         raise typer.Exit(code)
 
 
-def _with_loss_scale(settings: list[str], loss_scale: float | None, assign_options: AssignWords | None) -> list[str]:
+def _with_loss_scale(settings: list[str], loss_scale: float | None, assign_options: AssignOptions | None) -> list[str]:
     """The recipe with the loss scale of --loss-scale, or the paper's where its formats need one and none is set."""
     is_set = any(setting.partition("=")[0].strip() == "loss_scale" for setting in settings)
     if loss_scale is not None:
@@ -182,10 +182,10 @@ def _with_loss_scale(settings: list[str], loss_scale: float | None, assign_optio
     return [*settings, f"loss_scale={LOSS_SCALE:g}"] if is_recommended and not is_set else settings
 
 
-def _assigned(options: AssignWords, task: Task, source: str, compile: bool, device: str, output: Output) -> Plan:
+def _assigned(options: AssignOptions, task: Task, source: str, compile: bool, device: str, output: Output) -> Plan:
     with running(source):
         result = assign_task(
-            *(task, options.asked(task.seed), options.chosen_formats()),
+            *(task, options.request(task.seed), options.chosen_formats()),
             compile=compile,
             device=chosen_device(device),
             tell=output.note,

@@ -13,7 +13,7 @@ from torch import Tensor
 from bitplan.compiler.torch_private import tree_map_only
 from bitplan.errors import PlanError
 from bitplan.numerics.noise import preserve_rng_state
-from bitplan.planners.assign.assign import Asked, assignment, chosen_formats
+from bitplan.planners.assign.assign import AssignRequest, assignment, chosen_formats
 from bitplan.planners.assign.assignment import BASELINES, Assignment
 from bitplan.planners.assign.levels import Formats
 from bitplan.planners.assign.probe import BATCHES, WARM
@@ -22,75 +22,75 @@ from bitplan.planners.range_test import RangeTest, range_test
 if TYPE_CHECKING:
     from bitplan.lab.tasks.task import Task
 
-#: What a run's record calls a plan that was made for it.
+#: The prefix of an assigned plan in a run's record.
 _LEAD = "assign:"
 
 
 @dataclass(frozen=True)
-class AssignWords:
-    """What stands on the command line of a run whose plan is made for it."""
+class AssignOptions:
+    """The command-line options of a run whose plan is assigned."""
 
     #: A ratio, a budget (``70%``, ``6GiB``) or a baseline.
     what: str
     order: str = "largest"
     formats: str | None = None
-    #: None: as suits the formats; 0: none.
+    #: None: the default of the formats; 0: none.
     promotion: float | None = None
 
     def __post_init__(self) -> None:
-        self.asked(0)
+        self.request(0)
 
-    def asked(self, seed: int) -> Asked:
-        """The same as the planner takes it."""
+    def request(self, seed: int) -> AssignRequest:
+        """The request to the planner."""
         promotion: float | bool = True if self.promotion is None else self.promotion or False
         ratio = _number(self.what)
         if ratio is not None and ratio <= 1:
-            return Asked(ratio=ratio, order=self.order, seed=seed, promotion=promotion)
+            return AssignRequest(ratio=ratio, order=self.order, seed=seed, promotion=promotion)
         if self.what in BASELINES:
-            return Asked(baseline=self.what, order=self.order, seed=seed)
+            return AssignRequest(baseline=self.what, order=self.order, seed=seed)
         if not self.what[:1].isdigit():
             raise PlanError(
                 f"{self.what!r} is no assignment: give a ratio such as 0.9, a budget such as 70% or 6GiB, or one of "
                 f"{', '.join(BASELINES)}."
             )
-        return Asked(budget=self.what, order=self.order, seed=seed, promotion=promotion)
+        return AssignRequest(budget=self.what, order=self.order, seed=seed, promotion=promotion)
 
     def chosen_formats(self) -> Formats:
-        return chosen_formats(self.asked(0), self.formats)
+        return chosen_formats(self.request(0), self.formats)
 
     @property
     def source(self) -> str:
-        """For a run's record.
+        """The plan's source in a run's record.
 
-        >>> AssignWords("0.9", formats="bf16/mxfp8").source
+        >>> AssignOptions("0.9", formats="bf16/mxfp8").source
         'assign:0.9 formats=bf16/mxfp8'
         """
-        told = {"order": None if self.order == "largest" else self.order, "formats": self.formats}
-        told["promotion"] = None if self.promotion is None else f"{self.promotion:g}"
-        return " ".join([f"{_LEAD}{self.what}", *(f"{key}={value}" for key, value in told.items() if value)])
+        options = {"order": None if self.order == "largest" else self.order, "formats": self.formats}
+        options["promotion"] = None if self.promotion is None else f"{self.promotion:g}"
+        return " ".join([f"{_LEAD}{self.what}", *(f"{key}={value}" for key, value in options.items() if value)])
 
     @classmethod
-    def of_source(cls, text: str | None) -> AssignWords | None:
-        """What :attr:`source` says; None where the text names a plan."""
+    def of_source(cls, text: str | None) -> AssignOptions | None:
+        """The options of a :attr:`source`; None if the text names a plan."""
         if text is None or not text.startswith(_LEAD):
             return None
         what, *rest = text.removeprefix(_LEAD).split(" ")
-        told = dict(word.split("=", 1) for word in rest)
-        promotion = float(told["promotion"]) if "promotion" in told else None
-        return cls(what, told.get("order", "largest"), told.get("formats"), promotion)
+        options = dict(word.split("=", 1) for word in rest)
+        promotion = float(options["promotion"]) if "promotion" in options else None
+        return cls(what, options.get("order", "largest"), options.get("formats"), promotion)
 
     def command(self) -> list[str]:
-        """As ``bitplan train`` takes it."""
-        words = ["--assign", self.what]
-        words += [] if self.order == "largest" else ["--order", self.order]
-        words += [] if self.formats is None else ["--formats", self.formats]
-        words += [] if self.promotion is None else ["--promotion", f"{self.promotion:g}"]
-        return words
+        """The arguments of ``bitplan train``."""
+        arguments = ["--assign", self.what]
+        arguments += [] if self.order == "largest" else ["--order", self.order]
+        arguments += [] if self.formats is None else ["--formats", self.formats]
+        arguments += [] if self.promotion is None else ["--promotion", f"{self.promotion:g}"]
+        return arguments
 
 
 def assign_task(
     task: Task,
-    asked: Asked,
+    request: AssignRequest,
     formats: Formats,
     *,
     compile: bool = False,
@@ -101,19 +101,19 @@ def assign_task(
 
     :param device: where the step is to run, and where sensitivity is measured.
     """
-    if asked.order == "sensitivity" and asked.baseline is None:
+    if request.order == "sensitivity" and request.baseline is None:
         with torch.random.fork_rng([]):
             torch.manual_seed(task.seed)
             model = task.model().to(device)
         drawn = [task.batch(step) for step in range(WARM + BATCHES)]
-        batches = [tree_map_only(Tensor, lambda tensor: tensor.to(device), each) for each in drawn]
+        batches = [tree_map_only(Tensor, lambda tensor: tensor.to(device), drawn_batch) for drawn_batch in drawn]
         batch = batches[0]
     else:
         with torch.device("meta"):
             model = task.model()
         batches, batch = None, tree_map_only(Tensor, lambda tensor: tensor.to("meta"), task.example())
     return assignment(
-        *(model, batch, task.loss, asked, formats),
+        *(model, batch, task.loss, request, formats),
         optimizer=task.optimizer,
         compile=compile,
         device=device,

@@ -198,7 +198,7 @@ def with_schedule(spec: QuantizerSpec, schedules: Mapping[str, Schedule]) -> Qua
     return _following(spec, _schedule(spec.bits, schedules)) if isinstance(spec.bits, str) else spec
 
 
-#: Asked for every operation of every module, and checking all widths takes a while.
+#: Cached: called for every operation of every module, and checking all widths is slow.
 _following = lru_cache(maxsize=1024)(QuantizerSpec.follows)
 _promoting = lru_cache(maxsize=1024)(_promote)
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import bitplan
 from bitplan.errors import PlanError
 from bitplan.lab.models.language_models import GPT, next_token_loss
-from bitplan.planners.assign import Asked, assignment, chosen_formats
+from bitplan.planners.assign import AssignRequest, assignment, chosen_formats
 from bitplan.planners.assign.budget import Budget, Step, fit
 from bitplan.plans import Plan
 
@@ -34,7 +34,7 @@ def gpt() -> tuple[nn.Module, Any, Any]:
 def test_what_is_measured_lies_within_the_budget(make: Callable[[], tuple[Any, ...]], budget: str) -> None:
     torch.manual_seed(0)
     model, batch, loss = make()
-    asked = Asked(budget=budget)
+    asked = AssignRequest(budget=budget)
     found = assignment(model, batch, loss, asked, chosen_formats(asked))
     plain = bitplan.analysis.memory.measure_memory(model, batch, loss, steps=2)
     packed = bitplan.analysis.memory.measure_memory(model, batch, loss, plan=found.plan, execution="packed", steps=2)

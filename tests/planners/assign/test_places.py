@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bitplan
-from bitplan.planners.assign import Asked, assignment, chosen_formats
+from bitplan.planners.assign import AssignRequest, assignment, chosen_formats
 
 
 class Net(nn.Module):
@@ -142,7 +142,7 @@ def test_a_step_under_an_assignment_equals_the_one_by_hand(ratio: float, data_sc
         net.bn1.weight.mul_(data_scale)
         net.conv4.weight.mul_(data_scale)
     data, target = torch.randn(4, 3, 6, 6).double() * data_scale, torch.randint(5, (4,))
-    asked = Asked(ratio=ratio)
+    asked = AssignRequest(ratio=ratio)
     found = assignment(net, (data, target), F.cross_entropy, asked, chosen_formats(asked))
     assert [group.start.split("/")[0] for group in found.account.groups] == [
         *("input", "conv1", "conv2", "conv3", "conv4", "fc")

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import bitplan
 from bitplan.errors import PlanError
-from bitplan.planners.assign import Asked, assignment, chosen_formats
+from bitplan.planners.assign import AssignRequest, assignment, chosen_formats
 from bitplan.planners.assign.levels import Move, moves_by_damage
 
 
@@ -24,7 +24,7 @@ def planted() -> tuple[nn.Sequential, tuple[torch.Tensor, torch.Tensor]]:
 
 def test_the_group_that_overflows_goes_down_last() -> None:
     net, batch = planted()
-    asked = Asked(ratio=0.5, order="sensitivity")
+    asked = AssignRequest(ratio=0.5, order="sensitivity")
     found = assignment(net, batch, F.cross_entropy, asked, chosen_formats(asked))
     starts = [row["start"] for row in found.rows()]
     # Its weights, which overflow as well, lie in the group before it.

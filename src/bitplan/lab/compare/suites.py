@@ -14,7 +14,7 @@ from bitplan.errors import RunError, nearest_names
 from bitplan.lab.compare.folder import Choice
 from bitplan.lab.task_planners import assign_task
 from bitplan.lab.tasks.task import Task
-from bitplan.planners.assign.assign import LOSS_SCALE, Asked
+from bitplan.planners.assign.assign import LOSS_SCALE, AssignRequest
 from bitplan.planners.assign.levels import PAPER, Formats
 from bitplan.planners.cpt import Widths, equal_cost_plan, mean_bit_operations, operations_of, plan_of
 from bitplan.plans import Plan
@@ -32,8 +32,8 @@ _BASELINES = {"operator": "operator", "uniform low": "uniform-low"}
 def assign_choices(task: Task, ratios: tuple[float, ...] = RATIOS, formats: Formats = PAPER) -> tuple[Choice, ...]:
     """FP32, the operator baseline, everything low without promotion, and assignments with promotion."""
     scale = (f"loss_scale={LOSS_SCALE:g}",) if formats.wants_loss_scale else ()
-    requests = {label: Asked(baseline=name) for label, name in _BASELINES.items()}
-    requests |= {f"r = {ratio:g}": Asked(ratio=ratio) for ratio in ratios}
+    requests = {label: AssignRequest(baseline=name) for label, name in _BASELINES.items()}
+    requests |= {f"r = {ratio:g}": AssignRequest(ratio=ratio) for ratio in ratios}
     made = {label: assign_task(task, request, formats).plan for label, request in requests.items()}
     return (Choice("FP32", None), *(Choice(label, plan, scale) for label, plan in made.items()))
 

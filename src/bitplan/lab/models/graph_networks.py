@@ -87,7 +87,7 @@ def normalised_adjacency(edges: Tensor, nodes: int) -> Tensor:
     places = both_ways(edges, nodes, with_itself=True)
     weight = torch.bincount(places[0], minlength=nodes).float().rsqrt()
     values = weight[places[0]] * weight[places[1]]
-    # Asked for, because torch warns where nothing is said about it.
+    # Explicit, because torch warns if the argument is missing.
     with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
         return torch.sparse_coo_tensor(places, values, (nodes, nodes), is_coalesced=True)
 

@@ -135,19 +135,19 @@ def random_states(batch: int, tokens: int, width: int) -> Tensor:
 class LSTMModel(nn.Module):
     """Words (length, batch) to logits (length, batch, words); dropout before and after every LSTM layer."""
 
-    def __init__(self, words: int, features: int, layers: int = 1, dropout: float = 0.5) -> None:
+    def __init__(self, vocabulary_size: int, features: int, layers: int = 1, dropout: float = 0.5) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(words, features)
+        self.embedding = nn.Embedding(vocabulary_size, features)
         # nn.LSTM puts dropout between its layers, and warns where one layer leaves no between.
         self.lstm = nn.LSTM(features, features, layers, dropout=dropout if layers > 1 else 0.0)
-        self.decoder = nn.Linear(features, words)
+        self.decoder = nn.Linear(features, vocabulary_size)
         self.dropout = dropout
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
         nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
         nn.init.zeros_(self.decoder.bias)
 
-    def forward(self, words: Tensor) -> Tensor:
-        x = F.dropout(self.embedding(words), self.dropout, self.training)
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = F.dropout(self.embedding(tokens), self.dropout, self.training)
         x, _ = self.lstm(x)
         logits: Tensor = self.decoder(F.dropout(x, self.dropout, self.training))
         return logits

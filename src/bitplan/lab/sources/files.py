@@ -116,14 +116,14 @@ def read_set(
     if data and not places[0].is_dir() and download is None:
         raise TaskError(f"there is no folder {data}: set data= to {sought.layout}.")
     for place in places:
-        found = read(place)
-        if found is not None:
-            return found
+        data_set = read(place)
+        if data_set is not None:
+            return data_set
     if download is not None:
         download(places[-1])
-        found = read(places[-1])
-        if found is not None:
-            return found
+        data_set = read(places[-1])
+        if data_set is not None:
+            return data_set
     looked = f"{data} holds no {sought.name}" if data else f"{sought.name} is not here"
     raise TaskError(f"{looked}: {sought.advice} and set data= to {sought.layout}, or set download=true.")
 

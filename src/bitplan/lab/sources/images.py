@@ -236,7 +236,7 @@ def read_folder(folder: Path, size: int) -> PictureData:
         there, missing = ("train", "val") if held_out is None else ("val", "train")
         raise TaskError(f"{folder} has a {there} folder and no {missing} folder: add it, or keep the classes alone.")
     top = training or folder
-    classes = sorted(each.name for each in top.iterdir() if each.is_dir() and not each.name.startswith("."))
+    classes = sorted(entry.name for entry in top.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     listed = [(path, label) for label, name in enumerate(classes) for path in _images(top / name)]
     if len(classes) < 2 or not listed:
         raise TaskError(f"{top} has {len(classes)} class folders with {len(listed)} images: it takes at least two.")

@@ -262,7 +262,7 @@ def _table(path: Path, language: str) -> list[tuple[Sample, str]]:
         raise TaskError(
             f"{path} has no column {expected}; it has {', '.join(names)}: name its columns in the first line."
         )
-    found = []
+    samples = []
     for number, row in rows:
         if language and spoken is not None and str(row.get(spoken, "")) != language:
             continue
@@ -271,10 +271,10 @@ def _table(path: Path, language: str) -> list[tuple[Sample, str]]:
         except KeyError as error:
             raise TaskError(f"{path}:{number} has no {error.args[0]}: every line has all columns.") from error
         if word not in _UNDECIDED:
-            found.append(((text.strip(), other.strip()), word))
-    if not found:
+            samples.append(((text.strip(), other.strip()), word))
+    if not samples:
         raise TaskError(f"{path} has no text in the language {language!r}: set language= to one that it has.")
-    return found
+    return samples
 
 
 def _column(names: Mapping[str, Any], candidates: Sequence[str]) -> str | None:

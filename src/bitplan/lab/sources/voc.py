@@ -75,13 +75,13 @@ def read_voc(place: Path, side: int, training: str = "", held_out: str = "") -> 
     if len(sets) > 1:
         raise TaskError(f"{place} holds {len(sets)} sets ({', '.join(sets)}): set data= to the folder of one of them.")
     lists = {_stem(name): name for name in names if _is_in(name, "Main", (".txt",), "ImageSets")}
-    known = sorted(annotations.keys() & images.keys())
-    parts = _parts(files, lists, known, training, held_out)
+    stems = sorted(annotations.keys() & images.keys())
+    parts = _parts(files, lists, stems, training, held_out)
     for name in (name for part in parts for name in part):
         if name not in annotations or name not in images:
             what = "Annotations" if name not in annotations else "JPEGImages"
             raise TaskError(f"{place} lists {name}, and has none such in {what}: add it, or take it off the list.")
-    read = {name: read_annotation(files.read(annotations[name]), files.where(annotations[name])) for name in known}
+    read = {name: read_annotation(files.read(annotations[name]), files.where(annotations[name])) for name in stems}
     used = [read[name] for part in parts for name in part]
     classes = sorted({name for annotation in used for name in annotation.names})
     if not classes:

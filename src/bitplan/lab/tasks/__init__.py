@@ -1,4 +1,4 @@
-"""Ready experiments: tasks by name, and what a task of your own derives from."""
+"""The built-in tasks by name, and the base classes for tasks of your own."""
 
 from bitplan.lab.tasks.registry import find_task, task_class, task_names
 from bitplan.lab.tasks.task import Metric, Settings, Task

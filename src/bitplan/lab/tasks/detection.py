@@ -1,4 +1,4 @@
-"""Object detection: find the objects of an image, by RetinaNet; and the quick task that every machine has."""
+"""Object detection with RetinaNet, and a quick built-in task on synthetic scenes."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from bitplan.lab.tasks.scenes import Objects, SceneData, digit_scenes
 from bitplan.lab.tasks.task import DECAYS, LoadingTask, Metric, Settings, decayed, fused_for, generator, shuffled
 from bitplan.numerics.wire_format import MIRROR
 
-# --- Boxes of images: left, top, right and bottom edge in pixels, the last dimension of every tensor here
+# --- Boxes: the last dimension of a tensor is left, top, right and bottom edge in pixels
 
 
-#: What offsets are divided by, so that they are about 1 (Girshick 2015, arXiv 1504.08083).
+#: Divisors of offsets, which make them about 1 (Girshick 2015, arXiv 1504.08083).
 _DEVIATIONS = (0.1, 0.1, 0.2, 0.2)
-#: No box is told to be larger than its anchor by more than this factor: exp() of an untrained output must stay finite.
+#: The largest factor between box and anchor: exp() of an untrained output must stay finite.
 _LARGEST_GROWTH = math.log(1000 / 16)
 
 
 def areas(boxes: Tensor) -> Tensor:
-    """Of each box; 0 where its edges cross."""
+    """The area of each box; 0 where its edges cross."""
     width, height = (boxes[..., 2:] - boxes[..., :2]).clamp(min=0).unbind(-1)
     return width * height
 
 
-def overlaps(one: Tensor, other: Tensor) -> Tensor:
-    """Intersection over union of each box in `one` (n, 4) with each in `other` (m, 4): (n, m).
+def overlaps(boxes: Tensor, others: Tensor) -> Tensor:
+    """Intersection over union of each box in `boxes` (n, 4) with each in `others` (m, 4): (n, m).
 
     >>> overlaps(torch.tensor([[0.0, 0, 2, 2]]), torch.tensor([[0.0, 0, 2, 2], [1, 0, 3, 2], [5, 5, 6, 6]]))
     tensor([[1.0000, 0.3333, 0.0000]])
     """
-    first = torch.maximum(one[:, None, :2], other[None, :, :2])
-    last = torch.minimum(one[:, None, 2:], other[None, :, 2:])
+    first = torch.maximum(boxes[:, None, :2], others[None, :, :2])
+    last = torch.minimum(boxes[:, None, 2:], others[None, :, 2:])
     common = areas(torch.cat([first, last], -1))
-    union = areas(one)[:, None] + areas(other)[None] - common
+    union = areas(boxes)[:, None] + areas(others)[None] - common
     return torch.where(union > 0, common / union, 0.0)
 
 
 def offsets_to(boxes: Tensor, anchors: Tensor) -> Tensor:
-    """How far each box is from its anchor: the middle in the anchor's sides, the sides as logarithms of their ratio."""
+    """The offsets of each box from its anchor: the centre in units of the anchor's sides, and log ratios of sides."""
     box_middle, box_side = _middle_and_side(boxes)
     middle, side = _middle_and_side(anchors)
     offsets = torch.cat([(box_middle - middle) / side, (box_side / side).log()], -1)
@@ -59,7 +59,7 @@ def offsets_to(boxes: Tensor, anchors: Tensor) -> Tensor:
 
 
 def moved_by(offsets: Tensor, anchors: Tensor) -> Tensor:
-    """The boxes that lie at those offsets: the inverse of :func:`offsets_to`."""
+    """The boxes at those offsets: the inverse of :func:`offsets_to`."""
     middle, side = _middle_and_side(anchors)
     scaled = offsets * offsets.new_tensor(_DEVIATIONS)
     new_middle = middle + scaled[..., :2] * side
@@ -68,11 +68,11 @@ def moved_by(offsets: Tensor, anchors: Tensor) -> Tensor:
 
 
 def kept_of(boxes: Tensor, labels: Tensor, most: float) -> Tensor:
-    """Which of the boxes, best first, stay (a mask): a better one of equal label that overlaps more takes one away.
+    """Non-maximum suppression: a mask of the boxes, best first, that no better box of the same label overlaps too much.
 
-    A box that was itself taken away takes none. Greedy suppression decides from the best to the worst; here all are
-    decided at once, again and again until nothing changes. A box's fate is right as soon as those of all better ones
-    are, so the end is the greedy one, after as many rounds as the longest chain of boxes has.
+    Suppressed boxes suppress none. Greedy suppression decides from the best to the worst. This decides all boxes at
+    once, repeatedly until nothing changes. A box is decided correctly as soon as all better ones are, so the result is
+    the greedy one, after as many rounds as the longest chain of boxes has.
     """
     rivals = (overlaps(boxes, boxes) > most) & (labels[:, None] == labels[None])
     rivals = rivals.triu(diagonal=1)  # row: the better one
@@ -89,25 +89,26 @@ def _middle_and_side(boxes: Tensor) -> tuple[Tensor, Tensor]:
     return (first + last) / 2, last - first
 
 
-# --- The boxes that a detector moves, and what it ought to say of each where the objects of an image are known
+# --- Anchors, and their targets for the objects of an image
 
 
-#: Sides of a cell's anchors in those of the smallest, and height over width.
+#: Sides of a cell's anchors relative to the smallest, and ratios of height to width.
 SCALES = (1.0, 2 ** (1 / 3), 2 ** (2 / 3))
 
 RATIOS = (0.5, 1.0, 2.0)
 
 IN_CELL = len(SCALES) * len(RATIOS)
 
-#: What an anchor's label is where it is no class's.
+#: The label of an anchor without a class.
 BACKGROUND, IGNORED = -1, -2
-#: An anchor is an object's from this overlap on, and background below the other one; between them it does not count.
+#: Anchors with at least the first overlap belong to an object, those below the second are background; others are
+#: ignored.
 _OBJECT_FROM, _BACKGROUND_BELOW = 0.5, 0.4
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to say of an image's anchors; of those that it does not name, that they are background."""
+    """The targets of an image's anchors; anchors that are not listed are background."""
 
     places: Tensor
     #: A class, or :data:`IGNORED`.
@@ -117,17 +118,17 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Anchors:
-    """Those of square images, in the order of :class:`bitplan.lab.models.retinanet.Head`'s outputs."""
+    """The anchors of square images, in the order of :class:`bitplan.lab.models.retinanet.Head`'s outputs."""
 
     side: int
     levels: int
-    #: The side of the smallest anchor of a cell, in the cell's.
+    #: The side of the smallest anchor of a cell, in units of the cell's side.
     smallest: float
 
     @cached_property
     def boxes(self) -> Tensor:
         """(anchors, 4)."""
-        with torch.device("cpu"):  # where only shapes are asked for, models are made on another device
+        with torch.device("cpu"):  # under a fake device, models are created on another device
             return torch.cat([self._of_level(*grid) for grid in level_grids(self.side, self.levels)])
 
     def _of_level(self, stride: int, cells: int) -> Tensor:
@@ -138,10 +139,10 @@ class Anchors:
         return torch.cat([middle - half, middle + half], -1).view(-1, 4)
 
     def wanted(self, objects: Objects) -> Wanted:
-        """What to say of an image with these objects.
+        """The targets of an image with these objects.
 
-        Every object has at least the anchor that overlaps it most, however little that is. Difficult objects are
-        neither to be found nor background.
+        Every object gets at least the anchor that overlaps it most, however little. Difficult objects are neither
+        objects nor background.
         """
         if not len(objects):
             return Wanted(torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long), torch.zeros(0, 4))
@@ -161,7 +162,7 @@ class Anchors:
         )
 
     def stacked(self, targets: Sequence[Wanted]) -> tuple[Tensor, Tensor]:
-        """What to say of a batch: labels (batch, anchors) and offsets (batch, anchors, 4), however many objects."""
+        """The targets of a batch: labels (batch, anchors) and offsets (batch, anchors, 4)."""
         labels = torch.full((len(targets), len(self.boxes)), BACKGROUND)
         offsets = torch.zeros(len(targets), len(self.boxes), 4)
         for number, target in enumerate(targets):
@@ -170,20 +171,20 @@ class Anchors:
         return labels, offsets
 
 
-# --- Mean average precision: the figure that detectors are judged by, as the VOC challenge defines it since 2010
+# --- Mean average precision, as the VOC challenge defines it since 2010
 
 
-#: The least overlap of a find.
+#: The least overlap of a true positive.
 ENOUGH = 0.5
 
 
 @dataclass(frozen=True)
 class Detections:
-    """What a detector says of an image."""
+    """The detections of an image."""
 
     boxes: Tensor
     labels: Tensor
-    #: How sure it is of each.
+    #: Confidence of each.
     scores: Tensor
 
     def __len__(self) -> int:
@@ -191,30 +192,30 @@ class Detections:
 
 
 def mean_average_precision(detections: Sequence[Detections], true: Sequence[Objects], classes: int) -> float:
-    """mAP at an overlap of 0.5 over images, with what was told of each and what is in it; 0 where nothing is."""
+    """mAP at an overlap of 0.5 over images, with the detections and the objects of each; 0 without objects."""
     precisions = [average_precision(detections, true, label) for label in range(classes)]
     defined = [value for value in precisions if value is not None]
     return sum(defined) / len(defined) if defined else 0.0
 
 
-def average_precision(told: Sequence[Detections], true: Sequence[Objects], label: int) -> float | None:
-    """The average precision of one class; None where no image has an object of it (difficult ones do not count)."""
+def average_precision(found_by_image: Sequence[Detections], true: Sequence[Objects], label: int) -> float | None:
+    """The average precision of one class; None if no image has an object of it (difficult ones do not count)."""
     object_count = sum(int(((objects.labels == label) & ~objects.difficult).sum()) for objects in true)
     if not object_count:
         return None
     scores, finds = [], []
-    for detections, objects in zip(told, true, strict=True):
-        here = detections.labels == label
-        order = detections.scores[here].argsort(descending=True, stable=True)
-        scores += detections.scores[here][order].tolist()
-        finds += _finds(detections.boxes[here][order], objects, label)
+    for detections, objects in zip(found_by_image, true, strict=True):
+        is_label = detections.labels == label
+        order = detections.scores[is_label].argsort(descending=True, stable=True)
+        scores += detections.scores[is_label][order].tolist()
+        finds += _finds(detections.boxes[is_label][order], objects, label)
     surest = sorted((number for number in range(len(finds)) if finds[number] is not None), key=lambda n: -scores[n])
     hits = torch.tensor([float(bool(finds[number])) for number in surest], dtype=torch.float64)
     return _area(hits, object_count)
 
 
 def _finds(boxes: Tensor, objects: Objects, label: int) -> list[bool | None]:
-    """Of one image's detections, the surest first: whether each is a find; None where it does not count."""
+    """Whether each detection of an image, most confident first, is a true positive; None if it does not count."""
     of_class = objects.labels == label
     if not bool(of_class.any()):
         return [False] * len(boxes)
@@ -234,31 +235,32 @@ def _finds(boxes: Tensor, objects: Objects, label: int) -> list[bool | None]:
 
 
 def _area(hits: Tensor, object_count: int) -> float:
-    """Under precision over recall, of detections in order, each 1 for a find or 0."""
+    """The area under the precision-recall curve of detections in order, each 1 for a true positive or 0."""
     if not len(hits):
         return 0.0
     precision = hits.cumsum(0) / torch.arange(1, len(hits) + 1)
     best_to_come = precision.flip(0).cummax(0).values.flip(0)
-    # Recall rises by 1 / wanted at every find, and only there.
+    # Recall rises by 1 / (number of objects) at every true positive, and only there.
     return float((best_to_come * hits).sum()) / object_count
 
 
 NORMS = ("batch", "frozen")
 
-#: The focal loss's weight of objects against background, and how much sure answers count less.
+#: The focal loss's weight of objects against background, and its exponent.
 _ALPHA, _GAMMA = 0.25, 2.0
-#: Offsets that are wrong by less than this count by their square.
+#: Errors of offsets below this are squared.
 _BETA = 1 / 9
 
-#: What becomes a detection: surer than this, among so many of an image, not hidden by a better one of more overlap.
+#: Detections are the boxes with at least this confidence, among at most this many of an image, after suppression
+#: with this overlap.
 _SURE, _CANDIDATES, _HIDDEN = 0.05, 500, 0.5
-#: The most detections of an image.
+#: The largest number of detections of an image.
 _MOST = 100
 
-#: Training images whose objects the trivial predictor knows.
+#: Training images that the trivial predictor is computed from.
 _TRIVIAL_IMAGES = 500
 
-#: ImageNet's mean and deviation of red, green and blue, in bytes: what pretrained backbones are used to.
+#: ImageNet's mean and standard deviation of red, green and blue, in bytes, as pretrained backbones expect.
 _COLOURS = Normalisation(
     *(
         torch.tensor(bytes_, device="cpu").view(3, 1, 1)
@@ -269,32 +271,32 @@ _COLOURS = Normalisation(
 
 @dataclass(frozen=True)
 class DetectionSettings(Settings):
-    """What ``--set`` may change of a detection; the defaults train RetinaNet with a ResNet-18 from scratch."""
+    """Settings of a detection task; the defaults train RetinaNet with a ResNet-18 from scratch."""
 
     steps: int = 4000
     batch: int = 16
     evaluate_every: int = 500
     lr: float = 1e-3
     clip: float = 1.0
-    #: Pixels of an image's side, a multiple of 32.
+    #: Side of an image in pixels, a multiple of 32.
     size: int = 320
-    #: Channels, times this.
+    #: Multiplier of the channels.
     width: float = 1.0
     #: Levels of the feature pyramid, from P3 on.
     levels: int = MOST_LEVELS
-    #: The side of the smallest anchor in a cell, in the cell's.
+    #: The side of the smallest anchor in a cell, in units of the cell's side.
     anchor: float = 4.0
-    #: Convolutions of each head before the one that tells.
+    #: Hidden convolutions of each head.
     head: int = 4
-    #: What batch norms do: batch (they learn), or frozen (as they come with the backbone's weights).
+    #: Batch norms: batch (trained), or frozen (as they come with the backbone's weights).
     norm: str = "batch"
-    #: A safetensors file with the weights of a ResNet-18 to begin from.
+    #: A safetensors file with the initial weights of a ResNet-18.
     weights: str = ""
-    #: How the learning rate falls.
+    #: The decay of the learning rate.
     decay: str = "cosine"
-    #: Steps over which the learning rate rises from 0 to its peak first.
+    #: Warm-up steps of the learning rate.
     warmup: int = 100
-    #: Mirror every other image.
+    #: Mirror half of the images.
     mirror: bool = True
 
     def __post_init__(self) -> None:
@@ -318,14 +320,14 @@ class DetectionSettings(Settings):
 
 
 class Detection(LoadingTask[SceneData]):
-    """Find the objects of an image. A set of images derives from this and says where its data come from."""
+    """Object detection; a data set derives from this and loads its data."""
 
     settings_class: ClassVar[type[DetectionSettings]] = DetectionSettings
     settings: DetectionSettings
 
     def __init__(self, settings: Settings | None = None, seed: int = 0) -> None:
         super().__init__(settings, seed)
-        # Matching thousands of anchors takes longer than a small step on a GPU, and images come again.
+        # Matching thousands of anchors takes longer than a small step on a GPU, and images are used repeatedly.
         self._known = lru_cache(maxsize=4096)(self._wanted)
 
     @property
@@ -338,10 +340,10 @@ class Detection(LoadingTask[SceneData]):
 
     @cached_property
     def metric(self) -> Metric:
-        """Mean average precision on held-out images; the trivial predictor says the same of all of them.
+        """Mean average precision on held-out images; the trivial predictor gives the same answer for all of them.
 
-        It is the best that can be said blindly: of each anchor and class, how often that is an object in training, and
-        where such objects lie on average.
+        It is the best answer without looking: for each anchor and class the frequency of objects in training, and their
+        mean offsets.
         """
         often = torch.zeros(len(self.anchors.boxes), self.classes)
         offsets = torch.zeros(len(self.anchors.boxes), 4)
@@ -369,7 +371,7 @@ class Detection(LoadingTask[SceneData]):
         return model
 
     def batch(self, step: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Images, and of every anchor its label and offsets: one shape, however many objects there are."""
+        """Images, and the labels and offsets of every anchor: the same shapes for any number of objects."""
         recipe, scenes = self.settings, self.data.training
         chosen = shuffled(step, recipe.batch, len(scenes), self.seed)
         mirrored = torch.rand(recipe.batch, generator=generator(MIRROR, self.seed, step)) < 0.5
@@ -379,9 +381,9 @@ class Detection(LoadingTask[SceneData]):
         return _COLOURS(torch.stack(images)), self.anchors.stacked(targets)
 
     def loss(self, output: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> Tensor:
-        """The focal loss of every anchor and class, and how far the objects' boxes are off, per anchor with an object.
+        """The focal loss of every anchor and class, and the error of the objects' boxes, per anchor with an object.
 
-        Which anchors are whose was decided with the batch: a plan that rounds losses, too, must not move the aim.
+        Anchors were assigned with the batch: a plan that also rounds losses must not change the targets.
         """
         (logits, offsets), (labels, target_offsets) = output, target
         is_object = labels >= 0
@@ -408,7 +410,7 @@ class Detection(LoadingTask[SceneData]):
         detections: list[Detections] = []
         for first in range(0, len(scenes), size):
             count = min(size, len(scenes) - first)
-            # A short last batch is filled with its own images again: one shape, and no scale over the batch changes.
+            # A short last batch is filled up with its own images: one shape, and batch scales do not change.
             images = torch.stack([scenes.image(first + number % count) for number in range(size)])
             logits, offsets = model(_COLOURS(images).to(device))
             chances = logits[:count].float().sigmoid().cpu()
@@ -418,7 +420,7 @@ class Detection(LoadingTask[SceneData]):
         return {"mAP": mean_average_precision(detections, self._true(), self.classes)}
 
     def detections(self, chances: Tensor, offsets: Tensor, at_least: float = _SURE) -> Detections:
-        """What is in one image, from each anchor's chances (anchors, classes) and offsets (anchors, 4)."""
+        """The detections of one image, from each anchor's probabilities (anchors, classes) and offsets (anchors, 4)."""
         order = chances.flatten().argsort(descending=True, stable=True)[:_CANDIDATES]
         order = order[chances.flatten()[order] > at_least]
         places, labels = order // chances.shape[1], order % chances.shape[1]
@@ -431,7 +433,7 @@ class Detection(LoadingTask[SceneData]):
         return [scenes.objects(index) for index in range(len(scenes))]
 
     def _wanted(self, index: int, mirrored: bool) -> Wanted:
-        """What to say of a training image."""
+        """The targets of a training image."""
         objects = self.data.training.objects(index)
         return self.anchors.wanted(objects.mirrored(self.settings.size) if mirrored else objects)
 
@@ -449,7 +451,7 @@ class DigitDetectionSettings(DetectionSettings):
     anchor: float = 1.5
     head: int = 2
     warmup: int = 20
-    mirror: bool = False  # a mirrored digit is no digit
+    mirror: bool = False  # a mirrored digit is not a digit
 
 
 class DigitDetection(Detection):

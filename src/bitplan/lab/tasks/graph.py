@@ -1,4 +1,4 @@
-"""Node classification: tell the class of a graph's nodes from their features and their neighbours."""
+"""Node classification: the class of a graph's nodes from their features and neighbours."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from bitplan.lab.tasks.graph_data import GraphData, Sampler, digits_graph
 from bitplan.lab.tasks.task import LoadingTask, Metric, Settings, decayed, fused_for, generator, shuffled
 from bitplan.numerics.wire_format import NEIGHBOURS
 
-#: Name -> the network, and what it wants to know of the edges.
+#: Name -> the network, and the form in which it takes the edges.
 NETWORKS: dict[str, tuple[Callable[..., nn.Module], Callable[[Tensor, int], Neighbours]]] = {
     "gcn": (GCN, symmetric_neighbours),
     "sage": (GraphSAGE, mean_neighbours),
 }
 
-#: The target of a node that is not learnt from: torch's cross-entropy leaves it out.
+#: The target of nodes outside the training set, which torch's cross-entropy ignores.
 NOT_ASKED = -100
 
 
 @dataclass(frozen=True)
 class GraphSettings(Settings):
-    """What ``--set`` may change; all nodes make one batch, so that a step is an epoch."""
+    """Settings of node classification; all nodes are one batch, so that a step is an epoch."""
 
     steps: int = 200
     evaluate_every: int = 20
     lr: float = 1e-2
-    #: Of nodes, where neighbours are sampled; otherwise all nodes are one batch.
+    #: Nodes per batch, if neighbours are sampled; otherwise all nodes are one batch.
     batch: int = 1024
     #: gcn, or sage with the mean of neighbours.
     model: str = "gcn"
     layers: int = 2
-    #: Of every layer but the last.
+    #: Of all layers but the last.
     features: int = 64
     dropout: float = 0.2
     #: Between layers: none, batch or layer.
     norm: str = "none"
     weight_decay: float = 0.0
-    #: The learning rate falls as a cosine to this share of its peak.
+    #: The learning rate decays as a cosine to this share of its peak.
     last: float = 0.1
-    #: Features of each node are divided by their sum.
+    #: Divide the features of each node by their sum.
     normalise: bool = False
-    #: Of sage: sample so many neighbours in each layer, such as 10,10; "" takes all.
+    #: For sage: the number of neighbours to sample per layer, such as 10,10; "" takes all.
     fanout: str = ""
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class GraphSettings(Settings):
 
     @property
     def fanouts(self) -> tuple[int, ...]:
-        """Neighbours of a node in each layer; empty: all of them."""
+        """Neighbours of a node per layer; empty: all of them."""
         if not self.fanout:
             return ()
         numbers = self.fanout.split(",")
@@ -88,12 +88,12 @@ class GraphSettings(Settings):
 
 
 class NodeClassification(LoadingTask[GraphData]):
-    """Tell the class of every node. A graph derives from this and says where it comes from."""
+    """Node classification; a graph derives from this and loads its data."""
 
     settings_class: ClassVar[type[GraphSettings]] = GraphSettings
     settings: GraphSettings
 
-    #: The whole graph on the device that evaluation was last on.
+    #: The whole graph on the device of the last evaluation.
     _there: tuple[torch.device, tuple[Tensor, ...]] | None = None
 
     @property
@@ -102,12 +102,12 @@ class NodeClassification(LoadingTask[GraphData]):
 
     @property
     def inputs(self) -> int:
-        """Features of a node as it comes."""
+        """Features per node in the data."""
         return self.data.features.shape[1]
 
     @cached_property
     def metric(self) -> Metric:
-        """Accuracy on the test nodes; the trivial predictor always says the class commonest in training."""
+        """Accuracy on the test nodes; the trivial predictor always answers the most common class in training."""
         labels = self.data.labels
         commonest = torch.bincount(labels[self.data.training]).argmax()
         return Metric("accuracy", "higher", float((labels[self.data.test] == commonest).double().mean()))
@@ -122,20 +122,20 @@ class NodeClassification(LoadingTask[GraphData]):
 
     @cached_property
     def features(self) -> Tensor:
-        """What the network gets of every node."""
+        """Features per node that the network receives."""
         values = self.data.features
         return values / values.sum(1, keepdim=True).clamp(min=1e-12) if self.settings.normalise else values
 
     @cached_property
     def _whole(self) -> tuple[Tensor, ...]:
-        """All nodes: their features, and the graph as the network wants it. The same tensors every time."""
+        """All nodes: their features, and the graph in the network's form. The same tensors at every call."""
         with torch.device("cpu"):
             _, neighbours = NETWORKS[self.settings.model]
             return self.features, *neighbours(self.data.edges, self.data.nodes)
 
     @cached_property
     def _asked(self) -> Tensor:
-        """The class of every node that is learnt from."""
+        """The class of every training node."""
         labels = torch.full((self.data.nodes,), NOT_ASKED)
         labels[self.data.training] = self.data.labels[self.data.training]
         return labels
@@ -145,7 +145,7 @@ class NodeClassification(LoadingTask[GraphData]):
         return Sampler(self.data.edges, self.data.nodes, self.settings.fanouts)
 
     def batch(self, step: int) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The whole graph, every step the same tensors; or a sample of nodes and of their neighbours."""
+        """The whole graph, the same tensors in every step; or a sample of nodes and of their neighbours."""
         if not self.settings.fanout:
             return self._whole, self._asked
         training = self.data.training
@@ -167,7 +167,7 @@ class NodeClassification(LoadingTask[GraphData]):
         return last + (1 - last) * decayed("cosine", step, self.settings.steps)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """On the whole graph, sampled or not: accuracy is that of the test nodes."""
+        """Accuracy on the test nodes, always of the whole graph."""
         device = next(model.parameters()).device
         logits = model(*self._whole_on(device)).float()
         labels = self.data.labels.to(device)
@@ -180,7 +180,7 @@ class NodeClassification(LoadingTask[GraphData]):
         }
 
     def _whole_on(self, device: torch.device) -> tuple[Tensor, ...]:
-        """The whole graph there, copied once."""
+        """The whole graph on `device`, copied once."""
         if device.type == "cpu":
             return self._whole
         if self._there is None or self._there[0] != device:
@@ -197,7 +197,7 @@ class OwnGraphSettings(GraphSettings):
 
 
 class Graph(NodeClassification):
-    """The nearest-neighbour graph of the handwritten digits, or a graph of yours."""
+    """The nearest-neighbour graph of the handwritten digits, or a graph of your own."""
 
     name = "graph"
     summary = "nodes of a graph of digits, or of yours"

@@ -1,4 +1,4 @@
-"""Graphs whose nodes have features and classes: what node classification reads its batches from."""
+"""Graphs whose nodes have features and classes, for node classification."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from bitplan.lab.tasks.images import digits
 from bitplan.lab.tasks.task import generator
 from bitplan.numerics.wire_format import DIGITS_GRAPH, GRAPH_SPLIT
 
-# --- Samples of a graph: some nodes, some of their neighbours, some of theirs, in shapes that never change
+# --- Samples of a graph: nodes, neighbours, and neighbours of these, in constant shapes
 
 
 class Sampler:
-    """Draws neighbours of nodes, so many in each layer.
+    """Samples a fixed number of neighbours per node and layer.
 
-    Every neighbour is as likely at each draw, so that the mean of the drawn is on average that of all; a node may be
-    drawn more than once. In this way every sample has the same shapes, and one compiled graph serves them all.
+    Neighbours are drawn uniformly with replacement, so that the mean of the sample is an unbiased estimate of the mean
+    of all. Every sample has the same shapes, so that one compiled graph serves all of them.
     """
 
     def __init__(self, edges: Tensor, nodes: int, fanouts: Sequence[int]) -> None:
@@ -32,9 +32,9 @@ class Sampler:
         self.fanouts = tuple(fanouts)
 
     def sample(self, nodes: Tensor, draws: torch.Generator) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The nodes whose features are wanted, and the tensors of each layer, first to last, as GraphSAGE takes them.
+        """The nodes whose features are needed, and the tensors of each layer, first to last, as GraphSAGE takes them.
 
-        The nodes asked for come first, then the drawn neighbours of each, then those of all these.
+        The given nodes come first, then the sampled neighbours of each, then those of all these.
         """
         layers: list[tuple[Tensor, Tensor, Tensor]] = []
         for fanout in reversed(self.fanouts):
@@ -42,7 +42,7 @@ class Sampler:
             degrees = self.degrees[nodes]
             chance = torch.rand(count, fanout, generator=draws, dtype=torch.float64)
             places = self.firsts[nodes, None] + (chance * degrees[:, None]).long()
-            # A node without neighbours draws anyone, and the scale says that it counts for nothing.
+            # A node without neighbours samples any node, with a scale of zero.
             drawn = self.sources[places.clamp(max=len(self.sources) - 1)]
             scale = (degrees > 0).float().unsqueeze(1) / fanout
             layers.append((count + torch.arange(count * fanout), torch.arange(count).repeat_interleave(fanout), scale))
@@ -51,7 +51,7 @@ class Sampler:
 
     @staticmethod
     def sizes(batch: int, fanouts: Sequence[int]) -> list[int]:
-        """Nodes before the first layer, before the second, ..., and behind the last.
+        """The number of nodes before the first layer, before the second, ..., and after the last.
 
         >>> Sampler.sizes(2, (10, 5))
         [132, 12, 2]
@@ -59,9 +59,9 @@ class Sampler:
         return [*reversed([*accumulate(reversed(fanouts), lambda count, fanout: count * (1 + fanout), initial=batch)])]
 
 
-#: Of each digit so many are told to the learner, and so many of the rest choose between recipes.
+#: Digits of each class in the training set, and in the validation set.
 DIGITS_TOLD, DIGITS_VALIDATION = 20, 300
-#: Each digit is joined to those that look most like it.
+#: Each digit is connected to its nearest neighbours.
 DIGITS_NEIGHBOURS = 8
 
 #: The usual split of graphs that come without one (Shchur et al. 2018, arXiv 1811.05868), nodes of each class.
@@ -70,15 +70,15 @@ USUAL_TOLD, USUAL_VALIDATION = 20, 30
 
 @dataclass(frozen=True)
 class GraphData:
-    """A graph and which of its nodes are learnt from, which choose, and which judge."""
+    """A graph with its training, validation and test nodes."""
 
     #: (nodes, features), float32.
     features: Tensor
-    #: (2, edges); directions do not matter, and neither does an edge that is there twice.
+    #: (2, edges); directions and duplicates do not matter.
     edges: Tensor
     #: The class of every node.
     labels: Tensor
-    #: Numbers of nodes.
+    #: Indices of nodes.
     training: Tensor
     validation: Tensor
     test: Tensor
@@ -114,12 +114,12 @@ class GraphData:
 
 
 def nearest_neighbours(points: Tensor, count: int) -> Tensor:
-    """The edges (2, n count) from each of n points to those nearest to it; of two as near, to the one listed first.
+    """The edges (2, n count) from each of n points to its nearest ones; ties go to the point listed first.
 
     >>> nearest_neighbours(torch.tensor([[0], [1], [3]]), 1).tolist()
     [[0, 1, 2], [1, 0, 1]]
     """
-    wide = points.double()  # whole numbers stay exact: the graph is the same on every machine
+    wide = points.double()  # integers stay exact: the graph is the same on every machine
     squares = wide.square().sum(1)
     apart = squares[:, None] + squares - 2 * wide @ wide.T
     apart.fill_diagonal_(torch.inf)
@@ -128,7 +128,7 @@ def nearest_neighbours(points: Tensor, count: int) -> Tensor:
 
 
 def digits_graph() -> GraphData:
-    """The nearest neighbours among the 1,797 handwritten digits. Other hands wrote those that judge."""
+    """The nearest neighbours among the 1,797 handwritten digits. Other writers wrote the test digits."""
     pictures = digits()
     parts = (pictures.training, pictures.held_out)
     pixels = torch.cat([part.take(torch.arange(len(part)))[:, 0].flatten(1) for part in parts])
@@ -141,7 +141,7 @@ def digits_graph() -> GraphData:
 
 
 def first_of_each(order: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The first `count` nodes of each class in an order of nodes, and those that are left.
+    """The first `count` nodes of each class in an order of nodes, and the remaining ones.
 
     >>> first_of_each(torch.tensor([2, 0, 1, 3]), torch.tensor([5, 5, 5, 6]), 2)
     (tensor([2, 0, 3]), tensor([1]))
@@ -156,7 +156,7 @@ def first_of_each(order: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Te
 
 
 def usual_split(labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Nodes to learn from, to choose by and to judge by: the same for every seed of a run."""
+    """Training, validation and test nodes: the same for every seed of a run."""
     order = torch.randperm(len(labels), generator=generator(GRAPH_SPLIT))
     labelled, rest = first_of_each(order, labels, USUAL_TOLD)
     validation, test = first_of_each(rest, labels, USUAL_VALIDATION)

@@ -22,15 +22,15 @@ from bitplan.lab.models.small_cnns import MobileNetV2, ShuffleNetV2, SqueezeNet
 from bitplan.lab.tasks.task import DECAYS, LoadingTask, Metric, Settings, decayed, fused_for, generator, shuffled
 from bitplan.numerics.wire_format import AUGMENTATION
 
-# --- Sets of labelled images: what a task reads its batches from, and what is done to an image on the way
+# --- Sets of labelled images, normalisation and augmentation
 
 
-#: The last so many of the digits are held out: other hands wrote them.
+#: The number of held-out digits, the last ones: other writers wrote them.
 DIGITS_HELD_OUT = 360
 
 
 class Pictures(ABC):
-    """Images of one size, three bytes a pixel, with their labels."""
+    """Images of one size, three bytes per pixel, with their labels."""
 
     labels: Tensor
 
@@ -43,7 +43,7 @@ class Pictures(ABC):
 
 
 class StoredPictures(Pictures):
-    """Images that lie in memory. Grey ones have one channel there and are given out with three."""
+    """Images in memory. Grey ones are stored with one channel and returned with three."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         if images.dtype != torch.uint8 or images.dim() != 4 or images.shape[1] not in (1, 3):
@@ -59,7 +59,7 @@ class StoredPictures(Pictures):
 
 @dataclass(frozen=True)
 class PictureData:
-    """A data set: what is trained on, what is held out, and the names of the classes."""
+    """A data set: training images, held-out images, and the names of the classes."""
 
     training: Pictures
     held_out: Pictures
@@ -92,17 +92,17 @@ def digits() -> PictureData:
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Bytes to floats of mean 0 and variance 1, channel by channel."""
+    """Normalises bytes to floats of mean 0 and variance 1 per channel."""
 
     mean: Tensor
     deviation: Tensor
 
-    #: Enough images to know two numbers a channel, and few enough for a folder whose images are read one by one.
+    #: Enough images for two statistics per channel, and few enough for a folder whose images are read one by one.
     SAMPLE = 10_000
 
     @classmethod
     def of(cls, pictures: Pictures) -> Normalisation:
-        """From the training images, or from :data:`SAMPLE` of them spread over the set."""
+        """Of the training images, or of :data:`SAMPLE` of them spread over the set."""
         step = max(1, len(pictures) // cls.SAMPLE)
         total = squares = torch.zeros(3, dtype=torch.float64)
         count = 0
@@ -114,7 +114,7 @@ class Normalisation:
             count += values.numel() // 3
         mean = total / count
         deviation = (squares / count - mean.square()).clamp(min=0).sqrt()
-        # A channel of one colour throughout has nothing to say, and must not be divided by zero.
+        # A constant channel has no variance, and must not be divided by zero.
         return cls(
             *(statistic.float().view(3, 1, 1) for statistic in (mean, torch.where(deviation > 0, deviation, 1.0)))
         )
@@ -124,12 +124,12 @@ class Normalisation:
 
 
 def moved_and_mirrored(images: Tensor, pad: int, mirror: bool, seed: int, step: int) -> Tensor:
-    """Each image cut out of itself with `pad` black pixels around, and mirrored or not: a function of seed and step."""
+    """A random crop of each image with `pad` black pixels around, randomly mirrored: a function of seed and step."""
     draws = generator(AUGMENTATION, seed, step)
     count, _, height, width = images.shape
     if pad:
         down, right = torch.randint(2 * pad + 1, (2, count), generator=draws)
-        # All windows as one view, of which whole images are taken: four times as fast as pixels by their indices.
+        # All windows as one view, indexed by whole images: four times as fast as indexing pixels.
         windows = F.pad(images, (pad, pad, pad, pad)).unfold(2, height, 1).unfold(3, width, 1)
         images = windows[torch.arange(count), :, down, right]
     if mirror:
@@ -138,7 +138,7 @@ def moved_and_mirrored(images: Tensor, pad: int, mirror: bool, seed: int, step: 
     return images
 
 
-#: Name -> what makes the network; each takes classes= and width=. Names are those of ``bitplan sites``.
+#: Name -> constructor of the network; each takes classes= and width=. Names are those of ``bitplan sites``.
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
     **{f"resnet{depth}": partial(cifar_resnet, depth) for depth in (8, 14, 20, 38, 56, 74, 110, 152)},
     "resnet18": resnet18,
@@ -152,23 +152,23 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
 
 @dataclass(frozen=True)
 class ImageSettings(Settings):
-    """What ``--set`` may change of an image classification; the defaults are the CIFAR recipe of arXiv 2101.09868."""
+    """Settings of image classification; the defaults are the CIFAR recipe of arXiv 2101.09868."""
 
     steps: int = 64_000
     evaluate_every: int = 1000
     #: A network: resnet20, resnet74, resnet18, mobilenet-v2, ...
     model: str = "resnet20"
-    #: Its channels, times this.
+    #: Multiplier of its channels.
     width: float = 1.0
     momentum: float = 0.9
     weight_decay: float = 1e-4
-    #: How the learning rate falls: steps (a tenth at 50 % and again at 75 %), cosine or constant.
+    #: The decay of the learning rate: steps (a tenth at 50 % and again at 75 %), cosine or constant.
     decay: str = "steps"
-    #: Steps over which the learning rate rises from 0 to its peak first.
+    #: Warm-up steps of the learning rate.
     warmup: int = 0
-    #: Move images by up to so many pixels.
+    #: Shift images by up to this many pixels.
     pad: int = 4
-    #: Mirror every other image.
+    #: Mirror half of the images.
     mirror: bool = True
 
     def __post_init__(self) -> None:
@@ -187,7 +187,7 @@ class ImageSettings(Settings):
 
 
 class ImageClassification(LoadingTask[PictureData]):
-    """Tell an image's class. A set of images derives from this and says where its data come from."""
+    """Image classification; a data set derives from this and loads its data."""
 
     settings_class: ClassVar[type[ImageSettings]] = ImageSettings
     settings: ImageSettings
@@ -202,7 +202,7 @@ class ImageClassification(LoadingTask[PictureData]):
 
     @cached_property
     def metric(self) -> Metric:
-        """Accuracy on held-out images; the trivial predictor always says the class commonest in training."""
+        """Accuracy on held-out images; the trivial predictor always answers the most common class in training."""
         commonest = torch.bincount(self.data.training.labels).argmax()
         hits = (self.data.held_out.labels == commonest).double().mean()
         return Metric("accuracy", "higher", float(hits))
@@ -230,7 +230,7 @@ class ImageClassification(LoadingTask[PictureData]):
         return decayed(recipe.decay, step, recipe.steps, recipe.warmup)
 
     def epoch(self) -> int:
-        """So many batches see every image once."""
+        """Batches per epoch."""
         return -(-len(self.data.training) // self.settings.batch)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
@@ -239,8 +239,8 @@ class ImageClassification(LoadingTask[PictureData]):
         hits = losses = 0.0
         for first in range(0, len(pictures), size):
             count = min(size, len(pictures) - first)
-            # A short last batch is filled with its own images again: compiled models meet one shape only, and no scale
-            # that is taken over the batch changes.
+            # A short last batch is filled up with its own images: one shape for compiled models, and
+            # unchanged batch scales.
             chosen = first + torch.arange(size) % count
             logits = model(self.normalisation(pictures.take(chosen)).to(device))[:count].float()
             labels = pictures.labels[first : first + count].to(device)
@@ -259,11 +259,11 @@ class DigitsSettings(ImageSettings):
     decay: str = "cosine"
     weight_decay: float = 5e-4
     pad: int = 1
-    mirror: bool = False  # a mirrored digit is no digit
+    mirror: bool = False  # a mirrored digit is not a digit
 
 
 class Digits(ImageClassification):
-    """Handwritten digits, 8x8 pixels: the quick task that every machine has."""
+    """Handwritten digits, 8x8 pixels: the quick task without a download."""
 
     name = "digits"
     summary = "handwritten digits, 8x8 pixels"

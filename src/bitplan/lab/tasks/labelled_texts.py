@@ -1,4 +1,4 @@
-"""Texts with classes: what text classification reads its batches from."""
+"""Texts with classes, for text classification."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from bitplan.errors import TaskError
 
-#: A text, and a second one where classes are of pairs ("" where not).
+#: A text, and a second one if pairs are classified ("" if not).
 Sample = tuple[str, str]
 
 
@@ -24,7 +24,7 @@ class LabelledTexts:
 
 @dataclass(frozen=True)
 class TextData:
-    """A data set: what is trained on, what is held out, and the names of the classes."""
+    """A data set: training texts, held-out texts, and the names of the classes."""
 
     training: LabelledTexts
     held_out: LabelledTexts

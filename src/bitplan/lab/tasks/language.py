@@ -1,4 +1,4 @@
-"""What all language models share: a text, its tokens, and perplexity."""
+"""The parts that all language models share: a text, its tokens, and perplexity."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from bitplan.lab.tasks.task import DECAYS, Metric, Settings, Task, decayed, fuse
 from bitplan.lab.tasks.tokens import LEVELS, tokenised
 from bitplan.numerics.wire_format import WINDOWS
 
-#: A loss beyond this is a perplexity that no float need hold.
+#: The largest loss whose perplexity is computed; above it is infinite.
 _LARGEST_LOSS = 100.0
 
 
 @dataclass(frozen=True)
 class LanguageSettings(Settings):
-    """The text and how it is cut."""
+    """Settings of the text and its tokens."""
 
     #: A text file, or a folder with a train and a valid file; without one the Python standard library's text is read.
     data: str = ""
     #: Tokens are bytes, characters, words, pieces (of words) or lines (words as the file separates them).
     level: str = "words"
-    #: At most so many tokens; bytes are always 256.
+    #: The largest vocabulary; bytes always have 256 tokens.
     vocabulary: int = 4000
-    #: Tokens of a sample.
+    #: Tokens per sample.
     length: int = 64
-    #: Evaluate on so many batches of held-out text; 0 for all of it.
+    #: Batches of held-out text per evaluation; 0 for all of it.
     evaluation: int = 0
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class LanguageSettings(Settings):
 
 
 class LanguageTask(Task):
-    """A task on a text; perplexity on held-out text judges it."""
+    """A task on a text, with perplexity on held-out text as its metric."""
 
     settings_class: ClassVar[type[LanguageSettings]] = LanguageSettings
     settings: LanguageSettings
@@ -71,12 +71,12 @@ class LanguageTask(Task):
 
     @property
     def training(self) -> Tensor:
-        """The tokens to learn from."""
+        """The training tokens."""
         return self._enough(self._tokenised[1], "to learn from")
 
     @property
     def held_out(self) -> Tensor:
-        """The tokens that are held out."""
+        """The held-out tokens."""
         return self._enough(self._tokenised[2], "held out")
 
     def _enough(self, tokens: Tensor, what: str) -> Tensor:
@@ -89,17 +89,17 @@ class LanguageTask(Task):
         return tokens
 
     def least_tokens(self) -> int:
-        """How many tokens a part must have at least."""
+        """The least number of tokens of a split."""
         return self.settings.length + 1
 
     @cached_property
     def metric(self) -> Metric:
-        """Perplexity; the trivial predictor knows how often each token comes, and nothing of its neighbours."""
+        """Perplexity; the trivial predictor knows the frequency of each token and nothing of its context."""
         return Metric("perplexity", "lower", unigram_perplexity(self.tokens, self.training, self.held_out))
 
 
 def unigram_perplexity(tokens: int, training: Tensor, held_out: Tensor) -> float:
-    """Of the held-out tokens, when each is guessed as often as it came in training (and one time more).
+    """The perplexity of the held-out tokens under their training frequencies (plus one).
 
     >>> unigram_perplexity(2, torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1]))
     2.0
@@ -110,7 +110,7 @@ def unigram_perplexity(tokens: int, training: Tensor, held_out: Tensor) -> float
 
 
 def perplexity_figures(loss: float) -> dict[str, float]:
-    """The figures of an evaluation whose mean loss is this."""
+    """The metrics of an evaluation with this mean loss."""
     return {"perplexity": math.exp(min(loss, _LARGEST_LOSS)), "validation_loss": loss}
 
 
@@ -135,7 +135,7 @@ class TransformerSettings(LanguageSettings):
 def transformer_optimizer(
     model: nn.Module, settings: TransformerSettings, betas: tuple[float, float] = (0.9, 0.95)
 ) -> Optimizer:
-    """AdamW; matrices decay, biases and norms do not."""
+    """AdamW; matrices have weight decay, biases and norms do not."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -168,7 +168,7 @@ class DecoderSettings(TransformerSettings):
 
 
 class DecoderLanguageModelling(LanguageTask):
-    """Tell the next token: random windows of the text, by a causal transformer."""
+    """Next-token prediction by a causal transformer on random windows of the text."""
 
     name = "lm"
     summary = "the next byte of a text"
@@ -199,7 +199,7 @@ class DecoderLanguageModelling(LanguageTask):
         return decayed(recipe.decay, step, recipe.steps, recipe.warmup)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Windows side by side from the start of the held-out text."""
+        """Consecutive windows from the start of the held-out text."""
         device = next(model.parameters()).device
         recipe = self.settings
         windows = (len(self.held_out) - 1) // recipe.length
@@ -207,7 +207,7 @@ class DecoderLanguageModelling(LanguageTask):
         count = min(batches, recipe.evaluation or batches)
         total = 0.0
         for number in range(count):
-            # Where the text is shorter than a batch, its windows come more than once: every batch has one shape.
+            # If the text is shorter than a batch, its windows are repeated: every batch has one shape.
             places = (number * recipe.batch + torch.arange(recipe.batch)) % windows
             inputs, following = (part.to(device) for part in self._windows(self.held_out, places * recipe.length))
             total += float(next_token_loss(model(inputs).float(), following))

@@ -30,31 +30,31 @@ def _(x: Tensor) -> Tensor:
 
 
 def _copy(state: Tensor) -> Tensor:
-    """A copy that is not what it was copied from, in compiled code, too.
+    """A copy that compiled code does not alias or recompute.
 
-    There a plain copy may be made again in backward, when the forward pass has long overwritten the state: gradients
-    came out a third off. What torch does not know it does not make again.
+    A plain copy may be recomputed in the backward pass, after the forward pass has overwritten the state: gradients
+    were a third off. torch does not recompute operations that it does not know.
     """
     copied: Tensor = _kept_copy(state) if torch.compiler.is_compiling() else state.clone()
     return copied
 
 
 class CarriedLSTM(LSTMModel):
-    """An LSTM that reads on where the batch before ended.
+    """An LSTM that continues with the state of the previous batch.
 
-    What it remembers lies in buffers, so that a checkpoint holds it. They belong to the number of texts read at once.
+    The state is in buffers, so that checkpoints hold it. Their size depends on the batch size.
     """
 
-    def __init__(self, words: int, features: int, layers: int, dropout: float, texts: int) -> None:
-        super().__init__(words, features, layers, dropout)
+    def __init__(self, vocabulary_size: int, features: int, layers: int, dropout: float, texts: int) -> None:
+        super().__init__(vocabulary_size, features, layers, dropout)
         self.hidden: Tensor
         self.cell: Tensor
         self.register_buffer("hidden", torch.zeros(layers, texts, features))
         self.register_buffer("cell", torch.zeros(layers, texts, features))
 
-    def forward(self, words: Tensor) -> Tensor:
-        x = F.dropout(self.embedding(words), self.dropout, self.training)
-        # Copies: what is overwritten below is still wanted in backward.
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = F.dropout(self.embedding(tokens), self.dropout, self.training)
+        # Copies: the backward pass needs what is overwritten below.
         x, (hidden, cell) = self.lstm(x, (_copy(self.hidden), _copy(self.cell)))
         with torch.no_grad():
             self.hidden.copy_(hidden.detach())
@@ -65,7 +65,7 @@ class CarriedLSTM(LSTMModel):
 
 @dataclass(frozen=True)
 class LSTMSettings(LanguageSettings):
-    """Plain SGD at a large rate, which is divided when an evaluation brings nothing new."""
+    """Plain SGD with a high learning rate, divided when an evaluation brings no improvement."""
 
     batch: int = 20
     length: int = 35
@@ -75,7 +75,7 @@ class LSTMSettings(LanguageSettings):
     layers: int = 1
     features: int = 128
     dropout: float = 0.2
-    #: Divide the learning rate by this where the perplexity did not fall.
+    #: Divide the learning rate by this if the perplexity did not fall.
     divide: float = 4.0
 
     def __post_init__(self) -> None:
@@ -90,10 +90,10 @@ class LSTMSettings(LanguageSettings):
 
 
 class LSTMLanguageModelling(LanguageTask):
-    """Tell the next word. The text is read in `batch` columns at once, in its own order, again and again.
+    """Next-word prediction. The text is split into `batch` columns, which are read in order, repeatedly.
 
-    The state is carried from batch to batch, also where the text starts again: there it comes from the end of the
-    column before, which is what precedes the text of the next one anyway.
+    The state is carried from batch to batch, also where the text starts again: it then comes from the end of the
+    previous column, which precedes the next one in the text.
     """
 
     name = "lstm-lm"
@@ -119,7 +119,7 @@ class LSTMLanguageModelling(LanguageTask):
         return (len(tokens) // self.settings.batch - 1) // self.settings.length
 
     def _rows(self, tokens: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """The words of chunk `number`, (length, batch), and those that follow each."""
+        """The words of chunk `number`, (length, batch), and the words after each."""
         columns = self._columns(tokens)
         first = number % self._chunks(tokens) * self.settings.length
         after = first + self.settings.length
@@ -135,7 +135,7 @@ class LSTMLanguageModelling(LanguageTask):
         return self.memory.get("learning rate", 1.0)
 
     def after_evaluation(self, figures: dict[str, float]) -> None:
-        """Divide the learning rate where the perplexity is no better than the best so far."""
+        """Divide the learning rate if the perplexity is not better than the best so far."""
         perplexity = figures["perplexity"]
         if perplexity < self.memory.get("best perplexity", math.inf):
             self.memory["best perplexity"] = perplexity
@@ -143,12 +143,12 @@ class LSTMLanguageModelling(LanguageTask):
             self.memory["learning rate"] = self.memory.get("learning rate", 1.0) / self.settings.divide
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Read the held-out text from its start, with an empty memory; training goes on with its own afterwards."""
+        """Evaluate the held-out text from its start, with an empty state; training then continues with its own."""
         return perplexity_figures(self._mean_loss(model, self.held_out))
 
     def _mean_loss(self, model: nn.Module, tokens: Tensor) -> float:
         device = next(model.parameters()).device
-        # By name, and not among its own buffers: a compiled model only passes them on.
+        # By name, and not among its own buffers: a compiled model only forwards them.
         state: list[Tensor] = [getattr(model, name) for name in ("hidden", "cell")]
         kept = [buffer.clone() for buffer in state]
         chunks = self._chunks(tokens)
@@ -158,8 +158,8 @@ class LSTMLanguageModelling(LanguageTask):
             for buffer in state:
                 buffer.zero_()
             for number in range(count):
-                words, following = (part.to(device) for part in self._rows(tokens, number))
-                total += float(next_token_loss(model(words).float(), following))
+                inputs, following = (part.to(device) for part in self._rows(tokens, number))
+                total += float(next_token_loss(model(inputs).float(), following))
         finally:
             for buffer, content in zip(state, kept, strict=True):
                 buffer.copy_(content)
@@ -180,7 +180,7 @@ class PennTreebankSettings(LSTMSettings):
 
 
 class PennTreebank(LSTMLanguageModelling):
-    """Penn Treebank's words, whose files you bring: they are not free to redistribute."""
+    """Penn Treebank, whose files you provide: they are not free to redistribute."""
 
     name = "ptb"
     summary = "the next word of Penn Treebank"
@@ -195,11 +195,11 @@ class PennTreebank(LSTMLanguageModelling):
 
     @property
     def tokens(self) -> int:
-        """The vocabulary that the set is known for; so shapes can be asked without the files."""
+        """The size of the set's vocabulary, known without the files."""
         return self.settings.vocabulary
 
     def final_figures(self, model: nn.Module) -> dict[str, float]:
-        """The perplexity on the test text, where the folder has one."""
+        """The perplexity on the test text, if the folder has one."""
         text = self._text
         if not text.test:
             return {}
@@ -208,8 +208,8 @@ class PennTreebank(LSTMLanguageModelling):
         return {"test_perplexity": perplexity_figures(loss)["perplexity"]}
 
     def example(self) -> tuple[Tensor, Tensor]:
-        words = torch.zeros(self.settings.length, self.settings.batch, dtype=torch.long)
-        return words, words
+        tokens = torch.zeros(self.settings.length, self.settings.batch, dtype=torch.long)
+        return tokens, tokens
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class WikiTextSettings(PennTreebankSettings):
     vocabulary: int = 33_278
     layers: int = 2
     features: int = 650
-    #: Let the package datasets fetch the text.
+    #: Download the text with the package datasets.
     download: bool = False
 
 

@@ -16,13 +16,13 @@ from bitplan.lab.tasks.language import LanguageTask, TransformerSettings, perple
 from bitplan.lab.tasks.task import decayed, generator
 from bitplan.numerics.wire_format import HELD_OUT_MASKS, WINDOWS_AND_MASKS
 
-#: Layers and features by size, with a head for every 64 features (Turc et al. 2019, arXiv 1908.08962).
+#: Layers and features by size, with a head per 64 features (Turc et al. 2019, arXiv 1908.08962).
 SIZES = {"tiny": (2, 128), "mini": (4, 256), "small": (4, 512), "medium": (8, 512), "base": (12, 768)}
 
-#: Of the masked tokens, so many show the mask and so many another token; the rest show themselves.
+#: Shares of the masked tokens that show the mask and another token; the rest show themselves.
 SHOW_MASK, SHOW_OTHER = 0.8, 0.1
 
-#: The target of a token that is not to be told: torch's cross-entropy leaves it out.
+#: The target of tokens that are not masked, which torch's cross-entropy ignores.
 NOT_ASKED = -100
 
 
@@ -40,7 +40,7 @@ class MaskedSettings(TransformerSettings):
     #: tiny, mini, small, medium or base.
     size: str = "tiny"
     dropout: float = 0.0
-    #: The share of tokens that are to be told.
+    #: Masking probability.
     masked: float = 0.15
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class MaskedSettings(TransformerSettings):
 
 
 class MaskedBert(nn.Module):
-    """transformers' BERT with its head for masked tokens: tokens (batch, length) to logits."""
+    """transformers' BERT with its masked-language head: tokens (batch, length) to logits."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -66,8 +66,8 @@ class MaskedBert(nn.Module):
 
 
 def transformers() -> Any:
-    """The package, or a sentence where it is not installed."""
-    # Nothing is fetched here, so the library need not look for its hub.
+    """The package; raises an error if it is not installed."""
+    # Nothing is downloaded here, so the library need not contact its hub.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         import transformers as package
@@ -77,7 +77,7 @@ def transformers() -> Any:
 
 
 class MaskedLanguageModelling(LanguageTask):
-    """Tell the tokens that were masked, from both sides."""
+    """Prediction of masked tokens from both sides."""
 
     name = "mlm"
     summary = "masked pieces of words"
@@ -86,7 +86,7 @@ class MaskedLanguageModelling(LanguageTask):
 
     @property
     def mask(self) -> int:
-        """The number of the mask: the one behind the vocabulary."""
+        """The mask token: the one after the vocabulary."""
         return self.tokens
 
     def model(self) -> nn.Module:
@@ -115,7 +115,7 @@ class MaskedLanguageModelling(LanguageTask):
         return self._masked(self.training, firsts, draws)
 
     def _masked(self, tokens: Tensor, firsts: Tensor, draws: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Windows with tokens masked, the same number in each, and what the masked ones were."""
+        """Windows with tokens masked, the same number in each, and the original tokens."""
         recipe = self.settings
         windows = tokens[firsts[:, None] + torch.arange(recipe.length)]
         masked_count = max(1, round(recipe.masked * recipe.length))
@@ -139,7 +139,7 @@ class MaskedLanguageModelling(LanguageTask):
         return decayed(recipe.decay, step, recipe.steps, recipe.warmup)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Windows side by side from the start of the held-out text; their masks are the same in every run."""
+        """Consecutive windows from the start of the held-out text; their masks are the same in every run."""
         device = next(model.parameters()).device
         recipe = self.settings
         windows = len(self.held_out) // recipe.length
@@ -167,7 +167,7 @@ class BertMiniSettings(MaskedSettings):
 
 
 class BertMini(MaskedLanguageModelling):
-    """BERT-mini: the size that precision is often studied on."""
+    """BERT-mini, a size on which precision is often studied."""
 
     name = "bert-mini"
     summary = "the same, four layers of 256"

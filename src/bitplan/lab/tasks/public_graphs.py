@@ -1,4 +1,4 @@
-"""Node classification on public graphs, from files on this machine or fetched by OGB's package."""
+"""Node classification on public graphs, from local files or downloaded by OGB's package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bitplan.lab.tasks.graph_data import GraphData, Sampler
 
 @dataclass(frozen=True)
 class PublicGraphSettings(GraphSettings):
-    """The usual recipe for citations: features of a node sum to 1."""
+    """The usual recipe for citation graphs: the features of a node sum to 1."""
 
     #: The graph's .npz file, or its folder.
     data: str = ""
@@ -29,25 +29,25 @@ class PublicGraphSettings(GraphSettings):
 
 
 class PublicGraph(NodeClassification):
-    """A graph whose sizes are known without its files: sites, plans and costs can be asked before they are there."""
+    """A graph whose sizes are known without its files, so that sites, plans and costs need no download."""
 
     settings_class: ClassVar[type[PublicGraphSettings]] = PublicGraphSettings
     settings: PublicGraphSettings
-    #: Nodes, features of each, classes, and edges counted in both directions.
-    known: ClassVar[tuple[int, int, int, int]]
-    #: What its file may be called, without .npz.
+    #: Nodes, features per node, classes, and edges counted in both directions.
+    sizes: ClassVar[tuple[int, int, int, int]]
+    #: Possible names of its file, without .npz.
     files: ClassVar[Sequence[str]]
 
     @property
     def inputs(self) -> int:
-        return self.known[1]
+        return self.sizes[1]
 
     @property
     def classes(self) -> int:
-        return self.known[2]
+        return self.sizes[2]
 
     def example(self) -> tuple[tuple[Tensor, ...], Tensor]:
-        nodes, features, _, edges = self.known
+        nodes, features, _, edges = self.sizes
         recipe = self.settings
         if not recipe.fanout:
             count = edges + nodes * (recipe.model == "gcn")
@@ -77,10 +77,10 @@ class PublicGraph(NodeClassification):
 
     def _fitting(self, graph: GraphData) -> GraphData:
         sizes = (graph.nodes, graph.features.shape[1], graph.classes)
-        if sizes != self.known[:3]:
+        if sizes != self.sizes[:3]:
             raise TaskError(
                 "this is not {}, which has {} nodes, {} features and {} classes, not {}, {} and {}: read it with the "
-                "task graph.".format(self.name, *self.known[:3], *sizes)
+                "task graph.".format(self.name, *self.sizes[:3], *sizes)
             )
         return graph
 
@@ -90,7 +90,7 @@ class Cora(PublicGraph):
 
     name = "cora"
     summary = "Cora: subjects of papers that cite each other"
-    known = (2708, 1433, 7, 10_556)
+    sizes = (2708, 1433, 7, 10_556)
     files = ("planetoid_cora", "cora")
 
 
@@ -99,7 +99,7 @@ class Citeseer(PublicGraph):
 
     name = "citeseer"
     summary = "Citeseer, the same"
-    known = (3327, 3703, 6, 9104)
+    sizes = (3327, 3703, 6, 9104)
     files = ("planetoid_citeseer", "citeseer")
 
 
@@ -112,12 +112,12 @@ class LargerGraphSettings(PublicGraphSettings):
 
 
 class AmazonPhoto(PublicGraph):
-    """Photographic goods that are bought together."""
+    """Photographic products that are bought together."""
 
     name = "amazon-photo"
     summary = "goods that are bought together"
     settings_class = LargerGraphSettings
-    known = (7650, 745, 8, 238_162)
+    sizes = (7650, 745, 8, 238_162)
     files = ("amazon_photo", "amazon_electronics_photo")
 
 
@@ -127,7 +127,7 @@ class CoauthorCS(PublicGraph):
     name = "coauthor-cs"
     summary = "fields of authors who wrote together"
     settings_class = LargerGraphSettings
-    known = (18_333, 6805, 15, 163_788)
+    sizes = (18_333, 6805, 15, 163_788)
     files = ("coauthor_cs", "ms_academic_cs")
 
 
@@ -142,18 +142,18 @@ class ArxivSettings(PublicGraphSettings):
     features: int = 512
     normalise: bool = False
     weight_decay: float = 0.0
-    #: Let OGB's package fetch it.
+    #: Download it with OGB's package.
     download: bool = False
 
 
 class OgbnArxiv(PublicGraph):
-    """OGB's graph of arXiv's papers in computer science, split by year."""
+    """OGB's graph of computer-science papers on arXiv, split by year."""
 
     name = "ogbn-arxiv"
     summary = "subjects of arXiv's papers"
     settings_class = ArxivSettings
     settings: ArxivSettings
-    known = (169_343, 128, 40, 2_315_598)
+    sizes = (169_343, 128, 40, 2_315_598)
     sought: ClassVar[Sought] = Sought(
         "ogbn-arxiv", "a folder with ogbn_arxiv/raw and ogbn_arxiv/split", "unpack the archive arxiv.zip of OGB"
     )

@@ -1,4 +1,4 @@
-"""Image classification on public sets, from a folder on this machine or fetched by torchvision."""
+"""Image classification on public sets, from a local folder or downloaded by torchvision."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from bitplan.lab.tasks.images import ImageClassification, ImageSettings, Picture
 
 @dataclass(frozen=True)
 class PublicImageSettings(ImageSettings):
-    """Where the files are."""
+    """Settings of the location of the files."""
 
     #: The folder with the set's own files.
     data: str = ""
-    #: Let torchvision fetch them.
+    #: Download them with torchvision.
     download: bool = False
 
 
 class PublicImages(ImageClassification):
-    """A set whose shapes are known without its files: sites, plans and costs can be asked before they are there."""
+    """A set whose shapes are known without its files, so that sites, plans and costs need no download."""
 
     settings_class: ClassVar[type[PublicImageSettings]] = PublicImageSettings
     settings: PublicImageSettings
@@ -108,11 +108,11 @@ class FashionMnist(PublicImages):
 
 @dataclass(frozen=True)
 class FolderSettings(ImageSettings):
-    """Where the images are and how large they become."""
+    """Settings of the images' folder and size."""
 
     #: A folder with a folder of images for each class, or with train and val folders that have these.
     data: str = ""
-    #: Pixels of a side: the middle square of every image is brought to this size.
+    #: Side in pixels: the central square of every image is resized to this.
     size: int = 32
 
     def __post_init__(self) -> None:
@@ -122,7 +122,7 @@ class FolderSettings(ImageSettings):
 
 
 class ImageFolder(ImageClassification):
-    """Your own images, in a folder for each class."""
+    """Your own images, in one folder per class."""
 
     name = "images"
     summary = "images of your own"

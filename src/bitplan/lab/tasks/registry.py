@@ -1,4 +1,4 @@
-"""The tasks by name, and those in a user's own file."""
+"""The built-in tasks by name, and tasks in a user's own file."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from bitplan.lab.tasks.task import Metric, Settings, Task
 from bitplan.lab.tasks.text_classification import Docstrings, Sst2, Xnli
 from bitplan.lab.tasks.voc import Voc
 
-# --- Settings that are given as words: ``--set key=value``
+# --- Settings from the command line: ``--set key=value``
 
 
 _TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
-def read_settings(kind: type[Settings], given: Sequence[str], task: str) -> Settings:
-    """The settings of `kind` with what is `given` as ``key=value``, each value read as its field's type.
+def read_settings(settings_class: type[Settings], items: Sequence[str], task: str) -> Settings:
+    """The settings of a class from texts ``key=value``, each value converted to its field's type.
 
     >>> read_settings(Settings, ["steps=200", "lr=0.05"], "digits").lr
     0.05
     """
-    types = get_type_hints(kind)
-    names = [field.name for field in fields(kind)]
+    types = get_type_hints(settings_class)
+    names = [field.name for field in fields(settings_class)]
     chosen: dict[str, Any] = {}
-    for item in given:
+    for item in items:
         key, equals, text = item.partition("=")
         if not equals or not key:
             raise TaskError(f"{item!r} sets nothing: write key=value, such as steps=200.")
@@ -48,44 +48,44 @@ def read_settings(kind: type[Settings], given: Sequence[str], task: str) -> Sett
             raise TaskError(f"{key} is set twice: give it once.")
         chosen[key] = _read(key, text, types[key])
     try:
-        return kind(**chosen)
+        return settings_class(**chosen)
     except ValueError as error:
         if isinstance(error, TaskError):
             raise
         raise TaskError(f"the task {task} refuses these settings: {error}") from error
 
 
-def _read(key: str, text: str, kind: Any) -> Any:
-    if kind is bool:
+def _read(key: str, text: str, value_type: Any) -> Any:
+    if value_type is bool:
         if text.lower() in _TRUTH:
             return _TRUTH[text.lower()]
-    elif kind is str:
+    elif value_type is str:
         return text
-    elif kind in (int, float):
+    elif value_type in (int, float):
         try:
-            # 64_000 and 1e3 are whole numbers, too.
+            # 64_000 and 1e3 are integers, too.
             number = float(text)
-            if kind is float:
+            if value_type is float:
                 return number
             if number.is_integer():
                 return int(text) if text.lstrip("+-").replace("_", "").isdigit() else int(number)
         except ValueError:
             pass
     else:
-        raise TaskError(f"{key} is of a kind that words cannot give: set it in the task's own file.")
-    raise TaskError(f"{key}={text}: {key} must be {_WORDS[kind]}.")
+        raise TaskError(f"{key} cannot be set on the command line: set it in the task's own file.")
+    raise TaskError(f"{key}={text}: {key} must be {_TYPE_NAMES[value_type]}.")
 
 
-# --- What there is to know about each built-in task before it is tried, and what it must reach
+# --- Descriptions of the built-in tasks, and the least results of short runs
 
 
 @dataclass(frozen=True)
 class Floor:
-    """What FP32 reaches in a short run."""
+    """The result of FP32 in a short run."""
 
     #: The metric over the trivial predictor's, or the other way round where lower is better.
     times_trivial: float
-    #: What the short run sets, as ``--set`` takes it.
+    #: The settings of the short run, as ``--set`` takes them.
     settings: tuple[str, ...]
 
 
@@ -102,12 +102,12 @@ def times_trivial(metric: Metric, value: float) -> float:
 
 @dataclass(frozen=True)
 class Card:
-    """A task in words."""
+    """The description of a task."""
 
     model: str
-    #: What it learns from without a download; "" where it needs files.
+    #: The data that it uses without a download; "" if it needs files.
     embedded: str
-    #: What it reads from a folder, or has fetched.
+    #: The data that it reads from a folder, or downloads.
     public: str
     metric: str
     better: Literal["higher", "lower"]
@@ -124,7 +124,7 @@ _BERT = "BERT, tiny to base, or pretrained"
 
 _GRAPH, _NPZ = "GCN or GraphSAGE", "a graph in an .npz file"
 
-#: Every built-in task's card, by its name.
+#: The descriptions of the built-in tasks, by name.
 CARDS: dict[str, Card] = {
     "digits": Card("resnet8 or other CNNs", "1,797 digits", "", "accuracy", "higher", Floor(8.5, ("steps=60",))),
     "cifar10": Card("resnet20 or other CNNs", "", "CIFAR-10 files, torchvision", "accuracy", "higher"),
@@ -153,7 +153,7 @@ CARDS: dict[str, Card] = {
 }
 
 
-#: The built-in tasks, in the order ``bitplan tasks`` shows them.
+#: The built-in tasks, in the order of ``bitplan tasks``.
 TASKS: tuple[type[Task], ...] = (
     *(Digits, Cifar10, Cifar100, FashionMnist, ImageFolder),
     *(DigitDetection, Voc),
@@ -171,7 +171,7 @@ def task_names() -> list[str]:
 
 
 def task_class(text: str) -> type[Task]:
-    """The class of the task that `text` names: a built-in one, or ``my_task.py:MyTask``, a file that is **run**."""
+    """The class of a task: a built-in one, or ``my_task.py:MyTask``, a file that is **executed**."""
     named = named_file(text)
     if named is not None:
         return _class_in_file(*named)[0]
@@ -189,11 +189,11 @@ def task_class(text: str) -> type[Task]:
 
 
 def find_task(text: str, settings: Sequence[str] = (), seed: int = 0) -> Task:
-    """The task that `text` names, ready to train.
+    """The task of that name, ready to train.
 
-    :param text: a built-in task's name, or ``my_task.py:MyTask``. The file is code and is **run**, so name only files
-        that you trust.
-    :param settings: what differs from the task's recipe, as ``key=value``.
+    :param text: a built-in task's name, or ``my_task.py:MyTask``. The file is **executed**, so name only files that you
+        trust.
+    :param settings: changes to the task's recipe, as ``key=value``.
     """
     named = named_file(text)
     if named is not None:
@@ -206,7 +206,7 @@ def find_task(text: str, settings: Sequence[str] = (), seed: int = 0) -> Task:
 
 
 def own_task(task: type[Task], path: Path, settings: Sequence[str] = (), seed: int = 0) -> Task:
-    """An object of a class in a user's file; what goes wrong there is one sentence."""
+    """An object of a class in a user's file; errors there are reported in one sentence."""
     missing = sorted(task.__abstractmethods__)
     if missing:
         raise TaskError(f"{path}:{task.__name__} lacks what every task has: write its {', '.join(missing)}.")

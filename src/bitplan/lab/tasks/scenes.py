@@ -1,4 +1,4 @@
-"""Images with objects in boxes: what a detection task reads its batches from."""
+"""Images with objects in boxes, for detection."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from bitplan.lab.tasks.images import PictureData, Pictures
 from bitplan.lab.tasks.task import generator
 from bitplan.numerics.wire_format import DIGIT_SCENE, HELD_OUT_SET, TRAINING_SET
 
-#: Scenes of digits that there are to train on and to be judged by.
+#: Numbers of training and of held-out scenes of digits.
 TRAINING_SCENES, HELD_OUT_SCENES = 10_000, 200
-#: The sides of a digit, in pixels, and how many a scene has.
+#: The sides of a digit, in pixels, and the number of digits of a scene.
 _SIDES = (14, 28)
 _DIGITS = (1, 4)
-#: Places that are tried for a digit before it is left out.
+#: Attempts to place a digit before it is left out.
 _TRIES = 20
 
 
 @dataclass(frozen=True)
 class Objects:
-    """What is in an image."""
+    """The objects of an image."""
 
     #: (objects, 4): left, top, right, bottom in pixels.
     boxes: Tensor
     labels: Tensor
-    #: Those that nobody need find; finding them is no mistake, either.
+    #: Difficult objects: neither finding nor missing them counts.
     difficult: Tensor
 
     def __post_init__(self) -> None:
@@ -45,7 +45,7 @@ class Objects:
 
     @classmethod
     def of(cls, boxes: Sequence[Sequence[float]], labels: Sequence[int], difficult: Sequence[bool] = ()) -> Objects:
-        """From plain numbers."""
+        """From Python numbers."""
         return cls(
             torch.tensor(boxes, dtype=torch.float32).view(-1, 4),
             torch.tensor(labels, dtype=torch.long),
@@ -53,7 +53,7 @@ class Objects:
         )
 
     def mirrored(self, side: int) -> Objects:
-        """Left and right exchanged, in an image of that side."""
+        """Mirrored, in an image of that side."""
         left, top, right, bottom = self.boxes.unbind(1)
         return Objects(torch.stack([side - right, top, side - left, bottom], 1), self.labels, self.difficult)
 
@@ -63,7 +63,7 @@ class Scenes(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many."""
+        """The number of images."""
 
     @abstractmethod
     def image(self, index: int) -> Tensor:
@@ -71,12 +71,12 @@ class Scenes(ABC):
 
     @abstractmethod
     def objects(self, index: int) -> Objects:
-        """What is in it."""
+        """The objects of an image."""
 
 
 @dataclass(frozen=True)
 class SceneData:
-    """A data set: what is trained on, what is held out, and the names of the classes."""
+    """A data set: training images, held-out images, and the names of the classes."""
 
     training: Scenes
     held_out: Scenes
@@ -84,11 +84,11 @@ class SceneData:
 
 
 class DigitScenes(Scenes):
-    """Handwritten digits strewn over noise: each scene is a function of the set's name and its number."""
+    """Handwritten digits on noise: each scene is a function of the set's name and its index."""
 
     def __init__(self, digits: Pictures, name: str, count: int, side: int) -> None:
         self.digits, self.name, self.count, self.side = digits, name, count, side
-        # Image and objects are asked for one after the other, and held-out scenes at every evaluation.
+        # Image and objects are requested one after the other, and held-out scenes at every evaluation.
         self._scene = lru_cache(maxsize=1024)(self._draw)
 
     def __len__(self) -> int:
@@ -132,7 +132,7 @@ class DigitScenes(Scenes):
 
 
 def digit_scenes(digits: PictureData, side: int) -> SceneData:
-    """Scenes of training digits to train on, and of held-out digits, other hands', to be judged by."""
+    """Training scenes of training digits, and held-out scenes of digits by other writers."""
     return SceneData(
         DigitScenes(digits.training, TRAINING_SET, TRAINING_SCENES, side),
         DigitScenes(digits.held_out, HELD_OUT_SET, HELD_OUT_SCENES, side),

@@ -1,11 +1,11 @@
-"""What a task is: a model, data, a recipe and a metric behind one small interface.
+"""The interface of a task: a model, data, a recipe and a metric.
 
 A task is a class; an object of it is one experiment with its settings and its seed. To add one, derive from
-:class:`Task`, give it a :class:`Settings` class of its own, and name it as ``my_task.py:MyTask``.
+:class:`Task`, give it a :class:`Settings` class, and name it as ``my_task.py:MyTask``.
 
-Everything random is a pure function of the seed and the step, and nothing is remembered between two calls of
-:meth:`Task.batch`: a run that was killed goes on with exactly the data that it would have seen. What must be remembered
-is in three places that checkpoints hold: the model with its buffers, the optimizer, and :attr:`Task.memory`.
+Everything random is a pure function of the seed and the step, and :meth:`Task.batch` keeps no state between calls: a
+run that was killed continues with the data that it would have seen. State is in three places that checkpoints hold: the
+model with its buffers, the optimizer, and :attr:`Task.memory`.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from bitplan.analysis.targets import Target
 from bitplan.errors import TaskError
 from bitplan.numerics.wire_format import ORDER
 
-# --- What is random in a task's data, as a pure function of the seed and of where it is used
+# --- Random data, as a pure function of the seed and a label
 
 
 def generator(*where: int | str) -> torch.Generator:
-    """A fresh generator on the CPU whose stream belongs to `where`, such as ``("crop", seed, step)``."""
+    """A new CPU generator seeded by `where`, such as ``("crop", seed, step)``."""
     digest = hashlib.blake2b(repr(where).encode(), digest_size=8).digest()
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def shuffled(step: int, batch: int, count: int, seed: int) -> Tensor:
-    """The indices, of `count` samples, that make up the batch of `step`.
+    """The indices of the batch of `step`, out of `count` samples.
 
-    Every epoch is an order of its own in which each sample comes once; a batch may lie across two epochs.
+    Every epoch is a new order of all samples; a batch may span two epochs.
     """
     places = torch.arange(step * batch, (step + 1) * batch)
     epochs = places // count
@@ -54,17 +54,17 @@ def _order(count: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(count, generator=generator(ORDER, seed, epoch))
 
 
-# --- How a learning rate changes over a run: factors of its peak, as functions of the step
+# --- Schedules of the learning rate: factors of its peak, as functions of the step
 
 
-#: Names of the ways to fall.
+#: Names of the decays.
 DECAYS = ("constant", "steps", "cosine", "linear")
 
 
 def decayed(decay: str, step: int, steps: int, warmup: int = 0) -> float:
-    """The factor at `step` of `steps`: a linear rise over the first `warmup` steps, then the fall.
+    """The factor at `step` of `steps`: a linear warm-up over the first `warmup` steps, then the decay.
 
-    ``steps`` divides by ten at 50 % and again at 75 % of the run; ``cosine`` and ``linear`` fall to zero at its end.
+    ``steps`` divides by ten at 50 % and again at 75 % of the run; ``cosine`` and ``linear`` decay to zero.
 
     >>> [decayed("steps", step, 100) for step in (0, 50, 75)]
     [1.0, 0.1, 0.01]
@@ -83,7 +83,7 @@ def decayed(decay: str, step: int, steps: int, warmup: int = 0) -> float:
     return 1 - gone if decay == "linear" else (1 + math.cos(math.pi * gone)) / 2
 
 
-# --- Which of torch's implementations of an optimizer the built-in tasks take
+# --- Implementations of torch's optimizers
 
 
 def fused_for(parameters: Iterable[Tensor]) -> bool | None:
@@ -100,11 +100,11 @@ def fused_for(parameters: Iterable[Tensor]) -> bool | None:
 
 @dataclass(frozen=True)
 class Metric:
-    """The figure that a task is judged by."""
+    """The metric of a task."""
 
     name: str
     better: Literal["higher", "lower"]
-    #: What the trivial predictor gets (the commonest class, say), so that a number can be read.
+    #: The value of the trivial predictor (the most common class, say), for comparison.
     trivial: float
 
     def is_better(self, a: float, b: float) -> bool:
@@ -114,25 +114,25 @@ class Metric:
 
 @dataclass(frozen=True)
 class Settings:
-    """The recipe: what ``--set key=value`` may change. A task's own settings derive from this and add fields."""
+    """The recipe, which ``--set key=value`` changes. A task's own settings derive from this and add fields."""
 
-    #: Optimizer steps of the recipe, which are those of the whole run unless it is told to hold.
+    #: Optimizer steps of the recipe: those of the whole run, unless `hold` adds some.
     steps: int = 400
-    #: Samples in a batch.
+    #: Samples per batch.
     batch: int = 128
-    #: Evaluate after so many steps (and always after the last).
+    #: Steps between evaluations (the last step is always evaluated).
     evaluate_every: int = 100
     #: The peak learning rate.
     lr: float = 0.1
-    #: Clip the gradients' norm to this; 0 does not clip.
+    #: Clip the norm of the gradients to this; 0 does not clip.
     clip: float = 0.0
-    #: Steps at the peak learning rate before the recipe begins, on top of `steps`: low precision for a while, and then
-    #: the whole budget.
+    #: Steps at the peak learning rate before the recipe begins, in addition to `steps`: for low precision in the
+    #: beginning, followed by the whole budget.
     hold: int = 0
-    #: Multiply the loss by this, to begin with, so that small gradients reach low formats (65536 in many papers). It is
-    #: halved, and the step skipped, where a gradient is not finite. 0 does not scale.
+    #: The initial loss scale, so that small gradients are representable in low formats (65536 in many papers). It is
+    #: halved, and the step skipped, if a gradient is not finite. 0 does not scale.
     loss_scale: float = 0.0
-    #: Double the loss scale after so many clean steps in a row; 0: after an epoch.
+    #: Double the loss scale after this many finite steps in a row; 0: after an epoch.
     scale_window: int = 0
 
     def __post_init__(self) -> None:
@@ -157,35 +157,35 @@ class Settings:
 
 
 class Task(ABC):
-    """One experiment; see the module's words."""
+    """One experiment; see the module's docstring."""
 
-    #: How the command line calls it.
+    #: The name on the command line.
     name: ClassVar[str]
-    #: One line of ``bitplan tasks``.
+    #: Its line in ``bitplan tasks``.
     summary: ClassVar[str]
     #: The class of its settings, whose defaults are the recipe.
     settings_class: ClassVar[type[Settings]] = Settings
-    #: Whether a compiled run evaluates with compiled code, too: worth its compilation where evaluations are many small
-    #: operations, all of one shape. Figures then differ in their last bits from those of uncompiled code.
+    #: Whether a compiled run also evaluates with compiled code: worth the compilation if evaluations are many small
+    #: operations of one shape. Metrics then differ in their last bits from those of uncompiled code.
     evaluates_compiled: ClassVar[bool] = False
-    #: The SHA-256 of the user's file that the task was made from; None: not made from a file by its name.
+    #: The SHA-256 of the user's file that the task comes from; None: not from a file.
     source_sha256: str | None = None
 
     def __init__(self, settings: Settings | None = None, seed: int = 0) -> None:
         self.settings: Any = self.settings_class() if settings is None else settings
         self.seed = seed
-        #: What the task remembers of a run beside the model and the optimizer, such as the best figure so far of a rule
-        #: that waits for a plateau. Training saves it in every checkpoint, as JSON, and puts it back on resuming.
+        #: The state of a run besides model and optimizer, such as the best metric so far of a schedule that waits for a
+        #: plateau. Training saves it in every checkpoint, as JSON, and restores it on resuming.
         self.memory: dict[str, float] = {}
 
     @property
     @abstractmethod
     def metric(self) -> Metric:
-        """What it is judged by."""
+        """The metric that runs are judged by."""
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """A fresh model; torch's generator has been seeded with the run's seed."""
+        """A new model; torch's generator has been seeded with the run's seed."""
 
     @abstractmethod
     def batch(self, step: int) -> tuple[Any, Any]:
@@ -201,10 +201,10 @@ class Task(ABC):
 
     @abstractmethod
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Figures on held-out data, the metric's among them. The model is in evaluation mode, without gradients."""
+        """Metrics on held-out data, :attr:`metric` among them. The model is in evaluation mode, without gradients."""
 
     def final_figures(self, model: nn.Module) -> dict[str, float]:
-        """Figures that are wanted once, after the last step, beside those of its evaluation: on a test set, say."""
+        """Further metrics after the last step only: on a test set, say."""
         return {}
 
     def learning_rate(self, step: int) -> float:
@@ -212,32 +212,32 @@ class Task(ABC):
         return 1.0
 
     def epoch(self) -> int:
-        """Steps of an epoch; by default, the steps between two evaluations."""
+        """Steps per epoch; by default, the steps between two evaluations."""
         return int(self.settings.evaluate_every)
 
     def after_evaluation(self, figures: dict[str, float]) -> None:  # noqa: B027 - most tasks remember nothing
-        """Told the figures of each evaluation during training, right after it: the place to change the memory."""
+        """Called with the metrics after each evaluation during training; may change the memory."""
 
     def example(self) -> tuple[Any, Any]:
-        """A batch of the right shapes and types, for those who ask before anything runs.
+        """A batch of the right shapes and dtypes, without training.
 
-        The first one, unless a task knows its shapes without its data.
+        By default the first one; a task that knows its shapes without its data overrides this.
         """
         return self.batch(0)
 
     def target(self) -> Target:
-        """The first training step, as sites, plans and costs take it."""
+        """The first training step, as the target of sites, plans and costs."""
         return Target(self.model(), self.batch(0), self.loss)
 
 
-# --- Tasks whose data are loaded once, when they are first asked for
+# --- Tasks with a data set, which is loaded at its first use
 
 
 Data = TypeVar("Data")
 
 
 class LoadingTask(Task, Generic[Data]):
-    """A task with a data set. A set derives from this, or from a kind of task that does, and says how it is loaded."""
+    """A task with a data set; a subclass says how it is loaded."""
 
     @abstractmethod
     def load(self) -> Data:
@@ -245,5 +245,5 @@ class LoadingTask(Task, Generic[Data]):
 
     @cached_property
     def data(self) -> Data:
-        with torch.device("cpu"):  # where only shapes are asked for, models are made on another device
+        with torch.device("cpu"):  # under a fake device, models are created on another device
             return self.load()

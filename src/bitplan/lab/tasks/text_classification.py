@@ -1,4 +1,4 @@
-"""Text classification with BERT (Devlin et al. 2018, arXiv 1810.04805), fine-tuned where weights are given."""
+"""Text classification with BERT (Devlin et al. 2018, arXiv 1810.04805), fine-tuned if weights are given."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from bitplan.lab.tasks.mlm import SIZES, transformers
 from bitplan.lab.tasks.task import LoadingTask, Metric, decayed, shuffled
 from bitplan.lab.tasks.tokens import PAD, SPECIAL, LearntEncoder, TextEncoder
 
-#: What a token's row may be called with before texts are there: any token but the filling.
+#: A token for examples before texts are loaded: any but padding.
 _SOME_TOKEN = SPECIAL
 
 
 @dataclass(frozen=True)
 class TextSettings(TransformerSettings):
-    """The recipe of a fine-tune: AdamW, a warm-up, and a linear fall."""
+    """The recipe of a fine-tune: AdamW with warm-up and linear decay."""
 
     batch: int = 32
     level: str = "pieces"
@@ -37,7 +37,7 @@ class TextSettings(TransformerSettings):
     #: tiny, mini, small, medium or base; a pretrained model has its own.
     size: str = "tiny"
     dropout: float = 0.1
-    #: A folder of transformers' with config.json, model.safetensors and a vocabulary; "" learns from nothing.
+    #: A transformers folder with config.json, model.safetensors and a vocabulary; "" trains from scratch.
     pretrained: str = ""
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class TextSettings(TransformerSettings):
 
 
 class ClassifyingBert(nn.Module):
-    """transformers' BERT with a head for classes: tokens (batch, length) and which text each is of, to logits."""
+    """transformers' BERT with a classification head: tokens (batch, length) and token types to logits."""
 
     def __init__(self, config: Any, pad: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class ClassifyingBert(nn.Module):
 
 
 class TextClassification(LoadingTask[TextData]):
-    """Tell the class of a text. A set of texts derives from this and says where its data come from."""
+    """Text classification; a data set derives from this and loads its data."""
 
     settings_class: ClassVar[type[TextSettings]] = TextSettings
     settings: TextSettings
@@ -73,16 +73,16 @@ class TextClassification(LoadingTask[TextData]):
     @property
     @abstractmethod
     def classes(self) -> int:
-        """How many."""
+        """The number of classes."""
 
     @cached_property
     def metric(self) -> Metric:
-        """Accuracy on held-out texts; the trivial predictor always says the class commonest in training."""
+        """Accuracy on held-out texts; the trivial predictor always answers the most common class in training."""
         labels = self.data.training.labels
         commonest = max(range(self.classes), key=labels.count)
         return Metric("accuracy", "higher", self.data.held_out.labels.count(commonest) / len(self.data.held_out))
 
-    # --- the model ---
+    # --- Model
 
     @cached_property
     def _folder(self) -> PretrainedFolder | None:
@@ -108,7 +108,7 @@ class TextClassification(LoadingTask[TextData]):
             return transformers().BertConfig(**{**settings, **own, "pad_token_id": self.encoder.pad})
         layers, features = SIZES[recipe.size]
         return transformers().BertConfig(
-            # As many as may be learnt, so that the model's shapes are known without its texts.
+            # The largest vocabulary, so that the model's shapes are known without its texts.
             vocab_size=SPECIAL + recipe.vocabulary,
             hidden_size=features,
             num_hidden_layers=layers,
@@ -119,11 +119,11 @@ class TextClassification(LoadingTask[TextData]):
             **own,
         )
 
-    # --- data ---
+    # --- Data
 
     @cached_property
     def encoder(self) -> TextEncoder:
-        """What makes tokens of texts: the pretrained model's own, or one that is learnt from the training texts."""
+        """The tokenizer: the pretrained model's own, or one that is learned from the training texts."""
         with torch.device("cpu"):
             if self._folder is not None:
                 return self._folder.encoder()
@@ -131,7 +131,7 @@ class TextClassification(LoadingTask[TextData]):
 
     @cached_property
     def training(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, which text they are of, and classes."""
+        """Tokens, token types, and classes."""
         return self._encoded(self.data.training)
 
     @cached_property
@@ -151,7 +151,7 @@ class TextClassification(LoadingTask[TextData]):
         inputs = torch.full(shape, _SOME_TOKEN), torch.zeros(shape, dtype=torch.long)
         return inputs, torch.zeros(shape[0], dtype=torch.long)
 
-    # --- recipe ---
+    # --- Recipe
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output, target)
@@ -164,7 +164,7 @@ class TextClassification(LoadingTask[TextData]):
         return decayed(recipe.decay, step, recipe.steps, recipe.warmup)
 
     def epoch(self) -> int:
-        """So many batches see every text once."""
+        """Batches per epoch."""
         return -(-len(self.data.training) // self.settings.batch)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
@@ -176,7 +176,7 @@ class TextClassification(LoadingTask[TextData]):
         hits = losses = 0.0
         for first in range(0, count, size):
             here = min(size, count - first)
-            # A short last batch is filled with its own texts again: compiled models meet one shape only.
+            # A short last batch is filled up with its own texts: one shape for compiled models.
             inputs, labels = _taken(self.held_out, places[first + torch.arange(size) % here])
             logits = model(*(part.to(device) for part in inputs))[:here].float()
             labels = labels[:here].to(device)
@@ -192,7 +192,7 @@ def _taken(part: tuple[Tensor, Tensor, Tensor], chosen: Tensor) -> tuple[tuple[T
 
 @dataclass(frozen=True)
 class DocstringSettings(TextSettings):
-    """A quick recipe from nothing; a minute on one CPU core."""
+    """A quick recipe from scratch; a minute on one CPU core."""
 
     steps: int = 400
     evaluate_every: int = 50
@@ -202,7 +202,7 @@ class DocstringSettings(TextSettings):
 
 
 class Docstrings(TextClassification):
-    """Tell which package of Python's standard library a docstring comes from; or the classes of texts of yours."""
+    """Which package of Python's standard library a docstring comes from; or your own texts and classes."""
 
     name = "text-classification"
     summary = "packages of docstrings, or texts of yours"
@@ -217,12 +217,12 @@ class Docstrings(TextClassification):
         return read_tables(self.settings.data) if self.settings.data else library_docstrings()
 
 
-# --- Text classification on public sets, from their files on this machine
+# --- Public sets, from local files
 
 
 @dataclass(frozen=True)
 class Sst2Settings(TextSettings):
-    """Three epochs of 67,349 phrases, as BERT's authors fine-tune; from nothing, a higher lr is wanted."""
+    """Three epochs of 67,349 phrases, as BERT's authors fine-tune; training from scratch needs a higher lr."""
 
     steps: int = 6315
     evaluate_every: int = 500
@@ -233,10 +233,10 @@ class Sst2Settings(TextSettings):
 
 
 class PublicTexts(TextClassification):
-    """A set whose shapes are known without its files: sites, plans and costs can be asked before they are there."""
+    """A set whose shapes are known without its files, so that sites, plans and costs need no download."""
 
     known_classes: ClassVar[Sequence[str]]
-    #: What its files are called.
+    #: The names of its files.
     files: ClassVar[str]
     language: ClassVar[str] = ""
 
@@ -251,7 +251,7 @@ class PublicTexts(TextClassification):
 
 
 class Sst2(PublicTexts):
-    """SST-2 (Socher et al. 2013, as in GLUE): whether a phrase about a film is kind."""
+    """SST-2 (Socher et al. 2013, as in GLUE): whether a phrase about a film is positive."""
 
     name = "sst2"
     summary = "SST-2: whether a phrase about a film is kind"
@@ -271,7 +271,7 @@ class XnliSettings(TextSettings):
     warmup: int = 600
     vocabulary: int = 16_000
     length: int = 128
-    #: The language of the pairs, where the files have several.
+    #: The language of the pairs, if the files have several.
     language: str = "de"
 
 

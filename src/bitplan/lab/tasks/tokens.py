@@ -1,4 +1,4 @@
-"""Text as numbers: bytes, characters, words, or pieces of words."""
+"""Tokenization of text: bytes, characters, words, or pieces of words."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch import Tensor
 from bitplan.lab.sources.texts import Text
 from bitplan.lab.tasks.labelled_texts import LabelledTexts, Sample
 
-# --- Pieces of words, learnt from a text by byte-pair merges (Sennrich et al. 2016, arXiv 1508.07909)
+# --- Pieces of words, learned from a text by byte-pair merges (Sennrich et al. 2016, arXiv 1508.07909)
 
 
 Pair = tuple[str, str]
 
-#: A pair that occurs less often teaches nothing.
+#: The least frequency of a pair that is merged.
 LEAST = 2
 
 
@@ -57,7 +57,7 @@ def learn_merges(counts: Mapping[str, int], most: int) -> dict[Pair, int]:
     while queue and len(merges) < most:
         count, best = heapq.heappop(queue)
         if -count != pairs[best]:
-            continue  # an old entry: the pair's count has changed since
+            continue  # an outdated entry: the pair's count has changed since
         if -count < LEAST:
             break
         merges[best] = len(merges)
@@ -80,7 +80,7 @@ def learn_merges(counts: Mapping[str, int], most: int) -> dict[Pair, int]:
 
 
 def pieces_of(word: str, merges: Mapping[Pair, int]) -> list[str]:
-    """The word in pieces: the merge that was learnt first is made first.
+    """The word in pieces; merges are applied in the order in which they were learned.
 
     >>> pieces_of("def", {("d", "##e"): 0, ("de", "##f"): 1})
     ['def']
@@ -107,17 +107,17 @@ def _merged(pieces: list[str], pair: Pair) -> list[str]:
     return result
 
 
-#: Stands for every word that the vocabulary lacks.
+#: The token of every word outside the vocabulary.
 UNKNOWN = "<unk>"
-#: The word at the end of every line, where words are those that a file separates by spaces.
+#: The token at the end of every line, if words are those that a file separates by spaces.
 LINE_END = "<eos>"
 
-#: Words, numbers, marks and line ends; snake_case falls apart, so that its words are met again elsewhere.
+#: Words, numbers, marks and line ends; snake_case is split, so that its words match those elsewhere.
 _WORD = re.compile(r"[^\W\d_]+|\d+|[^\w\s]|_|\n")
 
 
 class Vocabulary(ABC):
-    """What turns a text into numbers below :attr:`size`."""
+    """Converts a text into numbers below :attr:`size`."""
 
     size: int
 
@@ -127,7 +127,7 @@ class Vocabulary(ABC):
 
 
 class Bytes(Vocabulary):
-    """UTF-8 itself: 256 tokens, whatever the text."""
+    """UTF-8: 256 tokens, whatever the text."""
 
     size = 256
 
@@ -136,13 +136,13 @@ class Bytes(Vocabulary):
 
 
 class Units(Vocabulary):
-    """The commonest units of a text, and one token for all the others."""
+    """The most common units of a text, and one token for all others."""
 
     def __init__(self, cut: Callable[[str], Iterable[str]], text: str, most: int) -> None:
         self.cut = cut
         counts = Counter(cut(text))
         counts.pop(UNKNOWN, None)
-        # Of two equally common ones the first in the alphabet: the order of a file's words must not matter.
+        # Ties go to the first in the alphabet: the order of a file's words must not matter.
         common = sorted(counts, key=lambda unit: (-counts[unit], unit))[: most - 1]
         self.numbers = {unit: number for number, unit in enumerate([UNKNOWN, *common])}
         self.size = len(self.numbers)
@@ -153,7 +153,7 @@ class Units(Vocabulary):
 
 
 class Pieces(Vocabulary):
-    """Words in pieces that were learnt from the text (byte-pair merges); a rare word is several pieces."""
+    """Words in pieces that were learned from the text (byte-pair merges); a rare word is several pieces."""
 
     def __init__(self, text: str, most: int) -> None:
         counts = Counter(words(text))
@@ -186,7 +186,7 @@ def words(text: str) -> list[str]:
 
 
 def words_of_lines(text: str) -> list[str]:
-    """What the file separates by spaces, and a word at the end of every line: PTB's and WikiText's way.
+    """Words that the file separates by spaces, and a token at the end of every line, as in PTB and WikiText.
 
     >>> words_of_lines(" no it was n't \\n")
     ['no', 'it', 'was', "n't", '<eos>']
@@ -194,7 +194,7 @@ def words_of_lines(text: str) -> list[str]:
     return [word for line in text.splitlines() for word in (*line.split(), LINE_END)]
 
 
-#: Name -> what makes the vocabulary of a text, of at most so many tokens.
+#: Name -> the class of vocabulary, made from a text and a largest size.
 LEVELS: dict[str, Callable[[str, int], Vocabulary]] = {
     "bytes": lambda text, most: Bytes(),
     "characters": lambda text, most: Units(list, text, most),
@@ -206,15 +206,15 @@ LEVELS: dict[str, Callable[[str, int], Vocabulary]] = {
 
 @lru_cache(maxsize=4)
 def tokenised(text: Text, level: str, most: int) -> tuple[int, Tensor, Tensor]:
-    """The size of the vocabulary, the training tokens and the held-out ones. The vocabulary is the training text's."""
-    with torch.device("cpu"):  # where only shapes are asked for, models are made on another device
+    """The size of the vocabulary, the training tokens and the held-out ones; the vocabulary is the training text's."""
+    with torch.device("cpu"):  # under a fake device, models are created on another device
         vocabulary = _vocabulary(text.training, level, most)
         return vocabulary.size, vocabulary.encode(text.training), vocabulary.encode(text.held_out)
 
 
 @lru_cache(maxsize=4)
 def tokens_to_test(text: Text, level: str, most: int) -> Tensor:
-    """The tokens of the part that is looked at once, at the end."""
+    """The tokens of the test text, which is evaluated once, at the end."""
     with torch.device("cpu"):
         return _vocabulary(text.training, level, most).encode(text.test)
 
@@ -224,17 +224,17 @@ def _vocabulary(training: str, level: str, most: int) -> Vocabulary:
     return LEVELS[level](training, most)
 
 
-# --- Texts of any length as rows of tokens that are equally long
+# --- Texts of any length as rows of equal length
 
 
-#: What a learnt vocabulary has in front of its tokens: filling, the first token of all, and what ends a text.
+#: The first tokens of a learned vocabulary: padding, start of a row, and end of a text.
 PAD, START, END = 0, 1, 2
 
 SPECIAL = 3
 
 
 class TextEncoder(ABC):
-    """Turns samples into rows: a token at the start, the text, one at its end, a second text and its end, filling."""
+    """Converts samples to rows: a start token, the text, an end token, a second text and its end, padding."""
 
     #: The numbers of these tokens.
     pad: int
@@ -246,7 +246,7 @@ class TextEncoder(ABC):
         """The text's own tokens."""
 
     def rows(self, samples: Sequence[Sample], length: int) -> tuple[Tensor, Tensor]:
-        """Tokens (samples, length), and 1 where a token is of the second text; what is too long is cut at its end."""
+        """Tokens (samples, length), and 1 where a token is of the second text; longer texts are truncated."""
         tokens = torch.full((len(samples), length), self.pad, dtype=torch.int32)
         kinds = torch.zeros(len(samples), length, dtype=torch.int8)
         for number, (first, second) in enumerate(samples):
@@ -261,13 +261,13 @@ class TextEncoder(ABC):
 
 
 def _cut(first: list[int], second: list[int], room: int) -> None:
-    """Take from the end of the longer one until both fit."""
+    """Truncate the longer one until both fit."""
     while len(first) + len(second) > room:
         (first if len(first) >= len(second) else second).pop()
 
 
 class LearntEncoder(TextEncoder):
-    """A vocabulary that is learnt from the training texts."""
+    """A vocabulary that is learned from the training texts."""
 
     pad, start, end = PAD, START, END
 

@@ -1,4 +1,4 @@
-"""Object detection on images of your own, or of a public set, with boxes in VOC's layout."""
+"""Object detection on your own images, or on a public set, with boxes in VOC's layout."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from bitplan.lab.tasks.scenes import SceneData
 
 @dataclass(frozen=True)
 class VocSettings(DetectionSettings):
-    """Where the images are, and which of them are held out."""
+    """Settings of the location of the images, and of the held-out ones."""
 
     #: A folder, or a .tar, with JPEGImages and Annotations.
     data: str = ""
-    #: The list in ImageSets/Main to train on, and the one that is held out.
+    #: The training list and the held-out list in ImageSets/Main.
     training: str = ""
     held_out: str = ""
 

@@ -17,7 +17,7 @@ from bitplan._version import __version__
 from bitplan.analysis.targets import file_sha256, named_file
 from bitplan.errors import RunError
 from bitplan.files import strict
-from bitplan.lab.task_planners import AssignWords
+from bitplan.lab.task_planners import AssignOptions
 from bitplan.lab.tasks.task import Task
 from bitplan.machine import describe_machine
 from bitplan.plans import Plan
@@ -259,7 +259,7 @@ def command_of(
 ) -> str:
     """The command that reproduces such a run; options with default values are left out."""
     arguments = ["bitplan", "train", source]
-    if (assigned := AssignWords.of_source(plan_source)) is not None:
+    if (assigned := AssignOptions.of_source(plan_source)) is not None:
         arguments += assigned.command()
     elif plan_source is not None:
         arguments += ["--plan", plan_source]

@@ -47,11 +47,11 @@ def measure_task(
     total = min(task.settings.all_steps, STEPS) if steps is None else steps
     if not 1 <= total <= task.settings.all_steps:
         raise MetricError(f"steps is {total}; the task has 1 to {task.settings.all_steps}.")
-    moments = {stage: max(1, round(STAGES[stage] * total)) for stage in STAGES if stage in stages}
+    stage_steps = {stage: max(1, round(STAGES[stage] * total)) for stage in STAGES if stage in stages}
     chosen = chosen_device(device)
     measurement = Measurement((), target=task.name)
     chosen_candidates = None if candidates is None else tuple(candidates)
-    last = max(moments.values())
+    last = max(stage_steps.values())
     with repeatable(chosen):
         session = Session(task, Plan(), execution="emulate", device=chosen, compile=False)
         try:
@@ -60,8 +60,8 @@ def measure_task(
                 session.apply()
                 if on_step is not None:
                     on_step(session.step, last)
-                for stage, moment in moments.items():
-                    if moment == session.step:
+                for stage, stage_step in stage_steps.items():
+                    if stage_step == session.step:
                         measurement += measure(
                             *(session.model, [session.next_batch()], task.loss, chosen_candidates),
                             rows=rows,

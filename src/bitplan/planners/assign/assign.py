@@ -34,7 +34,7 @@ LOSS_SCALE = 65536.0
 
 
 @dataclass(frozen=True)
-class Asked:
+class AssignRequest:
     """What an assignment is to be. One of ratio, budget and baseline is given."""
 
     ratio: float | None = None
@@ -44,7 +44,7 @@ class Asked:
     order: str = "largest"
     #: Of the order random, and of what a probe draws.
     seed: int = 0
-    #: The share from which on a tensor is promoted; True: as suits what is asked, see :meth:`share`.
+    #: The share from which on a tensor is promoted; True: the default of the request, see :meth:`share`.
     promotion: float | bool = True
 
     def __post_init__(self) -> None:
@@ -129,9 +129,9 @@ def assign(
     >>> assign(net, torch.randn(4, 8), ratio=0.5).made_by["demoted"]
     1
     """
-    asked = Asked(ratio, budget, baseline, order, seed, promotion)
+    request = AssignRequest(ratio, budget, baseline, order, seed, promotion)
     return assignment(
-        *(model, batch, loss, asked, chosen_formats(asked, formats, levels, low, high)),
+        *(model, batch, loss, request, chosen_formats(request, formats, levels, low, high)),
         optimizer=optimizer,
         compile=compile,
         device=device,
@@ -140,14 +140,14 @@ def assign(
 
 
 def chosen_formats(
-    asked: Asked,
+    request: AssignRequest,
     formats: str | Formats | None = None,
     levels: Sequence[str | Level] | None = None,
     low: str | Level | None = None,
     high: str | Level | None = None,
 ) -> Formats:
-    """The formats that were named, or those that suit what is asked."""
-    if asked.budget is not None and formats is None and levels is None and low is None and high is None:
+    """The named formats, or the defaults of the request."""
+    if request.budget is not None and formats is None and levels is None and low is None and high is None:
         formats = BUDGET_FORMATS
     return formats_of(formats, levels, low, high)
 
@@ -156,7 +156,7 @@ def assignment(
     model: nn.Module,
     batch: Any,
     loss: Callable[..., Tensor] | None,
-    asked: Asked,
+    request: AssignRequest,
     formats: Formats,
     *,
     optimizer: OptimizerChoice = "default",
@@ -173,25 +173,27 @@ def assignment(
         model is compiled, for whose peak there is an estimate only, and has weights.
     """
     account = account_of(model, batch, loss, opens_loss=formats.opens_loss)
-    if asked.baseline is not None:
-        return baseline_of(asked.baseline, account, formats)
-    story = asked.story(formats)
-    if asked.order == "sensitivity":
-        damage = _probed(model, [batch] if batches is None else batches, loss, account, formats, optimizer, asked.seed)
+    if request.baseline is not None:
+        return baseline_of(request.baseline, account, formats)
+    story = request.story(formats)
+    if request.order == "sensitivity":
+        damage = _probed(
+            model, [batch] if batches is None else batches, loss, account, formats, optimizer, request.seed
+        )
         moves = moves_by_damage(damage.damages, _savings(account, formats))
         story |= {"probe": {"passes": damage.passes, "warm_steps": damage.warm}}
         if tell is not None:
             tell(f"sensitivity was measured by {damage.passes} forward and backward passes after {damage.warm} steps.")
     else:
-        moves = moves_of(asked.order, account.groups, formats.low, asked.seed)
+        moves = moves_of(request.order, account.groups, formats.low, request.seed)
 
     def after(made: int) -> Assignment:
-        return Assignment.after(account, formats, moves, made, story, asked.share(formats))
+        return Assignment.after(account, formats, moves, made, story, request.share(formats))
 
-    if asked.budget is None:
-        assert asked.ratio is not None
-        return after(cut_for_ratio(account, formats, moves, asked.ratio))
-    budget = Budget.of(asked.budget)
+    if request.budget is None:
+        assert request.ratio is not None
+        return after(cut_for_ratio(account, formats, moves, request.ratio))
+    budget = Budget.of(request.budget)
     step = Step(model, batch, loss, optimizer, compile, device)
     fitted = fit(budget, step, lambda made: after(made).plan, len(moves), tell, compile if checks is None else checks)
     story |= {
