@@ -70,3 +70,16 @@ def test_constants_of_tracing_are_marked_as_torch_marks_them() -> None:
 
     marked: Any = torch.compiler.assume_constant_result(theirs)  # type: ignore[no-untyped-call]
     assert vars(constant_when_traced(ours)) == vars(marked)
+
+
+def test_every_reader_of_the_lab_can_be_imported_first() -> None:
+    """Tasks import the readers of their data, and readers the classes of their tasks: no order may matter."""
+    code = (
+        "import importlib, pkgutil, sys\n"
+        "import bitplan.lab.sources as sources\n"
+        "for module in list(pkgutil.iter_modules(sources.__path__)):\n"
+        "    for name in [name for name in sys.modules if name.startswith('bitplan.lab.')]:\n"
+        "        del sys.modules[name]\n"
+        "    importlib.import_module(f'bitplan.lab.sources.{module.name}')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

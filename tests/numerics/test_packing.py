@@ -196,7 +196,7 @@ def test_a_packed_tensor_has_no_history() -> None:
 @pytest.mark.parametrize(
     ("x", "name", "more", "sentence"),
     [
-        (torch.ones(3), "fp32", {}, "fp32 has 32 bits and pack takes up to 16: keep it as it is."),
+        (torch.ones(3), "fp32", {}, "fp32 has 32 bits and pack takes up to 16: leave it unpacked."),
         (torch.ones(3), "tf32", {}, "tf32 has 19 bits and pack takes up to 16"),
         (torch.tensor([math.nan]), "e2m1", {}, "holds NaN and e2m1 has no code for it: pack it with a scale."),
         (torch.tensor([math.nan]), "e8m0", {}, "holds NaN and e8m0 has no code for it"),

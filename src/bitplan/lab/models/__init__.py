@@ -1,1 +1,1 @@
-"""The few models that bitplan's experiments need, in plain torch; each module is one family."""
+"""The models of bitplan's experiments, in plain torch; one module per family."""

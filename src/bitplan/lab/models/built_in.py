@@ -1,7 +1,7 @@
-"""The built-in models by name, each with a batch of the shape it is trained on and its loss.
+"""The built-in models by name, each with a training batch and its loss.
 
-Batches are random: they have the right shapes and types, and nothing to learn. Everything but a graph's
-adjacency is made on the current default device, so ``with torch.device("meta")`` makes shapes without data.
+Batches are random, of the right shapes and dtypes. Everything but a graph's adjacency is created on the current default
+device, so ``with torch.device("meta")`` gives shapes without data.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def _wide_gpt(tokens: int) -> GPT:
 
 def _graph(nodes: int = 2048, edges: int = 8192) -> Target:
     """The layers used for OGBN-Arxiv (128-512-512-40) on a random graph."""
-    with torch.device("cpu"):  # the adjacency's nonzeros are data that must exist
+    with torch.device("cpu"):  # the adjacency's nonzeros must be real data
         adjacency = normalised_adjacency(torch.randint(nodes, (2, edges)), nodes)
         batch = ((torch.randn(nodes, 128), adjacency), torch.randint(40, (nodes,)))
         return Target(GCN((128, 512, 512, 40)), batch, F.cross_entropy)
 
 
-#: Networks for 32x32 images that are made in any width, for any number of classes.
+#: Networks for 32x32 images of any width, for any number of classes.
 SIZED: dict[str, Callable[..., nn.Module]] = {
     "resnet18": resnet18,
     "squeezenet": SqueezeNet,
@@ -54,7 +54,7 @@ SIZED: dict[str, Callable[..., nn.Module]] = {
 
 
 def sized_target(text: str, classes: int | None = None, width: float | None = None) -> Target:
-    """One of :data:`SIZED` in another size than its own: 100 classes where none are said (10 of the deep ResNets)."""
+    """One of :data:`SIZED` in another size than its own; by default 100 classes (10 for the deep ResNets)."""
     name = text.replace("_", "-")
     if name not in SIZED:
         raise TargetError(f"classes and width can be chosen of {', '.join(SIZED)}, not of {text}.")
@@ -66,7 +66,7 @@ def sized_target(text: str, classes: int | None = None, width: float | None = No
         raise TargetError(str(error)) from error
 
 
-#: Name -> what makes the model, its batch and its loss.
+#: Name -> function that makes the model, its batch and its loss.
 BUILT_IN: dict[str, Callable[[], Target]] = {
     "resnet20": lambda: _images(cifar_resnet(20), 10),
     "resnet38": lambda: _images(cifar_resnet(38), 10),
@@ -82,7 +82,7 @@ BUILT_IN: dict[str, Callable[[], Target]] = {
     "resnet50": lambda: _images(imagenet_resnet(50), 1000, size=224, batch=64),
     "mobilenet-v2-imagenet": lambda: _images(MobileNetV2(1000, big_images=True), 1000, size=224, batch=64),
     "gpt2-small": lambda: _tokens(gpt2_small(), 50257, (8, 1024)),
-    # What memory is measured on: twelve layers of 1024, with GPT-2's vocabulary and with bytes.
+    # For memory measurements: twelve layers of 1024, with GPT-2's vocabulary and with bytes.
     "gpt-1024": lambda: _tokens(_wide_gpt(50257), 50257, (32, 1024)),
     "gpt-1024-bytes": lambda: _tokens(_wide_gpt(256), 256, (32, 1024)),
     "gpt-tiny": lambda: _tokens(GPT(tokens=256, length=64, layers=2, heads=2, features=64), 256, (8, 64)),

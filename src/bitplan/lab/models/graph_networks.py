@@ -1,8 +1,8 @@
 """Sums over the neighbours of a graph's nodes.
 
-A graph comes in one of two forms. A sparse matrix is the shorter one, but torch.compile follows no sparse tensor. So
-graphs that are trained on are three plain tensors: from which node each edge comes, to which it goes, and a number by
-which the sum of each node is scaled. Compiled, the gather becomes part of the sum.
+A graph comes in one of two forms. A sparse matrix is the shorter one, but torch.compile cannot trace sparse tensors. So
+graphs for training are three dense tensors: the source and the target of each edge, and a scale for the sum of each
+node. Compiled, the gather is fused with the sum.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-#: Sources and targets of all edges, by target, and the scale of every node, (nodes, 1).
+#: Sources and targets of all edges, sorted by target, and the scale of every node, (nodes, 1).
 Neighbours = tuple[Tensor, Tensor, Tensor]
 
 
 def both_ways(edges: Tensor, nodes: int, with_itself: bool = False) -> Tensor:
-    """The places (2, E) of every edge of `edges` in both directions, each once, and sorted; edges of a node to itself
-    are all there or none is.
+    """The indices (2, E) of every edge of `edges` in both directions, each once, and sorted; self-loops are all present
+    or all absent.
     """
     edges = edges[:, edges[0] != edges[1]]
     parts = [edges, edges.flip(0)]
@@ -31,13 +31,13 @@ def both_ways(edges: Tensor, nodes: int, with_itself: bool = False) -> Tensor:
 
 
 def symmetric_neighbours(edges: Tensor, nodes: int) -> Neighbours:
-    """For Kipf & Welling's D^-1/2 (A + I) D^-1/2: the scale is that of D^-1/2, before the sum and after it."""
+    """Kipf & Welling's D^-1/2 (A + I) D^-1/2: the scale is D^-1/2, applied before and after the sum."""
     targets, sources = both_ways(edges, nodes, with_itself=True)
     return sources, targets, _degrees(targets, nodes).rsqrt()
 
 
 def mean_neighbours(edges: Tensor, nodes: int) -> Neighbours:
-    """For the mean over neighbours; a node without any has the mean 0."""
+    """The mean over neighbours; 0 for a node without any."""
     targets, sources = both_ways(edges, nodes)
     return sources, targets, 1 / _degrees(targets, nodes).clamp(min=1)
 
@@ -47,7 +47,7 @@ def _degrees(targets: Tensor, nodes: int) -> Tensor:
 
 
 class SymmetricSum(nn.Module):
-    """D^-1/2 (A + I) D^-1/2 x, of a sparse matrix that is all of this, or of :func:`symmetric_neighbours`."""
+    """D^-1/2 (A + I) D^-1/2 x, with a sparse matrix of the whole factor or with :func:`symmetric_neighbours`."""
 
     def forward(self, x: Tensor, *graph: Tensor) -> Tensor:
         if len(graph) == 1:
@@ -58,7 +58,7 @@ class SymmetricSum(nn.Module):
 
 
 class NeighbourMean(nn.Module):
-    """The mean of the neighbours' x, by :func:`mean_neighbours`. Results are of as many nodes as there are scales."""
+    """The mean of the neighbours' x, by :func:`mean_neighbours`. There are as many results as scales."""
 
     def forward(self, x: Tensor, sources: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
         return _summed(x, sources, targets, scale)
@@ -72,7 +72,7 @@ def _summed(x: Tensor, sources: Tensor, targets: Tensor, scale: Tensor) -> Tenso
 # --- A graph convolutional network (Kipf & Welling 2016, arXiv 1609.02907)
 
 
-#: What a layer's features may be normalised by, before their activation function.
+#: Normalisations of a layer's features, before the activation function.
 NORMS: dict[str, Callable[[int], nn.Module]] = {
     "none": lambda features: nn.Identity(),
     "batch": nn.BatchNorm1d,
@@ -81,8 +81,8 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
 
 
 def normalised_adjacency(edges: Tensor, nodes: int) -> Tensor:
-    """D^-1/2 (A + I) D^-1/2 as a sparse matrix: every edge of `edges` (2, E) in both directions, and every node
-    joined to itself. D is the diagonal of row sums of A + I, so that high degrees do not drown low ones.
+    """D^-1/2 (A + I) D^-1/2 as a sparse matrix: every edge of `edges` (2, E) in both directions, with self-loops. D is
+    the diagonal of row sums of A + I, so that nodes of high degree do not dominate.
     """
     places = both_ways(edges, nodes, with_itself=True)
     weight = torch.bincount(places[0], minlength=nodes).float().rsqrt()
@@ -93,10 +93,10 @@ def normalised_adjacency(edges: Tensor, nodes: int) -> Tensor:
 
 
 class GCN(nn.Module):
-    """Features (nodes, inputs) to logits (nodes, classes): a linear and a neighbour sum in every layer.
+    """Features (nodes, inputs) to logits (nodes, classes): a linear layer and a neighbour sum per layer.
 
-    The graph is a sparse matrix (:func:`normalised_adjacency`), or three tensors
-    (:func:`~bitplan.lab.models.graph_networks.symmetric_neighbours`) that torch.compile can follow.
+    The graph is a sparse matrix (:func:`normalised_adjacency`), or three tensors (:func:`symmetric_neighbours`) that
+    torch.compile can trace.
     """
 
     def __init__(self, sizes: Sequence[int], dropout: float = 0.2, norm: str = "none") -> None:
@@ -122,9 +122,9 @@ class GCN(nn.Module):
 class SageLayer(nn.Module):
     """W x_i + V mean(x_j) over the neighbours j of i.
 
-    V comes before the mean, which changes nothing but the order of a sum: so what is averaged is always the result of
-    an operation, and has as few features as the layer gives. Nodes whose x is given may be more than those whose
-    results are wanted, which come first.
+    V is applied before the mean, which changes only the order of a sum: so the averaged tensor is always the result of
+    an operation, and has as few features as the layer's output. There may be more input nodes than results; the nodes
+    with results come first.
     """
 
     def __init__(self, inputs: int, outputs: int) -> None:
@@ -142,9 +142,8 @@ class SageLayer(nn.Module):
 class GraphSAGE(nn.Module):
     """Features (nodes, inputs) to logits (nodes, classes).
 
-    The graph is that of :func:`~bitplan.lab.models.graph_networks.mean_neighbours` for all layers, or three such
-    tensors for
-    each layer, where neighbours were sampled.
+    The graph is that of :func:`mean_neighbours` for all layers, or three such tensors per layer if neighbours were
+    sampled.
     """
 
     def __init__(self, sizes: Sequence[int], dropout: float = 0.2, norm: str = "none") -> None:

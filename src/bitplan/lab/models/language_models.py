@@ -1,4 +1,4 @@
-"""A decoder-only transformer in the shape of GPT-2 (Radford et al. 2019)."""
+"""Language models: a decoder in the shape of GPT-2 (Radford et al. 2019), Llama blocks, and an LSTM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 
 class Attention(nn.Module):
-    """Causal self-attention: Q, K and V of all heads by one linear."""
+    """Causal self-attention: Q, K and V of all heads by one linear layer."""
 
     def __init__(self, features: int, heads: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron four times as wide, each behind a layer norm and added to its input."""
+    """Attention, then an MLP four times as wide, each after a layer norm and added to its input."""
 
     def __init__(self, features: int, heads: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class GPT(nn.Module):
         self._initialise(layers)
 
     def _initialise(self, layers: int) -> None:
-        """GPT-2's start: normal weights of 0.02, smaller where a residual branch ends, so that the sum stays level."""
+        """GPT-2's initialisation: normal weights of 0.02, smaller at the end of a residual branch."""
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 ends_a_branch = name.endswith(("attention.out.weight", "down.weight"))
@@ -79,15 +79,15 @@ def gpt2_small() -> GPT:
 
 
 def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Mean cross-entropy of every token given those before it; `tokens` are those that the logits should name."""
+    """Mean cross-entropy of every token given those before it; `tokens` are the targets of the logits."""
     return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
-# --- Decoder blocks in the shape of Llama (Touvron et al. 2023, arXiv 2302.13971), for measuring products
+# --- Decoder blocks in the shape of Llama (Touvron et al. 2023, arXiv 2302.13971), for speed measurements
 
 
 class LlamaBlock(nn.Module):
-    """Causal attention, then a SwiGLU perceptron, each behind an RMS norm and added to its input."""
+    """Causal attention, then a SwiGLU MLP, each after an RMS norm and added to its input."""
 
     def __init__(self, width: int, hidden: int, heads: int) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class LlamaBlocks(nn.Module):
 
 
 def random_states(batch: int, tokens: int, width: int) -> Tensor:
-    """What blocks are fed with when only their speed matters."""
+    """A loss for speed measurements of blocks."""
     return torch.randn(batch, tokens, width)
 
 
@@ -138,7 +138,7 @@ class LSTMModel(nn.Module):
     def __init__(self, vocabulary_size: int, features: int, layers: int = 1, dropout: float = 0.5) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary_size, features)
-        # nn.LSTM puts dropout between its layers, and warns where one layer leaves no between.
+        # nn.LSTM has dropout between its layers, and warns if there is only one layer.
         self.lstm = nn.LSTM(features, features, layers, dropout=dropout if layers > 1 else 0.0)
         self.decoder = nn.Linear(features, vocabulary_size)
         self.dropout = dropout

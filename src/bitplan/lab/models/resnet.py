@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from bitplan.lab.models.small_cnns import scaled
 
-#: How a shortcut changes its shape: ``pad`` strides and fills new channels with zeros (no parameters: He et al.'s
-#: option A), ``conv`` is a 1x1 convolution and a batch norm (option B).
+#: The kind of a shortcut that changes its shape: ``pad`` strides and pads new channels with zeros (no parameters: He et
+#: al.'s option A), ``conv`` is a 1x1 convolution and a batch norm (option B).
 Shortcut = Literal["pad", "conv"]
 
 
@@ -27,7 +27,7 @@ def _conv3x3(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
 
 
 class PadShortcut(nn.Module):
-    """Every `stride`-th pixel, and zeros in the channels that are new."""
+    """Every `stride`-th pixel, and zeros in the new channels."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1 down, 3x3 (which carries the stride), 1x1 up to four times the channels."""
+    """1x1 down, 3x3 (with the stride), 1x1 up to four times the channels."""
 
     expansion = 4
 

@@ -1,9 +1,8 @@
 """RetinaNet (Lin et al. 2017, arXiv 1708.02002): a ResNet-18, a feature pyramid, and two heads that every level shares.
 
-A level Pn of the pyramid has a cell for every 2^n pixels. P3, P4 and P5 come from the backbone's last three stages,
-each joined by the coarser one above it; P6 and P7 are what further strides make of the last stage. In every cell stand
-a number of anchors, boxes of fixed sizes, and the network says of each, class by class, how likely it is one (as
-logits), and how its edges must move to fit.
+A level Pn of the pyramid has a cell per 2^n pixels. P3, P4 and P5 come from the backbone's last three stages, each
+added to the next coarser one; P6 and P7 are strided convolutions of the last stage. Every cell has several anchors,
+boxes of fixed sizes, and the network returns, for each anchor, the logits of the classes and the offsets of the edges.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from torch.nn import functional as F
 from bitplan.lab.models.resnet import ResNet, imagenet_resnet
 from bitplan.lab.models.small_cnns import scaled
 
-#: The first level of the pyramid, and the most levels it may have: P3 to P7.
+#: The first level of the pyramid, and the largest number of levels: P3 to P7.
 FIRST_LEVEL, MOST_LEVELS = 3, 5
-#: Levels that the backbone's stages make; a pyramid has at least these.
+#: Levels of the backbone's stages; a pyramid has at least these.
 BACKBONE_LEVELS = 3
-#: Sides of images are multiples of this: cells of one level then lie exactly on four of the next.
+#: Sides of images are multiples of this, so that a cell covers exactly four cells of the level below.
 COARSEST = 2 ** (FIRST_LEVEL + BACKBONE_LEVELS - 1)
 
-#: What an untrained network believes of every anchor and class. Nearly all anchors are background: with an even chance
-#: their sum would drown everything else in the first steps.
+#: The initial probability of every anchor and class. Nearly all anchors are background: at 0.5 their sum would
+#: dominate the loss in the first steps.
 _PRIOR = 0.01
 
 
 class FrozenBatchNorm(nn.BatchNorm2d):
-    """A batch norm that neither learns nor gathers statistics: a fixed scale and shift, whatever mode it is put in."""
+    """A batch norm that neither learns nor updates statistics: a fixed scale and shift in every mode."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels)
@@ -44,7 +43,7 @@ class FrozenBatchNorm(nn.BatchNorm2d):
 
 
 def freeze_norms(model: nn.Module) -> None:
-    """Put a frozen one, with the same numbers, in the place of every batch norm."""
+    """Replace every batch norm by a frozen one with the same values."""
     for path, module in list(model.named_modules()):
         if isinstance(module, nn.BatchNorm2d):
             frozen = FrozenBatchNorm(module.num_features)
@@ -54,7 +53,7 @@ def freeze_norms(model: nn.Module) -> None:
 
 
 class Stages(nn.Module):
-    """A ResNet without its classifier: the results of its last three stages."""
+    """A ResNet without its classifier: returns its last three stages."""
 
     def __init__(self, network: ResNet) -> None:
         super().__init__()
@@ -73,7 +72,7 @@ class Stages(nn.Module):
 
 
 class Pyramid(nn.Module):
-    """Levels of equal channels, each with what the coarser ones know (Lin et al. 2016, arXiv 1612.03144)."""
+    """Levels with equal channels, each combined with the coarser ones (Lin et al. 2016, arXiv 1612.03144)."""
 
     def __init__(self, inputs: Sequence[int], channels: int, levels: int) -> None:
         super().__init__()
@@ -105,7 +104,7 @@ class Pyramid(nn.Module):
 
 
 class Head(nn.Module):
-    """Some 3x3 convolutions, and one that says so many numbers of every anchor."""
+    """3x3 convolutions, the last of which returns a number of values per anchor."""
 
     def __init__(self, channels: int, layers: int, anchors: int, numbers: int) -> None:
         super().__init__()
@@ -114,14 +113,14 @@ class Head(nn.Module):
         self.tell = nn.Conv2d(channels, anchors * numbers, 3, padding=1)
         for module in self.tower:
             assert isinstance(module, nn.Conv2d)
-            # The paper's deviation of 0.01 suits 256 channels; this one keeps the signal's size at any number of them.
+            # The paper's deviation of 0.01 suits 256 channels; this one preserves the variance for any number.
             nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
             _zero(module.bias)
         nn.init.normal_(self.tell.weight, std=0.01)
         _zero(self.tell.bias)
 
     def forward(self, levels: list[Tensor]) -> Tensor:
-        """(batch, anchors of all levels, numbers): level by level, row by row, and each cell's anchors together."""
+        """(batch, anchors of all levels, values): level by level, row by row, with each cell's anchors together."""
         outputs = []
         for level in levels:
             for convolution in self.tower:
@@ -137,10 +136,10 @@ class RetinaNet(nn.Module):
         self, classes: int, *, anchors: int = 9, width: float = 1.0, levels: int = MOST_LEVELS, head_layers: int = 4
     ) -> None:
         """
-        :param anchors: in a cell.
-        :param width: channels, times this.
-        :param levels: of the pyramid, from P3 on: 3 to 5. Small images need no coarse ones.
-        :param head_layers: convolutions of each head before the one that tells.
+        :param anchors: anchors per cell.
+        :param width: multiplier of the channels.
+        :param levels: levels of the pyramid, from P3 on: 3 to 5. Small images need no coarse ones.
+        :param head_layers: hidden convolutions of each head.
         """
         super().__init__()
         if not BACKBONE_LEVELS <= levels <= MOST_LEVELS:

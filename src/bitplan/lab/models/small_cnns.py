@@ -1,7 +1,7 @@
 """MobileNet-v2 (Sandler et al. 2018, arXiv 1801.04381), and its CIFAR variant of Lee, Sharma & Aiken 2023 (2301.13464).
 
-The variant takes 32x32 images, so it strides less; it has ReLU in place of ReLU6, and a convolution in a shortcut whose
-number of channels changes, where the original has no shortcut.
+The variant takes 32x32 images, so it strides less; it has ReLU instead of ReLU6, and a convolution in shortcuts that
+change the number of channels, where the original has no shortcut.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# --- Channels of a network that was made narrower or wider
+# --- Channels of a network of another width
 
 
 #: Up to this width channels are multiples of 4 rather than 8: narrow networks have few channels to lose.
@@ -62,7 +62,7 @@ class InvertedResidual(nn.Module):
         self.conv3 = nn.Conv2d(inner, outputs, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(outputs)
         self.shortcut: nn.Module | None = None
-        if original and expansion == 1:  # there is nothing to go up to
+        if original and expansion == 1:  # no expansion
             self.conv1, self.bn1 = nn.Identity(), nn.Identity()
         if stride == 1 and original and inputs == outputs:
             self.shortcut = nn.Identity()
@@ -129,7 +129,7 @@ def _conv_norm(inputs: int, outputs: int, kernel: int = 1, stride: int = 1, grou
 
 
 def _shuffled(x: Tensor) -> Tensor:
-    """The channels of the two halves in turns."""
+    """Interleave the channels of the two halves."""
     batch, channels, height, width = x.shape
     return x.view(batch, 2, channels // 2, height, width).transpose(1, 2).reshape(x.shape)
 
@@ -148,7 +148,7 @@ class Branch(nn.Module):
 
 
 class Unit(nn.Module):
-    """One half of the channels passes untouched, the other through a branch."""
+    """One half of the channels passes unchanged, the other through a branch."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Unit(nn.Module):
 
 
 class DownUnit(nn.Module):
-    """Both branches see all channels and halve the image."""
+    """Both branches receive all channels and halve the image."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class ShuffleNetV2(nn.Module):
 
 
 _SQUEEZENET_STEM = 96
-#: (squeeze, expand) of the eight fire modules; each expand is made twice, by a 1x1 and by a 3x3 convolution.
+#: (squeeze, expand) of the eight fire modules; each expand is a 1x1 and a 3x3 convolution.
 _FIRES = ((16, 64), (16, 64), (32, 128), (32, 128), (48, 192), (48, 192), (64, 256), (64, 256))
 #: Fire modules (and the stem, 0) that a 2x2 max pool follows.
 _POOL_AFTER = (0, 3, 7)
@@ -210,7 +210,7 @@ def _squeezenet_conv_norm(inputs: int, outputs: int, kernel: int) -> nn.Sequenti
 
 
 class Fire(nn.Module):
-    """Squeeze by a 1x1 convolution, expand by a 1x1 and a 3x3 one side by side."""
+    """Squeeze by a 1x1 convolution, expand by a 1x1 and a 3x3 one in parallel."""
 
     def __init__(self, inputs: int, squeeze: int, expand: int) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class SqueezeNet(nn.Module):
         self.stem = _squeezenet_conv_norm(3, features, 3)
         self.fires = nn.ModuleList()
         for number, (squeeze, expand) in enumerate(_FIRES, start=1):
-            # The last expand keeps its width: it is what the classes are read from.
+            # The last expand keeps its width: the classes are computed from it.
             outputs = expand if number == len(_FIRES) else scaled(expand, width)
             self.fires.append(Fire(features, scaled(squeeze, width), outputs))
             features = 2 * outputs

@@ -1,1 +1,1 @@
-"""Readers of public data sets in their own formats, from folders on this machine. Nothing that is read executes."""
+"""Readers of public data sets in their own formats, from local folders. No file that is read is executed."""

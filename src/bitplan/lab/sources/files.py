@@ -1,4 +1,4 @@
-"""Where data are looked for, and what is said when they are not there."""
+"""Locating the files of a data set, and the error if they are missing."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from typing import TypeVar
 
 from bitplan.errors import TaskError
 
-# --- Files of a data set by their relative names, in a folder or in a ``.tar`` that need not be unpacked
+# --- Files of a data set by their relative names, in a folder or in an uncompressed ``.tar``
 
 
 class Files(ABC):
-    """What lies below some place. Names have slashes, and none of them leads out of it."""
+    """Files below a folder or in an archive. Names have slashes, and none of them leads outside."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Of all files, sorted."""
+        """The names of all files, sorted."""
 
     @abstractmethod
     def read(self, name: str) -> bytes:
         """A file's content."""
 
     def where(self, name: str) -> str:
-        """The file as messages call it."""
+        """The file's name in messages."""
         return f"{self.place}/{name}"
 
 
@@ -46,7 +46,7 @@ class FolderFiles(Files):
 
 
 class TarFiles(Files):
-    """Files in an archive that is not compressed, so that each can be read where it lies. Links are passed over."""
+    """Files in an uncompressed archive, read in place. Links are ignored."""
 
     def __init__(self, place: Path) -> None:
         super().__init__(place)
@@ -79,24 +79,24 @@ class TarFiles(Files):
 
 
 def open_files(place: Path) -> Files:
-    """Those of a folder or of an archive."""
+    """The files of a folder or of an archive."""
     return FolderFiles(place) if place.is_dir() else TarFiles(place)
 
 
 Found = TypeVar("Found")
 
-#: Where a downloader puts data when no folder is named.
+#: The default folder of downloads.
 DOWNLOADS = "data"
 
 
 @dataclass(frozen=True)
 class Sought:
-    """A data set in words."""
+    """The description of a data set."""
 
     name: str
-    #: What its folder looks like.
+    #: The contents of its folder.
     layout: str
-    #: How to come by it.
+    #: Where to get it.
     advice: str
 
 
@@ -107,10 +107,10 @@ def read_set(
     usual: Sequence[Path] = (),
     download: Callable[[Path], None] | None = None,
 ) -> Found:
-    """What `read` finds in the folder `data`, in one of the `usual` places, or after `download`.
+    """The data set that `read` finds in the folder `data`, in one of the `usual` places, or after `download`.
 
     :param data: the folder that the user named, or "".
-    :param download: fetches the set into a folder; None where the user did not ask for it.
+    :param download: downloads the set into a folder; None unless the user asked for it.
     """
     places = [Path(data).expanduser()] if data else [*usual, Path(DOWNLOADS)]
     if data and not places[0].is_dir() and download is None:
@@ -129,7 +129,7 @@ def read_set(
 
 
 def read_bytes(path: Path) -> bytes:
-    """The file's content, unpacked where its name ends in ``.gz``, or a sentence."""
+    """The file's content, decompressed if its name ends in ``.gz``; raises an error if it cannot be read."""
     try:
         content = path.read_bytes()
         return gzip.decompress(content) if path.suffix == ".gz" else content
@@ -142,7 +142,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """The file's text, as UTF-8, unpacked where its name ends in ``.gz``."""
+    """The file's text, as UTF-8, decompressed if its name ends in ``.gz``."""
     try:
         return read_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -150,7 +150,7 @@ def read_text(path: Path) -> str:
 
 
 def with_torchvision(name: str, folder: Path) -> None:
-    """Have torchvision fetch the set that it calls `name` into `folder`."""
+    """Download the set that torchvision calls `name` into `folder`."""
     try:
         from torchvision import datasets
     except ModuleNotFoundError as error:
@@ -160,7 +160,7 @@ def with_torchvision(name: str, folder: Path) -> None:
         ) from error
     try:
         getattr(datasets, name)(str(folder), train=True, download=True)
-    except Exception as error:  # no network, no room, another machine's error page: the reason is in the words
+    except Exception as error:  # no network, a full disk, an error page: the message says why
         first = str(error).strip().partition("\n")[0] or type(error).__name__
         raise TaskError(
             f"torchvision could not fetch {name} into {folder} ({first.removesuffix('.')}): "

@@ -1,12 +1,12 @@
-"""Graphs in .npz files of NumPy, and OGB's in its own files of text. No file is unpickled.
+"""Graphs in NumPy's .npz files, and OGB's in its text files. No file is unpickled.
 
-An .npz file holds features and edges as the three arrays of a sparse matrix in rows (CSR), or as they are:
+An .npz file holds features and edges as the three arrays of a CSR matrix, or as dense arrays:
 
 ============  ================================================================================================
 features      ``x_data x_indices x_indptr x_shape``, or ``attr_...`` as in the files of Shchur et al., or ``x``
 edges         ``adj_indptr adj_indices``, or ``edge_index`` of shape (2, edges); they are made to go both ways
-classes       ``y`` or ``labels``, a number for every node
-split         ``idx_train idx_val idx_test``, numbers of nodes; without them the usual split is made
+classes       ``y`` or ``labels``, a number per node
+split         ``idx_train idx_val idx_test``, indices of nodes; without them the usual split is made
 ============  ================================================================================================
 """
 
@@ -40,14 +40,14 @@ def read_graph(data: str) -> GraphData:
 
 
 def read_npz(path: Path) -> GraphData:
-    """See the module's words."""
+    """See the module's docstring."""
     try:
         with np.load(path, allow_pickle=False) as file:
             return _graph(path, file)
     except (OSError, ValueError, KeyError, IndexError, TypeError, EOFError, zipfile.BadZipFile) as error:
         if isinstance(error, TaskError):
             raise
-        # numpy's own words would advise to unpickle it, which runs what it holds.
+        # numpy's message would suggest unpickling it, which executes code.
         is_pickled = "pickle" in str(error)
         message = (
             "no .npz file, or one of pickled objects"
@@ -98,7 +98,7 @@ def _edges(path: Path, file: Mapping[str, NDArray[Any]]) -> Tensor:
 
 
 def _rows(path: Path, ends: NDArray[Any], count: int) -> NDArray[np.int64]:
-    """The row of every value of a matrix in rows."""
+    """The row of every value of a CSR matrix."""
     lengths: NDArray[np.int64] = np.diff(ends).astype(np.int64)
     if len(lengths) != count or (lengths < 0).any():
         raise TaskError(f"{path} is damaged: the rows of a matrix begin at places that are out of order.")
@@ -106,7 +106,7 @@ def _rows(path: Path, ends: NDArray[Any], count: int) -> NDArray[np.int64]:
 
 
 def read_ogb(folder: Path, name: str) -> GraphData | None:
-    """A node property graph of OGB from the text files that its archive unpacks to; None where they are not there.
+    """A node property graph of OGB from the text files of its archive; None if they are missing.
 
     :param name: as the package ogb calls the folder: ``ogbn_arxiv``. The archive itself calls it ``arxiv``.
     """
@@ -129,10 +129,10 @@ def read_ogb(folder: Path, name: str) -> GraphData | None:
 
 
 def _numbers(path: Path, kind: type[np.generic], columns: int | None = None) -> NDArray[Any]:
-    """A table of numbers with commas, which has no heading."""
+    """A comma-separated table of numbers without a heading."""
     content = read_bytes(path)
     try:
-        # Whole numbers may be written as 4.0.
+        # Integers may be written as 4.0.
         as_read = np.float64 if issubclass(kind, np.integer) else kind
         table = np.loadtxt(io.BytesIO(content), as_read, delimiter=",", comments=None, ndmin=2).astype(kind)
     except ValueError as error:
@@ -144,7 +144,7 @@ def _numbers(path: Path, kind: type[np.generic], columns: int | None = None) -> 
 
 
 def with_ogb(name: str, folder: Path) -> None:
-    """Have OGB's own package fetch the graph that it calls `name` into `folder`."""
+    """Download the graph that OGB's package calls `name` into `folder`."""
     try:
         from ogb.nodeproppred import NodePropPredDataset
     except ModuleNotFoundError as error:
@@ -154,9 +154,9 @@ def with_ogb(name: str, folder: Path) -> None:
         ) from error
     try:
         NodePropPredDataset(name, root=str(folder))
-    except Exception as error:  # no network, no room; or a file of its own that a newer torch does not load
+    except Exception as error:  # no network, a full disk; or a file of its own that a newer torch does not load
         if (folder / name.replace("-", "_") / "raw").is_dir():
-            return  # the archive is unpacked, and its text is all that is read here
+            return  # the archive is unpacked, and only its text files are read here
         first = str(error).strip().partition("\n")[0] or type(error).__name__
         raise TaskError(
             f"ogb could not fetch {name} into {folder} ({first.removesuffix('.')}): "
@@ -167,12 +167,12 @@ def with_ogb(name: str, folder: Path) -> None:
 # --- Planetoid's own files (Yang et al. 2016, arXiv 1603.08861): ``ind.cora.allx``, ``ind.cora.graph`` and so on
 
 
-#: Nodes behind those that are learnt from.
+#: Validation nodes, after the training nodes.
 VALIDATION = 500
 
 
 def read_planetoid(folder: Path, name: str) -> GraphData | None:
-    """The graph that files in the folder, or in its ``raw``, call `name` (``cora``, say); None where there are none."""
+    """The graph `name` (``cora``, say) in the folder or in its ``raw``; None if there is none."""
     for place in (folder, folder / "raw"):
         if (place / f"ind.{name}.allx").is_file():
             return _read(place / f"ind.{name}")
@@ -183,8 +183,8 @@ def _read(stem: Path) -> GraphData:
     training, tested = _matrix(_file(stem, "allx")), _matrix(_file(stem, "tx"))
     classes, tested_classes = _dense(_file(stem, "ally")), _dense(_file(stem, "ty"))
     labelled = len(_dense(_file(stem, "y")))
-    # Test nodes stand in the files in another order than in the graph, and some of the graph's are missing: these have
-    # no features and no class, and judge nothing.
+    # The files list test nodes in another order than the graph, and some of the graph's nodes are missing: these have
+    # no features and no class, and are in no split.
     places = np.array([int(line) for line in read_text(_file(stem, "test.index")).split()])
     nodes = max(len(training), int(places.max(initial=-1)) + 1)
     if len(places) != len(tested) or len(tested) != len(tested_classes) or len(training) != len(classes):
@@ -223,7 +223,7 @@ def _dense(path: Path) -> NDArray[Any]:
 
 
 def _matrix(path: Path) -> NDArray[np.float32]:
-    """A matrix of SciPy's in rows, dense."""
+    """A SciPy CSR matrix as a dense tensor."""
     held = _plain(path)
     state = held.state if isinstance(held, Call) else None
     try:
@@ -240,7 +240,7 @@ def _matrix(path: Path) -> NDArray[np.float32]:
 
 
 def _planetoid_edges(path: Path) -> NDArray[np.int64]:
-    """From every node to each in its list."""
+    """The edges from every node to each node in its list."""
     held = _plain(path)
     try:
         pairs = [(int(node), int(other)) for node, others in held.items() for other in others]

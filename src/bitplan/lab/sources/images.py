@@ -1,4 +1,4 @@
-"""Image files in a folder for each class, read with Pillow."""
+"""Image data sets: CIFAR, Fashion-MNIST, and folders of image files, one per class."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bitplan.lab.sources.files import Sought, read_bytes
 from bitplan.lab.sources.pickled import NotPlainData, bytes_array, plain_data
 from bitplan.lab.tasks.images import PictureData, Pictures, StoredPictures
 
-# --- CIFAR-10 and CIFAR-100 (Krizhevsky 2009) from their own files, the binary version or the Python one
+# --- CIFAR-10 and CIFAR-100 (Krizhevsky 2009), from the binary version or the Python one
 
 
 _PIXELS = 3 * 32 * 32
@@ -27,16 +27,16 @@ _TEN = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse",
 
 @dataclass(frozen=True)
 class CifarFiles:
-    """How one of the two sets lies in its folders."""
+    """The files of one of the two sets."""
 
     name: str
     classes: Sequence[str]
     #: (folder, training files, test files) of the binary and of the Python version.
     binary: tuple[str, Sequence[str], Sequence[str]]
     python: tuple[str, Sequence[str], Sequence[str]]
-    #: Bytes of labels in front of a binary record's pixels; the last one counts.
+    #: Label bytes before a binary record's pixels; the last one counts.
     label_bytes: int
-    #: What the Python version calls the labels.
+    #: The key of the labels in the Python version.
     labels: str
 
 
@@ -60,7 +60,7 @@ CIFAR100 = CifarFiles(
 
 
 def read_cifar(kind: CifarFiles, folder: Path) -> PictureData | None:
-    """The set from `folder` or from the subfolder that its archive unpacks to; None where it is not there."""
+    """The set from `folder` or from the subfolder that its archive unpacks to; None if it is missing."""
     for (subfolder, training, test), read in ((kind.binary, _read_binary), (kind.python, _read_python)):
         for place in (folder / subfolder, folder):
             if (place / training[0]).is_file():
@@ -72,7 +72,7 @@ def read_cifar(kind: CifarFiles, folder: Path) -> PictureData | None:
 
 
 def sought(kind: CifarFiles) -> Sought:
-    """What to tell a user whose folder lacks it."""
+    """The error message for a folder without the set."""
     binary, python = (f"{folder}/{training[0]}" for folder, training, _ in (kind.binary, kind.python))
     return Sought(
         kind.name,
@@ -100,7 +100,7 @@ def _read_python(kind: CifarFiles, path: Path) -> tuple[NDArray[np.uint8], NDArr
         held = plain_data(read_bytes(path))
         if not isinstance(held, dict):
             raise NotPlainData("no dictionary")
-        # Keys are text, or bytes where Python 3 wrote Python 2's strings.
+        # Keys are text, or bytes where Python 3 read Python 2's strings.
         by_name: dict[str, Any] = {key.decode() if isinstance(key, bytes) else str(key): held[key] for key in held}
         pixels = bytes_array(by_name["data"])
         labels = np.array(by_name[kind.labels], dtype=np.int64)
@@ -123,7 +123,7 @@ def _damaged(path: Path, why: str) -> TaskError:
     return TaskError(f"{path} is damaged or something else ({why}): get the archive again and unpack it.")
 
 
-# --- Fashion-MNIST (Xiao et al. 2017, arXiv 1708.07747) from its IDX files, packed or not
+# --- Fashion-MNIST (Xiao et al. 2017, arXiv 1708.07747) from its IDX files, compressed or not
 
 
 #: Debian's package dataset-fashion-mnist.
@@ -139,7 +139,7 @@ CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt",
 
 
 def read_fashion_mnist(folder: Path) -> PictureData | None:
-    """The set from `folder`, or from where torchvision puts it below; None where it is not there."""
+    """The set from `folder`, or from torchvision's subfolder; None if it is missing."""
     for place in (folder, folder / "FashionMNIST" / "raw"):
         if _file(place, "train-images-idx3-ubyte") is not None:
             return PictureData(_part(place, "train"), _part(place, "t10k"), CLASSES)
@@ -175,15 +175,15 @@ TRAINING_NAMES = ("train", "training")
 
 HELD_OUT_NAMES = ("val", "valid", "validation", "test")
 
-#: Without a folder of held-out images every so many-th one is held out.
+#: Without a folder of held-out images, every image with this stride is held out.
 HOLD_OUT_EVERY = 5
 
-#: Decoded images are kept while all of them fit into so many bytes.
+#: Decoded images are cached if all of them fit into this many bytes.
 KEPT_BYTES = 1 << 30
 
 
 class FiledPictures(Pictures):
-    """Images that are read when they are wanted, cut to squares of one size, and kept if there is room."""
+    """Images that are read on demand, cropped to squares of one size, and cached if they fit."""
 
     def __init__(self, paths: list[Path], labels: list[int], size: int) -> None:
         self.paths, self.labels, self.size = paths, torch.tensor(labels), size
@@ -202,7 +202,7 @@ class FiledPictures(Pictures):
 
 
 def read_image(path: Path, size: int) -> Tensor:
-    """The middle square of an image file, (3, size, size) bytes."""
+    """The central square of an image file, (3, size, size) bytes."""
     image_module = pillow()
     try:
         with image_module.open(path) as opened:

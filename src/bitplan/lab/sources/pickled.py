@@ -1,8 +1,8 @@
 """The plain data inside a pickle, read without unpickling it.
 
-``pickle.load`` runs whatever a file asks for. Here the file's operations are only listed (by the standard library's
-:mod:`pickletools`) and followed as far as they build plain values; a call is kept as its name and its arguments and is
-never made. NumPy arrays of bytes are put together from what such a call says.
+``pickle.load`` executes whatever a file contains. Here the file's operations are only listed (by the standard library's
+:mod:`pickletools`) and interpreted as far as they build plain values; a call is recorded as its name and arguments and
+never made. NumPy arrays of bytes are reconstructed from such a recorded call.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 
 class NotPlainData(ValueError):
-    """The pickle holds something else than plain values and arrays of bytes."""
+    """The pickle holds something other than plain values and arrays of bytes."""
 
 
 @dataclass
 class Call:
-    """A call that the pickle asks for and that nobody makes."""
+    """A call in the pickle, which is never made."""
 
     name: str
     arguments: Any
@@ -36,13 +36,13 @@ _LITERALS = {
     *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
 }
 _EMPTY = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
-#: How NumPy calls the types of numbers.
+#: NumPy's names of number types.
 _NUMBERS = frozenset({"u1", "uint8", "i1", "i2", "i4", "i8", "f4", "f8", "b1"})
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 def plain_data(content: bytes) -> Any:
-    """What the pickle `content` holds, calls unmade.
+    """The contents of the pickle `content`, without making its calls.
 
     >>> import pickle
     >>> plain_data(pickle.dumps({"labels": [3, 1, 2], "name": "batch 1"}, protocol=2))
@@ -56,7 +56,7 @@ def plain_data(content: bytes) -> Any:
         (result,) = stack
     except NotPlainData:
         raise
-    except Exception as error:  # a damaged file fails in many ways, none of which is worth telling apart
+    except Exception as error:  # a damaged file fails in many ways, which need no distinction
         raise NotPlainData(f"not a readable pickle ({type(error).__name__})") from error
     return result
 
@@ -117,12 +117,12 @@ def _reduced(name: str, arguments: Any) -> Any:
     if name == "_codecs.encode":
         return _encoded(arguments)
     if name == "collections.defaultdict":
-        return {}  # filled by what follows; what it would say of keys that it lacks nobody asks
+        return {}  # filled by what follows; a default factory is not needed
     return Call(name, arguments)
 
 
 def _encoded(arguments: Any) -> bytes:
-    """How Python 3 writes bytes in Python 2's protocol."""
+    """Decode bytes that Python 3 wrote in Python 2's protocol."""
     match arguments:
         case (str(text), "latin1"):
             return text.encode("latin-1")
@@ -153,7 +153,7 @@ def any_array(call: Any) -> NDArray[Any]:
 
 
 def _number_type(kind: Any, state: Any) -> np.dtype[Any]:
-    """The type that NumPy calls `kind`; its state's second value is the order of bytes."""
+    """The dtype that NumPy calls `kind`; the second value of its state is the byte order."""
     name = kind.decode("latin-1") if isinstance(kind, bytes) else str(kind)
     if name not in _NUMBERS:
         raise NotPlainData(f"an array of {name}")

@@ -1,4 +1,4 @@
-"""A pretrained BERT from a folder as transformers writes it: JSON, safetensors and a vocabulary. Nothing executes."""
+"""A pretrained BERT from a transformers folder: JSON, safetensors and a vocabulary. No file is executed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from bitplan.errors import TaskError
 from bitplan.lab.sources.files import read_text
 from bitplan.lab.tasks.tokens import TextEncoder
 
-# --- Weights of pretrained backbones, from safetensors files: they hold numbers only, and nothing in them executes
+# --- Weights of pretrained backbones, from safetensors files, which hold numbers only
 
 
 def read_backbone(path: Path, backbone: nn.Module) -> None:
-    """Put the weights of a ResNet into `backbone`: by bitplan's own names or by torchvision's.
+    """Load the weights of a ResNet into `backbone`, by bitplan's names or by torchvision's.
 
-    A classifier's weights are passed over; everything else must fit.
+    A classifier's weights are ignored; everything else must match.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -35,7 +35,7 @@ def read_backbone(path: Path, backbone: nn.Module) -> None:
         ) from error
     weights = {_own_name(name): tensor for name, tensor in stored.items() if not name.startswith("fc.")}
     expected: dict[str, Tensor] = backbone.state_dict()
-    # Older files lack the counters of batch norms, which change no number.
+    # Older files lack the counters of batch norms, which have no effect.
     lacking = [name for name in expected if name not in weights and not name.endswith("num_batches_tracked")]
     foreign = [name for name in weights if name not in expected]
     other = [name for name in weights if name in expected and weights[name].shape != expected[name].shape]
@@ -49,9 +49,9 @@ def _own_name(name: str) -> str:
     return name.replace(".downsample.", ".shortcut.")
 
 
-#: What a fine-tune learns anew, so that a folder may lack it.
+#: Weights that fine-tuning initialises, so that a folder may lack them.
 _FRESH = ("classifier.", "bert.pooler.")
-#: What old files call the two tensors of a norm.
+#: Old names of a norm's two tensors.
 _OLD_NAMES = {"gamma": "weight", "beta": "bias"}
 
 
@@ -68,7 +68,7 @@ class PretrainedFolder:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """What the model is."""
+        """The model's configuration."""
         content = self._json("config.json")
         if content.get("model_type") != "bert":
             raise TaskError(
@@ -90,14 +90,14 @@ class PretrainedFolder:
         return content
 
     def require(self, length: int) -> None:
-        """Raise where rows of `length` tokens are longer than what the model has learnt."""
+        """Raise if rows of `length` tokens are longer than the model's positions."""
         most = self.config.get("max_position_embeddings", 512)
         if length > most:
             raise TaskError(f"length is {length}, and the model in {self.path} knows {most} places: set length={most}.")
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:
-        """Every tensor under today's name."""
+        """Every tensor under its current name."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
@@ -113,7 +113,7 @@ class PretrainedFolder:
         return {_name_today(name): tensor for name, tensor in weights.items()}
 
     def load_into(self, model: nn.Module) -> None:
-        """Copy the weights into transformers' BERT for sequence classification, whose head stays as it is."""
+        """Copy the weights into transformers' BERT for sequence classification; its head is left unchanged."""
         expected = model.state_dict()
         fitting = {}
         for name, tensor in expected.items():
@@ -133,7 +133,7 @@ class PretrainedFolder:
         model.load_state_dict(fitting, strict=False)
 
     def encoder(self) -> TextEncoder:
-        """Its tokens."""
+        """The model's tokenizer."""
         return FolderEncoder(self)
 
 
@@ -145,7 +145,7 @@ def _name_today(name: str) -> str:
 
 
 class FolderEncoder(TextEncoder):
-    """Word pieces by the folder's tokenizer.json, or by its vocab.txt."""
+    """Word pieces of the folder's tokenizer.json, or of its vocab.txt."""
 
     def __init__(self, folder: PretrainedFolder) -> None:
         self._tokenizer = _tokenizer(folder)
@@ -188,11 +188,11 @@ def _tokenizer(folder: PretrainedFolder) -> Any:
             return BertWordPieceTokenizer(str(vocabulary), lowercase=bool(lowers))
     except TaskError:
         raise
-    except Exception as error:  # the library raises plain exceptions for whatever is wrong with a file
+    except Exception as error:  # the library raises plain exceptions for damaged files
         raise TaskError(f"the tokenizer in {folder.path} cannot be read ({error}): get it again.") from error
     raise TaskError(f"{folder.path} has neither tokenizer.json nor vocab.txt: name a folder that has one of them.")
 
 
 def no_weights(model: nn.Module) -> bool:
-    """Whether the model has shapes only."""
+    """Whether the model has shapes only, no data."""
     return any(parameter.device == torch.device("meta") for parameter in model.parameters())

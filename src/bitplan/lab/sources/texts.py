@@ -1,8 +1,8 @@
-"""Texts with classes in tables: a text a line, columns by name, tabs between them (.tsv) or JSON (.jsonl); .gz is fine.
+"""Texts with classes, from tables with named columns, tab-separated (.tsv) or JSON lines (.jsonl), also as .gz.
 
-Columns are found by their names: the text is ``sentence`` or ``text``; a pair is ``premise`` and ``hypothesis`` (or
+Columns are recognised by name: the text is ``sentence`` or ``text``; a pair is ``premise`` and ``hypothesis`` (or
 ``sentence1`` and ``sentence2``); the class is ``label`` or ``gold_label``, a number or a word. Lines without a class
-(``-``) are passed over, and so are those of other languages where one is asked for.
+(``-``) are ignored, and so are those of other languages if one is chosen.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from bitplan.errors import TaskError
 from bitplan.lab.sources.files import read_text
 from bitplan.lab.tasks.labelled_texts import LabelledTexts, Sample, TextData
 
-# --- The docstrings of Python's standard library, each with the package that it comes from
+# --- The docstrings of Python's standard library, each with its package
 
 
-#: Packages with many docstrings, which every Python that bitplan supports has, and every system's way to package it.
+#: Packages with many docstrings that every supported Python has, in every distribution.
 PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "xml")
 
-#: One docstring in so many is held out.
+#: One of this many docstrings is held out.
 HOLD_OUT_EVERY = 5
 
 
 @cache
 def library_docstrings() -> TextData:
-    """Docstrings by package. Which of them are held out follows from their words, so that it is the same everywhere;
-    one that comes twice comes once here, and so never on both sides.
+    """Docstrings by package. A hash of the text decides which of them are held out, so that the split is the same
+    everywhere; duplicates are removed, so that none is on both sides.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     missing = [package for package in PACKAGES if not (folder / package).is_dir()]
@@ -58,7 +58,7 @@ def _labelled(labels: dict[str, int]) -> LabelledTexts:
 
 
 def docstrings_in(folder: Path) -> Iterator[str]:
-    """Of all modules, classes and functions in the folder's files of Python, which are read and not run."""
+    """The docstrings of all modules, classes and functions in the folder's Python files, which are not executed."""
     for path in sorted(folder.rglob("*.py")):
         if "test" in path.relative_to(folder).parts or "tests" in path.relative_to(folder).parts:
             continue
@@ -69,11 +69,11 @@ def docstrings_in(folder: Path) -> Iterator[str]:
                     yield text
 
 
-# --- Texts to learn from: the Python standard library's own, a file, or a folder with its parts
+# --- Training texts: the Python standard library's, a file, or a folder with splits
 
 
-#: Modules whose sources are read, in this order. They are chosen for their words: programs with long explanations. Each
-#: is a file in the library of every Python that bitplan supports.
+#: Modules whose sources are read, in this order: programs with long explanations, and a file in the library of every
+#: supported Python.
 TRAINING_MODULES = (
     *("argparse", "ast", "base64", "bdb", "cmd", "configparser", "contextlib", "dataclasses", "difflib", "doctest"),
     *("enum", "ftplib", "functools", "gettext", "gzip", "imaplib", "inspect", "ipaddress", "mailbox", "optparse"),
@@ -83,13 +83,13 @@ TRAINING_MODULES = (
 
 HELD_OUT_MODULES = ("calendar", "csv", "fractions", "heapq", "shlex", "string", "textwrap", "timeit")
 
-#: So many characters of each part, whatever more this Python has.
+#: Characters of each split, however much this Python has.
 MOST_CHARACTERS = 1_500_000
 
-#: The end of a text in one piece is held out: this share of it.
+#: The held-out share of a text in one piece: its end.
 HELD_OUT = 0.1
 
-#: How held-out files are called; training files are called "train".
+#: Names of held-out files; training files are called "train".
 _HELD_OUT = ("valid", "val", "dev")
 
 _TEST = "test"
@@ -99,11 +99,11 @@ _ENDINGS = (".txt", ".txt.gz", ".tokens", ".tokens.gz")
 
 @dataclass(frozen=True)
 class Text:
-    """What is learnt from, and what is held out."""
+    """Training text and held-out text."""
 
     training: str
     held_out: str
-    #: Held out as well, and looked at once, at the end; empty where there is none.
+    #: The test text, evaluated once, at the end; empty if there is none.
     test: str = ""
 
     def __post_init__(self) -> None:
@@ -113,14 +113,14 @@ class Text:
 
 
 def split(whole: str) -> Text:
-    """A text in one piece: its end is held out."""
+    """The splits of a text in one piece: its end is held out."""
     first_held_out = round(len(whole) * (1 - HELD_OUT))
     return Text(whole[:first_held_out], whole[first_held_out:])
 
 
 @cache
 def library_text() -> Text:
-    """The sources of the running Python's standard library. They differ a little from version to version."""
+    """The sources of the running Python's standard library, which differ a little between versions."""
     return Text(*(_sources(modules) for modules in (TRAINING_MODULES, HELD_OUT_MODULES)))
 
 
@@ -156,7 +156,7 @@ def _sibling(training: Path, name: str) -> str:
 
 
 def _parts(folder: Path) -> tuple[Path, Path]:
-    """The training file and the held-out one beside it, which differ in one word of their names."""
+    """The training file and the held-out one beside it, whose names differ in one word."""
     pairs = []
     for path in sorted(folder.iterdir()):
         if "train" not in path.name.split(".") or not path.name.endswith(_ENDINGS):
@@ -174,7 +174,7 @@ def _parts(folder: Path) -> tuple[Path, Path]:
 
 
 def fetched_wikitext() -> Text:
-    """WikiText-2 by Hugging Face's downloader."""
+    """WikiText-2, downloaded by Hugging Face's datasets."""
     try:
         from datasets import load_dataset
     except ModuleNotFoundError as error:
@@ -185,7 +185,7 @@ def fetched_wikitext() -> Text:
     try:
         parts: Any = load_dataset("Salesforce/wikitext", "wikitext-2-v1")
         texts = ["".join(parts[name]["text"]) for name in ("train", "validation", "test") if name in parts]
-    except Exception as error:  # no network, no room, a changed address: the reason is in the words
+    except Exception as error:  # no network, a full disk, a changed address: the message says why
         first = str(error).strip().partition("\n")[0] or type(error).__name__
         raise TaskError(
             f"WikiText-2 could not be fetched ({first.removesuffix('.')}): "
@@ -194,7 +194,7 @@ def fetched_wikitext() -> Text:
     return Text(*texts)
 
 
-#: How files of held-out texts are called; training files are called "train".
+#: Names of files of held-out texts; training files are called "train".
 HELD_OUT_ROWS = ("dev", "valid", "validation", "val")
 
 ENDINGS = (".tsv", ".jsonl")
@@ -213,8 +213,8 @@ _UNDECIDED = ("-", "-1", "")
 def read_tables(data: str, classes: Sequence[str] | None = None, language: str = "") -> TextData:
     """From a folder with one pair of files such as ``sst2.train.tsv`` and ``sst2.dev.tsv``.
 
-    :param classes: the names of the classes, by number; None: those that the training texts have.
-    :param language: only the lines of this one, where the table has such a column.
+    :param classes: the names of the classes, by number; None: those of the training texts.
+    :param language: use only the lines of this language, if the table has such a column.
     """
     folder = Path(data).expanduser()
     if not folder.is_dir():
@@ -226,7 +226,7 @@ def read_tables(data: str, classes: Sequence[str] | None = None, language: str =
 
 
 def _table_parts(folder: Path, language: str) -> tuple[Path, Path]:
-    """The training file and the held-out one beside it, which differ in one word of their names."""
+    """The training file and the held-out one beside it, whose names differ in one word."""
     pairs = []
     for path in sorted(folder.iterdir()):
         parts = path.name.split(".")
@@ -250,7 +250,7 @@ def _table_parts(folder: Path, language: str) -> tuple[Path, Path]:
 
 
 def _table(path: Path, language: str) -> list[tuple[Sample, str]]:
-    """Every sample with the word for its class."""
+    """Every sample with the name of its class."""
     rows = list(_json_rows(path) if ".jsonl" in path.name else _tab_rows(path))
     if not rows:
         raise TaskError(f"{path} has no lines: name a table with texts and labels.")
@@ -282,7 +282,7 @@ def _column(names: Mapping[str, Any], candidates: Sequence[str]) -> str | None:
 
 
 def _tab_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    # Quotes are part of the text, and a line is ended by a line feed alone: so the sets were written.
+    # Quotes are part of the text, and only a line feed ends a line: that is how the sets were written.
     head, *lines = [line.removesuffix("\r") for line in read_text(path).split("\n")]
     names = [name.strip() for name in head.split("\t")]
     for number, line in enumerate(lines, 2):
@@ -308,7 +308,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _classes(table: Sequence[tuple[Sample, str]]) -> list[str]:
-    """Numbers in their order, words in the alphabet's."""
+    """Classes in order: numbers by value, words alphabetically."""
     labels = {word for _, word in table}
     if all(word.isdigit() for word in labels):
         return [str(number) for number in range(max(map(int, labels)) + 1)]

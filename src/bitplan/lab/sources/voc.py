@@ -1,12 +1,12 @@
-"""Images with boxes in the layout of the PASCAL VOC challenge, which many tools for drawing boxes write.
+"""Images with boxes in the layout of the PASCAL VOC challenge, which many annotation tools write.
 
 ::
 
     JPEGImages/NAME.jpg            (or .png and others)
     Annotations/NAME.xml
-    ImageSets/Main/train.txt       names, a line each; also val, trainval, test
+    ImageSets/Main/train.txt       one name per line; also val, trainval, test
 
-They may lie in a folder of their own below the place that is named (``VOCdevkit/VOC2012``).
+They may be in a subfolder of the given one (``VOCdevkit/VOC2012``).
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ from bitplan.lab.sources.files import Files, open_files
 from bitplan.lab.sources.images import ENDINGS, HOLD_OUT_EVERY, KEPT_BYTES, pillow
 from bitplan.lab.tasks.scenes import Objects, SceneData, Scenes
 
-#: Pairs of lists, the first of which is trained on and the second held out; the first pair that is there counts.
+#: Pairs of a training list and a held-out list; the first pair that exists is used.
 PAIRS = (("trainval", "test"), ("train", "val"), ("train", "test"))
 
-#: No annotation is so large; what is, is something else.
+#: The largest annotation file; anything larger is something else.
 _LONGEST = 1 << 20
-#: Boxes of fewer pixels on a side are slips of a hand, and no objects.
+#: Boxes with fewer pixels on a side are annotation errors.
 _THINNEST = 2.0
-#: The grey around images that are not square.
+#: The grey padding of images that are not square.
 _AROUND = 114
 _EDGES = ("xmin", "ymin", "xmax", "ymax")
 
 
 @dataclass(frozen=True)
 class Annotation:
-    """What one XML file says."""
+    """The contents of an XML file."""
 
     #: In pixels, from 0 at the image's left and upper edge.
     boxes: Sequence[Sequence[float]]
     names: Sequence[str]
     difficult: Sequence[bool]
-    #: (width, height) of the image; None where the file does not say.
+    #: (width, height) of the image; None if the file has none.
     size: tuple[int, int] | None
 
 
 def read_voc(place: Path, side: int, training: str = "", held_out: str = "") -> SceneData:
-    """The set that lies in a folder or in a .tar, as squares of `side` pixels.
+    """The set in a folder or in a .tar, as squares of `side` pixels.
 
-    :param training: the list to train on; by default trainval where a list test with annotations is there, else train.
-    :param held_out: the list that is held out; by default test, else val. Without any lists it is every fifth image.
+    :param training: the training list; by default trainval if a list test with annotations exists, else train.
+    :param held_out: the held-out list; by default test, else val. Without lists it is every fifth image.
     """
     if not place.exists():
         raise TaskError(f"there is no {place}: set data= to a folder, or a .tar, with JPEGImages and Annotations.")
@@ -94,7 +94,7 @@ def read_voc(place: Path, side: int, training: str = "", held_out: str = "") -> 
 
 
 class VocScenes(Scenes):
-    """Images that are read when they are wanted, fitted into the middle of a square, and kept if there is room."""
+    """Images that are read on demand, fitted into the centre of a square, and cached if they fit."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class VocScenes(Scenes):
 
 @contextmanager
 def _opened(where: str, content: bytes) -> Iterator[Any]:
-    """An image of Pillow's; what is wrong with the file is one sentence."""
+    """A Pillow image; a damaged file is reported in one sentence."""
     module = pillow()
     try:
         with module.open(io.BytesIO(content)) as image:
@@ -170,7 +170,7 @@ def _opened(where: str, content: bytes) -> Iterator[Any]:
 
 
 def read_annotation(content: bytes, where: str) -> Annotation:
-    """What an XML file says of its image. Files that define entities of their own are refused, whatever these hold."""
+    """The annotation of an image from its XML file. Files that define entities are rejected."""
     root = _parsed(content, where)
     boxes, names, difficult = [], [], []
     for element in root.findall("object"):
@@ -180,13 +180,13 @@ def read_annotation(content: bytes, where: str) -> Annotation:
         edges = [_number(box.findtext(edge), where) for edge in _EDGES]
         if edges[2] < edges[0] or edges[3] < edges[1]:
             raise _damaged(where, f"a box reaches from {edges[:2]} to {edges[2:]}")
-        # Pixels are counted from 1 there, and the last one belongs to the box.
+        # VOC counts pixels from 1, and the last one belongs to the box.
         boxes.append([edges[0] - 1, edges[1] - 1, edges[2], edges[3]])
         names.append(name)
         difficult.append((element.findtext("difficult") or "0").strip() == "1")
     sides = [root.findtext(f"size/{side}") for side in ("width", "height")]
     size = None if None in sides else tuple(int(_number(side, where)) for side in sides)
-    # Some tools write zeros where they did not look.
+    # Some tools write zeros where they have no value.
     return Annotation(boxes, names, difficult, (size[0], size[1]) if size and min(size) > 0 else None)
 
 
@@ -229,7 +229,7 @@ def _damaged(where: str, why: str) -> TaskError:
 def _parts(
     files: Files, lists: dict[str, str], names: Sequence[str], training: str, held_out: str
 ) -> tuple[list[str], list[str]]:
-    """The names of the images to train on and of those that are held out."""
+    """The names of the training images and of the held-out ones."""
     if not lists and not training and not held_out:
         others = list(names[HOLD_OUT_EVERY - 1 :: HOLD_OUT_EVERY])
         listed = [name for name in names if name not in set(others)]
@@ -252,7 +252,7 @@ def _pair(files: Files, lists: dict[str, str], names: Iterable[str], training: s
     names = set(names)
     for pair in PAIRS:
         fits = all(name in lists for name in pair) and (training or pair[0], held_out or pair[1]) == pair
-        # The challenge keeps its later tests' annotations to itself.
+        # The challenge does not publish the annotations of its later test sets.
         if fits and names.issuperset(_listed(files, lists[pair[1]])):
             return pair
     have = ", ".join(sorted(lists)) or "none"
@@ -269,7 +269,7 @@ def _listed(files: Files, name: str) -> list[str]:
         raise TaskError(
             f"{files.where(name)} is not UTF-8 text: write the images' names there, a line each."
         ) from error
-    # Lists of one class have a mark behind each name.
+    # Lists of one class have a flag after each name.
     return list(dict.fromkeys(line.split()[0] for line in text.splitlines() if line.split()))
 
 
@@ -285,7 +285,7 @@ def _stem(name: str) -> str:
 
 
 def _inside(size: tuple[int, int], side: int) -> tuple[int, int, int, int]:
-    """Width and height of an image that fills a square of that side, and where its left upper corner lies."""
+    """Width and height of an image that fills a square of that side, and the position of its top left corner."""
     factor = side / max(size)
     width, height = (max(1, round(length * factor)) for length in size)
     return width, height, (side - width) // 2, (side - height) // 2
