@@ -1,7 +1,7 @@
-"""``python benchmarks/run.py attach``: what a plan at work costs in time, against the same model without one.
+"""``python benchmarks/run.py attach``: the time of training steps under a plan, relative to the model without one.
 
-All variants of a mode are made first and then take turns, a few steps each, so that a machine that grows hot or busy
-does so for all of them; of each the best turn counts. A step is forward, loss, backward and SGD with momentum.
+All variants of a mode are created first and then take turns, a few steps each, so that a machine that gets hot or busy
+slows all of them; the best turn of each counts. A step is forward, loss, backward and SGD with momentum.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from bitplan.runtime.attach import attach
 Mode = Literal["eager", "compiled"]
 
 PLAIN, EMPTY = "no plan", "empty plan"
-#: The plans that come with the benchmark.
+#: The benchmark's own plans.
 OWN_PLANS = ("unscaled", "tensor-scaled")
 
-#: (device, mode, variant) -> at most so many times the step without a plan. The GPU's are set for ResNet-50 under
-#: BF16 autocast, the CPU's for ResNet-20 at batch 128.
+#: (device, mode, variant) -> the largest multiple of the step without a plan. The GPU's are for ResNet-50 under BF16
+#: autocast, the CPU's for ResNet-20 at batch 128.
 TARGETS: dict[tuple[str, Mode, str], float] = {
     ("cuda", "compiled", "unscaled"): 1.05,
     ("cuda", "eager", "unscaled"): 2.0,
@@ -51,7 +51,7 @@ class Row:
     mode: Mode
     variant: str
     milliseconds: float
-    #: Of the step without a plan.
+    #: Relative to the step without a plan.
     ratio: float
     #: Seconds of the first step, compilation included.
     first_seconds: float
@@ -89,7 +89,7 @@ class Contender:
         return found
 
     def seconds_per_step(self, steps: int) -> float:
-        """Wall time of so many steps, divided by their number."""
+        """Wall time per step over a number of steps."""
         return seconds_per_step(self.step, steps, self.device)
 
 
@@ -104,10 +104,10 @@ def bench_attach(
     seed: int = 0,
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> dict[str, Any]:
-    """Measure everything; a document with machine, versions, settings and one entry a row.
+    """Measure everything; returns a document with machine, versions, settings and one entry per row.
 
     :param model: a target, see :func:`bitplan.lab.targets.load_target`.
-    :param autocast: BF16 autocast; on a GPU if not said otherwise.
+    :param autocast: BF16 autocast; by default on a GPU only.
     """
     torch.manual_seed(seed)
     where = torch.device(device)

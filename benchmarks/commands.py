@@ -146,13 +146,13 @@ def speed(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
     turns: Annotated[int, typer.Option(min=1, help="Turns of each variant; the best one counts.")] = 8,
-    sparing: Annotated[
+    recompute: Annotated[
         bool,
-        typer.Option("--spare-memory", help="Measure every plan also with each way to spare memory."),
+        typer.Option("--recompute", help="Also measure every plan with each kind of recomputation."),
     ] = False,
-    fast_sums: Annotated[
+    fast_accumulation: Annotated[
         bool,
-        typer.Option("--fast-sums", help="Measure those in FP8 also with fast sums, in forward products and in all."),
+        typer.Option("--fast-accumulation", help="Also measure FP8 plans with fast accumulation."),
     ] = False,
     loss_steps: Annotated[
         int | None, typer.Option(min=0, help="Steps on real text (default: 1000 on a GPU, none on a CPU).")
@@ -168,8 +168,8 @@ def speed(
         _require_device(device)
         document = bench_speed(
             *(shapes or ("linear-1024",), plans or (), device, turns),
-            sparing=sparing,
-            fast_sums=fast_sums,
+            recompute=recompute,
+            fast_accumulation=fast_accumulation,
             loss_steps=loss_steps,
             loss_batch=loss_batch,
             switches=switches,
@@ -197,8 +197,8 @@ def _print_speed(output: Output, document: dict[str, Any]) -> None:
             output.console.print(f"{name} failed: {reason}")
         _print_losses_and_aim(output, document["losses"].get(shape), document["aims"].get(shape))
     if document["switches"]:
-        words = ", ".join(f"{each['to']} {each['recompiles']}" for each in document["switches"])
-        output.console.print(f"Graphs compiled for each change of formats in a run: {words}.")
+        counts = ", ".join(f"{switch['to']} {switch['recompiles']}" for switch in document["switches"])
+        output.console.print(f"Graphs compiled for each change of formats in a run: {counts}.")
     table = FittedTable("a linear layer's three products with their casts, square matrices")
     for heading in ("unit", "size", "ms plain", "ms native"):
         table.add_column(heading, "number")
@@ -210,8 +210,8 @@ def _print_speed(output: Output, document: dict[str, Any]) -> None:
 def _print_losses_and_aim(output: Output, losses: dict[str, Any] | None, aim: dict[str, Any] | None) -> None:
     if losses is not None and losses["native_less_emulated"] is not None and losses["spread"] is not None:
         output.console.print(
-            f"The last plan's loss is {losses['native_less_emulated']:+.4f} beside its emulation's; another order of "
-            f"the text moves BF16's by {losses['spread']:.4f}."
+            f"The last plan's loss differs from its emulation's by {losses['native_less_emulated']:+.4f}; reordering "
+            f"the text changes BF16's by {losses['spread']:.4f}."
         )
     if aim is not None and aim["reached_by"] is not None:
         by = aim["reached_by"]
@@ -268,13 +268,13 @@ def _print_memory(output: Output, document: dict[str, Any]) -> None:
     table.print(output.console)
     for name, reason in document["failed"].items():
         output.console.print(f"{name} failed: {reason}")
-    found = document["headline"]
-    if found is not None:
+    headline = document["headline"]
+    if headline is not None:
         output.console.print(
-            f"{found['ours']} is {found['times_smaller']:.2f} times smaller than {found['smallest']}, the smallest of "
-            f"the others, at {found['times_as_fast_as_smallest']:.2f} times its speed; beside {found['fastest']}, the "
-            f"fastest, {found['times_smaller_than_fastest']:.2f} times smaller at {found['times_as_fast']:.2f} times "
-            f"its speed."
+            f"{headline['ours']} is {headline['times_smaller']:.2f} times smaller than {headline['smallest']}, the "
+            f"smallest of the others, at {headline['times_as_fast_as_smallest']:.2f} times its speed; compared with "
+            f"{headline['fastest']}, the fastest, it is {headline['times_smaller_than_fastest']:.2f} times smaller at "
+            f"{headline['times_as_fast']:.2f} times its speed."
         )
     if document["loss_data"] is not None:
         output.console.print(
@@ -313,7 +313,7 @@ def _finish(
     as_json: bool,
     show: Callable[[Output, dict[str, Any]], None],
 ) -> None:
-    document = {"command": _asked(context), **document}
+    document = {"command": _command_line(context), **document}
     output.document(document)
     if not as_json:
         show(output, document)
@@ -322,20 +322,20 @@ def _finish(
         output.note(f"wrote {output_file}")
 
 
-def _asked(context: typer.Context) -> str:
-    """What measures the same again: the command with the options that were given, but for those that say where to."""
-    words = [*PROGRAM.split(), str(context.info_name)]
+def _command_line(context: typer.Context) -> str:
+    """The command that repeats the measurement: all options that were given, except the output's."""
+    arguments = [*PROGRAM.split(), str(context.info_name)]
     for option in context.command.params:
         source = context.get_parameter_source(str(option.name))
         if source is None or source.name != "COMMANDLINE" or option.name in ("as_json", "output_file"):
             continue
         value = context.params[str(option.name)]
         if isinstance(value, bool):
-            words.append(option.opts[0] if value else option.secondary_opts[0])
+            arguments.append(option.opts[0] if value else option.secondary_opts[0])
         else:
-            for each in value if isinstance(value, (list, tuple)) else (value,):
-                words += [option.opts[0], str(each.value if isinstance(each, Enum) else each)]
-    return shlex.join(words)
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                arguments += [option.opts[0], str(item.value if isinstance(item, Enum) else item)]
+    return shlex.join(arguments)
 
 
 def _progress(output: Output, row: Row) -> None:

@@ -1,8 +1,8 @@
-"""The ways to train one model that ``python benchmarks/run.py memory`` holds against each other.
+"""The training variants that ``python benchmarks/run.py memory`` compares.
 
-Model and loss are one module, compiled as a whole, so that no way has to keep the logits in full only because the loss
-lies outside of its graph. Each contender's module has code of its own: ``torch.compile`` caches by code, and two
-contenders that differ by nothing but its settings would run the same graph.
+Model and loss are one module, compiled as a whole, so that no variant must save the logits in full precision because
+the loss is outside its graph. Each variant's module has code of its own: ``torch.compile`` caches by code, and two
+variants that differ only in its settings would run the same graph.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from bitplan.runtime.attach import Attachment, attach
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train."""
+    """One training variant."""
 
     compiled: bool = True
     #: Every block is recomputed in the backward pass.
     checkpointed: bool = False
-    #: torch's partitioner recomputes all that it can.
+    #: torch's partitioner recomputes as much as it can.
     aggressive: bool = False
-    #: The plan at work, packed; without, no plan.
+    #: Packed execution of the plan; otherwise no plan.
     packed: bool = False
-    #: torchao's AdamW with a state of 8 bits.
+    #: torchao's AdamW with 8-bit state.
     small_optimizer: bool = False
 
     @property
@@ -63,7 +63,7 @@ VARIANTS: dict[str, Variant] = {
 
 
 def optimizer_for(name: str, variant: Variant) -> Callable[[nn.Module], Optimizer]:
-    """What makes a contender's optimizer."""
+    """The optimizer of a variant."""
     if variant.small_optimizer:
         if name != "adamw":
             raise BitplanError("torchao's 8-bit optimizer is an AdamW: run with --optimizer adamw.")
@@ -94,14 +94,14 @@ class WithLoss(nn.Module):
 
 
 def with_own_code(plain: type[nn.Module]) -> type[nn.Module]:
-    """A subclass that does the same by code of its own."""
+    """A subclass with the same behaviour and code of its own."""
     forward: Any = plain.forward
     own = FunctionType(forward.__code__.replace(), forward.__globals__, "forward", None, forward.__closure__)
     return type(plain.__name__, (plain,), {"forward": own})
 
 
 class Checkpointed(nn.Module):
-    """A block that keeps its inputs only, and runs again in the backward pass."""
+    """A block that saves only its inputs and is recomputed in the backward pass."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -112,19 +112,19 @@ class Checkpointed(nn.Module):
 
 
 def checkpoint_blocks(model: nn.Module) -> int:
-    """Checkpoint every block of every sequence of blocks; how many there are."""
+    """Checkpoint every block of every sequence of blocks; returns their number."""
     count = 0
     sequences = [module for module in model.modules() if isinstance(module, (nn.Sequential, nn.ModuleList))]
     for sequence in sequences:
         for name, block in list(sequence.named_children()):
-            if any(True for _ in block.children()):  # a layer by itself is no block
+            if any(True for _ in block.children()):  # a single layer is not a block
                 setattr(sequence, name, Checkpointed(block))
                 count += 1
     return count
 
 
 class Contender:
-    """A copy of the model with its optimizer, trained in one way."""
+    """A copy of the model with its optimizer, in one variant."""
 
     def __init__(
         self, target: Target, variant: Variant, plan: Plan, autocast: bool, optimizer: Callable[[nn.Module], Optimizer]
@@ -155,7 +155,7 @@ class Contender:
         return (expected, *args), kwargs
 
     def first_steps(self, count: int = 2) -> float:
-        """Make the steps that compile; seconds of all of them."""
+        """Make the steps that compile; returns their seconds."""
         settings: AbstractContextManager[Any] = (
             functorch_config.patch(aggressive_recomputation=True) if self.variant.aggressive else nullcontext()
         )
@@ -163,15 +163,15 @@ class Contender:
             return count * self.seconds_per_step(count)
 
     def seconds_per_step(self, steps: int) -> float:
-        """Wall time of so many steps, divided by their number."""
+        """Wall time per step over a number of steps."""
         return seconds_per_step(lambda: self.step(lambda phase: None), steps, self.device)
 
     def memory(self) -> Memory:
-        """What two steps hold."""
+        """The memory of two steps."""
         return measure_step(self.step, 2, warm_up=False)
 
     def losses(self, batch_of: Callable[[int], Any], steps: int) -> list[float]:
-        """The loss of every step, when it trains from the first weights on; see :func:`losses_of`."""
+        """The loss of every step, from the initial weights on; see :func:`losses_of`."""
         self.module.load_state_dict(self._first_weights)
         assert self.step.optimizer is not None
         self.step.optimizer.state.clear()

@@ -4,10 +4,10 @@
     python benchmarks/convolutions.py --dtype bfloat16
     python benchmarks/convolutions.py --device cuda --dtype bfloat16 --plan fp8 --images 64
 
-Writes benchmarks/results/convolutions-DEVICE-DTYPE.json. The columns: torch's own convolution and emulation with
-channels last; on the units with channels last; torch's own and on the units with torch's layout, the latter by copies
-of input, result and gradients into the other layout and back (which bitplan does not do: it emulates, and says so).
-On a GPU the time is the device's: steps are replayed as CUDA graphs.
+Writes benchmarks/results/convolutions-DEVICE-DTYPE.json. The columns: torch's convolution and emulation in channels
+last; native in channels last; torch's and native in the contiguous layout, the latter by copies of input, output and
+gradients to channels last and back (which bitplan does not do: it falls back to emulation, and reports it).
+On a GPU the time is device time: steps are replayed as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TURNS = 4
 
 
 def step_of(shape: tuple[int, ...], column: str, plan: Plan, given: argparse.Namespace) -> Any:
-    """A call that does one step."""
+    """A function that makes one step."""
     inputs, side, outputs, kernel, stride = shape
     execution, is_last = COLUMNS[column]
     layout = torch.channels_last if is_last else torch.contiguous_format
@@ -79,12 +79,12 @@ def step_of(shape: tuple[int, ...], column: str, plan: Plan, given: argparse.Nam
 
 
 def believed(x: Tensor) -> bool:
-    """What decides whether a path exists believes all images to have their channels last; what takes it, does not."""
+    """Report every image as channels last to the checks of native paths, while tensors keep their layout."""
     return True
 
 
 def made(plan: Plan, given: argparse.Namespace) -> dict[tuple[int, ...], dict[str, Any]]:
-    """Shape -> column -> a step, compiled."""
+    """Shape -> column -> a compiled step."""
     with (
         mock.patch.object(convolution, "is_channels_last", believed),
         warnings.catch_warnings(),
@@ -95,7 +95,7 @@ def made(plan: Plan, given: argparse.Namespace) -> dict[tuple[int, ...], dict[st
 
 
 def timed(steps: dict[str, Any], device: torch.device) -> dict[str, float]:
-    """Column -> milliseconds, the best of some turns, in which the columns follow each other."""
+    """Column -> milliseconds, the best of several turns, in which the columns alternate."""
     best = dict.fromkeys(steps, float("inf"))
     for _ in range(TURNS):
         for column, step in steps.items():

@@ -1,4 +1,4 @@
-"""Loss curves, by which the memory and the speed benchmark compare ways to train."""
+"""Loss curves, by which the memory and the speed benchmark compare training variants."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from bitplan.analysis.memory.step import TrainingStep
 from bitplan.lab.tasks.task import decayed
 from bitplan.runtime.optimizers import set_rate
 
-#: What a step is called with: arguments, and those by name.
+#: Positional and keyword arguments of a step.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-#: Of the last steps of a training run, the share whose mean loss is compared.
+#: The share of the last steps of a run whose mean loss is compared.
 _COMPARED_SHARE = 0.05
 
 
 def losses_of(step: TrainingStep, call_at: Callable[[int], Call], steps: int) -> list[float]:
-    """The loss of every step from the present weights on.
+    """The loss of every step from the current weights on.
 
-    The learning rate grows for a tenth of the steps and falls to nothing until the last: where it stays high to the
-    end, the loss of a last step is a matter of luck, and no two ways to train can be compared by it.
+    The learning rate warms up for a tenth of the steps and decays to zero: at a high learning rate the loss of the last
+    step is noisy, and variants cannot be compared by it.
     """
     optimizer = step.optimizer
     assert optimizer is not None
@@ -45,7 +45,7 @@ def losses_of(step: TrainingStep, call_at: Callable[[int], Call], steps: int) ->
 
 
 def mean_loss(step: TrainingStep, call_at: Callable[[int], Call], batches: int) -> float:
-    """The mean over so many batches that nothing is learnt from, by the graph that training has compiled."""
+    """The mean loss on held-out batches, by the compiled training graph."""
     kept = step.args, step.kwargs
     found: list[Tensor] = []
     try:
@@ -64,6 +64,6 @@ def final(losses: list[float]) -> float:
 
 
 def thinned(losses: list[float], most: int = 100) -> list[float]:
-    """The curve in at most so many points, each the mean of its stretch."""
+    """The curve in at most this many points, each the mean of its segment."""
     stretch = -(-len(losses) // most)
     return [sum(part) / len(part) for part in (losses[at : at + stretch] for at in range(0, len(losses), stretch or 1))]

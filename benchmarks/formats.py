@@ -1,7 +1,7 @@
-"""``python benchmarks/run.py formats``: the time of rounding, ours beside the peers', against a plain copy.
+"""``python benchmarks/run.py formats``: the time of rounding, by bitplan and by peers, relative to a plain copy.
 
-On a CPU one thread rounds 2^20 float32 numbers and its CPU time counts; on a GPU events time tensors far larger
-than the caches, and the bytes read and written (8 an element) are set against a copy's.
+On a CPU one thread rounds 2^20 float32 numbers and its CPU time counts; on a GPU events time tensors far larger than
+the caches, and bandwidth (8 bytes per element) is compared with that of a copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bitplan.numerics.reference import Rounding
 
 Mode = Literal["eager", "compiled", "compiled, tensor parameters"]
 
-#: The floats every run measures: the named ones and the three of Lee et al.
+#: The formats of every run: the named floats and the three of Lee et al.
 DEFAULT_FORMATS: tuple[str, ...] = (
     *("fp32", "tf32", "bf16", "fp16", "e5m2", "e4m3", "e3m4", "e3m2", "e2m3", "e2m1"),
     *("e6m9b0", "e5m2b0", "e4m3b4"),
@@ -33,7 +33,7 @@ DEFAULT_FORMATS: tuple[str, ...] = (
 CPU_ELEMENTS = 1 << 20
 GPU_ELEMENTS = 1 << 28
 
-#: ns an element on one CPU thread at most; share of copy bandwidth on a GPU at least.
+#: The largest ns per element on one CPU thread; the least share of copy bandwidth on a GPU.
 CPU_TARGETS: dict[tuple[Rounding, Mode], float] = {
     ("nearest", "eager"): 1.0,
     ("nearest", "compiled"): 0.35,
@@ -42,7 +42,7 @@ CPU_TARGETS: dict[tuple[Rounding, Mode], float] = {
     ("stochastic", "compiled"): 1.0,
 }
 GPU_TARGETS: dict[tuple[Rounding, Mode], float] = {("nearest", "compiled"): 0.9, ("stochastic", "compiled"): 0.8}
-#: Where torch has a conversion of its own, ours takes at most this many times as long.
+#: The largest multiple of the time of torch's own conversion, where it has one.
 TORCH_RATIO = 1.1
 
 log = logging.getLogger(__name__)
@@ -57,13 +57,13 @@ class Row:
     rounding: Rounding
     mode: Mode
     ns_per_element: float
-    #: Time of a plain copy of the same tensor over this time: 1.0 is as fast as memory allows.
+    #: Time of a plain copy of the same tensor divided by this time: 1.0 is memory bandwidth.
     share_of_copy: float
     terabytes_per_second: float
-    #: Whether the result differed from the input at all. Inductor drops a conversion to bfloat16 or float16 and
-    #: back, so torch's own compiled cast is no rounding but a copy.
+    #: Whether the result differed from the input. Inductor removes a conversion to bfloat16 or float16 and back, so
+    #: torch's own compiled cast is a copy.
     rounded: bool
-    #: What bitplan set out to reach here, None for peers.
+    #: bitplan's target, None for peers.
     target: float | None
     reached: bool | None
 
@@ -76,7 +76,7 @@ def bench_formats(
     peers: bool = True,
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> dict[str, Any]:
-    """Measure everything; a document with machine, versions, the copy's time and one entry a row."""
+    """Measure everything; returns a document with machine, versions, the copy's time and one entry per row."""
     where = torch.device(device)
     count = elements or (GPU_ELEMENTS if where.type == "cuda" else CPU_ELEMENTS)
     threads = torch.get_num_threads()
@@ -103,7 +103,7 @@ def bench_formats(
 
 
 def _spread_numbers(count: int, device: torch.device) -> Tensor:
-    """Normal numbers over many binades, so that every region of every format is met."""
+    """Normal numbers over many binades, so that every region of every format is covered."""
     generator = torch.Generator(device).manual_seed(0)
     numbers = torch.randn(count, device=device, generator=generator)
     return numbers * torch.exp2(torch.randint(-8, 8, (count,), device=device, generator=generator))
@@ -170,7 +170,7 @@ def _row(
 
 
 def _torch_ratios(rows: list[Row]) -> list[dict[str, Any]]:
-    """Ours over torch's own conversion, mode by mode, where torch has one that really rounds."""
+    """bitplan's time relative to torch's own conversion, by mode, where torch has one that rounds."""
     fair = [row for row in rows if row.rounding == "nearest" and row.rounded]
     times = {(row.who, row.format, row.mode): row.ns_per_element for row in fair}
     return [

@@ -1,7 +1,7 @@
-"""What the ways to train of ``python benchmarks/run.py memory`` lose on real data, each in a process of its own.
+"""The losses of the variants of ``python benchmarks/run.py memory`` on real data, each in a process of its own.
 
-Losses need no quiet machine, other than times; so they are made beside the compilation of what is timed, and at a batch
-of their own, since a thousand steps of every way at the size at which memory matters would take a GPU's quarter hour.
+Losses need no idle machine, unlike times; so they are computed during the compilation of the timed variants, and at a
+batch of their own, since a thousand steps of every variant at the full batch would take a GPU a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bitplan.plans import Plan
 
 @dataclass(frozen=True)
 class Trial:
-    """All that a process must know to train one contender."""
+    """Everything that a process needs to train one variant."""
 
     model: str
     variant: str
@@ -40,7 +40,7 @@ class Trial:
 
 
 def losses_of_trial(trial: Trial) -> list[float]:
-    """The loss of every step. Equal seeds give all contenders of a model the same weights and the same batches."""
+    """The loss of every step. Equal seeds give all variants of a model the same weights and batches."""
     torch.manual_seed(trial.seed)
     target = placed(load_target(trial.model), torch.device(trial.device), trial.batch)
     stream = stream_for(target, trial.seed)
@@ -55,9 +55,9 @@ def losses_of_trial(trial: Trial) -> list[float]:
 
 @contextmanager
 def beside(trials: Sequence[Trial], jobs: int) -> Iterator[dict[str, Future[list[float]]]]:
-    """Start all trials, `jobs` at a time, in processes that go on while the block does; by variant.
+    """Start all trials, `jobs` at a time, in processes that run during the ``with`` block; by variant.
 
-    A block that fails or is interrupted ends them.
+    They are ended if the block fails or is interrupted.
     """
     others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")
@@ -67,7 +67,7 @@ def beside(trials: Sequence[Trial], jobs: int) -> Iterator[dict[str, Future[list
             yield pending
         except BaseException:
             # Not by shutdown(cancel_futures=True): where a process serves one task, it waits forever for tasks that
-            # were handed out already and have no process yet. One process that dies, however, fails all of them.
+            # were already submitted and have no process yet. But one process that dies fails all of them.
             while wait(pending.values(), timeout=0.05).not_done:
                 for process in set(multiprocessing.active_children()) - others:
                     process.terminate()
@@ -75,5 +75,5 @@ def beside(trials: Sequence[Trial], jobs: int) -> Iterator[dict[str, Future[list
 
 
 def _ignore_interrupts() -> None:
-    """Ctrl-C reaches the whole group of processes: the one that was asked decides what it means."""
+    """Ignore Ctrl-C, which reaches the whole process group: the parent process handles it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

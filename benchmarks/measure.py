@@ -1,6 +1,6 @@
 """``python benchmarks/run.py measure``: the cost of a probe of the default candidates, in training steps of the model.
 
-Steps and probes take turns, so that a machine that grows busy does so for both; the best turn of each counts. A step is
+Steps and probes take turns, so that a machine that gets busy slows both; the best turn of each counts. A step is
 forward, loss, backward and the optimizer, as a task trains; a probe is one call of :func:`bitplan.measure`.
 """
 
@@ -20,7 +20,7 @@ from bitplan.gemm.sampling import Sampling
 from bitplan.lab.targets import load_target
 from bitplan.machine import describe_machine
 
-#: A full probe of the default candidates takes at most so many training steps' time.
+#: The largest cost of a full probe of the default candidates, in training steps.
 MOST_STEPS = 5.0
 DEFAULT_TARGETS = ("resnet20", "bert-mini")
 
@@ -46,7 +46,7 @@ def bench_measure(
     seed: int = 0,
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> dict[str, Any]:
-    """Measure everything; a document with machine, versions, settings and one entry a target."""
+    """Measure everything; returns a document with machine, versions, settings and one entry per target."""
     where = torch.device(device)
     rows = []
     for name in targets:

@@ -1,7 +1,7 @@
-"""``python benchmarks/run.py memory``: memory and speed of packed training against every way to train in BF16.
+"""``python benchmarks/run.py memory``: memory and speed of packed training against variants of BF16 training.
 
-All contenders are made first, then their memory is measured, then they take turns for their speed, and last each trains
-from the same weights on the same real data, so that a saving that costs accuracy shows.
+All variants are created first, then their memory is measured, then they take turns for their speed, and last each
+trains from the same weights on the same real data, to detect a loss of accuracy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bitplan.machine import describe_machine
 
 log = logging.getLogger(__name__)
 
-#: The plans that come with the benchmark, and which of them each model gets; others get the first.
+#: The benchmark's own plans, and the plan of each model; other models use the first.
 OWN_PLANS = ("packed", "packed-cnn", "packed-gpt")
 _PLAN_OF = {
     "resnet50": "packed-cnn",
@@ -39,18 +39,18 @@ _PLAN_OF = {
 
 @dataclass(frozen=True)
 class Aim:
-    """What packed training is to reach on one H200, for one model and batch."""
+    """The target of packed training on one H200, for one model and batch."""
 
-    #: At most so many bytes at the peak.
+    #: The largest peak in bytes.
     peak: int | None = None
-    #: At least so many samples a second.
+    #: The least number of samples per second.
     samples_per_second: float | None = None
-    #: At least so many times smaller than compiled BF16, and at least this share of its speed.
+    #: The least ratio of compiled BF16's memory to ours, and the least share of its speed.
     times_smaller: float | None = None
     times_as_fast: float | None = None
 
 
-#: (model, batch) -> the aim.
+#: (model, batch) -> the target.
 AIMS = {
     ("resnet50", 256): Aim(peak=round(4.5 * 2**30), samples_per_second=6400),
     ("mobilenet-v2-imagenet", 256): Aim(peak=round(2.5 * 2**30), samples_per_second=9400),
@@ -61,12 +61,12 @@ AIMS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One contender."""
+    """One variant."""
 
     variant: str
-    #: Whether bitplan's plan is at work.
+    #: Whether a bitplan plan is attached.
     ours: bool
-    #: Bytes: the peak, what is kept for backward, and all classes.
+    #: Bytes: the peak, the saved tensors, and all classes.
     peak: int
     kept: int
     memory: dict[str, int]
@@ -74,13 +74,13 @@ class Row:
     samples_per_second: float
     #: Seconds of the first steps, compilation included.
     first_seconds: float
-    #: Mean loss of the last steps on real data, and by how much it is above compiled BF16's; None where not trained.
+    #: Mean loss of the last steps on real data, and its difference from compiled BF16's; None if not trained.
     loss: float | None = None
     loss_gap: float | None = None
 
 
 def chosen_variants(names: Sequence[str] | None, optimizer: str) -> dict[str, Variant]:
-    """Those named; else all compiled ones that make sense here."""
+    """The named variants; by default all compiled ones that apply to the model."""
     for name in names or ():
         if name not in VARIANTS:
             raise BitplanError(f"there is no variant {name!r}; {nearest_names(name, VARIANTS)}")
@@ -111,15 +111,15 @@ def bench_memory(
     seed: int = 0,
     on_news: Callable[[str], None] = lambda sentence: None,
 ) -> dict[str, Any]:
-    """Measure everything; a document with machine, versions, settings and one entry a row.
+    """Measure everything; returns a document with machine, versions, settings and one entry per row.
 
     :param model: a target, see :func:`bitplan.lab.targets.load_target`.
-    :param plan: one of :data:`OWN_PLANS`, a preset or a file; by default the one of ours that suits the model.
-    :param optimizer: ``sgd`` or ``adamw``; by default AdamW where the model reads tokens.
+    :param plan: one of :data:`OWN_PLANS`, a preset or a file; by default the benchmark's plan of the model.
+    :param optimizer: ``sgd`` or ``adamw``; by default AdamW if the model reads tokens.
     :param loss_steps: steps on real data; by default 1,000 on a GPU and none on a CPU.
-    :param loss_batch: samples of each of them; by default `batch`.
-    :param loss_jobs: processes that make these steps meanwhile; 0: here, one contender after the other, at the end, or
-        in one process if their batch is another one.
+    :param loss_batch: samples per step; by default `batch`.
+    :param loss_jobs: processes that make these steps in parallel; 0: in this process, one variant after the other, at
+        the end, or in one process if their batch is a different one.
     """
     torch.manual_seed(seed)
     where = torch.device(device)
@@ -146,7 +146,7 @@ def bench_memory(
     curves: dict[str, list[float]] = {}
 
     def fail(name: str, error: Exception) -> None:
-        """One way that fails must not cost the others their time on a GPU."""
+        """A variant that fails must not waste the GPU time of the others."""
         failed[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         log.info("%s failed", name, exc_info=error)
         on_news(f"{name} failed: {failed[name]}")
@@ -218,7 +218,7 @@ def _with_loss(row: Row, curves: dict[str, list[float]]) -> Row:
 
 
 def headline(rows: Sequence[Row]) -> dict[str, Any] | None:
-    """Our smallest row beside the best of the others: the smallest one in memory, the fastest one in speed."""
+    """Our smallest row against the others: against the smallest in memory, against the fastest in speed."""
     ours = [row for row in rows if row.ours]
     others = [row for row in rows if not row.ours]
     if not ours or not others:
@@ -238,7 +238,7 @@ def headline(rows: Sequence[Row]) -> dict[str, Any] | None:
 
 
 def aim_reached(aim: Aim | None, rows: Sequence[Row], device: torch.device) -> dict[str, Any] | None:
-    """The aim with whether some row of ours reaches all of it; None where there is none, as on a CPU."""
+    """The target with the rows of ours that reach it; None if there is no target, as on a CPU."""
     by_name = {row.variant: row for row in rows}
     if aim is None or device.type != "cuda":
         return None

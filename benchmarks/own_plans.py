@@ -1,4 +1,4 @@
-"""The plans that come with the benchmarks, in the folder ``plans`` beside this file."""
+"""The benchmarks' own plans, in the folder ``plans`` beside this file."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ PLANS = Path(__file__).parent / "plans"
 
 
 def own_plan(name: str) -> Plan:
-    """A benchmark's plan by its name, or whatever plan the name stands for."""
+    """A benchmark's plan by its name, or any other plan."""
     file = PLANS / f"{name}.yaml"
     return Plan.from_yaml(file.read_text(encoding="utf-8"), file.name) if file.is_file() else find_plan(name)

@@ -1,7 +1,7 @@
-"""The other ways to round a tensor to a small float, each where its package is installed.
+"""Other packages that round tensors to small floats, if they are installed.
 
-A peer is a function from a format and a rounding to a callable, or None where it cannot serve that pair. What a
-peer returns need not equal ours (their edges differ); only its time is taken.
+A peer is a function from a format and a rounding to a callable, or None if it does not support that pair. Its results
+need not equal ours (edge cases differ); only its time is measured.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def has_torchao() -> bool:
 
 
 def torch_cast(target: FloatFormat, rounding: Rounding) -> Round | None:
-    """torch's own conversion there and back."""
+    """torch's own conversion and back."""
     dtype = _TORCH.get(target.name)
     if dtype is None or rounding != "nearest":
         return None
@@ -49,7 +49,7 @@ def torch_cast(target: FloatFormat, rounding: Rounding) -> Round | None:
 def _optional(module: str) -> Any:
     try:
         return importlib.import_module(module)
-    except Exception as error:  # a peer that cannot even be imported is not measured, whatever its reason
+    except Exception as error:  # a peer that cannot be imported is not measured, whatever the reason
         log.info("%s is not measured: %s", module, error)
         return None
 
@@ -85,7 +85,7 @@ def gfloat_round(target: FloatFormat, rounding: Rounding) -> Round | None:
 
 
 def torchao_mx(target: FloatFormat, rounding: Rounding) -> Round | None:
-    """torchao's MX tensors, there and back; blocks of 32, so it does more than an unscaled rounding."""
+    """torchao's MX tensors and back; blocks of 32, so it does more than an unscaled rounding."""
     module = _optional("torchao.prototype.mx_formats.mx_tensor")
     dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}.get(target.name)
     if module is None or dtype is None or rounding != "nearest":
@@ -97,7 +97,7 @@ def torchao_mx(target: FloatFormat, rounding: Rounding) -> Round | None:
     return there_and_back
 
 
-#: Peers that run on the CPU only hand their data to numpy.
+#: Peers that run on the CPU only take numpy arrays.
 CPU_PEERS: dict[str, Peer] = {
     "torch cast": torch_cast,
     "ml_dtypes": ml_dtypes_cast,
@@ -107,7 +107,7 @@ CPU_PEERS: dict[str, Peer] = {
 }
 DEVICE_PEERS: dict[str, Peer] = {"torch cast": torch_cast, "torchao MX": torchao_mx}
 
-#: Peers that torch.compile can fuse are measured compiled too.
+#: Peers that torch.compile can fuse are also measured compiled.
 COMPILED_PEERS = ("torch cast",)
 
 
@@ -124,7 +124,7 @@ def working_peers(target: str, rounding: Rounding, sample: Tensor) -> dict[str, 
             continue
         try:
             call(sample)
-        except Exception as error:  # a broken installation of a peer must not stop our own measurement
+        except Exception as error:  # a broken installation of a peer must not stop the measurement
             log.warning("%s is not measured for %s: %s", name, target, error)
             continue
         found[name] = call

@@ -1,6 +1,6 @@
-"""Real data for a target whose own batch is random: what bitplan has with it, brought into the batch's shape.
+"""Real data for a target whose own batch is random: bitplan's built-in data in the shape of the batch.
 
-Enough to see whether two ways of training the same model part; not the data that the model was made for.
+Enough to compare variants of training the same model; not the data that the model was made for.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from bitplan.numerics.wire_format import WINDOWS
 
 
 class Stream(ABC):
-    """Batches that look like a target's, a pure function of the step."""
+    """Batches in a target's shape, as a pure function of the step."""
 
-    #: What the data is, for the head of a result.
+    #: The name of the data, for the head of a result.
     description: str
 
     @abstractmethod
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and what the loss expects, on the target's device."""
+        """Inputs and targets, on the target's device."""
 
 
 class DigitStream(Stream):
-    """The handwritten digits that come with bitplan, moved by a pixel and enlarged to the size of the images."""
+    """The built-in handwritten digits, shifted by a pixel and enlarged to the size of the images."""
 
     def __init__(self, images: Tensor, seed: int) -> None:
         self.pictures = digits().training
@@ -60,7 +60,7 @@ class TextStream(Stream):
     description = "the bytes of the Python standard library's sources"
 
     def __init__(self, tokens: Tensor, seed: int, part: slice = slice(None)) -> None:
-        """`part`: of the text, from which windows are taken."""
+        """`part`: the range of the text from which windows are taken."""
         self.text = tokenised(library_text(), "bytes", 256)[1][part]
         self.like = tokens
         self.seed = seed
@@ -73,7 +73,7 @@ class TextStream(Stream):
 
 
 def stream_for(target: Target, seed: int = 0) -> Stream | None:
-    """Real data in the shape of the target's batch; None where there is none that fits."""
+    """Real data in the shape of the target's batch; None if there is none."""
     batch: Any = target.batch
     if target.loss is None or not isinstance(batch, (tuple, list)) or len(batch) != 2:
         return None

@@ -1,4 +1,4 @@
-"""What ``python benchmarks/run.py speed`` runs: a copy of a model, changed in one way and compiled."""
+"""The runners of ``python benchmarks/run.py speed``: a copy of a model in one variant, compiled."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from bitplan.analysis.memory.step import TrainingStep
 from bitplan.analysis.targets import Target
 from bitplan.runtime.attach import Attachment
 
-#: Batches that a trained model is judged by, and the bytes at the text's end that they are from and training is not.
+#: Evaluation batches of a trained model, and the bytes at the end of the text that are held out for them.
 _JUDGED_BY = 16
 _HELD_OUT = 150_000
 _RATE = 3e-4
 
 
 class Runner(ABC):
-    """Something that makes steps, timed and weighed."""
+    """A runner makes steps, whose time and memory are measured."""
 
     run: Attachment | None
     device: torch.device
-    #: The most bytes that it holds on a GPU, none of others'; None on a CPU, or as long as it was not measured.
+    #: The peak in bytes on a GPU, of this runner alone; None on a CPU, or before it is measured.
     peak: int | None = None
 
     @abstractmethod
@@ -41,14 +41,13 @@ class Runner(ABC):
 
     @abstractmethod
     def holds(self) -> Iterable[Tensor]:
-        """What it holds between two steps."""
+        """The tensors that it holds between two steps."""
 
     def seconds(self, steps: int) -> float:
         return seconds_per_step(self.step, steps, self.device)
 
     def measure_peak(self) -> None:
-        """What a step takes beyond what lies there before it, and what this runner itself holds of that: whatever else
-        is alive, earlier or later made, does not count."""
+        """Measure the peak of a step above the memory before it, plus what this runner holds; others do not count."""
         if self.device.type != "cuda":
             return
         gc.collect()
@@ -62,7 +61,7 @@ class Runner(ABC):
 
 
 class ForwardAndBackward(Runner):
-    """A model in bfloat16 with what it is fed and what comes back; nothing is learnt."""
+    """A model in bfloat16 with random inputs and output gradients; it does not learn."""
 
     def __init__(self, model: nn.Module, x: Tensor, variant: SpeedVariant) -> None:
         self.device = x.device
@@ -86,15 +85,15 @@ class ForwardAndBackward(Runner):
 class FullStep(Runner):
     """A full training step of a model of tokens: weights in float32, BF16 autocast, AdamW.
 
-    That is what training in BF16 commonly is: in weights of 8 bits of precision, updates of a small learning rate would
-    be lost. All ways to train have the same weights and the same autocast.
+    That is how BF16 training is usually done: weights with 8 bits of precision would lose the updates of a small
+    learning rate. All variants have the same weights and the same autocast.
     """
 
     def __init__(self, target: Target, variant: SpeedVariant) -> None:
         model = copy.deepcopy(target.model)
         tokens, expected = target.batch
         self.device = tokens.device
-        # The plan, or the peer, is given what lies between embedding and head where these are not part of the shape.
+        # The plan, or the peer, is applied to the layers between embedding and head if these are not part of the shape.
         body, states = (model.body, model.embedding(tokens)) if isinstance(model, Bytes) else (model, tokens)
         self.run = variant.change(body, states.detach())
         self.module: nn.Module = with_own_code(WithLoss)(model, target.loss)
@@ -112,14 +111,14 @@ class FullStep(Runner):
         return [*self.training.weights(), *self.training.optimizer_state(), *self.training.batch()]
 
     def learn(self, steps: int, seed: int) -> tuple[list[float], float]:
-        """Losses of so many steps on real text, and the loss on text that it has not seen."""
+        """The losses of a number of steps on real text, and the loss on held-out text."""
         learnt, judged = texts(self.training.args[1], seed)
         curve = losses_of(self.training, _calls(learnt), steps)
         return curve, mean_loss(self.training, _calls(judged), _JUDGED_BY)
 
 
 def texts(tokens: Tensor, seed: int) -> tuple[TextStream, TextStream]:
-    """Text in the shape of these tokens to learn from, in an order of its own for each seed, and to be judged by."""
+    """Training text in the shape of these tokens, in an order that depends on the seed, and evaluation text."""
     return TextStream(tokens, seed, slice(-_HELD_OUT)), TextStream(tokens, 0, slice(-_HELD_OUT, None))
 
 
@@ -132,13 +131,13 @@ def _calls(stream: TextStream) -> Callable[[int], Call]:
 
 
 def adamw(model: nn.Module) -> Optimizer:
-    """torch's own, in one kernel on a GPU."""
+    """torch's AdamW, in one kernel on a GPU."""
     on_gpu = next(model.parameters()).is_cuda
     return AdamW(model.parameters(), lr=_RATE, fused=True if on_gpu else None)
 
 
 def small_adamw(model: nn.Module) -> Optimizer:
-    """torchao's, its state in 8 bits. It compiles its step, one call for each parameter."""
+    """torchao's AdamW with 8-bit state. It compiles its step, one call per parameter."""
     from torchao.optim import AdamW8bit
 
     made: Optimizer = AdamW8bit(model.parameters(), lr=_RATE)
@@ -146,7 +145,7 @@ def small_adamw(model: nn.Module) -> Optimizer:
 
 
 class Bytes(nn.Module):
-    """A model of bytes around blocks of whatever width: embedding and head are outside of every plan."""
+    """A byte-level language model around blocks of any width: plans do not cover embedding and head."""
 
     def __init__(self, body: nn.Module, width: int) -> None:
         super().__init__()

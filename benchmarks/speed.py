@@ -1,8 +1,8 @@
 """``python benchmarks/run.py speed``: training on low-precision hardware units, against BF16 and torchao.
 
-Some shapes are forward and backward of a model in bfloat16, others a full training step. All variants are made first
-and then take turns, so that a machine that grows hot or busy does so for all of them; of each the best turn counts.
-Then each trains on real text from the same weights on, so that speed that costs accuracy shows.
+Some shapes are forward and backward of a model in bfloat16, others a full training step. All variants are created first
+and then take turns, so that a machine that gets hot or busy slows all of them; the best turn of each counts. Then each
+trains on real text from the same weights, to detect a loss of accuracy.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Aim:
-    """What some row of ours is to reach, and on what."""
+    """The target of some row of ours, and its machine."""
 
     on: str
     milliseconds: float | None = None
-    #: At most so many bytes.
+    #: The largest peak in bytes.
     peak: int | None = None
     #: Faster, and where memory is measured smaller, than every other row.
     beats_all: bool = False
@@ -57,18 +57,18 @@ class Aim:
 
 @dataclass(frozen=True)
 class Shape:
-    """What is measured."""
+    """A model whose training is measured."""
 
-    #: Makes the model and its input; of a full step, its tokens.
+    #: Makes the model and its input; for a full step, its tokens.
     make: Callable[[], tuple[nn.Module, Tensor]]
     #: Whether it is a training step with loss and optimizer, rather than forward and backward.
     full_step: bool = False
     aim: Aim | None = None
 
     def target(self, device: torch.device, batch: int | None = None) -> Target | None:
-        """The shape as a model of bytes, to be trained on real text; None where it is no model of sequences.
+        """The shape as a byte-level language model, to be trained on real text; None if it is no model of sequences.
 
-        :param batch: sequences of a batch, if not the shape's own.
+        :param batch: sequences per batch, if not the shape's own.
         """
         model, given = self.make()
         if given.dim() < 2 or (given.dim() == 2 and given.is_floating_point()):
@@ -99,7 +99,7 @@ SHAPES: dict[str, Shape] = {
     "llama-2048": Shape(
         lambda: (LlamaBlocks(2048, 8, 8192), random_states(8, 2048, 2048)), aim=Aim("one H200", 67.0, _gib(7.5))
     ),
-    # 1.03e9 parameters, 16,384 tokens a step.
+    # 1.03e9 parameters, 16,384 tokens per step.
     "gpt-1b": Shape(
         lambda: _gpt(32768, 1024, layers=15, heads=18, features=2304, batch=16),
         full_step=True,
@@ -114,21 +114,21 @@ class Row:
     """One variant of one shape."""
 
     variant: str
-    #: Whether a plan of bitplan's is at work.
+    #: Whether a bitplan plan is attached.
     ours: bool
     #: What native execution recomputed in the backward pass.
-    spare_memory: str
+    recompute: str
     milliseconds: float
-    #: Of BF16's.
+    #: Relative to BF16.
     ratio: float
-    #: The most bytes held on a GPU, weights, gradients and optimizer state included; None on a CPU.
+    #: The peak in bytes on a GPU, weights, gradients and optimizer state included; None on a CPU.
     peak: int | None
     #: Products, or passes of them, that were emulated.
     fallbacks: int
     #: Seconds of the first step, compilation included.
     first_seconds: float
-    #: On unseen text after training, and by how much it is above BF16's; None where not trained. Rows of one plan that
-    #: spare memory in different ways share it: they compute the same.
+    #: On held-out text after training, and its difference from BF16's; None if not trained. Rows of one plan that
+    #: differ in recomputation share it: they compute the same.
     loss: float | None = None
     loss_gap: float | None = None
 
@@ -139,22 +139,22 @@ def bench_speed(
     device: str = "cpu",
     turns: int = 8,
     seed: int = 0,
-    sparing: bool = False,
-    fast_sums: bool = False,
+    recompute: bool = False,
+    fast_accumulation: bool = False,
     loss_steps: int | None = None,
     loss_batch: int = 1,
     switches: bool = True,
     peers: bool = True,
     on_news: Callable[[str], None] = lambda sentence: None,
 ) -> dict[str, Any]:
-    """Measure everything; a document with machine, versions, the crossover table and one entry a row.
+    """Measure everything; returns a document with machine, versions, the crossover table and one entry per row.
 
-    :param sparing: measure every plan also with each of the ways to spare memory.
-    :param fast_sums: and all of these that are in FP8 with fast sums, in forward products and in all.
+    :param recompute: also measure every plan with each kind of recomputation.
+    :param fast_accumulation: also measure FP8 plans with fast accumulation, in the forward pass and in all passes.
     :param loss_steps: steps on real text; by default 1,000 on a GPU and none on a CPU.
-    :param loss_batch: sequences of a batch of these.
-    :param peers: whether what others offer is measured beside it.
-    :param switches: whether a change of formats in the middle of a run is measured, too.
+    :param loss_batch: sequences per batch of these steps.
+    :param peers: also measure other packages.
+    :param switches: also measure changes of formats in the middle of a run.
     """
     where = torch.device(device)
     steps = (1000 if where.type == "cuda" else 0) if loss_steps is None else loss_steps
@@ -167,7 +167,7 @@ def bench_speed(
         chosen[name] = plans or (OWN_FULL_PLANS if SHAPES[name].full_step else own)
     for name in shapes:
         torch.manual_seed(seed)
-        variants = variants_of(chosen[name], where, sparing, fast_sums, SHAPES[name].full_step)
+        variants = variants_of(chosen[name], where, recompute, fast_accumulation, SHAPES[name].full_step)
         raced = [variant for variant in variants if peers or not variant.is_peer]
         made = _Measured(SHAPES[name], chosen[name], raced, where, partial(_prefixed, on_news, name))
         with raise_recompile_limit():  # all variants of a shape share their code
@@ -202,7 +202,7 @@ def _prefixed(on_news: Callable[[str], None], shape: str, sentence: str) -> None
 
 
 class _Measured:
-    """All that is found out of one shape."""
+    """All results of one shape."""
 
     def __init__(
         self,
@@ -218,21 +218,21 @@ class _Measured:
         self.losses: dict[str, Any] | None = None
 
     def take_turns(self, turns: int) -> None:
-        """Make all variants; time and weigh them."""
+        """Create all variants and measure their time and memory."""
         make = self._maker()
         runners: dict[str, Runner] = {}
         first: dict[str, float] = {}
         torch.compiler.reset()
         for variant in self.variants:
 
-            def made(variant: SpeedVariant = variant) -> Runner:
+            def make_runner(variant: SpeedVariant = variant) -> Runner:
                 runner = make(variant)
                 first[variant.name] = runner.seconds(1)
-                runner.step()  # delayed scales, and an optimizer's state, are there from now on
+                runner.step()  # delayed scales and the optimizer's state exist from now on
                 runner.measure_peak()
                 return runner
 
-            runner = self._tried(variant, made)
+            runner = self._try(variant, make_runner)
             if runner is not None:
                 runners[variant.name] = runner
         best = best_turns({name: runner.seconds for name, runner in runners.items()}, turns)
@@ -241,11 +241,11 @@ class _Measured:
                 continue
             runner, seconds = runners[variant.name], best[variant.name]
             count = 0 if runner.run is None else len(runner.run.fallbacks())
-            known = (variant.name, variant.is_ours, variant.spare_memory)
+            identity = (variant.name, variant.is_ours, variant.recompute)
             times = (seconds * 1e3, seconds / best[PLAIN])
-            self.rows.append(Row(*known, *times, runner.peak, count, first[variant.name]))
-            weight = "" if runner.peak is None else f", {runner.peak / 2**30:.2f} GiB"
-            self.on_news(f"{variant.name}: {seconds * 1e3:.2f} ms, {seconds / best[PLAIN]:.3f}x{weight}")
+            self.rows.append(Row(*identity, *times, runner.peak, count, first[variant.name]))
+            peak = "" if runner.peak is None else f", {runner.peak / 2**30:.2f} GiB"
+            self.on_news(f"{variant.name}: {seconds * 1e3:.2f} ms, {seconds / best[PLAIN]:.3f}x{peak}")
 
     def _maker(self) -> Callable[[SpeedVariant], Runner]:
         if self.shape.full_step:
@@ -256,12 +256,12 @@ class _Measured:
         model, x = model.to(self.device, torch.bfloat16), x.to(self.device, torch.bfloat16)
         return partial(ForwardAndBackward, model, x)
 
-    def _tried(self, variant: SpeedVariant, make: Callable[[], Made]) -> Made | None:
-        """What `make` makes; one way that fails is told of, and does not cost the others their time on a GPU."""
+    def _try(self, variant: SpeedVariant, make: Callable[[], Made]) -> Made | None:
+        """The result of `make`; a variant that fails is reported, and does not waste the GPU time of the others."""
         try:
             return make()
         except Exception as error:
-            if variant.name == PLAIN:  # beside which all others are put
+            if variant.name == PLAIN:  # the reference of all others
                 raise
             self.failed[variant.name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             log.info("%s failed", variant.name, exc_info=True)
@@ -271,39 +271,39 @@ class _Measured:
     def learn(self, steps: int, batch: int, seed: int) -> None:
         """Train every variant that has a row, the last plan emulated, and BF16 on text in another order."""
         torch.manual_seed(seed)
-        gc.collect()  # what was timed is needed no more
+        gc.collect()  # frees the timed runners
         target = self.shape.target(self.device, batch)
         if target is None:
             return
         names = {row.variant for row in self.rows}
         last = emulated(self.plans[-1])
         again = SpeedVariant(f"{PLAIN}, other order", unchanged)
-        found: dict[str, float] = {}
+        losses: dict[str, float] = {}
         curves: dict[str, list[float]] = {}
         learning = [v for v in self.variants if v.name in names and v.learns_as in ("", v.name)]
         for variant in [*learning, last, again]:
 
-            def learnt(variant: SpeedVariant = variant) -> tuple[list[float], float]:
+            def train(variant: SpeedVariant = variant) -> tuple[list[float], float]:
                 torch.compiler.reset()
                 torch.manual_seed(seed)
                 return FullStep(target, variant).learn(steps, seed + (variant is again))
 
-            ended = self._tried(variant, learnt)
+            ended = self._try(variant, train)
             if ended is not None:
-                curves[variant.name], found[variant.name] = ended
+                curves[variant.name], losses[variant.name] = ended
                 self.on_news(f"{variant.name}: loss {ended[1]:.4f} after {steps} steps")
-        gap = partial(_gap, found, PLAIN)
+        gap = partial(_gap, losses, PLAIN)
         learnt_by = {variant.name: variant.learns_as or variant.name for variant in self.variants}
         by_row = [learnt_by[row.variant] for row in self.rows]
         self.rows = [
-            replace(row, loss=found.get(name), loss_gap=gap(name)) for row, name in zip(self.rows, by_row, strict=True)
+            replace(row, loss=losses.get(name), loss_gap=gap(name)) for row, name in zip(self.rows, by_row, strict=True)
         ]
-        native, spread = _gap(found, last.name, self.plans[-1]), gap(again.name)
+        native, spread = _gap(losses, last.name, self.plans[-1]), gap(again.name)
         self.losses = {
             "batch": [batch, int(target.batch[0].shape[1])],
-            "loss": found,
+            "loss": losses,
             "curves": {name: thinned(curve) for name, curve in curves.items()},
-            #: By how much another order of the same text changes BF16's loss.
+            #: The change of BF16's loss with another order of the same text.
             "spread": None if spread is None else abs(spread),
             "native_less_emulated": native,
             "native_agrees": native is not None and spread is not None and abs(native) <= abs(spread),
@@ -315,12 +315,12 @@ def _gap(losses: dict[str, float], other: str, name: str) -> float | None:
 
 
 def reached(aim: Aim | None, rows: Sequence[Row], device: torch.device) -> dict[str, Any] | None:
-    """The aim with the rows of ours that reach all of it; on another kind of machine no row is asked."""
+    """The target with the rows of ours that reach it; None for another kind of machine."""
     if aim is None:
         return None
-    told = {key: value for key, value in asdict(aim).items() if value is not None}
+    limits = {key: value for key, value in asdict(aim).items() if value is not None}
     if device.type != ("cpu" if "CPU" in aim.on else "cuda"):
-        return {**told, "reached_by": None}
+        return {**limits, "reached_by": None}
     others = [row for row in rows if not row.ours]
 
     def reaches(row: Row) -> bool:
@@ -329,7 +329,7 @@ def reached(aim: Aim | None, rows: Sequence[Row], device: torch.device) -> dict[
         beats = all(row.milliseconds < other.milliseconds and _is_smaller(row, other) for other in others)
         return is_fast and is_small and (beats or not aim.beats_all)
 
-    return {**told, "reached_by": [row.variant for row in rows if row.ours and reaches(row)]}
+    return {**limits, "reached_by": [row.variant for row in rows if row.ours and reaches(row)]}
 
 
 def _is_smaller(row: Row, other: Row) -> bool:

@@ -1,4 +1,4 @@
-"""The ways to compute that ``python benchmarks/run.py speed`` holds against each other."""
+"""The variants that ``python benchmarks/run.py speed`` compares."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from bitplan.plans import Plan
 from bitplan.plans.execution import RECOMPUTE, Native
 from bitplan.runtime.attach import Attachment, attach
 
-#: The plans that come with the benchmark, for forward and backward and for a full training step.
+#: The benchmark's own plans, for forward and backward and for a full training step.
 OWN_PLANS = ("native-int8", "native-int8-tensor", "native-fp8", "native-fp8-delayed", "native-fp8-packed")
 OWN_FULL_PLANS = ("native-fp8-gpt",)
-#: Plans that are for little memory -> how that is spared, if nothing else is asked for: the first as their own way.
-_OWN_SPARING = dict.fromkeys(("native-fp8-packed", "native-fp8-gpt"), ("inputs", "activations"))
+#: Plans that reduce memory -> their kinds of recomputation: the default, and others that are always measured.
+_OWN_RECOMPUTE = dict.fromkeys(("native-fp8-packed", "native-fp8-gpt"), ("inputs", "activations"))
 PLAIN = "bf16"
-#: What a row's name says of passes whose FP8 products add up with fewer bits -> these passes.
-_FAST_SUMS: dict[str, tuple[str, ...]] = {
+#: Suffix of a row's name -> passes of FP8 GEMMs with fast accumulation.
+_FAST_ACCUMULATION: dict[str, tuple[str, ...]] = {
     "": (),
-    ", fast sums": ("fprop",),
-    ", fast sums throughout": tuple(PASSES),
+    ", fast accumulation": ("fprop",),
+    ", fast accumulation throughout": tuple(PASSES),
 }
 
-#: Changes a model in place, for inputs like that; a plan at work comes back.
+#: Changes a model in place, for such inputs; returns the attachment, if any.
 Change = Callable[[nn.Module, Tensor], Attachment | None]
 
 
 @dataclass(frozen=True)
 class SpeedVariant:
-    """One way to compute."""
+    """One variant."""
 
     name: str
     change: Change
     #: What native execution recomputes in the backward pass.
-    spare_memory: str = "no"
-    #: What others offer.
+    recompute: str = "no"
+    #: Another package.
     is_peer: bool = False
-    #: torchao's AdamW with a state of 8 bits, in a full training step. (Where a plan is at work it decides.)
+    #: torchao's AdamW with 8-bit state, in a full training step. (A plan decides for itself.)
     small_optimizer: bool = False
-    #: The variant whose losses it has, for it computes the same; empty: its own.
+    #: The variant that computes the same, whose losses it shares; empty: its own.
     learns_as: str = ""
 
     @property
@@ -61,63 +61,64 @@ def planned(
     model: nn.Module,
     x: Tensor,
     execution: str = "native",
-    fast_sums: Sequence[str] = (),
+    fast_accumulation: Sequence[str] = (),
     recompute: Sequence[str] = (),
 ) -> Attachment:
-    """The plan at work, all its products on units that suit them, however small."""
+    """Attach the plan with native execution of all GEMMs, however small."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BitplanWarning)  # fallbacks are counted in the row
         if execution != "native":
             return attach(model, plan, example=x, execution=execution)
-        native = Native(min_macs=0, fast_accumulation=fast_sums, recompute=recompute)
+        native = Native(min_macs=0, fast_accumulation=fast_accumulation, recompute=recompute)
         return attach(model, plan, example=x, execution=native)
 
 
 def emulated(name: str) -> SpeedVariant:
-    """A plan emulated: the same roundings, multiplied in BF16."""
+    """A plan in emulation: the same roundings, multiplied in BF16."""
     return SpeedVariant(f"{name}, emulated", partial(planned, own_plan(name), execution="emulate"))
 
 
 def unchanged(model: nn.Module, x: Tensor) -> None:
-    """BF16 as it is."""
+    """Plain BF16."""
 
 
 def variants_of(
-    plans: Sequence[str], device: torch.device, sparing: bool, fast_sums: bool, full_step: bool
+    plans: Sequence[str], device: torch.device, recompute: bool, fast_accumulation: bool, full_step: bool
 ) -> list[SpeedVariant]:
-    """BF16, the plans, and what others offer.
+    """BF16, the plans, and other packages.
 
-    :param sparing: every plan also with each other way to spare memory.
-    :param fast_sums: those in FP8 also with fast sums in forward products, as torchao's FP8 has them, and in all three.
+    :param recompute: every plan also with each other kind of recomputation.
+    :param fast_accumulation: FP8 plans also with fast accumulation, in the forward pass, as in torchao, and in all.
     """
-    found = [SpeedVariant(PLAIN, unchanged)]
+    variants = [SpeedVariant(PLAIN, unchanged)]
     for plan in plans:
-        first, *more = _OWN_SPARING.get(plan, ("no",))
-        others = [what for what in ("no", *RECOMPUTE) if what != first and (what in more or (sparing and what != "no"))]
-        for summed, passes in _FAST_SUMS.items() if fast_sums and _has_float8(own_plan(plan)) else [("", ())]:
-            name = f"{plan}{summed}"
-            for recomputed in (first, *others):
-                recompute = () if recomputed == "no" else (recomputed,)
-                change = partial(planned, own_plan(plan), fast_sums=passes, recompute=recompute)
-                title = name if recomputed == first else f"{name}, sparing {recomputed}"
-                found.append(SpeedVariant(title, change, recomputed, learns_as=name))
+        default, *always = _OWN_RECOMPUTE.get(plan, ("no",))
+        others = [kind for kind in ("no", *RECOMPUTE) if kind in always or (recompute and kind != "no")]
+        has_fast = fast_accumulation and _has_float8(own_plan(plan))
+        for suffix, passes in _FAST_ACCUMULATION.items() if has_fast else [("", ())]:
+            name = f"{plan}{suffix}"
+            for kind in dict.fromkeys((default, *others)):
+                recomputed = () if kind == "no" else (kind,)
+                change = partial(planned, own_plan(plan), fast_accumulation=passes, recompute=recomputed)
+                title = name if kind == default else f"{name}, recompute {kind}"
+                variants.append(SpeedVariant(title, change, kind, learns_as=name))
     if full_step:
-        return [*found, *full_step_peers(device)]
-    return [*found, *(SpeedVariant(name, change, is_peer=True) for name, change in peers(device).items())]
+        return [*variants, *full_step_peers(device)]
+    return [*variants, *(SpeedVariant(name, change, is_peer=True) for name, change in peers(device).items())]
 
 
 def _has_float8(plan: Plan) -> bool:
-    """Whether a plan has any format that FP8 units multiply: there are no fast sums of others.
+    """Whether a plan has a format of FP8 units, which alone have fast accumulation.
 
     >>> [_has_float8(own_plan(name)) for name in ("native-int8", "native-fp8")]
     [False, True]
     """
-    told = json.dumps(plan.to_dict())
-    return any(f'"{name}"' in told for name in ("e4m3", "e5m2"))
+    document = json.dumps(plan.to_dict())
+    return any(f'"{name}"' in document for name in ("e4m3", "e5m2"))
 
 
 def full_step_peers(device: torch.device) -> Iterator[SpeedVariant]:
-    """What others offer for a training step with its optimizer, where they are installed."""
+    """Other packages' full training steps, if they are installed."""
     if not has_torchao():
         return
     yield SpeedVariant("torchao AdamW8bit", unchanged, is_peer=True, small_optimizer=True)
@@ -127,13 +128,13 @@ def full_step_peers(device: torch.device) -> Iterator[SpeedVariant]:
 
 
 def peers(device: torch.device) -> dict[str, Change]:
-    """What others offer on such a device, where they are installed."""
+    """Other packages' variants for a device, if they are installed."""
     if not has_torchao():
         return {}
-    known: dict[str, Change] = {"torchao int8": _torchao_int8}
+    changes: dict[str, Change] = {"torchao int8": _torchao_int8}
     if device.type == "cuda":
-        known |= {f"torchao fp8 {recipe}": partial(_torchao_float8, recipe) for recipe in ("tensorwise", "rowwise")}
-    return known
+        changes |= {f"torchao fp8 {recipe}": partial(_torchao_float8, recipe) for recipe in ("tensorwise", "rowwise")}
+    return changes
 
 
 def _torchao_int8(model: nn.Module, x: Tensor) -> None:

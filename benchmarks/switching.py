@@ -1,4 +1,4 @@
-"""How a native model that is compiled changes its formats in the middle of a run."""
+"""Changes of formats in the middle of a run of a compiled native model."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from bitplan.plans import Plan
 from bitplan.plans.execution import Native
 from bitplan.runtime.attach import attach
 
-#: Steps in each format, of which the first may compile.
+#: Steps per format; the first may compile.
 _STEPS = 3
 #: Bits of the schedule: low, wide, low, wide.
 _TURNS = (8, 16, 8, 16)
 
 
 def switching_plan(plan: Plan) -> Plan:
-    """The plan's own formats and none, in turns: each of its named quantizers is at work in the first and the third
+    """The plan's own formats and none, alternating: each of its named quantizers is active in the first and the third
     quarter of a run.
 
     >>> switching_plan(own_plan("native-int8")).quantizers["i8"].choose[1]
@@ -41,10 +41,10 @@ def switching_plan(plan: Plan) -> Plan:
 
 
 def measure_switches(device: torch.device, plan: str | None = None) -> dict[str, Any]:
-    """A block goes to its low-precision formats, to BF16, and there and back again.
+    """Switch a block to its low-precision formats, to BF16, and again.
 
-    Graphs are counted as torch.compile makes them; the first two formats need one each. ``switches`` of the document,
-    and ``switching`` for all of them.
+    Counts the graphs that torch.compile makes; the first two formats need one each. Returns ``switches`` and
+    ``switching`` of the document.
     """
     name = plan or (OWN_PLANS[1] if device.type == "cpu" else "native-fp8-delayed")
     model = LlamaBlocks(256, 1, 512).to(device, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Timing one function by CPU time of one thread or by device events, and steps of training by the clock."""
+"""Timing of functions by CPU time of one thread or by device events, and of training steps by wall time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-#: A sample is long enough for the clock to be no part of it.
+#: The least length of a sample, so that the clock's resolution does not matter.
 _SAMPLE_SECONDS = 0.02
 
 
 def seconds_per_call(call: Callable[[], object], device: torch.device, samples: int = 15) -> float:
-    """The best of several samples: what the machine can do when nothing else disturbs it."""
+    """The best of several samples: the speed of the undisturbed machine."""
     if device.type == "cuda":
         return _device_seconds(call, samples)
     call()
@@ -23,7 +23,7 @@ def seconds_per_call(call: Callable[[], object], device: torch.device, samples: 
 
 
 def seconds_per_step(step: Callable[[], object], steps: int, device: torch.device) -> float:
-    """Wall time of so many steps, from an idle device until it is idle again, divided by their number."""
+    """Wall time per step over a number of steps, from an idle device until it is idle again."""
     wait_for(device)
     begin = time.perf_counter()
     for _ in range(steps):
@@ -33,12 +33,12 @@ def seconds_per_step(step: Callable[[], object], steps: int, device: torch.devic
 
 
 def best_turns(timed: Mapping[str, Callable[[int], float]], turns: int) -> dict[str, float]:
-    """Name -> seconds a step, the best of the turns that all take one after the other.
+    """Name -> seconds per step, the best of the turns that all take one after the other.
 
-    A turn is as many steps as the fastest makes in half a second: before the first a GPU waits for the host, which in
-    training it does not.
+    A turn is as many steps as the fastest makes in half a second: before its first step a GPU waits for the host, which
+    it does not do in training.
 
-    :param timed: name -> what makes so many steps, and says how many seconds each took.
+    :param timed: name -> a function that makes a number of steps and returns the seconds per step.
     """
     fastest = min(seconds(1) for seconds in timed.values())
     steps = max(1, min(20, int(0.5 / max(fastest, 1e-4))))
@@ -50,7 +50,7 @@ def best_turns(timed: Mapping[str, Callable[[int], float]], turns: int) -> dict[
 
 
 def wait_for(device: torch.device) -> None:
-    """Until the device has done what it was told."""
+    """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

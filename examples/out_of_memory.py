@@ -2,9 +2,9 @@
 
     python examples/out_of_memory.py
 
-A stack of a transformer's feed-forward blocks exceeds a budget. The memory of a step is predicted without running it,
+A stack of a transformer's feed-forward blocks exceeds a budget. The memory of a step is estimated without running it,
 so this also works for a model that does not fit. Plans are tried, most precise first, until one fits. Then the model is
-trained with that plan packed, and torch's allocator shows whether the prediction was right.
+trained with that plan packed, and torch's allocator shows whether the estimate was right.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ plain = bp.estimate_memory(model, batch, loss_of, "adamw")
 print(f"no plan: saves {byte_text(plain.activations)}, peak {byte_text(plain.peak)}; budget {byte_text(BUDGET)}")
 for format in FORMATS:
     plan = activations_in(format)
-    predicted = bp.estimate_memory(model, batch, loss_of, "adamw", plan, "packed")
-    fits = predicted.peak <= BUDGET
+    estimated = bp.estimate_memory(model, batch, loss_of, "adamw", plan, "packed")
+    fits = estimated.peak <= BUDGET
     print(
-        f"{plan.name}, packed: saves {byte_text(predicted.activations)}, peak {byte_text(predicted.peak)}, "
+        f"{plan.name}, packed: saves {byte_text(estimated.activations)}, peak {byte_text(estimated.peak)}, "
         f"{'fits' if fits else 'does not fit'}"
     )
     if fits:
@@ -62,7 +62,7 @@ for format in FORMATS:
 else:
     raise SystemExit("Nothing fits: use a smaller batch.")
 
-# 2. Is the prediction right? The allocator's figures without and with the plan.
+# 2. Is the estimate right? The allocator's figures without and with the plan.
 before = measure_memory(model, batch, loss_of, "adamw")
 after = measure_memory(model, batch, loss_of, "adamw", plan, "packed")
 print(f"measured: saved for backward {before.activations} -> {after.activations} bytes")

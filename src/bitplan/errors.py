@@ -47,7 +47,7 @@ class CostError(BitplanError, ValueError):
 
 
 class MemoryEstimateError(BitplanError, ValueError):
-    """Memory that cannot be predicted, measured or added up."""
+    """Memory that cannot be estimated, measured or added up."""
 
 
 class MetricError(BitplanError, ValueError):

@@ -52,18 +52,18 @@ def test_every_variant_has_a_row_and_what_fails_is_told() -> None:
 
 
 def test_every_plan_may_spare_memory(small_and_uncompiled: list[str]) -> None:
-    document = measured("small", "native-int8", sparing=True)
+    document = measured("small", "native-int8", recompute=True)
     variants = [row["variant"] for row in document["rows"]["small"]]
-    sparing = [f"native-int8, sparing {what}" for what in ("weights", "activations", "inputs", "products")]
+    sparing = [f"native-int8, recompute {what}" for what in ("weights", "activations", "inputs", "products")]
     assert variants == ["bf16", "native-int8", *sparing]
     assert ["compile_native" in backend for backend in small_and_uncompiled] == [False, False, False, True, True, True]
 
 
 def test_plans_in_fp8_may_have_fast_sums(small_and_uncompiled: list[str]) -> None:
     """A row of another unit's that bore their name would be the same row twice."""
-    document = measured("small", "native-int8", "native-fp8", fast_sums=True, peers=False)
+    document = measured("small", "native-int8", "native-fp8", fast_accumulation=True, peers=False)
     variants = [row["variant"] for row in document["rows"]["small"]]
-    in_fp8 = ["native-fp8", "native-fp8, fast sums", "native-fp8, fast sums throughout"]
+    in_fp8 = ["native-fp8", "native-fp8, fast accumulation", "native-fp8, fast accumulation throughout"]
     assert variants == ["bf16", "native-int8", *in_fp8]
 
 
@@ -105,7 +105,7 @@ def test_a_full_step_has_an_optimizer_whose_state_the_plan_keeps_small() -> None
     pytest.importorskip("torchao")
     document = measured("gpt-1b-tiny")
     assert [row["variant"] for row in document["rows"]["gpt-1b-tiny"]][:3] == [
-        *("bf16", "native-fp8-gpt", "native-fp8-gpt, sparing activations")
+        *("bf16", "native-fp8-gpt", "native-fp8-gpt, recompute activations")
     ]
     target = speed.SHAPES["gpt-1b-tiny"].target(torch.device("cpu"))
     assert target is not None

@@ -26,25 +26,25 @@ def plan(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_task_is_predicted_and_measured_by_class(bitplan: Bitplan, plan: Path) -> None:
+def test_a_task_is_estimated_and_measured_by_class(bitplan: Bitplan, plan: Path) -> None:
     ran = bitplan("memory", "digits", "--plan", plan, "--execution", "packed", "--json")
     assert ran.code == 0
     found = ran.json
     assert (found["target"], found["plan"], found["execution"]) == ("digits", str(plan), "packed")
     assert (found["batch"], found["optimizer"], found["budget"]) == (128, "sgd", None)
-    predicted, measured = found["predicted"], found["measured"]
-    assert predicted.keys() == measured.keys() == CLASSES
-    assert predicted["peak"] == pytest.approx(measured["peak"], rel=0.1)
-    assert predicted["activations"] == pytest.approx(measured["activations"], rel=0.1)
-    plain = bitplan("memory", "digits", "--predict-only", "--json").json
+    estimated, measured = found["estimated"], found["measured"]
+    assert estimated.keys() == measured.keys() == CLASSES
+    assert estimated["peak"] == pytest.approx(measured["peak"], rel=0.1)
+    assert estimated["activations"] == pytest.approx(measured["activations"], rel=0.1)
+    plain = bitplan("memory", "digits", "--estimate-only", "--json").json
     assert plain["measured"] is None
-    assert measured["activations"] < plain["predicted"]["activations"] / 3.5
+    assert measured["activations"] < plain["estimated"]["activations"] / 3.5
 
 
 def test_the_table_has_both_figures_of_every_class_and_a_verdict(bitplan: Bitplan) -> None:
     ran = bitplan("memory", "gpt-tiny", "--optimizer", "adamw")
     rows = {line.split()[0]: line.split() for line in ran.out.splitlines() if line.strip()}
-    assert rows["no"][:4] == ["no", "plan", "predicted", "measured"]
+    assert rows["no"][:4] == ["no", "plan", "estimated", "measured"]
     assert set(rows) >= CLASSES
     assert rows["weights"][1:5] == ["471.0", "KiB", "471.0", "KiB"]
     assert "The step fits: " in ran.out
@@ -61,7 +61,7 @@ def test_a_budget_is_answered_without_running(bitplan: Bitplan, monkeypatch: pyt
 
 def test_the_plainest_plan_that_fits_is_found(bitplan: Bitplan) -> None:
     plain, packed = (
-        bitplan("memory", "resnet20", "--batch", 8, "--predict-only", *more, "--json").json["predicted"]["peak"]
+        bitplan("memory", "resnet20", "--batch", 8, "--estimate-only", *more, "--json").json["estimated"]["peak"]
         for more in ([], ["--plan", "bf16-all", "--execution", "packed"])
     )
     assert packed < plain
@@ -88,16 +88,16 @@ def test_several_plans_are_compared(bitplan: Bitplan) -> None:
 
 
 def test_the_batch_and_the_optimizer_count(bitplan: Bitplan) -> None:
-    def predicted(*more: object) -> dict[str, int]:
-        found: dict[str, int] = bitplan("memory", "gpt-tiny", "--predict-only", "--json", *more).json["predicted"]
+    def estimated(*more: object) -> dict[str, int]:
+        found: dict[str, int] = bitplan("memory", "gpt-tiny", "--estimate-only", "--json", *more).json["estimated"]
         return found
 
-    once, twice = predicted("--batch", 8), predicted("--batch", 16)
+    once, twice = estimated("--batch", 8), estimated("--batch", 16)
     assert twice["activations"] == pytest.approx(2 * once["activations"], rel=0.01)
     assert twice["weights"] == once["weights"]
-    assert predicted("--optimizer", "none")["optimizer"] == 0
-    assert predicted("--optimizer", "adamw")["optimizer"] > 1.9 * predicted("--optimizer", "sgd")["optimizer"]
-    assert predicted("--autocast")["activations"] < once["activations"]
+    assert estimated("--optimizer", "none")["optimizer"] == 0
+    assert estimated("--optimizer", "adamw")["optimizer"] > 1.9 * estimated("--optimizer", "sgd")["optimizer"]
+    assert estimated("--autocast")["activations"] < once["activations"]
 
 
 def test_what_would_hardly_fit_is_not_run(bitplan: Bitplan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_a_file_of_ones_own_is_asked(bitplan: Bitplan, tmp_path: Path) -> None:
         "    return model, (torch.randn(4, 8), torch.randint(2, (4,))), torch.nn.functional.cross_entropy\n"
     )
     found = bitplan("memory", f"{file}:make", "--json").json
-    assert found["predicted"]["weights"] == found["measured"]["weights"] == 4 * 18
+    assert found["estimated"]["weights"] == found["measured"]["weights"] == 4 * 18
 
 
 @pytest.mark.parametrize(
@@ -125,12 +125,12 @@ def test_a_file_of_ones_own_is_asked(bitplan: Bitplan, tmp_path: Path) -> None:
     [
         (["absent"], "there is no built-in model or task 'absent'"),
         (["gpt-tiny", "--plan", "absent"], "there is no "),
-        (["gpt-tiny", "--execution", "packed"], "packed execution keeps what a plan has rounded"),
+        (["gpt-tiny", "--execution", "packed"], "packed execution saves the tensors that a plan rounds"),
         (["gpt-tiny", "--execution", "pocket", "--plan", "bf16-all"], "there is no execution 'pocket'"),
         (["gpt-tiny", "--budget", "much"], "'much' is no number of bytes"),
         (["gpt-tiny", "--optimizer", "adam"], "there is no optimizer 'adam' here; did you mean adamw?"),
         (["gpt-tiny", "--device", "tpu9"], "there is no device 'tpu9'"),
-        (["gpt-tiny", "--device", "meta"], "memory is predicted and measured on cpu and cuda, not on meta"),
+        (["gpt-tiny", "--device", "meta"], "memory is estimated and measured on cpu and cuda, not on meta"),
         (["gcn", "--batch", "8"], "a batch with a sparse tensor is one whole"),
         (["graph", "--batch", "8"], "a batch whose tensors have 1797 and 21655 rows is one whole"),
     ],

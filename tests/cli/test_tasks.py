@@ -69,7 +69,7 @@ def test_what_is_no_task_is_one_sentence(bitplan: Bitplan, name: str, sentence: 
     assert ran.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", [("sites",), ("plan", "explain", "int8-minmax"), ("cost", "int8-minmax")])
+@pytest.mark.parametrize("command", [("sites",), ("plan", "explain", "int8-minmax"), ("cost", "--plan", "int8-minmax")])
 def test_tasks_are_targets(bitplan: Bitplan, command: tuple[str, ...]) -> None:
     ran = bitplan(*command, "digits", "--json")
     assert ran.code == 0

@@ -1,4 +1,4 @@
-"""Memory on a CUDA device: prediction beside the caching allocator, and the hooks' count beside both."""
+"""Memory on a CUDA device: estimate beside the caching allocator, and the hooks' count beside both."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def test_an_eager_step_is_foreseen(name: str, batch: int, execution: str | None)
     target = on_gpu(name, batch)
     given = (target.model, target.batch, target.loss, "adamw", None if execution is None else PLAN)
     how = execution or "emulate"
-    predicted, measured = estimate_memory(*given, how), measure_memory(*given, how)
-    assert predicted.weights == measured.weights
-    assert predicted.optimizer == measured.optimizer
-    assert predicted.activations == pytest.approx(measured.activations, rel=0.05)
-    assert predicted.peak == pytest.approx(measured.peak, rel=0.1)
+    estimated, measured = estimate_memory(*given, how), measure_memory(*given, how)
+    assert estimated.weights == measured.weights
+    assert estimated.optimizer == measured.optimizer
+    assert estimated.activations == pytest.approx(measured.activations, rel=0.05)
+    assert estimated.peak == pytest.approx(measured.peak, rel=0.1)
 
 
 def test_the_allocator_and_the_hooks_agree() -> None:

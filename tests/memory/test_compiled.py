@@ -1,4 +1,4 @@
-"""Compiled prediction, from the partitioned graph. Compiling is slow, so there is one small model."""
+"""Compiled estimate, from the partitioned graph. Compiling is slow, so there is one small model."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ GIVEN = (torch.randn(128, 32), torch.randint(8, (128,)))
 
 
 def test_what_the_graph_keeps_is_what_the_allocator_sees() -> None:
-    predicted = estimate_memory(Gated(), GIVEN, F.cross_entropy, compile=True)
+    estimated = estimate_memory(Gated(), GIVEN, F.cross_entropy, compile=True)
     measured = measure_memory(Gated(), GIVEN, F.cross_entropy, compile=True)
-    assert predicted.activations == pytest.approx(measured.activations, rel=0.02)
-    assert predicted.peak == pytest.approx(measured.peak, rel=0.2)
+    assert estimated.activations == pytest.approx(measured.activations, rel=0.02)
+    assert estimated.peak == pytest.approx(measured.peak, rel=0.2)
     eager = estimate_memory(Gated(), GIVEN, F.cross_entropy)
-    assert predicted.activations < eager.activations  # or nothing was compiled
+    assert estimated.activations < eager.activations  # or nothing was compiled
 
 
 def test_the_packed_graph_keeps_codes() -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
     plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "activation": "e4m3"}]})
     given = (GIVEN, F.cross_entropy, "none", plan, "packed", True)
-    predicted = estimate_memory(model, *given)
+    estimated = estimate_memory(model, *given)
     measured = measure_memory(model, *given)
-    assert predicted.activations == pytest.approx(measured.activations, rel=0.02)
+    assert estimated.activations == pytest.approx(measured.activations, rel=0.02)
     plain = estimate_memory(model, GIVEN, F.cross_entropy, "none", compile=True)
-    assert predicted.activations < 0.6 * plain.activations
+    assert estimated.activations < 0.6 * plain.activations
 
 
-def test_a_prediction_leaves_torch_compile_as_it_was() -> None:
+def test_an_estimate_leaves_torch_compile_as_it_was() -> None:
     """A dispatch mode around compiled code makes Dynamo give up on that code for good."""
     torch.compiler.reset()
     estimate_memory(Gated(), GIVEN, F.cross_entropy, compile=True)

@@ -93,9 +93,9 @@ def test_a_run_can_be_asked_while_it_goes_on(make_target: MakeTarget, eight_bits
     inputs, labels = target.batch
     assert target.loss is not None
     target.loss(target.model(inputs), labels).backward()
-    predicted = run.memory().estimated
+    estimated = run.memory().estimated
     assert run.memory().measured is None
-    assert predicted.weights == storage_bytes(target.model.parameters())
+    assert estimated.weights == storage_bytes(target.model.parameters())
     both = run.memory(target.batch, target.loss, optimizer="none")
     assert both.estimated.activations == pytest.approx(both.measured.activations, abs=NUMBERS)
     plain = estimate_memory(plain_copy(target.model), target.batch, target.loss)

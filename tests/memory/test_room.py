@@ -14,7 +14,7 @@ MakeTarget = Callable[[str], Target]
 def test_each_step_of_the_ladder_keeps_less(make_target: MakeTarget) -> None:
     target = make_target("gpt")
     found = list(choices(target, LADDER, "packed", "sgd", None))
-    kept = [choice.predicted.activations for choice in found]
+    kept = [choice.estimated.activations for choice in found]
     assert kept == sorted(kept, reverse=True)
     assert len(set(kept)) == len(kept)
     assert [choice.execution for choice in found] == ["emulate"] + ["packed"] * (len(LADDER) - 1)
@@ -27,12 +27,12 @@ def test_a_budget_divides_what_fits_from_what_does_not(make_target: MakeTarget) 
     plain, packed = choices(target, (None, "fp8-all"), "packed", "sgd", 2**50)
     assert plain.fits
     assert packed.fits
-    exactly = plain.predicted.peak
+    exactly = plain.estimated.peak
     assert [next(choices(target, (None,), "packed", "sgd", most)).fits for most in (exactly, exactly - 1)] == [
         True,
         False,
     ]
-    assert plain.to_dict()["predicted"]["peak"] == exactly
+    assert plain.to_dict()["estimated"]["peak"] == exactly
 
 
 def test_a_machine_tells_what_is_free() -> None:

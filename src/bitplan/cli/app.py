@@ -35,7 +35,7 @@ COMMANDS: dict[str, Entry] = {
     "plan": Entry("plan", PLAN, "List, show, check, explain and make plans."),
     "sites": Entry("model", UNDERSTAND, "List every tensor of one training step."),
     "cost": Entry("model", UNDERSTAND, "Bit operations and bytes of a training step under a plan."),
-    "memory": Entry("model", UNDERSTAND, "Memory of a training step, predicted and measured."),
+    "memory": Entry("model", UNDERSTAND, "Memory of a training step, estimated and measured."),
     "measure": Entry("measure", UNDERSTAND, "Rounding error of every GEMM of a model, by format."),
     "formats": Entry("formats", UNDERSTAND, "Range, spacing and special codes of number formats."),
     "error": Entry("formats", UNDERSTAND, "Rounding error of products of random matrices, by format."),

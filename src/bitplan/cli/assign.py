@@ -197,6 +197,6 @@ def _explain(result: Assignment, output: Output) -> None:
         )
     if "peak_predicted" in result.story:
         output.console.print(
-            f"peak: {byte_text(result.story['peak_predicted'])} predicted, packed, of a budget of "
+            f"peak: {byte_text(result.story['peak_predicted'])} estimated, packed, of a budget of "
             f"{byte_text(result.story['budget_bytes'])}; without a plan {byte_text(result.story['peak_today'])}."
         )

@@ -15,7 +15,7 @@ from bitplan.analysis.memory.step import OPTIMIZER_NAMES, Memory, chosen_optimiz
 from bitplan.analysis.sites import Site, list_sites
 from bitplan.analysis.targets import batch_size, placed, running
 from bitplan.capture.recording import scripted_modules
-from bitplan.cli.arguments import PlanArgument, TargetArgument, complete_plan
+from bitplan.cli.arguments import TargetArgument, complete_plan
 from bitplan.cli.output import FittedTable, JsonOption, Output, command_output
 from bitplan.errors import MemoryEstimateError, PlanError, nearest_names
 from bitplan.files import byte_text, read_bytes
@@ -104,15 +104,20 @@ def _sites_summary(listed: Sequence[Site]) -> str:
 
 
 def cost(
-    plan: PlanArgument,
     target: TargetArgument,
+    plan: Annotated[
+        str,
+        typer.Option(
+            "--plan", "-p", help="A plan's file or a preset.", autocompletion=complete_plan, show_default=False
+        ),
+    ],
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Add up a run of so many steps; of a plan that changes over time, all of it."),
+        typer.Option(min=1, help="The cost of a run of this many steps, each at its own bits."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Estimate the cost of one training step of TARGET under PLAN: bit operations, bytes, mean bits.
+    """Estimate the cost of one training step of TARGET under a plan: bit operations, bytes, mean bits.
 
     Bytes are those of all tensors of a step, not a peak. With --json: one object.
     """
@@ -169,12 +174,12 @@ def memory(
     ] = None,
     autocast: Annotated[bool, typer.Option("--autocast", help="Under BF16 autocast.")] = False,
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
-    predict_only: Annotated[
-        bool, typer.Option("--predict-only", help="Do not run the model (nor where it would hardly fit).")
+    estimate_only: Annotated[
+        bool, typer.Option("--estimate-only", help="Do not measure, which runs the model.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the memory of a training step of TARGET by class, predicted without running it and measured.
+    """Show the memory of a training step of TARGET by class, estimated without running it and measured.
 
     With --budget: will it fit, and with what plan? That is answered without running the model. With --json: one object.
     """
@@ -194,12 +199,12 @@ def memory(
                 *(shapes, tried, how, optimizer, limit), compile=compile, autocast=precision, device=where
             ):
                 tried_choices.append(choice)
-                output.note(f"{_choice_name(choice)}: a peak of {byte_text(choice.predicted.peak)}, predicted.")
+                output.note(f"{_choice_name(choice)}: a peak of {byte_text(choice.estimated.peak)}, estimated.")
                 if choice.fits and not plans:
-                    break  # later plans only keep fewer bits
+                    break  # later plans only save fewer bits
         measured: list[Memory | None] = [None] * len(tried_choices)
         free = free_memory(where)
-        if limit is None and not predict_only and _has_room(tried_choices, free, output):
+        if limit is None and not estimate_only and _has_room(tried_choices, free, output):
             real = placed(load_target(target), where, batch)
             with running(target):
                 measured = [
@@ -239,7 +244,7 @@ def _check_memory_options(
     if execution is not None and execution not in EXECUTIONS:
         raise PlanError(f"there is no execution {execution!r}; {nearest_names(execution, EXECUTIONS)}")
     if execution == "packed" and not plans and budget is None:
-        raise PlanError("packed execution keeps what a plan has rounded: name a plan with --plan.")
+        raise PlanError("packed execution saves the tensors that a plan rounds as codes: name a plan with --plan.")
     if optimizer is not None and optimizer not in OPTIMIZER_NAMES:
         raise MemoryEstimateError(
             f"there is no optimizer {optimizer!r} here; {nearest_names(optimizer, OPTIMIZER_NAMES)}"
@@ -252,7 +257,7 @@ def _device(name: str) -> torch.device:
     except RuntimeError as error:
         raise MemoryEstimateError(f"there is no device {name!r}: use cpu or cuda.") from error
     if device.type not in ("cpu", "cuda"):
-        raise MemoryEstimateError(f"memory is predicted and measured on cpu and cuda, not on {name}.")
+        raise MemoryEstimateError(f"memory is estimated and measured on cpu and cuda, not on {name}.")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise MemoryEstimateError(
             "this machine has no CUDA device: run with --device cpu, whose figures differ little."
@@ -261,7 +266,7 @@ def _device(name: str) -> torch.device:
 
 
 def _has_room(tried: list[Choice], free: int | None, output: Output) -> bool:
-    needed = max(choice.predicted.peak + choice.predicted.weights for choice in tried)
+    needed = max(choice.estimated.peak + choice.estimated.weights for choice in tried)
     if free is None or needed <= _USABLE_SHARE * free:
         return True
     output.note(
@@ -287,7 +292,7 @@ def _print_memory(tried: list[Choice], measured: list[Memory | None], output: Ou
     if tried[0].fits is not None:
         table.add_column("fits")
     for choice, measurement in zip(tried, measured, strict=True):
-        figures = [choice.predicted, *([measurement] if measurement is not None else [])]
+        figures = [choice.estimated, *([measurement] if measurement is not None else [])]
         cells = [byte_text(count) for figure in figures for count in (figure.activations, figure.peak)]
         table.add_row(_choice_name(choice), *cells, *([] if choice.fits is None else ["yes" if choice.fits else "no"]))
     table.print(output.console)
@@ -296,10 +301,10 @@ def _print_memory(tried: list[Choice], measured: list[Memory | None], output: Ou
 def _print_classes(choice: Choice, measurement: Memory | None, output: Output) -> None:
     table = FittedTable()
     table.add_column(_choice_name(choice), "name", style="bold")
-    for heading in ("predicted", "measured")[: 1 + (measurement is not None)]:
+    for heading in ("estimated", "measured")[: 1 + (measurement is not None)]:
         table.add_column(heading, "number")
     table.add_column("what it is", "text")
-    for name, count, meaning in choice.predicted.rows():
+    for name, count, meaning in choice.estimated.rows():
         cells = [byte_text(count)] + ([] if measurement is None else [byte_text(getattr(measurement, name))])
         table.add_row(name, *cells, meaning)
     table.print(output.console)
@@ -307,7 +312,7 @@ def _print_classes(choice: Choice, measurement: Memory | None, output: Output) -
 
 def _verdict(target: str, tried: list[Choice], limit: int | None, free: int | None, is_search: bool) -> str:
     if limit is None:
-        peak = tried[0].predicted.peak
+        peak = tried[0].estimated.peak
         if free is None or peak <= free:
             return f"The step fits: {byte_text(free)} are free." if free is not None else ""
         return (
@@ -316,16 +321,16 @@ def _verdict(target: str, tried: list[Choice], limit: int | None, free: int | No
         )
     fitting = [choice for choice in tried if choice.fits]
     if not fitting:
-        least = min(tried, key=lambda choice: choice.predicted.peak)
+        least = min(tried, key=lambda choice: choice.estimated.peak)
         return (
-            f"Nothing here fits into {byte_text(limit)}: the least is {byte_text(least.predicted.peak)}, with "
-            f"{_choice_name(least)}. Of that {_largest(least.predicted)}"
+            f"Nothing here fits into {byte_text(limit)}: the least is {byte_text(least.estimated.peak)}, with "
+            f"{_choice_name(least)}. Of that {_largest(least.estimated)}"
         )
     best = fitting[0]
     if best.plan is None:
-        return f"It fits into {byte_text(limit)} as it is, with a peak of {byte_text(best.predicted.peak)}."
+        return f"It fits into {byte_text(limit)} as it is, with a peak of {byte_text(best.estimated.peak)}."
     lead = "The plainest of these that fits" if is_search else "The first of these that fits"
-    return f"{lead} into {byte_text(limit)}: {_choice_name(best)}, with a peak of {byte_text(best.predicted.peak)}."
+    return f"{lead} into {byte_text(limit)}: {_choice_name(best)}, with a peak of {byte_text(best.estimated.peak)}."
 
 
 def _largest(held: Memory) -> str:

@@ -74,7 +74,7 @@ def test_the_smallest_cut_that_fits_is_found_by_halving() -> None:
 
 
 class Deceiving(FakeStep):
-    """One whose peaks come out a tenth above what was predicted."""
+    """One whose peaks come out a tenth above what was estimated."""
 
     def measured(self, plan: Plan) -> int | None:
         return int(1.1 * self.peak(plan))

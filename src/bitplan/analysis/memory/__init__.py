@@ -1,4 +1,4 @@
-"""What a training step holds in memory: predicted without running it, and measured."""
+"""What a training step holds in memory: estimated without running it, and measured."""
 
 from bitplan.analysis.memory.estimate import estimate_memory, of_run
 from bitplan.analysis.memory.measure import kept_bytes, measure_memory

@@ -174,7 +174,7 @@ def compiled_on_fakes(model: nn.Module, run: Attachment | None, walk: Walk) -> C
         except torch_private.Unsupported as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise MemoryEstimateError(
-                f"the model does not compile into one graph ({reason}), from which its memory is read: predict it "
+                f"the model does not compile into one graph ({reason}), from which its memory is read: estimate it "
                 f"uncompiled, or measure."
             ) from error
 

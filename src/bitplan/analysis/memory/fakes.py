@@ -128,7 +128,7 @@ def plain_copy(model: nn.Module, known: dict[int, Any] | None = None) -> nn.Modu
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise MemoryEstimateError(
-            f"the model cannot be copied ({reason}), and its memory is predicted and measured on a copy: let its "
+            f"the model cannot be copied ({reason}), and its memory is estimated and measured on a copy: let its "
             f"attributes be such that copy.deepcopy(model) works."
         ) from error
     for module in twin.modules():
@@ -169,6 +169,6 @@ def told_of_missing_values() -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
         what = getattr(error, "func", None) or error
         raise MemoryEstimateError(
-            f"the step looks into its tensors ({what}), and prediction runs it on shapes without values: do that part "
-            f"before the model is called, or measure instead."
+            f"the step looks into its tensors ({what}), and the estimate runs it on shapes without values: do that "
+            f"part before the model is called, or measure instead."
         ) from error

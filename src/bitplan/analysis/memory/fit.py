@@ -25,7 +25,7 @@ class Choice:
     #: What the user called the plan; None is without one.
     plan: str | None
     execution: str
-    predicted: Memory
+    estimated: Memory
     #: Whether the peak lies within the budget; None where there is no budget.
     fits: bool | None
 
@@ -34,7 +34,7 @@ class Choice:
         return {
             "plan": self.plan,
             "execution": self.execution,
-            "predicted": self.predicted.to_dict(),
+            "estimated": self.estimated.to_dict(),
             "fits": self.fits,
         }
 
@@ -53,12 +53,12 @@ def choices(
     """What each plan would hold, one after the other."""
     for plan in plans:
         how = "emulate" if plan is None else execution
-        predicted = estimate_memory(
+        estimated = estimate_memory(
             *(target.model, target.batch, target.loss, optimizer, plan, how, compile),
             autocast=autocast,
             device=device,
         )
-        yield Choice(plan, how, predicted, None if budget is None else predicted.peak <= budget)
+        yield Choice(plan, how, estimated, None if budget is None else estimated.peak <= budget)
 
 
 def free_memory(device: torch.device) -> int | None:

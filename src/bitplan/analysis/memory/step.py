@@ -1,4 +1,4 @@
-"""One training step, walked phase by phase: the same one for what is measured and for what is predicted."""
+"""One training step, walked phase by phase: the same one for what is measured and for what is estimated."""
 
 from __future__ import annotations
 

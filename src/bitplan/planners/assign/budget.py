@@ -23,7 +23,7 @@ from bitplan.errors import PlanError
 from bitplan.files import byte_text, read_bytes
 from bitplan.plans import Plan
 
-#: A predicted peak has been up to a hundredth below what the allocator then counted, for kernels take memory of their
+#: An estimated peak has been up to a hundredth below what the allocator then counted, for kernels take memory of their
 #: own; a promise should hold, so this share of the budget is spared.
 _SPARE = 0.02
 #: So often a cut is measured, and a lower one tried.
@@ -73,7 +73,7 @@ class Fit:
     """A cut whose peak lies within the budget."""
 
     made: int
-    #: Predicted bytes: without a plan, and with the plan of the cut; and what the budget allows.
+    #: Estimated bytes: without a plan, and with the plan of the cut; and what the budget allows.
     today: int
     peak: int
     limit: int
@@ -101,7 +101,7 @@ class Step:
         ).peak
 
     def peak(self, plan: Plan | None) -> int:
-        """The predicted peak: packed under a plan, and as it is without one."""
+        """The estimated peak: packed under a plan, and as it is without one."""
         execution = "emulate" if plan is None else "packed"
         return estimate_memory(
             *(self.model, self.batch, self.loss, self.optimizer, plan, execution, self.compile), device=self.device
@@ -119,12 +119,12 @@ def fit(
     """The smallest cut whose plan keeps the step's peak within the budget.
 
     :param plan_after: the plan after so many moves.
-    :param tell: told of each prediction in a sentence.
+    :param tell: told of each estimate in a sentence.
     :param checks: make the step as well, and go further down where its measured peak lies above the budget.
     """
     say = tell or (lambda sentence: None)
     peaks: dict[int, int] = {}
-    cut = _predicted_fit(budget, step, plan_after, moves, say, peaks, 1 - _SPARE)
+    cut = _estimated_fit(budget, step, plan_after, moves, say, peaks, 1 - _SPARE)
     if not checks:
         return cut
     share, least = 1 - _SPARE, None
@@ -141,7 +141,7 @@ def fit(
         # As much lower as the estimate was too low, and one move further at least.
         share = min(share * cut.peak / measured, (cut.peak - 1) / cut.limit)
         try:
-            cut = _predicted_fit(budget, step, plan_after, moves, say, peaks, share)
+            cut = _estimated_fit(budget, step, plan_after, moves, say, peaks, share)
         except PlanError:
             cut = replace(cut, made=moves, peak=peaks[moves])
     raise PlanError(
@@ -151,7 +151,7 @@ def fit(
     )
 
 
-def _predicted_fit(
+def _estimated_fit(
     budget: Budget,
     step: Step,
     plan_after: Callable[[int], Plan],
@@ -160,18 +160,18 @@ def _predicted_fit(
     known: dict[int, int],
     share: float,
 ) -> Fit:
-    """The smallest cut whose predicted peak lies within a share of the budget; `known` are peaks predicted so far."""
+    """The smallest cut whose estimated peak lies within a share of the budget; `known` are peaks estimated so far."""
     if _TODAY not in known:
         known[_TODAY] = step.peak(None)
     today = known[_TODAY]
     limit = budget.limit(today)
     if len(known) == 1:
-        say(f"without a plan: a peak of {byte_text(today)}, predicted; the budget is {byte_text(limit)}.")
+        say(f"without a plan: a peak of {byte_text(today)}, estimated; the budget is {byte_text(limit)}.")
 
     def peak(made: int) -> int:
         if made not in known:
             known[made] = step.peak(plan_after(made))
-            say(f"{made} of {moves} moves: a peak of {byte_text(known[made])}, predicted.")
+            say(f"{made} of {moves} moves: a peak of {byte_text(known[made])}, estimated.")
         return known[made]
 
     allowed = int(limit * share)
@@ -197,7 +197,7 @@ def _impossible(limit: int, share: float, today: int, peaks: dict[int, int], mov
     best = min(peaks, key=lambda made: (peaks[made], made))
     needed = math.ceil(peaks[best] / share) + 1
     spared = (
-        f", and {1 - share:.0%} of a budget is spared for what a prediction may miss" if peaks[best] <= limit else ""
+        f", and {1 - share:.0%} of a budget is spared for what an estimate may miss" if peaks[best] <= limit else ""
     )
     how = "with every group at the lowest level" if best == moves else f"after {best} of {moves} moves"
     beside = f"; without a plan the peak is {byte_text(today)}, which fits" if today <= limit else ""

@@ -1,4 +1,4 @@
-"""Prediction on fake tensors beside what the allocator's events say."""
+"""Estimate on fake tensors beside what the allocator's events say."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def both(target: Target, optimizer: str, plan: Plan | str | None, execution: str
     return estimate_memory(*given), measure_memory(*given, steps=2)
 
 
-def assert_near(predicted: Memory, measured: Memory) -> None:
-    assert predicted.weights == measured.weights
-    assert predicted.gradients == measured.gradients
-    assert predicted.optimizer == measured.optimizer
-    assert predicted.activations == pytest.approx(measured.activations, rel=KEPT, abs=STATES)
-    assert predicted.peak == pytest.approx(measured.peak, rel=PEAK)
+def assert_near(estimated: Memory, measured: Memory) -> None:
+    assert estimated.weights == measured.weights
+    assert estimated.gradients == measured.gradients
+    assert estimated.optimizer == measured.optimizer
+    assert estimated.activations == pytest.approx(measured.activations, rel=KEPT, abs=STATES)
+    assert estimated.peak == pytest.approx(measured.peak, rel=PEAK)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -64,10 +64,10 @@ def test_a_packed_step_that_may_promote_is_foreseen(make_target: MakeTarget, nam
 
 def test_an_emulated_step_is_foreseen_and_saves_nothing(make_target: MakeTarget, eight_bits: Plan) -> None:
     target = make_target("resnet20")
-    predicted, measured = both(target, "sgd", eight_bits, "emulate")
-    assert_near(predicted, measured)
+    estimated, measured = both(target, "sgd", eight_bits, "emulate")
+    assert_near(estimated, measured)
     plain = estimate_memory(target.model, target.batch, target.loss)
-    assert predicted.activations >= plain.activations
+    assert estimated.activations >= plain.activations
 
 
 def test_eight_bits_keep_a_quarter_of_32(make_target: MakeTarget, eight_bits: Plan) -> None:
@@ -149,11 +149,11 @@ def test_memory_that_lives_for_a_moment_counts_for_the_peak_only() -> None:
             return (far * self.weight).sum()
 
     given = (Detour(), torch.randn(16, 8), lambda y: y)
-    predicted, measured = estimate_memory(*given), measure_memory(*given)
-    for held in (predicted, measured):
+    estimated, measured = estimate_memory(*given), measure_memory(*given)
+    for held in (estimated, measured):
         assert held.peak > 1000 * 16 * 8 * 4
         assert held.activations < 1000
-    assert_near(predicted, measured)
+    assert_near(estimated, measured)
 
 
 def test_a_model_without_a_loss_is_asked_by_its_outputs() -> None:
@@ -184,7 +184,7 @@ def test_an_optimizer_of_ones_own_is_asked_for_its_state() -> None:
     assert held.optimizer == 4 * 64 + 4
 
 
-# --- what cannot be predicted ---
+# --- what cannot be estimated ---
 
 
 def test_a_model_that_looks_into_its_tensors_is_told_so() -> None:
@@ -252,16 +252,16 @@ def test_small_optimizer_state_is_foreseen(make_target: MakeTarget, state: str, 
     target = make_target("perceptron")
     plan = Plan.from_dict({"version": 1, "optimizer": {"state": state}})
     given = (target.model, target.batch, target.loss)
-    predicted = estimate_memory(*given, plan=plan)
+    estimated = estimate_memory(*given, plan=plan)
     with torch.compiler.set_stance("force_eager"):  # the state is the same, and compiling it takes a while
         measured = measure_memory(*given, plan=plan)
-    assert (predicted.weights, predicted.gradients) == (measured.weights, measured.gradients)
-    assert predicted.optimizer == measured.optimizer
-    assert predicted.activations == measured.activations
+    assert (estimated.weights, estimated.gradients) == (measured.weights, measured.gradients)
+    assert estimated.optimizer == measured.optimizer
+    assert estimated.activations == measured.activations
     large, rest = 64 * 128, 128 + 128 * 10 + 10
     block, table = (128, 4 * 16) if state == "int4" else (256, 0 if state == "e4m3" else 4 * 256)
     steps = 4 * 4  # a count of steps for each parameter
-    assert predicted.optimizer == 2 * (4 * large * share + 4 * large / block + table + 4 * rest) + steps
+    assert estimated.optimizer == 2 * (4 * large * share + 4 * large / block + table + 4 * rest) + steps
 
 
 def test_a_step_without_an_optimizer_needs_no_small_state(make_target: MakeTarget) -> None:
@@ -279,6 +279,6 @@ def test_a_large_tensor_is_rounded_in_two_parts_and_foreseen_like_in_many() -> N
     plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "activation": "e3m2"}]})
     given = (model, torch.randn(2**8, 4), None, "none", plan, "packed")
     parts = chunks.chunks_of
-    predicted = estimate_memory(*given)
+    estimated = estimate_memory(*given)
     assert chunks.chunks_of is parts
-    assert predicted.peak == pytest.approx(measure_memory(*given).peak, rel=0.01)
+    assert estimated.peak == pytest.approx(measure_memory(*given).peak, rel=0.01)
