@@ -143,9 +143,9 @@ def test_a_plan_of_cyclic_precision_training(bitplan: Callable[..., Any], tmp_pa
         "cpt": {"name": "CR", "low": 3, "high": 8, "cycles": 8}
     }
     assert bitplan("plan", "check", file, "resnet20").code == 0
-    cost = bitplan("cost", "--plan", "--plan", "resnet20", file, "--steps", 100, "--json").json
+    cost = bitplan("cost", "resnet20", "--plan", file, "--steps", 100, "--json").json
     assert cost["steps"] == 100
-    assert "whole run" in bitplan("cost", "--plan", "--plan", "resnet20", file).err
+    assert "whole run" in bitplan("cost", "resnet20", "--plan", file).err
     wrong = bitplan("plan", "cpt", "resnet20", "--bits", "nine")
     assert (wrong.code, len(wrong.err.splitlines())) == (2, 1)
 

@@ -113,7 +113,7 @@ def test_a_public_graph_is_found_by_its_name_and_must_be_itself(
     path = written(tmp_path, "planetoid_cora.npz", **rows("x"), **ADJACENCY, y=LABELS, **SPLIT)
     with pytest.raises(TaskError, match=r"this is not cora, which has 2708 nodes, .* not 4, 3 and 2: read it with"):
         find_task("cora", [f"data={tmp_path}"]).batch(0)
-    monkeypatch.setattr(public_graphs.Cora, "known", (4, 3, 2, 4))
+    monkeypatch.setattr(public_graphs.Cora, "sizes", (4, 3, 2, 4))
     for data in (path, tmp_path):
         task = find_task("cora", [f"data={data}"])
         real, example = task.batch(0), task.example()
@@ -133,7 +133,7 @@ def test_what_is_not_there_is_asked_for(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_example_of_samples_has_their_shapes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(public_graphs.Cora, "known", (4, 3, 2, 4))
+    monkeypatch.setattr(public_graphs.Cora, "sizes", (4, 3, 2, 4))
     path = written(tmp_path, **rows("x"), **ADJACENCY, y=LABELS, **SPLIT)
     task = find_task("cora", [f"data={path}", "model=sage", "fanout=3,2", "batch=2"])
     real, example = task.batch(0), task.example()
@@ -198,7 +198,7 @@ def test_ogb_s_package_fetches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     module.NodePropPredDataset = fetch  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ogb", types.ModuleType("ogb"))
     monkeypatch.setitem(sys.modules, "ogb.nodeproppred", module)
-    monkeypatch.setattr(public_graphs.OgbnArxiv, "known", (4, 3, 2, 4))
+    monkeypatch.setattr(public_graphs.OgbnArxiv, "sizes", (4, 3, 2, 4))
     task = find_task("ogbn-arxiv", ["download=true", f"data={tmp_path / 'new'}"])
     assert task.batch(0)[1].tolist() == [0, 1, -100, -100]
 

@@ -90,7 +90,7 @@ def test_nodes_stand_where_the_graph_has_them(tmp_path: Path, matrices: Any, bel
 
 def test_the_task_finds_them(tmp_path: Path, matrices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, matrices)
-    monkeypatch.setattr(public_graphs.Cora, "known", (8, 3, 2, 8))
+    monkeypatch.setattr(public_graphs.Cora, "sizes", (8, 3, 2, 8))
     inputs, asked = find_task("cora", [f"data={tmp_path}"]).batch(0)
     assert inputs[0].shape == (8, 3)
     assert asked.tolist() == [0, 1, *[-100] * 6]
