@@ -85,8 +85,8 @@ class Contender:
 
     def _loss(self, output: Any) -> Tensor:
         assert self.loss is not None
-        found: Tensor = call_loss(self.loss, output, self.expected)
-        return found
+        loss: Tensor = call_loss(self.loss, output, self.expected)
+        return loss
 
     def seconds_per_step(self, steps: int) -> float:
         """Wall time per step over a number of steps."""
@@ -122,7 +122,7 @@ def bench_attach(
         for name, plan in variants.items():
             contenders[name] = Contender(target, plan, mode, uses_autocast, whole_graph=True)
             first[name] = contenders[name].seconds_per_step(1)
-        best = best_turns({name: each.seconds_per_step for name, each in contenders.items()}, turns)
+        best = best_turns({name: contender.seconds_per_step for name, contender in contenders.items()}, turns)
         for name in variants:
             limit = TARGETS.get((where.type, mode, name))
             ratio = best[name] / best[PLAIN]

@@ -89,8 +89,8 @@ class WithLoss(nn.Module):
         output = self.model(*args, **kwargs)
         if self.loss is None:
             return output.float().square().mean()  # type: ignore[no-any-return]
-        found: Tensor = call_loss(self.loss, output, expected)
-        return found
+        loss: Tensor = call_loss(self.loss, output, expected)
+        return loss
 
 
 def with_own_code(plain: type[nn.Module]) -> type[nn.Module]:

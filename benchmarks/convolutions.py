@@ -54,16 +54,21 @@ COLUMNS = {
 TURNS = 4
 
 
-def step_of(shape: tuple[int, ...], column: str, plan: Plan, given: argparse.Namespace) -> Any:
+def step_of(shape: tuple[int, ...], column: str, plan: Plan, arguments: argparse.Namespace) -> Any:
     """A function that makes one step."""
     inputs, side, outputs, kernel, stride = shape
     execution, is_last = COLUMNS[column]
     layout = torch.channels_last if is_last else torch.contiguous_format
-    dtype = getattr(torch, given.dtype)
+    dtype = getattr(torch, arguments.dtype)
     torch.manual_seed(0)
-    model = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False).to(given.device, dtype)
+    model = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False).to(arguments.device, dtype)
     model = model.to(memory_format=layout)  # type: ignore[call-overload]
-    x = torch.randn(given.images, inputs, side, side).to(given.device, dtype).to(memory_format=layout).requires_grad_()
+    x = (
+        torch.randn(arguments.images, inputs, side, side)
+        .to(arguments.device, dtype)
+        .to(memory_format=layout)
+        .requires_grad_()
+    )
     if execution is None:
         called: Any = torch.compile(model)
     else:
@@ -83,7 +88,7 @@ def believed(x: Tensor) -> bool:
     return True
 
 
-def made(plan: Plan, given: argparse.Namespace) -> dict[tuple[int, ...], dict[str, Any]]:
+def made(plan: Plan, options: argparse.Namespace) -> dict[tuple[int, ...], dict[str, Any]]:
     """Shape -> column -> a compiled step."""
     with (
         mock.patch.object(convolution, "is_channels_last", believed),
@@ -91,7 +96,7 @@ def made(plan: Plan, given: argparse.Namespace) -> dict[tuple[int, ...], dict[st
         torch._dynamo.config.patch(recompile_limit=8 * len(SHAPES) * len(COLUMNS)),
     ):
         warnings.simplefilter("ignore")
-        return {shape: {column: step_of(shape, column, plan, given) for column in COLUMNS} for shape in SHAPES}
+        return {shape: {column: step_of(shape, column, plan, options) for column in COLUMNS} for shape in SHAPES}
 
 
 def timed(steps: dict[str, Any], device: torch.device) -> dict[str, float]:
@@ -109,28 +114,28 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--plan", choices=FORMATS, default="int8")
     parser.add_argument("--images", type=int, default=8)
-    given = parser.parse_args()
-    operands = zip(("x", "w", "dy"), FORMATS[given.plan], strict=True)
+    options = parser.parse_args()
+    operands = zip(("x", "w", "dy"), FORMATS[options.plan], strict=True)
     rule = {operand: {"format": name, "scale": "tensor"} for operand, name in operands}
     plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", **rule}]})
     rows = []
     print("channels, side -> channels, kernel, stride", *COLUMNS, sep="  ")
-    device, dtype = torch.device(given.device), getattr(torch, given.dtype)
-    for shape, steps in made(plan, given).items():
+    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    for shape, steps in made(plan, options).items():
         row = timed(steps, device)
         rows.append({"shape": shape, "milliseconds": row})
         print(shape, *(f"{value:.2f}" for value in row.values()), sep="  ", flush=True)
     document = {
         "benchmark": "convolutions",
         "command": "python benchmarks/convolutions.py "
-        + " ".join(f"--{name} {value}" for name, value in vars(given).items()),
+        + " ".join(f"--{name} {value}" for name, value in vars(options).items()),
         "machine": describe_machine(device),
         "threads": torch.get_num_threads(),
         "seed": 0,
         "rows": rows,
         "crossover 3x3": [vars(row) for row in crossover.measure_im2col_crossover(device, dtype)],
     }
-    file = Path(__file__).parent / "results" / f"convolutions-{given.device}-{given.dtype}.json"
+    file = Path(__file__).parent / "results" / f"convolutions-{options.device}-{options.dtype}.json"
     write_whole(file, json.dumps(document, indent=2) + "\n")
     print(f"written to {file.name}")
 

@@ -47,14 +47,14 @@ def losses_of(step: TrainingStep, call_at: Callable[[int], Call], steps: int) ->
 def mean_loss(step: TrainingStep, call_at: Callable[[int], Call], batches: int) -> float:
     """The mean loss on held-out batches, by the compiled training graph."""
     kept = step.args, step.kwargs
-    found: list[Tensor] = []
+    losses: list[Tensor] = []
     try:
         for number in range(batches):
             step.args, step.kwargs = call_at(number)
-            found.append(step.loss_of_batch().detach().float())
+            losses.append(step.loss_of_batch().detach().float())
     finally:
         step.args, step.kwargs = kept
-    return float(torch.stack(found).mean())
+    return float(torch.stack(losses).mean())
 
 
 def final(losses: list[float]) -> float:

@@ -172,7 +172,7 @@ def bench_memory(
         raise BitplanError(f"no variant could be made: {'; '.join(failed.values())}")
 
     held = {name: contender.memory() for name, contender in contenders.items()}
-    best = best_turns({name: each.seconds_per_step for name, each in contenders.items()}, turns)
+    best = best_turns({name: runner.seconds_per_step for name, runner in contenders.items()}, turns)
     rows: list[Row] = []
     for name, contender in contenders.items():
         account, seconds = held[name], best[name]

@@ -117,7 +117,7 @@ def working_peers(target: str, rounding: Rounding, sample: Tensor) -> dict[str, 
     named = get_format(target)
     if not isinstance(named, FloatFormat):
         return {}
-    found: dict[str, Round] = {}
+    working: dict[str, Round] = {}
     for name, peer in peers.items():
         call = peer(named, rounding)
         if call is None:
@@ -127,5 +127,5 @@ def working_peers(target: str, rounding: Rounding, sample: Tensor) -> dict[str, 
         except Exception as error:  # a broken installation of a peer must not stop the measurement
             log.warning("%s is not measured for %s: %s", name, target, error)
             continue
-        found[name] = call
-    return found
+        working[name] = call
+    return working

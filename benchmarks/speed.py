@@ -70,12 +70,12 @@ class Shape:
 
         :param batch: sequences per batch, if not the shape's own.
         """
-        model, given = self.make()
-        if given.dim() < 2 or (given.dim() == 2 and given.is_floating_point()):
+        model, inputs = self.make()
+        if inputs.dim() < 2 or (inputs.dim() == 2 and inputs.is_floating_point()):
             return None
-        if given.is_floating_point():
-            model, given = Bytes(model, given.shape[-1]), torch.zeros(given.shape[:2], dtype=torch.int64)
-        tokens = given if batch is None else of_size(given, batch)
+        if inputs.is_floating_point():
+            model, inputs = Bytes(model, inputs.shape[-1]), torch.zeros(inputs.shape[:2], dtype=torch.int64)
+        tokens = inputs if batch is None else of_size(inputs, batch)
         tokens = tokens.to(device)
         return Target(model.to(device), (tokens, tokens.clone()), next_token_loss)
 

@@ -30,14 +30,14 @@ def switching_plan(plan: Plan) -> Plan:
     >>> switching_plan(own_plan("native-int8")).quantizers["i8"].choose[1]
     (16, 'keep')
     """
-    told = plan.to_dict()
+    document = plan.to_dict()
     shares = [f"{100 * turn // len(_TURNS)}%" for turn in range(1, len(_TURNS))]
     quantizers = {
         name: {"by": "turns", "choose": {str(_TURNS[0]): spec, str(_TURNS[1]): "keep"}}
-        for name, spec in told["quantizers"].items()
+        for name, spec in document["quantizers"].items()
     }
     turns = {"name": "steps", "bits": list(_TURNS), "at": shares}
-    return Plan.from_dict({**told, "schedules": {"turns": turns}, "quantizers": quantizers})
+    return Plan.from_dict({**document, "schedules": {"turns": turns}, "quantizers": quantizers})
 
 
 def measure_switches(device: torch.device, plan: str | None = None) -> dict[str, Any]:

@@ -10,12 +10,11 @@ of 128 images with three seeds each; their recipe otherwise, which has 64,000 it
 Spearman's correlation of cost with accuracy over the rounded plans, and its interval by a bootstrap over plans and
 seeds. --long adds 24,000 iterations of FP32, static 8, CR and RR with one seed.
 
-Compiled, all rounded plans share one graph, so each process compiles twice: FP32, and the rest. What it takes on a GPU
-at 3 ms an iteration, were processes to take turns: 42 runs of 24 s, 17 minutes, and 5 more for --long. Where processes
-share the GPU at the same time (NVIDIA's MPS: `nvidia-cuda-mps-control -d` beforehand), four of them should take 5 to 7
-minutes.
+Compiled, all rounded plans share one graph, so each process compiles twice: FP32, and the rest. At 3 ms per iteration
+on a GPU, with processes taking turns: 42 runs of 24 s, 17 minutes, and 5 more for --long. If processes share the GPU
+(NVIDIA's MPS: `nvidia-cuda-mps-control -d` beforehand), four of them should take 5 to 7 minutes.
 
-The same command goes on where it was interrupted, and `bitplan report` draws the folders of the runs.
+The same command resumes an interrupted experiment, and `bitplan report` draws the folders of the runs.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from common import CIFAR_PACK, Experiment, arguments, cyclic_study, in_sentences
 from bitplan.plans.schedules import TEN
 
 RANGE = (3, 8)
-#: FP32 must reach these accuracies; where it does not, the runs were too short to conclude anything from.
+#: The least accuracies of FP32; below them, the runs were too short for conclusions.
 FLOOR, LONGER_FLOOR = 0.83, 0.86
 
 RECIPE = ("model=resnet20", "batch=128", "steps=8000", "evaluate_every=8000")
@@ -43,7 +42,7 @@ def main() -> None:
     parser.add_argument("--long", action="store_true", help="also 24,000 iterations of FP32, static 8, CR and RR")
     experiment = Experiment("cifar", parser.parse_args())
     task, place = data_of(experiment)
-    names = FEW if experiment.asked.quick else tuple(TEN)
+    names = FEW if experiment.options.quick else tuple(TEN)
     recipe = experiment.settings(RECIPE, QUICK)
     studies = [
         cyclic_study(
@@ -56,7 +55,7 @@ def main() -> None:
         )
     ]
     experiment.write(studies)
-    if experiment.asked.long and not experiment.is_late:
+    if experiment.options.long and not experiment.is_late:
         studies.append(
             cyclic_study(
                 *(replace(experiment, most_seeds=1), "longer", task, place, experiment.settings(LONGER, QUICK)),
@@ -64,7 +63,7 @@ def main() -> None:
                 bits=RANGE,
                 floor=LONGER_FLOOR,
                 of=OF,
-                wanted=lambda label: not label.startswith("static at"),
+                is_included=lambda label: not label.startswith("static at"),
             )
         )
         experiment.write(studies)
@@ -72,11 +71,11 @@ def main() -> None:
 
 
 def data_of(experiment: Experiment) -> tuple[str, list[str]]:
-    """The task that reads what was given, and the settings that say where it is."""
-    given = experiment.asked.data
-    if Path(given).is_dir():
-        return "cifar10", [f"data={given}"]
-    return CIFAR_PACK, [f"data={given}", *(["most=64"] if experiment.asked.quick else [])]
+    """The task that reads the given data, and the settings of its location."""
+    data = experiment.options.data
+    if Path(data).is_dir():
+        return "cifar10", [f"data={data}"]
+    return CIFAR_PACK, [f"data={data}", *(["most=64"] if experiment.options.quick else [])]
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """CIFAR-10 from one .npz file of JPEGs: a task for experiments, named as ``experiments/cifar_pack.py:CifarPack``.
 
-The file holds `header` and `body` (bytes), `off` (where each image begins in the body), `y` (classes) and `is_test`;
-image i is the JPEG `header + body[off[i]:off[i+1]]`. JPEGs are not the photographs that accuracies are published on:
-plans can be compared with each other on them, and with nothing else.
+The file holds `header` and `body` (bytes), `off` (the offset of each image in the body), `y` (classes) and `is_test`;
+image i is the JPEG `header + body[off[i]:off[i+1]]`. Accuracies on JPEGs are not comparable with published ones, only
+with each other.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 
 @dataclass(frozen=True)
 class PackSettings(ImageSettings):
-    """Where the file is, and how much of it is read."""
+    """Settings of the file, and of the number of images."""
 
     data: str = ""
-    #: Use so many images of each part; 0 for all.
+    #: Use this many images of each split; 0 for all.
     most: int = 0
 
 
@@ -46,15 +46,15 @@ class CifarPack(ImageClassification):
         return _read(path, self.settings.most)
 
 
-@lru_cache(maxsize=1)  # the tasks of all seeds share it
+@lru_cache(maxsize=1)  # shared by the tasks of all seeds
 def _read(path: Path, most: int) -> PictureData:
     with np.load(path, allow_pickle=False) as stored:
         header, body = stored["header"].tobytes(), stored["body"].tobytes()
         starts, labels, held_out = stored["off"], stored["y"], stored["is_test"].astype(bool)
     parts = []
-    for wanted in (~held_out, held_out):
-        # Sorted by class: a seeded few are some of each.
-        chosen = np.random.default_rng(0).permutation(np.flatnonzero(wanted))[: most or len(labels)]
+    for part in (~held_out, held_out):
+        # Sorted by class: a random sample has some of each.
+        chosen = np.random.default_rng(0).permutation(np.flatnonzero(part))[: most or len(labels)]
         images = np.stack([_pixels(header + body[starts[i] : starts[i + 1]]) for i in chosen])
         pixels = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
         parts.append(StoredPictures(pixels, torch.from_numpy(labels[chosen].astype(np.int64))))

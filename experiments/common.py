@@ -1,8 +1,7 @@
-"""What all experiments share: their arguments, their record, and how plans over seeds become a table and a reading.
+"""The parts that all experiments share: arguments, records, and tables and readings of plans over seeds.
 
-An experiment is a list of studies; a study is one comparison of plans on a task. Results are written after every
-study, so that an interruption leaves what is known, and the same command goes on where it stopped: the runs are a
-comparison's.
+An experiment is a list of studies; a study is one comparison of plans on a task. Results are written after every study,
+so that an interruption loses nothing, and the same command resumes: the runs are those of a comparison.
 """
 
 from __future__ import annotations
@@ -40,21 +39,21 @@ CONTROL = "FP32"
 RESULTS = Path("docs/results")
 #: CIFAR-10 as JPEGs in one file.
 CIFAR_PACK = f"{Path(__file__).with_name('cifar_pack.py')}:CifarPack"
-#: How plans of one seed compare: what seeds differ by is not known.
+#: How plans with one seed compare: the variation between seeds is unknown.
 BESIDE = "one seed, so no verdict, beside"
-#: Where seeds alone would make so much of the variance between plans, an order of the plans may be chance's.
+#: If seeds explain this share of the variance between plans, their order may be due to chance.
 LARGE_SHARE = 0.5
-#: Schedules that end on a growing part, which all of the papers' do, end at their highest bits.
+#: Schedules that end with a growing part, as all of the papers' do, end at their highest bits.
 EVALUATION = "at the bits of the moment, which are the highest ones at the end of every schedule here"
 
 
-def arguments(words: str | None, seeds: int, data: str | None = None) -> argparse.ArgumentParser:
+def arguments(docstring: str | None, seeds: int, data: str | None = None) -> argparse.ArgumentParser:
     """The options that every experiment has; more may be added.
 
-    :param words: the script's docstring.
-    :param data: what the first argument is; None: there is none.
+    :param docstring: the script's docstring.
+    :param data: the meaning of the first argument; None: there is none.
     """
-    parser = argparse.ArgumentParser(description=words, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter)
     if data is not None:
         parser.add_argument("data", help=data)
     parser.add_argument("--device", default="cpu")
@@ -74,11 +73,11 @@ def arguments(words: str | None, seeds: int, data: str | None = None) -> argpars
 
 @dataclass(frozen=True)
 class Experiment:
-    """A script at work: what was asked of it, and where everything goes."""
+    """A running script: its options, and the locations of its files."""
 
     name: str
-    asked: argparse.Namespace
-    #: Where a study is dear; 0: as many as asked.
+    options: argparse.Namespace
+    #: Seeds of an expensive study; 0: the number in the options.
     most_seeds: int = 0
     began: float = field(default_factory=time.monotonic)
 
@@ -87,50 +86,50 @@ class Experiment:
 
     @property
     def products(self) -> str:
-        """In which format a product multiplies float32: on a GPU, in TF32."""
-        return TF32 if torch.device(self.asked.device).type == "cuda" else FLOAT32
+        """The format in which float32 products are computed: on a GPU, TF32."""
+        return TF32 if torch.device(self.options.device).type == "cuda" else FLOAT32
 
     @property
     def is_late(self) -> bool:
-        """Whether the minutes that were given are over."""
-        return self.asked.minutes is not None and time.monotonic() - self.began > 60 * self.asked.minutes
+        """Whether the time limit is exceeded."""
+        return self.options.minutes is not None and time.monotonic() - self.began > 60 * self.options.minutes
 
     @cached_property
     def earlier(self) -> Earlier:
-        device = machine(torch.device(self.asked.device))
-        return Earlier(self.asked.go_on_from, self.name, device, versions(), self.products)
+        device = machine(torch.device(self.options.device))
+        return Earlier(self.options.go_on_from, self.name, device, versions(), self.products)
 
     @property
     def runs(self) -> Path:
-        return self.asked.runs or Path("runs") / f"experiment-{self.name}{'-quick' * self.asked.quick}"
+        return self.options.runs or Path("runs") / f"experiment-{self.name}{'-quick' * self.options.quick}"
 
     @property
     def out(self) -> Path:
-        return self.asked.out or (self.runs if self.asked.quick else RESULTS) / f"{self.name}.json"
+        return self.options.out or (self.runs if self.options.quick else RESULTS) / f"{self.name}.json"
 
     @property
     def seeds(self) -> range:
-        count = 1 if self.asked.quick else self.asked.seeds
+        count = 1 if self.options.quick else self.options.seeds
         return range(min(count, self.most_seeds or count))
 
     @property
     def command(self) -> str:
-        """What makes it again; where data, runs and results lay is nobody's business."""
-        told = argparse.ArgumentParser(add_help=False)
+        """The command that repeats the experiment, without the locations of data, runs and results."""
+        parser = argparse.ArgumentParser(add_help=False)
         for where in ("--runs", "--out", "--go-on-from"):
-            told.add_argument(where)
-        _, words = told.parse_known_args(sys.argv[1:])
-        words = [Path(word).name if "/" in word and Path(word).exists() else word for word in words]
-        return shlex.join(["python", f"experiments/{self.name}.py", *words])
+            parser.add_argument(where)
+        _, arguments = parser.parse_known_args(sys.argv[1:])
+        arguments = [Path(word).name if "/" in word and Path(word).exists() else word for word in arguments]
+        return shlex.join(["python", f"experiments/{self.name}.py", *arguments])
 
     def settings(self, recipe: Sequence[str], quick: Sequence[str] = ()) -> list[str]:
-        """The recipe as ``key=value``, with what a rehearsal changes, and with what --set says instead."""
-        chosen = dict(each.split("=", 1) for each in recipe)
-        chosen |= dict(each.split("=", 1) for each in quick) if self.asked.quick else {}
-        for each in self.asked.settings:
-            if "=" not in each:
-                raise TaskError(f"--set {each} says nothing: write --set key=value.")
-        chosen |= dict(each.split("=", 1) for each in self.asked.settings)
+        """The recipe as ``key=value``, with the changes of a rehearsal and of --set."""
+        chosen = dict(setting.split("=", 1) for setting in recipe)
+        chosen |= dict(setting.split("=", 1) for setting in quick) if self.options.quick else {}
+        for setting in self.options.settings:
+            if "=" not in setting:
+                raise TaskError(f"--set {setting} says nothing: write --set key=value.")
+        chosen |= dict(setting.split("=", 1) for setting in self.options.settings)
         return [f"{key}={value}" for key, value in chosen.items()]
 
     def compared(
@@ -143,15 +142,18 @@ class Experiment:
         metric: Metric,
         compiles: bool = True,
     ) -> list[dict[str, Any]]:
-        """Make what is left of a comparison's runs, telling each; a record for every plan that was run.
+        """Make the missing runs of a comparison and print each; returns a record for every plan.
 
-        :param compiles: whether --compile is for this one.
+        :param compiles: whether --compile applies to this study.
         """
-        known = self.earlier.plans(folder, settings)
+        earlier_records = self.earlier.plans(folder, settings)
         print(f"{folder}: {len(choices)} plans, seeds {', '.join(map(str, self.seeds))}", flush=True)
-        if known:
-            print(f"  {', '.join(map(_taken, known.values()))}: taken from {self.asked.go_on_from}", flush=True)
-        planned = [replace(choice, seeds=self._missing(known.get(choice.label))) for choice in choices]
+        if earlier_records:
+            print(
+                f"  {', '.join(map(_taken, earlier_records.values()))}: taken from {self.options.go_on_from}",
+                flush=True,
+            )
+        planned = [replace(choice, seeds=self._missing(earlier_records.get(choice.label))) for choice in choices]
         left = [choice for choice in planned if choice.seeds]
         seen: dict[str, dict[int, Summary]] = {choice.label: {} for choice in left}
 
@@ -159,9 +161,9 @@ class Experiment:
             if update.summary is not None:
                 if update.summary.status != "stopped":
                     seen[update.job.label][update.job.seed] = update.summary
-                print(f"  {told(update, metric)}", flush=True)
+                print(f"  {update_line(update, metric)}", flush=True)
 
-        asked = self.asked
+        options = self.options
         if left:
             compare(
                 task,
@@ -169,32 +171,32 @@ class Experiment:
                 folder=self.runs / folder,
                 seeds=self.seeds,
                 settings=settings,
-                jobs=asked.jobs,
-                device=asked.device,
-                compile=asked.compile and compiles,
+                jobs=options.jobs,
+                device=options.device,
+                compile=options.compile and compiles,
                 command=self.command,
                 on_update=note,
                 stop=lambda: self.is_late,
             )
         made = {label: plan_record(label, ended, metric) for label, ended in seen.items() if ended}
-        for label, before in known.items():
+        for label, before in earlier_records.items():
             made[label] = joined(before, made[label]) if label in made else before
         return [made[choice.label] for choice in choices if choice.label in made]
 
-    def _missing(self, known: Mapping[str, Any] | None) -> tuple[int, ...]:
-        """The seeds with which a plan was not run yet."""
-        return tuple(seed for seed in self.seeds if known is None or seed not in ended_seeds(known))
+    def _missing(self, record: Mapping[str, Any] | None) -> tuple[int, ...]:
+        """The seeds of a plan that are still missing."""
+        return tuple(seed for seed in self.seeds if record is None or seed not in ended_seeds(record))
 
     def why_short(self, plans: Sequence[Mapping[str, Any]], floor: float, metric: Metric) -> str | None:
-        """Why nothing follows from these runs; None where something may."""
-        if self.asked.quick:
+        """Why no conclusion can be drawn from these runs; None if there is no such reason."""
+        if self.options.quick:
             return "A rehearsal: nothing follows from it."
         if all(plan["plan"] != CONTROL for plan in plans):
             return f"{CONTROL} was not run, so nothing follows from the rest."
         return short_words(floor, metric) if is_short(plans, floor, metric) else None
 
     def runs_of(self, folder: str) -> list[Run]:
-        """Those of a study that lie here: none where all of it is an earlier result's."""
+        """The runs of a study in its folder; none if all of it comes from an earlier result."""
         begun = any((self.runs / folder).glob("*/run.json"))
         return read_runs([self.runs / folder]) if begun else []
 
@@ -209,22 +211,22 @@ class Experiment:
         return found
 
     def write(self, studies: Sequence[dict[str, Any]], **more: Any) -> None:
-        """All of it so far, into one file, at once."""
+        """Write all results so far to one file, atomically."""
         content = {
             "experiment": self.name,
             "command": self.command,
-            "machine": machine(torch.device(self.asked.device)),
+            "machine": machine(torch.device(self.options.device)),
             "versions": versions(),
             "float32_products": self.products,
             "seeds": list(self.seeds),
-            "processes": self.asked.jobs,
-            "rehearsal": self.asked.quick,
-            # Whether the time was over before every run was made.
+            "processes": self.options.jobs,
+            "rehearsal": self.options.quick,
+            # Whether the time limit ended it before every run was made.
             "is_part": self.is_late,
-            **self.earlier.told(),
+            **self.earlier.record(),
             **more,
             "studies": list(studies),
-            # Of the runs, whenever they were made; those of several processes ran at the same time.
+            # Of all runs, whenever they were made; parallel processes overlap.
             "seconds": sum(plan["seconds"] for study in studies for plan in study["plans"]),
         }
         self.out.parent.mkdir(parents=True, exist_ok=True)
@@ -241,7 +243,7 @@ class Experiment:
 
 
 def let_products_be(products: str) -> None:
-    """TF32: of all products of this process, and of those that it starts; torch's own default has only convolutions so.
+    """TF32 for all products of this process and its child processes; torch's default uses it for convolutions only.
 
     A step of an LSTM is mostly products, and in float32 these do not run on tensor cores.
     """
@@ -251,7 +253,7 @@ def let_products_be(products: str) -> None:
 
 
 def in_sentences(main: Callable[[], None]) -> None:
-    """Run a script: a user's mistake ends it with a sentence."""
+    """Run a script: a user's mistake ends it with one sentence."""
     try:
         main()
     except BitplanError as error:
@@ -271,24 +273,29 @@ def cyclic_study(
     of: str,
     static: Sequence[int] = (8,),
     cycles: int = DEFAULT_CYCLES,
-    wanted: Callable[[str], bool] = lambda label: True,
+    is_included: Callable[[str], bool] = lambda label: True,
 ) -> dict[str, Any]:
-    """FP32, static plans and cyclic schedules on one task: made, counted and read.
+    """FP32, static plans and cyclic schedules on one task: run, count and read.
 
-    :param place: the settings that say where data are, which results do not tell.
-    :param names: of the schedules.
-    :param floor: what FP32 must reach for anything to follow.
-    :param of: what the metric is taken of.
-    :param wanted: of a plan's label, whether it is made; by default all of :func:`cpt_choices` are.
+    :param place: the settings of the data's location, which results do not contain.
+    :param names: names of the schedules.
+    :param floor: the metric that FP32 must reach for conclusions.
+    :param of: what the metric is computed on.
+    :param is_included: whether a plan of that label is run; by default all of :func:`cpt_choices` are.
     """
     task = find_task(task_name, [*place, *settings])
     choices = cpt_choices(task, names, *bits, static=static, cycles=cycles)
-    chosen = [choice for choice in choices if wanted(choice.label)]
+    chosen = [choice for choice in choices if is_included(choice.label)]
     folder = name.replace(" ", "-")
     plans = experiment.compared(task_name, chosen, folder=folder, settings=[*place, *settings], metric=task.metric)
-    told = {"settings": list(settings), "metric": metric_record(task.metric, of), "bits": list(bits), "cycles": cycles}
+    record = {
+        "settings": list(settings),
+        "metric": metric_record(task.metric, of),
+        "bits": list(bits),
+        "cycles": cycles,
+    }
     read = cyclic_reading(experiment, plans, names, f"static {bits[1]}", floor, task.metric)
-    return {"study": name, **told, **read, "curves": experiment.curves(folder, task.metric.name)}
+    return {"study": name, **record, **read, "curves": experiment.curves(folder, task.metric.name)}
 
 
 def cyclic_reading(
@@ -299,16 +306,16 @@ def cyclic_reading(
     floor: float,
     metric: Metric,
 ) -> dict[str, Any]:
-    """What the plans of a study say: of schedules against a static plan, and of cost against the metric."""
-    found, short = order_by_cost(plans), experiment.why_short(plans, floor, metric)
-    words = [against(plans, names, static, metric), *([found["words"]] if found is not None else [])]
+    """The reading of a study: schedules against a static plan, and cost against the metric."""
+    correlation, short = order_by_cost(plans), experiment.why_short(plans, floor, metric)
+    sentences = [against(plans, names, static, metric), *([correlation["words"]] if correlation is not None else [])]
     return {
         "seeds": list(experiment.seeds),
         "evaluation": EVALUATION,
         "floor": floor,
         "short_run": short is not None,
-        "spearman": found,
-        "reading": short or " ".join(words),
+        "spearman": correlation,
+        "reading": short or " ".join(sentences),
         "plans": list(plans),
     }
 
@@ -316,12 +323,12 @@ def cyclic_reading(
 # --- plans over seeds ---
 
 
-def told(update: Update, metric: Metric) -> str:
+def update_line(update: Update, metric: Metric) -> str:
     summary = update.summary
     assert summary is not None
     reached = summary.metrics.get(metric.name)
-    words = summary.status if reached is None or summary.status != "finished" else f"{metric.name} {reached:.4f}"
-    return f"{update.job.label}, seed {update.job.seed}: {words}, {summary.seconds:.1f} s"
+    result = summary.status if reached is None or summary.status != "finished" else f"{metric.name} {reached:.4f}"
+    return f"{update.job.label}, seed {update.job.seed}: {result}, {summary.seconds:.1f} s"
 
 
 def metric_record(metric: Metric, of: str) -> dict[str, Any]:
@@ -344,23 +351,23 @@ def _taken(record: Mapping[str, Any]) -> str:
 
 
 def order_by_cost(plans: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Spearman's correlation of cost with the metric over rounded plans, and whether it may be the seeds' doing."""
-    known = [plan for plan in plans if plan["plan"] != CONTROL and plan["metric"] is not None]
-    if len(known) < LEAST:
+    """Spearman's correlation of cost with the metric over rounded plans, and whether it may be due to seeds."""
+    rounded_plans = [plan for plan in plans if plan["plan"] != CONTROL and plan["metric"] is not None]
+    if len(rounded_plans) < LEAST:
         return None
-    values = [[*plan["values"].values()] for plan in known]
-    found = cost_correlation([plan["relative_to_fp32"] for plan in known], values)
+    values = [[*plan["values"].values()] for plan in rounded_plans]
+    correlation = cost_correlation([plan["relative_to_fp32"] for plan in rounded_plans], values)
     share = seed_share(values)
-    one_seed = all(len(each) < 2 for each in values)
-    is_sure = found.is_sure and not one_seed and share < LARGE_SHARE
+    one_seed = all(len(by_seed) < 2 for by_seed in values)
+    is_sure = correlation.is_sure and not one_seed and share < LARGE_SHARE
     return {
-        "value": found.value,
-        "interval": [found.low, found.high],
-        "plans": found.plans,
-        # Of the variance between plans, what seeds alone would make; 1 or more: plans do not differ.
+        "value": correlation.value,
+        "interval": [correlation.low, correlation.high],
+        "plans": correlation.plans,
+        # The share of the variance between plans that seeds alone explain; 1 or more: plans do not differ.
         "seed_share": share if math.isfinite(share) else None,
         "is_sure": is_sure,
-        "words": f"Spearman of cost with the metric {found}: "
+        "words": f"Spearman of cost with the metric {correlation}: "
         + ("an order." if is_sure else "one seed, so no verdict." if one_seed else "no order that is sure.")
         + (f" Seeds alone would make {share:.0%} of the variance between plans." if share >= LARGE_SHARE else ""),
     }
@@ -368,22 +375,26 @@ def order_by_cost(plans: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 def against(plans: Sequence[Mapping[str, Any]], names: Sequence[str], static: str, metric: Metric) -> str:
     """How plans compare with one of them, in sentences."""
-    known = {plan["plan"]: plan for plan in plans if plan["metric"] is not None}
+    records = {plan["plan"]: plan for plan in plans if plan["metric"] is not None}
     lost = [plan["plan"] for plan in plans if plan["metric"] is None or plan["diverged"]]
-    words = [f"Diverged: {', '.join(lost)}."] if lost else []
-    base = known.get(static)
+    sentences = [f"Diverged: {', '.join(lost)}."] if lost else []
+    base = records.get(static)
     if base is None or static in lost:
-        return " ".join([*words, f"Without {static} there is nothing to compare with."])
-    if CONTROL in known:
-        words.append(f"{CONTROL} {known[CONTROL]['metric']:.4f}, {static} {spread(base)}.")
+        return " ".join([*sentences, f"Without {static} there is nothing to compare with."])
+    if CONTROL in records:
+        sentences.append(f"{CONTROL} {records[CONTROL]['metric']:.4f}, {static} {spread(base)}.")
     kinds: dict[str, list[str]] = {"better than": [], "worse than": [], "within the spread of": [], BESIDE: []}
-    for name in (name for name in names if name in known and name not in lost):
-        kinds[_kind(known[name], base, metric)].append(f"{name} ({known[name]['metric'] - base['metric']:+.4f})")
-    words += [f"{kind.capitalize()} {static}: {', '.join(found)}." for kind, found in kinds.items() if found]
-    costs = {known[name]["relative_to_fp32"] / base["relative_to_fp32"] for name in names if name in known}
+    for name in (name for name in names if name in records and name not in lost):
+        kinds[_kind(records[name], base, metric)].append(f"{name} ({records[name]['metric'] - base['metric']:+.4f})")
+    sentences += [
+        f"{kind.capitalize()} {static}: {', '.join(names_of_kind)}."
+        for kind, names_of_kind in kinds.items()
+        if names_of_kind
+    ]
+    costs = {records[name]["relative_to_fp32"] / base["relative_to_fp32"] for name in names if name in records}
     if costs:
-        words.append(f"They cost {min(costs):.0%} to {max(costs):.0%} of {static}.")
-    return " ".join(words)
+        sentences.append(f"They cost {min(costs):.0%} to {max(costs):.0%} of {static}.")
+    return " ".join(sentences)
 
 
 def _kind(plan: Mapping[str, Any], base: Mapping[str, Any], metric: Metric) -> str:

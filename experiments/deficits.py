@@ -14,7 +14,7 @@ ResNet-74 (no weight decay, as theirs), and 200 epochs of the graph, where they 
 17 budgets: on a GPU at 3 ms an iteration, 200 s a seed of CIFAR-10, were processes to take turns; the graph, which is
 not compiled, takes a minute or two.
 
-The same command goes on where it was interrupted, and `bitplan report` draws the folders of the runs, with windows.
+The same command resumes an interrupted experiment, and `bitplan report` draws the folders of the runs, with windows.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ PARTS = ("weights", "activations", "gradients")
 
 @dataclass(frozen=True)
 class Subject:
-    """A model that has the deficits."""
+    """A model under the deficits."""
 
     name: str
     task: str
-    #: The option that says where its data are.
+    #: The option with its data's location.
     option: str
     recipe: tuple[str, ...]
     quick: tuple[str, ...]
-    #: What FP32 must reach for anything to follow.
+    #: The metric that FP32 must reach for conclusions.
     floor: float
-    #: Whether --compile is for it: where all runs together are over before a graph is compiled, it is not.
+    #: Whether --compile applies: not if all runs together take less time than compilation.
     compiles: bool
 
 
@@ -75,7 +75,7 @@ def main() -> None:
     experiment = Experiment("deficits", parser.parse_args())
     studies: list[dict[str, Any]] = []
     for subject in SUBJECTS:
-        place = getattr(experiment.asked, subject.option)
+        place = getattr(experiment.options, subject.option)
         if place and not experiment.is_late:
             studies.append(study(experiment, subject, place))
             experiment.write(studies, bits=[LOW, HIGH])
@@ -109,40 +109,40 @@ def study(experiment: Experiment, subject: Subject, place: str) -> dict[str, Any
 
 
 def reading(plans: Sequence[Mapping[str, Any]], metric: Metric) -> str:
-    """What held, in plain words."""
-    known = {plan["plan"]: plan for plan in plans}
-    lost = [name for name, plan in known.items() if plan["metric"] is None]
-    if any(name in lost or name not in known for name in (NONE, LONGER)):
+    """The conclusions, in sentences."""
+    records = {plan["plan"]: plan for plan in plans}
+    lost = [name for name, plan in records.items() if plan["metric"] is None]
+    if any(name in lost or name not in records for name in (NONE, LONGER)):
         return "The runs without a deficit did not get to their end, so there is nothing to compare with."
-    words = [f"Diverged: {', '.join(lost)}."] if lost else []
+    sentences = [f"Diverged: {', '.join(lost)}."] if lost else []
     if all(len(plan["values"]) < 2 for plan in plans):
-        words.append("One seed each, so there is no verdict on any difference.")
-    base, longer = known[NONE], known[LONGER]
-    words.append(f"FP32 {spread(known[CONTROL])}, 8 bits without a deficit {spread(base)}.")
+        sentences.append("One seed each, so there is no verdict on any difference.")
+    base, longer = records[NONE], records[LONGER]
+    sentences.append(f"FP32 {spread(records[CONTROL])}, 8 bits without a deficit {spread(base)}.")
 
     def verdict(name: str, other: Mapping[str, Any]) -> str:
-        if name in lost or name not in known:
+        if name in lost or name not in records:
             return "diverged" if name in lost else "not run"
-        found = known[name]
-        difference = found["metric"] - other["metric"]
-        if max(len(found["values"]), len(other["values"])) < 2:
+        record = records[name]
+        difference = record["metric"] - other["metric"]
+        if max(len(record["values"]), len(other["values"])) < 2:
             return f"{difference:+.4f}"
-        within = abs(difference) <= max(found["deviation"], other["deviation"])
+        within = abs(difference) <= max(record["deviation"], other["deviation"])
         how = "within the spread" if within else "better" if metric.is_better(difference, 0.0) else "worse"
         return f"{difference:+.4f} ({how})"
 
     early = [f"{share} % of the budget early {verdict(f'early {share}%, then a full budget', base)}" for share in EARLY]
-    words.append(f"3 bits and then a full budget at 8, against no deficit: {', '.join(early)}.")
-    words.append(
+    sentences.append(f"3 bits and then a full budget at 8, against no deficit: {', '.join(early)}.")
+    sentences.append(
         f"Against a run as long without a deficit ({spread(longer)}), the longest is "
         f"{verdict(f'early {EARLY[-1]}%, then a full budget', longer)}."
     )
     slid = [f"from {start} {verdict(f'half from {start}', base)}" for start in STARTS]
-    words.append(f"Half the budget at 3 bits: {', '.join(slid)}.")
-    words.append(f"The static plan that costs as much: {verdict(EQUAL, base)}.")
+    sentences.append(f"Half the budget at 3 bits: {', '.join(slid)}.")
+    sentences.append(f"The static plan that costs as much: {verdict(EQUAL, base)}.")
     parts = [f"{part} {verdict(f'half from 0%, {part} only', base)}" for part in PARTS]
-    words.append(f"The first half at 3 bits for one rounding alone: {', '.join(parts)}.")
-    return " ".join(words)
+    sentences.append(f"The first half at 3 bits for one rounding alone: {', '.join(parts)}.")
+    return " ".join(sentences)
 
 
 if __name__ == "__main__":

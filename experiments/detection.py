@@ -8,7 +8,7 @@ FP32, 8 bits throughout, a static plan that costs what CR costs, and the schedul
 those of the pyramid and the heads, too. Training is from scratch, where the papers fine-tune from ImageNet; with
 weights at hand, --set weights=resnet18.safetensors --set norm=frozen --set width=1 does as they do.
 
-The runs are a comparison's: the same command goes on where it was interrupted, and `bitplan report` draws its folder.
+The same command resumes an interrupted experiment, and `bitplan report` draws its folder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from common import Experiment, arguments, cyclic_study, in_sentences
 
 RANGE = (5, 8)
 SCHEDULES = ("CR", "RR", "ER")
-#: FP32 must reach this mAP; where it does not, the runs were too short to conclude anything from.
+#: The least mAP of FP32; below it, the runs were too short for conclusions.
 FLOOR = 0.65
 
 RECIPE = ("size=256", "width=0.5", "levels=4", "anchor=2", "batch=16", "steps=1200", "warmup=100", "evaluate_every=400")
@@ -39,7 +39,7 @@ QUICK = (
 def main() -> None:
     parser = arguments(__doc__, seeds=2, data="a folder or a .tar with JPEGImages, Annotations and ImageSets")
     experiment = Experiment("detection", parser.parse_args())
-    data = experiment.asked.data
+    data = experiment.options.data
     study = cyclic_study(
         *(experiment, Path(data).stem, "voc", [f"data={data}"], experiment.settings(RECIPE, QUICK)),
         names=SCHEDULES,

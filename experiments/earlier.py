@@ -1,4 +1,4 @@
-"""Results that an experiment goes on from: runs that they tell of are not made again."""
+"""Earlier results that an experiment continues: their runs are not repeated."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from bitplan.errors import BitplanError
 
-#: The formats in which products other than convolutions multiply float32. A result that says nothing is of the former.
+#: The formats in which products other than convolutions are computed in float32. A result without it has the former.
 FLOAT32, TF32 = "float32", "TF32"
-#: Experiments that are all convolutions, which torch multiplies in TF32 by itself, but for a classifier.
+#: Experiments with convolutions only (besides a classifier), which torch computes in TF32 by default.
 _CONVOLUTIONS = ("cifar", "detection")
 
 
 class Earlier:
-    """A result of the same experiment, on the same kind of device and with the same torch; or nothing."""
+    """A result of the same experiment, on the same kind of device and with the same torch; or none."""
 
     def __init__(
         self,
@@ -44,24 +44,24 @@ class Earlier:
             )
 
     def plans(self, folder: str, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """The records of plans that were run with these settings, perhaps with fewer seeds than are wanted."""
+        """The records of plans that were run with these settings, possibly with fewer seeds than needed."""
         study = self._study(folder)
-        told = [setting for setting in settings if not setting.startswith(("data=", "pretrained="))]
-        if study.get("settings") != told:
+        recorded_settings = [setting for setting in settings if not setting.startswith(("data=", "pretrained="))]
+        if study.get("settings") != recorded_settings:
             return {}
-        found = {}
+        records = {}
         for plan in study["plans"]:
-            by_seed = {key: {int(seed): each for seed, each in plan[key].items()} for key in ("values", "metrics")}
-            found[plan["plan"]] = {**plan, **by_seed}
-        return found
+            by_seed = {key: {int(seed): value for seed, value in plan[key].items()} for key in ("values", "metrics")}
+            records[plan["plan"]] = {**plan, **by_seed}
+        return records
 
     def curves(self, folder: str) -> dict[str, dict[int, list[list[float]]]]:
         """Plan -> seed -> pairs of a step and the metric there."""
         curves = self._study(folder).get("curves", {})
-        return {label: {int(seed): curve for seed, curve in known.items()} for label, known in curves.items()}
+        return {label: {int(seed): curve for seed, curve in by_seed.items()} for label, by_seed in curves.items()}
 
-    def told(self) -> dict[str, str]:
-        """What a result says of it."""
+    def record(self) -> dict[str, str]:
+        """Its entry in a result."""
         return {"goes_on_from": self.content["command"]} if self.content else {}
 
     def _study(self, folder: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ of Wolfe & Kyrillidis for OGBN-Arxiv, arXiv 2403.02243), each with three seeds. 
 Q-Agg also what is summed over neighbours. A graph is one batch, so bits change every epoch. Of each study, Spearman's
 correlation of cost with accuracy over the rounded plans, and its interval by a bootstrap over plans and seeds.
 
-The runs are comparisons': the same command goes on where it was interrupted, and `bitplan report` draws their folders.
+The same command resumes an interrupted experiment, and `bitplan report` draws the folders of its runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GRAPHS = ("cora", "coauthor-cs")
 MODELS = ("gcn", "sage")
 AGGREGATIONS = ("fp-agg", "q-agg")
 
-#: FP32 must reach this accuracy; where it does not, the runs were too short to conclude anything from.
+#: The least accuracy of FP32; below it, the runs were too short for conclusions.
 FLOORS = {("cora", "gcn"): 0.78, ("cora", "sage"): 0.76, ("coauthor-cs", "gcn"): 0.89, ("coauthor-cs", "sage"): 0.87}
 RECIPE = ("steps=200", "evaluate_every=100", "features=64")
 QUICK = ("steps=3", "evaluate_every=3", "features=8")
@@ -38,11 +38,11 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--aggregations", nargs="+", choices=AGGREGATIONS, default=AGGREGATIONS)
     experiment = Experiment("graphs", parser.parse_args())
-    asked = experiment.asked
+    options = experiment.options
     studies: list[dict[str, Any]] = []
-    for graph, model in ((graph, model) for graph in asked.graphs for model in asked.models):
+    for graph, model in ((graph, model) for graph in options.graphs for model in options.models):
         control: dict[str, Any] | None = None
-        for aggregation in asked.aggregations:
+        for aggregation in options.aggregations:
             if experiment.is_late:
                 break
             studies.append(study(experiment, graph, model, aggregation, control))
@@ -54,10 +54,10 @@ def main() -> None:
 def study(
     experiment: Experiment, graph: str, model: str, aggregation: str, control: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Run what is left of one study. FP32 is the same for both aggregations, and `control` is that of the first."""
+    """Run the missing part of a study. FP32 is the same for both aggregations, and `control` is that of the first."""
     settings = [f"model={model}", *experiment.settings(RECIPE, QUICK)]
-    place = [f"data={experiment.asked.data}"]
-    names = ("CR", "RR") if experiment.asked.quick else tuple(TEN)
+    place = [f"data={experiment.options.data}"]
+    names = ("CR", "RR") if experiment.options.quick else tuple(TEN)
     task = find_task(graph, [*place, *settings])
     choices = cpt_choices(task, names, *RANGE, static=(RANGE[1],), quantized_aggregation=aggregation == "q-agg")
     plans = experiment.compared(
@@ -68,7 +68,7 @@ def study(
         metric=task.metric,
     )
     if control is not None:
-        plans.insert(0, {**control, "seconds": 0.0})  # they are counted where it was made
+        plans.insert(0, {**control, "seconds": 0.0})  # counted with the first
     return {
         "study": f"{graph}, {model}, {aggregation}",
         "graph": graph,

@@ -12,7 +12,7 @@ its quantizers with that operand alone quantised; all of it, the root of the sum
 correlation of predicted error with the gap of the held-out loss to BF16, over configurations and by slot, says whether
 the metric ranks.
 
-Runs are comparisons': the same command goes on where it was interrupted, and `bitplan report` draws their folders.
+The same command resumes an interrupted experiment, and `bitplan report` draws the folders of its runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from bitplan.plans import SLOTS, Plan, QuantizerSpec
 BASELINE, CONTROL = "bf16", "fp32"
 MODELS = ("bert", "resnet")
 
-#: Name -> what each operand gets; an operand that is not named stays as it is.
+#: Name -> the quantizer of each operand; other operands are not rounded.
 CONFIGURATIONS: dict[str, dict[str, str]] = {
     "weights int8": {"w": "int8 tensor"},
     "weights e4m3": {"w": "e4m3 tensor"},
@@ -56,16 +56,16 @@ CONFIGURATIONS: dict[str, dict[str, str]] = {
     "all int4 vector": dict.fromkeys(("x", "w", "dy"), "int4 vector"),
 }
 ADVICE = "advice"
-#: A rehearsal tries these.
+#: The configurations of a rehearsal.
 FEW = ("weights int8", "gradients int8", "all int8", "all int4 vector")
 
-#: Steps are bound by launches on a GPU, so that large batches cost little and learn more.
+#: On a GPU launches bound the time of a step, so that large batches cost little and learn more.
 BERT = ("steps=500", "evaluate_every=250", "warmup=50", "batch=256", "lr=2e-3", "vocabulary=1000", "evaluation=8")
 RESNET = ("steps=500", "evaluate_every=250", "decay=cosine", "warmup=20", "batch=256", "lr=0.2")
 QUICK = ("steps=6", "evaluate_every=6", "warmup=2")
 QUICK_BERT = (*QUICK, "size=tiny", "length=16", "batch=4", "vocabulary=300", "evaluation=2")
 QUICK_RESNET = (*QUICK, "model=resnet8", "width=0.25", "batch=16")
-#: Below this share of the trivial predictor's loss the baseline's must come, or the runs were too short.
+#: The baseline's loss must be below this share of the trivial predictor's, or the runs were too short.
 FLOORS = {"bert": 0.9, "resnet": 0.7}
 
 
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     experiment = Experiment("metrics", parser.parse_args())
     studies: list[dict[str, Any]] = []
-    for model in experiment.asked.models:
+    for model in experiment.options.models:
         studies.append(studied(experiment, study_of(experiment, model)))
         experiment.write(
             studies,
@@ -97,123 +97,128 @@ def main() -> None:
 
 
 def study_of(experiment: Experiment, model: str) -> Study:
-    asked = experiment.asked
+    options = experiment.options
     if model == "bert":
-        task, data, settings = "bert-mini", asked.text, experiment.settings(BERT, QUICK_BERT)
+        task, data, settings = "bert-mini", options.text, experiment.settings(BERT, QUICK_BERT)
     else:
-        task, data = (CIFAR_PACK if asked.images else "digits"), asked.images
-        settings = experiment.settings(RESNET, (*QUICK_RESNET, *(["most=64"] if asked.images else [])))
+        task, data = (CIFAR_PACK if options.images else "digits"), options.images
+        settings = experiment.settings(RESNET, (*QUICK_RESNET, *(["most=64"] if options.images else [])))
     return Study(model, task, (*([f"data={data}"] if data else []), *settings))
 
 
 def studied(experiment: Experiment, study: Study) -> dict[str, Any]:
     """Measure, train, correlate."""
     task = find_task(study.task, study.settings)
-    found, seconds = measured(experiment, study, task)
-    advice = advise_on(found)
-    names = FEW if experiment.asked.quick else tuple(CONFIGURATIONS)
+    measurement, seconds = measured(experiment, study, task)
+    advice = advise_on(measurement)
+    names = FEW if experiment.options.quick else tuple(CONFIGURATIONS)
     choices = [Choice(BASELINE, "bf16-all"), Choice(CONTROL, None)]
     choices += [Choice(name, configured(advice, CONFIGURATIONS[name])) for name in names]
     choices.append(Choice(ADVICE, advice.plan))
     plans = experiment.compared(
         study.task, choices, folder=f"{study.model}/runs", settings=study.settings, metric=task.metric
     )
-    errors = {name: slot_errors(found, CONFIGURATIONS[name]) for name in names}
+    errors = {name: slot_errors(measurement, CONFIGURATIONS[name]) for name in names}
     errors[ADVICE] = advised_errors(advice)
     with_gaps(plans, errors)
     return {
         "study": study.model,
         "settings": [setting for setting in study.settings if not setting.startswith("data=")],
-        "measurement": {"seconds": seconds, "products": len(found.products), "stages": levels_by_stage(found)},
+        "measurement": {
+            "seconds": seconds,
+            "products": len(measurement.products),
+            "stages": levels_by_stage(measurement),
+        },
         "advice": {"tau": advice.tau, "counts": advice.counts},
         "trivial_loss": trivial_loss(task),
         "plans": plans,
         "spearman": correlations(plans),
-        "reading": reading(plans, trivial_loss(task), FLOORS[study.model], experiment.asked),
+        "reading": reading(plans, trivial_loss(task), FLOORS[study.model], experiment.options),
     }
 
 
 def measured(experiment: Experiment, study: Study, task: Task) -> tuple[Measurement, float]:
-    """The measurement, and the seconds it took, training included. One that lies there is used again: a second one on a
-    GPU may differ in last bits, and runs that were begun under its advice would not be gone on with."""
+    """The measurement, and its seconds, training included. A stored one is reused: a second one on a GPU may differ
+    in its last bits, and runs that were started with its advice could not be resumed."""
     folder = experiment.runs / study.model
     file, clock = folder / "measurement.json", folder / "measurement.seconds"
     if not file.exists():
         steps = task.settings.all_steps
         print(f"{study.model}: measuring at three stages of {steps} steps", flush=True)
         began = time.perf_counter()
-        found = measure_task(task, steps=steps, device=experiment.asked.device)
+        measurement = measure_task(task, steps=steps, device=experiment.options.device)
         folder.mkdir(parents=True, exist_ok=True)
         clock.write_text(f"{time.perf_counter() - began:.3f}")
-        found.save(file)
+        measurement.save(file)
     return Measurement.load(file), float(clock.read_text())
 
 
-# --- configurations, and what was measured of them ---
+# --- Configurations and their measured errors
 
 
 def configured(advice: Advice, operands: dict[str, str]) -> Plan:
-    """A plan for every product that was measured."""
-    specs = {operand: spec_of(words) for operand, words in operands.items()}
+    """A plan for every measured product."""
+    specs = {operand: spec_of(text) for operand, text in operands.items()}
     slots = [
-        SlotAdvice(each.product, each.slot, specs[operand], 0.0, "", each.inside)
-        for each in advice.slots
-        if (operand := each.slot.split(".")[1]) in specs
+        SlotAdvice(advised.product, advised.slot, specs[operand], 0.0, "", advised.inside)
+        for advised in advice.slots
+        if (operand := advised.slot.split(".")[1]) in specs
     ]
     return plan_of(slots)
 
 
-def spec_of(words: str) -> QuantizerSpec:
-    name, scale, *rounding = words.split()
+def spec_of(text: str) -> QuantizerSpec:
+    name, scale, *rounding = text.split()
     return QuantizerSpec(name, scale=scale, rounding=rounding[0] if rounding else "nearest")  # type: ignore[arg-type]
 
 
-def slot_errors(found: Measurement, operands: dict[str, str]) -> dict[str, float]:
+def slot_errors(measurement: Measurement, operands: dict[str, str]) -> dict[str, float]:
     """Slot -> mean level over products, each at its worst stage, with that operand alone quantised."""
     levels: dict[str, list[float]] = {}
-    for slot in (slot for pair in pairs_of(found) for slot in pair):
-        words = operands.get(slot.slot.split(".")[1])
-        level = None if words is None else level_of(slot, words)
+    for slot in (slot for pair in pairs_of(measurement) for slot in pair):
+        text = operands.get(slot.slot.split(".")[1])
+        level = None if text is None else level_of(slot, text)
         if level is not None:
             levels.setdefault(slot.slot, []).append(level)
     return {name: statistics.mean(values) for name, values in levels.items()}
 
 
-def level_of(slot: Slot, words: str) -> float | None:
-    """Of a quantizer that was tried there; where stochastic rounding was not, nearest stands in."""
-    option = slot.option(words) or slot.option(words.removesuffix(" stochastic"))
+def level_of(slot: Slot, text: str) -> float | None:
+    """The level of a quantizer that was measured; nearest rounding stands in for stochastic rounding."""
+    option = slot.option(text) or slot.option(text.removesuffix(" stochastic"))
     return option.level if option is not None and math.isfinite(option.level) else None
 
 
 def advised_errors(advice: Advice) -> dict[str, float]:
     levels: dict[str, list[float]] = {}
-    for each in advice.slots:
-        levels.setdefault(each.slot, []).append(each.level)
+    for advised in advice.slots:
+        levels.setdefault(advised.slot, []).append(advised.level)
     return {name: statistics.mean(values) for name, values in levels.items()}
 
 
-def levels_by_stage(found: Measurement) -> dict[str, dict[str, dict[str, float]]]:
+def levels_by_stage(measurement: Measurement) -> dict[str, dict[str, dict[str, float]]]:
     """Stage -> candidate -> pass -> median level over products."""
     table: dict[str, dict[str, dict[str, list[float]]]] = {}
-    for row in found.rows:
+    for row in measurement.rows:
         table.setdefault(row.stage, {}).setdefault(row.candidate, {}).setdefault(row.pass_, []).append(row.level)
     return {
         stage: {
-            name: {pass_: statistics.median(each) for pass_, each in passes.items()} for name, passes in rows.items()
+            name: {pass_: statistics.median(levels) for pass_, levels in passes.items()}
+            for name, passes in rows.items()
         }
         for stage, rows in table.items()
     }
 
 
-# --- what came of the runs ---
+# --- Results of the runs
 
 
 def with_gaps(plans: list[dict[str, Any]], errors: dict[str, dict[str, float]]) -> None:
-    """Add to each plan what was predicted of it, and how far its losses lie above the baseline's, seed by seed."""
+    """Add its predicted error to each plan, and the gap of its losses to the baseline's, by seed."""
     for plan in plans:
         own = errors.get(plan["plan"])
         plan["predicted"] = None if own is None else {"all": math.hypot(*own.values()), **own}
-        plan["losses"] = {seed: each["validation_loss"] for seed, each in plan["metrics"].items()}
+        plan["losses"] = {seed: metrics["validation_loss"] for seed, metrics in plan["metrics"].items()}
         plan["losses"] |= dict.fromkeys(plan["diverged"], math.inf)
     baseline = plans[0]["losses"]
     for plan in plans:
@@ -222,38 +227,42 @@ def with_gaps(plans: list[dict[str, Any]], errors: dict[str, dict[str, float]]) 
 
 
 def correlations(plans: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of predicted error with loss gap, overall and by slot; a plan that diverged has the largest gap of all."""
-    known = [plan for plan in plans if plan["predicted"] is not None]
-    found: dict[str, Any] = {}
+    """The correlation of predicted error with loss gap, overall and by slot; diverged plans have the largest gap."""
+    measured_plans = [plan for plan in plans if plan["predicted"] is not None]
+    correlations_by_slot: dict[str, Any] = {}
     for name in ("all", *SLOTS):
-        own = [plan for plan in known if name in plan["predicted"]]
+        own = [plan for plan in measured_plans if name in plan["predicted"]]
         if len(own) < LEAST or len({plan["predicted"][name] for plan in own}) < LEAST:
-            found[name] = None
+            correlations_by_slot[name] = None
             continue
         gaps = [[min(gap, 1e9) for gap in plan["gaps"].values()] for plan in own]
-        each = cost_correlation([plan["predicted"][name] for plan in own], gaps)
-        found[name] = {"value": each.value, "interval": [each.low, each.high], "plans": each.plans}
-    return found
+        correlation = cost_correlation([plan["predicted"][name] for plan in own], gaps)
+        correlations_by_slot[name] = {
+            "value": correlation.value,
+            "interval": [correlation.low, correlation.high],
+            "plans": correlation.plans,
+        }
+    return correlations_by_slot
 
 
 def trivial_loss(task: Task) -> float:
-    """What the predictor loses that knows only how frequent tokens, or classes, are."""
+    """The loss of the predictor that knows only the frequencies of tokens, or of classes."""
     trivial = task.metric.trivial
     return math.log(trivial) if task.metric.name == "perplexity" else -math.log(trivial)
 
 
 def seed_spread(plans: Sequence[dict[str, Any]], trivial: float) -> float:
-    """By how much seeds alone move the loss, from the runs of all plans, since of two runs little follows."""
+    """The standard deviation of the loss over seeds, pooled over all plans, since two runs say little."""
     by_plan = [[*plan["losses"].values()] for plan in plans]
     learning = [losses for losses in by_plan if len(losses) > 1 and statistics.mean(losses) < trivial]
     return math.sqrt(statistics.mean(map(statistics.variance, learning))) if learning else 0.0
 
 
-def reading(plans: Sequence[dict[str, Any]], trivial: float, floor: float, asked: argparse.Namespace) -> str:
-    """What held, in sentences."""
-    if asked.quick:
+def reading(plans: Sequence[dict[str, Any]], trivial: float, floor: float, options: argparse.Namespace) -> str:
+    """The conclusions, in sentences."""
+    if options.quick:
         return "A rehearsal: nothing follows from it."
-    known = {plan["plan"]: plan for plan in plans}
+    records = {plan["plan"]: plan for plan in plans}
     base = statistics.mean(plans[0]["losses"].values())
     if not base < floor * trivial:
         return (
@@ -261,24 +270,24 @@ def reading(plans: Sequence[dict[str, Any]], trivial: float, floor: float, asked
             f"nothing follows from it."
         )
     noise = seed_spread(plans, trivial)
-    words = [f"BF16 {base:.4f}; the spread over seeds, pooled over all plans that learn, is {noise:.4f}."]
+    sentences = [f"BF16 {base:.4f}; the spread over seeds, pooled over all plans that learn, is {noise:.4f}."]
 
     def verdict(name: str) -> str:
-        gap = known[name]["gap"]
-        told = "diverged" if math.isinf(gap) else f"{gap:+.4f}"
-        return f"{name} {told}{'' if abs(gap) > noise else ' (within it)'}"
+        gap = records[name]["gap"]
+        result = "diverged" if math.isinf(gap) else f"{gap:+.4f}"
+        return f"{name} {result}{'' if abs(gap) > noise else ' (within it)'}"
 
-    words.append(f"FP32: {verdict(CONTROL)}. INT8 weights: {verdict('weights int8')}.")
-    words.append(f"Gradients: {', '.join(verdict(name) for name in known if name.startswith('gradients'))}.")
-    words.append(
-        f"The advice: {verdict(ADVICE)}, with {known[ADVICE]['relative_to_fp32']:.1%} of FP32's bit operations."
+    sentences.append(f"FP32: {verdict(CONTROL)}. INT8 weights: {verdict('weights int8')}.")
+    sentences.append(f"Gradients: {', '.join(verdict(name) for name in records if name.startswith('gradients'))}.")
+    sentences.append(
+        f"The advice: {verdict(ADVICE)}, with {records[ADVICE]['relative_to_fp32']:.1%} of FP32's bit operations."
     )
-    found = correlations(plans)
+    by_slot = correlations(plans)
     for name in ("all", *SLOTS):
-        if found[name] is not None:
-            low, high = found[name]["interval"]
-            words.append(f"Spearman, {name}: {found[name]['value']:+.2f} ({low:+.2f} to {high:+.2f}).")
-    return " ".join(words)
+        if by_slot[name] is not None:
+            low, high = by_slot[name]["interval"]
+            sentences.append(f"Spearman, {name}: {by_slot[name]['value']:+.2f} ({low:+.2f} to {high:+.2f}).")
+    return " ".join(sentences)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One plan over its seeds: what results tell of it."""
+"""Records of a plan over its seeds."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any
 from bitplan.lab.tasks.task import Metric
 from bitplan.lab.train import Summary
 
-#: Of a record's figures, the means over all of its runs.
+#: Figures of a record that are means over all of its runs.
 _MEANS = ("relative_to_fp32", "mean_bits")
 
 
 def plan_record(label: str, ended: Mapping[int, Summary], metric: Metric) -> dict[str, Any]:
     """One plan over its seeds: the metric after the last step, of each and on average."""
-    finished = {seed: each for seed, each in sorted(ended.items()) if each.status == "finished"}
+    finished = {seed: summary for seed, summary in sorted(ended.items()) if summary.status == "finished"}
     return {
         "plan": label,
-        **_over_seeds({seed: each.metrics[metric.name] for seed, each in finished.items()}),
-        "metrics": {seed: dict(each.metrics) for seed, each in finished.items()},
-        "diverged": [seed for seed, each in sorted(ended.items()) if each.status == "diverged"],
-        **{name: statistics.mean(each.cost[name] for each in ended.values()) for name in _MEANS},
-        "seconds": sum(each.seconds for each in ended.values()),
+        **_over_seeds({seed: summary.metrics[metric.name] for seed, summary in finished.items()}),
+        "metrics": {seed: dict(summary.metrics) for seed, summary in finished.items()},
+        "diverged": [seed for seed, summary in sorted(ended.items()) if summary.status == "diverged"],
+        **{name: statistics.mean(summary.cost[name] for summary in ended.values()) for name in _MEANS},
+        "seconds": sum(summary.seconds for summary in ended.values()),
     }
 
 
 def joined(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of one plan's runs, of which some are an earlier result's and others, with other seeds, were made now.
+    """The record of a plan whose runs are partly an earlier result's and partly new, with other seeds.
 
-    What a study adds to its records stays as it was before.
+    Fields that a study adds to its records are kept.
     """
     return {
         **before,
@@ -42,12 +42,12 @@ def joined(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any
 
 
 def ended_seeds(record: Mapping[str, Any]) -> set[int]:
-    """Those with which the plan was run to an end."""
+    """The seeds with which the plan was run to an end."""
     return {*record["values"], *record["diverged"]}
 
 
 def mean_over_runs(name: str, *records: Mapping[str, Any]) -> float:
-    """Of a figure that is a mean over each record's runs."""
+    """A figure that is a mean over the runs of both records."""
     runs = [len(ended_seeds(record)) for record in records]
     total = sum(record[name] * count for record, count in zip(records, runs, strict=True))
     return float(total / sum(runs))
@@ -60,7 +60,7 @@ def row(plan: Mapping[str, Any], metric: str) -> str:
 
 
 def spread(plan: Mapping[str, Any]) -> str:
-    """The mean over seeds and, of more than one, their deviation."""
+    """The mean over seeds and, for more than one, their standard deviation."""
     return f"{plan['metric']:.4f}" + (f" ± {plan['deviation']:.4f}" if len(plan["values"]) > 1 else "")
 
 

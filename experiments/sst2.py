@@ -9,7 +9,7 @@ and the schedules CR, RR and ER between 5 and 8 bits (the range of Wolfe & Kyril
 two cycles in two epochs, as they have it. All linears and both operands of attention's two products are quantised.
 Without --pretrained, BERT-mini begins with random weights: that is no fine-tune, and the results say so.
 
-The runs are a comparison's: the same command goes on where it was interrupted, and `bitplan report` draws its folder.
+The same command resumes an interrupted experiment, and `bitplan report` draws its folder.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ CYCLES = 2
 
 #: Two epochs of 67,349 phrases.
 RECIPE = ("batch=64", "steps=2105", "warmup=200", "length=64", "evaluate_every=1000")
-#: What differs with weights to begin with, and without; and the accuracy that FP32 must reach: where it does not, the
-#: runs were too short to conclude anything from.
+#: Settings with and without pretrained weights, and the least accuracy of FP32; below it, the runs were too short for
+#: conclusions.
 PRETRAINED, FROM_NOTHING = ("lr=5e-5",), ("lr=3e-4", "size=mini")
 FLOORS = {"pretrained": 0.88, "random": 0.76}
 QUICK = ("batch=4", "steps=3", "warmup=0", "length=16", "evaluate_every=3", "evaluation=2")
@@ -38,12 +38,12 @@ def main() -> None:
     parser = arguments(__doc__, seeds=3, data="the folder of SST-2's .tsv files")
     parser.add_argument("--pretrained", metavar="FOLDER", default="", help="a BERT as transformers writes it")
     experiment = Experiment("sst2", parser.parse_args())
-    weights = experiment.asked.pretrained
+    weights = experiment.options.pretrained
     began_with = "pretrained" if weights else "random"
     recipe = experiment.settings(
         (*RECIPE, *(PRETRAINED if weights else FROM_NOTHING)), QUICK if weights else QUICK_FROM_NOTHING
     )
-    place = [f"data={experiment.asked.data}", *([f"pretrained={weights}"] if weights else [])]
+    place = [f"data={experiment.options.data}", *([f"pretrained={weights}"] if weights else [])]
     study = cyclic_study(
         *(experiment, began_with, "sst2", place, recipe),
         names=SCHEDULES,
