@@ -185,8 +185,9 @@ def kept_bytes(
 @contextmanager
 def _hooks(kept: list[Any]) -> Iterator[None]:
     def note(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor.detach()  # an output that refers to its own node would keep the graph alive
+        # Saved tensors refer to this hook, and it to them: with their history, the graph would never be freed.
+        kept.append(tensor.detach())
+        return kept[-1]  # type: ignore[no-any-return]
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         yield
