@@ -91,7 +91,7 @@ def write_run() -> WriteRun:
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (folder / "sites.json").write_text(json.dumps(list(sites)))
         if status != "unfinished":
-            told = {
+            reported = {
                 "status": status,
                 "step": step,
                 "metrics": {} if value is None else {own["metric"]["name"]: value},
@@ -108,7 +108,7 @@ def write_run() -> WriteRun:
                 "seconds": 3.5,
                 "why": "" if status == "finished" else f"it {status} at step {step}.",
             } | (summary or {})
-            (folder / "summary.json").write_text(json.dumps(told))
+            (folder / "summary.json").write_text(json.dumps(reported))
         return folder
 
     return write

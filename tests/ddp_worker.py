@@ -59,7 +59,7 @@ def watch(rank: int, store: str, results: Any) -> None:
     low = {"format": "e4m3b4none", "promote": {"to": "bf16"}}
     plan = bitplan.Plan.from_dict({"version": 1, "rules": [{"match": "*", "activation": low}]})
     try:
-        found = []
+        result = []
         for counts in OVERFLOWS:
             model = nn.Sequential(nn.Identity(), nn.Tanh(), nn.Linear(1000, 1))
             model[0] = Doubled()
@@ -68,8 +68,10 @@ def watch(rank: int, store: str, results: Any) -> None:
             x[:, : counts[rank]] = 20.0
             model(x).sum().backward()
             run.step()
-            found.append([(each.site, each.step, round(each.share, 6)) for each in run.promotions()])
-        results.put((rank, found))
+            result.append(
+                [(promotion.site, promotion.step, round(promotion.share, 6)) for promotion in run.promotions()]
+            )
+        results.put((rank, result))
         dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -120,9 +120,9 @@ def test_what_was_detached_neither_compiles_nor_takes_a_loss() -> None:
 
 
 def test_training_goes_on_bit_for_bit_after_detaching() -> None:
-    one, other = net(), net()
-    attached(one, EVERYTHING, example=X).detach()
-    assert train(one, None, SGD(one.parameters(), 0.1), 3) == train(other, None, SGD(other.parameters(), 0.1), 3)
+    first, second = net(), net()
+    attached(first, EVERYTHING, example=X).detach()
+    assert train(first, None, SGD(first.parameters(), 0.1), 3) == train(second, None, SGD(second.parameters(), 0.1), 3)
 
 
 def test_the_context_manager_detaches_also_when_something_goes_wrong() -> None:
@@ -142,13 +142,13 @@ def test_a_second_plan_is_refused_while_the_first_is_attached() -> None:
 
 
 def test_two_models_have_plans_of_their_own() -> None:
-    one, other = net().eval(), net().eval()
-    plain = one(X)
-    with attached(one, {"match": "*", "weight": "e3m2"}):
-        with attached(other, {"match": "*", "weight": "e2m1"}):
-            assert not torch.equal(one(X), other(X))
-        assert torch.equal(other(X), plain)
-        assert not torch.equal(one(X), plain)
+    first, second = net().eval(), net().eval()
+    plain = first(X)
+    with attached(first, {"match": "*", "weight": "e3m2"}):
+        with attached(second, {"match": "*", "weight": "e2m1"}):
+            assert not torch.equal(first(X), second(X))
+        assert torch.equal(second(X), plain)
+        assert not torch.equal(first(X), plain)
 
 
 def test_presets_and_files_attach_by_name(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_a_rule_that_is_not_strict_only_warns(example: Tensor | None) -> None:
         warnings.simplefilter("always")
         with attached(model, *rules, example=example) as run:
             train(model, run, SGD(model.parameters(), 0.1), 2)
-    assert ["no module fits 'frist'" in str(each.message) for each in seen] == [True]
+    assert ["no module fits 'frist'" in str(item.message) for item in seen] == [True]
 
 
 @pytest.mark.parametrize("op", ["lstm", "linear"])
@@ -422,9 +422,9 @@ def test_the_table_tells_of_every_tensor_once_a_batch_was_seen() -> None:
         with pytest.raises(PlanError, match="has not seen a batch yet"):
             run.table()
         model(X)
-        found = {row.site.name: str(row.quantizer) for row in run.table()}
-    assert found["first/linear.0:weight"] == "e3m2"
-    assert found["/add.0:activation"] == "None"
+        result = {row.site.name: str(row.quantizer) for row in run.table()}
+    assert result["first/linear.0:weight"] == "e3m2"
+    assert result["/add.0:activation"] == "None"
 
 
 def test_the_cost_counts_the_steps_that_were_made() -> None:

@@ -22,7 +22,7 @@ def kept_axes(spec: QuantizerSpec, place: str, op: str, shape: tuple[int, ...]) 
     for axis in range(len(shape)):
         larger = x.clone()
         larger.select(axis, 0).mul_(1000)
-        others = [quantizer.quantize(each).narrow(axis, 1, shape[axis] - 1) for each in (x, larger)]
+        others = [quantizer.quantize(item).narrow(axis, 1, shape[axis] - 1) for item in (x, larger)]
         if torch.equal(*others):
             kept.add(axis)
     return kept
@@ -66,8 +66,8 @@ VECTORS: dict[str, tuple[tuple[tuple[int, ...], ...], dict[str, set[int]]]] = {
 def test_a_vector_of_scales_is_constant_along_what_the_product_sums_over(op: str) -> None:
     shapes, expected = VECTORS[op]
     spec = QuantizerSpec("int8", scale="vector")
-    found = {slot: kept_axes(spec, slot, op, shapes[operand]) for slot, operand in OPERAND.items()}
-    assert found == expected
+    actual = {slot: kept_axes(spec, slot, op, shapes[operand]) for slot, operand in OPERAND.items()}
+    assert actual == expected
 
 
 @pytest.mark.parametrize("op", VECTORS)
@@ -128,11 +128,11 @@ class Addmm(nn.Module):
 
 def test_the_same_layer_in_two_layouts_is_scaled_alike() -> None:
     torch.manual_seed(0)
-    x, one, other = torch.randn(3, 4), Addmm(), nn.Linear(4, 5)
-    other.load_state_dict({"weight": one.weight.detach().T, "bias": one.bias.detach()})
-    plain = one(x)
+    x, first, second = torch.randn(3, 4), Addmm(), nn.Linear(4, 5)
+    second.load_state_dict({"weight": first.weight.detach().T, "bias": first.bias.detach()})
+    plain = first(x)
     for quantizer in ({"format": "int4", "scale": "channel"}, {"format": "int4", "scale": "vector"}):
         plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "w": quantizer}]})
-        with attach(one, plan), attach(other, plan):
-            torch.testing.assert_close(one(x), other(x))
-            assert not torch.allclose(one(x), plain, atol=1e-3)
+        with attach(first, plan), attach(second, plan):
+            torch.testing.assert_close(first(x), second(x))
+            assert not torch.allclose(first(x), plain, atol=1e-3)

@@ -37,8 +37,8 @@ def step_of(model: nn.Module, called: Any = None, x: Tensor = X) -> list[Tensor]
     return [y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
 # --- autocast and scaled losses ---
@@ -95,7 +95,7 @@ def test_a_step_that_the_scaler_skips_counts_and_changes_no_weight() -> None:
             run.step()
             seen.append(all(torch.equal(value, before[key]) for key, value in model.state_dict().items()))
         assert run.state_dict()["step"] == 3
-        assert {found.steps for found in run.stats().values()} == {3}
+        assert {stat.steps for stat in run.stats().values()} == {3}
     assert seen == [False, True, False]
     assert scaler.get_scale() == 2.0**9
 
@@ -323,10 +323,10 @@ def test_two_processes_train_as_one(before: bool, tmp_path: Path, monkeypatch: p
     processes = torch.multiprocessing.spawn(
         worker.work, (str(tmp_path / "store"), before, results), nprocs=2, join=False
     )
-    found: dict[int, list[Any]] = {}
-    while len(found) < 2:
+    result: dict[int, list[Any]] = {}
+    while len(result) < 2:
         try:
-            found.update([results.get(timeout=2)])
+            result.update([results.get(timeout=2)])
         except queue.Empty:
             processes.join(timeout=0.1)  # raises what a process has raised
     while not processes.join():
@@ -344,6 +344,6 @@ def test_two_processes_train_as_one(before: bool, tmp_path: Path, monkeypatch: p
             optimizer.step()
             run.step()
     for position, parameter in enumerate(model.parameters()):
-        torch.testing.assert_close(torch.from_numpy(found[0][position]), parameter.detach(), rtol=0, atol=1e-7)
-        assert (found[0][position] == found[1][position]).all()
+        torch.testing.assert_close(torch.from_numpy(result[0][position]), parameter.detach(), rtol=0, atol=1e-7)
+        assert (result[0][position] == result[1][position]).all()
     assert not same([*map(Tensor.detach, plain.parameters())], [*map(Tensor.detach, model.parameters())])

@@ -245,13 +245,13 @@ def test_a_shared_weight_is_held_once() -> None:
 )
 def test_bytes_are_those_that_packing_really_holds(quantizer: Any) -> None:
     model = nn.Linear(64, 16, bias=False)
-    found = (
+    result = (
         estimate_cost(model, plan_of({"match": "*", "weight": quantizer}), torch.randn(2, 64)).tensors["weight"].bytes
     )
-    words = {"format": quantizer} if isinstance(quantizer, str) else quantizer
-    packed = pack(model.weight.detach(), **words)
+    text = {"format": quantizer} if isinstance(quantizer, str) else quantizer
+    packed = pack(model.weight.detach(), **text)
     tensor_scale = 4 if quantizer == "nvfp4" else 0  # one float32 for all of it
-    assert found == packed.nbytes - tensor_scale
+    assert result == packed.nbytes - tensor_scale
 
 
 def nll(logits: Tensor, labels: Tensor) -> Tensor:

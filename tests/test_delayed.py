@@ -33,7 +33,7 @@ def by_hand(x: Tensor, amax: float) -> Tensor:
 
 def training(model: nn.Module, called: Any, run: Any, factors: list[float], seed: int = 0) -> list[Tensor]:
     """Steps on inputs of other magnitudes; results and gradients of all."""
-    found = []
+    result = []
     for number, factor in enumerate(factors):
         torch.manual_seed(seed + number)
         x = (factor * torch.randn(8, 16)).requires_grad_()
@@ -44,8 +44,8 @@ def training(model: nn.Module, called: Any, run: Any, factors: list[float], seed
             for parameter in model.parameters():
                 parameter -= 1e-3 * parameter.grad.sign()
         run.step()
-        found += [y.detach(), x.grad, *(parameter.grad.clone() for parameter in model.parameters())]
-    return found
+        result += [y.detach(), x.grad, *(parameter.grad.clone() for parameter in model.parameters())]
+    return result
 
 
 def fresh(execution: Any = "emulate", **options: Any) -> tuple[nn.Module, Any]:
@@ -125,15 +125,15 @@ def test_native_multiplies_the_operands_of_emulation(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Float8Backend, "is_available", lambda self, device: device.type == "cpu")
     model, run = fresh()
     emulated = training(model, model, run, FACTORS)
-    wanted = run.state_dict()["records"]
+    expected = run.state_dict()["records"]
     model, run = fresh("native")
     assert run.fallbacks() == []
     native = training(model, model, run, FACTORS)
     for ours, theirs in zip(native, emulated, strict=True):
         assert (ours - theirs).norm() <= 1e-4 * theirs.norm()
     for path, (names, record) in run.state_dict()["records"].items():
-        assert names == wanted[path][0]
-        torch.testing.assert_close(record, wanted[path][1], rtol=1e-4, atol=0)
+        assert names == expected[path][0]
+        torch.testing.assert_close(record, expected[path][1], rtol=1e-4, atol=0)
 
 
 def test_packed_is_the_same() -> None:
@@ -188,7 +188,7 @@ def test_micro_batches_add_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("quantizer", "words"),
+    ("quantizer", "message"),
     [
         ({"format": "e4m3", "history": 4}, "needs scale: tensor"),
         ({"format": "e4m3", "scale": "vector", "history": 4}, "needs scale: tensor"),
@@ -200,8 +200,8 @@ def test_micro_batches_add_up() -> None:
         ({"format": "e4m3", "promote": {"to": {**LATE, "format": "e4m7"}}}, "without history"),
     ],
 )
-def test_what_does_not_go_together_is_refused(quantizer: dict[str, Any], words: str) -> None:
-    with pytest.raises(PlanError, match=words):
+def test_what_does_not_go_together_is_refused(quantizer: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
         bitplan.attach(nn.Linear(2, 2), plan_of(x=quantizer))
 
 
@@ -231,12 +231,12 @@ def test_a_checkpointed_model_is_the_same() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
 
-    found = []
+    result = []
     for wrap in (nn.Sequential, Checkpointed):
         torch.manual_seed(0)
         model = wrap(nn.Sequential(nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 4)))
         run = bitplan.attach(model, plan_of(**ALL))
-        found.append(training(model, model, run, FACTORS[:4]))
+        result.append(training(model, model, run, FACTORS[:4]))
         run.detach()
-    for ours, theirs in zip(*found, strict=True):
+    for ours, theirs in zip(*result, strict=True):
         assert torch.equal(ours, theirs)

@@ -39,12 +39,12 @@ def test_the_table_with_a_scale_per_vector(nu: float, int8: float, e4m3: float, 
 )
 def test_the_table_with_a_scale_per_tensor(nu: float, int8: float, tolerance: float, e4m3: float | None) -> None:
     # The largest of many heavy-tailed entries is itself a matter of luck, and INT8's steps follow it.
-    found = medians(nu, "tensor")
-    assert found["int8"] == pytest.approx(int8, rel=tolerance)
+    result = medians(nu, "tensor")
+    assert result["int8"] == pytest.approx(int8, rel=tolerance)
     if e4m3 is None:
-        assert 1e-2 < found["e4m3"] < 1.2e-1
+        assert 1e-2 < result["e4m3"] < 1.2e-1
     else:
-        assert found["e4m3"] == pytest.approx(e4m3, rel=0.05)
+        assert result["e4m3"] == pytest.approx(e4m3, rel=0.05)
 
 
 @pytest.mark.parametrize(("scale", "float_wins", "int_wins"), [("tensor", 5, 8), ("vector", 2.1, 2.5)])
@@ -55,23 +55,23 @@ def test_where_int8_and_e4m3_cross(scale: StudyScale, float_wins: float, int_win
 
 
 def test_gaussian_e4m3_falls_with_the_root_of_the_length() -> None:
-    known = {64: 4.6e-3, 256: 2.5e-3, 1024: 1.26e-3, 4096: 6.1e-4}
-    found = {size: study(size=size, formats=["e4m3"], draws=2, rows=192)[0].median for size in known}
-    assert found == pytest.approx(known, rel=0.05)
-    normalised = [median * math.sqrt(size) for size, median in found.items()]
+    published = {64: 4.6e-3, 256: 2.5e-3, 1024: 1.26e-3, 4096: 6.1e-4}
+    result = {size: study(size=size, formats=["e4m3"], draws=2, rows=192)[0].median for size in published}
+    assert result == pytest.approx(published, rel=0.05)
+    normalised = [median * math.sqrt(size) for size, median in result.items()]
     assert max(normalised) / min(normalised) < 1.1
 
 
 def test_the_winner_flips_with_the_length() -> None:
     # Longer vectors reach farther into the tails, and INT8's scale goes with them.
-    found = {
+    result = {
         size: {row.format: row.median for row in study(nu=3, size=size, formats=("int8", "e4m3"), draws=2, rows=128)}
         for size in (64, 4096)
     }
-    assert found[64]["int8"] == pytest.approx(2.2e-3, rel=0.05)
-    assert found[4096]["int8"] == pytest.approx(1.2e-3, rel=0.05)
-    assert found[64]["int8"] < found[64]["e4m3"]
-    assert found[4096]["e4m3"] < found[4096]["int8"]
+    assert result[64]["int8"] == pytest.approx(2.2e-3, rel=0.05)
+    assert result[4096]["int8"] == pytest.approx(1.2e-3, rel=0.05)
+    assert result[64]["int8"] < result[64]["e4m3"]
+    assert result[4096]["e4m3"] < result[4096]["int8"]
 
 
 def test_stochastic_rounding_is_about_1_4_times_nearest() -> None:
@@ -84,7 +84,7 @@ def test_a_study_against_numpy_written_out() -> None:
     """INT8 by hand, with scales along the axis that is summed over: a row of x, a column of w."""
     errors: dict[str, list[np.ndarray]] = {"vector": [], "tensor": []}
     for draw in range(3):
-        x, w = (each.numpy() for each in draw_operands(3.0, 24, 40, 7, draw))
+        x, w = (draw_operand.numpy() for draw_operand in draw_operands(3.0, 24, 40, 7, draw))
         assert (x.shape, w.shape) == ((24, 40), (40, 24))
         for scale, axes in (("vector", (1, 0)), ("tensor", (None, None))):
             step_x = np.abs(x).max(axis=axes[0], keepdims=True) / 127
@@ -102,11 +102,11 @@ def test_a_study_against_numpy_written_out() -> None:
 def test_draws_have_the_distribution_asked_for_and_follow_the_seed() -> None:
     gaussian, _ = draw_operands(INF, 300, 300, 0, 0)
     assert float(gaussian.std()) == pytest.approx(1, abs=0.02)
-    five, other = draw_operands(5.0, 300, 300, 0, 0)
+    five, second = draw_operands(5.0, 300, 300, 0, 0)
     assert float(five.var()) == pytest.approx(5 / 3, rel=0.1)
-    assert not np.array_equal(five.numpy(), other.numpy())
-    one, two = (study(nu=3, size=32, draws=2, rounding="stochastic", seed=3) for _ in range(2))
-    assert one == two
+    assert not np.array_equal(five.numpy(), second.numpy())
+    first, two = (study(nu=3, size=32, draws=2, rounding="stochastic", seed=3) for _ in range(2))
+    assert first == two
     assert study(nu=3, size=32, draws=2, seed=4) != study(nu=3, size=32, draws=2, seed=3)
 
 

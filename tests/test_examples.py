@@ -30,9 +30,9 @@ def folder(tmp_path: Path) -> Path:
 
 def shown_by(script: str, folder: Path) -> str:
     """What the page's command for a script prints."""
-    (words,) = (words for words in COMMANDS if any(word.startswith(f"examples/{script}") for word in words))
+    (text,) = (text for text in COMMANDS if any(word.startswith(f"examples/{script}") for word in text))
     ended = subprocess.run(
-        [*PROGRAMS[words[0]], *words[1:]],
+        [*PROGRAMS[text[0]], *text[1:]],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -44,7 +44,7 @@ def shown_by(script: str, folder: Path) -> str:
 
 
 def test_the_page_has_a_command_for_every_example() -> None:
-    named = re.findall(r"examples/(\w+\.py)", " ".join(word for words in COMMANDS for word in words))
+    named = re.findall(r"examples/(\w+\.py)", " ".join(word for text in COMMANDS for word in text))
     assert sorted(named) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 
 

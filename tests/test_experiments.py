@@ -31,8 +31,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     """What a script defines, after it ran with these words."""
     monkeypatch.syspath_prepend(str(ROOT / "experiments"))
 
-    def ran(script: Path, *words: object) -> dict[str, Any]:
-        monkeypatch.setattr(sys, "argv", [str(script), *map(str, words)])
+    def ran(script: Path, *text: object) -> dict[str, Any]:
+        monkeypatch.setattr(sys, "argv", [str(script), *map(str, text)])
         return runpy.run_path(str(script), run_name="__main__")
 
     return ran
@@ -43,9 +43,9 @@ def test_every_script_says_what_it_does(script: Path, run: Run, capsys: pytest.C
     with pytest.raises(SystemExit) as ended:
         run(script, "--help")
     assert ended.value.code == 0
-    told = capsys.readouterr().out
-    assert f"experiments/{script.name}" in told
-    assert "--quick" in told
+    output = capsys.readouterr().out
+    assert f"experiments/{script.name}" in output
+    assert "--quick" in output
     assert script.name in (ROOT / "docs" / "results" / "README.md").read_text(encoding="utf-8")
 
 
@@ -63,40 +63,46 @@ def test_every_result_says_how_it_was_made(file: Path) -> None:
 def test_an_experiment_goes_on_from_a_result(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for part in ("train", "valid", "test"):
         (tmp_path / f"ptb.{part}.txt").write_text("a b c d\nb d a\n" * 20, encoding="utf-8")
-    words = (tmp_path, "--quick", "--set", "vocabulary=9")
+    text = (tmp_path, "--quick", "--set", "vocabulary=9")
     first, second = tmp_path / "first.json", tmp_path / "second.json"
-    run(ROOT / "experiments" / "ptb.py", *words, "--runs", tmp_path / "a", "--out", first, "--plans", "FP32", "CR")
-    run(ROOT / "experiments" / "ptb.py", *words, "--runs", tmp_path / "b", "--out", second, "--go-on-from", first)
+    run(ROOT / "experiments" / "ptb.py", *text, "--runs", tmp_path / "a", "--out", first, "--plans", "FP32", "CR")
+    run(ROOT / "experiments" / "ptb.py", *text, "--runs", tmp_path / "b", "--out", second, "--go-on-from", first)
     assert "FP32 (seed 0), CR (seed 0): taken from" in capsys.readouterr().out
     assert not list((tmp_path / "b").glob("**/cr-s0"))
     assert list((tmp_path / "b").glob("**/rr-s0"))
     before, after = (json.loads(file.read_text(encoding="utf-8")) for file in (first, second))
-    known = {plan["plan"]: plan for plan in after["studies"][0]["plans"]}
-    assert list(known) == ["FP32", "static 8", "CR", "RR", "ER"]
-    assert [known["FP32"], known["CR"]] == before["studies"][0]["plans"]
+    records = {plan["plan"]: plan for plan in after["studies"][0]["plans"]}
+    assert list(records) == ["FP32", "static 8", "CR", "RR", "ER"]
+    assert [records["FP32"], records["CR"]] == before["studies"][0]["plans"]
     assert after["studies"][0]["curves"]["CR"] == before["studies"][0]["curves"]["CR"]
     assert after["goes_on_from"] == before["command"]
-    other = {**known["CR"], "values": {"1": 3.0}, "metrics": {"1": {"perplexity": 3.0}}, "seconds": 1.0, "mean_bits": 8}
-    studies = [{**before["studies"][0], "plans": [known["FP32"], other]}]
-    third, words_of_two = tmp_path / "third.json", (*words, "--plans", "FP32", "CR")
+    other = {
+        **records["CR"],
+        "values": {"1": 3.0},
+        "metrics": {"1": {"perplexity": 3.0}},
+        "seconds": 1.0,
+        "mean_bits": 8,
+    }
+    studies = [{**before["studies"][0], "plans": [records["FP32"], other]}]
+    third, words_of_two = tmp_path / "third.json", (*text, "--plans", "FP32", "CR")
     third.write_text(json.dumps({**before, "studies": studies}), encoding="utf-8")
     run(
         ROOT / "experiments" / "ptb.py", *words_of_two, "--runs", tmp_path / "c", "--out", second, "--go-on-from", third
     )
     assert [path.parent.name for path in (tmp_path / "c").glob("**/run.json")] == ["cr-s0"]
     _, both = json.loads(second.read_text(encoding="utf-8"))["studies"][0]["plans"]
-    value = known["CR"]["values"]["0"]
+    value = records["CR"]["values"]["0"]
     assert both["values"] == {"0": value, "1": 3.0}
     assert (both["metric"], both["deviation"]) == pytest.approx(((value + 3) / 2, abs(value - 3) / 2**0.5))
-    assert both["mean_bits"] == pytest.approx((known["CR"]["mean_bits"] + 8) / 2)
+    assert both["mean_bits"] == pytest.approx((records["CR"]["mean_bits"] + 8) / 2)
     assert both["seconds"] > 1
     first.write_text(json.dumps({**before, "experiment": "cifar"}), encoding="utf-8")
     with pytest.raises(SystemExit, match="is a result of cifar"):
-        run(ROOT / "experiments" / "ptb.py", *words, "--runs", tmp_path / "d", "--go-on-from", first)
+        run(ROOT / "experiments" / "ptb.py", *text, "--runs", tmp_path / "d", "--go-on-from", first)
     assert before["float32_products"] == "float32"
     first.write_text(json.dumps({**before, "float32_products": "TF32"}), encoding="utf-8")
     with pytest.raises(SystemExit, match="has products in TF32, and here they are in float32"):
-        run(ROOT / "experiments" / "ptb.py", *words, "--runs", tmp_path / "d", "--go-on-from", first)
+        run(ROOT / "experiments" / "ptb.py", *text, "--runs", tmp_path / "d", "--go-on-from", first)
 
 
 @pytest.mark.parametrize(("device", "products"), [("cuda", "TF32"), ("cuda:1", "TF32"), ("cpu", "float32")])
@@ -133,12 +139,12 @@ def test_an_experiment_is_rehearsed_and_gone_on_with(
 ) -> None:
     for part in ("train", "valid", "test"):
         (tmp_path / f"ptb.{part}.txt").write_text("a b c d\nb d a\n" * 20, encoding="utf-8")
-    words = (tmp_path, "--quick", "--runs", tmp_path / "runs", "--set", "vocabulary=9")
-    run(ROOT / "experiments" / "ptb.py", *words, "--minutes", "0")  # over before it began
+    text = (tmp_path, "--quick", "--runs", tmp_path / "runs", "--set", "vocabulary=9")
+    run(ROOT / "experiments" / "ptb.py", *text, "--minutes", "0")  # over before it began
     nothing = json.loads((tmp_path / "runs" / "ptb.json").read_text(encoding="utf-8"))
     assert nothing["is_part"]
     assert nothing["studies"][0]["plans"] == []
-    run(ROOT / "experiments" / "ptb.py", *words, "--plans", "FP32", "CR")
+    run(ROOT / "experiments" / "ptb.py", *text, "--plans", "FP32", "CR")
     first = json.loads((tmp_path / "runs" / "ptb.json").read_text(encoding="utf-8"))
     (study,) = first["studies"]
     assert not first["is_part"]
@@ -148,7 +154,7 @@ def test_an_experiment_is_rehearsed_and_gone_on_with(
     assert study["plans"][1]["test_perplexity"] == study["plans"][1]["metrics"]["0"]["test_perplexity"]
     assert str(tmp_path) not in json.dumps(first)
     assert f"python experiments/ptb.py {tmp_path.name} --quick" in first["command"]
-    run(ROOT / "experiments" / "ptb.py", *words)
+    run(ROOT / "experiments" / "ptb.py", *text)
     (study,) = json.loads((tmp_path / "runs" / "ptb.json").read_text(encoding="utf-8"))["studies"]
     assert [plan["plan"] for plan in study["plans"]] == ["FP32", "static 8", "CR", "RR", "ER"]
     assert study["plans"][0]["seconds"] == first["studies"][0]["plans"][0]["seconds"]  # not made again
@@ -190,20 +196,20 @@ def test_a_control_below_its_floor_makes_a_short_run(common: Namespace) -> None:
 def test_plans_are_read_against_the_static_one(common: Namespace) -> None:
     static = plan("static 8", 90.5, 91.5, deviation=0.5)
     plans = [plan("FP32", 90.0), static, plan("CR", 90.0), plan("RR", 93.0), plan("ER")]
-    told = common.against(plans, ("CR", "RR", "ER"), "static 8", PERPLEXITY)
-    assert "Diverged: ER." in told
-    assert "Better than static 8: CR (-1.0000)." in told
-    assert "Worse than static 8: RR (+2.0000)." in told
+    reported = common.against(plans, ("CR", "RR", "ER"), "static 8", PERPLEXITY)
+    assert "Diverged: ER." in reported
+    assert "Better than static 8: CR (-1.0000)." in reported
+    assert "Worse than static 8: RR (+2.0000)." in reported
     plans[1]["deviation"] = 1.0
     assert "Within the spread of static 8: CR" in common.against(plans, ("CR",), "static 8", PERPLEXITY)
 
 
 def test_of_one_seed_there_is_no_verdict(common: Namespace) -> None:
     plans = [plan("FP32", 90.0), plan("static 8", 91.0), plan("CR", 90.0), plan("RR", 93.0)]
-    told = common.against(plans, ("CR", "RR"), "static 8", PERPLEXITY)
-    assert "One seed, so no verdict, beside static 8: CR (-1.0000), RR (+2.0000)." in told
-    assert "static 8 91.0000." in told
-    assert "etter than" not in told
+    reported = common.against(plans, ("CR", "RR"), "static 8", PERPLEXITY)
+    assert "One seed, so no verdict, beside static 8: CR (-1.0000), RR (+2.0000)." in reported
+    assert "static 8 91.0000." in reported
+    assert "etter than" not in reported
 
 
 def test_an_order_that_seeds_would_make_is_not_sure(common: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,9 +217,9 @@ def test_an_order_that_seeds_would_make_is_not_sure(common: Namespace, monkeypat
     clear = [plan(str(n), n, n + 0.01, cost=n) for n in range(1, 9)]
     assert common.order_by_cost(clear)["is_sure"]
     noisy = [plan(str(n), n * 0.01, 5.0 - n * 0.001, cost=n) for n in range(1, 9)]
-    found = common.order_by_cost(noisy)
-    assert not found["is_sure"]
-    assert "Seeds alone" in found["words"]
+    result = common.order_by_cost(noisy)
+    assert not result["is_sure"]
+    assert "Seeds alone" in result["words"]
     assert common.order_by_cost(clear[:2]) is None
     once = common.order_by_cost([plan(str(n), n, cost=n) for n in range(1, 9)])
     assert not once["is_sure"]

@@ -33,24 +33,28 @@ IMAGES = torch.randn(2, 3, 6, 6)
 
 def explained(*rules: dict[str, Any], model: nn.Module | None = None, **named: Any) -> dict[str, Explanation]:
     plan = Plan.from_dict({"version": 1, "quantizers": named, "rules": list(rules)})
-    return {each.site.name: each for each in explain(model or Net(), plan, IMAGES)}
+    return {item.site.name: item for item in explain(model or Net(), plan, IMAGES)}
 
 
 def test_each_site_gets_its_quantizer_and_the_rule_that_said_so() -> None:
-    found = explained({"match": "*", "weight": "e3m2"}, {"match": "head", "weight": "int8", "activation": "bf16"})
-    said = {name: (str(each.quantizer), each.rule) for name, each in found.items() if each.rule is not None}
+    result = explained({"match": "*", "weight": "e3m2"}, {"match": "head", "weight": "int8", "activation": "bf16"})
+    said = {
+        name: (str(explanation.quantizer), explanation.rule)
+        for name, explanation in result.items()
+        if explanation.rule is not None
+    }
     assert said == {
         "conv/conv2d.0:weight": ("e3m2", 0),
         "head/linear.0:weight": ("int8", 1),
         "head/linear.0:weight(bias)": ("int8", 1),
         "head/linear.0:activation": ("bf16", 1),
     }
-    assert found["conv/conv2d.0:activation"].quantizer is None
+    assert result["conv/conv2d.0:activation"].quantizer is None
 
 
 def test_keep_has_a_rule_and_no_quantizer() -> None:
-    found = explained({"match": "*", "weight": "e3m2"}, {"match": "head", "keep": True})
-    kept = found["head/linear.0:weight"]
+    result = explained({"match": "*", "weight": "e3m2"}, {"match": "head", "keep": True})
+    kept = result["head/linear.0:weight"]
     assert (kept.quantizer, kept.rule) == (None, 1)
     assert str(kept) == "head/linear.0:weight: left alone (plan: rules[1])"
 
@@ -62,35 +66,35 @@ def test_a_file_is_named_with_its_line() -> None:
 
 
 def test_slots_are_sites_too_and_shorthands_reach_both() -> None:
-    found = explained({"match": "*", "op": "conv2d", "x": "int8"})
-    rounded = [name for name, each in found.items() if each.quantizer is not None]
+    result = explained({"match": "*", "op": "conv2d", "x": "int8"})
+    rounded = [name for name, explanation in result.items() if explanation.quantizer is not None]
     assert rounded == ["conv/conv2d.0:fprop.x", "conv/conv2d.0:wgrad.x"]
 
 
 def test_the_loss_has_sites() -> None:
     plan = Plan.from_dict({"version": 1, "rules": [{"match": "loss", "activation": "bf16"}]})
-    rounded = [each.site.op for each in explain(Net(), plan, IMAGES, lambda y: y.square().mean()) if each.quantizer]
+    rounded = [item.site.op for item in explain(Net(), plan, IMAGES, lambda y: y.square().mean()) if item.quantizer]
     assert rounded == ["square.0", "mean.0"]
 
 
 def test_one_of_several_equal_operations_can_be_meant() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.ReLU())
-    found = explained({"match": "2", "op": "relu.0", "activation": "bf16"}, model=model)
-    assert [name for name, each in found.items() if each.quantizer] == ["2/relu.0:activation"]
+    result = explained({"match": "2", "op": "relu.0", "activation": "bf16"}, model=model)
+    assert [name for name, explanation in result.items() if explanation.quantizer] == ["2/relu.0:activation"]
 
 
 @pytest.mark.parametrize("op", ["scaled_dot_product_attention", "matmul"])
 def test_attention_is_listed_by_its_insides_where_a_rule_asks_for_them(op: str) -> None:
-    found = explained({"match": "*", "op": op, "x": "int8"})
-    rounded = [name for name, each in found.items() if each.quantizer is not None]
+    result = explained({"match": "*", "op": op, "x": "int8"})
+    rounded = [name for name, explanation in result.items() if explanation.quantizer is not None]
     assert [name for name in rounded if "fprop" in name] == ["/matmul.0:fprop.x", "/matmul.1:fprop.x"]
-    assert "/softmax.0:activation" in found
+    assert "/softmax.0:activation" in result
 
 
 def test_attention_is_left_whole_where_no_rule_asks() -> None:
-    found = explained({"match": "*", "activation": "bf16"}, {"match": "*", "op": "linear", "x": "int8"})
-    assert "/scaled_dot_product_attention.0:activation" in found
-    assert "/softmax.0:activation" not in found
+    result = explained({"match": "*", "activation": "bf16"}, {"match": "*", "op": "linear", "x": "int8"})
+    assert "/scaled_dot_product_attention.0:activation" in result
+    assert "/softmax.0:activation" not in result
 
 
 @pytest.mark.parametrize(
@@ -114,8 +118,8 @@ def test_a_rule_about_nothing_raises_or_if_it_is_not_strict_warns(rule: dict[str
     with pytest.raises(PlanError, match=sentence):
         explained(good, rule)
     with pytest.warns(BitplanWarning, match=sentence):
-        found = explained(good, {**rule, "strict": False})
-    assert str(found["head/linear.0:weight"].quantizer) == "bf16"
+        result = explained(good, {**rule, "strict": False})
+    assert str(result["head/linear.0:weight"].quantizer) == "bf16"
 
 
 def test_frozen_weights_have_no_gradient_to_round() -> None:
@@ -134,15 +138,15 @@ def test_a_rule_that_covers_a_scripted_module_raises_unless_it_keeps_it() -> Non
         PlanError, match=r"^1 is scripted, so that its operations cannot be seen, and the rule .* covers"
     ):
         explained(rule, model=model)
-    found = explained(rule, {"match": "1", "keep": True}, model=model)
-    assert [name for name, each in found.items() if each.quantizer] == ["0/relu.0:activation"]
+    result = explained(rule, {"match": "1", "keep": True}, model=model)
+    assert [name for name, explanation in result.items() if explanation.quantizer] == ["0/relu.0:activation"]
 
 
 def test_a_plan_that_is_right_warns_of_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", BitplanWarning)
-        found = explained({"match": "*", "weight": "bf16", "grad_weight": "bf16"}, {"match": "head", "keep": True})
-    assert any(each.quantizer is not None for each in found.values())
+        result = explained({"match": "*", "weight": "bf16", "grad_weight": "bf16"}, {"match": "head", "keep": True})
+    assert any(item.quantizer is not None for item in result.values())
 
 
 def test_the_model_is_as_before() -> None:

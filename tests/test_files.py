@@ -14,7 +14,7 @@ def test_a_file_is_written_and_overwritten_and_nothing_else_is_left(tmp_path: Pa
     for text in ("one\n", "two ä\n"):
         write_whole(path, text)
         assert path.read_text(encoding="utf-8") == text
-    assert [each.name for each in tmp_path.iterdir()] == ["plan.yaml"]
+    assert [item.name for item in tmp_path.iterdir()] == ["plan.yaml"]
 
 
 def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +29,7 @@ def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path: Path, monkeyp
     with pytest.raises(OSError, match="the disk is full"):
         write_whole(path, "new")
     assert path.read_bytes() == b"precious"
-    assert [each.name for each in tmp_path.iterdir()] == ["plan.yaml"]
+    assert [item.name for item in tmp_path.iterdir()] == ["plan.yaml"]
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:

@@ -28,13 +28,13 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tor
 def test_backward_error_element_by_element() -> None:
     left, right = drawn(5, 7, seed=1), drawn(7, 4, seed=2)
     computed = bitplan.quantize(left, "e4m3") @ bitplan.quantize(right, "e5m2")
-    found = metrics.backward_error(left, right, computed)
-    assert found.dtype == torch.float64
+    actual = metrics.backward_error(left, right, computed)
+    assert actual.dtype == torch.float64
     for i in range(5):
         for j in range(4):
             terms = [float(left[i, k]) * float(right[k, j]) for k in range(7)]
             expected = abs(math.fsum(terms) - float(computed[i, j])) / math.fsum(map(abs, terms))
-            assert float(found[i, j]) == pytest.approx(expected, rel=1e-9, abs=1e-15)
+            assert float(actual[i, j]) == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
 def test_backward_error_of_batches_is_that_of_each() -> None:
@@ -53,17 +53,17 @@ def test_cancellation_does_not_blow_backward_error_up() -> None:
 
 def test_backward_error_keeps_what_float32_would_lose() -> None:
     left, right = torch.ones(1, 2), torch.tensor([[1.0], [2.0**-30]])
-    found = metrics.backward_error(left, right, torch.tensor([[1.0]]))
-    assert float(found) == 2.0**-30 / (1 + 2.0**-30)
+    result = metrics.backward_error(left, right, torch.tensor([[1.0]]))
+    assert float(result) == 2.0**-30 / (1 + 2.0**-30)
 
 
 def test_summary() -> None:
     values = drawn(1001, seed=3).abs()
     ordered = sorted(values.double().tolist())
-    found = metrics.summarize(values)
-    assert found.median == ordered[500]
-    assert found.p99 == pytest.approx(ordered[990], rel=1e-12)
-    assert found.mean == pytest.approx(math.fsum(ordered) / 1001, rel=1e-12)
+    result = metrics.summarize(values)
+    assert result.median == ordered[500]
+    assert result.p99 == pytest.approx(ordered[990], rel=1e-12)
+    assert result.mean == pytest.approx(math.fsum(ordered) / 1001, rel=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -114,8 +114,8 @@ def test_the_gradient_rule_is_sqnr_in_other_units() -> None:
 
 def test_backward_error_is_zero_where_the_denominator_is() -> None:
     left, right = torch.tensor([[0.0, 0.0], [1.0, 2.0]]), torch.ones(2, 1)
-    found = metrics.backward_error(left, right, torch.tensor([[5.0], [3.0]]))
-    assert found.flatten().tolist() == [0.0, 0.0]
+    result = metrics.backward_error(left, right, torch.tensor([[5.0], [3.0]]))
+    assert result.flatten().tolist() == [0.0, 0.0]
     assert metrics.backward_error(torch.ones(2, 0), torch.ones(0, 3), torch.zeros(2, 3)).tolist() == [[0.0] * 3] * 2
     assert metrics.backward_error(left, right, torch.full((2, 1), NAN)).isnan().all()
 
@@ -149,9 +149,9 @@ def test_what_single_tensors_without_spread_give() -> None:
     assert metrics.dynamic_range(torch.tensor([1.0, INF])) == INF
     assert math.isnan(metrics.excess_kurtosis(torch.full((7,), 0.1)))
     assert math.isnan(metrics.excess_kurtosis(torch.tensor([])))
-    found = metrics.relative_error(torch.tensor([0.0, 0.0, 2.0]), torch.tensor([0.0, 1.0, 1.0]))
-    assert found.tolist() == [0.0, INF, 0.5]
-    assert all(math.isnan(each) for each in vars(metrics.summarize(torch.tensor([]))).values())
+    result = metrics.relative_error(torch.tensor([0.0, 0.0, 2.0]), torch.tensor([0.0, 1.0, 1.0]))
+    assert result.tolist() == [0.0, INF, 0.5]
+    assert all(math.isnan(var) for var in vars(metrics.summarize(torch.tensor([]))).values())
 
 
 def test_a_nan_is_never_hidden() -> None:
@@ -168,7 +168,7 @@ def test_a_nan_is_never_hidden() -> None:
     assert math.isnan(metrics.dynamic_range(broken))
     assert math.isnan(metrics.excess_kurtosis(broken))
     assert metrics.relative_error(whole, broken).isnan().tolist() == [False, True]
-    assert all(math.isnan(each) for each in vars(metrics.summarize(broken)).values())
+    assert all(math.isnan(var) for var in vars(metrics.summarize(broken)).values())
 
 
 def test_misfits_are_one_sentence() -> None:
@@ -222,16 +222,16 @@ def test_the_bound_in_the_normal_range(name: str, length: int, seed: int) -> Non
 
     x, w = entries(6, length), entries(length, 6)
     u = target.epsilon / 2
-    found = metrics.backward_error(x, w, bitplan.quantize(x, name) @ bitplan.quantize(w, name))
-    assert float(found.amax()) <= 2 * u + u * u + 1e-15
+    result = metrics.backward_error(x, w, bitplan.quantize(x, name) @ bitplan.quantize(w, name))
+    assert float(result.amax()) <= 2 * u + u * u + 1e-15
 
 
 def test_the_bound_is_not_idle() -> None:
     # Both operands just above the middle of the widest relative gap: both are rounded up by nearly u.
     u = 2.0**-4
     x = torch.full((1, 9), 1 + u + 1e-9, dtype=torch.float64)
-    found = float(metrics.backward_error(x, x.T, bitplan.quantize(x, "e4m3") @ bitplan.quantize(x.T, "e4m3")))
-    assert 0.9 * (2 * u + u * u) < found <= 2 * u + u * u
+    result = float(metrics.backward_error(x, x.T, bitplan.quantize(x, "e4m3") @ bitplan.quantize(x.T, "e4m3")))
+    assert 0.9 * (2 * u + u * u) < result <= 2 * u + u * u
 
 
 @pytest.mark.parametrize("name", ["int8", "e4m3", "e5m2"])

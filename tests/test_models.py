@@ -70,12 +70,12 @@ def step_of(model: nn.Module, inputs: tuple[Any, ...], called: Any = None) -> li
     return [y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
-def error(found: Tensor, exact: Tensor) -> float:
-    return float((found - exact).norm() / exact.norm())
+def error(result: Tensor, exact: Tensor) -> float:
+    return float((result - exact).norm() / exact.norm())
 
 
 # --- nothing asked, nothing done ---
@@ -138,7 +138,7 @@ def test_rounded_activations_equal_a_forward_that_rounds_each_by_hand(
     model, inputs = made(name)
     with attached(model, {"match": "*", "activation": "e4m3"}, example=inputs):
         seen = step_of(model, inputs)
-    assert same(seen, step_of(model, inputs, lambda *given: by_hand(model, *given)))
+    assert same(seen, step_of(model, inputs, lambda *arguments: by_hand(model, *arguments)))
     assert error(seen[0], step_of(model, inputs)[0]) > 2**-6
 
 
@@ -158,11 +158,11 @@ def test_every_rounding_errs_at_least_as_much_as_the_format_must_and_at_most_as_
         step_of(model, inputs)
         run.step()
         elements = {row.site.name: row.site.elements for row in run.table() if row.site.role == "activation"}
-        found = {site: seen for site, seen in run.stats().items() if elements.get(site, 0) >= 100}
+        result = {site: seen for site, seen in run.stats().items() if elements.get(site, 0) >= 100}
     unit = bitplan.get_format(target).epsilon  # type: ignore[union-attr]
-    assert all(seen.error <= unit / 2 for seen in found.values())
+    assert all(seen.error <= unit / 2 for seen in result.values())
     # An error is spread evenly over a step, which is between unit/2 and unit of the value: 1/sqrt(12) of that.
-    fresh = [seen.error for site, seen in found.items() if site.split("/")[1].split(".")[0] in FRESH]
+    fresh = [seen.error for site, seen in result.items() if site.split("/")[1].split(".")[0] in FRESH]
     assert len(fresh) >= 2
     assert all(0.75 * unit / 2 / 12**0.5 <= size <= 1.25 * unit / 12**0.5 for size in fresh)
 
@@ -172,13 +172,13 @@ def test_every_rounding_errs_at_least_as_much_as_the_format_must_and_at_most_as_
 def test_a_finer_format_leaves_a_smaller_error(name: str, places: tuple[str, ...]) -> None:
     model, inputs = made(name)
     exact = step_of(model, inputs)
-    found = []
+    result = []
     for target in ("e5m2", "fp16"):
         with attached(model, {"match": "*", **dict.fromkeys(places, target)}):
             seen = step_of(model, inputs)
-        gradients = [torch.cat([grad.flatten() for grad in each[1:]]) for each in (seen, exact)]
-        found.append((error(seen[0], exact[0]), error(*gradients)))
-    for coarse, fine in zip(*found, strict=True):
+        gradients = [torch.cat([grad.flatten() for grad in item[1:]]) for item in (seen, exact)]
+        result.append((error(seen[0], exact[0]), error(*gradients)))
+    for coarse, fine in zip(*result, strict=True):
         assert 0 < fine < coarse / 2
 
 

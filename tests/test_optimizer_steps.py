@@ -48,7 +48,7 @@ def test_the_hook_holds_until_it_is_removed_or_its_object_is_gone() -> None:
     optimizer = SGD(nn.Linear(2, 2).parameters(), 0.1)
     kept, removed, gone = Watcher(), Watcher(), Watcher()
     seen = gone.seen
-    removals = [before_every_step(each.note) for each in (kept, removed, gone)]
+    removals = [before_every_step(item.note) for item in (kept, removed, gone)]
     try:
         optimizer.step()
         removals[1]()

@@ -51,7 +51,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, run: Any, steps: i
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    tensors = [t for each in optimizer.state.values() for t in each.values() if isinstance(t, Tensor)]
+    tensors = [t for item in optimizer.state.values() for t in item.values() if isinstance(t, Tensor)]
     return storage_bytes(tensors)
 
 
@@ -69,7 +69,7 @@ def test_the_state_is_really_small_and_the_model_learns(state: str) -> None:
     ratio = state_bytes(ours) / state_bytes(theirs)
     expected = BYTES[state] / 4
     assert expected <= ratio <= expected * 1.1 + 0.02  # biases are kept in full
-    assert sum(is_small(value) for each in ours.state.values() for value in each.values()) == 4
+    assert sum(is_small(value) for item in ours.state.values() for value in item.values()) == 4
     moved = [(a - b).abs().max() for a, b in zip(plain.parameters(), a_model().parameters(), strict=True)]
     gaps = [(a - b).abs().mean() for a, b in zip(small.parameters(), plain.parameters(), strict=True)]
     assert all(0 < gap < 0.5 * move for gap, move in zip(gaps[::2], moved[::2], strict=True))
@@ -77,7 +77,7 @@ def test_the_state_is_really_small_and_the_model_learns(state: str) -> None:
 
 def test_groups_and_settings_of_a_made_optimizer_are_taken_over() -> None:
     model = a_model()
-    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) is wanted] for wanted in (True, False))
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) is expected] for expected in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0, "lr": 0.5}]
     run = bitplan.attach(model, plan_of("int8"))
     made = run.optimizer(torch.optim.AdamW(groups, lr=0.1, eps=1e-6))

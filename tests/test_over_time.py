@@ -83,8 +83,8 @@ def standing_still(plan: Plan, step: int) -> list[Tensor]:
         return step_of(model)
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("execution", ["emulate", "packed"])
@@ -97,7 +97,7 @@ def test_every_step_has_the_numbers_of_its_own_plan(plan: Plan, execution: str) 
             seen.append(step_of(model))
             assert same(seen[-1], standing_still(plan, step)), step
             run.step()
-    assert len({tuple(found[0].flatten().tolist()) for found in seen}) > 2
+    assert len({tuple(item[0].flatten().tolist()) for item in seen}) > 2
     assert same(step_of(model), step_of(small()))
 
 
@@ -112,8 +112,8 @@ def test_compiled_steps_have_these_numbers_too(name: str, execution: str) -> Non
     ):
         called = run.compile()
         for _ in range(STEPS):
-            for found, expected in zip(step_of(model, called), step_of(eager), strict=True):
-                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+            for actual, expected in zip(step_of(model, called), step_of(eager), strict=True):
+                torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
             run.step()
             other.step()
     torch._dynamo.reset()
@@ -122,7 +122,7 @@ def test_compiled_steps_have_these_numbers_too(name: str, execution: str) -> Non
 def test_a_packed_run_may_have_a_graph_for_every_width() -> None:
     config = torch._dynamo.config
     before = config.recompile_limit
-    widths = zip(*(each.table(STEPS) for each in BITS.followed.values()), strict=True)
+    widths = zip(*(item.table(STEPS) for item in BITS.followed.values()), strict=True)
     phases = len(set(widths))
     assert phases > 8
     with attach(small(), BITS, steps=STEPS, example=X):
@@ -141,9 +141,9 @@ def test_bits_move_without_a_recompilation_and_a_switch_with_one() -> None:
             step_of(model, called)
             counters.clear()
             for step in range(STEPS):
-                found = step_of(model, called)
+                result = step_of(model, called)
                 if plan is BITS:
-                    assert same(found, standing_still(plan, step))
+                    assert same(result, standing_still(plan, step))
                 run.step()
             assert counters["stats"]["unique_graphs"] == compilations  # at 50 %, and at step 9
     torch._dynamo.reset()
@@ -203,11 +203,11 @@ rules: [{match: "*", w: {format: int, bits: cpt, scale: tensor}, x: {format: int
 @pytest.mark.parametrize("stop", [1, 7, 10, STEPS])
 def test_a_resumed_run_goes_on_bit_for_bit(plan: Plan, stop: int, execution: str) -> None:
     def go(run: Attachment, model: nn.Module, steps: int) -> list[list[Tensor]]:
-        found = []
+        result = []
         for _ in range(steps):
-            found.append(step_of(model))
+            result.append(step_of(model))
             run.step()
-        return found
+        return result
 
     model = small()
     with attach(model, plan, steps=STEPS, example=X, execution=execution, seed=3) as run:
@@ -371,11 +371,11 @@ def test_a_loss_that_is_brought_in_follows() -> None:
     model = small()
     with attach(model, plan, steps=4) as run:
         loss = run.loss(lambda y: (y * 0.37).abs().sum())
-        found = []
+        result = []
         for _ in range(4):
-            found.append(loss(model(X)).item())
+            result.append(loss(model(X)).item())
             run.step()
-    assert len(set(found)) > 2
+    assert len(set(result)) > 2
 
 
 def test_plans_that_differ_in_their_schedules_share_one_graph() -> None:
@@ -412,10 +412,10 @@ def test_bits_are_those_of_the_schedule_at_every_step_in_any_order(name: str, to
 
 
 def test_a_function_is_asked_when_its_step_has_come() -> None:
-    asked: list[int] = []
-    own = Function(lambda step, total: asked.append(step) or 4, 3, 8)  # type: ignore[func-returns-value]
+    requests: list[int] = []
+    own = Function(lambda step, total: requests.append(step) or 4, 3, 8)  # type: ignore[func-returns-value]
     clock = ScheduleClock(BITS, 9, fixed=False)
     for step in range(3):
         clock.position = Position(step, 9)
         assert clock.bits_of(own) == 4
-    assert asked == [0, 1, 2]
+    assert requests == [0, 1, 2]

@@ -30,8 +30,8 @@ def pinned_names() -> set[str]:
 
 def test_every_requirement_of_the_base_lab_dev_and_docs_is_pinned() -> None:
     extras = PROJECT["optional-dependencies"]
-    wanted = requirement_names(PROJECT["dependencies"] + extras["lab"] + extras["dev"] + extras["docs"])
-    assert wanted - pinned_names() == set()
+    expected = requirement_names(PROJECT["dependencies"] + extras["lab"] + extras["dev"] + extras["docs"])
+    assert expected - pinned_names() == set()
 
 
 def test_the_citation_has_the_version_of_the_package_and_its_three_papers() -> None:

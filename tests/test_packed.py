@@ -203,9 +203,9 @@ def test_nothing_grows_over_two_hundred_steps() -> None:
             run.step()
             if step == 20:
                 gc.collect()
-                before = len([one for one in gc.get_objects() if isinstance(one, Tensor)])
+                before = len([get_object for get_object in gc.get_objects() if isinstance(get_object, Tensor)])
         gc.collect()
-        assert len([one for one in gc.get_objects() if isinstance(one, Tensor)]) <= before
+        assert len([get_object for get_object in gc.get_objects() if isinstance(get_object, Tensor)]) <= before
         assert run._rounder.packer is not None
         assert run._rounder.packer.packed_bytes == 0
 
@@ -423,12 +423,12 @@ def test_a_second_derivative_is_refused_in_a_sentence() -> None:
 
 def test_the_loss_is_packed_too_where_it_is_brought_in() -> None:
     torch.manual_seed(0)
-    model, words = GPT(tokens=64, length=16, layers=1, heads=2, features=32), torch.randint(64, (4, 17))
+    model, text = GPT(tokens=64, length=16, layers=1, heads=2, features=32), torch.randint(64, (4, 17))
     results = []
     for execution in ("packed", "emulate"):
         twin = copy.deepcopy(model)
         with bitplan.attach(twin, EIGHT_BITS, execution=execution) as run:
-            loss = run.loss(next_token_loss)(twin(words[:, :-1]), words[:, 1:])
+            loss = run.loss(next_token_loss)(twin(text[:, :-1]), text[:, 1:])
             loss.backward()
         results.append((loss.item(), [p.grad for p in twin.parameters()]))
     assert results[0][0] == results[1][0]
@@ -465,9 +465,9 @@ def test_memory_is_told_from_the_example_alone() -> None:
     kept = {}
     for execution in ("emulate", "packed"):
         with bitplan.attach(model, EIGHT_BITS, example=x, execution=execution) as run:
-            found = run.memory()
-        assert found.measured is None
-        kept[execution] = found.estimated.activations
+            result = run.memory()
+        assert result.measured is None
+        kept[execution] = result.estimated.activations
     assert kept["packed"] < kept["emulate"] / 3
 
 

@@ -83,8 +83,8 @@ class Graphs:
 
     def backend(self) -> Any:
         def run(gm: fx.GraphModule, inputs: Any) -> Any:
-            def boxed(given: list[Any]) -> Any:
-                return gm.forward(*given)
+            def boxed(arguments: list[Any]) -> Any:
+                return gm.forward(*arguments)
 
             boxed._boxed_call = True  # type: ignore[attr-defined]
             return boxed

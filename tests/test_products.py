@@ -77,17 +77,17 @@ def test_each_slot_of_a_product_equals_float64_on_the_rounded_operands(name: str
         y = model(x)
         dy = torch.randn_like(y)
         y.backward(dy)
-    found = [y.detach().double(), x.grad.double(), model.weight.grad.double()]
+    actual = [y.detach().double(), x.grad.double(), model.weight.grad.double()]
     w, x = model.weight.detach(), x.detach()
     expected = three_products(function, x, w, dy, FORMATS)
     # Terms of magnitude |a||b|, summed in any order: K eps of their sum, and the longest sum here has K < 200.
     sizes = three_products(function, x.abs(), w.abs(), dy.abs(), FORMATS)
     bounds = [200 * EPS * size for size in sizes]
-    for ours, exact, bound in zip(found, expected, bounds, strict=True):
+    for ours, exact, bound in zip(actual, expected, bounds, strict=True):
         assert ((ours - exact).abs() <= bound).all()
     for slot in SLOTS:  # and none of them could have been left out
         without = three_products(function, x, w, dy, {key: name for key, name in FORMATS.items() if key != slot})
-        pairs = zip(found, without, bounds, strict=True)
+        pairs = zip(actual, without, bounds, strict=True)
         assert any(((ours - other).abs() > bound).any() for ours, other, bound in pairs), slot
 
 

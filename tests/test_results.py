@@ -25,8 +25,8 @@ ORDERS = {
 
 
 def plans_of(study: str) -> dict[str, dict[str, Any]]:
-    (found,) = json.loads((RESULTS / f"assignments-{study}.json").read_text())["studies"]
-    return {plan["plan"]: plan for plan in found["plans"]}
+    (result,) = json.loads((RESULTS / f"assignments-{study}.json").read_text())["studies"]
+    return {plan["plan"]: plan for plan in result["plans"]}
 
 
 def table(header: str) -> list[dict[str, str]]:
@@ -50,8 +50,8 @@ def figure(plan: dict[str, Any], scale: float) -> str:
 
 def is_close(cell: str, expected: str) -> bool:
     """Up to one in the last place: means of two seeds are often ties, which floats round either way."""
-    told, known = ([float(part) for part in words.split(" ± ")] for words in (cell, expected))
-    return all(abs(one - other) < 0.0101 for one, other in zip(told, known, strict=True))
+    reported, recorded = ([float(part) for part in text.split(" ± ")] for text in (cell, expected))
+    return all(abs(first - second) < 0.0101 for first, second in zip(reported, recorded, strict=True))
 
 
 @pytest.mark.parametrize(("column", "study"), NETWORKS.items())
@@ -63,8 +63,8 @@ def test_accuracies_and_ratios(column: str, study: str) -> None:
         plan = plans[row[""]]
         assert is_close(row[column], figure(plan, scale)), row
         assert len(plan["values"]) == 2, "two seeds, as the text says"
-        told = row[f"{column}: ratio"]
-        assert told == ("" if row[""] == "FP32" else f"{plan['ratio']:.3f}"), row
+        reported = row[f"{column}: ratio"]
+        assert reported == ("" if row[""] == "FP32" else f"{plan['ratio']:.3f}"), row
 
 
 @pytest.mark.parametrize(("column", "study"), NETWORKS.items())
@@ -101,7 +101,7 @@ def test_orders(ratio: str) -> None:
 def test_groups_that_an_order_makes_low(ratio: str, order: str) -> None:
     """Sensitivity's, which a probe on a GPU decides, cannot be counted here."""
     target = load_target("squeezenet")
-    asked = AssignRequest(ratio=float(ratio.removeprefix("r = ")), order=order)
-    found = assignment(target.model, target.batch, target.loss, asked, PAPER)
-    (told,) = [row for row in table("| r = 0.5 | groups |") if row[""].removesuffix(" first") == order]
-    assert told[f"{ratio}: groups"] == str(found.demoted)
+    requests = AssignRequest(ratio=float(ratio.removeprefix("r = ")), order=order)
+    result = assignment(target.model, target.batch, target.loss, requests, PAPER)
+    (reported,) = [row for row in table("| r = 0.5 | groups |") if row[""].removesuffix(" first") == order]
+    assert reported[f"{ratio}: groups"] == str(result.demoted)

@@ -33,8 +33,8 @@ def step_of(model: nn.Module, called: Any = None) -> list[Tensor]:
     return [y.detach(), *(p.grad.clone() for p in model.parameters())]  # type: ignore[union-attr]
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
 #: A rule for floats and one for integers, scaled, stochastic, with a range of their own, and slots.
@@ -83,7 +83,7 @@ def test_a_changed_format_equals_one_that_was_there_from_the_start(is_compiled: 
             seen.append(step_of(model, called))
             assert same(seen[-1], constant(formats))
         assert not counters["stats"]  # nothing was compiled
-    assert not any(same(one, other) for one, other in pairwise(seen))
+    assert not any(same(first, second) for first, second in pairwise(seen))
 
 
 def test_formats_whose_bits_the_plan_leaves_open_can_change_without_being_asked_for() -> None:

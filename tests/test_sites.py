@@ -24,8 +24,8 @@ def names(function: Callable[..., Any], *inputs: Tensor, weight: tuple[int, ...]
 
 
 def activations(function: Callable[..., Any], *inputs: Tensor) -> list[str]:
-    found = names(function, *inputs)
-    return [name.removeprefix("/").removesuffix(":activation") for name in found if name.endswith(":activation")]
+    result = names(function, *inputs)
+    return [name.removeprefix("/").removesuffix(":activation") for name in result if name.endswith(":activation")]
 
 
 X = torch.randn(4, 6)
@@ -35,15 +35,15 @@ X = torch.randn(4, 6)
 
 
 def test_a_layer_has_its_weights_slots_result_and_their_gradients() -> None:
-    found = list_sites(nn.Sequential(nn.Linear(6, 3)), X)
-    assert [site.name for site in found] == [
+    result = list_sites(nn.Sequential(nn.Linear(6, 3)), X)
+    assert [site.name for site in result] == [
         f"0/linear.0:{role}"
         for role in (
             *("weight", "weight(bias)", "fprop.x", "fprop.w", "activation"),
             *("grad_activation", "grad_weight", "grad_weight(bias)", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x"),
         )
     ]
-    by_name = {site.name.split(":")[1]: site for site in found}
+    by_name = {site.name.split(":")[1]: site for site in result}
     assert {role: site.shape for role, site in by_name.items()} == {
         "weight": (3, 6),
         "weight(bias)": (3,),
@@ -58,7 +58,7 @@ def test_a_layer_has_its_weights_slots_result_and_their_gradients() -> None:
         "wgrad.dy": (4, 3),
         "wgrad.x": (4, 6),
     }
-    assert {site.role for site in found} == {*ROLES, *SLOTS}
+    assert {site.role for site in result} == {*ROLES, *SLOTS}
     weight = by_name["weight"]
     assert (weight.module, weight.op, weight.parameter, weight.dtype) == ("0", "linear.0", "0.weight", torch.float32)
     assert (weight.elements, weight.bytes, str(weight)) == (18, 72, "0/linear.0:weight")
@@ -66,9 +66,9 @@ def test_a_layer_has_its_weights_slots_result_and_their_gradients() -> None:
 
 def test_a_residual_network_is_listed_in_the_order_of_a_step() -> None:
     batch = torch.randn(2, 3, 8, 8), torch.randint(10, (2,))
-    found = [site.name for site in list_sites(cifar_resnet(8), batch, F.cross_entropy)]
-    assert "layer1.0.conv1/conv2d.0:activation" in found
-    forward = [name for name in found if name.endswith(":activation")]
+    result = [site.name for site in list_sites(cifar_resnet(8), batch, F.cross_entropy)]
+    assert "layer1.0.conv1/conv2d.0:activation" in result
+    forward = [name for name in result if name.endswith(":activation")]
     assert forward[:9] == [
         f"{place}:activation"
         for place in (
@@ -78,10 +78,10 @@ def test_a_residual_network_is_listed_in_the_order_of_a_step() -> None:
         )
     ]
     assert forward[-1] == "loss/cross_entropy.0:activation"
-    backward = [name for name in found if name.endswith(":grad_activation")]
+    backward = [name for name in result if name.endswith(":grad_activation")]
     assert backward == [name.replace("activation", "grad_activation") for name in reversed(forward)]
-    assert found.index(backward[0]) > found.index(forward[-1])
-    assert len(found) == len(set(found))
+    assert result.index(backward[0]) > result.index(forward[-1])
+    assert len(result) == len(set(result))
 
 
 def test_names_are_the_same_from_run_to_run_and_the_model_is_left_alone() -> None:
@@ -98,12 +98,12 @@ def test_producers_and_consumers_are_named() -> None:
         y = torch.tanh(x)
         return (torch.relu(y).t() + torch.sigmoid(y).t()).contiguous()
 
-    found = {site.name: site for site in list_sites(Apply(fan_out), X)}
-    tanh = found["/tanh.0:activation"]
+    result = {site.name: site for site in list_sites(Apply(fan_out), X)}
+    tanh = result["/tanh.0:activation"]
     assert tanh.producer is None
     assert tanh.consumers == ("/relu.0:activation", "/sigmoid.0:activation")
-    assert found["/relu.0:activation"].producer == "/tanh.0:activation"
-    assert found["/add.0:activation"].producer == "/relu.0:activation"
+    assert result["/relu.0:activation"].producer == "/tanh.0:activation"
+    assert result["/add.0:activation"].producer == "/relu.0:activation"
 
 
 # --- what makes a site ---
@@ -166,21 +166,21 @@ PRODUCTS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...
 @pytest.mark.parametrize("op", PRODUCTS)
 def test_products_have_six_slots(op: str) -> None:
     function, x, w = PRODUCTS[op]
-    found = names(function, torch.randn(x), weight=w)
-    assert [name for name in found if name.split(":")[1] in SLOTS] == [f"/{op}.0:{slot}" for slot in SLOTS]
+    result = names(function, torch.randn(x), weight=w)
+    assert [name for name in result if name.split(":")[1] in SLOTS] == [f"/{op}.0:{slot}" for slot in SLOTS]
 
 
 def test_a_view_of_a_weight_is_that_weight() -> None:
-    found = list_sites(Apply(lambda x, w: x @ w.view(5, 6).t()[:, :3], 5, 6), X)
-    (weight,) = [site for site in found if site.role == "weight"]
+    result = list_sites(Apply(lambda x, w: x @ w.view(5, 6).t()[:, :3], 5, 6), X)
+    (weight,) = [site for site in result if site.role == "weight"]
     assert (weight.parameter, weight.shape) == ("weight", (5, 6))
 
 
 def test_a_weight_that_is_used_twice_is_listed_once() -> None:
     first, second = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
     second.weight = first.weight
-    found = list_sites(nn.Sequential(first, second), X)
-    assert [site.name for site in found if site.role in ("weight", "grad_weight")] == [
+    result = list_sites(nn.Sequential(first, second), X)
+    assert [site.name for site in result if site.role in ("weight", "grad_weight")] == [
         "0/linear.0:weight",
         "0/linear.0:grad_weight",
     ]
@@ -206,9 +206,9 @@ def test_a_fused_operation_is_one_site_unless_it_is_opened() -> None:
 
 def test_multi_head_attention_shows_its_products() -> None:
     x = torch.randn(3, 2, 8)
-    found = [site.op for site in list_sites(nn.MultiheadAttention(8, 2), (x, x, x)) if site.role == "fprop.x"]
-    assert found.count("bmm.0") == 1
-    assert len([op for op in found if op.startswith("linear")]) >= 2
+    result = [site.op for site in list_sites(nn.MultiheadAttention(8, 2), (x, x, x)) if site.role == "fprop.x"]
+    assert result.count("bmm.0") == 1
+    assert len([op for op in result if op.startswith("linear")]) >= 2
 
 
 # --- models that do not fit, and models that have a plan ---
@@ -231,9 +231,9 @@ def of_fake_tensors() -> list[Site]:
 
 @pytest.mark.parametrize("listed", [of_meta_tensors, of_fake_tensors])
 def test_a_model_that_does_not_fit_into_memory_can_be_listed(listed: Callable[[], list[Site]]) -> None:
-    found = listed()
-    assert sum(site.bytes for site in found if site.role == "weight") == 2 * 4 * 400_000**2  # over a terabyte
-    assert [site.op for site in found if site.role == "activation"] == ["linear.0", "relu.0", "linear.0"]
+    result = listed()
+    assert sum(site.bytes for site in result if site.role == "weight") == 2 * 4 * 400_000**2  # over a terabyte
+    assert [site.op for site in result if site.role == "activation"] == ["linear.0", "relu.0", "linear.0"]
 
 
 def test_a_model_with_a_plan_is_listed_as_without_and_keeps_it() -> None:

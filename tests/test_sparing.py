@@ -33,11 +33,11 @@ def test_layouts_and_parts_of_tensors_survive() -> None:
 
 
 def gradient_of(function: object, *inputs: Tensor) -> list[Tensor]:
-    given = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    arguments = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
     torch.manual_seed(3)
-    y = function(*given)  # type: ignore[operator]
+    y = function(*arguments)  # type: ignore[operator]
     y.float().square().sum().backward()
-    return [y.detach(), *(x.grad for x in given if x.requires_grad)]
+    return [y.detach(), *(x.grad for x in arguments if x.requires_grad)]
 
 
 @pytest.mark.parametrize(
@@ -57,22 +57,22 @@ def test_the_same_bits_as_torch(op: str, function: object, shapes: list[tuple[in
     own = spared(op, function)  # type: ignore[arg-type]
     if op == "dropout":
         expected = gradient_of(function, *inputs)
-        found = gradient_of(lambda x: own(x, 0.3), *inputs)
+        actual = gradient_of(lambda x: own(x, 0.3), *inputs)
     else:
-        expected, found = gradient_of(function, *inputs), gradient_of(own, *inputs)
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        expected, actual = gradient_of(function, *inputs), gradient_of(own, *inputs)
+    assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
 
 
 def test_attention_draws_the_same_dropout_when_it_runs_again() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 2, 6, 8) for _ in range(3))
 
-    def attention(*given: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(*given, dropout_p=0.5)
+    def attention(*arguments: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*arguments, dropout_p=0.5)
 
     own = spared("scaled_dot_product_attention", F.scaled_dot_product_attention)
-    expected, found = gradient_of(attention, q, k, v), gradient_of(lambda *g: own(*g, dropout_p=0.5), q, k, v)
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    expected, actual = gradient_of(attention, q, k, v), gradient_of(lambda *g: own(*g, dropout_p=0.5), q, k, v)
+    assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
 
 
 def test_running_again_leaves_the_generator_where_it_was() -> None:

@@ -13,7 +13,7 @@ from bitplan.errors import TaskError
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "result"),
     [
         ("a.py:B", (Path("a.py"), "B")),
         ("some/a.py", (Path("some/a.py"), "")),
@@ -23,8 +23,8 @@ from bitplan.errors import TaskError
         ("py:B", None),
     ],
 )
-def test_files_are_told_from_names(text: str, found: tuple[Path, str] | None) -> None:
-    assert named_file(text) == found
+def test_files_are_told_from_names(text: str, result: tuple[Path, str] | None) -> None:
+    assert named_file(text) == result
 
 
 def test_errors_are_of_the_kind_that_was_asked_for(tmp_path: Path) -> None:

@@ -31,10 +31,10 @@ ROW = {
 @pytest.fixture
 def canned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """The command without the measurement; what it asked to be measured."""
-    asked: list[tuple[Any, ...]] = []
+    requests: list[tuple[Any, ...]] = []
 
     def measured(*arguments: Any, **more: Any) -> dict[str, Any]:
-        asked.append(arguments)
+        requests.append(arguments)
         missed = {**ROW, "mode": "compiled", "ns_per_element": 3.0, "reached": False}
         dropped = {**ROW, "who": "torch cast", "rounded": False, "target": None, "reached": None}
         return {
@@ -45,7 +45,7 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         }
 
     monkeypatch.setattr(command, "bench_formats", measured)
-    return asked
+    return requests
 
 
 def test_json_is_one_document_and_progress_goes_to_stderr(bench: Bench, tmp_path: Path) -> None:

@@ -37,10 +37,10 @@ HEADLINE = {
 @pytest.fixture
 def canned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """The command without the measurement; what it asked to be measured."""
-    asked: list[tuple[Any, ...]] = []
+    requests: list[tuple[Any, ...]] = []
 
     def measured(*arguments: Any, **more: Any) -> dict[str, Any]:
-        asked.append(arguments)
+        requests.append(arguments)
         packed = {**ROW, "variant": "packed", "ours": True, "peak": 5 * 2**30, "loss": None, "loss_gap": None}
         return {
             "rows": [ROW, packed],
@@ -53,7 +53,7 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         }
 
     monkeypatch.setattr(command, "bench_memory", measured)
-    return asked
+    return requests
 
 
 def test_the_table_shows_memory_speed_and_the_headline(bench: Bench, canned: list[tuple[Any, ...]]) -> None:

@@ -40,15 +40,15 @@ DOCUMENT = {
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The command without the measurement; what it asked to be measured."""
     seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(command, "bench_speed", lambda *given, **named: seen.append(named) or DOCUMENT)
+    monkeypatch.setattr(command, "bench_speed", lambda *arguments, **named: seen.append(named) or DOCUMENT)
     return seen
 
 
 def test_the_table_tells_time_memory_loss_and_the_aim(bench: Bench, asked: list[dict[str, Any]]) -> None:
     ran = bench("speed", "--shape", "llama-2048", "--loss-steps", 5, "--no-peers")
     assert ran.code == 0
-    for words in ("native-fp8-packed", "0.680", "7.0 GiB", "+0.0123", "a peer failed: RuntimeError", "-0.0020"):
-        assert words in ran.out
+    for text in ("native-fp8-packed", "0.680", "7.0 GiB", "+0.0123", "a peer failed: RuntimeError", "-0.0020"):
+        assert text in ran.out
     assert "Aim reached by native-fp8-packed." in ran.out
     assert "fp8 1, bf16 1, fp8 0, bf16 0" in ran.out
     assert (asked[0]["loss_steps"], asked[0]["loss_batch"], asked[0]["peers"]) == (5, 1, False)
@@ -61,12 +61,12 @@ def test_json_is_the_whole_document(bench: Bench, asked: list[dict[str, Any]]) -
 
 def test_the_document_says_what_measures_it_again(bench: Bench, asked: list[dict[str, Any]], tmp_path: Path) -> None:
     out = tmp_path / "speed.json"
-    words = [
+    text = [
         *("--shape", "llama-2048", "--shape", "gpt-1b", "--plan", "a plan"),
         "--turns",
         "3",
         "--fast-accumulation",
         "--no-peers",
     ]
-    assert bench("speed", *words, "-o", out).code == 0
-    assert json.loads(out.read_text())["command"] == shlex.join(["python", "benchmarks/run.py", "speed", *words])
+    assert bench("speed", *text, "-o", out).code == 0
+    assert json.loads(out.read_text())["command"] == shlex.join(["python", "benchmarks/run.py", "speed", *text])

@@ -24,9 +24,9 @@ ROW_KEYS = {
 
 
 def float_named(name: str) -> FloatFormat:
-    each = bench.get_format(name)
-    assert isinstance(each, FloatFormat)
-    return each
+    number_format = bench.get_format(name)
+    assert isinstance(number_format, FloatFormat)
+    return number_format
 
 
 def broken_peer(target: FloatFormat, rounding: Rounding) -> Callable[[Tensor], object]:
@@ -90,12 +90,12 @@ def test_the_head_names_machine_versions_and_size(document: Any) -> None:
 
 
 def test_ours_is_set_against_torchs_cast_where_both_round(document: Any) -> None:
-    ratios = {(each["format"], each["mode"]): each for each in document["torch_ratios"]}
+    ratios = {(item["format"], item["mode"]): item for item in document["torch_ratios"]}
     rounded = {row["mode"] for row in document["rows"] if row["who"] == "torch cast" and row["rounded"]}
     assert set(ratios) == {("e5m2", mode) for mode in rounded}
     assert "eager" in rounded
-    for each in ratios.values():
-        assert each["reached"] == (each["ratio"] <= bench.TORCH_RATIO)
+    for number_format in ratios.values():
+        assert number_format["reached"] == (number_format["ratio"] <= bench.TORCH_RATIO)
 
 
 def test_a_conversion_that_did_not_round_is_no_rival() -> None:

@@ -16,17 +16,17 @@ def endless(variant: str) -> Trial:
 
 
 @contextmanager
-def interrupted(found: dict[str, Future[list[float]]]) -> Iterator[None]:
+def interrupted(result: dict[str, Future[list[float]]]) -> Iterator[None]:
     """A block that begins trials, remembers them, and is left by Ctrl-C."""
     with beside([endless(name) for name in ("bf16", "packed", "bf16-checkpointed")], 1) as pending:
-        found.update(pending)
+        result.update(pending)
         yield
 
 
 def test_a_block_that_is_interrupted_ends_all_trials_and_leaves_no_process() -> None:
-    found: dict[str, Future[list[float]]] = {}
-    with pytest.raises(KeyboardInterrupt), interrupted(found):
+    result: dict[str, Future[list[float]]] = {}
+    with pytest.raises(KeyboardInterrupt), interrupted(result):
         raise KeyboardInterrupt
-    assert len(found) == 3
-    assert all(future.done() and future.exception() is not None for future in found.values())
+    assert len(result) == 3
+    assert all(future.done() and future.exception() is not None for future in result.values())
     assert not multiprocessing.active_children()

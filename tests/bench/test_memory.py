@@ -40,19 +40,19 @@ def eager(model: str, **more: Any) -> dict[str, Any]:
 
 def test_a_row_has_memory_speed_and_loss() -> None:
     news: list[str] = []
-    found = eager("gpt-tiny", batch=2, loss_steps=3, on_news=news.append)
-    plain, packed = found["rows"]
+    result = eager("gpt-tiny", batch=2, loss_steps=3, on_news=news.append)
+    plain, packed = result["rows"]
     assert (plain["variant"], packed["variant"]) == ("bf16-eager", "packed-eager")
     assert packed["kept"] < plain["kept"]
     assert plain["peak"] == plain["memory"]["peak"]
-    assert all(row["samples_per_second"] == pytest.approx(2000 / row["milliseconds"]) for row in found["rows"])
-    assert all(4 < row["loss"] < 7 for row in found["rows"])
-    assert (found["batch"], found["optimizer"], found["autocast"]) == (2, "adamw", "bfloat16")
-    assert "standard library" in found["loss_data"]
-    assert found["headline"]["ours"] == "packed-eager"
-    assert found["failed"] == {}
-    assert found["aim"] is None
-    assert len(found["curves"]["bf16-eager"]) == 3
+    assert all(row["samples_per_second"] == pytest.approx(2000 / row["milliseconds"]) for row in result["rows"])
+    assert all(4 < row["loss"] < 7 for row in result["rows"])
+    assert (result["batch"], result["optimizer"], result["autocast"]) == (2, "adamw", "bfloat16")
+    assert "standard library" in result["loss_data"]
+    assert result["headline"]["ours"] == "packed-eager"
+    assert result["failed"] == {}
+    assert result["aim"] is None
+    assert len(result["curves"]["bf16-eager"]) == 3
     assert any("ready after" in sentence for sentence in news)
 
 
@@ -96,9 +96,9 @@ def test_a_variant_that_fails_leaves_the_others_their_rows() -> None:
     made = Target(nn.Linear(8, 8), torch.randn(4, 8), None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench, "load_target", lambda text: made)
-        found = bench_memory(target, ("bf16-checkpointed", "bf16-eager"), optimizer="sgd", turns=1, loss_steps=0)
-    assert [row["variant"] for row in found["rows"]] == ["bf16-eager"]
-    assert found["failed"]["bf16-checkpointed"] == "BitplanError: the model has no blocks to checkpoint."
+        result = bench_memory(target, ("bf16-checkpointed", "bf16-eager"), optimizer="sgd", turns=1, loss_steps=0)
+    assert [row["variant"] for row in result["rows"]] == ["bf16-eager"]
+    assert result["failed"]["bf16-checkpointed"] == "BitplanError: the model has no blocks to checkpoint."
 
 
 def test_by_default_all_compiled_ways_take_part() -> None:
@@ -152,9 +152,9 @@ def test_the_headline_is_against_the_best_of_the_others() -> None:
 )
 def test_an_aim_is_reached_whole_or_not(aim: Aim, reached: bool) -> None:
     rows = [ROW, replace(ROW, variant="packed", ours=True, peak=300, samples_per_second=90.0)]
-    found = aim_reached(aim, rows, torch.device("cuda"))
-    assert found is not None
-    assert found["reached_by"] == (["packed"] if reached else [])
+    result = aim_reached(aim, rows, torch.device("cuda"))
+    assert result is not None
+    assert result["reached_by"] == (["packed"] if reached else [])
     assert aim_reached(aim, rows, torch.device("cpu")) is None
     assert aim_reached(None, rows, torch.device("cuda")) is None
 

@@ -29,7 +29,9 @@ def small_and_uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(speed_variants, "peers", lambda device: {"a peer": _broken})
     monkeypatch.setitem(speed.SHAPES, "small", small)
     monkeypatch.setattr("bitplan.executions.native.crossover.SIZES", {"cpu": (8,)})
-    monkeypatch.setattr(torch, "compile", lambda model, **given: backends.append(str(given.get("backend"))) or model)
+    monkeypatch.setattr(
+        torch, "compile", lambda model, **arguments: backends.append(str(arguments.get("backend"))) or model
+    )
     return backends
 
 
@@ -130,9 +132,9 @@ def test_gpt_1b_has_a_billion_parameters() -> None:
 
 def test_formats_change_in_turns() -> None:
     plan = switching.switching_plan(own_plan("native-int8-tensor"))
-    found = switching.measure_switches(torch.device("cpu"))
-    assert [each["to"] for each in found["switches"]] == ["native-int8-tensor", "bf16"] * 2
-    assert found["switching"]["reached"]  # nothing is compiled here at all
+    result = switching.measure_switches(torch.device("cpu"))
+    assert [item["to"] for item in result["switches"]] == ["native-int8-tensor", "bf16"] * 2
+    assert result["switching"]["reached"]  # nothing is compiled here at all
     assert plan.moves
 
 
@@ -142,9 +144,9 @@ def test_an_aim_is_reached_by_a_row_that_reaches_all_of_it() -> None:
 
     rows = [row("bf16", 10, 10, ours=False), row("fast", 5, 12), row("small", 12, 5), row("both", 6, 6)]
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    one, other = Aim("one H200", 6.0, 6), Aim("one H200", beats_all=True)
-    assert [(speed.reached(aim, rows, cuda) or {})["reached_by"] for aim in (one, other)] == [["both"], ["both"]]
-    assert speed.reached(one, rows, cpu) == {
+    first, second = Aim("one H200", 6.0, 6), Aim("one H200", beats_all=True)
+    assert [(speed.reached(aim, rows, cuda) or {})["reached_by"] for aim in (first, second)] == [["both"], ["both"]]
+    assert speed.reached(first, rows, cpu) == {
         "on": "one H200", "milliseconds": 6.0, "peak": 6, "beats_all": False, "reached_by": None
     }  # fmt: skip
     assert speed.reached(None, rows, cuda) is None

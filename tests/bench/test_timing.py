@@ -11,6 +11,6 @@ def test_all_take_turns_of_as_many_steps_as_the_fastest_makes_in_half_a_second()
         seen.append((name, steps))
         return next(times[name])
 
-    found = best_turns({name: lambda steps, name=name: seconds(name, steps) for name in times}, turns=2)  # type: ignore[misc]
-    assert found == {"slow": 0.4, "fast": 0.2}
+    result = best_turns({name: lambda steps, name=name: seconds(name, steps) for name in times}, turns=2)  # type: ignore[misc]
+    assert result == {"slow": 0.4, "fast": 0.2}
     assert seen == [("slow", 1), ("fast", 1), *[("slow", 5), ("fast", 5)] * 2]

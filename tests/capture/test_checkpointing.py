@@ -100,8 +100,8 @@ def trained(
     return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]  # type: ignore[list-item]
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("rule", RULES)

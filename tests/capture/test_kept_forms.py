@@ -31,7 +31,7 @@ def plan_of(*rules: dict[str, Any]) -> Plan:
 
 
 def warnings_of(plan: Plan, model: nn.Module, batch: Tensor = BATCH) -> dict[str, str]:
-    return {each.site.name: each.warning for each in explain(model, plan, batch) if each.warning is not None}
+    return {item.site.name: item.warning for item in explain(model, plan, batch) if item.warning is not None}
 
 
 def bits_kept(plan: Plan, model: nn.Module) -> float:
@@ -102,8 +102,8 @@ def test_what_is_said_is_what_is_kept(case: str) -> None:
 
 def test_copies_that_add_up_to_the_tensors_own_type_are_told() -> None:
     plan = plan_of({"match": ["fc2", "fc3"], "x": "e4m3"})
-    found = warnings_of(plan, TwoReaders().bfloat16(), BATCH.bfloat16())
-    (sentence,) = found.values()
+    result = warnings_of(plan, TwoReaders().bfloat16(), BATCH.bfloat16())
+    (sentence,) = result.values()
     assert sentence.startswith("packed execution keeps 16 bits of each value, not 8: 8 as fprop.x of fc2/linear.0")
     assert sentence.endswith("round the activation instead of each operand, and one copy serves all.")
 
@@ -111,10 +111,10 @@ def test_copies_that_add_up_to_the_tensors_own_type_are_told() -> None:
 def test_a_reader_that_is_no_product_shares_the_rounded_copy() -> None:
     model = nn.Sequential(nn.Linear(8, WIDTH), nn.GELU(), nn.Linear(WIDTH, 2))
     assert not warnings_of(plan_of({"match": "*", "activation": "e4m3"}), model)
-    found = warnings_of(plan_of({"match": "*", "activation": "e4m3"}, {"match": "2", "wgrad.x": "bf16"}), model)
-    assert list(found) == ["1/gelu.0:activation"]
+    result = warnings_of(plan_of({"match": "*", "activation": "e4m3"}, {"match": "2", "wgrad.x": "bf16"}), model)
+    assert list(result) == ["1/gelu.0:activation"]
     assert (
-        "keeps 16 bits of each value, not 8: 16 as wgrad.x of 2/linear.0 (bf16); give" in found["1/gelu.0:activation"]
+        "keeps 16 bits of each value, not 8: 16 as wgrad.x of 2/linear.0 (bf16); give" in result["1/gelu.0:activation"]
     )
 
 

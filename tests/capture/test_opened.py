@@ -26,8 +26,8 @@ def gradients(y: Tensor, *of: Tensor) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad((y * weights).sum(), of)]
 
 
-def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
-    for ours, theirs in zip(one, other, strict=True):
+def assert_same(first: list[Tensor], second: list[Tensor]) -> None:
+    for ours, theirs in zip(first, second, strict=True):
         tight = 1e-9 if ours.dtype == torch.float64 else 1e-5
         torch.testing.assert_close(ours, theirs, rtol=tight, atol=tight)
 
@@ -111,10 +111,10 @@ def test_a_recurrent_layer_equals_torchs(op: str, layers: int, both_ways: bool, 
 def test_a_given_state_and_a_single_sequence_serve_as_well() -> None:
     model = nn.LSTM(5, 4)
     x, h, c = (torch.randn(3, 5), torch.randn(1, 4), torch.randn(1, 4))
-    given = x, (h, c)
-    expected = model(*given)
+    arguments = x, (h, c)
+    expected = model(*arguments)
     with opened(model, "lstm"):
-        y, (last, cell) = model(*given)
+        y, (last, cell) = model(*arguments)
     assert_same([y, last, cell], [expected[0], *expected[1]])
 
 

@@ -15,8 +15,8 @@ def test_a_plan_with_reasons_that_train_accepts(bitplan: Callable[..., Any], tmp
     file = tmp_path / "plan.yaml"
     ran = bitplan("advise", TINY, "--steps", 6, "-o", file)
     assert ran.code == 0
-    for words in ("fprop.w of 0", "x worse than", "tau ", "What it does not see: bias against variance"):
-        assert words in ran.out
+    for text in ("fprop.w of 0", "x worse than", "tau ", "What it does not see: bias against variance"):
+        assert text in ran.out
     assert f"bitplan train {TINY} --plan {file}" in ran.err
     made_by = Plan.load(file).made_by
     assert isinstance(made_by, dict)
@@ -30,19 +30,19 @@ def test_json_and_a_measurement_made_before(bitplan: Callable[..., Any], tmp_pat
     file = tmp_path / "m.json"
     assert bitplan("measure", TINY, "--stages", "--steps", 6, "-o", file).code == 0
     options = ("--cost", "time", "--tau", 0.1, "--json")
-    found = bitplan("advise", TINY, "--measurement", file, *options).json
-    assert found == bitplan("advise", TINY, "--steps", 6, *options).json
-    assert (found["tau"], found["tau_from"], found["cost"]) == (0.1, "as given", "time")
-    assert {each["slot"] for each in found["slots"]} >= {"fprop.x", "fprop.w", "wgrad.dy"}
-    assert found["plan"]["rules"]
+    result = bitplan("advise", TINY, "--measurement", file, *options).json
+    assert result == bitplan("advise", TINY, "--steps", 6, *options).json
+    assert (result["tau"], result["tau_from"], result["cost"]) == (0.1, "as given", "time")
+    assert {item["slot"] for item in result["slots"]} >= {"fprop.x", "fprop.w", "wgrad.dy"}
+    assert result["plan"]["rules"]
 
 
 def test_verification_trains_four_ways(bitplan: Callable[..., Any], tmp_path: Path) -> None:
-    found = bitplan(
+    result = bitplan(
         *("advise", TINY, "--early", "--steps", 4, "--verify", "--verify-steps", 20, "--verify-seeds", 2),
         *("--verify-out", tmp_path / "runs", "--json"),
     ).json
-    rows = {row["label"]: row for row in found["verified"]}
+    rows = {row["label"]: row for row in result["verified"]}
     assert list(rows) == ["high precision", "advice", "all E4M3", "all INT8"]
     assert rows["high precision"]["gap"] == 0
     assert rows["high precision"]["cost"] == 1

@@ -27,15 +27,15 @@ Run = Callable[..., Any]
 )
 def test_the_paper_s_figures(bitplan: Run, target: str, figures: dict[str, int]) -> None:
     sized = ("--classes", 100, "--width", 1.0, "--batch", 128)
-    found = bitplan("assign", target, *sized, "--ratio", 0.5, "--json").json
-    assert {key: found[key] for key in figures} == figures
-    assert found["selection_ratio"] >= 0.5
-    assert 0.5 < found["reported_ratio"] <= found["selection_ratio"]
+    result = bitplan("assign", target, *sized, "--ratio", 0.5, "--json").json
+    assert {key: result[key] for key in figures} == figures
+    assert result["selection_ratio"] >= 0.5
+    assert 0.5 < result["reported_ratio"] <= result["selection_ratio"]
 
 
 def test_a_baseline_and_a_width(bitplan: Run) -> None:
-    found = bitplan("assign", "resnet18", "--width", 0.1, "--baseline", "operator", "--json").json
-    assert found["reported_ratio"] == pytest.approx(0.266, abs=0.0005)
+    result = bitplan("assign", "resnet18", "--width", 0.1, "--baseline", "operator", "--json").json
+    assert result["reported_ratio"] == pytest.approx(0.266, abs=0.0005)
     prime = bitplan("assign", "resnet18", "--baseline", "operator-prime", "--explain")
     assert "our reading" in prime.out
 
@@ -72,10 +72,10 @@ def test_budgets_that_can_and_cannot_be_met(bitplan: Run, tmp_path: Path) -> Non
     assert ran.code == 2
     assert "the least is" in ran.err
     plan = tmp_path / "a.yaml"
-    found = bitplan("assign", f"{file}:make", "--budget", "130%", "-o", plan, "--json").json
-    assert found["peak_predicted"] <= found["budget_bytes"] == int(1.3 * found["peak_today"])
+    result = bitplan("assign", f"{file}:make", "--budget", "130%", "-o", plan, "--json").json
+    assert result["peak_predicted"] <= result["budget_bytes"] == int(1.3 * result["peak_today"])
     held = bitplan("memory", f"{file}:make", "--plan", plan, "--execution", "packed", "--json").json
-    assert held["measured"]["peak"] <= found["budget_bytes"]
+    assert held["measured"]["peak"] <= result["budget_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_what_does_not_run_is_one_sentence_without_a_traceback_of_torchs(tmp_pat
     own = tmp_path / "own.py"
     model = "torch.nn.Linear(4, 4), (torch.randn(2, 5), torch.randn(2, 4)), torch.nn.functional.mse_loss"
     own.write_text(f"import torch\n\ndef bad():\n    return {model}\n")
-    words = [sys.executable, "-m", "bitplan", "assign", f"{own}:bad", "--ratio", "0.5"]
-    ran = subprocess.run(words, capture_output=True, text=True, check=False)
+    text = [sys.executable, "-m", "bitplan", "assign", f"{own}:bad", "--ratio", "0.5"]
+    ran = subprocess.run(text, capture_output=True, text=True, check=False)
     assert ran.returncode == 2
     (said,) = ran.stderr.splitlines()
     assert "does not run on its batch" in said
@@ -130,13 +130,13 @@ def test_a_loss_scale_is_said_once(bitplan: Run) -> None:
     twice = bitplan("train", "digits", "--loss-scale", 8, "--set", "loss_scale=4", "--dry-run")
     assert twice.code == 2
     assert "twice" in twice.err
-    told = bitplan("train", "digits", "--assign", "operator", "--loss-scale", 0, *TINY, "--dry-run", "--json").json
-    assert told["settings"]["loss_scale"] == 0
+    output = bitplan("train", "digits", "--assign", "operator", "--loss-scale", 0, *TINY, "--dry-run", "--json").json
+    assert output["settings"]["loss_scale"] == 0
     assert bitplan("train", "digits", "--assign", "0.5", "--plan", "fp8-all").code == 2
 
 
-@pytest.mark.parametrize("words", [("0.9",), ("70%", "smallest", "bf16/mxfp8"), ("operator", "largest", None, 0.0)])
-def test_what_a_record_says_of_an_assignment_is_read_back(words: tuple[Any, ...]) -> None:
-    given = AssignOptions(*words)
-    assert AssignOptions.of_source(given.source) == given
+@pytest.mark.parametrize("message", [("0.9",), ("70%", "smallest", "bf16/mxfp8"), ("operator", "largest", None, 0.0)])
+def test_what_a_record_says_of_an_assignment_is_read_back(message: tuple[Any, ...]) -> None:
+    arguments = AssignOptions(*message)
+    assert AssignOptions.of_source(arguments.source) == arguments
     assert AssignOptions.of_source("plans/a.yaml") is None

@@ -19,18 +19,18 @@ def test_plans_are_compared_in_a_folder_that_the_same_command_finds_again(
     bitplan: Bitplan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    asked = ("compare", TINY, "--plans", "fp32", "int8-all", "bf16-all", "--seeds", 2, "--set", "steps=6")
-    ran = bitplan(*asked)
+    requests = ("compare", TINY, "--plans", "fp32", "int8-all", "bf16-all", "--seeds", 2, "--set", "steps=6")
+    ran = bitplan(*requests)
     assert ran.code == 0
     folder = Path("runs/compare-tiny_task-fp32-int8-all-bf16-all-steps=6")
-    assert sorted(each.name for each in folder.glob("*-s?")) == [
+    assert sorted(item.name for item in folder.glob("*-s?")) == [
         *("bf16-all-s0", "bf16-all-s1", "fp32-s0", "fp32-s1", "int8-all-s0", "int8-all-s1"),
     ]
     assert "[6/6] bf16-all, seed 1: accuracy " in ran.out
     assert "On tiny (2 seeds, 6 steps), " in ran.out
     assert ran.out.endswith(f"The runs are in {folder}; draw it with: bitplan report {folder}\n")
     before = {file: file.stat().st_mtime_ns for file in folder.glob("*/summary.json")}
-    again = bitplan(*asked)
+    again = bitplan(*requests)
     assert again.out.splitlines()[6:] == ran.out.splitlines()[6:]
     # Nothing was made again.
     assert {file: file.stat().st_mtime_ns for file in folder.glob("*/summary.json")} == before
@@ -45,7 +45,7 @@ def test_compare_as_json(bitplan: Bitplan, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("requests", "message"),
     [
         (("digits",), "name what to compare: --plans with files or presets, or --suite static or cpt"),
         (("digits", "--suite", "static", "--plans", "a"), "give --plans or --suite, not both."),
@@ -55,22 +55,22 @@ def test_compare_as_json(bitplan: Bitplan, tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_one_sentence(
-    bitplan: Bitplan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: tuple[str, ...], words: str
+    bitplan: Bitplan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requests: tuple[str, ...], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    ran = bitplan("compare", *asked)
+    ran = bitplan("compare", *requests)
     assert (ran.code, ran.out) == (2, "")
-    assert words in ran.err
+    assert message in ran.err
     assert not (tmp_path / "runs").exists()
 
 
 def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(bitplan: Bitplan, tmp_path: Path) -> None:
     """Ctrl-C reaches all processes of a terminal's group at once."""
     folder = tmp_path / "all"
-    asked = ["compare", TINY, "--plans", "fp32", "int8-all", "--set", "steps=400", "--set", "evaluate_every=400"]
-    asked += ["--out", str(folder)]
+    requests = ["compare", TINY, "--plans", "fp32", "int8-all", "--set", "steps=400", "--set", "evaluate_every=400"]
+    requests += ["--out", str(folder)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "bitplan", *asked, "--jobs", "2"],
+        [sys.executable, "-m", "bitplan", *requests, "--jobs", "2"],
         start_new_session=True,
         stderr=subprocess.PIPE,
         text=True,
@@ -87,6 +87,6 @@ def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(bitplan: Bitplan, tmp
     assert "Traceback" not in said
     for name in ("fp32-s0", "int8-all-s0"):
         assert (folder / name / "summary.json").exists()
-    done = bitplan(*asked, "--json")
+    done = bitplan(*requests, "--json")
     assert done.code == 0
     assert [run["step"] for run in done.json["experiments"][0]["runs"]] == [400, 400]

@@ -20,7 +20,7 @@ def test_a_bug_report_has_what_it_needs(bitplan: Bitplan) -> None:
 
 
 def test_json_has_the_same(bitplan: Bitplan) -> None:
-    told = bitplan("env", "--json").json
-    assert told["bitplan"] == __version__
-    assert told["packages"]["torch"] == torch.__version__
-    assert told["cpu"]["threads"] == torch.get_num_threads()
+    output = bitplan("env", "--json").json
+    assert output["bitplan"] == __version__
+    assert output["packages"]["torch"] == torch.__version__
+    assert output["cpu"]["threads"] == torch.get_num_threads()

@@ -33,12 +33,12 @@ def test_json_is_a_list_of_rows(bitplan: Callable[..., Any]) -> None:
 
 
 def test_several_words_behind_one_flag_go_where_they_belong(bitplan: Callable[..., Any]) -> None:
-    one = bitplan(*shlex.split("error --nu 1 3 inf --formats int8 e4m3 --size 16 --draws 1 --json")).json
-    other = bitplan(
+    first = bitplan(*shlex.split("error --nu 1 3 inf --formats int8 e4m3 --size 16 --draws 1 --json")).json
+    second = bitplan(
         *shlex.split("error --formats int8 --formats e4m3 --size 16 --draws 1 --nu 1 --nu 3 --nu inf --json")
     ).json
-    assert one == other
-    assert [(row["nu"], row["format"]) for row in one] == [
+    assert first == second
+    assert [(row["nu"], row["format"]) for row in first] == [
         (1.0, "int8"),
         (1.0, "e4m3"),
         (3.0, "int8"),
@@ -77,7 +77,7 @@ def test_a_bar_is_as_long_as_its_logarithm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("message", "sentence"),
     [
         ("--nu 0", "nu is at least 0.1"),
         ("--nu 3 nan", "nu is at least 0.1"),
@@ -88,8 +88,8 @@ def test_a_bar_is_as_long_as_its_logarithm() -> None:
         ("--rounding up", "there is no rounding 'up'"),
     ],
 )
-def test_mistakes_are_one_sentence(bitplan: Callable[..., Any], words: str, sentence: str) -> None:
-    ran = bitplan("error", "--size", 16, *words.split())
+def test_mistakes_are_one_sentence(bitplan: Callable[..., Any], message: str, sentence: str) -> None:
+    ran = bitplan("error", "--size", 16, *message.split())
     assert ran.code == 2
     assert ran.out == ""
     assert ran.err.startswith("bitplan: ")
@@ -110,6 +110,6 @@ def test_the_commands_of_the_page_run(bitplan: Callable[..., Any], line: str) ->
 def test_the_figures_of_the_page_are_those_of_the_study(scale: Any, nu: str) -> None:
     (line,) = (line for line in PAGE.splitlines() if line.startswith(f"| {scale} | {nu} |"))
     shown = [float(cell) for cell in line.strip("|").split("|")[2:]]
-    found = [row.median for row in study(nu=float(nu), scale=scale, draws=3)]
+    result = [row.median for row in study(nu=float(nu), scale=scale, draws=3)]
     # A tensor's largest entry is a matter of luck where tails are heavy.
-    assert found == pytest.approx(shown, rel=0.35 if (scale, nu) == ("tensor", "5") else 0.06)
+    assert result == pytest.approx(shown, rel=0.35 if (scale, nu) == ("tensor", "5") else 0.06)

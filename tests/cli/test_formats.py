@@ -111,9 +111,9 @@ def test_svg_draws_just_the_named_formats(bitplan: Bitplan, tmp_path: Path) -> N
     ran = bitplan("formats", "e4m3", "int4", "--svg", picture, "--json")
     assert len(ran.json) == 2
     assert ran.err == f"bitplan: wrote {picture}\n"
-    words = {element.text for element in ElementTree.parse(picture).iter()}
-    assert {"e4m3", "int4"} <= words
-    assert "e5m2" not in words
+    text = {element.text for element in ElementTree.parse(picture).iter()}
+    assert {"e4m3", "int4"} <= text
+    assert "e5m2" not in text
 
 
 def test_svg_without_names_draws_what_can_be_drawn(bitplan: Bitplan, tmp_path: Path) -> None:

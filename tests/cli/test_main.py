@@ -170,13 +170,13 @@ def test_importing_the_library_needs_neither_typer_nor_rich_nor_the_command_line
 
 def test_process_offers_completion_of_commands_and_format_names() -> None:
     environment = {**os.environ, "PYTHONPATH": str(SRC), "_BITPLAN_COMPLETE": "complete_bash"}
-    for words, place, expected in (("bitplan for", "1", "formats"), ("bitplan formats nv", "2", "nvfp4")):
+    for text, place, expected in (("bitplan for", "1", "formats"), ("bitplan formats nv", "2", "nvfp4")):
         ran = subprocess.run(
             [sys.executable, "-m", "bitplan"],
             capture_output=True,
             text=True,
             timeout=120,
-            env={**environment, "COMP_WORDS": words, "COMP_CWORD": place},
+            env={**environment, "COMP_WORDS": text, "COMP_CWORD": place},
             check=False,
         )
         assert ran.stdout.split() == [expected]

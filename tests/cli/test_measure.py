@@ -26,12 +26,12 @@ def test_stages_a_table_and_a_file(bitplan: Callable[..., Any], tmp_path: Path) 
     file = tmp_path / "new" / "m.json"
     ran = bitplan("measure", TINY, "--stages", "--steps", 10, "-o", file)
     assert ran.code == 0
-    for words in ("early: after 1 steps", "middle: after 5 steps", "late: after 10 steps", "Median backward error"):
-        assert words in ran.out
-    found = Measurement.load(file)
-    assert [found.select(stage=stage)[0].step for stage in found.stages] == [1, 5, 10]
-    assert found.command == f"bitplan measure {TINY} --stages --steps 10"
-    assert found.select(stage="early")[0].median != found.select(stage="late")[0].median
+    for text in ("early: after 1 steps", "middle: after 5 steps", "late: after 10 steps", "Median backward error"):
+        assert text in ran.out
+    result = Measurement.load(file)
+    assert [result.select(stage=stage)[0].step for stage in result.stages] == [1, 5, 10]
+    assert result.command == f"bitplan measure {TINY} --stages --steps 10"
+    assert result.select(stage="early")[0].median != result.select(stage="late")[0].median
 
 
 def test_a_model_is_measured_as_it_is(bitplan: Callable[..., Any]) -> None:

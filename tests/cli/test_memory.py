@@ -29,10 +29,10 @@ def plan(tmp_path: Path) -> Path:
 def test_a_task_is_estimated_and_measured_by_class(bitplan: Bitplan, plan: Path) -> None:
     ran = bitplan("memory", "digits", "--plan", plan, "--execution", "packed", "--json")
     assert ran.code == 0
-    found = ran.json
-    assert (found["target"], found["plan"], found["execution"]) == ("digits", str(plan), "packed")
-    assert (found["batch"], found["optimizer"], found["budget"]) == (128, "sgd", None)
-    estimated, measured = found["estimated"], found["measured"]
+    result = ran.json
+    assert (result["target"], result["plan"], result["execution"]) == ("digits", str(plan), "packed")
+    assert (result["batch"], result["optimizer"], result["budget"]) == (128, "sgd", None)
+    estimated, measured = result["estimated"], result["measured"]
     assert estimated.keys() == measured.keys() == CLASSES
     assert estimated["peak"] == pytest.approx(measured["peak"], rel=0.1)
     assert estimated["activations"] == pytest.approx(measured["activations"], rel=0.1)
@@ -52,10 +52,10 @@ def test_the_table_has_both_figures_of_every_class_and_a_verdict(bitplan: Bitpla
 
 
 def test_a_budget_is_answered_without_running(bitplan: Bitplan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "measure_memory", lambda *given, **more: pytest.fail("it was run"))
-    found = bitplan("memory", "gpt-tiny", "--budget", "100GiB", "--json").json
-    assert (found["plan"], found["fits"], found["measured"]) == (None, True, None)
-    assert len(found["choices"]) == 1  # what fits as it is needs no plan
+    monkeypatch.setattr(command, "measure_memory", lambda *arguments, **more: pytest.fail("it was run"))
+    result = bitplan("memory", "gpt-tiny", "--budget", "100GiB", "--json").json
+    assert (result["plan"], result["fits"], result["measured"]) == (None, True, None)
+    assert len(result["choices"]) == 1  # what fits as it is needs no plan
     assert "It fits into 100.0 GiB as it is" in bitplan("memory", "gpt-tiny", "--budget", "100GiB").out
 
 
@@ -89,8 +89,8 @@ def test_several_plans_are_compared(bitplan: Bitplan) -> None:
 
 def test_the_batch_and_the_optimizer_count(bitplan: Bitplan) -> None:
     def estimated(*more: object) -> dict[str, int]:
-        found: dict[str, int] = bitplan("memory", "gpt-tiny", "--estimate-only", "--json", *more).json["estimated"]
-        return found
+        result: dict[str, int] = bitplan("memory", "gpt-tiny", "--estimate-only", "--json", *more).json["estimated"]
+        return result
 
     once, twice = estimated("--batch", 8), estimated("--batch", 16)
     assert twice["activations"] == pytest.approx(2 * once["activations"], rel=0.01)
@@ -102,7 +102,7 @@ def test_the_batch_and_the_optimizer_count(bitplan: Bitplan) -> None:
 
 def test_what_would_hardly_fit_is_not_run(bitplan: Bitplan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "free_memory", lambda device: 2**20)
-    monkeypatch.setattr(command, "measure_memory", lambda *given, **more: pytest.fail("it was run"))
+    monkeypatch.setattr(command, "measure_memory", lambda *arguments, **more: pytest.fail("it was run"))
     ran = bitplan("memory", "gpt-tiny")
     assert "not measured: " in ran.err
     assert "The step does not fit into the 1.0 MiB that are free: `bitplan memory gpt-tiny --budget 1.0MiB`" in ran.out
@@ -116,8 +116,8 @@ def test_a_file_of_ones_own_is_asked(bitplan: Bitplan, tmp_path: Path) -> None:
         "    model = torch.nn.Linear(8, 2)\n"
         "    return model, (torch.randn(4, 8), torch.randint(2, (4,))), torch.nn.functional.cross_entropy\n"
     )
-    found = bitplan("memory", f"{file}:make", "--json").json
-    assert found["estimated"]["weights"] == found["measured"]["weights"] == 4 * 18
+    result = bitplan("memory", f"{file}:make", "--json").json
+    assert result["estimated"]["weights"] == result["measured"]["weights"] == 4 * 18
 
 
 @pytest.mark.parametrize(

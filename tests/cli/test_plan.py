@@ -31,8 +31,8 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_list_names_every_preset_and_says_what_it_does(bitplan: Bitplan) -> None:
     listed = bitplan("plan", "list", "--json").json
-    assert [each["name"] for each in listed] == preset_names()
-    assert all(each["description"] for each in listed)
+    assert [item["name"] for item in listed] == preset_names()
+    assert all(item["description"] for item in listed)
     out = bitplan("plan", "list").out
     assert all(name in out for name in preset_names())
 

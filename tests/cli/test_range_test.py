@@ -27,7 +27,7 @@ def test_a_fall_that_may_be_chance_is_told_from_none(
 ) -> None:
     widths = (WidthResult(2, 0.99, 1.0, False), WidthResult(3, 0.6, 0.99, True), WidthResult(4, 0.4, 0.6, False))
     canned = RangeTest(3, 4, "because", widths, (), 12, 0.1)
-    monkeypatch.setattr("bitplan.cli.schedules.range_test_of_task", lambda *given, **named: canned)
+    monkeypatch.setattr("bitplan.cli.schedules.range_test_of_task", lambda *arguments, **named: canned)
     shown = bitplan("range-test", TINY).out.splitlines()
     rows = {line.split()[0]: line for line in shown if line.split()[:1] and line.split()[0] in "234"}
     assert " no  " in rows["2"]
@@ -36,12 +36,12 @@ def test_a_fall_that_may_be_chance_is_told_from_none(
 
 
 def test_json(bitplan: Callable[..., Any]) -> None:
-    found = bitplan("range-test", TINY, "--window", 8, "--threshold", 0.2, "--set", "lr=0.05", "--json").json
-    assert [each["bits"] for each in found["widths"]] == [2, 3, 4, 5, 6, 7, 8]
-    assert len(found["losses"]) == 8 * 8
-    assert (found["window"], found["threshold"], found["high"]) == (8, 0.2, 8)
+    result = bitplan("range-test", TINY, "--window", 8, "--threshold", 0.2, "--set", "lr=0.05", "--json").json
+    assert [item["bits"] for item in result["widths"]] == [2, 3, 4, 5, 6, 7, 8]
+    assert len(result["losses"]) == 8 * 8
+    assert (result["window"], result["threshold"], result["high"]) == (8, 0.2, 8)
     again = bitplan("range-test", TINY, "--window", 8, "--threshold", 0.2, "--set", "lr=0.05", "--json").json
-    assert again == found
+    assert again == result
 
 
 def test_mistakes_are_one_sentence(bitplan: Callable[..., Any]) -> None:

@@ -68,7 +68,7 @@ def test_report_as_csv(bitplan: Bitplan, runs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prepare", "words"),
+    ("prepare", "message"),
     [
         (lambda runs: None, "bitplan: there is no folder"),
         (lambda runs: (runs / "a-0" / "run.json").write_text("{"), "run.json is damaged"),
@@ -76,12 +76,12 @@ def test_report_as_csv(bitplan: Bitplan, runs: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_reported_is_one_sentence(
-    bitplan: Bitplan, runs: Path, tmp_path: Path, prepare: Callable[[Path], Any], words: str
+    bitplan: Bitplan, runs: Path, tmp_path: Path, prepare: Callable[[Path], Any], message: str
 ) -> None:
-    asked = runs if prepare(runs) else tmp_path / "missing"
-    ran = bitplan("report", asked, "-o", tmp_path / "page.html")
+    requests = runs if prepare(runs) else tmp_path / "missing"
+    ran = bitplan("report", requests, "-o", tmp_path / "page.html")
     assert (ran.code, ran.out) == (2, "")
-    assert words in ran.err
+    assert message in ran.err
     assert ran.err.count("\n") == 1
     assert not (tmp_path / "page.html").exists()
 

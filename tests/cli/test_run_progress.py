@@ -12,11 +12,11 @@ def at(step: int, phase: Phase = "training", metric: float | None = None, steps:
     return Progress(step, steps, phase, 0.5, metric, 8.0, step / steps / 16, 5 * 2**20, 1.0)
 
 
-def shown(*told: Progress, terminal: bool) -> str:
+def shown(*reported: Progress, terminal: bool) -> str:
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=80, highlight=False)
     with RunProgress(console, "accuracy") as progress:
-        for now in told:
+        for now in reported:
             progress(now)
     return file.getvalue()
 

@@ -62,10 +62,10 @@ def test_a_drawing_has_a_line_for_every_width(bitplan: Callable[..., Any]) -> No
 def test_a_saving_is_answered_by_a_schedule_and_its_reason(
     bitplan: Callable[..., Any], saving: float, name: str
 ) -> None:
-    found = bitplan("schedules", "--saving", saving, "--json").json
-    assert found["name"] == name
-    assert 1 - found["relative_cost"] >= saving
-    assert found["reason"].startswith(f"{name} saves")
+    result = bitplan("schedules", "--saving", saving, "--json").json
+    assert result["name"] == name
+    assert 1 - result["relative_cost"] >= saving
+    assert result["reason"].startswith(f"{name} saves")
     assert "lasting damage" in bitplan("schedules", "--saving", saving).out
 
 

@@ -156,7 +156,7 @@ def test_a_run_of_a_task_made_in_python_can_name_its_file(bitplan: Bitplan, stop
 
 
 @pytest.mark.parametrize(
-    ("recorded", "arguments", "words"),
+    ("recorded", "arguments", "message"),
     [
         ("own.py:Tiny", ("own.py:Tiny", "--task", "own.py:Tiny"), "--task goes with --resume"),
         ("digits", ("--resume", "run", "--task", "own.py:Tiny"), "digits, which comes with bitplan: leave out --task"),
@@ -165,11 +165,13 @@ def test_a_run_of_a_task_made_in_python_can_name_its_file(bitplan: Bitplan, stop
         ("own.py:Tiny", ("own.py:Tiny", "--resume", "run"), "--resume takes everything from the run's folder"),
     ],
 )
-def test_mistakes_with_task(bitplan: Bitplan, stopped: Path, recorded: str, arguments: tuple[str], words: str) -> None:
+def test_mistakes_with_task(
+    bitplan: Bitplan, stopped: Path, recorded: str, arguments: tuple[str], message: str
+) -> None:
     rewrite(stopped, task_source=recorded)
     ran = bitplan("train", *arguments)
     assert (ran.code, ran.out) == (2, "")
-    assert words in ran.err
+    assert message in ran.err
     assert ran.err.count("\n") == 1
 
 

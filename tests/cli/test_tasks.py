@@ -39,7 +39,7 @@ def test_the_list_for_people(bitplan: Bitplan) -> None:
 def test_one_task_is_shown_with_its_settings(bitplan: Bitplan) -> None:
     ran = bitplan("tasks", "lstm-lm")
     assert ran.code == 0
-    shown = {words[0]: words[1] for line in ran.out.splitlines() if len(words := line.split()) == 2}
+    shown = {text[0]: text[1] for line in ran.out.splitlines() if len(text := line.split()) == 2}
     assert shown["divide"] == "4.0"
     assert shown["data"] == "''"
     assert "perplexity, lower is better" in ran.out

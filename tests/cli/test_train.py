@@ -51,7 +51,7 @@ def test_json_is_what_came_of_it(bitplan: Bitplan) -> None:
 def test_a_dry_run_says_what_would_run_and_writes_nothing(bitplan: Bitplan) -> None:
     ran = bitplan("train", TASK, "--plan", "fp8-linear", "--dry-run", "--set", "steps=7")
     assert (ran.code, ran.err) == (0, "")
-    for words in (
+    for text in (
         "tiny, fp8-linear, seed 0",
         "steps=7",
         "fprop.x",
@@ -59,21 +59,21 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(bitplan: Bitplan) -> N
         "% of FP32's",
         "runs/tiny-fp8-linear-s0 (new)",
     ):
-        assert words in ran.out
+        assert text in ran.out
     assert list(Path().iterdir()) == []
-    told = bitplan("train", TASK, "--plan", "fp8-linear", "--dry-run", "--json").json
-    assert told["dry_run"] is True
-    assert told["cost"]["steps"] == 24
-    assert {"role": "fprop.x", "format": "e4m3 tensor", "tensors": 2} in told["formats"]
+    output = bitplan("train", TASK, "--plan", "fp8-linear", "--dry-run", "--json").json
+    assert output["dry_run"] is True
+    assert output["cost"]["steps"] == 24
+    assert {"role": "fprop.x", "format": "e4m3 tensor", "tensors": 2} in output["formats"]
 
 
 def test_the_same_out_goes_on_and_then_has_nothing_to_do(bitplan: Bitplan, monkeypatch: pytest.MonkeyPatch) -> None:
     from bitplan.lab.train.loop import StopRequest
 
-    asked = StopRequest.__call__
+    requests = StopRequest.__call__
     monkeypatch.setattr(StopRequest, "__call__", lambda self: True)
     stopped = bitplan("train", TASK, "--out", "mine")
-    monkeypatch.setattr(StopRequest, "__call__", asked)
+    monkeypatch.setattr(StopRequest, "__call__", requests)
     assert stopped.code == 128
     assert stopped.err == f"bitplan: stopped on request; go on with: bitplan train --resume mine --task {TASK}\n"
     assert "would go on from step 1" in bitplan("train", TASK, "--out", "mine", "--dry-run").out
@@ -91,10 +91,10 @@ def test_resuming_takes_everything_from_the_folder(bitplan: Bitplan, monkeypatch
     Path("own.yaml").write_text("version: 1\nextends: bf16-all\nrules:\n- {match: '4', keep: true}\n")
     options = ("--plan", "own.yaml", "--seed", 2, "--set", "steps=12", "--set", "lr=0.03")
     bitplan("train", TASK, *options, "--out", "whole")
-    asked = StopRequest.__call__
+    requests = StopRequest.__call__
     monkeypatch.setattr(StopRequest, "__call__", lambda self: True)
     bitplan("train", TASK, *options, "--out", "parts")
-    monkeypatch.setattr(StopRequest, "__call__", asked)
+    monkeypatch.setattr(StopRequest, "__call__", requests)
     Path("own.yaml").unlink()  # the run keeps its plan
     assert bitplan("train", "--resume", "parts", "--task", TASK).code == 0
     for name in ("metrics.jsonl", "model.safetensors", "run.json"):
@@ -105,7 +105,7 @@ def test_resuming_takes_everything_from_the_folder(bitplan: Bitplan, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ([], "name a task to train, such as digits"),
         (["digitz"], "there is no task 'digitz'; did you mean digits"),
@@ -124,28 +124,28 @@ def test_resuming_takes_everything_from_the_folder(bitplan: Bitplan, monkeypatch
         (["no_such.py:Task"], "there is no file no_such.py"),
     ],
 )
-def test_a_mistake_is_one_sentence_on_stderr(bitplan: Bitplan, arguments: list[Any], words: str) -> None:
+def test_a_mistake_is_one_sentence_on_stderr(bitplan: Bitplan, arguments: list[Any], message: str) -> None:
     ran = bitplan("train", *arguments)
     assert (ran.code, ran.out) == (2, "")
-    assert words in ran.err
+    assert message in ran.err
     assert ran.err.startswith("bitplan: ")
     assert ran.err.count("\n") == 1
     assert not Path("runs").exists() or not any(Path("runs").iterdir())
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("import no_such_library\n", "cannot be run: ModuleNotFoundError: No module named 'no_such_library' (line 1)."),
         ("def broken(:\n", "cannot be run: SyntaxError"),
         ("x = 1\n", "has 0 tasks (none)"),
     ],
 )
-def test_a_task_file_that_fails_to_import_is_a_sentence(bitplan: Bitplan, text: str, words: str) -> None:
+def test_a_task_file_that_fails_to_import_is_a_sentence(bitplan: Bitplan, text: str, message: str) -> None:
     Path("own.py").write_text(text)
     ran = bitplan("train", "own.py")
     assert (ran.code, ran.out) == (2, "")
-    assert f"own.py {words}" in ran.err
+    assert f"own.py {message}" in ran.err
     assert ran.err.count("\n") == 1
 
 

@@ -33,10 +33,15 @@ def test_every_plan_with_every_seed_in_a_folder_of_its_own(tiny: str, tmp_path: 
     assert {summary.status for summary in summaries} == {"finished"}
     assert {summary.step for summary in summaries} == {4}
     assert len(set(metrics(tmp_path).values())) == 6
-    known = read_comparison(tmp_path)
-    assert known is not None
-    assert (known.task, known.seeds, known.command, known.settings) == (tiny, (0, 1), "again", ("steps=4",))
-    assert known.labels["8-bits-s1"] == "8 bits"
+    comparison = read_comparison(tmp_path)
+    assert comparison is not None
+    assert (comparison.task, comparison.seeds, comparison.command, comparison.settings) == (
+        tiny,
+        (0, 1),
+        "again",
+        ("steps=4",),
+    )
+    assert comparison.labels["8-bits-s1"] == "8 bits"
     assert [run.label for run in read_runs([tmp_path])] == ["FP32", "FP32", "8 bits", "8 bits", "4 bits", "4 bits"]
 
 
@@ -67,8 +72,8 @@ def test_what_is_over_is_not_made_again_and_what_is_half_goes_on(tiny: str, tmp_
         if update.progress is not None:
             seen.append((update.job.label, update.progress.step))
 
-    told = compare(tiny, CHOICES, folder=tmp_path / "parts", seeds=[0], stop=lambda: True)
-    assert [summary.status for summary in told] == ["finished"]  # read, however late
+    reported = compare(tiny, CHOICES, folder=tmp_path / "parts", seeds=[0], stop=lambda: True)
+    assert [summary.status for summary in reported] == ["finished"]  # read, however late
     done = compare(tiny, CHOICES, folder=tmp_path / "parts", seeds=[0], on_update=note)
     assert [summary.status for summary in done] == ["finished"] * 3
     assert "FP32" not in {label for label, _ in seen}
@@ -79,10 +84,10 @@ def test_what_is_over_is_not_made_again_and_what_is_half_goes_on(tiny: str, tmp_
 def test_more_plans_and_seeds_join_a_comparison(tiny: str, tmp_path: Path) -> None:
     compare(tiny, CHOICES[:1], folder=tmp_path, seeds=[0], settings=["steps=2"])
     compare(tiny, CHOICES[1:2], folder=tmp_path, seeds=[1], settings=["steps=2"])
-    known = read_comparison(tmp_path)
-    assert known is not None
-    assert known.labels == {"fp32-s0": "FP32", "8-bits-s1": "8 bits"}
-    assert known.seeds == (0, 1)
+    comparison = read_comparison(tmp_path)
+    assert comparison is not None
+    assert comparison.labels == {"fp32-s0": "FP32", "8-bits-s1": "8 bits"}
+    assert comparison.seeds == (0, 1)
 
 
 def test_a_plan_of_this_process_only_is_written_where_commands_can_name_it(tiny: str, tmp_path: Path) -> None:
@@ -101,7 +106,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_trained(tiny: st
 
 
 @pytest.mark.parametrize(
-    ("wrong", "error", "words"),
+    ("wrong", "error", "message"),
     [
         ({"choices": []}, RunError, "name at least one plan"),
         ({"choices": [Choice("a", None), Choice("A", "int8-all")]}, RunError, "two plans are called A"),
@@ -114,11 +119,11 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_trained(tiny: st
     ],
 )
 def test_mistakes_are_answered_before_anything_is_written(
-    tiny: str, tmp_path: Path, wrong: dict[str, Any], error: type[BitplanError], words: str
+    tiny: str, tmp_path: Path, wrong: dict[str, Any], error: type[BitplanError], message: str
 ) -> None:
-    asked = {"task": tiny, "choices": CHOICES} | wrong
-    with pytest.raises(error, match=words):
-        compare(asked.pop("task"), asked.pop("choices"), folder=tmp_path / "new", **asked)
+    requests = {"task": tiny, "choices": CHOICES} | wrong
+    with pytest.raises(error, match=message):
+        compare(requests.pop("task"), requests.pop("choices"), folder=tmp_path / "new", **requests)
     assert not (tmp_path / "new").exists()
 
 

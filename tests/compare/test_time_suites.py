@@ -35,15 +35,15 @@ def price(choice: Choice, task: Task) -> float:
 
 
 def test_all_ten_beside_static_controls(digits: Task) -> None:
-    found = choices("cpt", digits)
-    assert list(found) == ["FP32", "static 8", "static 6", "static at the cost of CR", *TEN]
-    assert price(found["static at the cost of CR"], digits) == pytest.approx(price(found["CR"], digits), rel=0.01)
-    assert price(found["static 6"], digits) < price(found["static 8"], digits)
-    control = found["static at the cost of CR"].plan
+    result = choices("cpt", digits)
+    assert list(result) == ["FP32", "static 8", "static 6", "static at the cost of CR", *TEN]
+    assert price(result["static at the cost of CR"], digits) == pytest.approx(price(result["CR"], digits), rel=0.01)
+    assert price(result["static 6"], digits) < price(result["static 8"], digits)
+    control = result["static at the cost of CR"].plan
     assert isinstance(control, Plan)
-    assert {each.name for each in control.followed.values()} == {"static"}
+    assert {item.name for item in control.followed.values()} == {"static"}
     for name in TEN:
-        plan = found[name].plan
+        plan = result[name].plan
         assert isinstance(plan, Plan)
         assert plan.rules[-1].match == ("fc",)
         assert plan.followed["cpt"].name == name
@@ -52,27 +52,27 @@ def test_all_ten_beside_static_controls(digits: Task) -> None:
 
 @pytest.mark.parametrize("suite", ["cpt", "deficits"])
 def test_all_plans_of_a_suite_share_compiled_graphs(suite: str, digits: Task) -> None:
-    found = choices(suite, digits)
-    jobs = [Job(label, plan, None, 0, Path(label)) for label, c in found.items() if isinstance(plan := c.plan, Plan)]
+    result = choices(suite, digits)
+    jobs = [Job(label, plan, None, 0, Path(label)) for label, c in result.items() if isinstance(plan := c.plan, Plan)]
     assert len({job.graphs for job in jobs}) == 1
     fixed = Job("fixed", find_plan("int8-all"), None, 0, Path("fixed"))
     assert fixed.graphs != jobs[0].graphs
 
 
 def test_windows_controls_and_single_roundings(digits: Task) -> None:
-    found = choices("deficits", digits)
-    assert found["early 50%, then a full budget"].settings == ("hold=200",)
-    early = found["early 50%, then a full budget"].plan
+    result = choices("deficits", digits)
+    assert result["early 50%, then a full budget"].settings == ("hold=200",)
+    early = result["early 50%, then a full budget"].plan
     assert isinstance(early, Plan)
     assert early.followed["cpt"].table(600).tolist() == [3] * 200 + [8] * 400
-    half = found["half from 12.5%"].plan
+    half = result["half from 12.5%"].plan
     assert isinstance(half, Plan)
     assert half.followed["cpt"].table(400).tolist() == [8] * 50 + [3] * 200 + [8] * 150
-    prices = [price(found[f"half from {start}"], digits) for start in ("0%", "12.5%", "25%", "50%")]
+    prices = [price(result[f"half from {start}"], digits) for start in ("0%", "12.5%", "25%", "50%")]
     assert len(set(prices)) == 1
-    assert price(found["static at the cost of half"], digits) == pytest.approx(prices[0], rel=0.01)
+    assert price(result["static at the cost of half"], digits) == pytest.approx(prices[0], rel=0.01)
     for part, moving in {"weights": "fprop.w", "activations": "fprop.x", "gradients": "dgrad.dy"}.items():
-        plan = found[f"half from 0%, {part} only"].plan
+        plan = result[f"half from 0%, {part} only"].plan
         assert isinstance(plan, Plan)
         decision = plan.decide("conv1", "conv2d")
         moved = [
@@ -85,14 +85,14 @@ def test_windows_controls_and_single_roundings(digits: Task) -> None:
 
 def test_a_deficit_comes_on_top_of_the_whole_recipe(tiny: str, tmp_path: Path) -> None:
     task = find_task(tiny, ["steps=8"])
-    wanted = ("FP32", "early 50%, then a full budget", "half from 0%")
-    chosen = [choice for label, choice in choices("deficits", task).items() if label in wanted]
+    expected = ("FP32", "early 50%, then a full budget", "half from 0%")
+    chosen = [choice for label, choice in choices("deficits", task).items() if label in expected]
     summaries = compare(tiny, chosen, folder=tmp_path, settings=["steps=8"])
     assert [summary.step for summary in summaries] == [8, 12, 8]
     folder = RunFolder(tmp_path / "early-50-then-a-full-budget-s0")
     assert folder.config().settings["hold"] == 4
     assert "--set hold=4" in folder.config().command
-    assert [run.label for run in read_runs([tmp_path])] == list(wanted)
+    assert [run.label for run in read_runs([tmp_path])] == list(expected)
     again = compare(tiny, chosen, folder=tmp_path, settings=["steps=8"])
     assert [summary.to_dict() for summary in again] == [summary.to_dict() for summary in summaries]
 

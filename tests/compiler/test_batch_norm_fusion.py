@@ -74,8 +74,8 @@ def trained(model: nn.Module, x: Tensor, autocast: bool) -> list[Tensor]:
 
 def assert_alike(ours: list[Tensor], plain: list[Tensor]) -> None:
     """But for last bits, so that a BF16 rounding behind them may flip now and then."""
-    for one, other in zip(ours, plain, strict=True):
-        assert (one - other).norm() <= 4e-3 * other.norm()
+    for first, second in zip(ours, plain, strict=True):
+        assert (first - second).norm() <= 4e-3 * second.norm()
     assert plain[0].norm() > 0
     assert plain[1].norm() > 0
 
@@ -108,11 +108,11 @@ def test_batch_norm_is_a_factor_and_a_summand(monkeypatch: pytest.MonkeyPatch) -
     kept: list[set[tuple[int, ...]]] = []
 
     def fold(graph: torch.fx.Graph) -> int:
-        found = fold_batch_norms(graph)
+        result = fold_batch_norms(graph)
         kept.append(
             {tuple(node.meta["val"].shape) for node in graph.nodes if node.meta.get(batch_norm_fusion.ALWAYS_SAVED)}
         )
-        return found
+        return result
 
     torch._dynamo.reset()
     x = torch.randn(4, 3, 8, 8)

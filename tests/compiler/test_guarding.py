@@ -92,7 +92,7 @@ def test_packed_graphs_are_made_anew_for_another_format_and_found_again() -> Non
             run.set_format("mine", name)
             versions.append([module.__dict__[VERSION] for module in model.modules()])
     assert versions[0] == versions[2]
-    assert all(one != other for one, other in zip(versions[0], versions[1], strict=True))
+    assert all(first != second for first, second in zip(versions[0], versions[1], strict=True))
 
 
 def test_a_live_format_changes_without_a_new_graph() -> None:

@@ -19,10 +19,10 @@ def _nobody_else_needs_anything() -> None:
 
 def test_the_largest_need_holds_until_the_last_is_gone() -> None:
     before = CONFIG.recompile_limit
-    one, other = Owner(), Owner()
+    first, second = Owner(), Owner()
     small, large = (
-        RaisedSetting("recompile_limit", before + 3, one),
-        RaisedSetting("recompile_limit", before + 7, other),
+        RaisedSetting("recompile_limit", before + 3, first),
+        RaisedSetting("recompile_limit", before + 7, second),
     )
     assert before + 7 == CONFIG.recompile_limit
     large.remove()

@@ -443,7 +443,7 @@ def test_no_other_file_touches_private_torch() -> None:
         for file in SOURCE.rglob("*.py")
         if file != PRIVATE_MODULE
     }
-    assert {file: found for file, found in uses.items() if found} == {}
+    assert {file: result for file, result in uses.items() if result} == {}
 
 
 @pytest.mark.parametrize(

@@ -44,23 +44,23 @@ def test_kernels_raise_records_to_what_is_told(kind: torch.dtype, odd: float) ->
     x, y, z = (5 * torch.randn(1333, 400, device="cuda").bfloat16() for _ in range(3))
     for each in (x, y, z):
         each[700, 300] = odd
-    known = torch.tensor(2.0, device="cuda")
-    parts = torch.ops.bitplan.float8_amax(x, known)
+    history = torch.tensor(2.0, device="cuda")
+    parts = torch.ops.bitplan.float8_amax(x, history)
     for cast in CASTS.values():
-        given = {
-            "float8_cast": (x, kind, parts, known, True, True, True, True),
-            "gated_cast": (x, y, kind, parts, known, True, True, True, False),
-            "gated_grads_cast": (x, y, z, kind, parts, parts, known, known, True, True, True),
-            "norm_cast": (x, y[:, 0].float(), z[0], None, kind, parts, known, True, True, True),
+        arguments = {
+            "float8_cast": (x, kind, parts, history, True, True, True, True),
+            "gated_cast": (x, y, kind, parts, history, True, True, True, False),
+            "gated_grads_cast": (x, y, z, kind, parts, parts, history, history, True, True, True),
+            "norm_cast": (x, y[:, 0].float(), z[0], None, kind, parts, history, True, True, True),
         }[cast.name]
         count = max(len(cast.tile_amax), cast.max_records)
         records, cells = [torch.rand(3, 57, device="cuda") for _ in range(count)], [22, 79, 136][:count]
         records[-1].view(-1)[cells[-1]] = 1e9
-        before = [each.clone() for each in records]
-        wanted = cast.reference(*given, records=before, cells=cells)
-        found = cast.launch(*given, records=records, cells=cells, wrap=launch_directly)
-        for one, other in zip(found, wanted, strict=True):
-            assert torch.equal(bits(one), bits(other))
+        before = [record.clone() for record in records]
+        expected = cast.reference(*arguments, records=before, cells=cells)
+        actual = cast.launch(*arguments, records=records, cells=cells, wrap=launch_directly)
+        for first, second in zip(actual, expected, strict=True):
+            assert torch.equal(bits(first), bits(second))
 
 
 def test_one_kernel_looks_for_several_magnitudes() -> None:
@@ -98,28 +98,28 @@ def stepped(recompute: Any, coded: bool) -> tuple[list[Tensor], list[str]]:
     plan = Plan.from_dict({"version": 1, "rules": [rule, *([CODED] if coded else [])]})
     model = nn.Sequential(Block(256, 512), Block(256, 512)).cuda().bfloat16()
     x = torch.randn(4, 128, 256, device="cuda", dtype=torch.bfloat16)
-    found: list[Tensor] = []
+    result: list[Tensor] = []
 
     def records() -> list[Tensor]:
         held = (module._buffers.get(RECORD) for module in model.modules())
-        return [each.clone() for each in held if each is not None]
+        return [item.clone() for item in held if item is not None]
 
     with bitplan.attach(model, plan, example=x, execution=bitplan.Native(min_macs=0, recompute=recompute)) as run:
         called = run.compile()
 
         def step(factor: float) -> None:
             y: Tensor = called(factor * x)
-            found.extend((y.detach(), *records()))
+            result.extend((y.detach(), *records()))
             y.float().mul(factor).sum().backward()
-            found.extend(records())
+            result.extend(records())
 
         with torch._inductor.config.patch(force_disable_caches=True):
             _, codes = run_and_get_code(step, 1.0)
         for number in range(3):
             step(3.0 - number)
             run.step()
-            found.extend(records())
-    return [*found, *(p.grad for p in model.parameters() if p.grad is not None)], codes
+            result.extend(records())
+    return [*result, *(p.grad for p in model.parameters() if p.grad is not None)], codes
 
 
 @pytest.mark.parametrize(("recompute", "coded"), [((), False), ("activations", True), ("inputs", True)])
@@ -128,10 +128,10 @@ def test_steps_have_the_same_records(monkeypatch: pytest.MonkeyPatch, recompute:
     for notes in (True, False):
         monkeypatch.setattr(amax_fusion, "RECORDS_IN_CASTS", notes)
         monkeypatch.setattr(amax_fusion, "BATCHES_AMAX", notes)
-        found, codes = stepped(recompute, coded)
+        result, codes = stepped(recompute, coded)
         assert len(codes) == 2
         assert all(("aten.maximum" in code) == (not notes) for code in codes)
         assert ("_partial_amax_batch" in codes[0]) == notes
-        results.append(found)
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(bits(one), bits(other))
+        results.append(result)
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(bits(first), bits(second))

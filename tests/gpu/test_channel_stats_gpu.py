@@ -61,9 +61,9 @@ def test_launched_by_inductor_the_kernels_give_the_same_bits(shape: tuple[int, .
         ours, codes = run_and_get_code(compiled, y, torch.float8_e4m3fn)
     assert "_cast_and_sum" in codes[0]
     assert "ops.bitplan" not in codes[0]
-    for one, other in zip(ours, torch.ops.bitplan.cast_with_channel_stats(y, torch.float8_e4m3fn), strict=True):
-        assert one.stride() == other.stride()
-        assert torch.equal(one.float(), other.float())
+    for first, second in zip(ours, torch.ops.bitplan.cast_with_channel_stats(y, torch.float8_e4m3fn), strict=True):
+        assert first.stride() == second.stride()
+        assert torch.equal(first.float(), second.float())
 
 
 def test_a_packed_step_launches_the_kernels_itself(monkeypatch: pytest.MonkeyPatch) -> None:

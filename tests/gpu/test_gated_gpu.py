@@ -31,11 +31,11 @@ def _has_unit() -> None:
     torch._dynamo.reset()
 
 
-def nearly(one: Tensor, other: Tensor) -> bool:
+def nearly(first: Tensor, second: Tensor) -> bool:
     """The same codes, but for a few that are next to each other: torch's exponential differs in last bits."""
-    one, other = one.float(), other.float()
-    apart = one != other
-    close = (one - other).abs() <= 0.26 * other.abs()
+    first, second = first.float(), second.float()
+    apart = first != second
+    close = (first - second).abs() <= 0.26 * second.abs()
     return bool((close | ~apart).all()) and float(apart.float().mean()) < 2e-3
 
 
@@ -44,19 +44,21 @@ def nearly(one: Tensor, other: Tensor) -> bool:
 def test_the_kernels_give_the_codes_of_plain_torch(kind: torch.dtype, history_amax: float) -> None:
     torch.manual_seed(0)
     gate, up, grad = (5 * torch.randn(333, 208, device="cuda").bfloat16() for _ in range(3))
-    known = torch.tensor(history_amax, device="cuda")
+    history = torch.tensor(history_amax, device="cuda")
     for halves, codes in (((gate, up), True), ((gate, up), False), ((e4m3_reference(gate), e4m3_reference(up)), False)):
-        parts = OURS.gated_amax(*halves, known, codes)
-        given = (*halves, kind, parts, known, True, True, True, codes)
-        ours, plain = OURS.gated_cast(*given), gated_cast_reference(*given)
+        parts = OURS.gated_amax(*halves, history, codes)
+        arguments = (*halves, kind, parts, history, True, True, True, codes)
+        ours, plain = OURS.gated_cast(*arguments), gated_cast_reference(*arguments)
         assert nearly(ours[0], plain[0])
         assert torch.equal(ours[0].float().t(), ours[1].float())
         assert torch.equal(ours[2], plain[2])
-        assert all(torch.equal(one.float(), other.float()) for one, other in zip(ours[4:], plain[4:], strict=True))
+        assert all(
+            torch.equal(first.float(), second.float()) for first, second in zip(ours[4:], plain[4:], strict=True)
+        )
         if not codes:
-            both = OURS.gated_grads_amax(grad, *halves, known, known)
-            given = (grad, *halves, kind, *both, known, known, True, True, True)
-            ours, plain = OURS.gated_grads_cast(*given), gated_grads_cast_reference(*given)
+            both = OURS.gated_grads_amax(grad, *halves, history, history)
+            arguments = (grad, *halves, kind, *both, history, history, True, True, True)
+            ours, plain = OURS.gated_grads_cast(*arguments), gated_grads_cast_reference(*arguments)
             for at in (0, 4):
                 assert nearly(ours[at], plain[at])
                 assert torch.equal(ours[at].float().t(), ours[at + 1].float())
@@ -104,9 +106,9 @@ def test_steps_have_the_bits_of_two_kernels(monkeypatch: pytest.MonkeyPatch, rec
     results = []
     for fuses in (True, False):
         monkeypatch.setattr(gated_fusing, "FUSES", fuses)
-        found, codes = stepped(recompute, coded)
+        result, codes = stepped(recompute, coded)
         assert len(codes) == 2
         assert ("_cast_gated_tile" in codes[0]) == ("_cast_grads_tile" in codes[1]) == fuses
-        results.append(found)
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
+        results.append(result)
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)

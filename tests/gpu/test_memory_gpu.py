@@ -27,9 +27,9 @@ def on_gpu(name: str, batch: int) -> Target:
 @pytest.mark.parametrize("execution", [None, "emulate", "packed"])
 def test_an_eager_step_is_foreseen(name: str, batch: int, execution: str | None) -> None:
     target = on_gpu(name, batch)
-    given = (target.model, target.batch, target.loss, "adamw", None if execution is None else PLAN)
+    arguments = (target.model, target.batch, target.loss, "adamw", None if execution is None else PLAN)
     how = execution or "emulate"
-    estimated, measured = estimate_memory(*given, how), measure_memory(*given, how)
+    estimated, measured = estimate_memory(*arguments, how), measure_memory(*arguments, how)
     assert estimated.weights == measured.weights
     assert estimated.optimizer == measured.optimizer
     assert estimated.activations == pytest.approx(measured.activations, rel=0.05)

@@ -26,9 +26,9 @@ PLANS: dict[str, dict[str, Any]] = {
         "w": {"format": "e4m3", **TENSOR},
         "dy": {"format": "e5m2", **TENSOR},
     },
-    "fp8 vector": {one: {"format": "e4m3", **VECTOR} for one in ("fprop", "dgrad", "wgrad")},
+    "fp8 vector": {item: {"format": "e4m3", **VECTOR} for item in ("fprop", "dgrad", "wgrad")},
     "int8 tensor": {operand: {"format": "int8", **TENSOR} for operand in ("x", "w", "dy")},
-    "int8 vector": {one: {"format": "int8", **VECTOR} for one in ("fprop", "dgrad", "wgrad")},
+    "int8 vector": {item: {"format": "int8", **VECTOR} for item in ("fprop", "dgrad", "wgrad")},
 }
 
 
@@ -43,9 +43,9 @@ def require_unit(name: str) -> None:
 
 def rounded(t: Tensor, rule: dict[str, Any], operand: str, axis: int) -> Tensor:
     """An operand as its quantizer rounds it, in float64; `axis` is the one that its product sums over."""
-    given = dict(rule[operand] if operand in rule else next(iter(rule.values())))
-    along = {"axis": axis} if given["scale"] == "vector" else {}
-    return bitplan.quantize(t.float(), given["format"], scale=given["scale"], **along).double()
+    arguments = dict(rule[operand] if operand in rule else next(iter(rule.values())))
+    along = {"axis": axis} if arguments["scale"] == "vector" else {}
+    return bitplan.quantize(t.float(), arguments["format"], scale=arguments["scale"], **along).double()
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -64,11 +64,11 @@ def test_the_products_are_those_of_the_rounded_operands_in_float64(name: str, co
         y = (run.compile() if compiled else model)(x)
         y.backward(dy)
     w = model.weight.detach()
-    given = x.detach()
+    arguments = x.detach()
     exact = {
-        "y": (y.detach(), rounded(given, rule, "x", 1), rounded(w, rule, "w", 1).t()),
+        "y": (y.detach(), rounded(arguments, rule, "x", 1), rounded(w, rule, "w", 1).t()),
         "dx": (x.grad, rounded(dy, rule, "dy", 1), rounded(w, rule, "w", 0)),
-        "dw": (model.weight.grad, rounded(dy, rule, "dy", 0).t(), rounded(given, rule, "x", 0)),
+        "dw": (model.weight.grad, rounded(dy, rule, "dy", 0).t(), rounded(arguments, rule, "x", 0)),
     }
     for which, (ours, left, right) in exact.items():
         assert ours is not None
@@ -85,7 +85,7 @@ def test_fast_sums_lose_some_bits_of_forward_products_and_no_others() -> None:
     model = nn.Linear(4096, 512, bias=False).cuda().bfloat16()
     x = torch.randn(1024, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(1024, 512, device="cuda", dtype=torch.bfloat16)
-    found = []
+    result = []
     for passes in ((), ("fprop",)):
         x.grad, model.weight.grad = None, None
         with bitplan.attach(
@@ -96,13 +96,13 @@ def test_fast_sums_lose_some_bits_of_forward_products_and_no_others() -> None:
         ):
             y = model(x)
             y.backward(dy)
-        found.append((y.detach(), x.grad, model.weight.grad))
-    (exact, *gradients), (fast, *others) = found
-    for one, other in zip(gradients, others, strict=True):
-        assert torch.equal(one, other)
+        result.append((y.detach(), x.grad, model.weight.grad))
+    (exact, *gradients), (fast, *others) = result
+    for first, second in zip(gradients, others, strict=True):
+        assert torch.equal(first, second)
     rule = PLANS["fp8 tensor"]
     product = rounded(x.detach(), rule, "x", 1) @ rounded(model.weight.detach(), rule, "w", 1).t()
-    lost = [float((each.double() - product).norm() / product.norm()) for each in (exact, fast)]
+    lost = [float((item.double() - product).norm() / product.norm()) for item in (exact, fast)]
     assert lost[0] < lost[1] < 2**-6
 
 
@@ -149,9 +149,11 @@ def test_native_agrees_with_emulate(name: str, compiled: bool) -> None:
 
 def rounded_image(t: Tensor, rule: dict[str, Any], operand: str, kept: int) -> Tensor:
     """An operand as its quantizer rounds it, in float64 on a CPU; `kept`: the axis along which a vector's scales go."""
-    given = dict(rule[operand] if operand in rule else next(iter(rule.values())))
-    scale: dict[str, Any] = {"scale": "channel", "axis": kept} if given["scale"] == "vector" else {"scale": "tensor"}
-    return bitplan.quantize(t.detach().float(), given["format"], **scale).double().cpu()
+    arguments = dict(rule[operand] if operand in rule else next(iter(rule.values())))
+    scale: dict[str, Any] = (
+        {"scale": "channel", "axis": kept} if arguments["scale"] == "vector" else {"scale": "tensor"}
+    )
+    return bitplan.quantize(t.detach().float(), arguments["format"], **scale).double().cpu()
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -182,13 +184,13 @@ def test_convolutions_are_those_of_the_rounded_operands_in_float64(
             rounded_image(t, rule, operand, kept)
             for t, operand, kept in zip((x, w, dy), ("x", "w", "dy"), axes, strict=True)
         ]
-        found = []
+        result = []
         for change in (lambda t: t, torch.abs):
             inputs, weights, grads = (change(t) for t in operands)
             inputs, weights = inputs.requires_grad_(), weights.requires_grad_()
             z = nn.functional.conv2d(inputs, weights, None, stride, kernel // 2)
-            found.append((z.detach(), *torch.autograd.grad(z, (inputs, weights), grads))[which])
-        return found[0], found[1]
+            result.append((z.detach(), *torch.autograd.grad(z, (inputs, weights), grads))[which])
+        return result[0], result[1]
 
     results = {"y": (y, (0, 0, 0)), "dx": (x.grad, (0, 1, 0)), "dw": (w.grad, (1, 0, 1))}
     for which, (place, (ours, axes)) in zip(results, enumerate(results.values()), strict=True):
@@ -207,7 +209,7 @@ def test_a_bottleneck_agrees_with_emulation(compiled: bool) -> None:
 
     torch._dynamo.reset()
     plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "op": "conv2d", **PLANS["fp8 tensor"]}]})
-    found = []
+    result = []
     for execution in (bitplan.Native(min_macs=0), "emulate"):
         torch.manual_seed(0)
         # In float32: in bfloat16 a tenth of a gradient hangs on which numbers a ReLU lets through.
@@ -215,11 +217,13 @@ def test_a_bottleneck_agrees_with_emulation(compiled: bool) -> None:
         x = torch.randn(8, 64, 16, 16, device="cuda").to(memory_format=torch.channels_last).requires_grad_()
         with bitplan.attach(model, plan, example=x, execution=execution) as run:
             if execution != "emulate":  # the gradient through a 3x3 kernel with a stride is emulated
-                assert [(each.site, each.gemm_pass) for each in run.fallbacks()] == [("conv2/conv2d.0", "dgrad")]
+                assert [(fallback.site, fallback.gemm_pass) for fallback in run.fallbacks()] == [
+                    ("conv2/conv2d.0", "dgrad")
+                ]
             y = (run.compile() if compiled and execution != "emulate" else model)(x)
             y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y))
-        found.append([y.detach().float(), *(p.grad.float() for p in (x, *model.parameters()) if p.grad is not None)])
-    for native, emulated in zip(*found, strict=True):
+        result.append([y.detach().float(), *(p.grad.float() for p in (x, *model.parameters()) if p.grad is not None)])
+    for native, emulated in zip(*result, strict=True):
         # Compiled, batch norm's results differ in their last bits, too, and with them some codes.
         assert (native - emulated).norm() <= 0.2 * emulated.norm()
 
@@ -227,25 +231,25 @@ def test_a_bottleneck_agrees_with_emulation(compiled: bool) -> None:
 # --- the kernels ----------------------------------------------------------------------------------------------
 
 
-def same(one: Tensor, other: Tensor) -> bool:
+def same(first: Tensor, second: Tensor) -> bool:
     """Equal to the bit, NaN being NaN."""
-    one, other = one.float(), other.float()
-    signs = torch.equal(one.signbit() | one.isnan(), other.signbit() | other.isnan())
-    return signs and torch.equal(one.nan_to_num(nan=-1.0), other.nan_to_num(nan=-1.0))
+    first, second = first.float(), second.float()
+    signs = torch.equal(first.signbit() | first.isnan(), second.signbit() | second.isnan())
+    return signs and torch.equal(first.nan_to_num(nan=-1.0), second.nan_to_num(nan=-1.0))
 
 
 def in_torch(
     x: Tensor, kind: torch.dtype, scaled: bool = True, power_of_two: bool = False, history_amax: Tensor | None = None
 ) -> Cast:
     """What the kernels are held against, on a CPU."""
-    known = None if history_amax is None or not scaled else history_amax.cpu()
-    parts = amax_reference(x.cpu(), known) if scaled else None
-    return Cast(*cast_reference(x.cpu(), kind, parts, known, power_of_two, True, True, True))
+    history = None if history_amax is None or not scaled else history_amax.cpu()
+    parts = amax_reference(x.cpu(), history) if scaled else None
+    return Cast(*cast_reference(x.cpu(), kind, parts, history, power_of_two, True, True, True))
 
 
 def samples() -> dict[str, Tensor]:
     torch.manual_seed(0)
-    found = {
+    result = {
         f"{rows} x {columns}": 7 * torch.randn(rows, columns)
         for rows, columns in ((1, 1), (131, 257), (512, 384), (512, 256), (128, 512))
     }
@@ -256,7 +260,7 @@ def samples() -> dict[str, Tensor]:
         "infinite": [torch.inf, -1.0, 2.0],
         "nan": [torch.nan, -1.0, 2.0],
     }
-    return found | {name: torch.tensor([values]) for name, values in few.items()}
+    return result | {name: torch.tensor([values]) for name, values in few.items()}
 
 
 @pytest.mark.parametrize("sample", samples())
@@ -346,18 +350,18 @@ def test_launched_by_inductor_the_kernels_give_the_same_bits(dtype: torch.dtype)
 
     def casts(x: Tensor) -> list[Tensor]:
         kinds = (*FORMATS, *FORMATS, *FORMATS)
-        given = zip(kinds, options, strict=False)
-        return [part for kind, each in given for matrix in (x, x.t()) for part in cast_float8(matrix, kind, **each)]
+        arguments = zip(kinds, options, strict=False)
+        return [part for kind, each in arguments for matrix in (x, x.t()) for part in cast_float8(matrix, kind, **each)]
 
     compiled = torch.compile(casts, fullgraph=True, options=launching.with_kernel_inlining(None))
     with torch._inductor.config.patch(force_disable_caches=True):
         ours, codes = run_and_get_code(compiled, x)
     assert "_cast_tile" in codes[0]
     assert "ops.bitplan" not in codes[0]
-    for one, other in zip(ours, casts(x), strict=True):
-        assert (one.shape, one.dtype) == (other.shape, other.dtype)
-        assert one.is_contiguous()
-        assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    for first, second in zip(ours, casts(x), strict=True):
+        assert (first.shape, first.dtype) == (second.shape, second.dtype)
+        assert first.is_contiguous()
+        assert torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
 
 
 @pytest.mark.parametrize("recompute", [(), "inputs", "products"])
@@ -377,8 +381,8 @@ def test_compiled_steps_launch_the_kernels_themselves(monkeypatch: pytest.Monkey
                 return [y.detach(), *(p.grad for p in (x, *model.parameters()) if p.grad is not None)]
 
             with torch._inductor.config.patch(force_disable_caches=True):
-                found: tuple[list[Tensor], list[str]] = run_and_get_code(step)
-            return found
+                result: tuple[list[Tensor], list[str]] = run_and_get_code(step)
+            return result
 
     torch.manual_seed(0)
     x = torch.randn(2, 128, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -390,11 +394,11 @@ def test_compiled_steps_launch_the_kernels_themselves(monkeypatch: pytest.Monkey
         monkeypatch.setattr(launching, "INLINES_KERNELS", opens)
         torch.manual_seed(0)
         x = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        found, codes = stepped(nn.Linear(256, 512, bias=False).cuda().bfloat16(), x)
+        result, codes = stepped(nn.Linear(256, 512, bias=False).cuda().bfloat16(), x)
         assert any("ops.bitplan" in code for code in codes) != opens
-        results.append(found)
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
+        results.append(result)
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -403,7 +407,7 @@ def test_scales_of_the_past_are_those_of_emulation(compiled: bool) -> None:
     torch._dynamo.reset()
     late = {"scale": "tensor", "history": 2, "margin": 1}
     plan = plan_of({"x": {"format": "e4m3", **late}, "w": {"format": "e4m3", **late}, "dy": {"format": "e5m2", **late}})
-    found = []
+    result = []
     for execution in ("native", "emulate"):
         torch.manual_seed(0)
         model = nn.Linear(256, 512, bias=False).cuda().bfloat16()
@@ -413,22 +417,22 @@ def test_scales_of_the_past_are_those_of_emulation(compiled: bool) -> None:
             called = run.compile() if compiled else model
             results = []
             for factor in (1.0, 8.0, 0.5, 0.5, 0.5):
-                given = (factor * x).requires_grad_()
+                arguments = (factor * x).requires_grad_()
                 model.zero_grad()
-                y = called(given)
+                y = called(arguments)
                 y.square().sum().backward()
                 torch.cuda.set_sync_debug_mode("error")
                 try:
                     run.step()
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
-                results += [y.detach().float(), given.grad.float(), model.weight.grad.float()]  # type: ignore[union-attr]
+                results += [y.detach().float(), arguments.grad.float(), model.weight.grad.float()]  # type: ignore[union-attr]
             history_amax = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("_reach")}
-        found.append((results, history_amax["_bitplan_reach"]))
-    (native, ours), (emulated, theirs) = found
+        result.append((results, history_amax["_bitplan_reach"]))
+    (native, ours), (emulated, theirs) = result
     torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=0)  # dy follows y, whose last bits differ
-    for one, other in zip(native, emulated, strict=True):
-        assert (one - other).norm() <= 4e-2 * other.norm()
+    for first, second in zip(native, emulated, strict=True):
+        assert (first - second).norm() <= 4e-2 * second.norm()
 
 
 def test_blocks_that_spare_memory_take_less_than_those_that_keep_codes_and_than_bfloat16() -> None:
@@ -481,4 +485,4 @@ def test_promotion_waits_for_nothing() -> None:
             run.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert {each.site for each in run.promotions()} >= {"0/linear.0:activation"}
+        assert {promotion.site for promotion in run.promotions()} >= {"0/linear.0:activation"}

@@ -46,21 +46,21 @@ def test_the_kernels_give_the_codes_of_plain_torch(
     rows: int, features: int, dtype: torch.dtype, kind: torch.dtype, history_amax: float
 ) -> None:
     x, mean, weight = given(rows, features, dtype)
-    known, inverse = torch.tensor(history_amax, device="cuda"), torch.rsqrt(mean + EPS)
+    history, inverse = torch.tensor(history_amax, device="cuda"), torch.rsqrt(mean + EPS)
     read = (x, inverse, weight, None)
-    parts = OURS.norm_amax(*read, known)
+    parts = OURS.norm_amax(*read, history)
     for layouts in ((True, True), (True, False), (False, True)):
-        rest = (kind, parts, known, *layouts, True)
+        rest = (kind, parts, history, *layouts, True)
         ours, plain = OURS.norm_cast(*read, *rest), norm_cast_reference(*read, *rest)
-        for one, other in zip(ours[:3], plain[:3], strict=True):
-            assert torch.equal(one.float(), other.float())
+        for first, second in zip(ours[:3], plain[:3], strict=True):
+            assert torch.equal(first.float(), second.float())
         assert torch.equal(ours[3].amax(), plain[3].amax())
         # Of the mean: torch's inverse of a root may differ in the last bit, which now and then moves a code.
         near = OURS.norm_cast(x, mean, weight, EPS, *rest)
-        for one, other in zip(near[:2], plain[:2], strict=True):
-            one, other = one.float(), other.float()
-            assert ((one - other).abs() <= 0.26 * other.abs() + 2**-9).all()
-            assert (one != other).sum() <= 1 + one.numel() // 100
+        for first, second in zip(near[:2], plain[:2], strict=True):
+            first, second = first.float(), second.float()
+            assert ((first - second).abs() <= 0.26 * second.abs() + 2**-9).all()
+            assert (first != second).sum() <= 1 + first.numel() // 100
 
 
 @pytest.mark.parametrize("layouts", [(True, True), (True, False), (False, True)])
@@ -75,14 +75,14 @@ def test_the_codes_are_those_of_a_compiled_norm(layouts: tuple[bool, bool], feat
     def normed(x: Tensor, mean: Tensor, weight: Tensor) -> Tensor:
         return (x.float() * torch.rsqrt(mean + EPS)[:, None] * weight).bfloat16()
 
-    wanted = cast_float8(
+    expected = cast_float8(
         normed(x, mean, weight), torch.float8_e4m3fn, power_of_two=True, history_amax=history_amax, **settings
     )
     parts = OURS.norm_amax(x, mean, weight, EPS, history_amax)
-    found = OURS.norm_cast(x, mean, weight, EPS, torch.float8_e4m3fn, parts, history_amax, *layouts, True)
-    for one, other in zip(found[:3], wanted[:3], strict=True):
-        assert torch.equal(one.float(), other.float())
-    assert torch.equal(found[3].amax(), wanted.tile_amax.amax())
+    actual = OURS.norm_cast(x, mean, weight, EPS, torch.float8_e4m3fn, parts, history_amax, *layouts, True)
+    for first, second in zip(actual[:3], expected[:3], strict=True):
+        assert torch.equal(first.float(), second.float())
+    assert torch.equal(actual[3].amax(), expected.tile_amax.amax())
 
 
 class Blocks(nn.Module):
@@ -98,9 +98,9 @@ class Blocks(nn.Module):
             nn.init.normal_(norm.weight)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
-        for norm, one, other in zip(self.norms, self.ones, self.others, strict=True):
+        for norm, first, second in zip(self.norms, self.ones, self.others, strict=True):
             normed = norm(x)
-            x = x + F.relu(one(normed)) + other(normed)
+            x = x + F.relu(first(normed)) + second(normed)
         return x
 
 
@@ -132,20 +132,20 @@ def test_steps_have_the_bits_of_two_kernels(monkeypatch: pytest.MonkeyPatch, rec
     results = []
     for fuses in (True, False):
         monkeypatch.setattr(norm_fusing, "FUSES", fuses)
-        found, codes = stepped(recompute)
+        result, codes = stepped(recompute)
         assert len(codes) == 2
         assert ("_cast_norm_tile" in codes[0]) == fuses
         assert ("_cast_norm_tile" in codes[1]) == (fuses and recompute != ())
-        results.append(found)
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
+        results.append(result)
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
 
 
 def test_sums_that_are_rounded_first_hardly_change_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm_fusing, "FUSES_SUMS", True)
-    found, codes = stepped("activations")
+    result, codes = stepped("activations")
     assert all("_cast_norm_tile" in code for code in codes)
     monkeypatch.setattr(norm_fusing, "FUSES", False)
     plain, _ = stepped("activations")
-    for one, other in zip(found, plain, strict=True):
-        assert (one - other).float().norm() < 0.1 * other.float().norm()
+    for first, second in zip(result, plain, strict=True):
+        assert (first - second).float().norm() < 0.1 * second.float().norm()

@@ -85,7 +85,7 @@ def rounded(x: Tensor, cases: list[Case]) -> list[Tensor]:
 
 def wrong_cases(ours: list[Tensor], expected: list[Tensor], cases: list[Case]) -> list[tuple[Case, int]]:
     counted = [(case, differing(*pair)) for case, *pair in zip(cases, ours, expected, strict=True)]
-    return [each for each in counted if each[1]]
+    return [item for item in counted if item[1]]
 
 
 def assert_cuda_equals_cpu(x: Tensor, cases: list[Case]) -> None:

@@ -46,9 +46,9 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def test_every_product_in_all_its_passes() -> None:
     torch.manual_seed(0)
-    found = measure(Small(), [batch()], F.cross_entropy)
-    assert not found.skipped
-    passes = {product: [row.pass_ for row in found.select(product=product)] for product in found.products}
+    result = measure(Small(), [batch()], F.cross_entropy)
+    assert not result.skipped
+    passes = {product: [row.pass_ for row in result.select(product=product)] for product in result.products}
     assert list(passes) == [
         *("conv/conv2d.0", "attention/linear.0", "attention/matmul.0", "attention/matmul.1"),
         *("attention/linear.1", "fc/linear.0"),
@@ -59,9 +59,9 @@ def test_every_product_in_all_its_passes() -> None:
             [p for p in PASSES if p != "dgrad"] if product[:4] == "conv" else list(PASSES)
         )
     names = set(map(str, DEFAULT_CANDIDATES))
-    assert {row.candidate for row in found.select(pass_="wgrad")} == names
-    assert {row.candidate for row in found.select(pass_="fprop")} == {n for n in names if not n.endswith("-dy")}
-    for row in found.rows:
+    assert {row.candidate for row in result.select(pass_="wgrad")} == names
+    assert {row.candidate for row in result.select(pass_="fprop")} == {n for n in names if not n.endswith("-dy")}
+    for row in result.rows:
         assert 0 <= row.median <= row.p99
         assert 0 <= row.underflow <= 1
         assert row.left.slot.startswith(row.pass_)
@@ -130,12 +130,12 @@ def test_the_same_seed_gives_the_same_figures_and_batches_are_averaged() -> None
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_are_opened_and_a_middle_step_is_taken(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    found = measure(kind(6, 5), [torch.randn(7, 4, 6)], lambda out: out[0].square().mean(), FEW)
-    assert found.products == ["/linear.0", "/linear.1"]
-    assert {row.inside for row in found.rows} == {kind.__name__.lower() + ("_tanh" if kind is nn.RNN else "")}
-    hidden = found.select(product="/linear.1", pass_="fprop", candidate="int8 tensor")[0]
+    result = measure(kind(6, 5), [torch.randn(7, 4, 6)], lambda out: out[0].square().mean(), FEW)
+    assert result.products == ["/linear.0", "/linear.1"]
+    assert {row.inside for row in result.rows} == {kind.__name__.lower() + ("_tanh" if kind is nn.RNN else "")}
+    hidden = result.select(product="/linear.1", pass_="fprop", candidate="int8 tensor")[0]
     assert hidden.median > 0
-    assert {row.pass_ for row in found.select(product="/linear.1")} == set(PASSES)
+    assert {row.pass_ for row in result.select(product="/linear.1")} == set(PASSES)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -153,8 +153,8 @@ def test_checkpointed_regions(reentrant: bool) -> None:
     model = Checkpointed()
     x = torch.randn(16, 8)
     plain = measure(nn.Sequential(copy.deepcopy(model.first), copy.deepcopy(model.second)), [x], candidates=FEW)
-    found = measure(model, [x], candidates=FEW)
-    assert [(row.pass_, row.candidate) for row in found.rows] == [(row.pass_, row.candidate) for row in plain.rows]
+    result = measure(model, [x], candidates=FEW)
+    assert [(row.pass_, row.candidate) for row in result.rows] == [(row.pass_, row.candidate) for row in plain.rows]
 
 
 def test_what_cannot_be_measured_is_told_of() -> None:
@@ -168,9 +168,9 @@ def test_what_cannot_be_measured_is_told_of() -> None:
             y: Tensor = torch.einsum("ij,jk,kl->il", self.fc(self.cell(x)), self.fc.weight, self.fc.weight)
             return y
 
-    found = measure(Odd(), [torch.randn(4, 3)], candidates=FEW)
-    assert found.products == ["fc/linear.0"]
-    assert set(found.skipped) == {"cell/gru_cell.0", "/einsum.0"}
+    result = measure(Odd(), [torch.randn(4, 3)], candidates=FEW)
+    assert result.products == ["fc/linear.0"]
+    assert set(result.skipped) == {"cell/gru_cell.0", "/einsum.0"}
 
 
 def test_a_broken_tensor_does_not_look_good() -> None:
@@ -182,11 +182,11 @@ def test_a_broken_tensor_does_not_look_good() -> None:
 
 
 def test_a_measurement_is_written_and_read(tmp_path: Path) -> None:
-    found = measure(nn.Linear(8, 8), [torch.zeros(4, 8)], candidates=FEW, target="a layer")
-    found.save(tmp_path / "m.json")
+    result = measure(nn.Linear(8, 8), [torch.zeros(4, 8)], candidates=FEW, target="a layer")
+    result.save(tmp_path / "m.json")
     again = Measurement.load(tmp_path / "m.json")
     assert again.target == "a layer"
-    assert str(again.rows) == str(found.rows)  # NaN is not equal to itself
+    assert str(again.rows) == str(result.rows)  # NaN is not equal to itself
     (tmp_path / "broken.json").write_text('{"bitplan_measurement": 1, "rows": [{}], "skipped": {}}')
     for name, sentence in (("broken.json", "damaged"), ("none.json", "cannot read")):
         with pytest.raises(MetricError, match=sentence):
@@ -208,7 +208,7 @@ def test_candidates_in_words() -> None:
 
 def test_misfits_are_one_sentence() -> None:
     model = nn.Linear(2, 2)
-    for given, sentence in (
+    for arguments, sentence in (
         ({"batches": torch.ones(1, 2)}, "put a single batch into a list"),
         ({"batches": []}, "no batch"),
         ({"batches": [torch.ones(1, 2)], "candidates": []}, "at least one candidate"),
@@ -216,7 +216,7 @@ def test_misfits_are_one_sentence() -> None:
         ({"batches": [torch.ones(1, 2)], "loss": lambda y: 3.0}, "not a tensor"),
     ):
         with pytest.raises(MetricError, match=sentence):
-            measure(model, **given)  # type: ignore[arg-type]
+            measure(model, **arguments)  # type: ignore[arg-type]
     model.last = model(torch.ones(1, 2))
     with pytest.raises(MetricError, match="the model cannot be copied"):
         measure(model, [torch.ones(1, 2)])
@@ -235,7 +235,7 @@ def test_a_watch_in_a_loop_of_ones_own() -> None:
                 model[2].weight[0, 0] = 1000 * model[2].weight.abs().max()
         alarm = watch.step(torch.randn(64, 16))
         assert (alarm is not None) == (step == 8)
-    assert [each.site for each in watch.alarms] == ["2/linear.0:fprop.w"]
+    assert [item.site for item in watch.alarms] == ["2/linear.0:fprop.w"]
     assert watch.alarms[0].step == 8
     assert watch.measurement is not None
     assert watch.measurement.candidates == ["int8 tensor", "e4m3 tensor"]

@@ -66,13 +66,13 @@ CASES: dict[str, tuple[str, Callable[..., Tensor], tuple[Any, ...]]] = {
 def test_all_rows_multiplied_are_the_product(name: str, pass_: str) -> None:
     op, function, args = CASES[name]
     left, right, products = operands_of(op, function, args, pass_)
-    found = left.values.double() @ right.values.double().mT
+    actual = left.values.double() @ right.values.double().mT
     expected = products[pass_].double()
     if name == "addmm" and pass_ == "fprop":
         expected = expected - args[0].detach().double()
     # The same numbers in another order, each exactly once.
     torch.testing.assert_close(
-        found.flatten().sort().values, expected.flatten().sort().values, rtol=1e-4, atol=1e-4 * float(expected.std())
+        actual.flatten().sort().values, expected.flatten().sort().values, rtol=1e-4, atol=1e-4 * float(expected.std())
     )
     assert left.length == right.length == left.values.shape[-1]
 
@@ -95,7 +95,7 @@ def test_six_slots_against_scales_by_hand(layer: str, pass_: str, scale: str) ->
     op, function, args = CASES[layer]
     left, right, _ = operands_of(op, function, args, pass_)
     candidates = (Candidate.of(f"int8 {scale}"),)
-    _, (found,) = pass_figures(pass_, op, left, right, candidates, 0)
+    _, (result,) = pass_figures(pass_, op, left, right, candidates, 0)
 
     def by_hand(operand: Operand) -> Tensor:
         whole = operand.whole
@@ -103,18 +103,18 @@ def test_six_slots_against_scales_by_hand(layer: str, pass_: str, scale: str) ->
         step = whole.abs().amax(over, keepdim=True) / 127
         return operand.gather((whole / step).round() * step)
 
-    one, other = by_hand(left), by_hand(right)
-    computed = one.double() @ other.double().mT
+    first, second = by_hand(left), by_hand(right)
+    computed = first.double() @ second.double().mT
     error = metrics.summarize(metrics.backward_error(left.values, right.values.mT, computed))
-    assert (found.median, found.mean, found.p99) == pytest.approx((error.median, error.mean, error.p99), rel=1e-9)
+    assert (result.median, result.mean, result.p99) == pytest.approx((error.median, error.mean, error.p99), rel=1e-9)
     exact = left.values.double() @ right.values.double().mT
-    assert found.sqnr == pytest.approx(metrics.sqnr(exact, computed), rel=1e-9)
+    assert result.sqnr == pytest.approx(metrics.sqnr(exact, computed), rel=1e-9)
     alone = metrics.summarize(
-        metrics.backward_error(left.values, right.values.mT, one.double() @ right.values.double().mT)
+        metrics.backward_error(left.values, right.values.mT, first.double() @ right.values.double().mT)
     )
-    assert found.left.median == pytest.approx(alone.median, rel=1e-9)
-    assert found.left.underflow == metrics.underflow_share(left.values, one)
-    assert found.right.sqnr == pytest.approx(metrics.sqnr(right.values, other), rel=1e-9)
+    assert result.left.median == pytest.approx(alone.median, rel=1e-9)
+    assert result.left.underflow == metrics.underflow_share(left.values, first)
+    assert result.right.sqnr == pytest.approx(metrics.sqnr(right.values, second), rel=1e-9)
 
 
 @pytest.mark.parametrize("layer", ["linear", "conv2d", "bmm", "transposed"])
@@ -125,30 +125,30 @@ def test_rounding_rows_is_rounding_all_as_an_attached_plan_does(layer: str, name
         left, right, _ = operands_of(op, function, args, pass_, Sampling(rows=6, terms=20, seed=3))
         for scale in ("vector", "tensor"):
             candidate = Candidate(name, name, scale)  # type: ignore[arg-type]
-            _, (found,) = pass_figures(pass_, op, left, right, (candidate,), 0)
+            _, (result,) = pass_figures(pass_, op, left, right, (candidate,), 0)
             copies = [
                 operand.gather(resolve(spec, operand.slot, op, operand.whole.dim()).quantize(operand.whole)).double()
                 for spec, operand in zip(candidate.specs(pass_), (left, right), strict=True)
             ]
             error = metrics.summarize(metrics.backward_error(left.values, right.values.mT, copies[0] @ copies[1].mT))
-            assert found.median == pytest.approx(error.median, rel=1e-9)
+            assert result.median == pytest.approx(error.median, rel=1e-9)
 
 
 def test_block_formats_and_formats_without_a_scale() -> None:
     left, right, _ = operands_of(*CASES["linear"], "fprop")
     names = ("mxfp8", "e4m3 unscaled", "e2m1 unscaled")
-    _, found = pass_figures("fprop", "linear", left, right, tuple(map(Candidate.of, names)), 0)
-    assert [each.overflow for each in found][:2] == [0.0, 0.0]
+    _, actual = pass_figures("fprop", "linear", left, right, tuple(map(Candidate.of, names)), 0)
+    assert [item.overflow for item in actual][:2] == [0.0, 0.0]
     x, w = left.values, right.values
-    beyond = [(each.abs() > 6).double().mean().item() for each in (x, w)]
+    beyond = [(item.abs() > 6).double().mean().item() for item in (x, w)]
     expected = (beyond[0] * x.numel() + beyond[1] * w.numel()) / (x.numel() + w.numel())
-    assert found[2].overflow == pytest.approx(expected)
-    assert found[2].overflow > 0
-    assert 0 < found[0].median < found[2].median
+    assert actual[2].overflow == pytest.approx(expected)
+    assert actual[2].overflow > 0
+    assert 0 < actual[0].median < actual[2].median
 
 
 @pytest.mark.parametrize(
-    "words",
+    "message",
     [
         {"format": "int4", "scale": "tensor", "range": "minmax"},
         {"format": "int6", "scale": "channel", "range": "minmax"},
@@ -157,16 +157,16 @@ def test_block_formats_and_formats_without_a_scale() -> None:
         {"format": "int4", "scale": "block", "block": 3},
     ],
 )
-def test_a_plans_quantizers_are_tried_as_the_plan_has_them(words: dict[str, Any]) -> None:
-    spec = QuantizerSpec(**words)
+def test_a_plans_quantizers_are_tried_as_the_plan_has_them(message: dict[str, Any]) -> None:
+    spec = QuantizerSpec(**message)
     op, function, args = CASES["linear"]
     left, right, _ = operands_of(op, function, args, "fprop")
-    _, (found,) = pass_figures("fprop", op, left, right, (Planned((("fprop.x", spec),)),), 0)
+    _, (result,) = pass_figures("fprop", op, left, right, (Planned((("fprop.x", spec),)),), 0)
     rounded = left.gather(resolve(spec, "fprop.x", op, left.whole.dim()).quantize(left.whole))
     error = metrics.backward_error(left.values, right.values.mT, rounded.double() @ right.values.double().mT)
-    assert found.median == pytest.approx(metrics.summarize(error).median, rel=1e-9)
-    assert found.right.median == 0
-    assert (found.left.quantizer, found.right.quantizer) == (str(spec), "fp32")
+    assert result.median == pytest.approx(metrics.summarize(error).median, rel=1e-9)
+    assert result.right.median == 0
+    assert (result.left.quantizer, result.right.quantizer) == (str(spec), "fp32")
 
 
 def numbers(figures: Any) -> list[float]:
@@ -184,11 +184,11 @@ def test_products_measured_together_are_those_measured_alone() -> None:
     for number, pair in enumerate(pairs):
         sums, figures = pass_figures("wgrad", "linear", *pair, candidates, 0)
         assert together[number][0] == light[number][0] == sums
-        for other in (together[number][1], light[number][1]):
-            for one, alone in zip(other, figures, strict=False):
+        for second in (together[number][1], light[number][1]):
+            for first, alone in zip(second, figures, strict=False):
                 for part in ("left", "right", None):
-                    found, expected = (each if part is None else getattr(each, part) for each in (one, alone))
-                    assert numbers(found) == pytest.approx(numbers(expected), rel=1e-9, nan_ok=True)
+                    actual, expected = (item if part is None else getattr(item, part) for item in (first, alone))
+                    assert numbers(actual) == pytest.approx(numbers(expected), rel=1e-9, nan_ok=True)
     for (left, _), (_, figures) in zip(pairs, together, strict=True):
         assert figures[0].left.kurtosis == pytest.approx(metrics.excess_kurtosis(left.values), rel=1e-9)
         assert figures[0].left.dynamic_range == pytest.approx(metrics.dynamic_range(left.values), rel=1e-9)
@@ -224,11 +224,11 @@ def test_a_gaussian_layer_has_the_errors_of_the_synthetic_study() -> None:
     torch.manual_seed(0)
     model = nn.Linear(512, 512, bias=False)
     nn.init.normal_(model.weight)
-    found = measure(
+    result = measure(
         model, [torch.randn(512, 512)], candidates=["int8 vector", "e4m3 vector", "e5m2 vector"], rows=64, terms=512
     )
-    medians = {row.candidate: row.median for row in found.select(pass_="fprop")}
-    known = {"int8 vector": 4.9e-4, "e4m3 vector": 1.74e-3, "e5m2 vector": 3.5e-3}
-    assert medians == pytest.approx(known, rel=0.08)
-    row = found.select(pass_="fprop", candidate="e4m3 vector")[0]
+    medians = {row.candidate: row.median for row in result.select(pass_="fprop")}
+    study_errors = {"int8 vector": 4.9e-4, "e4m3 vector": 1.74e-3, "e5m2 vector": 3.5e-3}
+    assert medians == pytest.approx(study_errors, rel=0.08)
+    row = result.select(pass_="fprop", candidate="e4m3 vector")[0]
     assert row.left.median == pytest.approx(row.median / math.sqrt(2), rel=0.1)

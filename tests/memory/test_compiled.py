@@ -44,9 +44,9 @@ def test_what_the_graph_keeps_is_what_the_allocator_sees() -> None:
 def test_the_packed_graph_keeps_codes() -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
     plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "activation": "e4m3"}]})
-    given = (GIVEN, F.cross_entropy, "none", plan, "packed", True)
-    estimated = estimate_memory(model, *given)
-    measured = measure_memory(model, *given)
+    arguments = (GIVEN, F.cross_entropy, "none", plan, "packed", True)
+    estimated = estimate_memory(model, *arguments)
+    measured = measure_memory(model, *arguments)
     assert estimated.activations == pytest.approx(measured.activations, rel=0.02)
     plain = estimate_memory(model, GIVEN, F.cross_entropy, "none", compile=True)
     assert estimated.activations < 0.6 * plain.activations

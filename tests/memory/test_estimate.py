@@ -27,8 +27,8 @@ STATES = 2**14
 
 
 def both(target: Target, optimizer: str, plan: Plan | str | None, execution: str) -> tuple[Memory, Memory]:
-    given = (target.model, target.batch, target.loss, optimizer, plan, execution)
-    return estimate_memory(*given), measure_memory(*given, steps=2)
+    arguments = (target.model, target.batch, target.loss, optimizer, plan, execution)
+    return estimate_memory(*arguments), measure_memory(*arguments, steps=2)
 
 
 def assert_near(estimated: Memory, measured: Memory) -> None:
@@ -79,10 +79,10 @@ def test_eight_bits_keep_a_quarter_of_32(make_target: MakeTarget, eight_bits: Pl
 
 def test_autocast_is_foreseen(make_target: MakeTarget) -> None:
     target = make_target("gpt")
-    given = (target.model, target.batch, target.loss)
-    halved = estimate_memory(*given, autocast=torch.bfloat16)
-    assert_near(halved, measure_memory(*given, autocast=torch.bfloat16))
-    assert halved.activations < 0.85 * estimate_memory(*given).activations
+    arguments = (target.model, target.batch, target.loss)
+    halved = estimate_memory(*arguments, autocast=torch.bfloat16)
+    assert_near(halved, measure_memory(*arguments, autocast=torch.bfloat16))
+    assert halved.activations < 0.85 * estimate_memory(*arguments).activations
 
 
 def test_the_bytes_of_a_perceptron_are_those_counted_by_hand(make_target: MakeTarget) -> None:
@@ -133,7 +133,7 @@ def test_shared_weights_and_shared_inputs_are_held_once() -> None:
         def forward(self, a: Tensor, b: Tensor) -> Tensor:
             return (a.sum() + b.sum()) * self.scale
 
-    once, twice = (estimate_memory(Sum(), given, optimizer="none").peak for given in ((x, x), (x, x.clone())))
+    once, twice = (estimate_memory(Sum(), arguments, optimizer="none").peak for arguments in ((x, x), (x, x.clone())))
     assert twice - once == x.numel() * 4
 
 
@@ -148,8 +148,8 @@ def test_memory_that_lives_for_a_moment_counts_for_the_peak_only() -> None:
                 far = x.repeat(1000, 1).mean(0)
             return (far * self.weight).sum()
 
-    given = (Detour(), torch.randn(16, 8), lambda y: y)
-    estimated, measured = estimate_memory(*given), measure_memory(*given)
+    arguments = (Detour(), torch.randn(16, 8), lambda y: y)
+    estimated, measured = estimate_memory(*arguments), measure_memory(*arguments)
     for held in (estimated, measured):
         assert held.peak > 1000 * 16 * 8 * 4
         assert held.activations < 1000
@@ -209,14 +209,14 @@ def test_a_model_that_cannot_be_copied_is_told_so() -> None:
 
 
 def test_unknown_optimizers_executions_and_rules_without_effect_raise() -> None:
-    given = (nn.Linear(8, 8), torch.randn(4, 8), None)
+    arguments = (nn.Linear(8, 8), torch.randn(4, 8), None)
     with pytest.raises(MemoryEstimateError, match="did you mean adamw"):
-        estimate_memory(*given, optimizer="adam")
+        estimate_memory(*arguments, optimizer="adam")
     with pytest.raises(PlanError, match="there is no execution"):
-        estimate_memory(*given, plan="bf16-all", execution="pocket")
+        estimate_memory(*arguments, plan="bf16-all", execution="pocket")
     nothing = Plan.from_dict({"version": 1, "rules": [{"match": "absent", "activation": "e4m3"}]})
     with pytest.raises(PlanError):
-        estimate_memory(*given, plan=nothing)
+        estimate_memory(*arguments, plan=nothing)
 
 
 # --- copies ---
@@ -251,10 +251,10 @@ def test_small_optimizer_state_is_foreseen(make_target: MakeTarget, state: str, 
     pytest.importorskip("torchao")
     target = make_target("perceptron")
     plan = Plan.from_dict({"version": 1, "optimizer": {"state": state}})
-    given = (target.model, target.batch, target.loss)
-    estimated = estimate_memory(*given, plan=plan)
+    arguments = (target.model, target.batch, target.loss)
+    estimated = estimate_memory(*arguments, plan=plan)
     with torch.compiler.set_stance("force_eager"):  # the state is the same, and compiling it takes a while
-        measured = measure_memory(*given, plan=plan)
+        measured = measure_memory(*arguments, plan=plan)
     assert (estimated.weights, estimated.gradients) == (measured.weights, measured.gradients)
     assert estimated.optimizer == measured.optimizer
     assert estimated.activations == measured.activations
@@ -277,8 +277,8 @@ def test_a_large_tensor_is_rounded_in_two_parts_and_foreseen_like_in_many() -> N
     """On a CPU rounding goes through a tensor in parts of 2^18 values; here in seven."""
     model = nn.Sequential(nn.Linear(4, 7 * 2**10), nn.ReLU())
     plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "activation": "e3m2"}]})
-    given = (model, torch.randn(2**8, 4), None, "none", plan, "packed")
+    arguments = (model, torch.randn(2**8, 4), None, "none", plan, "packed")
     parts = chunks.chunks_of
-    estimated = estimate_memory(*given)
+    estimated = estimate_memory(*arguments)
     assert chunks.chunks_of is parts
-    assert estimated.peak == pytest.approx(measure_memory(*given).peak, rel=0.01)
+    assert estimated.peak == pytest.approx(measure_memory(*arguments).peak, rel=0.01)

@@ -67,7 +67,7 @@ def test_more_copies_of_a_model_are_compiled_than_torch_allows_graphs_of_one(
     target = make_target("perceptron")
     graphs: list[fx.GraphModule] = []
 
-    def noted(graph: fx.GraphModule, given: list[torch.Tensor]) -> Callable[..., object]:
+    def noted(graph: fx.GraphModule, arguments: list[torch.Tensor]) -> Callable[..., object]:
         graphs.append(graph)
         return graph.forward
 

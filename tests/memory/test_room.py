@@ -13,12 +13,12 @@ MakeTarget = Callable[[str], Target]
 
 def test_each_step_of_the_ladder_keeps_less(make_target: MakeTarget) -> None:
     target = make_target("gpt")
-    found = list(choices(target, LADDER, "packed", "sgd", None))
-    kept = [choice.estimated.activations for choice in found]
+    result = list(choices(target, LADDER, "packed", "sgd", None))
+    kept = [choice.estimated.activations for choice in result]
     assert kept == sorted(kept, reverse=True)
     assert len(set(kept)) == len(kept)
-    assert [choice.execution for choice in found] == ["emulate"] + ["packed"] * (len(LADDER) - 1)
-    assert all(choice.fits is None for choice in found)
+    assert [choice.execution for choice in result] == ["emulate"] + ["packed"] * (len(LADDER) - 1)
+    assert all(choice.fits is None for choice in result)
     assert set(LADDER[1:]) <= set(preset_names())
 
 

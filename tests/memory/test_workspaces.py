@@ -39,7 +39,7 @@ class Case:
     def arguments(self) -> tuple[Any, ...]:
         x, weight = torch.randn(self.shape).to(self.dtype), torch.randn(self.weight).to(self.dtype)
         if self.is_last:
-            x, weight = (each.to(memory_format=torch.channels_last) for each in (x, weight))
+            x, weight = (item.to(memory_format=torch.channels_last) for item in (x, weight))
         axes = len(self.shape) - 2
         places = [[value] * axes for value in (self.stride, self.padding, self.dilation)]
         return x, weight, None, *places, self.transposed, [0] * axes, self.groups
@@ -82,19 +82,19 @@ def taken(operation: Any, *arguments: Any) -> tuple[Any, int]:
 def test_convolutions_forth(case: Case) -> None:
     arguments = case.arguments()
     result, measured = taken(aten.convolution.default, *arguments)
-    told = PASSING[aten.convolution.default](result, *arguments)
-    assert abs(told - measured) < NEAR * size(arguments[0], result)
+    reported = PASSING[aten.convolution.default](result, *arguments)
+    assert abs(reported - measured) < NEAR * size(arguments[0], result)
 
 
-@pytest.mark.parametrize("asked", [(True, True), (False, True), (True, False)], ids=["both", "weight", "input"])
+@pytest.mark.parametrize("requests", [(True, True), (False, True), (True, False)], ids=["both", "weight", "input"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_convolutions_back(case: Case, asked: tuple[bool, bool]) -> None:
+def test_convolutions_back(case: Case, requests: tuple[bool, bool]) -> None:
     x, weight, bias, *how = case.arguments()
     result = aten.convolution.default(x, weight, bias, *how)
-    arguments = (torch.randn_like(result), x, weight, None, *how, [*asked, False])
-    found, measured = taken(aten.convolution_backward.default, *arguments)
-    told = PASSING[aten.convolution_backward.default](found, *arguments)
-    assert abs(told - measured) < NEAR * size(x, result)
+    arguments = (torch.randn_like(result), x, weight, None, *how, [*requests, False])
+    results, measured = taken(aten.convolution_backward.default, *arguments)
+    reported = PASSING[aten.convolution_backward.default](results, *arguments)
+    assert abs(reported - measured) < NEAR * size(x, result)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

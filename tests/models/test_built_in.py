@@ -11,18 +11,18 @@ from bitplan.lab.targets import load_target
 @pytest.mark.parametrize("name", [name for name in BUILT_IN if name not in ("resnet110", "resnet152")])
 def test_every_built_in_model_can_be_listed_from_its_shapes_alone(name: str) -> None:
     target = load_target(name, shapes_only=True)
-    found = list_sites(target.model, target.batch, target.loss)
-    trained = {site.parameter for site in found if site.role == "grad_weight"}
+    result = list_sites(target.model, target.batch, target.loss)
+    trained = {site.parameter for site in result if site.role == "grad_weight"}
     assert trained == {parameter for parameter, _ in target.model.named_parameters()}
-    assert found[0].role == "weight"
-    assert any(site.module == "loss" for site in found)
+    assert result[0].role == "weight"
+    assert any(site.module == "loss" for site in result)
 
 
 @pytest.mark.parametrize("name", ["resnet20", "gpt-tiny", "gcn"])
 def test_the_batch_fits_the_model_and_the_loss_is_a_number(name: str) -> None:
     target = BUILT_IN[name]()
-    inputs, wanted = target.batch
+    inputs, expected = target.batch
     with torch.no_grad():
-        loss = target.loss(target.model(*inputs) if isinstance(inputs, tuple) else target.model(inputs), wanted)
+        loss = target.loss(target.model(*inputs) if isinstance(inputs, tuple) else target.model(inputs), expected)
     assert loss.shape == ()
     assert torch.isfinite(loss)

@@ -17,15 +17,15 @@ def test_the_parameters_are_embedding_gates_and_decoder() -> None:
 
 
 def test_dropout_is_for_training_only() -> None:
-    model, words = LSTMModel(50, 12), torch.randint(50, (7, 3))
-    assert not torch.equal(model(words), model(words))
+    model, text = LSTMModel(50, 12), torch.randint(50, (7, 3))
+    assert not torch.equal(model(text), model(text))
     model.eval()
-    assert torch.equal(model(words), model(words))
+    assert torch.equal(model(text), model(text))
 
 
 def test_a_later_word_changes_no_earlier_logit() -> None:
-    model, words = LSTMModel(50, 12).eval(), torch.zeros(7, 1, dtype=torch.long)
-    changed = words.clone()
+    model, text = LSTMModel(50, 12).eval(), torch.zeros(7, 1, dtype=torch.long)
+    changed = text.clone()
     changed[4] = 1
-    same = (model(words) == model(changed)).all(-1).flatten()
+    same = (model(text) == model(changed)).all(-1).flatten()
     assert same.tolist() == [True] * 4 + [False] * 3

@@ -65,7 +65,7 @@ def test_imagenet_networks_reach_the_last_pool_with_seven_by_seven_pixels() -> N
     seen: list[torch.Size] = []
     with torch.device("meta"):
         model = imagenet_resnet(50)
-        model.get_submodule("layer4").register_forward_hook(lambda *given: seen.append(given[2].shape))
+        model.get_submodule("layer4").register_forward_hook(lambda *arguments: seen.append(arguments[2].shape))
         assert model(torch.empty(2, 3, 224, 224)).shape == (2, 1000)
     assert seen == [torch.Size([2, 2048, 7, 7])]
 

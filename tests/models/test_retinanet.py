@@ -13,7 +13,7 @@ def test_the_backbone_is_a_resnet_18_without_its_classifier() -> None:
     stages = Stages(network)
     images = torch.randn(2, 3, 64, 64)
     made = stages(images)
-    assert [tuple(each.shape[1:]) for each in made] == [(32, 8, 8), (64, 4, 4), (128, 2, 2)]
+    assert [tuple(item.shape[1:]) for item in made] == [(32, 8, 8), (64, 4, 4), (128, 2, 2)]
     torch.testing.assert_close(network.fc(made[-1].mean((2, 3))), network(images))
     own = set(stages.state_dict())
     assert own == {name for name in network.state_dict() if not name.startswith("fc.")}
@@ -39,7 +39,7 @@ def test_heads_are_shared_by_all_levels_and_everything_is_trained() -> None:
     model = RetinaNet(3, width=0.25, levels=5, head_layers=1)
     logits, offsets = model(torch.randn(2, 3, 64, 64))
     (logits.square().sum() + offsets.square().sum()).backward()
-    assert all(each.grad is not None and each.grad.abs().sum() > 0 for each in model.parameters())
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.parameters())
     assert sum(name.startswith("class_head.tower") for name, _ in model.named_parameters()) == 2
 
 
@@ -55,8 +55,8 @@ def test_frozen_norms_change_no_number_and_neither_learn_nor_gather() -> None:
     model.train()
     assert not any(norm.training for norm in norms)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    for one, other in zip(model(images), expected, strict=True):
-        torch.testing.assert_close(one, other)
+    for first, second in zip(model(images), expected, strict=True):
+        torch.testing.assert_close(first, second)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(parameter.requires_grad for norm in norms for parameter in norm.parameters())
 
@@ -65,8 +65,8 @@ def test_torch_compile_follows_it_whole() -> None:
     model = RetinaNet(3, width=0.25, levels=3, head_layers=1)
     images = torch.randn(2, 3, 64, 64)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    for one, other in zip(compiled(images), model(images), strict=True):
-        torch.testing.assert_close(one, other)
+    for first, second in zip(compiled(images), model(images), strict=True):
+        torch.testing.assert_close(first, second)
 
 
 def test_a_pyramid_has_three_to_five_levels() -> None:

@@ -27,7 +27,7 @@ def test_images_of_32_pixels_reach_the_last_pool_with_four(make: Callable[..., n
         model = make(10, width)
         for module in model.modules():
             if isinstance(module, nn.Conv2d):
-                module.register_forward_hook(lambda *given: convolved.append(given[2].shape[2:]))
+                module.register_forward_hook(lambda *arguments: convolved.append(arguments[2].shape[2:]))
         assert model(torch.empty(2, 3, 32, 32)).shape == (2, 10)
     assert convolved[0] == (32, 32)
     assert convolved[-1] == (4, 4)

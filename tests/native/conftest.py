@@ -34,8 +34,8 @@ class Rewritten:
         #: Of each graph.
         self.seen: list[dict[str, int]] = []
         self.backend = aot_autograd(
-            fw_compiler=lambda gm, given: self._noted(gm),
-            bw_compiler=lambda gm, given: self._noted(gm),
+            fw_compiler=lambda gm, arguments: self._noted(gm),
+            bw_compiler=lambda gm, arguments: self._noted(gm),
             partition_fn=partitioner,
             decompositions=select_decomp_table(),
             keep_inference_input_mutations=True,

@@ -32,22 +32,22 @@ def complete(interpreter: Any) -> None:
     """Put in what is missing."""
     convert, patch = interpreter._convert_float, interpreter._patch_lang_tensor
 
-    def converted(given: Any, source: Any, target: Any, rounding: Any) -> Any:
+    def converted(arguments: Any, source: Any, target: Any, rounding: Any) -> Any:
         kind = KINDS.get(str(target))
         if kind is None:
-            return convert(given, source, target, rounding)
+            return convert(arguments, source, target, rounding)
         most = FORMATS[kind].max
-        return torch.from_numpy(np.ascontiguousarray(given)).clamp(-most, most).to(kind).view(torch.uint8).numpy()
+        return torch.from_numpy(np.ascontiguousarray(arguments)).clamp(-most, most).to(kind).view(torch.uint8).numpy()
 
-    def assembled(self: Any, asm: str, constraints: str, given: Any, types: Any, *more: Any) -> Any:
+    def assembled(self: Any, asm: str, constraints: str, arguments: Any, types: Any, *more: Any) -> Any:
         """The pieces of PTX there are; what codes are combined with counts."""
         if "rcp" in asm:
-            result = np.float32(1) / given[0].data
+            result = np.float32(1) / arguments[0].data
         elif "bf16x2" in asm:
-            result = torch.from_numpy(np.ascontiguousarray(given[0].data)).bfloat16().float().numpy()
+            result = torch.from_numpy(np.ascontiguousarray(arguments[0].data)).bfloat16().float().numpy()
         else:
             kind = "fp8e4nv" if "e4m3x2" in asm else "fp8e5"
-            result = converted(given[0].data, None, kind, None) ^ given[1].data.astype(np.uint8)
+            result = converted(arguments[0].data, None, kind, None) ^ arguments[1].data.astype(np.uint8)
         return SimpleNamespace(get_result=lambda number: interpreter.TensorHandle(result, types[0].scalar))
 
     def fused(self: Any, x: Any, y: Any, z: Any) -> Any:
@@ -63,11 +63,11 @@ def complete(interpreter: Any) -> None:
     interpreter.InterpreterBuilder.create_inline_asm = assembled
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Equal to the bit, NaN being NaN."""
-    one, other = one.float(), other.float()
-    signs = torch.equal(one.signbit() | one.isnan(), other.signbit() | other.isnan())
-    return signs and torch.equal(one.nan_to_num(nan=-1.0), other.nan_to_num(nan=-1.0))
+    first, second = first.float(), second.float()
+    signs = torch.equal(first.signbit() | first.isnan(), second.signbit() | second.isnan())
+    return signs and torch.equal(first.nan_to_num(nan=-1.0), second.nan_to_num(nan=-1.0))
 
 
 def samples() -> list[torch.Tensor]:
@@ -83,14 +83,14 @@ def samples() -> list[torch.Tensor]:
     return [ragged, ragged.bfloat16(), *(torch.tensor([row]) for row in small)]
 
 
-def almost_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def almost_same(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Equal, but for neighbours among float8 codes: NumPy's exponential and division are not torch's to the last bit,
     so that now and then a number is rounded to the other side."""
-    one, other = one.float(), other.float()
-    apart = (one != other) & ~(one.isnan() & other.isnan())
+    first, second = first.float(), second.float()
+    apart = (first != second) & ~(first.isnan() & second.isnan())
     return (
-        bool((one - other)[apart].abs().le(0.26 * other[apart].abs()).all())
-        and int(apart.sum()) <= 1 + one.numel() // 500
+        bool((first - second)[apart].abs().le(0.26 * second[apart].abs()).all())
+        and int(apart.sum()) <= 1 + first.numel() // 500
     )
 
 
@@ -109,19 +109,19 @@ def records(count: int) -> tuple[list[torch.Tensor], list[int]]:
     return made[:count], [7, 1, 14][:count]
 
 
-def noted(name: str, launch: Any, given: tuple[Any, ...], told: Any, count: int) -> None:
+def noted(name: str, launch: Any, arguments: tuple[Any, ...], reported: Any, count: int) -> None:
     """A cast that notes gives what one that tells has given, and the records that torch makes of what was told."""
     kind = CASTS[getattr(torch.ops.bitplan, name).default]
     ours, cells = records(count)
-    cast = launch(launch_directly, *kind.with_amax(given, False), records=ours, cells=cells)
+    cast = launch(launch_directly, *kind.with_amax(arguments, False), records=ours, cells=cells)
     assert all(
-        same(*pair) for number, pair in enumerate(zip(cast, told, strict=True)) if number not in kind.amax_results
+        same(*pair) for number, pair in enumerate(zip(cast, reported, strict=True)) if number not in kind.amax_results
     )
     assert all(cast[number].numel() == 0 for number in kind.amax_results)
-    for number, (one, before, cell) in enumerate(zip(ours, *records(count), strict=True)):
-        top = told[kind.amax_result_of(number)].amax()
+    for number, (record, before, cell) in enumerate(zip(ours, *records(count), strict=True)):
+        top = reported[kind.amax_result_of(number)].amax()
         before.view(-1)[cell] = torch.maximum(before.view(-1)[cell], top)
-        assert same(one, before), (name, one, before)
+        assert same(record, before), (name, record, before)
 
 
 def gated() -> int:
@@ -136,40 +136,40 @@ def gated() -> int:
     for gate, up, grad in ((a.contiguous(), b.contiguous(), c.contiguous()) for a, b, c in gates()):
         small = e4m3_reference(gate), e4m3_reference(up)
         for kind, history_amax, codes in itertools.product(FORMATS, (0.0, 1.5), (False, True)):
-            known, halves = torch.tensor(history_amax), (gate, up) if codes else small
-            plain = gated_amax_reference(*halves, known, codes)
-            parts = kernels.launch_gated_amax(launch_directly, *halves, known, codes)
+            history, halves = torch.tensor(history_amax), (gate, up) if codes else small
+            plain = gated_amax_reference(*halves, history, codes)
+            parts = kernels.launch_gated_amax(launch_directly, *halves, history, codes)
             assert almost_same(parts.amax(), torch.zeros(()) if history_amax else plain.amax())
-            rest = (kind, plain, known, True, True, True, codes)
-            one, other = (
+            rest = (kind, plain, history, True, True, True, codes)
+            first, second = (
                 kernels.launch_gated_cast(launch_directly, *halves, *rest),
                 gated_cast_reference(*halves, *rest),
             )
-            assert all(almost_same(*pair) for pair in zip(one[:3], other[:3], strict=True)), (gate, rest)
-            assert torch.equal(one[0].float().t(), one[1].float())
-            assert almost_same(one[3].amax(), other[3].amax())
-            assert not codes or all(map(same, one[4:], other[4:]))
+            assert all(almost_same(*pair) for pair in zip(first[:3], second[:3], strict=True)), (gate, rest)
+            assert torch.equal(first[0].float().t(), first[1].float())
+            assert almost_same(first[3].amax(), second[3].amax())
+            assert not codes or all(map(same, first[4:], second[4:]))
             if history_amax:
-                noted("gated_cast", kernels.launch_gated_cast, (*halves, *rest), one, 1)
+                noted("gated_cast", kernels.launch_gated_cast, (*halves, *rest), first, 1)
             agreed += 1
         for kind, history_amax, halves in itertools.product(FORMATS, (0.0, 1.5), ((gate, up), small)):
-            given = (grad, *halves)
+            arguments = (grad, *halves)
             history_amaxes = torch.tensor(history_amax), torch.tensor(3.0)
-            plain_parts = gated_grads_amax_reference(*given, *history_amaxes)
-            both = kernels.launch_gated_grads_amax(launch_directly, *given, *history_amaxes)
-            wanted = (torch.zeros(()),) * 2 if history_amax else [part.amax() for part in plain_parts]
-            assert all(almost_same(part.amax(), other) for part, other in zip(both, wanted, strict=True))
+            plain_parts = gated_grads_amax_reference(*arguments, *history_amaxes)
+            both = kernels.launch_gated_grads_amax(launch_directly, *arguments, *history_amaxes)
+            expected = (torch.zeros(()),) * 2 if history_amax else [part.amax() for part in plain_parts]
+            assert all(almost_same(part.amax(), second) for part, second in zip(both, expected, strict=True))
             rest = (kind, *plain_parts, *history_amaxes, True, True, True)
-            one, other = (
-                kernels.launch_gated_grads_cast(launch_directly, *given, *rest),
-                gated_grads_cast_reference(*given, *rest),
+            first, second = (
+                kernels.launch_gated_grads_cast(launch_directly, *arguments, *rest),
+                gated_grads_cast_reference(*arguments, *rest),
             )
             for at in (0, 4):
-                assert all(almost_same(*pair) for pair in zip(one[at : at + 3], other[at : at + 3], strict=True))
-                assert torch.equal(one[at].float().t(), one[at + 1].float())
-                assert almost_same(one[at + 3].amax(), other[at + 3].amax())
+                assert all(almost_same(*pair) for pair in zip(first[at : at + 3], second[at : at + 3], strict=True))
+                assert torch.equal(first[at].float().t(), first[at + 1].float())
+                assert almost_same(first[at + 3].amax(), second[at + 3].amax())
             if history_amax:
-                noted("gated_grads_cast", kernels.launch_gated_grads_cast, (*given, *rest), one, 2)
+                noted("gated_grads_cast", kernels.launch_gated_grads_cast, (*arguments, *rest), first, 2)
             agreed += 1
     return agreed
 
@@ -188,20 +188,20 @@ def norms() -> int:
     for x, factor in (((torch.randn(130, 150) * 7).bfloat16(), weight.bfloat16()), (edges, weight[:3])):
         mean = x.float().square().mean(1)
         for kind, history_amax, eps in itertools.product(FORMATS, (0.0, 1.5), (1e-6, None)):
-            given = (x, torch.rsqrt(mean + 1e-6) if eps is None else mean, factor, eps)
+            arguments = (x, torch.rsqrt(mean + 1e-6) if eps is None else mean, factor, eps)
             alike = same if eps is None else almost_same
-            known, plain = torch.tensor(history_amax), norm_amax_reference(*given, torch.tensor(history_amax))
-            parts = kernels.launch_norm_amax(launch_directly, *given, known)
+            history, plain = torch.tensor(history_amax), norm_amax_reference(*arguments, torch.tensor(history_amax))
+            parts = kernels.launch_norm_amax(launch_directly, *arguments, history)
             assert alike(parts.amax(), torch.zeros(()) if history_amax else plain.amax())
             for layouts in ((True, True), (True, False), (False, True)):
-                rest = (kind, plain, known, *layouts, True)
-                one, other = (
-                    kernels.launch_norm_cast(launch_directly, *given, *rest),
-                    norm_cast_reference(*given, *rest),
+                rest = (kind, plain, history, *layouts, True)
+                first, second = (
+                    kernels.launch_norm_cast(launch_directly, *arguments, *rest),
+                    norm_cast_reference(*arguments, *rest),
                 )
-                assert all(alike(*pair) for pair in zip(one[:3], other[:3], strict=True)), (given, rest)
-                assert alike(one[3].amax(), other[3].amax())
-                noted("norm_cast", kernels.launch_norm_cast, (*given, *rest), one, 1 + agreed % 3)
+                assert all(alike(*pair) for pair in zip(first[:3], second[:3], strict=True)), (arguments, rest)
+                assert alike(first[3].amax(), second[3].amax())
+                noted("norm_cast", kernels.launch_norm_cast, (*arguments, *rest), first, 1 + agreed % 3)
                 agreed += 1
     return agreed
 
@@ -233,12 +233,12 @@ def main() -> int:
                 for scaled in (True, False) if history_amax is None and not power_of_two else (True,):
                     rest = (history_amax, power_of_two, True, True, True)
                     parts = plain if power_of_two else ours  # one part, or many
-                    one = launch_float8_cast(launch_directly, x, kind, parts if scaled else None, *rest)
-                    other = cast_reference(x, kind, plain if scaled else None, *rest)
-                    assert all(same(*pair) for pair in zip(one[:3], other[:3], strict=True)), (x, rest, kind)
-                    assert same(one[3].amax(), other[3].amax())
+                    first = launch_float8_cast(launch_directly, x, kind, parts if scaled else None, *rest)
+                    second = cast_reference(x, kind, plain if scaled else None, *rest)
+                    assert all(same(*pair) for pair in zip(first[:3], second[:3], strict=True)), (x, rest, kind)
+                    assert same(first[3].amax(), second[3].amax())
                     if power_of_two:
-                        noted("float8_cast", launch_float8_cast, (x, kind, parts, *rest), one, 1 + agreed % 3)
+                        noted("float8_cast", launch_float8_cast, (x, kind, parts, *rest), first, 1 + agreed % 3)
                     agreed += 1
     return agreed + gated() + norms()
 

@@ -31,13 +31,13 @@ def given(count: int) -> list[Tensor]:
 def casts(history_amaxes: Tensor, x: Tensor, *weights: Tensor) -> list[Tensor]:
     """Of something that is computed first, and of every weight, some of them seen otherwise."""
     y = torch.tanh(x)
-    found = [cast_float8(y, E4M3, history_amax=history_amaxes[-1])]
+    result = [cast_float8(y, E4M3, history_amax=history_amaxes[-1])]
     for number, weight in enumerate(weights):
-        found.append(
+        result.append(
             cast_float8(weight.view(32, 16) if number % 2 else weight, E4M3, history_amax=history_amaxes[number])
         )
-        y = y * found[-1].scale
-    return [y, *(part for cast in found for part in (cast.rows, cast.scale))]
+        y = y * result[-1].scale
+    return [y, *(part for cast in result for part in (cast.rows, cast.scale))]
 
 
 def traced(count: int) -> fx.GraphModule:
@@ -58,7 +58,7 @@ def test_it_gives_what_single_ones_give() -> None:
 @pytest.mark.parametrize("count", [2, MAX_BATCH, MAX_BATCH + 1, MAX_BATCH + 3])
 def test_weights_are_joined_and_what_is_computed_is_not(count: int) -> None:
     module = traced(count)
-    wanted = module(*given(count))
+    expected = module(*given(count))
     alone = count % MAX_BATCH == 1
     assert batch_amax_kernels(module.graph, "cpu") == count - alone
     module.graph.lint()
@@ -66,8 +66,8 @@ def test_weights_are_joined_and_what_is_computed_is_not(count: int) -> None:
     assert len(calls_of(module.graph, "float8_amax")) == 1 + alone
     groups = [len(node.args[0]) for node in calls_of(module.graph, "float8_amax_batch")]  # type: ignore[arg-type]
     assert groups == [MAX_BATCH] * (count // MAX_BATCH) + [count % MAX_BATCH] * (count % MAX_BATCH > 1)
-    for one, other in zip(module(*given(count)), wanted, strict=True):
-        assert torch.equal(one.float(), other.float())
+    for first, second in zip(module(*given(count)), expected, strict=True):
+        assert torch.equal(first.float(), second.float())
 
 
 def test_elsewhere_without_a_past_and_by_the_switch_they_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,10 +91,10 @@ def test_one_kernel_is_launched() -> None:
     assert batch_amax_kernels(module.graph, "cpu") == 3
     inline_kernels(module.graph, "cpu")
     module.graph.lint()
-    found: dict[str, list[tuple[Any, set[str]]]] = {}
+    result: dict[str, list[tuple[Any, set[str]]]] = {}
     for node in module.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional):
         kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
         seen = (node.kwargs["grid"], set(node.kwargs["tensors_to_clone"]))
-        found.setdefault(kernel.fn.__name__, []).append(seen)
-    assert found["_partial_amax_batch"] == [([(64, 3, 1)], {"out_0", "out_1", "out_2"})]
-    assert found["_partial_amax"] == [([(512, 1, 1)], {"out"})]
+        result.setdefault(kernel.fn.__name__, []).append(seen)
+    assert result["_partial_amax_batch"] == [([(64, 3, 1)], {"out_0", "out_1", "out_2"})]
+    assert result["_partial_amax"] == [([(512, 1, 1)], {"out"})]

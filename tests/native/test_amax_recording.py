@@ -54,26 +54,26 @@ def bits(x: Tensor) -> Tensor:
 def test_they_give_what_the_others_give_and_records_that_are_raised() -> None:
     torch.manual_seed(0)
     x, y, z = (torch.randn(20, 48).bfloat16() for _ in range(3))
-    known = torch.tensor(2.0)
-    parts = OURS.float8_amax(x, known)
+    history = torch.tensor(2.0)
+    parts = OURS.float8_amax(x, history)
     records = [torch.rand(3, COLUMNS), torch.full((1, COLUMNS), 100.0)]
     cells = [COLUMNS + NOW, 4]
     for name, given, tops in (
-        ("float8_cast", (x, E4M3, parts, known, True, True, True, True), (3, 3)),
-        ("gated_cast", (x, y, E4M3, parts, known, True, True, True, True), (3, 3)),
-        ("gated_grads_cast", (x, y, z, E5M2, parts, parts, known, known, True, True, True), (3, 7)),
+        ("float8_cast", (x, E4M3, parts, history, True, True, True, True), (3, 3)),
+        ("gated_cast", (x, y, E4M3, parts, history, True, True, True, True), (3, 3)),
+        ("gated_grads_cast", (x, y, z, E5M2, parts, parts, history, history, True, True, True), (3, 7)),
     ):
-        before = [each.clone() for each in records]
+        before = [record.clone() for record in records]
         told = getattr(OURS, name)(*given)
         noted = getattr(OURS, f"{name}_recorded")(*given, records=records, cells=cells)
         torch.library.opcheck(getattr(OURS, f"{name}_recorded"), given, {"records": records, "cells": cells})
         assert len(noted) == len(told) + 2
-        for number, (one, other) in enumerate(zip(noted, told, strict=False)):
-            assert torch.equal(one.float(), other.float()) if number not in tops else one.numel() == 0
-        wanted = [each.clone() for each in records]
-        wanted[0][1, NOW] = torch.maximum(wanted[0][1, NOW], told[tops[0]].amax())
-        wanted[1][0, 4] = torch.maximum(wanted[1][0, 4], told[tops[1]].amax())
-        assert all(map(torch.equal, noted[len(told) :], wanted))
+        for number, (first, second) in enumerate(zip(noted, told, strict=False)):
+            assert torch.equal(first.float(), second.float()) if number not in tops else first.numel() == 0
+        expected = [record.clone() for record in records]
+        expected[0][1, NOW] = torch.maximum(expected[0][1, NOW], told[tops[0]].amax())
+        expected[1][0, 4] = torch.maximum(expected[1][0, 4], told[tops[1]].amax())
+        assert all(map(torch.equal, noted[len(told) :], expected))
         assert all(map(torch.equal, records, before))
         assert torch.equal(noted[-1], records[1])
 
@@ -106,8 +106,8 @@ def name_of(node: fx.Node) -> str:
 
 
 def records_of(model: nn.Module) -> list[Tensor]:
-    found = (module._buffers.get(RECORD) for module in model.modules())
-    return [record.clone() for record in found if record is not None]
+    result = (module._buffers.get(RECORD) for module in model.modules())
+    return [record.clone() for record in result if record is not None]
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def steps(partitioner: Any, recompute: Any, coded: bool) -> tuple[list[Tensor], 
     rule = {"match": "*", "op": "linear", "x": F8, "w": F8, "dy": G8}
     plan = Plan.from_dict({"version": 1, "rules": [rule, *([CODED] if coded else [])]})
     rewritten = Rewritten(partitioner)
-    found = []
+    result = []
     with bitplan.attach(model, plan, example=x, execution=bitplan.Native(min_macs=0, recompute=recompute)) as run:
         run._rounder.recast_in_backward = recast_operands(run.execution)
         run._installation.tell_compiled_code()
@@ -138,19 +138,19 @@ def steps(partitioner: Any, recompute: Any, coded: bool) -> tuple[list[Tensor], 
         for number in range(3):
             for factor in (1.0 + number, 0.5):
                 y = called(factor * x)
-                found += [y.detach(), *records_of(model)]
+                result += [y.detach(), *records_of(model)]
                 (y * (torch.nan if number == 1 and factor == 0.5 else factor)).sum().backward()
-                found += records_of(model)
+                result += records_of(model)
             run.step()
-            found += records_of(model)
+            result += records_of(model)
             if number == 0 and coded:
                 with torch.no_grad():
-                    found += [called(7 * x), *records_of(model)]
+                    result += [called(7 * x), *records_of(model)]
                 model.eval()
                 with torch.no_grad():
-                    found += [called(9 * x), *records_of(model)]
+                    result += [called(9 * x), *records_of(model)]
                 model.train()
-    return [*found, *(p.grad for p in (x, *model.parameters()) if p.grad is not None)], rewritten.seen
+    return [*result, *(p.grad for p in (x, *model.parameters()) if p.grad is not None)], rewritten.seen
 
 
 @pytest.mark.usefixtures("_as_on_a_gpu")
@@ -173,8 +173,8 @@ def test_numbers_stay_and_what_was_computed_for_records_is_gone(
     plain, (told, *_) = steps(partitioner, recompute, coded)
     assert told["select_scatter"] > 0
     assert not any("noted" in name for name in told)
-    for one, other in zip(ours, plain, strict=True):
-        assert torch.equal(bits(one), bits(other))
+    for first, second in zip(ours, plain, strict=True):
+        assert torch.equal(bits(first), bits(second))
 
 
 # --- graphs made by hand ------------------------------------------------------------------------------------
@@ -212,19 +212,19 @@ def noted_twice(x: Tensor, history_amax: Tensor, one: Tensor, other: Tensor) -> 
 
 def test_what_a_cast_tells_goes_to_several_records() -> None:
     module, (plain, ours) = traced(noted_twice), (given(), given())
-    wanted = module(*plain)
+    expected = module(*plain)
     assert record_amax_in_casts(module.graph, "cpu") == 2
     module.graph.lint()
     module.recompile()
     assert collections.Counter(map(name_of, module.graph.nodes))["copy_"] == 2
-    for one, other in zip((*module(*ours), *ours), (*wanted, *plain), strict=True):
-        assert torch.equal(one.float(), other.float())
+    for first, second in zip((*module(*ours), *ours), (*expected, *plain), strict=True):
+        assert torch.equal(first.float(), second.float())
     assert ours[2][1, NOW] == 2 * ours[2][0, NOW] == ours[3][1, NOW] > 0
 
 
-def read_after(x: Tensor, history_amax: Tensor, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    observe_amax(one[0], cast(x, history_amax).tile_amax.amax())
-    return one[0, NOW] + 1, other
+def read_after(x: Tensor, history_amax: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    observe_amax(first[0], cast(x, history_amax).tile_amax.amax())
+    return first[0, NOW] + 1, second
 
 
 def widened(x: Tensor, history_amax: Tensor, one: Tensor, other: Tensor) -> Tensor:
@@ -318,22 +318,22 @@ def test_kernels_write_into_the_records_and_inductor_copies_none() -> None:
         return rows, columns, gated[0], both[0], both[4], normed[1]
 
     with FakeTensorMode():
-        fakes = [torch.empty_like(each) for each in given(5)]
+        fakes = [torch.empty_like(item) for item in given(5)]
         module = prepared(make_fx(torch.func.functionalize(step))(fakes[0].bfloat16(), *fakes[1:]))
     assert record_amax_in_casts(module.graph, "cpu") == 5
     inline_kernels(module.graph, "cpu")
     module.graph.lint()
     launches = module.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
-    found: dict[str, list[set[str]]] = {}
+    result: dict[str, list[set[str]]] = {}
     for node in launches:
         kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
-        found.setdefault(kernel.fn.__name__, []).append(set(node.kwargs["tensors_to_clone"]))
+        result.setdefault(kernel.fn.__name__, []).append(set(node.kwargs["tensors_to_clone"]))
     layouts = {"as_rows", "as_columns", "scale_out"}
     halves = {f"{half}_{what}" for half in ("gate", "up") for what in ("rows", "columns", "scale", "record")}
-    assert found["_cast_tile"] == [{*layouts, "record_0"}, {*layouts, "record_0", "record_1"}]
-    assert found["_cast_gated_tile"] == [{"as_rows", "scale_out", "record"}]
-    assert found["_cast_grads_tile"] == [halves]
-    assert found["_cast_norm_tile"] == [{"as_columns", "scale_out", "record_0"}]
+    assert result["_cast_tile"] == [{*layouts, "record_0"}, {*layouts, "record_0", "record_1"}]
+    assert result["_cast_gated_tile"] == [{"as_rows", "scale_out", "record"}]
+    assert result["_cast_grads_tile"] == [halves]
+    assert result["_cast_norm_tile"] == [{"as_columns", "scale_out", "record_0"}]
     reinplace_inplaceable_ops_core(module.graph)
     for node in launches:
         assert node.kwargs["tensors_to_clone"] == []
@@ -342,4 +342,4 @@ def test_kernels_write_into_the_records_and_inductor_copies_none() -> None:
     inputs = {node for node in module.graph.nodes if node.op == "placeholder"}
     written = ("record_0", "record_1", "record", "gate_record", "up_record")
     noted = [node.kwargs["kwargs"].get(name) for node in launches for name in written]
-    assert len(inputs & {each for each in noted if each is not None}) == 5
+    assert len(inputs & {item for item in noted if item is not None}) == 5

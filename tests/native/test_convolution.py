@@ -36,7 +36,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "stochastic": {"x": NOISY, "w": NOISY, "dy": NOISY},
     "late": {"x": LATE, "w": LATE, "dy": LATE},
     "fp8": {"x": E4M3, "w": E4M3, "dy": E5M2},
-    "fp8 vector": {one: {"format": "e4m3", "scale": "vector"} for one in ("fprop", "dgrad", "wgrad")},
+    "fp8 vector": {item: {"format": "e4m3", "scale": "vector"} for item in ("fprop", "dgrad", "wgrad")},
     "forward only": {"fprop": INT8},
 }
 LAYERS: dict[str, tuple[Any, tuple[int, ...]]] = {
@@ -71,11 +71,11 @@ def step(
     chosen = bitplan.Native(**{"min_macs": 0, **options}) if execution == "native" else execution
     with bitplan.attach(model, plan, example=x, execution=chosen) as run:
         called = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
-        given = x.detach().clone().requires_grad_()
-        y = called(given)
+        arguments = x.detach().clone().requires_grad_()
+        y = called(arguments)
         y.backward(channels_last(torch.linspace(-1, 1, y.numel()).reshape(y.shape)).to(y.dtype))
-        fallen = [str(each) for each in run.fallbacks()] if execution == "native" else []
-    return [y.detach(), given.grad, *(p.grad for p in model.parameters())], fallen  # type: ignore[list-item]
+        fallen = [str(fallback) for fallback in run.fallbacks()] if execution == "native" else []
+    return [y.detach(), arguments.grad, *(p.grad for p in model.parameters())], fallen  # type: ignore[list-item]
 
 
 class Counted:
@@ -87,9 +87,9 @@ class Counted:
             monkeypatch.setattr(kind, "multiply", self._counted(kind.multiply))
 
     def _counted(self, multiply: Any) -> Any:
-        def counted(*given: Any) -> Tensor:
+        def counted(*arguments: Any) -> Tensor:
             self.count += 1
-            return multiply(*given)  # type: ignore[no-any-return]
+            return multiply(*arguments)  # type: ignore[no-any-return]
 
         return counted
 
@@ -153,8 +153,8 @@ def test_compiled_it_is_the_same(name: str, layer: str) -> None:
     make, shape = LAYERS[layer]
     eager, _ = step(make, image(shape), plan_of(**PLANS[name]), "native")
     compiled, _ = step(make, image(shape), plan_of(**PLANS[name]), "native", compiled=True)
-    for one, other in zip(eager, compiled, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    for first, second in zip(eager, compiled, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("layer", ["1x1", "1x1, stride", "3x3", "3x2, dilation"])
@@ -172,10 +172,10 @@ def test_the_products_are_those_of_the_rounded_operands_in_float64(layer: str, s
     torch.manual_seed(0)
     model = make()
     model.bias = None
-    given = x.clone().requires_grad_()
+    arguments = x.clone().requires_grad_()
     with bitplan.attach(model, plan_of(**PLANS[scale]), example=x, execution=bitplan.Native(min_macs=0)) as run:
         assert run.fallbacks() == []
-        y = model(given)
+        y = model(arguments)
         dy = torch.linspace(-1, 1, y.numel()).reshape(y.shape)
         y.backward(dy)
     w, like = model.weight.detach(), (model.stride, model.padding, model.dilation)
@@ -185,13 +185,13 @@ def test_the_products_are_those_of_the_rounded_operands_in_float64(layer: str, s
         y = F.conv2d(x, w, None, *like)
         return [y.detach(), *torch.autograd.grad(y, (x, w), dy)]
 
-    found = (y.detach(), given.grad, model.weight.grad)
+    actual = (y.detach(), arguments.grad, model.weight.grad)
     for place, operands in enumerate(((0, 0, 0), (0, 1, 0), (1, 0, 1))):
         tensors = [rounded(t, kept) for t, kept in zip((x, w, dy), operands, strict=True)]
-        wanted = exact(*tensors)[place]
-        ours = found[place]
+        expected = exact(*tensors)[place]
+        ours = actual[place]
         assert ours is not None
-        assert (ours.double() - wanted).abs().max() <= 32 * 2**-23 * wanted.abs().max()
+        assert (ours.double() - expected).abs().max() <= 32 * 2**-23 * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", ["tensor", "vector"])
@@ -346,8 +346,8 @@ def test_what_is_emulated_keeps_codes_of_its_input(quantizer: Any, dtype: torch.
 def test_what_does_not_fit_into_a_byte_is_kept_as_it_is() -> None:
     twelve = {"format": "int12", "scale": "tensor"}
     _, fallen = step(lambda: nn.Conv2d(16, 24, 1), image((3, 16, 7, 8)), plan_of(x=twelve, w=twelve), "native")
-    assert not any(KEPT in each for each in fallen)
-    assert any("no backend here multiplies int12 by int12" in each for each in fallen)
+    assert not any(KEPT in item for item in fallen)
+    assert any("no backend here multiplies int12 by int12" in item for item in fallen)
 
 
 def test_small_and_narrow_convolutions_are_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,7 +373,7 @@ def test_a_scale_for_each_pixel_serves_1x1_only() -> None:
     for layer, reason in (("1x1", None), ("3x3", "the scale of fprop.x changes along the sum")):
         make, shape = LAYERS[layer]
         native, fallen = step(make, image(shape), plan, "native")
-        assert next((each for each in fallen if "fprop:" in each), None) == (reason and f"/conv2d.0, fprop: {reason}")
+        assert next((item for item in fallen if "fprop:" in item), None) == (reason and f"/conv2d.0, fprop: {reason}")
         for ours, theirs in zip(native, step(make, image(shape), plan, "emulate")[0], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5 * float(theirs.abs().max()))
 
@@ -406,12 +406,12 @@ def test_an_empty_batch_is_one() -> None:
 
 def test_statistics_are_those_of_emulation() -> None:
     model, x = nn.Conv2d(16, 24, 3, groups=2), image((3, 16, 7, 8))
-    found = []
+    result = []
     for execution in (bitplan.Native(min_macs=0), "emulate"):
         with bitplan.attach(model, plan_of(x=INT8, w=INT8, dy=INT8), example=x, execution=execution, stats=True) as run:
             model(x).sum().backward()
-            found.append(run.stats())
-    assert found[0] == found[1]
+            result.append(run.stats())
+    assert result[0] == result[1]
 
 
 # --- a whole model ---------------------------------------------------------------------------------------------------
@@ -433,7 +433,7 @@ def test_bottlenecks_learn_as_they_do_emulated(monkeypatch: pytest.MonkeyPatch) 
         x, target = image((8, 3, 8, 8)), torch.arange(8) % 4
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         chosen = bitplan.Native(min_macs=0) if execution == "native" else execution
-        found = []
+        result = []
         with bitplan.attach(model, plan_of(**PLANS["tensor"]), example=x, execution=chosen) as run:
             for _ in range(6):
                 loss = F.cross_entropy(model(x), target)
@@ -441,9 +441,9 @@ def test_bottlenecks_learn_as_they_do_emulated(monkeypatch: pytest.MonkeyPatch) 
                 loss.backward()
                 optimizer.step()
                 run.step()
-                found.append(loss.item())
+                result.append(loss.item())
             fallen = len(run.fallbacks()) if execution == "native" else 0
-        return found, fallen
+        return result, fallen
 
     native, fallen = losses("native")
     assert fallen == 1  # the gradient through the 3x3 convolution with a stride
@@ -461,8 +461,8 @@ def test_a_compiled_bottleneck_is_the_eager_one() -> None:
     def make() -> nn.Module:
         return Bottleneck(16, 8, 1, "conv").to(memory_format=torch.channels_last)
 
-    found = [step(make, image((4, 16, 6, 6)), plan_of(**PLANS["tensor"]), "native", each) for each in (False, True)]
-    assert [fallen for _, fallen in found] == [[], []]
-    for eager, compiled in zip(*(results for results, _ in found), strict=True):
+    result = [step(make, image((4, 16, 6, 6)), plan_of(**PLANS["tensor"]), "native", value) for value in (False, True)]
+    assert [fallen for _, fallen in result] == [[], []]
+    for eager, compiled in zip(*(results for results, _ in result), strict=True):
         # Batch norm rounds otherwise, whereupon a code or two may be others.
         assert (eager - compiled).norm() <= 2e-2 * eager.norm()

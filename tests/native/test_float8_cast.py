@@ -35,11 +35,11 @@ def plan_of(**rule: Any) -> Plan:
     return Plan.from_dict({"version": 1, "rules": [{"match": "*", "op": "linear", **rule}]})
 
 
-def same(one: Tensor, other: Tensor) -> bool:
+def same(first: Tensor, second: Tensor) -> bool:
     """Equal to the bit, NaN being NaN."""
-    one, other = one.float(), other.float()
-    return torch.equal(one.isnan(), other.isnan()) and torch.equal(
-        one.nan_to_num().view(torch.int32), other.nan_to_num().view(torch.int32)
+    first, second = first.float(), second.float()
+    return torch.equal(first.isnan(), second.isnan()) and torch.equal(
+        first.nan_to_num().view(torch.int32), second.nan_to_num().view(torch.int32)
     )
 
 
@@ -61,13 +61,13 @@ def test_codes_are_those_of_the_quantizer(sample: str, dtype: torch.dtype, kind:
     x = SAMPLES[sample].to(dtype)
     for scale, power_of_two in ((None, False), ("tensor", False), ("tensor", True)):
         quantizer = make_quantizer(FORMATS[kind], scale=scale, power_of_two=power_of_two)  # type: ignore[arg-type]
-        wanted = quantizer.encode(x)
+        expected = quantizer.encode(x)
         cast = cast_float8(x, kind, scaled=scale is not None, power_of_two=power_of_two)
         assert cast.rows.dtype == cast.columns.dtype == kind
-        assert same(cast.rows, wanted.elements)
-        assert same(cast.columns, wanted.elements.t())
+        assert same(cast.rows, expected.elements)
+        assert same(cast.columns, expected.elements.t())
         assert cast.columns.is_contiguous()
-        assert same(cast.scale, wanted.scales[0].reshape(()) if scale else torch.ones(()))
+        assert same(cast.scale, expected.scales[0].reshape(()) if scale else torch.ones(()))
 
 
 def test_a_reach_decides_where_it_is_known() -> None:
@@ -94,8 +94,8 @@ def test_torch_finds_the_operations_well_defined() -> None:
     for history_amax in (None, torch.tensor(2.0)):
         torch.library.opcheck(torch.ops.bitplan.float8_amax, (x, history_amax))
         parts = torch.ops.bitplan.float8_amax(x, history_amax)
-        given = (x, E4M3, parts, history_amax, False, True, True, True)
-        torch.library.opcheck(torch.ops.bitplan.float8_cast, given)
+        arguments = (x, E4M3, parts, history_amax, False, True, True, True)
+        torch.library.opcheck(torch.ops.bitplan.float8_cast, arguments)
 
 
 def test_compiled_it_is_one_graph_for_all_sizes_and_gives_the_same() -> None:
@@ -173,7 +173,7 @@ class Cut:
     def __init__(self, partitioner: Any) -> None:
         self.bytes = 0
         self.casts: list[int] = []
-        compilers = {name: lambda gm, given: self._noted(gm) for name in ("fw_compiler", "bw_compiler")}
+        compilers = {name: lambda gm, arguments: self._noted(gm) for name in ("fw_compiler", "bw_compiler")}
         self.backend = aot_autograd(**compilers, partition_fn=partitioner, keep_inference_input_mutations=True)
 
     def _noted(self, gm: torch.fx.GraphModule) -> Any:
@@ -181,7 +181,7 @@ class Cut:
         self.casts.append(sum(node.target is torch.ops.bitplan.float8_cast.default for node in nodes))
         if len(self.casts) == 1:
             (output,) = (node for node in nodes if node.op == "output")
-            kept = [each.meta["val"] for each in output.args[0][1:] if each.op != "placeholder"]
+            kept = [arg.meta["val"] for arg in output.args[0][1:] if arg.op != "placeholder"]
             sizes = {id(t.untyped_storage()): t.numel() * t.element_size() for t in kept if isinstance(t, Tensor)}
             self.bytes = sum(sizes.values())
         return torch._functorch.aot_autograd.make_boxed_func(gm.forward)

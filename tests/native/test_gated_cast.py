@@ -47,7 +47,7 @@ def halves(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]
 
 def test_the_numbers_are_those_of_torch_to_a_rounding() -> None:
     gate, up, grad = halves()
-    exact_gate, exact_up = (each.double().requires_grad_() for each in (gate, up))
+    exact_gate, exact_up = (item.double().requires_grad_() for item in (gate, up))
     exact = F.silu(exact_gate) * exact_up
     exact.backward(grad.double())
     assert exact_gate.grad is not None
@@ -61,27 +61,27 @@ def test_the_numbers_are_those_of_torch_to_a_rounding() -> None:
 @pytest.mark.parametrize("history_amax", [0.0, 2.0])
 def test_the_operations_cast_these_numbers(history_amax: float) -> None:
     gate, up, grad = halves()
-    known = torch.tensor(history_amax)
+    history = torch.tensor(history_amax)
     for codes in (False, True):
-        parts = OURS.gated_amax(gate, up, known, codes)
+        parts = OURS.gated_amax(gate, up, history, codes)
         rows, columns, scale, tops, *small = OURS.gated_cast(
-            gate, up, E4M3, parts, known, True, True, True, codes, grad
+            gate, up, E4M3, parts, history, True, True, True, codes, grad
         )
-        read = [e4m3_reference(each) for each in (gate, up)] if codes else [gate, up]
-        wanted = cast_float8(
-            gated_product_reference(*read), E4M3, power_of_two=True, history_amax=known, returns_amax=True
+        read = [e4m3_reference(item) for item in (gate, up)] if codes else [gate, up]
+        expected = cast_float8(
+            gated_product_reference(*read), E4M3, power_of_two=True, history_amax=history, returns_amax=True
         )
-        found = (rows, columns, scale, tops.amax())
-        for ours, other in zip(found, (*wanted[:3], wanted.tile_amax.amax()), strict=True):
-            assert torch.equal(ours.float(), other.float())
-        assert all(torch.equal(one.float(), two.float()) for one, two in zip(small, read, strict=True)) or not codes
-        assert codes or all(each.numel() == 0 for each in small)
-    parts = OURS.gated_grads_amax(grad, gate, up, known, known)
-    both = OURS.gated_grads_cast(grad, gate, up, E5M2, *parts, known, known, True, True, True)
+        actual = (rows, columns, scale, tops.amax())
+        for ours, second in zip(actual, (*expected[:3], expected.tile_amax.amax()), strict=True):
+            assert torch.equal(ours.float(), second.float())
+        assert all(torch.equal(first.float(), two.float()) for first, two in zip(small, read, strict=True)) or not codes
+        assert codes or all(item.numel() == 0 for item in small)
+    parts = OURS.gated_grads_amax(grad, gate, up, history, history)
+    both = OURS.gated_grads_cast(grad, gate, up, E5M2, *parts, history, history, True, True, True)
     for at, plain in zip((0, 4), gated_grads_reference(grad, gate, up), strict=True):
-        wanted = cast_float8(plain, E5M2, power_of_two=True, history_amax=known, returns_amax=True)
-        for ours, other in zip(both[at : at + 4], wanted, strict=True):
-            assert torch.equal(ours.float(), other.float())
+        expected = cast_float8(plain, E5M2, power_of_two=True, history_amax=history, returns_amax=True)
+        for ours, second in zip(both[at : at + 4], expected, strict=True):
+            assert torch.equal(ours.float(), second.float())
 
 
 def test_torch_finds_the_operations_well_defined() -> None:
@@ -140,8 +140,8 @@ def gradients(rewritten: Any, recompute: Any, coded: bool) -> list[Tensor]:
     x = torch.randn(2, 32, 64).bfloat16().requires_grad_()
     rule = {"match": "*", "op": "linear", "x": F8, "w": F8, "dy": G8}
     plan = Plan.from_dict({"version": 1, "rules": [rule, *([CODED] if coded else [])]})
-    found: list[Tensor] = rewritten.gradients(model, x, plan, recompute)
-    return found
+    result: list[Tensor] = rewritten.gradients(model, x, plan, recompute)
+    return result
 
 
 @pytest.mark.usefixtures("as_on_a_gpu", "_rounded_between")
@@ -164,8 +164,8 @@ def test_graphs_have_the_three_of_them(
     assert sum(map(sum, (seen.values() for seen in apart.seen))) > sum(
         map(sum, (seen.values() for seen in joined.seen))
     )
-    for one, other in zip(ours, plain, strict=True):
-        assert torch.equal(one, other)
+    for first, second in zip(ours, plain, strict=True):
+        assert torch.equal(first, second)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -185,13 +185,13 @@ def test_other_scales_are_left_as_they_are(rewriting: Any, changes: dict[str, An
     assert not any("gated" in name for seen in rewritten.seen for name in seen)
 
 
-def traced(function: Any, *given: Tensor) -> fx.Graph:
-    return make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="fake")(*given).graph
+def traced(function: Any, *arguments: Tensor) -> fx.Graph:
+    return make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="fake")(*arguments).graph
 
 
 def cast(x: Tensor, **settings: Any) -> Tensor:
-    given: dict[str, Any] = {"power_of_two": True, "history_amax": torch.ones(()), **settings}
-    return cast_float8(x, E4M3, **given).rows
+    arguments: dict[str, Any] = {"power_of_two": True, "history_amax": torch.ones(()), **settings}
+    return cast_float8(x, E4M3, **arguments).rows
 
 
 def names_of(graph: fx.Graph) -> list[str]:
@@ -232,7 +232,7 @@ def test_only_what_nothing_else_reads_is_joined(monkeypatch: pytest.MonkeyPatch)
 
     for function in (read, another, more, scattered):
         assert fuse_gates(traced(function, gate, up), "cpu") == 0
-    assert fuse_gates(traced(alone, *(each.float() for each in (gate, up))), "cpu") == 0
+    assert fuse_gates(traced(alone, *(item.float() for item in (gate, up))), "cpu") == 0
     assert fuse_gates(traced(alone, gate.t().contiguous().t(), up), "cpu") == 0
     graphs = [traced(alone, gate, up) for _ in range(2)]
     gated_fusing._patterns.cache_clear()
@@ -250,7 +250,7 @@ def test_codes_of_gate_and_up_come_with_it() -> None:
         return (cast(F.silu(small[0].bfloat16()) * small[1].bfloat16()), *small)
 
     module = make_fx(coded, decomposition_table=select_decomp_table(), tracing_mode="fake")(gate, up)
-    wanted = module(gate, up)
+    expected = module(gate, up)
     assert fuse_gates(module.graph, "cpu") == 1
     module.graph.lint()
     module.recompile()
@@ -258,9 +258,9 @@ def test_codes_of_gate_and_up_come_with_it() -> None:
     assert joined.args[8] is True
     assert not module.graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default)
     rows, *small = module(gate, up)
-    assert all(torch.equal(one.float(), other.float()) for one, other in zip(small, wanted[1:], strict=True))
+    assert all(torch.equal(first.float(), second.float()) for first, second in zip(small, expected[1:], strict=True))
     # The one rounding less that Inductor has, too, moves some numbers to the next code.
-    assert (rows.float() != wanted[0].float()).float().mean() < 0.05
+    assert (rows.float() != expected[0].float()).float().mean() < 0.05
 
 
 def test_something_times_itself_is_read_as_codes() -> None:
@@ -293,17 +293,17 @@ def test_kernels_become_launches_that_write_nothing_but_their_results() -> None:
         )
 
     with FakeTensorMode():
-        given = [torch.empty(300, 130, dtype=torch.bfloat16) for _ in range(3)]
-        module = make_fx(step)(*given, torch.empty(()))
+        arguments = [torch.empty(300, 130, dtype=torch.bfloat16) for _ in range(3)]
+        module = make_fx(step)(*arguments, torch.empty(()))
     assert inline_kernels(module.graph, "cpu") == 4
     module.graph.lint()
-    found: dict[str, tuple[Any, set[str]]] = {}
+    result: dict[str, tuple[Any, set[str]]] = {}
     for node in module.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional):
         kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
-        found[kernel.fn.__name__] = (node.kwargs["grid"], set(node.kwargs["tensors_to_clone"]))
+        result[kernel.fn.__name__] = (node.kwargs["grid"], set(node.kwargs["tensors_to_clone"]))
     squares = {f"{half}_{what}" for half in ("gate", "up") for what in ("rows", "columns", "scale", "tile_amax")}
     assert (tile_count(300, 130), grads_tile_count(300, 130)) == (6, 24)
-    assert found == {
+    assert result == {
         "_gated_amax": ([(512, 1, 1)], {"out"}),
         "_cast_gated_tile": ([(6, 1, 1)], {"as_rows", "scale_out", "tile_amax", "gate_codes", "up_codes"}),
         "_gated_grads_amax": ([(512, 1, 1)], {"gate_out", "up_out"}),

@@ -36,7 +36,7 @@ E4M3 = torch.float8_e4m3fn
 
 def stand_in(name: str, plain: Callable[..., Any]) -> KernelOp:
     """An operation that launches nothing: what a CPU does takes the place of the kernels."""
-    return KernelOp(name, lambda *given, wrap: plain(*given), OPERATIONS[name].supports, ())
+    return KernelOp(name, lambda *arguments, wrap: plain(*arguments), OPERATIONS[name].supports, ())
 
 
 PLAIN = {
@@ -53,15 +53,15 @@ def step(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     return cast.rows.float() * cast.scale, cast.columns.float() + cast.scale, code.float(), var + mean, cast.tile_amax
 
 
-def traced(*given: Tensor, mode: str = "fake") -> fx.GraphModule:
-    return make_fx(step, tracing_mode=mode)(*given)
+def traced(*arguments: Tensor, mode: str = "fake") -> fx.GraphModule:
+    return make_fx(step, tracing_mode=mode)(*arguments)
 
 
 def names_of(graph: fx.Graph) -> list[str]:
     """Operations of ours."""
     targets = (node.target for node in graph.nodes if node.op == "call_function")
-    found = (target.name() for target in targets if isinstance(target, torch._ops.OpOverload))
-    return [name.removeprefix("bitplan::") for name in found if name.startswith("bitplan::")]
+    result = (target.name() for target in targets if isinstance(target, torch._ops.OpOverload))
+    return [name.removeprefix("bitplan::") for name in result if name.startswith("bitplan::")]
 
 
 def inputs(layout: torch.memory_format = torch.channels_last) -> tuple[Tensor, Tensor]:
@@ -71,14 +71,14 @@ def inputs(layout: torch.memory_format = torch.channels_last) -> tuple[Tensor, T
 
 def test_what_an_operation_does_takes_its_place() -> None:
     module = traced(*inputs())
-    wanted = module(*inputs())
+    expected = module(*inputs())
     assert names_of(module.graph) == ["float8_amax", "float8_cast", "cast_with_channel_stats"]
     assert inline_kernels(module.graph, "cpu", PLAIN) == 3
     module.graph.lint()
     module.recompile()
     assert names_of(module.graph) == []
     assert all("val" in node.meta for node in module.graph.nodes if node.op == "call_function")
-    for ours, other in zip(module(*inputs()), wanted, strict=True):
+    for ours, other in zip(module(*inputs()), expected, strict=True):
         assert torch.equal(ours, other)
 
 
@@ -158,15 +158,15 @@ def test_torch_looks_once_into_a_kernel_of_ours(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(launching.triton_kernel_wrap, name, look, raising=False)
     undo = cache_access_analyses()
     looked: Any = launching.triton_kernel_wrap.identify_mutated_tensors
-    given: dict[str, Any] = {"x": torch.ones(3), "count": 3}
+    arguments: dict[str, Any] = {"x": torch.ones(3), "count": 3}
     for module in ("bitplan.compiler.batch_norm_fusion_kernel", "elsewhere"):
         written = type("written", (), {"__module__": module})  # where a function would be
         kernel = SimpleNamespace(fn=SimpleNamespace(fn=written))
         for values in (
-            given,
-            {**given, "x": torch.ones(7)},
-            {**given, "count": 4},
-            {**given, "x": torch.ones(3).half()},
+            arguments,
+            {**arguments, "x": torch.ones(7)},
+            {**arguments, "count": 4},
+            {**arguments, "x": torch.ones(3).half()},
         ):
             assert looked(kernel, values, {}) == ["x", "count"]
     assert looks == ["bitplan.compiler.batch_norm_fusion_kernel"] * 3 + ["elsewhere"] * 4
@@ -177,10 +177,10 @@ def test_torch_looks_once_into_a_kernel_of_ours(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("recompute", [(), "inputs", "products"])
 def test_native_models_are_compiled_with_it(monkeypatch: pytest.MonkeyPatch, recompute: Any) -> None:
     torch._dynamo.reset()
-    asked: list[Any] = []
+    requests: list[Any] = []
 
     def compile_fx(gm: fx.GraphModule, example_inputs: Any, config_patches: Any = None, **rest: Any) -> Any:
-        asked.append(config_patches)
+        requests.append(config_patches)
         return gm.forward
 
     monkeypatch.setattr("bitplan.compiler.torch_private.compile_fx", compile_fx)
@@ -190,21 +190,21 @@ def test_native_models_are_compiled_with_it(monkeypatch: pytest.MonkeyPatch, rec
     plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "op": "linear", **rule}]})
     with bitplan.attach(model, plan, example=x, execution=bitplan.Native(min_macs=0, recompute=recompute)) as run:
         run.compile()(x)
-    assert [settings[OPTION] for settings in asked] == [KernelInliningPass()]
+    assert [settings[OPTION] for settings in requests] == [KernelInliningPass()]
 
 
 def test_packed_models_are_compiled_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from bitplan.compiler.backends import compile_packed
 
-    asked: list[Any] = []
+    requests: list[Any] = []
 
     def compile_fx(gm: fx.GraphModule, example_inputs: Any, config_patches: Any = None, **rest: Any) -> Any:
-        asked.append(config_patches)
+        requests.append(config_patches)
 
     monkeypatch.setattr(torch_private, "compile_fx", compile_fx)  # first: it keeps what it finds in torch
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
     compile_packed(traced(*inputs()), inputs(), options={"max_autotune": False})
-    assert asked[0][OPTION] == KernelInliningPass()
+    assert requests[0][OPTION] == KernelInliningPass()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, whose kernels are traced")
@@ -220,11 +220,11 @@ def test_kernels_become_launches_that_write_nothing_but_their_results() -> None:
     module.graph.lint()
     assert names_of(module.graph) == []
     launches = module.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
-    found: dict[str, tuple[Any, set[str]]] = {}
+    result: dict[str, tuple[Any, set[str]]] = {}
     for node in launches:
         kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
-        found[kernel.fn.__name__] = (node.kwargs["grid"], set(node.kwargs["tensors_to_clone"]))
-    assert found == {
+        result[kernel.fn.__name__] = (node.kwargs["grid"], set(node.kwargs["tensors_to_clone"]))
+    assert result == {
         "_partial_amax": ([(512, 1, 1)], {"out"}),
         "_cast_tile": ([(6, 1, 1)], {"as_rows", "as_columns", "scale_out", "tile_amax"}),
         "_cast_and_sum": ([(3, 1, 1)], {"codes_out", "means", "squares"}),

@@ -51,10 +51,10 @@ class Calls:
 
 def step(model: nn.Module, called: Any, x: Tensor) -> list[Tensor]:
     model.zero_grad()
-    given = x.clone().requires_grad_()
-    y = called(given)
+    arguments = x.clone().requires_grad_()
+    y = called(arguments)
     (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
-    return [y.detach(), given.grad, *(p.grad.clone() for p in model.parameters())]  # type: ignore[list-item,union-attr]
+    return [y.detach(), arguments.grad, *(p.grad.clone() for p in model.parameters())]  # type: ignore[list-item,union-attr]
 
 
 def results(plan: Plan, execution: str, compiled: bool = False, shape: tuple[int, ...] = (6, 32)) -> list[Tensor]:
@@ -89,8 +89,8 @@ def test_native_differs_from_emulate_by_the_order_of_accumulation_only(
     plan, passes = PLANS[name]
     native = results(plan, "native", compiled, shape)
     assert len(calls.dtypes) >= passes  # tracing may look twice
-    wanted = {torch.float8_e4m3fn, torch.float8_e5m2} if name == "fp8" else {torch.int8}
-    assert {dtype for pair in calls.dtypes for dtype in pair} == wanted
+    expected = {torch.float8_e4m3fn, torch.float8_e5m2} if name == "fp8" else {torch.int8}
+    assert {dtype for pair in calls.dtypes for dtype in pair} == expected
     emulated = results(plan, "emulate", shape=shape)
     for ours, theirs in zip(native, emulated, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
@@ -101,13 +101,13 @@ def test_native_differs_from_emulate_by_the_order_of_accumulation_only(
 @pytest.mark.parametrize(("inputs", "outputs", "tokens"), [(32, 1, 196), (1, 32, 196), (32, 16, 1)])
 def test_one_input_one_output_and_one_token(inputs: int, outputs: int, tokens: int) -> None:
     """torch's integer product on a CPU is wrong where a single row is a transposed column."""
-    found = []
+    result = []
     for execution in ("emulate", bitplan.Native(min_macs=0)):
         torch.manual_seed(0)
         model, x = nn.Linear(inputs, outputs), torch.randn(tokens, inputs)
         with bitplan.attach(model, PLANS["int8 tensor"][0], example=x, execution=execution):
-            found.append(step(model, model, x))
-    for emulated, native in zip(*found, strict=True):
+            result.append(step(model, model, x))
+    for emulated, native in zip(*result, strict=True):
         torch.testing.assert_close(native, emulated, rtol=2e-5, atol=2e-5)
 
 
@@ -136,7 +136,7 @@ def test_the_products_are_those_of_the_rounded_operands_in_float64() -> None:
 
 @pytest.mark.parametrize("name", ["int8 tensor", "int8 vector", "forward only"])
 def test_under_autocast_results_have_its_type(name: str) -> None:
-    found = []
+    result = []
     for execution in (bitplan.Native(min_macs=0), "emulate"):
         torch.manual_seed(0)
         model, x = nn.Linear(32, 16), torch.randn(6, 32)
@@ -144,9 +144,9 @@ def test_under_autocast_results_have_its_type(name: str) -> None:
             bitplan.attach(model, PLANS[name][0], example=x, execution=execution),
             torch.autocast("cpu", torch.bfloat16),
         ):
-            found.append(step(model, model, x))
-    assert found[0][0].dtype == torch.bfloat16
-    for native, emulated in zip(*found, strict=True):
+            result.append(step(model, model, x))
+    assert result[0][0].dtype == torch.bfloat16
+    for native, emulated in zip(*result, strict=True):
         assert native.dtype == emulated.dtype
         # Emulation's operands are rounded once more, to bfloat16, before they are multiplied.
         assert (native - emulated).float().norm() <= 2e-2 * emulated.float().norm()
@@ -218,10 +218,10 @@ def test_a_fallback_says_which_pass_and_why(rule: dict[str, Any], one: str, reas
     model, x = nn.Sequential(nn.Linear(32, 16)), torch.randn(6, 32)
     plan = plan_of(**rule)
     with bitplan.attach(model, plan, example=x, execution=bitplan.Native(min_macs=0)) as run:
-        found = [fallback for fallback in run.fallbacks() if fallback.gemm_pass == one]
-        assert len(found) == 1
-        assert found[0].site == "0/linear.0"
-        assert reason in found[0].reason
+        result = [fallback for fallback in run.fallbacks() if fallback.gemm_pass == one]
+        assert len(result) == 1
+        assert result[0].site == "0/linear.0"
+        assert reason in result[0].reason
     with pytest.raises(PlanError, match="strict=True"):
         bitplan.attach(model, plan, example=x, execution=bitplan.Native(min_macs=0, strict=True))
     emulated, native = (results(plan, execution) for execution in ("emulate", "native"))
@@ -241,7 +241,7 @@ def test_sizes_that_do_not_suit_a_unit_are_emulated(monkeypatch: pytest.MonkeyPa
     with bitplan.attach(
         nn.Linear(32, 16), plan, example=torch.randn(6, 32), execution=bitplan.Native(min_macs=0)
     ) as run:
-        assert [str(each) for each in run.fallbacks()] == [
+        assert [str(fallback) for fallback in run.fallbacks()] == [
             "/linear.0, wgrad: the fp8 backend does not support the shape 16 x 6 x 32"
         ]
 
@@ -250,11 +250,11 @@ def test_convolutions_and_small_products_are_emulated_and_told_of_once() -> None
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5))
     x = torch.randn(2, 3, 8, 8)
     plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "x": INT8, "w": INT8, "dy": INT8}]})
-    with pytest.warns(BitplanWarning, match="2 products are emulated") as told:
+    with pytest.warns(BitplanWarning, match="2 products are emulated") as reported:
         run = bitplan.attach(model, plan, example=x, execution=bitplan.Native(min_macs=10**6))
     assert [fallback.site for fallback in run.fallbacks()] == ["0/conv2d.0", "2/linear.0"]
     assert "2 x 144 x 5 is too small" in str(run.fallbacks()[1])
-    assert len(told) == 1
+    assert len(reported) == 1
     run.detach()
 
 
@@ -294,9 +294,9 @@ def test_fast_sums_are_asked_for_in_the_passes_that_are_named(monkeypatch: pytes
     model, x, names = nn.Linear(32, 16), torch.randn(16, 32), []
     multiply = torch._scaled_mm
 
-    def noted(a: Tensor, b: Tensor, use_fast_accum: bool, **given: Any) -> Tensor:
+    def noted(a: Tensor, b: Tensor, use_fast_accum: bool, **arguments: Any) -> Tensor:
         names.append((a.dtype, b.dtype, use_fast_accum))
-        return multiply(a, b, use_fast_accum=use_fast_accum, **given)
+        return multiply(a, b, use_fast_accum=use_fast_accum, **arguments)
 
     monkeypatch.setattr(units, "scaled_mm", noted)
     kinds = torch.float8_e4m3fn, torch.float8_e5m2
@@ -322,8 +322,8 @@ def test_every_unit_has_a_crossover_of_its_own(monkeypatch: pytest.MonkeyPatch) 
     with bitplan.attach(model, PLANS["int8 tensor"][0], example=x, execution="native") as run:
         assert run.fallbacks() == []
     with bitplan.attach(model, PLANS["fp8"][0], example=x, execution="native") as run:
-        (found,) = run.fallbacks()
-    assert str(found) == "/linear.0, all passes: 16 x 32 x 16 is too small to gain by it"
+        (result,) = run.fallbacks()
+    assert str(result) == "/linear.0, all passes: 16 x 32 x 16 is too small to gain by it"
 
 
 def test_the_crossover_is_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,25 +336,25 @@ def test_the_crossover_is_measured_once_and_remembered(tmp_path: Path, monkeypat
     assert {(row["unit"], row["size"]) for row in linear} == {(u.name, s) for u in units.BACKENDS for s in (8, 16)}
     assert {(row["unit"], row["size"]) for row in unfolded} == {(u.name, s) for u in units.BACKENDS for s in (16, 32)}
     for table in ("measure_crossover", "measure_im2col_crossover"):
-        monkeypatch.setattr(crossover, table, lambda *given: pytest.fail("measured again"))
+        monkeypatch.setattr(crossover, table, lambda *arguments: pytest.fail("measured again"))
     assert crossover.load_crossover(torch.device("cpu"), torch.float32) == first
     assert crossover.load_crossover(torch.device("meta"), torch.float32).min_macs == crossover.NEVER
     assert len(json.loads((tmp_path / "crossover.json").read_text())) == 2
     (tmp_path / "crossover.json").write_text("damaged")
     won = [crossover.Crossing("int8", 8, 2.0, 1.0), crossover.Crossing("fp8", 8, 1.0, 2.0)]
     for table in ("measure_crossover", "measure_im2col_crossover"):
-        monkeypatch.setattr(crossover, table, lambda *given: won)
-    found = crossover.load_crossover(torch.device("cpu"), torch.float32)
-    assert found.min_macs_by_backend == (("int8", 512), ("fp8", crossover.NEVER))
-    assert found.min_channels_by_backend == (("int8", 8), ("fp8", crossover.NEVER))
+        monkeypatch.setattr(crossover, table, lambda *arguments: won)
+    result = crossover.load_crossover(torch.device("cpu"), torch.float32)
+    assert result.min_macs_by_backend == (("int8", 512), ("fp8", crossover.NEVER))
+    assert result.min_channels_by_backend == (("int8", 8), ("fp8", crossover.NEVER))
 
 
 def test_without_a_compiler_the_crossover_is_measured_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    requests = []
 
     def compiler(function: Any, **options: Any) -> Any:
         def failing(tensor: Tensor) -> Any:
-            asked.append(tensor.shape)
+            requests.append(tensor.shape)
             raise BackendCompilerFailed(function, RuntimeError("no compiler"), None)
 
         return failing
@@ -366,7 +366,7 @@ def test_without_a_compiler_the_crossover_is_measured_uncompiled(monkeypatch: py
         assert [row.size for row in crossover.measure_crossover(torch.device("cpu")) if row.unit == "int8"] == [8, 16]
     finally:
         crossover._encoder.cache_clear()
-    assert asked == [(8, 8)]  # once, and no more
+    assert requests == [(8, 8)]  # once, and no more
 
 
 def test_measuring_the_crossover_draws_no_numbers_of_others_and_stops_where_memory_does(
@@ -382,10 +382,10 @@ def test_measuring_the_crossover_draws_no_numbers_of_others_and_stops_where_memo
 
     monkeypatch.setattr(Int8Backend, "multiply", small)
     torch.manual_seed(3)
-    wanted = torch.rand(3)
+    expected = torch.rand(3)
     torch.manual_seed(3)
     table = crossover.measure_crossover(torch.device("cpu"))
-    assert torch.equal(torch.rand(3), wanted)
+    assert torch.equal(torch.rand(3), expected)
     sizes = [(row.unit, row.size) for row in table]
     assert sizes == [("fp8", 8), ("fp8", 16), ("fp8", 32), ("int8", 8), ("int8", 16)]
 

@@ -46,7 +46,7 @@ class Trained:
             if recompute is not None:
                 run._rounder.recast_in_backward = recast_operands(run.execution)
                 cut = run.partitioner() or min_cut_rematerialization_partition
-                compilers = {name: lambda gm, given: self._noted(gm) for name in ("fw_compiler", "bw_compiler")}
+                compilers = {name: lambda gm, arguments: self._noted(gm) for name in ("fw_compiler", "bw_compiler")}
                 backend = aot_autograd(
                     **compilers,
                     partition_fn=cut,
@@ -88,7 +88,7 @@ def test_rounded_activations_are_kept_as_codes(activation: Any) -> None:
     emulated = Trained(plan_of(activation), "emulate")
     assert not emulated.is_like(Trained(plan_of(), "emulate"))
     for recompute in ((), "inputs"):
-        plain, packed = (Trained(plan_of(each), "native", recompute) for each in (None, activation))
+        plain, packed = (Trained(plan_of(item), "native", recompute) for item in (None, activation))
         assert packed.is_like(emulated)
         # The two halves of the gate, a byte an element instead of four.
         assert plain.bytes - packed.bytes == pytest.approx(3 * 2 * TOKENS * HIDDEN, abs=200)

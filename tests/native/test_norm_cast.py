@@ -40,22 +40,22 @@ def given(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_numbers_are_those_of_torch(dtype: torch.dtype) -> None:
     x, mean, weight = given(dtype)
-    wanted = F.rms_norm(x, (48,), weight, EPS).bfloat16()
-    assert torch.equal(rms_norm_reference(x, mean, weight, EPS), wanted)
-    assert torch.equal(rms_norm_reference(x, torch.rsqrt(mean + EPS), weight, None), wanted)
+    expected = F.rms_norm(x, (48,), weight, EPS).bfloat16()
+    assert torch.equal(rms_norm_reference(x, mean, weight, EPS), expected)
+    assert torch.equal(rms_norm_reference(x, torch.rsqrt(mean + EPS), weight, None), expected)
 
 
 @pytest.mark.parametrize("history_amax", [0.0, 2.0])
 @pytest.mark.parametrize("eps", [EPS, None])
 def test_the_operations_cast_these_numbers(history_amax: float, eps: float | None) -> None:
     x, mean, weight = given()
-    known, read = torch.tensor(history_amax), (x, mean if eps else torch.rsqrt(mean + EPS), weight, eps)
-    wanted = cast_float8(
-        F.rms_norm(x, (48,), weight, EPS), E4M3, power_of_two=True, history_amax=known, returns_amax=True
+    history, read = torch.tensor(history_amax), (x, mean if eps else torch.rsqrt(mean + EPS), weight, eps)
+    expected = cast_float8(
+        F.rms_norm(x, (48,), weight, EPS), E4M3, power_of_two=True, history_amax=history, returns_amax=True
     )
-    parts = OURS.norm_amax(*read, known)
-    found = OURS.norm_cast(*read, E4M3, parts, known, True, True, True, x)
-    for ours, other in zip(found, wanted, strict=True):
+    parts = OURS.norm_amax(*read, history)
+    actual = OURS.norm_cast(*read, E4M3, parts, history, True, True, True, x)
+    for ours, other in zip(actual, expected, strict=True):
         assert torch.equal(ours.float(), other.float())
 
 
@@ -82,12 +82,12 @@ F8: dict[str, Any] = {"format": "e4m3", "scale": "tensor", "power_of_two": True,
 def gradients(rewritten: Any, recompute: Any, layers: int) -> list[Tensor]:
     torch.manual_seed(0)
     model = LlamaBlocks(64, layers, 128, heads=2).bfloat16()
-    for norm in (each for each in model.modules() if isinstance(each, nn.RMSNorm)):
+    for norm in (module for module in model.modules() if isinstance(module, nn.RMSNorm)):
         nn.init.normal_(norm.weight)
     x = torch.randn(2, 32, 64).bfloat16().requires_grad_()
     rule = {"match": "*", "op": "linear", **dict.fromkeys(("x", "w", "dy"), F8)}
-    found: list[Tensor] = rewritten.gradients(model, x, Plan.from_dict({"version": 1, "rules": [rule]}), recompute)
-    return found
+    result: list[Tensor] = rewritten.gradients(model, x, Plan.from_dict({"version": 1, "rules": [rule]}), recompute)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -99,20 +99,20 @@ def test_graphs_cast_norms_with_the_same_bits(
     recast_in_backward = recompute != ()
     partitioner = RecomputePartitioner(RecomputePolicy()) if recast_in_backward else min_cut_rematerialization_partition
     monkeypatch.setattr(norm_fusing, "FUSES_SUMS", sums)
-    known = 2 * layers - 1  # of the first sum its terms are kept: the model's input, and a product
+    fused_count = 2 * layers - 1  # of the first sum its terms are kept: the model's input, and a product
     results = []
     for fuses in (True, False):
         monkeypatch.setattr(norm_fusing, "FUSES", fuses)
         rewritten = rewriting(partitioner, fuse_gates, fuse_norms)
         results.append(gradients(rewritten, recompute, layers))
         forward, backward = rewritten.seen
-        joined = (known if sums else 1) if fuses else 0
+        joined = (fused_count if sums else 1) if fuses else 0
         assert (forward.get("norm_amax", 0), forward.get("norm_cast", 0)) == (joined, joined)
         assert "norm_amax" not in backward
-        assert backward.get("norm_cast", 0) == (known if fuses and recast_in_backward else 0)
+        assert backward.get("norm_cast", 0) == (fused_count if fuses and recast_in_backward else 0)
         assert backward["gated_grads_cast"] == layers
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
 
 
 def traced(function: Any, *given: Tensor) -> fx.GraphModule:
@@ -154,7 +154,7 @@ def test_rows_are_read_as_the_graph_has_them(function: Any, dims: int) -> None:
     read = {normed: (x, weight), of_mean: (x, mean, weight), turned: (x.float(), mean, weight.float())}
     inputs = read.get(function, (x, torch.rsqrt(mean + EPS), weight))
     module = traced(function, *inputs)
-    wanted = module(*inputs)
+    expected = module(*inputs)
     assert fuse_norms(module.graph) == 0  # no GPU
     assert fuse_norms(module.graph, "cpu") == 1
     module.graph.lint()
@@ -162,7 +162,7 @@ def test_rows_are_read_as_the_graph_has_them(function: Any, dims: int) -> None:
     assert names_of(module.graph) == ["norm_amax", "norm_cast"]
     (joined,) = module.graph.find_nodes(op="call_function", target=OURS.norm_cast.default)
     assert joined.args[3] == {of_mean: EPS, turned: EPS, of_sum: 0.0}.get(function)
-    assert torch.equal(module(*inputs).float(), wanted.float())
+    assert torch.equal(module(*inputs).float(), expected.float())
 
 
 def test_only_what_fits_exactly_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ def test_only_what_fits_exactly_is_joined(monkeypatch: pytest.MonkeyPatch) -> No
     assert fuse_norms(traced(normed, x.t().contiguous().t(), weight).graph, "cpu") == 0
     assert fuse_norms(traced(normed, x.half(), weight.half()).graph, "cpu") == 0
     assert fuse_norms(traced(of_mean, x, mean[:, None].bfloat16(), weight).graph, "cpu") == 0
-    graphs = [traced(each, x, weight).graph for each in (normed, normed, of_sums)]
+    graphs = [traced(item, x, weight).graph for item in (normed, normed, of_sums)]
     norm_fusing._pattern.cache_clear()
     with torch.inference_mode():
         assert fuse_norms(graphs[0], "cpu") == 1
@@ -243,11 +243,11 @@ def test_kernels_become_launches_that_write_nothing_but_their_results() -> None:
         module = make_fx(step)(x, torch.empty(300), weight, torch.empty(()))
     assert inline_kernels(module.graph, "cpu") == 2
     module.graph.lint()
-    found: dict[str, tuple[Any, set[str]]] = {}
+    result: dict[str, tuple[Any, set[str]]] = {}
     for node in module.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional):
         kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
-        found[kernel.fn.__name__] = (node.kwargs["grid"], set(node.kwargs["tensors_to_clone"]))
-    assert found == {
+        result[kernel.fn.__name__] = (node.kwargs["grid"], set(node.kwargs["tensors_to_clone"]))
+    assert result == {
         "_norm_amax": ([(512, 1, 1)], {"out"}),
         "_cast_norm_tile": ([(tile_count(300, 130), 1, 1)], {"as_rows", "scale_out", "tile_amax"}),
     }

@@ -38,8 +38,8 @@ class Step:
             assert run.fallbacks() == []
             run._rounder.recast_in_backward = recast_operands(run.execution)
             backend = aot_autograd(
-                fw_compiler=lambda gm, given: self._noted(gm),
-                bw_compiler=lambda gm, given: self._noted(gm),
+                fw_compiler=lambda gm, arguments: self._noted(gm),
+                bw_compiler=lambda gm, arguments: self._noted(gm),
                 partition_fn=run.partitioner() or min_cut_rematerialization_partition,
                 decompositions=select_decomp_table(),
                 keep_inference_input_mutations=True,
@@ -52,8 +52,8 @@ class Step:
     def _noted(self, gm: torch.fx.GraphModule) -> Any:
         if not self.operations:
             (output,) = (node for node in gm.graph.nodes if node.op == "output")
-            kept = [each for each in output.args[0][1:] if isinstance(each, torch.fx.Node) and each.op != "placeholder"]
-            values = [each.meta["val"] for each in kept if isinstance(each.meta["val"], Tensor)]
+            kept = [arg for arg in output.args[0][1:] if isinstance(arg, torch.fx.Node) and arg.op != "placeholder"]
+            values = [item.meta["val"] for item in kept if isinstance(item.meta["val"], Tensor)]
             self.bytes = sum(value.numel() * value.element_size() for value in values)
         self.operations.append(Counter(node.target for node in gm.graph.nodes))
         return make_boxed_func(gm.forward)
@@ -75,10 +75,10 @@ def test_an_input_behind_a_batch_norm_is_computed_again(batch: int) -> None:
     """Large batches: torch would not run the reduction again. Small ones: its results are not small."""
     plain, spared = (Step(*perceptron(batch), recompute) for recompute in ((), "inputs"))
     assert spared.is_like(plain)
-    casts = [each[torch.ops.bitplan.float8_cast.default] for each in spared.operations]
+    casts = [operation[torch.ops.bitplan.float8_cast.default] for operation in spared.operations]
     assert casts == [4, 2 + 2 + 2]  # two inputs and two weights; again, with the gradients
     if batch == 64:
-        assert [each[VAR_MEAN] for each in spared.operations] == [1, 0]
+        assert [operation[VAR_MEAN] for operation in spared.operations] == [1, 0]
         assert spared.bytes < plain.bytes
 
 
@@ -91,7 +91,7 @@ def test_a_bottleneck_gives_the_same_whatever_it_spares() -> None:
         steps[recompute] = Step(model, x, recompute)
     for step in steps.values():
         assert step.is_like(steps[()])
-        assert [each[VAR_MEAN] for each in step.operations] == [3, 0]
+        assert [operation[VAR_MEAN] for operation in step.operations] == [3, 0]
     assert steps["inputs"].bytes < steps["weights"].bytes < steps[()].bytes
 
 

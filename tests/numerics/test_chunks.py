@@ -40,15 +40,15 @@ def test_a_gpu_takes_parts_where_memory_is_to_be_spared_and_large_ones() -> None
 
 
 def test_another_thread_spares_nothing() -> None:
-    found: list[int] = []
+    result: list[int] = []
     with FakeTensorMode():
         large = torch.empty(1 << 24, device="cuda")
 
     def look() -> None:
-        found.append(chunk_size_of(large))
+        result.append(chunk_size_of(large))
 
     with chunked_on_gpu():
         thread = threading.Thread(target=look)
         thread.start()
         thread.join()
-    assert found == [1 << 24]
+    assert result == [1 << 24]

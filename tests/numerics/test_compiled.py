@@ -96,7 +96,7 @@ def test_ties_away_from_zero_and_their_neighbours(name: str, overflow: Overflow)
         [(grid[1:] + grid[:-1]) / 2, torch.tensor([target.overflow_threshold, math.inf, math.nan])]
     ).float()
     beside = [torch.nextafter(ties, torch.tensor(end)) for end in (0.0, math.inf)]
-    x = torch.cat([sign * each for sign in (1, -1) for each in (ties, *beside, grid.float())])
+    x = torch.cat([sign * item for sign in (1, -1) for item in (ties, *beside, grid.float())])
     expected = [round_value(value, target, "nearest-away", overflow) for value in x.tolist()]
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: bitplan.quantize(x, name, "nearest-away", overflow=overflow), fullgraph=True)(x)
@@ -182,11 +182,11 @@ def test_packing_and_unpacking() -> None:
     ]
 
     def packed(x: Tensor) -> list[Tensor]:
-        found = []
+        result = []
         for name, rounding, more in cases:
             p = bitplan.pack(x, name, rounding, seed=5, **more)
-            found += [p.payload, *p.scales, p.unpack()]
-        return found
+            result += [p.payload, *p.scales, p.unpack()]
+        return result
 
     torch._dynamo.reset()
     x = spread(6, 50)

@@ -18,23 +18,23 @@ ml_dtypes = pytest.importorskip("ml_dtypes", reason="needs ml_dtypes, which the 
 
 
 def float_named(name: str) -> FloatFormat:
-    each = get_format(name)
-    assert isinstance(each, FloatFormat)
-    return each
+    number_format = get_format(name)
+    assert isinstance(number_format, FloatFormat)
+    return number_format
 
 
 def every_small_float() -> list[FloatFormat]:
     """All floats of at most 8 bits, with subnormals: every split of the bits, every kind of special codes."""
-    found = []
+    result = []
     for exponent_bits in range(1, 8):
         for mantissa_bits in range(8 - exponent_bits):
             for specials in ("ieee", "fn", "none"):
                 for bias in (0, 4, -3):
                     try:
-                        found.append(FloatFormat(exponent_bits, mantissa_bits, bias, specials))
+                        result.append(FloatFormat(exponent_bits, mantissa_bits, bias, specials))
                     except FormatError:
                         assert (exponent_bits, mantissa_bits) == (1, 0)
-    return found
+    return result
 
 
 def same(ours: float, theirs: float) -> bool:
@@ -90,8 +90,13 @@ TORCH_DTYPES = {
 def test_range_of_floats_is_the_published_one(
     name: str, bits: int, largest: float, min_normal: float, min_subnormal: float
 ) -> None:
-    each = float_named(name)
-    assert (each.bits, each.max, each.min_normal, each.min_subnormal) == (bits, largest, min_normal, min_subnormal)
+    number_format = float_named(name)
+    assert (number_format.bits, number_format.max, number_format.min_normal, number_format.min_subnormal) == (
+        bits,
+        largest,
+        min_normal,
+        min_subnormal,
+    )
 
 
 def test_the_high_format_of_lee_et_al_tops_at_8_58e9() -> None:
@@ -100,77 +105,93 @@ def test_the_high_format_of_lee_et_al_tops_at_8_58e9() -> None:
 
 @pytest.mark.parametrize("name", TORCH_DTYPES)
 def test_range_agrees_with_torch(name: str) -> None:
-    each, info = float_named(name), torch.finfo(TORCH_DTYPES[name])
-    ours = (each.bits, each.max, each.min_normal, each.min_subnormal, each.epsilon)
+    number_format, info = float_named(name), torch.finfo(TORCH_DTYPES[name])
+    ours = (
+        number_format.bits,
+        number_format.max,
+        number_format.min_normal,
+        number_format.min_subnormal,
+        number_format.epsilon,
+    )
     assert ours == (info.bits, info.max, info.smallest_normal, info.smallest_normal * info.eps, info.eps)
 
 
 @pytest.mark.parametrize("name", ML_DTYPES)
 def test_range_agrees_with_ml_dtypes(name: str) -> None:
-    each, info = float_named(name), ml_dtypes.finfo(ML_DTYPES[name])
-    ours = (each.bits, each.max, each.min_normal, each.min_subnormal, each.epsilon)
+    number_format, info = float_named(name), ml_dtypes.finfo(ML_DTYPES[name])
+    ours = (
+        number_format.bits,
+        number_format.max,
+        number_format.min_normal,
+        number_format.min_subnormal,
+        number_format.epsilon,
+    )
     theirs = (info.bits, *map(float, (info.max, info.smallest_normal, info.smallest_subnormal, info.eps)))
     assert ours == theirs
-    assert (each.exponent_bits, each.mantissa_bits) == (info.nexp, info.nmant)
+    assert (number_format.exponent_bits, number_format.mantissa_bits) == (info.nexp, info.nmant)
 
 
 @pytest.mark.parametrize("name", ML_DTYPES)
 def test_every_code_decodes_as_in_ml_dtypes(name: str) -> None:
-    each, dtype = float_named(name), np.dtype(ML_DTYPES[name])
-    codes = np.arange(1 << each.bits, dtype=np.uint16 if each.bits > 8 else np.uint8)
+    number_format, dtype = float_named(name), np.dtype(ML_DTYPES[name])
+    codes = np.arange(1 << number_format.bits, dtype=np.uint16 if number_format.bits > 8 else np.uint8)
     with np.errstate(invalid="ignore"):  # signalling NaNs among the codes
         theirs = codes.view(dtype).astype(np.float64)
-    wrong = [code for code in range(1 << each.bits) if not same(each.decode(code), float(theirs[code]))]
+    wrong = [
+        code for code in range(1 << number_format.bits) if not same(number_format.decode(code), float(theirs[code]))
+    ]
     assert wrong == []
 
 
-def in_gfloat(each: FloatFormat) -> Any:
-    top_mantissa = (1 << each.mantissa_bits) - 1
+def in_gfloat(number_format: FloatFormat) -> Any:
+    top_mantissa = (1 << number_format.mantissa_bits) - 1
     return gfloat.FormatInfo(
-        each.name,
-        k=each.bits,
-        precision=each.mantissa_bits + 1,
-        bias=(1 << (each.exponent_bits - 1)) - 1 + each.bias,
+        number_format.name,
+        k=number_format.bits,
+        precision=number_format.mantissa_bits + 1,
+        bias=(1 << (number_format.exponent_bits - 1)) - 1 + number_format.bias,
         is_signed=True,
-        domain=gfloat.Domain.Extended if each.specials == "ieee" else gfloat.Domain.Finite,
+        domain=gfloat.Domain.Extended if number_format.specials == "ieee" else gfloat.Domain.Finite,
         has_nz=True,
-        num_high_nans={"ieee": top_mantissa, "fn": 1, "none": 0}[each.specials],
+        num_high_nans={"ieee": top_mantissa, "fn": 1, "none": 0}[number_format.specials],
         has_subnormals=True,
         is_twos_complement=False,
     )
 
 
-@pytest.mark.parametrize("each", every_small_float(), ids=str)
-def test_every_code_decodes_as_in_gfloat(each: FloatFormat) -> None:
-    theirs = in_gfloat(each)
-    codes = range(1 << each.bits)
-    wrong = [code for code in codes if not same(each.decode(code), float(gfloat.decode_float(theirs, code).fval))]
+@pytest.mark.parametrize("number_format", every_small_float(), ids=str)
+def test_every_code_decodes_as_in_gfloat(number_format: FloatFormat) -> None:
+    theirs = in_gfloat(number_format)
+    codes = range(1 << number_format.bits)
+    wrong = [
+        code for code in codes if not same(number_format.decode(code), float(gfloat.decode_float(theirs, code).fval))
+    ]
     assert wrong == []
 
 
-@pytest.mark.parametrize("each", every_small_float(), ids=str)
-def test_properties_follow_from_the_codes(each: FloatFormat) -> None:
-    decoded = [each.decode(code) for code in range(1 << each.bits)]
+@pytest.mark.parametrize("number_format", every_small_float(), ids=str)
+def test_properties_follow_from_the_codes(number_format: FloatFormat) -> None:
+    decoded = [number_format.decode(code) for code in range(1 << number_format.bits)]
     finite = sorted({value for value in decoded if math.isfinite(value)})
-    assert each.values() == tuple(finite)
-    assert each.max == finite[-1]
-    assert each.min_subnormal == min(value for value in finite if value > 0)
-    assert each.has_nan_code == any(map(math.isnan, decoded))
-    if each.exponent_bits > 1 and each.max >= 2 * each.min_normal:
-        above = min(value for value in finite if value > each.min_normal)
-        assert above - each.min_normal == each.epsilon * each.min_normal
+    assert number_format.values() == tuple(finite)
+    assert number_format.max == finite[-1]
+    assert number_format.min_subnormal == min(value for value in finite if value > 0)
+    assert number_format.has_nan_code == any(map(math.isnan, decoded))
+    if number_format.exponent_bits > 1 and number_format.max >= 2 * number_format.min_normal:
+        above = min(value for value in finite if value > number_format.min_normal)
+        assert above - number_format.min_normal == number_format.epsilon * number_format.min_normal
 
 
-@pytest.mark.parametrize("each", every_small_float(), ids=str)
-def test_without_subnormals_small_codes_mean_zero_and_the_others_stay(each: FloatFormat) -> None:
+@pytest.mark.parametrize("number_format", every_small_float(), ids=str)
+def test_without_subnormals_small_codes_mean_zero_and_the_others_stay(number_format: FloatFormat) -> None:
     try:
-        flushed = dataclasses.replace(each, subnormals=False)
+        flushed = dataclasses.replace(number_format, subnormals=False)
     except FormatError:
-        assert each.max < each.min_normal  # nothing but subnormals was there
+        assert number_format.max < number_format.min_normal  # nothing but subnormals was there
         return
-    for code in range(1 << each.bits):
-        value = each.decode(code)
-        expected = math.copysign(0.0, value) if abs(value) < each.min_normal else value
+    for code in range(1 << number_format.bits):
+        value = number_format.decode(code)
+        expected = math.copysign(0.0, value) if abs(value) < number_format.min_normal else value
         assert same(flushed.decode(code), expected)
     assert flushed.min_subnormal == flushed.min_normal
 
@@ -182,22 +203,26 @@ def test_an_additional_bias_divides_every_value() -> None:
 
 @pytest.mark.parametrize("name", NAMED)
 def test_max_exponent_is_the_exponent_of_the_largest_value(name: str) -> None:
-    each = get_format(name)
-    if isinstance(each, FloatFormat):
-        assert 2.0**each.max_exponent <= each.max < 2.0 ** (each.max_exponent + 1)
+    number_format = get_format(name)
+    if isinstance(number_format, FloatFormat):
+        assert 2.0**number_format.max_exponent <= number_format.max < 2.0 ** (number_format.max_exponent + 1)
 
 
 @pytest.mark.parametrize("bits", range(2, 17))
 def test_symmetric_integers_reach_as_far_down_as_up(bits: int) -> None:
-    each = IntFormat(bits)
-    assert (each.min, each.max, each.bits) == (-(2.0 ** (bits - 1) - 1), 2.0 ** (bits - 1) - 1, bits)
-    assert each.epsilon == each.min_normal == each.min_subnormal == 1.0
+    number_format = IntFormat(bits)
+    assert (number_format.min, number_format.max, number_format.bits) == (
+        -(2.0 ** (bits - 1) - 1),
+        2.0 ** (bits - 1) - 1,
+        bits,
+    )
+    assert number_format.epsilon == number_format.min_normal == number_format.min_subnormal == 1.0
 
 
 @pytest.mark.parametrize("bits", range(1, 17))
 def test_affine_integers_have_one_step_fewer_than_codes(bits: int) -> None:
-    each = IntFormat(bits, affine=True)
-    assert (each.min, each.max) == (0.0, 2.0**bits - 1)
+    number_format = IntFormat(bits, affine=True)
+    assert (number_format.min, number_format.max) == (0.0, 2.0**bits - 1)
 
 
 @pytest.mark.parametrize(
@@ -276,10 +301,10 @@ def test_the_largest_block_value_is_the_largest_element_under_the_largest_scale(
 
 
 def test_formats_are_frozen_and_hashable() -> None:
-    each = float_named("e4m3")
+    number_format = float_named("e4m3")
     with pytest.raises(dataclasses.FrozenInstanceError):
-        each.mantissa_bits = 2  # type: ignore[misc]
-    assert len({each, FloatFormat(4, 3, specials="fn"), get_format("e5m2")}) == 2
+        number_format.mantissa_bits = 2  # type: ignore[misc]
+    assert len({number_format, FloatFormat(4, 3, specials="fn"), get_format("e5m2")}) == 2
 
 
 def test_unknown_special_codes_are_refused() -> None:

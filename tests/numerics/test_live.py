@@ -54,11 +54,11 @@ def assert_one_graph_serves(names: tuple[str, ...], live: LiveFormat, x: Tensor,
     for name in (*names, names[0]):
         live.set_(name)
         ours = compiled(x)
-        for rounding, one, constant in zip(ROUNDINGS, ours, in_every_rounding(x, name, **scale), strict=True):
-            assert differing(one, constant) == 0, (name, rounding)
+        for rounding, first, constant in zip(ROUNDINGS, ours, in_every_rounding(x, name, **scale), strict=True):
+            assert differing(first, constant) == 0, (name, rounding)
         seen.append(ours[0].nan_to_num())
     assert counter.frame_count == 1
-    assert all(not torch.equal(one, other) for one, other in itertools.pairwise(seen))
+    assert all(not torch.equal(first, second) for first, second in itertools.pairwise(seen))
     assert torch.equal(seen[0], seen[-1])
 
 

@@ -25,8 +25,8 @@ INT_FORMATS = [IntFormat(bits, affine) for affine in (False, True) for bits in r
 
 
 @given(float_formats())
-def test_every_float_is_printed_as_a_name_that_parses_back_to_it(each: FloatFormat) -> None:
-    assert get_format(each.name) == each
+def test_every_float_is_printed_as_a_name_that_parses_back_to_it(number_format: FloatFormat) -> None:
+    assert get_format(number_format.name) == number_format
 
 
 @given(float_formats(), float_formats())
@@ -34,9 +34,9 @@ def test_two_floats_share_a_name_only_if_they_are_equal(one: FloatFormat, other:
     assert (one.name == other.name) == (one == other)
 
 
-@pytest.mark.parametrize("each", INT_FORMATS, ids=str)
-def test_every_integer_round_trips(each: IntFormat) -> None:
-    assert get_format(each.name) == each
+@pytest.mark.parametrize("number_format", INT_FORMATS, ids=str)
+def test_every_integer_round_trips(number_format: IntFormat) -> None:
+    assert get_format(number_format.name) == number_format
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -105,8 +105,8 @@ def test_block_formats_are_those_of_the_specifications(name: str, element: str, 
 
 
 def test_a_format_is_returned_as_it_is() -> None:
-    each = FloatFormat(4, 3, bias=7, specials="none")
-    assert get_format(each) is each
+    number_format = FloatFormat(4, 3, bias=7, specials="none")
+    assert get_format(number_format) is number_format
 
 
 @pytest.mark.parametrize(

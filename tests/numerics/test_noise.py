@@ -30,13 +30,13 @@ def stream(seed: int = 0, step: int = 0, site: int = 0, count: int = 1 << 14) ->
 def neighbours(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """The values of the format on either side of `x` in magnitude; equal where `x` is one itself."""
     down = bitplan.quantize(x, name, "toward-zero", overflow="saturate" if name != "int8" else None)
-    each = bitplan.get_format(name)
-    if not isinstance(each, FloatFormat):
+    number_format = bitplan.get_format(name)
+    if not isinstance(number_format, FloatFormat):
         return down, torch.where(down == x, down, down + torch.sign(x))
-    exponent = (torch.frexp(x.double()).exponent - 1).clamp(min=each.min_exponent)
-    step = torch.ldexp(torch.ones_like(x, dtype=torch.float64), exponent - each.mantissa_bits)
-    if not each.subnormals:
-        step = torch.where(x.abs() < each.min_normal, each.min_normal, step)
+    exponent = (torch.frexp(x.double()).exponent - 1).clamp(min=number_format.min_exponent)
+    step = torch.ldexp(torch.ones_like(x, dtype=torch.float64), exponent - number_format.mantissa_bits)
+    if not number_format.subnormals:
+        step = torch.where(x.abs() < number_format.min_normal, number_format.min_normal, step)
     return down, torch.where(down == x, down, (down.double() + step.copysign(x)).float())
 
 
@@ -134,9 +134,9 @@ def test_an_elements_bits_depend_on_its_index_alone() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_only_ever_one_of_the_two_neighbours_and_both_of_them(name: str) -> None:
-    each = bitplan.get_format(name)
+    number_format = bitplan.get_format(name)
     x = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * (30 if name == "int8" else 3)
-    x = x.clamp(-each.max, each.max)
+    x = x.clamp(-number_format.max, number_format.max)
     down, up = neighbours(x, name)
     rounded = torch.stack([bitplan.quantize(x, name, "stochastic", seed=seed) for seed in range(20)])
     assert bool(((rounded == down) | (rounded == up)).all())
@@ -150,8 +150,8 @@ def test_only_ever_one_of_the_two_neighbours_and_both_of_them(name: str) -> None
 @pytest.mark.parametrize("name", NAMES)
 def test_stochastic_rounding_is_unbiased_on_both_sides(name: str) -> None:
     """The mean of many draws is the number itself, for positions between two neighbours and for both signs."""
-    each = bitplan.get_format(name)
-    draws, base = 1 << 16, 1.0 if each.min_normal <= 1 else 4.0
+    number_format = bitplan.get_format(name)
+    draws, base = 1 << 16, 1.0 if number_format.min_normal <= 1 else 4.0
     _, above = neighbours(torch.nextafter(torch.tensor([base]), torch.tensor([9.0])), name)
     step = float(above) - base
     for position in (1 / 64, 0.25, 0.5, 0.9, 1 - 1 / 64):
@@ -179,9 +179,11 @@ def test_far_below_the_smallest_value_some_still_round_up(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_exact_values_stay_put_whatever_is_drawn(name: str) -> None:
-    each = bitplan.get_format(name)
+    number_format = bitplan.get_format(name)
     x = torch.randn(2000, generator=torch.Generator().manual_seed(1)) * 2
-    exact = torch.cat([bitplan.quantize(x, name), torch.tensor([0.0, min(each.max, 3e38), -each.min_subnormal])])
+    exact = torch.cat(
+        [bitplan.quantize(x, name), torch.tensor([0.0, min(number_format.max, 3e38), -number_format.min_subnormal])]
+    )
     exact = bitplan.quantize(exact, name)
     for seed in range(5):
         assert torch.equal(bitplan.quantize(exact, name, "stochastic", seed=seed), exact)

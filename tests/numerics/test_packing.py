@@ -168,11 +168,11 @@ def test_layouts_survive(name: str, scale: dict[str, Any], index: int) -> None:
 @pytest.mark.parametrize("name", [*FLOATS, *INTS])
 def test_special_values_survive(name: str) -> None:
     """NaN, infinities, both zeros, the largest and the smallest; as they come without a scale, as NaN with one."""
-    each = bitplan.get_format(name)
-    largest, smallest = min(each.max, 3e38), each.min_subnormal
+    number_format = bitplan.get_format(name)
+    largest, smallest = min(number_format.max, 3e38), number_format.min_subnormal
     x = torch.tensor([math.inf, -math.inf, 0.0, -0.0, largest, -largest, smallest, -smallest, smallest / 3])
     with_nan = torch.cat([x, torch.tensor([math.nan])])
-    if each.has_nan_code:
+    if number_format.has_nan_code:
         assert_same(bitplan.pack(with_nan, name).unpack(), bitplan.quantize(with_nan, name))
     assert_same(bitplan.pack(x, name).unpack(), bitplan.quantize(x, name))
     scaled = bitplan.pack(with_nan, name, scale="tensor").unpack()

@@ -75,7 +75,7 @@ def test_what_shares_a_scale_keeps_its_order(
 
 
 @settings(deadline=None)
-@given(rows, st.sampled_from([each for each in [*EXACT, *SCALED, ("nvfp4", {})] if each[0] != "uint4"]))
+@given(rows, st.sampled_from([item for item in [*EXACT, *SCALED, ("nvfp4", {})] if item[0] != "uint4"]))
 def test_whatever_is_symmetric_is_odd(values: list[float], kind: tuple[str, dict[str, Any]]) -> None:
     name, scale = kind
     x = torch.tensor(values)
@@ -87,9 +87,9 @@ def test_whatever_is_symmetric_is_odd(values: list[float], kind: tuple[str, dict
 @settings(deadline=None)
 @given(any_row, st.integers(2, 16))
 def test_integers_stay_within_half_a_step(values: list[float], bits: int) -> None:
-    each = IntFormat(bits)
-    x = torch.tensor(values).clamp(each.min, each.max)
-    error = (bitplan.quantize(x, each).double() - x.double()).abs()
+    number_format = IntFormat(bits)
+    x = torch.tensor(values).clamp(number_format.min, number_format.max)
+    error = (bitplan.quantize(x, number_format).double() - x.double()).abs()
     assert float(error.max()) <= 0.5
 
 
@@ -172,14 +172,14 @@ def test_stochastic_blocks_take_one_of_the_two_neighbours_without_bias(name: str
 
 def test_elements_are_of_the_kinds_the_standard_names() -> None:
     """The hand-written rule above must not follow a wrong table."""
-    found = {}
+    result = {}
     for name in (*MX, "nvfp4"):
         target = bitplan.get_format(name)
         assert isinstance(target, BlockFormat)
         element = target.element
         largest = element.max if isinstance(element, FloatFormat) else element.max * target.unit
-        found[name] = (element.bits, largest, target.size)
-    assert found == {
+        result[name] = (element.bits, largest, target.size)
+    assert result == {
         "mxfp8": (8, 448.0, 32),
         "mxfp8e5m2": (8, 57344.0, 32),
         "mxfp6": (6, 7.5, 32),

@@ -238,31 +238,40 @@ README_DEFAULTS = {name: "special" if name in ("fp32", "tf32", "bf16", "fp16") e
 @pytest.mark.parametrize("name", [*FLOATS, "e4m3b4", "e8m0", "e4m3ns"])
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_nan_infinity_and_the_sign_of_zero(name: str, rounding: Rounding) -> None:
-    each = bitplan.get_format(name)
-    assert isinstance(each, FloatFormat)
-    assert each.default_overflow == README_DEFAULTS.get(name, each.default_overflow)
-    x = torch.tensor([math.nan, 0.0, -0.0, math.inf, -math.inf, -each.max])
+    number_format = bitplan.get_format(name)
+    assert isinstance(number_format, FloatFormat)
+    assert number_format.default_overflow == README_DEFAULTS.get(name, number_format.default_overflow)
+    x = torch.tensor([math.nan, 0.0, -0.0, math.inf, -math.inf, -number_format.max])
     if rounding != "stochastic":  # which would carry some of these up to the smallest value
-        x = torch.cat([x, torch.tensor([-each.min_subnormal / 4])])
+        x = torch.cat([x, torch.tensor([-number_format.min_subnormal / 4])])
     for overflow in (None, "saturate", "special"):
         ours = bitplan.quantize(x, name, rounding, seed=1, overflow=overflow)
-        top = each.max if (overflow or each.default_overflow) == "saturate" else each.overflow_value
-        expected = torch.tensor([math.nan, 0.0, -0.0, top, -top, -each.max, -0.0][: len(x)])
+        top = (
+            number_format.max
+            if (overflow or number_format.default_overflow) == "saturate"
+            else number_format.overflow_value
+        )
+        expected = torch.tensor([math.nan, 0.0, -0.0, top, -top, -number_format.max, -0.0][: len(x)])
         assert differing(ours, expected) == 0, overflow
 
 
 @pytest.mark.parametrize("name", ["e5m2", "e4m3", "fp16", "e2m1", "e4m3b4"])
 def test_a_finite_number_beyond_the_largest_overflows_as_chosen(name: str) -> None:
-    each = bitplan.get_format(name)
-    assert isinstance(each, FloatFormat)
-    step = 2.0 ** (each.max_exponent - each.mantissa_bits)
-    x = torch.tensor([each.max, each.max + 0.49 * step, each.max + 0.51 * step, -2 * each.max])
-    top = each.overflow_value
-    expected = {"saturate": [each.max] * 3 + [-each.max], "special": [each.max, each.max, top, -top]}
+    number_format = bitplan.get_format(name)
+    assert isinstance(number_format, FloatFormat)
+    step = 2.0 ** (number_format.max_exponent - number_format.mantissa_bits)
+    x = torch.tensor(
+        [number_format.max, number_format.max + 0.49 * step, number_format.max + 0.51 * step, -2 * number_format.max]
+    )
+    top = number_format.overflow_value
+    expected = {
+        "saturate": [number_format.max] * 3 + [-number_format.max],
+        "special": [number_format.max, number_format.max, top, -top],
+    }
     for overflow in ("saturate", "special"):
         ours = bitplan.quantize(x, name, overflow=overflow)
         assert differing(ours, torch.tensor(expected[overflow])) == 0
-    assert differing(bitplan.quantize(x, name), torch.tensor(expected[each.default_overflow])) == 0
+    assert differing(bitplan.quantize(x, name), torch.tensor(expected[number_format.default_overflow])) == 0
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
@@ -278,10 +287,10 @@ def test_every_integer_of_every_width_is_its_own_rounding(bits: int) -> None:
     for rounding in ROUNDINGS:
         assert torch.equal(bitplan.quantize(steps, f"uint{bits}", rounding, scale="tensor", seed=1), steps)
         if bits > 1:
-            each = IntFormat(bits)
-            whole = torch.arange(each.min, each.max + 1)
-            assert torch.equal(bitplan.quantize(whole, each, rounding, seed=1), whole)
-            assert torch.equal(bitplan.quantize(whole, each, rounding, scale="tensor", seed=1), whole)
+            number_format = IntFormat(bits)
+            whole = torch.arange(number_format.min, number_format.max + 1)
+            assert torch.equal(bitplan.quantize(whole, number_format, rounding, seed=1), whole)
+            assert torch.equal(bitplan.quantize(whole, number_format, rounding, scale="tensor", seed=1), whole)
 
 
 # --- one vocabulary ---------------------------------------------------------------------------------------

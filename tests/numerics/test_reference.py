@@ -31,9 +31,9 @@ WIDE = (
 
 
 def float_named(name: str) -> FloatFormat:
-    each = get_format(name)
-    assert isinstance(each, FloatFormat)
-    return each
+    number_format = get_format(name)
+    assert isinstance(number_format, FloatFormat)
+    return number_format
 
 
 def same(ours: float, theirs: float) -> bool:
@@ -45,16 +45,16 @@ def same(ours: float, theirs: float) -> bool:
 
 def small_floats(*, subnormals: bool = True) -> list[FloatFormat]:
     """Every split of up to 8 bits, every kind of special codes; the additional bias varies along."""
-    found = []
+    result = []
     for exponent_bits in range(1, 8):
         for mantissa_bits in range(8 - exponent_bits):
             for index, specials in enumerate(("ieee", "fn", "none")):
                 bias = (exponent_bits + mantissa_bits + index) % 3 * 2 - 2
                 try:
-                    found.append(FloatFormat(exponent_bits, mantissa_bits, bias, specials, subnormals))
+                    result.append(FloatFormat(exponent_bits, mantissa_bits, bias, specials, subnormals))
                 except FormatError:  # nothing but zero in it
                     continue
-    return found
+    return result
 
 
 def hard_values(target: FloatFormat, seed: int = 0) -> list[float]:
@@ -79,7 +79,9 @@ def hard_values(target: FloatFormat, seed: int = 0) -> list[float]:
 
 
 #: Without IEEE floats of one exponent bit, all subnormal: gfloat's largest value of those is none of its own codes.
-KNOWN_TO_GFLOAT = [each for each in small_floats() if each.exponent_bits > 1 or each.specials != "ieee"]
+KNOWN_TO_GFLOAT = [
+    small_float for small_float in small_floats() if small_float.exponent_bits > 1 or small_float.specials != "ieee"
+]
 
 
 @pytest.mark.parametrize("rounding", GFLOAT_MODES)
@@ -89,7 +91,7 @@ def test_every_float_rounds_as_in_gfloat(target: FloatFormat, rounding: Rounding
     for overflow in OVERFLOWS:
         theirs = by_gfloat(np.array(values), target, rounding, overflow).tolist()
         ours = [round_value(value, target, rounding, overflow) for value in values]
-        wrong = [found for found in zip(values, ours, theirs, strict=True) if not same(found[1], found[2])]
+        wrong = [item for item in zip(values, ours, theirs, strict=True) if not same(item[1], item[2])]
         assert wrong == [], overflow
 
 

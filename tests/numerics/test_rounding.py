@@ -29,8 +29,8 @@ OVERFLOWS: tuple[Overflow, ...] = ("saturate", "special")
 
 
 def floats(*names: str) -> list[FloatFormat]:
-    found = [bitplan.get_format(name) for name in names]
-    return [each for each in found if isinstance(each, FloatFormat)]
+    result = [bitplan.get_format(name) for name in names]
+    return [item for item in result if isinstance(item, FloatFormat)]
 
 
 #: Every way through the fast code: magic, prefix and bit addition, torch's casts, no mantissa, no special codes.
@@ -184,19 +184,28 @@ def test_ties_away_floats_follow_qpytorchs_rule(name: str, threshold: float | No
 @pytest.mark.parametrize("name", ["int2", "int3", "int8", "int16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_integers_round_and_clamp(name: str, dtype: torch.dtype) -> None:
-    each = bitplan.get_format(name)
-    assert isinstance(each, IntFormat)
+    number_format = bitplan.get_format(name)
+    assert isinstance(number_format, IntFormat)
     halves = torch.arange(-300, 300).to(dtype) / 2
     near = [torch.nextafter(halves, torch.full_like(halves, to)) for to in (-math.inf, math.inf)]
-    x = torch.cat([halves, *near, million_floats().to(dtype), torch.tensor([each.max, each.max + 0.5], dtype=dtype)])
+    x = torch.cat(
+        [
+            halves,
+            *near,
+            million_floats().to(dtype),
+            torch.tensor([number_format.max, number_format.max + 0.5], dtype=dtype),
+        ]
+    )
     away = x.abs().floor() + ((x.abs() - x.abs().floor()) >= 0.5)
     expected = {"nearest": x.round(), "nearest-away": away.copysign(x), "toward-zero": x.trunc()}
     down = x.abs().floor()
     uniform = unit_interval(random_bits(x, 5), dtype)
     expected["stochastic"] = (down + ((x.abs() - down) > uniform)).copysign(x)
     for rounding in ROUNDINGS:
-        clamped = expected[rounding].clamp(each.min, each.max) + 0.0  # no negative zero among integers
-        assert mismatches(x, bitplan.quantize(x, each, rounding, seed=5), clamped) == [], rounding
+        clamped = (
+            expected[rounding].clamp(number_format.min, number_format.max) + 0.0
+        )  # no negative zero among integers
+        assert mismatches(x, bitplan.quantize(x, number_format, rounding, seed=5), clamped) == [], rounding
 
 
 # --- a sweep over odd formats, against the readable reference -----------------------------------------------
@@ -262,14 +271,14 @@ def test_odd_formats_equal_the_reference_in_every_rounding(exponent_bits: int, d
             if rounding == "stochastic":
                 seen, uniform = stochastic_inputs(work, bits, target, carrier)
             for overflow in OVERFLOWS:
-                each = [
+                number_format = [
                     round_value(v, target, rounding, overflow, u) for v, u in zip(seen.tolist(), uniform, strict=True)
                 ]
-                expected = torch.tensor(each, dtype=torch.float64)
-                found = []
+                expected = torch.tensor(number_format, dtype=torch.float64)
+                actual = []
                 if _holds(dtype, target):
                     ours = bitplan.quantize(x, target, rounding, seed=3, step=1, site=2, overflow=overflow)
-                    found.append(ours)
+                    actual.append(ours)
                     checked += 1
                 if carrier_for(dtype, target, "stochastic") is carrier and carrier.dtype == dtype:
                     try:
@@ -277,8 +286,8 @@ def test_odd_formats_equal_the_reference_in_every_rounding(exponent_bits: int, d
                     except FormatError:
                         assert overflow == "special"
                     else:
-                        found.append(round_float_by_row(work.clone(), row, rounding, bits.clone()))
-                for ours in found:
+                        actual.append(round_float_by_row(work.clone(), row, rounding, bits.clone()))
+                for ours in actual:
                     assert mismatches(x, ours, expected) == [], (target.name, rounding, overflow)
     assert checked > 100
 

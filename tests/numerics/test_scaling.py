@@ -29,7 +29,7 @@ def sample(*shape: int, seed: int = 0) -> Tensor:
 
 def groups(shape: tuple[int, ...], scale: Granularity, axis: int | None, block: int | None) -> Iterator[list[Any]]:
     """The index sets that share a scale, by looping over every element."""
-    found: dict[tuple[Any, ...], list[Any]] = {}
+    result: dict[tuple[Any, ...], list[Any]] = {}
     for index in itertools.product(*map(range, shape)):
         if scale == "tensor":
             key: tuple[Any, ...] = ()
@@ -40,8 +40,8 @@ def groups(shape: tuple[int, ...], scale: Granularity, axis: int | None, block: 
             along = (-1 if axis is None else axis) % len(shape)
             rest = index[:along] + index[along + 1 :]
             key = rest if scale == "vector" else (*rest, index[along] // (block or 1))
-        found.setdefault(key, []).append(index)
-    yield from found.values()
+        result.setdefault(key, []).append(index)
+    yield from result.values()
 
 
 def by_hand(
@@ -298,8 +298,8 @@ def nvfp4_by_hand(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     for row, into in zip(x, out, strict=True):
         for start in range(0, len(row), 16):
             part = row[start : start + 16]
-            wanted = F32(np.abs(part).max() / F32(whole * F32(6)))
-            scale = F32(np.minimum(wanted, 448).astype(ml_dtype("float8_e4m3fn")))
+            expected = F32(np.abs(part).max() / F32(whole * F32(6)))
+            scale = F32(np.minimum(expected, 448).astype(ml_dtype("float8_e4m3fn")))
             step = F32(scale * whole)
             scaled = part / step if step else part * F32(0)
             element = np.clip(scaled, -6, 6).astype(ml_dtype("float4_e2m1fn")).astype(F32)

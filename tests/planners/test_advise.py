@@ -35,15 +35,15 @@ def layer_fed(nu: float, seed: int = 0) -> Advice:
 
 
 def formats(advice: Advice) -> dict[str, str]:
-    return {each.slot: str(each.spec) for each in advice.slots}
+    return {slot.slot: str(slot.spec) for slot in advice.slots}
 
 
 def test_the_same_layer_gets_other_advice_for_other_data() -> None:
     gaussian, cauchy = layer_fed(math.inf), layer_fed(1)
     assert set(formats(gaussian).values()) == {"int8 tensor"}
-    assert not any("int" in words for words in formats(cauchy).values())
+    assert not any("int" in text for text in formats(cauchy).values())
     assert set(formats(gaussian)) == set(formats(cauchy)) == {*bitplan.plans.SLOTS}
-    tail = next(each for each in cauchy.slots if each.slot == "wgrad.dy")
+    tail = next(slot for slot in cauchy.slots if slot.slot == "wgrad.dy")
     assert "heavy tail, kurtosis" in tail.why
     assert "x worse than" in tail.why
     assert str(tail).startswith("wgrad.dy of the model: ")
@@ -55,25 +55,25 @@ def test_tau_decides_and_is_fair_between_lengths() -> None:
     short, long = nn.Linear(16, 64, bias=False), nn.Linear(1024, 64, bias=False)
     for model in (short, long):
         nn.init.normal_(model.weight)
-    found = [
+    actual = [
         measure(m, [torch.randn(256, m.in_features)], candidates=["e4m3 tensor", "int4 tensor", "int8 tensor"], rows=32)
         for m in (short, long)
     ]
-    rows = [each.select(pass_="fprop", candidate="e4m3 tensor")[0] for each in found]
+    rows = [item.select(pass_="fprop", candidate="e4m3 tensor")[0] for item in actual]
     assert rows[0].median / rows[1].median == pytest.approx(8, rel=0.3)
     assert rows[0].level == pytest.approx(rows[1].level, rel=0.3)
-    only = [replace(each, rows=tuple(each.select(pass_="fprop"))) for each in found]
+    only = [replace(item, rows=tuple(item.select(pass_="fprop"))) for item in actual]
     for tau, expected in ((1e-3, "bf16"), (0.05, "int8 tensor"), (10.0, "int4 tensor")):
-        for each in only:
-            assert set(formats(advise_on(each, tau=tau)).values()) == {expected}
+        for slot_advice in only:
+            assert set(formats(advise_on(slot_advice, tau=tau)).values()) == {expected}
 
 
 def test_the_default_tau_is_the_reference_in_nine_of_ten() -> None:
-    found = layer_fed(math.inf).measurement
-    levels = sorted(row.level for row in found.rows if row.candidate == "e4m3 tensor")
-    assert default_tau(found) == levels[-1]  # three passes: nine of ten are all of them
+    result = layer_fed(math.inf).measurement
+    levels = sorted(row.level for row in result.rows if row.candidate == "e4m3 tensor")
+    assert default_tau(result) == levels[-1]  # three passes: nine of ten are all of them
     assert layer_fed(math.inf).tau == pytest.approx(levels[-1])
-    without = replace(found, rows=tuple(row for row in found.rows if row.candidate != "e4m3 tensor"))
+    without = replace(result, rows=tuple(row for row in result.rows if row.candidate != "e4m3 tensor"))
     with pytest.raises(PlanError, match="was not measured"):
         advise_on(without)
 
@@ -108,16 +108,16 @@ def test_the_plan_gives_every_slot_what_was_advised() -> None:
     again = Plan.from_yaml(advice.plan.to_yaml())
     assert again == advice.plan
     rounded = {
-        (each.site.module, each.site.op, each.site.role): str(each.quantizer)
-        for each in bitplan.explain(model, again, x, lambda y: y.square().sum())
-        if each.quantizer is not None
+        (item.site.module, item.site.op, item.site.role): str(item.quantizer)
+        for item in bitplan.explain(model, again, x, lambda y: y.square().sum())
+        if item.quantizer is not None
     }
-    for each in advice.slots:
-        module, _, op = each.product.rpartition("/")
+    for slot_advice in advice.slots:
+        module, _, op = slot_advice.product.rpartition("/")
         if op == "lstm":
-            assert rounded[module, "linear.1", each.slot] == str(each.spec)
+            assert rounded[module, "linear.1", slot_advice.slot] == str(slot_advice.spec)
         else:
-            assert rounded[module, op, each.slot] == str(each.spec), each
+            assert rounded[module, op, slot_advice.slot] == str(slot_advice.spec), slot_advice
     roles = {role for _, _, role in rounded}
     assert roles == set(bitplan.plans.SLOTS)
     with bitplan.attach(model, again, example=x):
@@ -137,7 +137,7 @@ def test_reasons_are_in_the_plan_and_say_what_is_not_seen(tmp_path: Path) -> Non
 
 
 def formats_of(advice: Advice, product: str) -> dict[str, str]:
-    return {each.slot: str(each.spec) for each in advice.slots if each.product == product}
+    return {slot.slot: str(slot.spec) for slot in advice.slots if slot.product == product}
 
 
 @pytest.mark.parametrize("cost", ["bitops", "memory", "time"])
@@ -146,10 +146,10 @@ def test_no_dearer_pair_is_taken_than_needed(cost: str) -> None:
     _, _, advice = advised_net(cost=cost)
     by_pass: dict[tuple[str, str], list[float]] = {}
     kinds: dict[tuple[str, str], set[str]] = {}
-    for each in advice.slots:
-        key = each.product, each.slot.split(".")[0]
-        by_pass.setdefault(key, []).append(each.level)
-        kinds.setdefault(key, set()).add(str(each.spec)[0])
+    for slot in advice.slots:
+        key = slot.product, slot.slot.split(".")[0]
+        by_pass.setdefault(key, []).append(slot.level)
+        kinds.setdefault(key, set()).add(str(slot.spec)[0])
     assert all(math.hypot(*levels) <= advice.tau for levels in by_pass.values())
     if cost == "time":
         assert all(len(kind) == 1 for kind in kinds.values())
@@ -210,10 +210,10 @@ def test_integers_follow_a_schedule() -> None:
 
 
 def test_misfits_are_one_sentence() -> None:
-    found = layer_fed(math.inf).measurement
+    result = layer_fed(math.inf).measurement
     for options, sentence in (({"cost": "money"}, "there is no cost"), ({"tau": 0.0}, "tau is 0")):
         with pytest.raises(PlanError, match=sentence):
-            advise_on(found, **options)  # type: ignore[arg-type]
+            advise_on(result, **options)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="nothing was measured"):
         advise_on(Measurement(()))
 
@@ -224,4 +224,4 @@ def test_what_is_broken_stays_in_sixteen_bits() -> None:
     x[3] = float("nan")
     advice = advise(model, [x], lambda y: y.sum(), rows=16, tau=1.0)
     assert formats(advice)["fprop.x"] == "bf16"
-    assert "no figure of it is finite" in next(each.why for each in advice.slots if each.slot == "fprop.x")
+    assert "no figure of it is finite" in next(slot.why for slot in advice.slots if slot.slot == "fprop.x")

@@ -63,8 +63,8 @@ def test_the_quantiser() -> None:
     assert decision["fprop.w"].words == decision["dgrad.w"].words == "int CR 3-8 x8 channel minmax"
     assert decision["fprop.x"].words == decision["wgrad.x"].words == "int CR 3-8 x8 tensor minmax eval=ema"
     assert decision["dgrad.dy"].words == decision["wgrad.dy"].words == "int8 tensor minmax stochastic"
-    for one, other in (("fprop.w", "dgrad.w"), ("fprop.x", "wgrad.x"), ("dgrad.dy", "wgrad.dy")):
-        assert decision[one].share == decision[other].share is not None  # rounded once, and shared
+    for first, second in (("fprop.w", "dgrad.w"), ("fprop.x", "wgrad.x"), ("dgrad.dy", "wgrad.dy")):
+        assert decision[first].share == decision[second].share is not None  # rounded once, and shared
 
 
 def test_its_numbers_are_those_of_the_papers() -> None:
@@ -105,11 +105,11 @@ def test_features_and_gradients_before_the_neighbour_sums_of_tasks(model: str, p
     chosen = load_target("graph", shapes_only=True, settings=[f"model={model}"])
     plan = cpt_plan(chosen.model, chosen.batch, chosen.loss, quantized_aggregation=True)
     rows = explain(chosen.model, plan, chosen.batch, chosen.loss)
-    found = {row.site.name: row.words for row in rows if row.site.role.endswith("activation") and row.quantizer}
-    assert found == {
-        f"{place}:{role}": words
+    result = {row.site.name: row.words for row in rows if row.site.role.endswith("activation") and row.quantizer}
+    assert result == {
+        f"{place}:{role}": text
         for place in places
-        for role, words in (
+        for role, text in (
             ("activation", "int CR 3-8 x8 vector minmax"),
             ("grad_activation", "int8 tensor minmax stochastic"),
         )

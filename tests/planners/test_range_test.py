@@ -61,11 +61,11 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_task_that_cannot_be_learnt_below_some_width_gets_that_width(bits: int, seed: int) -> None:
     model, batches = planted(bits, seed)
-    found = range_test(model, adam(model), batches, nn.functional.cross_entropy, seed=seed)
-    assert found.low == bits, found.reason
-    assert found.reason.startswith(f"{bits} bits: ")
-    assert [each.learns for each in found.widths][: bits - 2] == [False] * (bits - 2)
-    assert len(found.losses) == found.window * 8
+    result = range_test(model, adam(model), batches, nn.functional.cross_entropy, seed=seed)
+    assert result.low == bits, result.reason
+    assert result.reason.startswith(f"{bits} bits: ")
+    assert [width.learns for width in result.widths][: bits - 2] == [False] * (bits - 2)
+    assert len(result.losses) == result.window * 8
 
 
 def test_nothing_of_the_users_is_touched() -> None:
@@ -104,8 +104,8 @@ def test_a_plan_of_the_users_own() -> None:
         "version: 1\nschedules: {s: {name: CR, low: 3, high: 4}}\n"
         "rules: [{match: '0', x: {format: int, bits: s, scale: tensor, range: minmax}}]"
     )
-    found = bitplan.range_test(model, adam(model), batches, nn.functional.cross_entropy, plan=plan)
-    assert found.low == 5
+    result = bitplan.range_test(model, adam(model), batches, nn.functional.cross_entropy, plan=plan)
+    assert result.low == 5
     with pytest.raises(PlanError, match="no bits that follow a schedule"):
         range_test(model, adam(model), batches, nn.functional.cross_entropy, plan=Plan.preset("int8-all"))
 
@@ -147,6 +147,6 @@ def test_the_judgement() -> None:
 )
 def test_mistakes_are_sentences(options: dict[str, Any], sentence: str) -> None:
     model, batches = planted(5)
-    given: dict[str, Any] = {"batches": batches, "loss": nn.functional.cross_entropy, **options}
+    arguments: dict[str, Any] = {"batches": batches, "loss": nn.functional.cross_entropy, **options}
     with pytest.raises(PlanError, match=sentence):
-        range_test(model, adam(model), **given)
+        range_test(model, adam(model), **arguments)

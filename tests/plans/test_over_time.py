@@ -97,8 +97,8 @@ def test_whole_quantizers_switch() -> None:
 
 def test_a_schedule_chooses_whole_quantizers() -> None:
     plan = Plan.from_yaml(CHOOSING)
-    found = [str(plan.at(Position(step, 1000)).decide("a", "linear")["weight"].quantizer) for step in (0, 500, 900)]
-    assert found == ["mxfp4", "e4m3 tensor", "bf16"]
+    result = [str(plan.at(Position(step, 1000)).decide("a", "linear")["weight"].quantizer) for step in (0, 500, 900)]
+    assert result == ["mxfp4", "e4m3 tensor", "bf16"]
     assert plan.decide("a", "linear")["weight"].words == (
         "by steps 4-8-16 (from 4: mxfp4; from 8: e4m3 tensor; from 16: bf16)"
     )

@@ -49,8 +49,8 @@ def test_it_is_written_as_it_is_read() -> None:
     for again in (Plan.from_dict(plan.to_dict()), Plan.from_yaml(plan.to_yaml()), Plan.from_json(plan.to_json())):
         assert again == plan
         assert promotion_in(again) == promotion_in(plan)
-    words = str(plan.decide("fc", "linear")["activation"].quantizer)
-    assert words == "e4m3 tensor (promoted to fp16 stochastic at underflow 0.05)"
+    text = str(plan.decide("fc", "linear")["activation"].quantizer)
+    assert text == "e4m3 tensor (promoted to fp16 stochastic at underflow 0.05)"
 
 
 @pytest.mark.parametrize(

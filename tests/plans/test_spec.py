@@ -44,7 +44,7 @@ def test_a_family_gets_its_width_from_bits(spec: QuantizerSpec, target: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("given", "advice"),
+    ("arguments", "advice"),
     [
         ({"format": "int"}, "format: int needs bits"),
         ({"format": "float", "bits": 8}, "8 exponent bits has 9 to 32 bits, not 8"),
@@ -68,9 +68,9 @@ def test_a_family_gets_its_width_from_bits(spec: QuantizerSpec, target: str) -> 
         ({"format": "e" + "9" * 5000 + "m3"}, "digits"),
     ],
 )
-def test_an_impossible_quantizer_is_refused_when_it_is_made(given: dict[str, object], advice: str) -> None:
+def test_an_impossible_quantizer_is_refused_when_it_is_made(arguments: dict[str, object], advice: str) -> None:
     with pytest.raises(PlanError, match=advice):
-        QuantizerSpec(**given)  # type: ignore[arg-type]
+        QuantizerSpec(**arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -135,11 +135,11 @@ def test_rules_made_in_python_are_checked_as_those_in_files() -> None:
         Plan(made_by={"by": object()})
 
 
-@pytest.mark.parametrize(("one", "other"), CONFLICTS)
-def test_two_keys_for_one_place_are_an_error(one: str, other: str) -> None:
-    assert set(KEYS[one]) & set(KEYS[other])
+@pytest.mark.parametrize(("first", "second"), CONFLICTS)
+def test_two_keys_for_one_place_are_an_error(first: str, second: str) -> None:
+    assert set(KEYS[first]) & set(KEYS[second])
     with pytest.raises(PlanError, match=r"both say what .* gets: drop one of them"):
-        plan_of({"match": "*", one: "e4m3", other: "bf16"})
+        plan_of({"match": "*", first: "e4m3", second: "bf16"})
 
 
 def test_every_overlap_of_the_shorthands_is_known() -> None:

@@ -29,10 +29,10 @@ class Browser:
         self._from_browser, to_us = os.pipe()
         options = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe")
         # The pipe's two ends are file descriptors 3 and 4 of the browser, whatever their numbers are here.
-        words = [program, *options, "--hide-scrollbars", f"--user-data-dir={profile}", "about:blank"]
+        text = [program, *options, "--hide-scrollbars", f"--user-data-dir={profile}", "about:blank"]
         line = f'exec "$@" 3<&{from_us} 4>&{to_us}'
         self._process = subprocess.Popen(
-            ["bash", "-c", line, "bash", *words], pass_fds=(from_us, to_us), stdout=-3, stderr=-3
+            ["bash", "-c", line, "bash", *text], pass_fds=(from_us, to_us), stdout=-3, stderr=-3
         )
         os.close(from_us)
         os.close(to_us)
@@ -135,7 +135,7 @@ class Browser:
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    program = next((found for name in NAMES if (found := shutil.which(name))), None)
+    program = next((result for name in NAMES if (result := shutil.which(name))), None)
     if program is None:
         pytest.skip(f"needs a Chromium, and none of {', '.join(NAMES)} is installed")
     browser = Browser(program, tmp_path_factory.mktemp("profile"))

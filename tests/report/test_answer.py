@@ -41,20 +41,20 @@ def test_what_really_runs_in_low_precision_needs_it(answer: Answer) -> None:
 
 
 def test_plans_that_fail_are_named(answer: Answer) -> None:
-    told = answer(fp32={}, good={"cost": 0.5}, bad={"value": 0.1}, worse={"status": "diverged", "value": None})
-    assert told.endswith(
+    reported = answer(fp32={}, good={"cost": 0.5}, bad={"value": 0.1}, worse={"status": "diverged", "value": None})
+    assert reported.endswith(
         "; bad fails (accuracy 10.0 %, no better than the trivial predictor) and worse fails (diverged in 1 of 1 run)."
     )
 
 
 def test_many_that_fail_are_counted(answer: Answer) -> None:
-    told = answer(fp32={}, **{f"p{number}": {"value": 0.1} for number in range(6)})
-    assert told.endswith("no plan keeps the accuracy of fp32 (90.0 %); 6 plans fail (p0, p1, p2 and 3 more).")
+    reported = answer(fp32={}, **{f"p{number}": {"value": 0.1} for number in range(6)})
+    assert reported.endswith("no plan keeps the accuracy of fp32 (90.0 %); 6 plans fail (p0, p1, p2 and 3 more).")
 
 
 def test_where_no_plan_keeps_the_metric_the_closest_is_named(answer: Answer) -> None:
-    told = answer(fp32={"value": 0.9}, a={"value": 0.7}, b={"value": 0.8})
-    assert "no plan keeps the accuracy of fp32 (90.0 %): b comes closest with 80.0 % and would need" in told
+    reported = answer(fp32={"value": 0.9}, a={"value": 0.7}, b={"value": 0.8})
+    assert "no plan keeps the accuracy of fp32 (90.0 %): b comes closest with 80.0 % and would need" in reported
 
 
 def test_one_run(answer: Answer) -> None:
@@ -75,16 +75,16 @@ def test_nothing_has_finished(answer: Answer) -> None:
 
 
 def test_nothing_works(answer: Answer) -> None:
-    told = answer(fp32={"status": "diverged", "value": None})
-    assert told == "On digits (1 seed, 30 steps), nothing works; fp32 fails (diverged in 1 of 1 run)."
+    reported = answer(fp32={"status": "diverged", "value": None})
+    assert reported == "On digits (1 seed, 30 steps), nothing works; fp32 fails (diverged in 1 of 1 run)."
 
 
 def test_only_the_reference_has_finished(answer: Answer) -> None:
-    told = answer(fp32={"value": 0.9}, a={"status": "unfinished"})
-    assert "fp32 reaches accuracy 90.0 %, and nothing else has finished yet; 1 of 2 runs is not finished." in told
+    reported = answer(fp32={"value": 0.9}, a={"status": "unfinished"})
+    assert "fp32 reaches accuracy 90.0 %, and nothing else has finished yet; 1 of 2 runs is not finished." in reported
 
 
 def test_it_is_one_sentence(answer: Answer) -> None:
-    told = answer(fp32={}, a={"value": 0.1}, b={"status": "unfinished"}, c={"status": "diverged"})
-    assert told.count(". ") == 0
-    assert told.endswith(".")
+    reported = answer(fp32={}, a={"value": 0.1}, b={"status": "unfinished"}, c={"status": "diverged"})
+    assert reported.count(". ") == 0
+    assert reported.endswith(".")

@@ -31,8 +31,8 @@ def experiment(write_run: WriteRun, tmp_path: Path) -> Make:
     def make(*runs: dict[str, Any]) -> Experiment:
         for number, facts in enumerate(runs):
             write_run(tmp_path / f"{number:03}", **facts)
-        (found,) = Report.of([tmp_path]).experiments
-        return found
+        (result,) = Report.of([tmp_path]).experiments
+        return result
 
     return make
 
@@ -47,12 +47,12 @@ def of_plan(figure: Any, number: int) -> list[Any]:
 
 
 def test_the_scatter_has_means_error_bars_single_seeds_and_the_front(experiment: Make) -> None:
-    found = experiment(
+    result = experiment(
         {"value": 0.9, "cost": 1.0},
         {"plan": "a", "value": 0.8, "cost": 0.25, "seed": 0},
         {"plan": "a", "value": 0.6, "cost": 0.25, "seed": 1},
     )
-    figure = price_chart(found, "cost")
+    figure = price_chart(result, "cost")
     seeds, mean = of_plan(figure, 1)
     assert (seeds["x"], seeds["y"]) == ([25.0, 25.0], [80.0, 60.0])
     assert (mean["x"], mean["y"]) == ([25.0], [pytest.approx(70.0)])
@@ -72,12 +72,12 @@ def test_the_scatter_against_bytes(experiment: Make) -> None:
 
 
 def test_a_plan_that_fails_is_crossed_out_and_one_without_a_value_stands_at_the_foot(experiment: Make) -> None:
-    found = experiment(
+    result = experiment(
         {"value": 0.9},
         {"plan": "bad", "value": 0.1, "cost": 0.1},
         {"plan": "lost", "value": None, "cost": 0.01, "status": "diverged"},
     )
-    figure = price_chart(found, "cost")
+    figure = price_chart(result, "cost")
     (bad,) = of_plan(figure, 1)
     assert (bad["marker"]["symbol"], bad["text"]) == ("x", ["bad (fails)"])
     (lost,) = of_plan(figure, 2)
@@ -91,17 +91,17 @@ def test_names_stand_beside_few_points_only(experiment: Make) -> None:
 
 
 def test_losses_of_runs_their_mean_and_where_one_diverged(experiment: Make) -> None:
-    found = experiment(
+    result = experiment(
         {"seed": 0, "losses": (2.0, 1.0)},
         {"seed": 1, "losses": (4.0, 3.0)},
         {"seed": 2, "losses": (8.0, float("nan")), "status": "diverged"},
     )
-    first, second, third, cross, mean = of_plan(loss_chart(found), 0)
+    first, second, third, cross, mean = of_plan(loss_chart(result), 0)
     assert (first["y"], second["y"]) == ([2.0, 1.0], [4.0, 3.0])
     assert third["y"] == [8.0, None]
     assert (cross["x"], cross["y"], cross["marker"]["symbol"]) == ([10], [8.0], "x")
     assert mean["y"] == [3.0, 2.0]  # of those that finished
-    assert drawn(loss_chart(found))["layout"]["yaxis"]["type"] == "log"
+    assert drawn(loss_chart(result))["layout"]["yaxis"]["type"] == "log"
 
 
 def test_losses_below_zero_have_a_linear_axis(experiment: Make) -> None:
@@ -164,13 +164,13 @@ def test_what_was_not_watched_has_no_map_of_errors(experiment: Make) -> None:
 
 
 def test_where_nothing_is_known_there_is_no_chart(experiment: Make) -> None:
-    found = experiment({"status": "unfinished", "value": None})
-    assert price_chart(found, "cost") is price_chart(found, "memory") is memory_chart(found) is metric_chart(found)
+    result = experiment({"status": "unfinished", "value": None})
+    assert price_chart(result, "cost") is price_chart(result, "memory") is memory_chart(result) is metric_chart(result)
 
 
 def test_what_users_named_is_shown_as_it_is_written(experiment: Make) -> None:
-    found = experiment({"plan": "<b>%{x}</b>"}, {})
-    for figure in (price_chart(found, "cost"), loss_chart(found), bits_chart(found), memory_chart(found)):
+    result = experiment({"plan": "<b>%{x}</b>"}, {})
+    for figure in (price_chart(result, "cost"), loss_chart(result), bits_chart(result), memory_chart(result)):
         text = json.dumps(drawn(figure))
         assert "<b>%{x}" not in text
         assert "&lt;b&gt;%" in text

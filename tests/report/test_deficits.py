@@ -35,12 +35,12 @@ STEPS = 400
 @pytest.fixture(scope="module")
 def suite() -> dict[str, tuple[Plan | None, int]]:
     """The plans of the suite, and the steps that each holds."""
-    found = {}
+    result = {}
     for choice in deficit_choices(find_task("digits", [f"steps={STEPS}"])):
         hold = int(choice.settings[0].removeprefix("hold=")) if choice.settings else 0
         assert choice.plan is None or isinstance(choice.plan, Plan)
-        found[choice.label] = (choice.plan, hold)
-    return found
+        result[choice.label] = (choice.plan, hold)
+    return result
 
 
 @pytest.fixture
@@ -63,8 +63,8 @@ def experiment(
                     {"step": step, "evaluation": True, "accuracy": final * step / (STEPS + hold)} for step in steps
                 ]
                 (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (found,) = Report.of([tmp_path]).experiments
-        return found
+        (result,) = Report.of([tmp_path]).experiments
+        return result
 
     return make
 
@@ -84,14 +84,14 @@ def levels(figure: Any) -> set[int]:
     return {trace["meta"]["plan"] for trace in drawn(figure)["data"] if trace["mode"] == "lines" and "meta" in trace}
 
 
-def numbers(found: Experiment) -> dict[str, int]:
-    return {plan.label: number for number, plan in enumerate(found.plans)}
+def numbers(result: Experiment) -> dict[str, int]:
+    return {plan.label: number for number, plan in enumerate(result.plans)}
 
 
 def test_windows_are_read_from_plans_and_settings(experiment: Callable[..., Experiment]) -> None:
-    found = experiment(seeds=1)
-    courses = {course.plan.label: course for course in courses_of(found)}
-    assert len(courses) == len(found.plans)
+    result = experiment(seeds=1)
+    courses = {course.plan.label: course for course in courses_of(result)}
+    assert len(courses) == len(result.plans)
     forward = ("weights", "activations")
     early = courses["early 25%, then a full budget"]
     assert early.window == Window(0, 100, 3, 8, STEPS, forward)
@@ -122,8 +122,8 @@ def test_order_and_kinds(experiment: Callable[..., Experiment]) -> None:
 
 
 def test_the_chart_of_early_windows(experiment: Callable[..., Experiment]) -> None:
-    found = experiment()
-    number, figure = numbers(found), early_chart(found)
+    actual = experiment()
+    number, figure = numbers(actual), early_chart(actual)
     points = markers(figure)
     expected = {"no deficit": 0, **{f"early {share}%, then a full budget": share for share in (25, 50, 100)}}
     assert {plan: trace["x"] for plan, trace in points.items()} == {
@@ -140,8 +140,8 @@ def test_the_chart_of_early_windows(experiment: Callable[..., Experiment]) -> No
 
 
 def test_the_chart_of_sliding_windows(experiment: Callable[..., Experiment]) -> None:
-    found = experiment()
-    number, figure = numbers(found), sliding_chart(found)
+    result = experiment()
+    number, figure = numbers(result), sliding_chart(result)
     (line,) = [trace for trace in drawn(figure)["data"] if "meta" not in trace]
     assert line["x"] == [0, 12.5, 25, 50]
     points = markers(figure)
@@ -153,8 +153,8 @@ def test_the_chart_of_sliding_windows(experiment: Callable[..., Experiment]) -> 
 
 
 def test_recoveries_are_laid_where_low_precision_ends(experiment: Callable[..., Experiment]) -> None:
-    found = experiment()
-    number, content = numbers(found), drawn(recovery_chart(found))
+    result = experiment()
+    number, content = numbers(result), drawn(recovery_chart(result))
     lines = {trace["meta"]["plan"]: trace for trace in content["data"]}
     assert lines[number["early 50%, then a full budget"]]["x"] == [-100, 0, 100, 200, 300, 400]
     assert lines[number["half from 25%"]]["x"] == [-200, -100, 0, 100]
@@ -175,21 +175,21 @@ def test_the_page_shows_them_with_words_and_tables(experiment: Callable[..., Exp
 
 
 def test_without_a_control_the_line_begins_with_the_first_window(experiment: Callable[..., Experiment]) -> None:
-    found = experiment(seeds=1, leave_out=("no deficit", "no deficit, 100% longer"))
-    assert without_deficit(courses_of(found)) is None
-    (line,) = [trace for trace in drawn(early_chart(found))["data"] if "meta" not in trace]
+    result = experiment(seeds=1, leave_out=("no deficit", "no deficit, 100% longer"))
+    assert without_deficit(courses_of(result)) is None
+    (line,) = [trace for trace in drawn(early_chart(result))["data"] if "meta" not in trace]
     assert line["x"] == [25, 50, 100]
-    assert "at first, and then a whole budget. Level lines" in page_html(Report((found,)))
+    assert "at first, and then a whole budget. Level lines" in page_html(Report((result,)))
 
 
 def test_other_experiments_have_no_such_charts(write_run: WriteRun, tmp_path: Path) -> None:
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", plan="int8")
     (tmp_path / "b" / "plan.yaml").write_text("version: 99\nrules: nothing that can be read")
-    (found,) = Report.of([tmp_path]).experiments
-    assert courses_of(found) == []
-    assert early_chart(found) is sliding_chart(found) is recovery_chart(found) is None
-    assert "recovery" not in page_html(Report((found,)))
+    (result,) = Report.of([tmp_path]).experiments
+    assert courses_of(result) == []
+    assert early_chart(result) is sliding_chart(result) is recovery_chart(result) is None
+    assert "recovery" not in page_html(Report((result,)))
 
 
 def test_a_browser_draws_them_in_both_themes(

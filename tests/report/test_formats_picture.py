@@ -68,7 +68,7 @@ def test_the_picture_stands_alone_and_has_text_alternatives() -> None:
 
 
 def test_everything_lies_inside_the_picture() -> None:
-    picture = drawn(*(each.name for each in drawable_formats(map(get_format, NAMED))))
+    picture = drawn(*(drawable_format.name for drawable_format in drawable_formats(map(get_format, NAMED))))
     width, height = float(picture.get("width", 0)), float(picture.get("height", 0))
     for element in picture.iter():
         for key, limit in (("x", width), ("x1", width), ("x2", width), ("y", height), ("y1", height), ("y2", height)):
@@ -76,7 +76,7 @@ def test_everything_lies_inside_the_picture() -> None:
 
 
 def test_the_named_formats_of_up_to_eight_bits_can_be_drawn() -> None:
-    names = [each.name for each in drawable_formats(map(get_format, NAMED))]
+    names = [drawable_format.name for drawable_format in drawable_formats(map(get_format, NAMED))]
     assert names == ["e5m2", "e4m3", "e3m4", "e3m2", "e2m3", "e2m1", "int8", "int6", "int4", "int3", "int2"]
 
 

@@ -94,7 +94,7 @@ def test_the_theme_follows_the_system_and_the_button(browser: Any, page: Path) -
     browser.prefer(dark=True)
     browser.wait_for("document.documentElement.dataset.theme === 'dark'")
     dark = ground(), marker()
-    assert all(one != other for one, other in zip(light, dark, strict=True))
+    assert all(first != second for first, second in zip(light, dark, strict=True))
     ink = browser.run("getComputedStyle(document.querySelector('#e0-0 .xtick text')).fill")
     browser.run("document.getElementById('theme').click()")
     assert (ground(), marker()) == light

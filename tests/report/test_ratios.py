@@ -28,20 +28,22 @@ def experiment(write_run: WriteRun, tmp_path: Path) -> Experiment:
         promotion = {"site": "fc/linear.0:activation", "step": 3, "measure": "overflow", "share": 0.02, "to": "e6m9b0"}
         cost = {"bitops": 1e9, "relative_to_fp32": 1.0, "relative_to_bf16": 4.0, "mean_bits": 9.0}
         cost["low_precision_ratio"] = 0.2 * number
-        told = {"cost": cost, "promotions": [promotion] * (choice.label == "r = 1")}
-        write_run(folder, plan=None if choice.plan is None else choice.label, value=0.9 - 0.1 * number, summary=told)
+        reported = {"cost": cost, "promotions": [promotion] * (choice.label == "r = 1")}
+        write_run(
+            folder, plan=None if choice.plan is None else choice.label, value=0.9 - 0.1 * number, summary=reported
+        )
         if isinstance(choice.plan, Plan):
             choice.plan.save(folder / "plan.yaml")
     return Report.of([tmp_path]).experiments[0]
 
 
 def test_assignments_and_their_baselines_are_found(experiment: Experiment) -> None:
-    known = {each.plan.label: each for each in assigned_plans(experiment)}
-    assert list(known) == ["operator", "uniform low", "r = 0.5", "r = 1"]
-    assert known["operator"].order is None
-    assert (known["r = 0.5"].order, known["r = 0.5"].target) == ("largest", 0.5)
-    assert known["r = 0.5"].ratio == pytest.approx(0.6)
-    assert [each.promoted for each in known.values()] == [0, 0, 0, 1]
+    by_label = {assigned_plan.plan.label: assigned_plan for assigned_plan in assigned_plans(experiment)}
+    assert list(by_label) == ["operator", "uniform low", "r = 0.5", "r = 1"]
+    assert by_label["operator"].order is None
+    assert (by_label["r = 0.5"].order, by_label["r = 0.5"].target) == ("largest", 0.5)
+    assert by_label["r = 0.5"].ratio == pytest.approx(0.6)
+    assert [item.promoted for item in by_label.values()] == [0, 0, 0, 1]
 
 
 def test_the_chart_joins_assignments_and_the_page_has_it(experiment: Experiment) -> None:

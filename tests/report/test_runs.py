@@ -98,7 +98,7 @@ def test_a_run_that_is_named_twice_counts_once(write_run: WriteRun, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("path", "content", "words"),
+    ("path", "content", "message"),
     [
         ("run.json", "{", "run.json is damaged"),
         ("run.json", '{"bitplan_run": 7}', "version 7"),
@@ -110,11 +110,11 @@ def test_a_run_that_is_named_twice_counts_once(write_run: WriteRun, tmp_path: Pa
     ],
 )
 def test_damaged_files_are_named_in_a_sentence(
-    write_run: WriteRun, tmp_path: Path, path: str, content: str, words: str
+    write_run: WriteRun, tmp_path: Path, path: str, content: str, message: str
 ) -> None:
     folder = write_run(tmp_path / "all" / "a")
     (folder / path).write_text(content)
-    with pytest.raises(RunError, match=words):
+    with pytest.raises(RunError, match=message):
         read_runs([tmp_path / "all"])
 
 

@@ -22,9 +22,9 @@ def made(*names: str) -> list[Any]:
 
 def test_every_schedule_has_a_chart_with_words_and_a_table() -> None:
     page = schedules_page_html(made(*TEN), 64_000)
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert found is not None
-    drawings = json.loads(found[1])["drawings"]
+    result = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert result is not None
+    drawings = json.loads(result[1])["drawings"]
     assert len(drawings) == len(TEN)
     assert page.count('role="img"') == page.count("Data as a table") == len(TEN)
     text = html.unescape(page)

@@ -8,10 +8,10 @@ from bitplan.lab.report.summaries import spread
 
 
 def test_mean_and_sample_deviation() -> None:
-    found = spread([1.0, 2.0, 6.0])
-    assert found is not None
-    assert (found.mean, found.low, found.high, found.count) == (3.0, 1.0, 6.0, 3)
-    assert found.deviation == pytest.approx(7.0**0.5)
+    result = spread([1.0, 2.0, 6.0])
+    assert result is not None
+    assert (result.mean, result.low, result.high, result.count) == (3.0, 1.0, 6.0, 3)
+    assert result.deviation == pytest.approx(7.0**0.5)
 
 
 def test_one_value_has_no_deviation_and_none_has_no_spread() -> None:
@@ -22,7 +22,7 @@ def test_one_value_has_no_deviation_and_none_has_no_spread() -> None:
 
 
 def test_a_value_that_is_not_finite_spoils_the_mean_and_says_so() -> None:
-    found = spread([1.0, math.inf])
-    assert found is not None
-    assert not found.is_finite
-    assert found.count == 2
+    result = spread([1.0, math.inf])
+    assert result is not None
+    assert not result.is_finite
+    assert result.count == 2

@@ -21,8 +21,8 @@ def experiment(write_run: WriteRun, tmp_path: Path) -> Callable[..., Experiment]
             for seed, facts in enumerate(runs):
                 plan = None if name == "fp32" else name
                 write_run(tmp_path / f"{name}-{seed}", **({"plan": plan, "seed": seed} | facts))
-        (found,) = Report.of([tmp_path]).experiments
-        return found
+        (result,) = Report.of([tmp_path]).experiments
+        return result
 
     return make
 
@@ -43,14 +43,14 @@ def test_seeds_of_a_plan_are_one_row_with_mean_and_spread(experiment: Make) -> N
 
 
 def test_what_keeps_loses_and_fails_against_fp32(experiment: Make) -> None:
-    found = experiment(
+    result = experiment(
         fp32=[{"value": 0.90}],
         near=[{"value": 0.8911}],  # within one per cent of 0.90
         far=[{"value": 0.8909}],  # not
         bad=[{"value": 0.49}],  # fp32 gains 0.8 over the trivial 0.1, and this loses more than half of it
         guess=[{"value": 0.1}],
     )
-    assert verdicts(found) == {
+    assert verdicts(result) == {
         "fp32": "reference",
         "near": "keeps",
         "far": "loses",
@@ -60,33 +60,33 @@ def test_what_keeps_loses_and_fails_against_fp32(experiment: Make) -> None:
 
 
 def test_the_spread_of_the_reference_is_allowed_as_a_loss(experiment: Make) -> None:
-    found = experiment(fp32=[{"value": 0.8}, {"value": 0.9}], p=[{"value": 0.79}, {"value": 0.79}])
-    assert verdicts(found)["p"] == "keeps"  # 0.06 below a mean whose deviation is 0.07
+    result = experiment(fp32=[{"value": 0.8}, {"value": 0.9}], p=[{"value": 0.79}, {"value": 0.79}])
+    assert verdicts(result)["p"] == "keeps"  # 0.06 below a mean whose deviation is 0.07
 
 
 def test_a_spread_of_its_own_excuses_no_plan(experiment: Make) -> None:
-    found = experiment(fp32=[{"value": 0.85}, {"value": 0.85}], p=[{"value": 0.95}, {"value": 0.65}])
-    assert verdicts(found)["p"] == "loses"
+    result = experiment(fp32=[{"value": 0.85}, {"value": 0.85}], p=[{"value": 0.95}, {"value": 0.65}])
+    assert verdicts(result)["p"] == "loses"
 
 
 def test_where_lower_is_better(experiment: Make) -> None:
     metric = {"name": "perplexity", "better": "lower", "trivial": 500.0}
-    found = experiment(
+    result = experiment(
         fp32=[{"value": 100.0, "metric": metric}],
         a=[{"value": 100.9, "metric": metric}],
         b=[{"value": 102.0, "metric": metric}],
         c=[{"value": 301.0, "metric": metric}],
         d=[{"value": 90.0, "metric": metric}],
     )
-    assert verdicts(found) == {"a": "keeps", "b": "loses", "c": "fails", "d": "keeps", "fp32": "reference"}
+    assert verdicts(result) == {"a": "keeps", "b": "loses", "c": "fails", "d": "keeps", "fp32": "reference"}
 
 
 def test_a_plan_fails_if_any_of_its_runs_diverged_and_no_run_is_dropped(experiment: Make) -> None:
-    found = experiment(
+    result = experiment(
         fp32=[{"value": 0.9}, {"value": 0.9}],
         p=[{"value": 0.9}, {"value": 0.2, "status": "diverged"}],
     )
-    plan = next(plan for plan in found.plans if plan.label == "p")
+    plan = next(plan for plan in result.plans if plan.label == "p")
     assert (plan.verdict, plan.why) == ("fails", "diverged in 1 of 2 runs")
     assert len(plan.runs) == 2
     assert plan.value is not None
@@ -95,8 +95,8 @@ def test_a_plan_fails_if_any_of_its_runs_diverged_and_no_run_is_dropped(experime
 
 
 def test_plans_that_have_not_finished_are_shown_and_judged_by_nothing(experiment: Make) -> None:
-    found = experiment(fp32=[{"value": 0.9}], p=[{"value": 0.3, "status": "unfinished"}])
-    plan = found.plans[1]
+    result = experiment(fp32=[{"value": 0.9}], p=[{"value": 0.3, "status": "unfinished"}])
+    plan = result.plans[1]
     assert (plan.verdict, plan.value is not None, plan.on_cost_front) == ("unfinished", True, False)
 
 
@@ -113,9 +113,9 @@ def test_the_longest_run_without_a_plan_is_the_reference(write_run: WriteRun, tm
         summary = json.loads((folder / "summary.json").read_text())
         (folder / "summary.json").write_text(json.dumps({**summary, "step": steps}))
     write_run(tmp_path / "c", plan="int8", value=0.6, settings={"steps": 20})
-    (found,) = Report.of([tmp_path]).experiments
-    assert verdicts(found)["fp32 (steps=20)"] == "reference"
-    assert verdicts(found)["int8"] == "loses"
+    (result,) = Report.of([tmp_path]).experiments
+    assert verdicts(result)["fp32 (steps=20)"] == "reference"
+    assert verdicts(result)["int8"] == "loses"
 
 
 def test_one_plan_alone_has_no_reference(experiment: Make) -> None:
@@ -123,22 +123,22 @@ def test_one_plan_alone_has_no_reference(experiment: Make) -> None:
 
 
 def test_fronts_leave_out_what_fails_however_cheap_it_is(experiment: Make) -> None:
-    found = experiment(
+    result = experiment(
         fp32=[{"value": 0.9, "cost": 1.0, "memory": 100}],
         a=[{"value": 0.89, "cost": 0.5, "memory": 100}],
         b=[{"value": 0.88, "cost": 0.6, "memory": 50}],
         c=[{"value": 0.1, "cost": 0.1, "memory": 10}],
     )
-    assert [plan.label for plan in found.plans if plan.on_cost_front] == ["a", "fp32"]
-    assert [plan.label for plan in found.plans if plan.on_memory_front] == ["b", "fp32"]
+    assert [plan.label for plan in result.plans if plan.on_cost_front] == ["a", "fp32"]
+    assert [plan.label for plan in result.plans if plan.on_memory_front] == ["b", "fp32"]
 
 
 def test_equal_names_say_in_what_they_differ(write_run: WriteRun, tmp_path: Path) -> None:
     write_run(tmp_path / "1", settings={"steps": 30, "lr": 0.1})
     write_run(tmp_path / "2", settings={"steps": 30, "lr": 0.2})
     write_run(tmp_path / "3", settings={"steps": 30, "lr": 0.2}, compile=True)
-    (found,) = Report.of([tmp_path]).experiments
-    assert [plan.label for plan in found.plans] == [
+    (result,) = Report.of([tmp_path]).experiments
+    assert [plan.label for plan in result.plans] == [
         "fp32 (compile=False, lr=0.1)",
         "fp32 (compile=False, lr=0.2)",
         "fp32 (compile=True, lr=0.2)",
@@ -149,8 +149,8 @@ def test_plans_of_one_name_that_say_different_things_are_two(write_run: WriteRun
     for name in ("one", "two"):
         folder = write_run(tmp_path / name, plan="p")
         (folder / "plan.yaml").write_text(f"version: 1\ndescription: {name}\nrules: []\n")
-    (found,) = Report.of([tmp_path]).experiments
-    assert [plan.label for plan in found.plans] == ["p (one)", "p (two)"]
+    (result,) = Report.of([tmp_path]).experiments
+    assert [plan.label for plan in result.plans] == ["p (one)", "p (two)"]
 
 
 def test_tasks_are_experiments_of_their_own(write_run: WriteRun, tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_the_same_data_in_two_places_is_the_same(write_run: WriteRun, tmp_path: 
     write_run(tmp_path / "a", settings={"data": "/here/set.npz"})
     write_run(tmp_path / "b", plan="int8", settings={"data": "there/set.npz"})
     write_run(tmp_path / "c", plan="int8", settings={"data": "there/other.npz"})
-    assert [each.name for each in Report.of([tmp_path]).experiments] == [
+    assert [item.name for item in Report.of([tmp_path]).experiments] == [
         "digits, data set.npz",
         "digits, data other.npz",
     ]
@@ -188,8 +188,8 @@ def test_the_same_data_in_two_places_is_the_same(write_run: WriteRun, tmp_path: 
 
 def test_a_network_alone_needs_no_name(write_run: WriteRun, tmp_path: Path) -> None:
     write_run(tmp_path / "a", settings={"model": "resnet8"})
-    (found,) = Report.of([tmp_path]).experiments
-    assert found.name == "digits"
+    (result,) = Report.of([tmp_path]).experiments
+    assert result.name == "digits"
 
 
 def test_errors_of_a_site_are_means_over_runs(experiment: Make) -> None:
@@ -199,19 +199,19 @@ def test_errors_of_a_site_are_means_over_runs(experiment: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("values", "message"),
     [([0.9812], "98.1 %"), ([0.97, 0.99], "98.0 ± 1.4 %"), ([0.98, 0.98], "98.0 ± 0.00 %")],
 )
-def test_shares_are_told_in_per_cent(experiment: Make, values: list[float], words: str) -> None:
-    found = experiment(fp32=[{"value": value} for value in values])
-    assert found.spread_text(found.plans[0]) == words
+def test_shares_are_told_in_per_cent(experiment: Make, values: list[float], message: str) -> None:
+    result = experiment(fp32=[{"value": value} for value in values])
+    assert result.spread_text(result.plans[0]) == message
 
 
 def test_summaries_show_in_a_notebook(experiment: Make) -> None:
-    found = experiment(fp32=[{"value": 0.9}], **{"<b>p": [{"value": 0.9}]})
-    shown = found._repr_html_()
+    result = experiment(fp32=[{"value": 0.9}], **{"<b>p": [{"value": 0.9}]})
+    shown = result._repr_html_()
     assert shown.startswith("<p>On digits")
     assert "&lt;b&gt;p" in shown
     assert "<b>" not in shown
     assert shown.count("<tr>") == 3
-    assert shown in Report((found, found))._repr_html_()
+    assert shown in Report((result, result))._repr_html_()

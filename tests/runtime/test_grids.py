@@ -83,10 +83,10 @@ def count_roundings(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch
     count = 0
     plain = Quantizer.round_values
 
-    def counted(self: Quantizer, *given: object) -> Tensor:
+    def counted(self: Quantizer, *arguments: object) -> Tensor:
         nonlocal count
         count += 1
-        return plain(self, *given)  # type: ignore[arg-type]
+        return plain(self, *arguments)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patched:
         patched.setattr(Quantizer, "round_values", counted)

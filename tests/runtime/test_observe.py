@@ -52,10 +52,10 @@ def summed(steps: list[tuple[float, ...]]) -> Statistics:
     return Statistics(len(steps), np.mean(overflow), np.mean(underflow), max(amax), relative)  # type: ignore[arg-type]
 
 
-def assert_close(found: Statistics, expected: Statistics) -> None:
-    assert found.steps == expected.steps
+def assert_close(actual: Statistics, expected: Statistics) -> None:
+    assert actual.steps == expected.steps
     for name in ("overflow", "underflow", "amax", "error"):
-        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-4), name
+        assert getattr(actual, name) == pytest.approx(getattr(expected, name), rel=1e-4), name
 
 
 RULE = {"match": "*", "weight": "e2m1", "activation": "e2m1", "grad_activation": "e3m2", "grad_weight": "e2m1"}
@@ -67,10 +67,10 @@ def tapped() -> dict[str, list[tuple[float, ...]]]:
     """By hand, step by step, what each rounding was given."""
     model = Net()
     w1, w2 = (bitplan.quantize(layer.weight.detach(), "e2m1") for layer in (model.first, model.last))
-    found: dict[str, list[tuple[float, ...]]] = {}
+    result: dict[str, list[tuple[float, ...]]] = {}
 
     def tap(name: str, x: Tensor, target: str) -> Tensor:
-        found.setdefault(name, []).append(measured(x, target))
+        result.setdefault(name, []).append(measured(x, target))
         return bitplan.quantize(x.detach(), target)
 
     for x in BATCHES:
@@ -87,7 +87,7 @@ def tapped() -> dict[str, list[tuple[float, ...]]]:
         back = tap("/tanh.0:grad_activation", back * 3, "e3m2")
         back = tap("first/linear.0:grad_activation", back * (1 - tanh * tanh), "e3m2")
         tap("first/linear.0:grad_weight", back.T @ x, "e2m1")
-    return found
+    return result
 
 
 def train(model: nn.Module, run: Attachment, called: Any = None, restless: bool = False) -> dict[str, Statistics]:
@@ -107,14 +107,14 @@ def train(model: nn.Module, run: Attachment, called: Any = None, restless: bool 
 def test_statistics_equal_those_of_the_tapped_tensors(example: Tensor | None) -> None:
     model = Net()
     with attached(model, RULE, stats=True, example=example) as run:
-        found = train(model, run)
+        actual = train(model, run)
     expected = {name: summed(steps) for name, steps in tapped().items()}
-    assert found.keys() == expected.keys()
-    for name, seen in found.items():
+    assert actual.keys() == expected.keys()
+    for name, seen in actual.items():
         assert_close(seen, expected[name])
-    assert found["first/linear.0:activation"].overflow > 0.01
-    assert found["first/linear.0:activation"].underflow > 0.01
-    assert found["first/linear.0:grad_activation"].underflow > 0.01
+    assert actual["first/linear.0:activation"].overflow > 0.01
+    assert actual["first/linear.0:activation"].underflow > 0.01
+    assert actual["first/linear.0:grad_activation"].underflow > 0.01
 
 
 @pytest.mark.parametrize("how", ["compiled", "checkpointed", "evaluated"])
@@ -123,10 +123,10 @@ def test_compilation_recomputation_and_evaluation_change_no_statistic(how: str) 
     model = Net(checkpointed=how == "checkpointed")
     with attached(model, RULE, stats=True, example=X) as run:
         called = torch.compile(model, backend="aot_eager", fullgraph=True) if how == "compiled" else None
-        found = train(model, run, called, restless=how == "evaluated")
+        actual = train(model, run, called, restless=how == "evaluated")
     expected = {name: summed(steps) for name, steps in tapped().items()}
-    assert found.keys() == expected.keys()
-    for name, seen in found.items():
+    assert actual.keys() == expected.keys()
+    for name, seen in actual.items():
         assert_close(seen, expected[name])
 
 

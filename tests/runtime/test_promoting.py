@@ -83,13 +83,13 @@ def test_a_planted_overflow_promotes_what_overflows_one_step_later_and_nothing_e
 ) -> None:
     # Packed, every promotion makes another graph, which takes Inductor a while: two of them will do.
     losses, run, _ = train(way, plan_of(RULE), 4 if way == "packed and compiled" else 6)
-    found = {each.site: each.step for each in run.promotions()}
+    result = {promotion.site: promotion.step for promotion in run.promotions()}
     # A rounded value is at most 30: what follows overflows only when what came before is rounded no longer so.
-    assert found["norm/batch_norm.0:weight(bias)"] == 3
-    assert found["norm/batch_norm.0:activation"] == 3  # 30 and a normal number: one in 25 is over 31
-    assert found["/relu.0:activation"] == 4
-    assert "norm/batch_norm.0:weight" not in found
-    assert not any(site.startswith("conv/") for site in found)
+    assert result["norm/batch_norm.0:weight(bias)"] == 3
+    assert result["norm/batch_norm.0:activation"] == 3  # 30 and a normal number: one in 25 is over 31
+    assert result["/relu.0:activation"] == 4
+    assert "norm/batch_norm.0:weight" not in result
+    assert not any(site.startswith("conv/") for site in result)
     assert losses == eager_losses[: len(losses)]
 
 
@@ -128,9 +128,14 @@ def watched(x: Tensor, low: dict[str, Any], steps: int = 1) -> tuple[bitplan.Att
 def test_at_the_limit_it_is_promoted(count: int, size: int, value: float) -> None:
     x = torch.zeros(size)
     x[:count] = -value  # its double has the magnitude 31, from which on e4m3b4 overflows
-    (each,) = watched(x, LOW)[0].promotions()
-    assert (each.site, each.step, each.measure, each.to) == ("/mul.0:activation", 1, "overflow", "e6m9b0")
-    assert each.share == pytest.approx(count / size)
+    (promotion,) = watched(x, LOW)[0].promotions()
+    assert (promotion.site, promotion.step, promotion.measure, promotion.to) == (
+        "/mul.0:activation",
+        1,
+        "overflow",
+        "e6m9b0",
+    )
+    assert promotion.share == pytest.approx(count / size)
 
 
 @pytest.mark.parametrize(("count", "size", "value"), [(1, 101, 16.0), (100, 100, 15.499), (1, 1, torch.nan)])
@@ -148,9 +153,9 @@ def test_it_goes_one_way_and_holds_in_evaluation_and_in_copies() -> None:
     for x in (large, small, small):
         model(x).sum().backward()
         run.step()
-    for each in (model, twin, model.eval()):
-        assert torch.equal(each(small), bitplan.quantize(small * 2, "e6m9b0"))
-        assert not torch.equal(each(small), bitplan.quantize(small * 2, "e4m3b4"))
+    for item in (model, twin, model.eval()):
+        assert torch.equal(item(small), bitplan.quantize(small * 2, "e6m9b0"))
+        assert not torch.equal(item(small), bitplan.quantize(small * 2, "e4m3b4"))
 
 
 def test_evaluation_and_what_nothing_learns_from_promote_nothing() -> None:
@@ -212,8 +217,8 @@ def test_the_worst_micro_batch_counts_and_recomputation_counts_nothing_twice() -
         for x in batches:
             checkpoint(model, x.requires_grad_(), use_reentrant=False).sum().backward()
         run.step()
-        (each,) = run.promotions()
-        assert each.share == pytest.approx(0.01)
+        (promotion,) = run.promotions()
+        assert promotion.share == pytest.approx(0.01)
 
 
 class Spread(nn.Module):
@@ -237,7 +242,7 @@ def test_all_results_of_an_operation_are_promoted_when_the_largest_is(execution:
         torch.testing.assert_close(mean.detach(), means, rtol=0, atol=1e-3)
         (variance.sum() + mean.sum()).backward()
         run.step()
-    assert [each.site for each in run.promotions()] == ["/var_mean.0:activation"]
+    assert [promotion.site for promotion in run.promotions()] == ["/var_mean.0:activation"]
 
 
 def test_a_resumed_run_knows_its_promotions() -> None:
@@ -288,9 +293,9 @@ def test_in_emulate_a_promotion_recompiles_nothing() -> None:
 def test_the_overflow_threshold_lies_half_a_step_above_the_largest_value(name: str) -> None:
     target = get_format(name)
     assert not isinstance(target, bitplan.numerics.formats.BlockFormat)
-    known = {"e4m3b4": 31.0, "e4m3": 464.0, "e5m2": 61440.0, "e6m9b0": 8.5857402e9, "int8": 127.5}
-    if name in known:
-        assert target.overflow_threshold == pytest.approx(known[name], rel=1e-6)
+    thresholds = {"e4m3b4": 31.0, "e4m3": 464.0, "e5m2": 61440.0, "e6m9b0": 8.5857402e9, "int8": 127.5}
+    if name in thresholds:
+        assert target.overflow_threshold == pytest.approx(thresholds[name], rel=1e-6)
     live = LiveFormat(target)
     assert float(live.overflow_threshold_in(live.row)) == target.overflow_threshold
 
@@ -300,12 +305,12 @@ def test_ranks_add_up_before_they_decide(tmp_path: Path, monkeypatch: pytest.Mon
     worker = importlib.import_module("ddp_worker")
     results = torch.multiprocessing.get_context("spawn").Queue()
     processes = torch.multiprocessing.spawn(worker.watch, (str(tmp_path / "store"), results), nprocs=2, join=False)
-    found: dict[int, Any] = {}
-    while len(found) < 2:
+    result: dict[int, Any] = {}
+    while len(result) < 2:
         try:
-            found.update([results.get(timeout=2)])
+            result.update([results.get(timeout=2)])
         except queue.Empty:
             processes.join(timeout=0.1)  # raises what a process has raised
     while not processes.join():
         pass
-    assert found[0] == found[1] == [[("0/mul.0:activation", 1, 0.01)], []]
+    assert result[0] == result[1] == [[("0/mul.0:activation", 1, 0.01)], []]

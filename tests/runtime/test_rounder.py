@@ -157,12 +157,12 @@ IN_PLACE: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_what_is_written_in_place_is_rounded_in_place(name: str) -> None:
     function, expected = IN_PLACE[name]
-    given = torch.randn(3, 4)
-    handed = given.clone()
+    arguments = torch.randn(3, 4)
+    handed = arguments.clone()
     model = Apply(function)
     with attached(model, {"match": "*", "activation": "e3m2"}):
         y = model(handed)
-    rounded = q(expected(given), "e3m2")
+    rounded = q(expected(arguments), "e3m2")
     assert torch.equal(y, rounded)
     if name != "out":
         assert y.data_ptr() == handed.data_ptr()

@@ -47,8 +47,8 @@ def test_a_state_of_an_older_version_lacks_what_it_did_not_know() -> None:
     state = saved(STILL).to_dict()
     for name in ("total", "phase", "position"):
         del state[name]
-    known = RunState.from_dict(state)
-    assert (known.total, known.phase, known.position) == (None, (), None)
+    run_state = RunState.from_dict(state)
+    assert (run_state.total, run_state.phase, run_state.position) == (None, (), None)
 
 
 @pytest.mark.parametrize("state", [None, [], {}, {"step": 1, "seed": 0, "plan": {}, "formats": {}, "records": {}}])

@@ -20,22 +20,22 @@ PAIRS = {"RTH": "RR", "LT": "LR", "CT": "CR", "ETH": "ER"}
 @pytest.mark.parametrize("name", TEN)
 @pytest.mark.parametrize("bits", COSTS)
 def test_costs(name: str, bits: tuple[int, int]) -> None:
-    found = schedule(name, low=bits[0], high=bits[1], cycles=8).summary(64000)
+    actual = schedule(name, low=bits[0], high=bits[1], cycles=8).summary(64000)
     expected = COSTS[bits][PAIRS.get(name, name)]
     digits = 4 if round(expected, 3) != expected else 3
-    assert round(found.relative_cost, digits) == expected
-    assert (found.first, found.last) == (bits["T" in name], bits[1])
+    assert round(actual.relative_cost, digits) == expected
+    assert (actual.first, actual.last) == (bits["T" in name], bits[1])
 
 
 def test_mean_bits_and_shares_at_the_top() -> None:
-    found = {name: schedule(name, low=3, high=8).summary(64000) for name in TEN}
+    result = {name: schedule(name, low=3, high=8).summary(64000) for name in TEN}
     for name, mean in {"RR": 3.805, "RTH": 3.805, "ER": 6.83, "ETH": 6.83}.items():
-        assert found[name].mean_bits == pytest.approx(mean, abs=0.006)
+        assert result[name].mean_bits == pytest.approx(mean, abs=0.006)
     for name in ("LR", "LT", "CR", "CT", "RTV", "ETV"):
-        assert round(found[name].mean_bits, 2) == 5.50
+        assert round(result[name].mean_bits, 2) == 5.50
     shares = {"RR": 0.011, "LR": 0.100, "CR": 0.205, "ETV": 0.225, "RTV": 0.269, "ER": 0.424}
     for name, share in shares.items():
-        assert round(found[name].share_at_max, 3) == share
+        assert round(result[name].share_at_max, 3) == share
 
 
 @pytest.mark.parametrize("name", TEN)

@@ -20,7 +20,7 @@ def test_pieces_are_the_table_in_short(name: str, total: int) -> None:
     pieces = pieces_of(chosen, total)
     whole = np.concatenate([np.full(piece.last - piece.first + 1, piece.bits) for piece in pieces])
     assert whole.tolist() == chosen.table(total).tolist()
-    assert all(one.bits != other.bits for one, other in pairwise(pieces))
+    assert all(first.bits != second.bits for first, second in pairwise(pieces))
 
 
 def test_a_very_long_run_is_looked_at_here_and_there() -> None:

@@ -36,8 +36,8 @@ def test_there_is_one_for_each_output_of_the_network(levels: int, side: int) -> 
 
 def test_an_object_s_anchors_lead_to_it_and_the_rest_is_background() -> None:
     objects = Objects.of([[10.0, 12, 26, 30], [40, 40, 52, 58]], [7, 2])
-    wanted = ANCHORS.wanted(objects)
-    labels, offsets = ANCHORS.stacked([wanted, ANCHORS.wanted(Objects.of([], []))])
+    expected = ANCHORS.wanted(objects)
+    labels, offsets = ANCHORS.stacked([expected, ANCHORS.wanted(Objects.of([], []))])
     assert labels.shape == (2, len(ANCHORS.boxes))
     assert set(labels[0].tolist()) == {BACKGROUND, IGNORED, 7, 2}
     assert (labels[1] == BACKGROUND).all()

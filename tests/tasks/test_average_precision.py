@@ -23,9 +23,9 @@ def told(*detections: tuple[list[float], int, float]) -> Detections:
 
 
 def ap(detections: list[Detections], objects: list[Objects], label: int = 0) -> float:
-    found = average_precision(detections, objects, label)
-    assert found is not None
-    return found
+    result = average_precision(detections, objects, label)
+    assert result is not None
+    return result
 
 
 def test_all_found_and_nothing_else_is_one() -> None:

@@ -41,7 +41,7 @@ def test_truth_has_many_spellings(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("arguments", "sentence"),
     [
         (["step=7"], r"the task own has no setting 'step'; did you mean steps"),
         (["steps"], r"'steps' sets nothing: write key=value, such as steps=200\."),
@@ -59,7 +59,7 @@ def test_truth_has_many_spellings(text: str) -> None:
         (["name=wrong"], r"the task own refuses these settings: name may not be wrong"),
     ],
 )
-def test_what_cannot_be_set_is_one_sentence(given: list[str], sentence: str) -> None:
+def test_what_cannot_be_set_is_one_sentence(arguments: list[str], sentence: str) -> None:
     with pytest.raises(TaskError, match=sentence) as raised:
-        read_settings(Own, given, "own")
+        read_settings(Own, arguments, "own")
     assert "\n" not in str(raised.value)

@@ -34,10 +34,10 @@ class Knows(nn.Module):
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         self.shapes.add(tuple(images.shape))
         scenes, task = self.task.data.held_out, self.task
-        wanted = [
+        expected = [
             task.anchors.wanted(scenes.objects((self.seen + number) % len(scenes))) for number in range(len(images))
         ]
-        labels, offsets = task.anchors.stacked(wanted)
+        labels, offsets = task.anchors.stacked(expected)
         labels[: max(0, self.silent - self.seen)] = BACKGROUND
         self.seen += len(images)
         return F.one_hot(labels.clamp(min=-1) + 1, 11)[..., 1:] * 20.0 - 10, offsets
@@ -63,36 +63,36 @@ def test_the_trivial_predictor_is_honest() -> None:
 
 
 def test_batches_are_a_function_of_seed_and_step() -> None:
-    one, other = (find_task("detection", SMALL, seed=1) for _ in range(2))
-    third = one.batch(3)
-    other.batch(5)
+    first, second = (find_task("detection", SMALL, seed=1) for _ in range(2))
+    third = first.batch(3)
+    second.batch(5)
     torch.manual_seed(99)
-    for a, b in zip((third[0], *third[1]), (other.batch(3)[0], *other.batch(3)[1]), strict=True):
+    for a, b in zip((third[0], *third[1]), (second.batch(3)[0], *second.batch(3)[1]), strict=True):
         assert torch.equal(a, b)
-    assert not torch.equal(third[0], one.batch(4)[0])
+    assert not torch.equal(third[0], first.batch(4)[0])
     assert not torch.equal(third[0], find_task("detection", SMALL, seed=2).batch(3)[0])
     labels, offsets = third[1]
-    assert labels.shape == offsets.shape[:2] == (4, len(one.anchors.boxes))
+    assert labels.shape == offsets.shape[:2] == (4, len(first.anchors.boxes))
 
 
 def test_mirrored_images_have_mirrored_objects() -> None:
     plain, mirroring = (find_task("detection", [*SMALL, f"mirror={mirror}"]) for mirror in ("no", "yes"))
     pairs = zip(plain.batch(0)[0], mirroring.batch(0)[0], strict=True)
-    turned = [not torch.equal(one, other) for one, other in pairs]
+    turned = [not torch.equal(first, second) for first, second in pairs]
     assert True in turned
     assert False in turned
     number = turned.index(True)
     assert torch.equal(plain.batch(0)[0][number].flip(-1), mirroring.batch(0)[0][number])
     chances, offsets = [], []
     for task in (plain, mirroring):
-        labels, moves = (each[number] for each in task.batch(0)[1])
+        labels, moves = (item[number] for item in task.batch(0)[1])
         chances.append(F.one_hot(labels.clamp(min=-1) + 1, 11)[:, 1:].float())
         offsets.append(moves)
-    one, other = (plain.detections(*each) for each in zip(chances, offsets, strict=True))
+    first, second = (plain.detections(*item) for item in zip(chances, offsets, strict=True))
     mirror_image = torch.stack(
-        [32 - other.boxes[:, 2], other.boxes[:, 1], 32 - other.boxes[:, 0], other.boxes[:, 3]], 1
+        [32 - second.boxes[:, 2], second.boxes[:, 1], 32 - second.boxes[:, 0], second.boxes[:, 3]], 1
     )
-    sort = [boxes[boxes[:, 0].argsort()] for boxes in (one.boxes, mirror_image)]
+    sort = [boxes[boxes[:, 0].argsort()] for boxes in (first.boxes, mirror_image)]
     torch.testing.assert_close(sort[0], sort[1], atol=1e-3, rtol=0)
 
 
@@ -141,8 +141,8 @@ def test_frozen_norms_are_left_out_of_training() -> None:
     task = find_task("detection", [*SMALL, "norm=frozen"])
     model = task.model()
     assert any(isinstance(module, FrozenBatchNorm) for module in model.modules())
-    trained = {id(each) for group in task.optimizer(model).param_groups for each in group["params"]}
-    assert trained == {id(each) for each in model.parameters() if each.requires_grad}
+    trained = {id(item) for group in task.optimizer(model).param_groups for item in group["params"]}
+    assert trained == {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     assert len(trained) < len([*model.parameters()])
 
 
@@ -151,11 +151,11 @@ def test_only_so_many_detections_of_an_image_and_the_surest_of_them(monkeypatch:
     monkeypatch.setattr(detection, "_MOST", 3)
     count = len(task.anchors.boxes)
     chances = torch.linspace(0, 1, count * 10).view(count, 10)
-    told = task.detections(chances, torch.zeros(count, 4))
-    assert len(told) == 3
-    assert told.scores[0] == 1.0
-    assert told.boxes.min() >= 0
-    assert told.boxes.max() <= 32
+    reported = task.detections(chances, torch.zeros(count, 4))
+    assert len(reported) == 3
+    assert reported.scores[0] == 1.0
+    assert reported.boxes.min() >= 0
+    assert reported.boxes.max() <= 32
     assert len(task.detections(torch.full((count, 10), 0.04), torch.zeros(count, 4))) == 0
 
 

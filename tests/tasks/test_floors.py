@@ -74,5 +74,5 @@ def test_fp32_reaches_the_floor_and_eight_bits_train_otherwise(name: str) -> Non
     assert all(math.isfinite(loss) for loss in rounded)
     assert min(rounded[-3:]) < rounded[0]  # it learns
     pairs = [*zip(losses, rounded, strict=False)]
-    assert all(one != other for one, other in pairs)  # every step was rounded
+    assert all(first != second for first, second in pairs)  # every step was rounded
     assert abs(pairs[0][0] - pairs[0][1]) < 0.1 * pairs[0][0]  # and not by much

@@ -46,11 +46,11 @@ def test_nearest_neighbours_are_those_that_a_search_finds() -> None:
 
 def test_the_usual_split_takes_twenty_and_thirty_of_each_class() -> None:
     labels = torch.arange(300) % 4
-    told, validation, test = usual_split(labels)
-    assert torch.bincount(labels[told]).tolist() == [20] * 4
+    reported, validation, test = usual_split(labels)
+    assert torch.bincount(labels[reported]).tolist() == [20] * 4
     assert torch.bincount(labels[validation]).tolist() == [30] * 4
-    assert sorted(torch.cat([told, validation, test]).tolist()) == list(range(300))
-    assert all(torch.equal(a, b) for a, b in zip(usual_split(labels), (told, validation, test), strict=True))
+    assert sorted(torch.cat([reported, validation, test]).tolist()) == list(range(300))
+    assert all(torch.equal(a, b) for a, b in zip(usual_split(labels), (reported, validation, test), strict=True))
 
 
 def test_a_class_with_few_nodes_gives_all_of_them() -> None:
@@ -81,10 +81,10 @@ def test_accuracy_is_that_of_test_nodes() -> None:
 
 def test_only_training_nodes_are_learnt_from_and_every_step_is_the_same_batch() -> None:
     task = Graph()
-    inputs, asked = task.batch(0)
-    assert sorted((asked != NOT_ASKED).nonzero().flatten().tolist()) == sorted(task.data.training.tolist())
+    inputs, requests = task.batch(0)
+    assert sorted((requests != NOT_ASKED).nonzero().flatten().tolist()) == sorted(task.data.training.tolist())
     again, _ = task.batch(5)
-    assert all(one is other for one, other in zip(inputs, again, strict=True))  # so that nobody copies it again
+    assert all(first is second for first, second in zip(inputs, again, strict=True))  # so that nobody copies it again
 
 
 def test_labels_of_other_nodes_do_not_matter() -> None:
@@ -160,9 +160,9 @@ def test_a_stopped_run_under_a_plan_goes_on_bit_for_bit(tmp_path: Path, settings
     options: dict[str, Any] = {"on_progress": lambda now: seen.append(now.step), "stop": lambda: seen[-1:] == [4]}
     assert train(find_task("graph", chosen), plan, folder=parts, **options).status == "stopped"
     assert train(find_task("graph", chosen), plan, folder=parts).status == "finished"
-    one, other = (RunFolder(folder) for folder in (whole, parts))
-    assert one.metrics_file.read_bytes() == other.metrics_file.read_bytes()
-    assert one.model_file.read_bytes() == other.model_file.read_bytes()
+    first, second = (RunFolder(folder) for folder in (whole, parts))
+    assert first.metrics_file.read_bytes() == second.metrics_file.read_bytes()
+    assert first.model_file.read_bytes() == second.model_file.read_bytes()
 
 
 @pytest.mark.parametrize(

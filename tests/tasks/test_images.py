@@ -22,8 +22,8 @@ class Knows(nn.Module):
         self.shapes.add(tuple(images.shape))
         places = (self.seen + torch.arange(len(images))) % len(self.labels)
         self.seen += len(images)
-        told = torch.where(places < self.wrong, (self.labels[places] + 1) % 10, self.labels[places])
-        return nn.functional.one_hot(told, 10).float() * 50
+        reported = torch.where(places < self.wrong, (self.labels[places] + 1) % 10, self.labels[places])
+        return nn.functional.one_hot(reported, 10).float() * 50
 
 
 @pytest.mark.parametrize("batch", [128, 360, 100, 500])
@@ -45,13 +45,13 @@ def test_trivial_is_the_commonest_class_of_training_on_held_out_images() -> None
 
 
 def test_batches_are_a_function_of_seed_and_step() -> None:
-    one, other = Digits(seed=1), Digits(seed=1)
-    third = one.batch(3)
+    first, second = Digits(seed=1), Digits(seed=1)
+    third = first.batch(3)
     for step in (5, 0):
-        other.batch(step)
+        second.batch(step)
     torch.manual_seed(99)  # the global generator is not asked
-    assert all(torch.equal(a, b) for a, b in zip(third, other.batch(3), strict=True))
-    assert not torch.equal(third[0], one.batch(4)[0])
+    assert all(torch.equal(a, b) for a, b in zip(third, second.batch(3), strict=True))
+    assert not torch.equal(third[0], first.batch(4)[0])
     assert not torch.equal(third[0], Digits(seed=2).batch(3)[0])
 
 

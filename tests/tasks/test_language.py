@@ -63,13 +63,13 @@ def test_a_file_of_your_own_is_learnt_from(name: str, book: str) -> None:
 @pytest.mark.parametrize("name", TEXT_TASKS)
 def test_batches_are_a_function_of_seed_and_step(name: str, book: str) -> None:
     settings = [book, "batch=4", "length=8"]
-    one, other = (find_task(name, settings, seed=1) for _ in range(2))
-    third = one.batch(3)
+    first, second = (find_task(name, settings, seed=1) for _ in range(2))
+    third = first.batch(3)
     before = torch.get_rng_state()
-    other.batch(7)
+    second.batch(7)
     assert torch.equal(torch.get_rng_state(), before)
-    assert all(torch.equal(a, b) for a, b in zip(third, other.batch(3), strict=True))
-    assert not torch.equal(third[0], one.batch(4)[0])
+    assert all(torch.equal(a, b) for a, b in zip(third, second.batch(3), strict=True))
+    assert not torch.equal(third[0], first.batch(4)[0])
 
 
 @pytest.mark.parametrize("name", TEXT_TASKS)

@@ -50,22 +50,22 @@ def test_the_text_starts_again_after_its_end() -> None:
 def test_two_chunks_are_read_like_one_of_twice_the_length() -> None:
     torch.manual_seed(0)
     model = CarriedLSTM(20, 8, 2, 0.0, 3)
-    words = torch.randint(20, (10, 3))
+    text = torch.randint(20, (10, 3))
     whole = CarriedLSTM(20, 8, 2, 0.0, 3)
     whole.load_state_dict(model.state_dict())
-    parts = torch.cat([model(words[:5]), model(words[5:])])
-    assert torch.allclose(parts, whole(words), atol=1e-6)
+    parts = torch.cat([model(text[:5]), model(text[5:])])
+    assert torch.allclose(parts, whole(text), atol=1e-6)
     # and not because the state does not matter
     model.hidden.zero_()
     model.cell.zero_()
-    assert not torch.allclose(model(words[5:]), parts[5:], atol=1e-3)
+    assert not torch.allclose(model(text[5:]), parts[5:], atol=1e-3)
 
 
 def test_gradients_stop_between_chunks() -> None:
     model = CarriedLSTM(20, 8, 1, 0.0, 3)
-    words = torch.randint(20, (5, 3))
+    text = torch.randint(20, (5, 3))
     for _ in range(2):
-        model(words).sum().backward()
+        model(text).sum().backward()
     assert not model.hidden.requires_grad
 
 
@@ -76,8 +76,8 @@ def test_a_state_dict_holds_what_was_read() -> None:
     assert state["hidden"].abs().sum() > 0
     other = CarriedLSTM(20, 8, 1, 0.0, 3)
     other.load_state_dict(state)
-    words = torch.randint(20, (5, 3))
-    assert torch.equal(model(words), other(words))
+    text = torch.randint(20, (5, 3))
+    assert torch.equal(model(text), other(text))
 
 
 def test_evaluation_starts_empty_and_leaves_training_s_state() -> None:
@@ -105,14 +105,14 @@ def test_evaluation_carries_its_own_state() -> None:
         for number in range(2):
             model.hidden.zero_()  # type: ignore[operator]
             model.cell.zero_()  # type: ignore[operator]
-            words, following = task._rows(task.held_out, number)
-            apart.append(float(task.loss(model(words), following)))
+            text, following = task._rows(task.held_out, number)
+            apart.append(float(task.loss(model(text), following)))
     assert abs(together - sum(apart) / 2) > 1e-4
 
 
 def test_a_model_that_fails_in_evaluation_keeps_its_state() -> None:
     class Fails(CarriedLSTM):
-        def forward(self, words: Tensor) -> Tensor:
+        def forward(self, text: Tensor) -> Tensor:
             raise RuntimeError("boom")
 
     model = Fails(4000, 8, 1, 0.0, 3)
@@ -160,8 +160,8 @@ def test_penn_treebank_s_files_are_read(tmp_path: Path) -> None:
         text = " no it was n't <unk> monday \n" * count
         (tmp_path / f"ptb.{name}.txt.gz").write_bytes(gzip.compress(text.encode()))
     task = find_task("ptb", [f"data={tmp_path}", "batch=2", "length=4", "features=8", "vocabulary=10"])
-    words, following = task.batch(0)
-    assert words.shape == task.example()[0].shape == (4, 2)
+    sentence, following = task.batch(0)
+    assert sentence.shape == task.example()[0].shape == (4, 2)
     assert len(task.training) == 60 * 7  # type: ignore[attr-defined]
     with torch.no_grad():
         assert task.evaluate(task.model().eval())["perplexity"] > 1
@@ -170,13 +170,13 @@ def test_penn_treebank_s_files_are_read(tmp_path: Path) -> None:
 
 
 def test_the_test_text_is_read_once_at_the_end(tmp_path: Path) -> None:
-    for part, words in (("train", "a b c d"), ("valid", "a b c d"), ("test", "d c b a")):
-        (tmp_path / f"ptb.{part}.txt").write_text((words + "\n") * 30)
+    for part, text in (("train", "a b c d"), ("valid", "a b c d"), ("test", "d c b a")):
+        (tmp_path / f"ptb.{part}.txt").write_text((text + "\n") * 30)
     recipe = ["steps=4", "evaluate_every=2", "batch=2", "length=3", "features=4", f"data={tmp_path}", "vocabulary=9"]
     run = tmp_path / "run"
     summary = train(find_task("ptb", recipe), folder=run)
-    told = [line for line in RunFolder(run).metrics() if line.get("evaluation")]
-    assert ["test_perplexity" in line for line in told] == [False, True]
+    reported = [line for line in RunFolder(run).metrics() if line.get("evaluation")]
+    assert ["test_perplexity" in line for line in reported] == [False, True]
     assert summary.metrics["test_perplexity"] != summary.metrics["perplexity"]
     (tmp_path / "ptb.test.txt").unlink()
     assert "test_perplexity" not in train(find_task("ptb", recipe), folder=tmp_path / "without").metrics
@@ -232,10 +232,10 @@ def test_a_compiled_backward_sees_the_state_that_forward_began_with(monkeypatch:
 def test_only_a_layer_that_is_written_out_is_one_graph(
     plan: str | None, is_whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[bool] = []
+    requests: list[bool] = []
 
     def noted(run: Attachment, *, fullgraph: bool, mode: str | None) -> nn.Module:
-        asked.append(fullgraph)
+        requests.append(fullgraph)
         return run.model
 
     monkeypatch.setattr(Attachment, "compile", noted)
@@ -243,4 +243,4 @@ def test_only_a_layer_that_is_written_out_is_one_graph(
     target = task.target()
     chosen = cpt_plan(target.model, target.batch, target.loss) if plan == "cpt" else find_plan(plan) if plan else Plan()
     Session(task, chosen, execution="emulate", device=torch.device("cpu"), compile=True).close()
-    assert asked == [is_whole]
+    assert requests == [is_whole]

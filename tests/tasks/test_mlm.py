@@ -16,28 +16,28 @@ QUICK = MaskedSettings(level="words", vocabulary=500, batch=64)
 
 def test_fifteen_percent_are_asked_in_every_sample() -> None:
     task = MaskedLanguageModelling(QUICK)
-    shown, asked = task.batch(0)
-    places = asked != NOT_ASKED
+    shown, requests = task.batch(0)
+    places = requests != NOT_ASKED
     assert places.sum(1).tolist() == [5] * 64  # 0.15 * 32, rounded
-    assert bool((asked[places] < task.tokens).all())
+    assert bool((requests[places] < task.tokens).all())
     assert bool((shown[~places] != task.mask).all())
 
 
 def test_masked_tokens_show_the_mask_others_or_themselves() -> None:
     task = MaskedLanguageModelling(QUICK)
     batches = [task.batch(step) for step in range(20)]
-    shown, asked = (torch.cat(each) for each in zip(*batches, strict=True))
-    places = asked != NOT_ASKED
+    shown, requests = (torch.cat(item) for item in zip(*batches, strict=True))
+    places = requests != NOT_ASKED
     masks = float((shown[places] == task.mask).float().mean())
-    themselves = float((shown[places] == asked[places]).float().mean())
+    themselves = float((shown[places] == requests[places]).float().mean())
     assert masks == pytest.approx(0.8, abs=0.03)
     assert themselves == pytest.approx(0.1, abs=0.03)
 
 
 def test_what_is_asked_is_the_text() -> None:
     task = MaskedLanguageModelling(QUICK)
-    shown, asked = task.batch(0)
-    whole = torch.where(asked == NOT_ASKED, shown, asked)
+    shown, requests = task.batch(0)
+    whole = torch.where(requests == NOT_ASKED, shown, requests)
     text = task.training.unfold(0, 32, 1)
     assert all(bool((text == row).all(1).any()) for row in whole[:4])
 

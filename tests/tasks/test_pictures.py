@@ -31,9 +31,9 @@ def test_the_digits_are_all_there_and_split_for_good() -> None:
 
 
 def test_the_digits_come_with_their_source() -> None:
-    words = (files("bitplan") / "lab" / "tasks" / "data" / "DIGITS.md").read_text()
-    assert "CC BY 4.0" in words
-    assert "Alpaydin" in words
+    text = (files("bitplan") / "lab" / "tasks" / "data" / "DIGITS.md").read_text()
+    assert "CC BY 4.0" in text
+    assert "Alpaydin" in text
 
 
 def test_damaged_digits_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,12 +102,12 @@ def test_moved_images_are_windows_of_the_padded_ones() -> None:
     moved = moved_and_mirrored(images, pad, False, seed=0, step=0)
     padded = torch.nn.functional.pad(images, (pad,) * 4)
     offsets = set()
-    for number, one in enumerate(moved):
+    for number, image in enumerate(moved):
         fitting = [
             (top, left)
             for top in range(5)
             for left in range(5)
-            if torch.equal(padded[number, :, top : top + 5, left : left + 5], one)
+            if torch.equal(padded[number, :, top : top + 5, left : left + 5], image)
         ]
         assert len(fitting) == 1
         offsets |= set(fitting)

@@ -111,9 +111,9 @@ def test_sites_of_every_task_can_be_asked_without_files_and_memory(name: str) ->
         pytest.importorskip("transformers")
     target = load_target(name, shapes_only=True)
     assert {parameter.device.type for parameter in target.model.parameters()} == {"meta"}
-    found = list_sites(target.model, target.batch, target.loss)
-    assert any(site.role == "grad_weight" for site in found)
-    assert any(site.module == "loss" for site in found)
+    result = list_sites(target.model, target.batch, target.loss)
+    assert any(site.role == "grad_weight" for site in result)
+    assert any(site.module == "loss" for site in result)
 
 
 def test_asking_for_shapes_leaves_the_data_usable() -> None:

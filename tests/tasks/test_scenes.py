@@ -12,25 +12,25 @@ DIGITS = digits()
 
 
 def test_scenes_are_functions_of_their_number() -> None:
-    one, other = (digit_scenes(DIGITS, 64).training for _ in range(2))
-    other.image(5)
+    first, second = (digit_scenes(DIGITS, 64).training for _ in range(2))
+    second.image(5)
     torch.manual_seed(99)  # the global generator is neither asked nor touched
     before = torch.get_rng_state()
-    assert torch.equal(one.image(3), other.image(3))
-    assert torch.equal(one.objects(3).boxes, other.objects(3).boxes)
+    assert torch.equal(first.image(3), second.image(3))
+    assert torch.equal(first.objects(3).boxes, second.objects(3).boxes)
     assert torch.equal(torch.get_rng_state(), before)
-    assert not torch.equal(one.image(3), one.image(4))
-    assert not torch.equal(one.image(3), digit_scenes(DIGITS, 64).held_out.image(3))
+    assert not torch.equal(first.image(3), first.image(4))
+    assert not torch.equal(first.image(3), digit_scenes(DIGITS, 64).held_out.image(3))
 
 
 def test_scenes_vary_and_digits_lie_apart_inside() -> None:
     scenes = digit_scenes(DIGITS, 64).training
-    found = [scenes.objects(index) for index in range(60)]
-    assert {len(objects) for objects in found} == {1, 2, 3, 4}
-    assert {int(label) for objects in found for label in objects.labels} == set(range(10))
-    heights = torch.cat([objects.boxes[:, 3] - objects.boxes[:, 1] for objects in found])
+    result = [scenes.objects(index) for index in range(60)]
+    assert {len(objects) for objects in result} == {1, 2, 3, 4}
+    assert {int(label) for objects in result for label in objects.labels} == set(range(10))
+    heights = torch.cat([objects.boxes[:, 3] - objects.boxes[:, 1] for objects in result])
     assert heights.max() > 1.7 * heights.min()
-    for objects in found:
+    for objects in result:
         assert objects.boxes.min() >= 0
         assert objects.boxes.max() <= 64
         apart = overlaps(objects.boxes, objects.boxes).fill_diagonal_(0)
@@ -53,16 +53,16 @@ def test_the_ink_is_in_the_boxes() -> None:
 
 
 def test_held_out_scenes_have_held_out_digits_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[object, int]] = []
+    requests: list[tuple[object, int]] = []
     for part in (DIGITS.training, DIGITS.held_out):
         take = part.take
-        monkeypatch.setattr(part, "take", lambda chosen, part=part, take=take: asked.append(part) or take(chosen))
+        monkeypatch.setattr(part, "take", lambda chosen, part=part, take=take: requests.append(part) or take(chosen))
     data = digit_scenes(DIGITS, 64)
     for index in range(20):
         data.held_out.image(index)
-    assert set(asked) == {DIGITS.held_out}
+    assert set(requests) == {DIGITS.held_out}
     data.training.image(0)
-    assert asked[-1] is DIGITS.training
+    assert requests[-1] is DIGITS.training
 
 
 def test_mirrored_objects() -> None:

@@ -33,14 +33,14 @@ def quick(*more: str, seed: int = 0) -> Docstrings:
 
 def test_no_docstring_is_on_both_sides_and_every_package_is_on_both() -> None:
     data = library_docstrings()
-    one, other = (set(part.samples) for part in (data.training, data.held_out))
-    assert not one & other
-    assert (len(one), len(other)) == (len(data.training), len(data.held_out))
+    first, second = (set(part.samples) for part in (data.training, data.held_out))
+    assert not first & second
+    assert (len(first), len(second)) == (len(data.training), len(data.held_out))
     for part in (data.training, data.held_out):
         assert set(part.labels) == set(range(len(PACKAGES)))
         assert max(map(part.labels.count, set(part.labels))) < 0.3 * len(part)
-    assert 0.15 < len(other) / (len(one) + len(other)) < 0.25
-    assert len(one) > 1000
+    assert 0.15 < len(second) / (len(first) + len(second)) < 0.25
+    assert len(first) > 1000
 
 
 def test_docstrings_are_read_and_files_are_not_run(tmp_path: Path) -> None:
@@ -115,11 +115,11 @@ class Knows(nn.Module):
 
     def forward(self, tokens: Tensor, kinds: Tensor) -> Tensor:
         self.shapes.add(tuple(tokens.shape))
-        told = torch.tensor([self.rows[tuple(row.tolist())] for row in tokens])
-        here = min(self.wrong, len(told))
-        told[:here] = (told[:here] + 1) % len(PACKAGES)
+        reported = torch.tensor([self.rows[tuple(row.tolist())] for row in tokens])
+        here = min(self.wrong, len(reported))
+        reported[:here] = (reported[:here] + 1) % len(PACKAGES)
         self.wrong -= here
-        return nn.functional.one_hot(told, len(PACKAGES)).float()
+        return nn.functional.one_hot(reported, len(PACKAGES)).float()
 
 
 def test_accuracy_counts_every_held_out_text_once_and_shapes_never_change() -> None:
@@ -153,13 +153,13 @@ def test_trivial_is_the_commonest_package() -> None:
 
 
 def test_batches_are_a_function_of_seed_and_step() -> None:
-    one, other = quick(seed=1), quick(seed=1)
-    third = one.batch(3)
-    other.batch(0)
-    assert all(torch.equal(a, b) for a, b in zip(third[0], other.batch(3)[0], strict=True))
-    assert torch.equal(third[1], other.batch(3)[1])
+    first, second = quick(seed=1), quick(seed=1)
+    third = first.batch(3)
+    second.batch(0)
+    assert all(torch.equal(a, b) for a, b in zip(third[0], second.batch(3)[0], strict=True))
+    assert torch.equal(third[1], second.batch(3)[1])
     assert not torch.equal(third[0][0], quick(seed=2).batch(3)[0][0])
-    example = one.example()
+    example = first.example()
     assert [part.shape for part in example[0]] == [part.shape for part in third[0]]
     assert [part.dtype for part in example[0]] == [part.dtype for part in third[0]]
 
@@ -193,9 +193,9 @@ def test_a_stopped_run_under_a_plan_goes_on_bit_for_bit(tmp_path: Path) -> None:
     options: dict[str, Any] = {"on_progress": lambda now: seen.append(now.step), "stop": lambda: seen[-1:] == [3]}
     assert train(quick(*chosen), plan, folder=parts, **options).status == "stopped"
     assert train(quick(*chosen), plan, folder=parts).status == "finished"
-    one, other = (RunFolder(folder) for folder in (whole, parts))
-    assert one.metrics_file.read_bytes() == other.metrics_file.read_bytes()
-    assert one.model_file.read_bytes() == other.model_file.read_bytes()
+    first, second = (RunFolder(folder) for folder in (whole, parts))
+    assert first.metrics_file.read_bytes() == second.metrics_file.read_bytes()
+    assert first.model_file.read_bytes() == second.model_file.read_bytes()
 
 
 def test_the_plan_of_cyclic_precision_training_has_all_linears_and_attention() -> None:

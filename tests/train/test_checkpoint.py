@@ -78,15 +78,15 @@ def test_what_is_loaded_may_be_changed_and_the_file_is_not(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "message"),
     [
         (object(), "part.x, a object"),
         (b"bytes", "part.x, a bytes"),
         (torch.ones(2, 2).to_sparse(), "layout torch.sparse"),
     ],
 )
-def test_what_it_cannot_hold_is_said(tmp_path: Path, value: Any, words: str) -> None:
-    with pytest.raises(RunError, match=words):
+def test_what_it_cannot_hold_is_said(tmp_path: Path, value: Any, message: str) -> None:
+    with pytest.raises(RunError, match=message):
         Checkpoint(tmp_path, 0).save({"part": {"x": value}})
     assert not checkpoints_in(tmp_path)
 
@@ -114,7 +114,7 @@ def test_the_newest_ones_are_kept(tmp_path: Path) -> None:
     for step in (2, 10, 100, 400):
         Checkpoint(tmp_path, step).save({"part": step})
     remove_older(tmp_path, 100)  # 400 is another attempt's
-    assert [each.step for each in checkpoints_in(tmp_path)] == [400, 100, 10]
+    assert [item.step for item in checkpoints_in(tmp_path)] == [400, 100, 10]
     assert newest_whole(tmp_path) == (400, {"part": 400})
     assert len(list(tmp_path.iterdir())) == 6
 

@@ -32,13 +32,13 @@ def test_a_disk_that_fills_up_costs_no_checkpoint(
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(tiny(), noisy, folder=whole)
     monkeypatch.setattr(safetensors.torch, "save_file", fill_up)
-    with pytest.raises(DiskError) as told:
+    with pytest.raises(DiskError) as reported:
         train(tiny(), noisy, folder=parts)
-    assert str(told.value) == (
+    assert str(reported.value) == (
         f"the disk is full and {parts}/checkpoints/step-00000018.safetensors could not be written: free some space "
         f"there. The checkpoint of step 12 is whole; go on from it with: bitplan train --resume {parts}"
     )
-    assert [each.step for each in checkpoints_in(parts / "checkpoints")] == [12, 6]
+    assert [item.step for item in checkpoints_in(parts / "checkpoints")] == [12, 6]
     assert len(list((parts / "checkpoints").iterdir())) == 4
     assert RunFolder(parts).status() == "unfinished"
     monkeypatch.setattr(safetensors.torch, "save_file", save)

@@ -9,12 +9,12 @@ from bitplan.lab.train.config import NEEDED, cpu_flags, environment, machine, ve
 
 
 def test_what_is_needed_is_installed_and_has_its_version() -> None:
-    found = environment()
-    assert found["bitplan"] == __version__
-    assert all(found["packages"][name] for name in NEEDED)
-    assert found["packages"]["torch"] == torch.__version__
-    assert found["cpu"]["threads"] == torch.get_num_threads()
-    assert len(found["gpus"]) == torch.cuda.device_count()
+    result = environment()
+    assert result["bitplan"] == __version__
+    assert all(result["packages"][name] for name in NEEDED)
+    assert result["packages"]["torch"] == torch.__version__
+    assert result["cpu"]["threads"] == torch.get_num_threads()
+    assert len(result["gpus"]) == torch.cuda.device_count()
 
 
 def test_flags_that_matter_are_picked_out(tmp_path: Path) -> None:

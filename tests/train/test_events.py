@@ -27,17 +27,17 @@ def test_without_tensorboard_nothing_is_written(tmp_path: Path, tiny: Any, monke
 def test_every_figure_is_a_scalar_and_a_resumed_run_purges_later_steps(
     tmp_path: Path, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[Any] = []
+    reported: list[Any] = []
 
     class Writer:
         def __init__(self, folder: str, purge_step: int | None) -> None:
-            told.append((Path(folder).name, purge_step))
+            reported.append((Path(folder).name, purge_step))
 
         def add_scalar(self, name: str, value: float, step: int) -> None:
-            told.append((name, step))
+            reported.append((name, step))
 
         def close(self) -> None:
-            told.append("closed")
+            reported.append("closed")
 
     pretended = types.ModuleType("torch.utils.tensorboard")
     pretended.SummaryWriter = Writer  # type: ignore[attr-defined]
@@ -45,11 +45,11 @@ def test_every_figure_is_a_scalar_and_a_resumed_run_purges_later_steps(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: object())
     train(tiny("steps=2"), folder=tmp_path / "run", stop=lambda: True)
     names = ("loss", "lr", "bits", "mean_bits", "cost")
-    assert told == [("tensorboard", None), *((f"training/{name}", 1) for name in names), "closed"]
-    told.clear()
+    assert reported == [("tensorboard", None), *((f"training/{name}", 1) for name in names), "closed"]
+    reported.clear()
     train(tiny("steps=2"), folder=tmp_path / "run")
     last = [*((f"training/{name}", 2) for name in names), ("evaluation/accuracy", 2), "closed"]
-    assert told == [("tensorboard", 2), *last]
+    assert reported == [("tensorboard", 2), *last]
 
 
 def test_an_installation_that_does_not_work_stops_no_run(

@@ -67,8 +67,8 @@ def plan(*rules: dict[str, Any]) -> Plan:
     return Plan.from_dict({"version": 1, "rules": list(rules)})
 
 
-def broken(folder: Path, task: Task, given: Plan | None, **options: Any) -> Summary:
-    summary = train(task, given, folder=folder, **options)
+def broken(folder: Path, task: Task, arguments: Plan | None, **options: Any) -> Summary:
+    summary = train(task, arguments, folder=folder, **options)
     assert summary.status == "diverged"
     assert summary.why is not None
     read = RunFolder(folder).summary()
@@ -116,10 +116,10 @@ def test_operands_that_overflow_are_told_from_results(tmp_path: Path, rule: dict
 
 
 @pytest.mark.parametrize(
-    "given", [None, plan({"match": "third", "weight": "e4m3"})], ids=["no plan", "a plan elsewhere"]
+    "arguments", [None, plan({"match": "third", "weight": "e4m3"})], ids=["no plan", "a plan elsewhere"]
 )
-def test_an_operation_that_breaks_by_itself_is_named(tmp_path: Path, given: Plan | None) -> None:
-    summary = broken(tmp_path, Planted(lambda: Net(torch.exp), 5), given)
+def test_an_operation_that_breaks_by_itself_is_named(tmp_path: Path, arguments: Plan | None) -> None:
+    summary = broken(tmp_path, Planted(lambda: Net(torch.exp), 5), arguments)
     assert summary.site == "/exp.0:activation"
     assert "step 5 broke at /exp.0:activation, which is no longer finite, though what it is made of is" in summary.why
 
@@ -133,8 +133,8 @@ def test_a_loss_that_breaks_is_a_site_too(tmp_path: Path) -> None:
             x, target = super().batch(step)
             return x, 0.0 * target if step == self.at - 1 else target
 
-    for number, given in enumerate((None, plan({"match": "third", "weight": "e4m3"}))):
-        assert broken(tmp_path / str(number), Logarithm(Net, 4, 0.0), given).site == "loss/log.0:activation"
+    for number, arguments in enumerate((None, plan({"match": "third", "weight": "e4m3"}))):
+        assert broken(tmp_path / str(number), Logarithm(Net, 4, 0.0), arguments).site == "loss/log.0:activation"
 
 
 def test_infinities_of_a_mask_are_not_blamed(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_broken_weights_reach_no_checkpoint(tmp_path: Path) -> None:
             return torch.inf if step == 5 else 1.0
 
     summary = broken(tmp_path, Rising(Net, 99), None)
-    assert [each.step for each in checkpoints_in(tmp_path / "checkpoints")] == [3]
+    assert [item.step for item in checkpoints_in(tmp_path / "checkpoints")] == [3]
     assert summary.step == 6
     assert summary.why is not None
     assert summary.why.startswith("step 6 broke ")

@@ -79,7 +79,7 @@ def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path, tiny: Any
     (tmp_path / "thesis.tex").write_text("precious")
     with pytest.raises(RunError, match=r"holds thesis\.tex and no run: name a folder that is empty"):
         train(tiny(), folder=tmp_path)
-    assert [each.name for each in tmp_path.iterdir()] == ["thesis.tex"]
+    assert [item.name for item in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_a_file_in_the_way_is_a_sentence(tmp_path: Path, tiny: Any) -> None:
@@ -114,7 +114,7 @@ def test_a_damaged_summary_is_a_sentence(finished: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "seed", "given", "options", "words"),
+    ("settings", "seed", "arguments", "options", "message"),
     [
         (["steps=3"], 1, "noisy", {}, "seed 0, not 1"),
         (["steps=4"], 0, "noisy", {}, "steps=3, not 4"),
@@ -125,11 +125,11 @@ def test_a_damaged_summary_is_a_sentence(finished: Path, text: str) -> None:
     ],
 )
 def test_another_run_in_the_same_folder_is_refused(
-    finished: Path, tiny: Any, noisy: Plan, settings: list[str], seed: int, given: str, options: Any, words: str
+    finished: Path, tiny: Any, noisy: Plan, settings: list[str], seed: int, arguments: str, options: Any, message: str
 ) -> None:
-    plan = {"noisy": noisy, "none": None}.get(given, given)
+    plan = {"noisy": noisy, "none": None}.get(arguments, arguments)
     before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file() and path.name != "lock"}
-    with pytest.raises(RunError, match=f"holds a run with {words}: name another folder, or use the same options"):
+    with pytest.raises(RunError, match=f"holds a run with {message}: name another folder, or use the same options"):
         train(tiny(*settings, seed=seed), plan, folder=finished, **options)
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file() and path.name != "lock"} == before
 

@@ -48,8 +48,8 @@ def test_a_run_learns_as_without(settings: tuple[str, ...], request: pytest.Fixt
     fused_rates, fused_weights = rates_and_weights(settings)
     assert fused_rates == rates
     assert len(set(rates)) > 3
-    for one, other in zip(weights, fused_weights, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    for first, second in zip(weights, fused_weights, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.usefixtures("fused")

@@ -39,7 +39,7 @@ def test_only_images_on_a_gpu_lie_otherwise(model: nn.Module, on_gpu: torch.memo
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     parameters = list(model.parameters())
     assert lay_out(model, on_gpu) is model
-    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    assert all(first is second for first, second in zip(model.parameters(), parameters, strict=True))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(p.is_contiguous(memory_format=on_gpu) for p in model.parameters() if p.dim() == 4)
 

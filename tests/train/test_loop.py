@@ -33,10 +33,10 @@ def test_a_run_learns_and_says_so(tmp_path: Path, tiny: Any) -> None:
 
 def test_metrics_have_a_line_for_the_first_step_every_tenth_and_the_last(tmp_path: Path, tiny: Any) -> None:
     train(tiny(), folder=tmp_path / "run")
-    told = lines(tmp_path / "run", "loss")
-    assert [line["step"] for line in told] == [1, 10, 20, 24]
-    assert all(set(line) == {"step", "loss", "lr", "bits", "mean_bits", "cost"} for line in told)
-    assert [line["lr"] for line in told[:2]] == [0.1, 0.1]
+    reported = lines(tmp_path / "run", "loss")
+    assert [line["step"] for line in reported] == [1, 10, 20, 24]
+    assert all(set(line) == {"step", "loss", "lr", "bits", "mean_bits", "cost"} for line in reported)
+    assert [line["lr"] for line in reported[:2]] == [0.1, 0.1]
     evaluated = lines(tmp_path / "run", "evaluation")
     assert [line["step"] for line in evaluated] == [6, 12, 18, 24]
     assert all(set(line) == {"step", "evaluation", "accuracy"} for line in evaluated)
@@ -53,10 +53,10 @@ def test_cost_and_bits_add_up(tmp_path: Path, tiny: Any) -> None:
     )
     for name, plan, cost, bits in (("fp32", None, 1.0, 32.0), ("eight", eight, 1 / 16, 8.0)):
         summary = train(tiny(), plan, folder=tmp_path / name)
-        told = lines(tmp_path / name, "cost")
-        assert [line["cost"] for line in told] == pytest.approx([cost * step / 24 for step in (1, 10, 20, 24)])
-        assert [line["bits"] for line in told] == pytest.approx([bits] * 4)
-        assert [line["mean_bits"] for line in told] == pytest.approx([32.0] * 4)  # operands alone are rounded
+        reported = lines(tmp_path / name, "cost")
+        assert [line["cost"] for line in reported] == pytest.approx([cost * step / 24 for step in (1, 10, 20, 24)])
+        assert [line["bits"] for line in reported] == pytest.approx([bits] * 4)
+        assert [line["mean_bits"] for line in reported] == pytest.approx([32.0] * 4)  # operands alone are rounded
         assert summary.cost["relative_to_fp32"] == pytest.approx(cost)
         assert summary.cost["relative_to_bf16"] == pytest.approx(4 * cost)
         assert summary.cost["bitops"] == 24 * 3 * 8 * (12 * 16 + 16 * 3) * bits**2
@@ -119,11 +119,11 @@ def test_sites_tell_formats_and_errors(tmp_path: Path, tiny: Any, noisy: Plan) -
 
 
 def test_progress_is_told_after_every_step(tmp_path: Path, tiny: Any) -> None:
-    told: list[Progress] = []
-    train(tiny(), folder=tmp_path / "run", on_progress=told.append)
-    training = [now for now in told if now.phase == "training"]
+    reported: list[Progress] = []
+    train(tiny(), folder=tmp_path / "run", on_progress=reported.append)
+    training = [now for now in reported if now.phase == "training"]
     assert [now.step for now in training] == list(range(1, 25))
-    assert [now.step for now in told if now.phase == "evaluating"] == [6, 12, 18, 24]
+    assert [now.step for now in reported if now.phase == "evaluating"] == [6, 12, 18, 24]
     assert [now.metric is None for now in training[:6]] == [True] * 5 + [False]
     assert [now.cost for now in training] == pytest.approx([step / 24 for step in range(1, 25)])
     assert all(now.steps == 24 and now.bits == 32 and now.peak > 0 for now in training)
@@ -131,9 +131,9 @@ def test_progress_is_told_after_every_step(tmp_path: Path, tiny: Any) -> None:
 
 def test_a_finished_run_is_not_made_again(tmp_path: Path, tiny: Any) -> None:
     first = train(tiny(), folder=tmp_path / "run")
-    told: list[Progress] = []
-    assert train(tiny(), folder=tmp_path / "run", on_progress=told.append) == first
-    assert told == []
+    reported: list[Progress] = []
+    assert train(tiny(), folder=tmp_path / "run", on_progress=reported.append) == first
+    assert reported == []
 
 
 def test_a_stop_that_comes_with_the_last_step_finds_the_run_finished(tmp_path: Path, tiny: Any) -> None:
@@ -142,7 +142,7 @@ def test_a_stop_that_comes_with_the_last_step_finds_the_run_finished(tmp_path: P
 
 def test_two_checkpoints_are_kept(tmp_path: Path, tiny: Any) -> None:
     train(tiny(), folder=tmp_path / "run")
-    assert [each.step for each in checkpoints_in(tmp_path / "run" / "checkpoints")] == [24, 18]
+    assert [item.step for item in checkpoints_in(tmp_path / "run" / "checkpoints")] == [24, 18]
 
 
 def test_gradients_are_clipped(tmp_path: Path, tiny: Any) -> None:
@@ -172,7 +172,7 @@ def test_evaluations_leave_training_alone(tmp_path: Path, tiny: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "words"),
+    ("options", "kind", "message"),
     [
         ({"device": "toaster"}, RunError, "there is no device 'toaster': use cpu or cuda"),
         ({"device": "meta"}, RunError, "trained on cpu or cuda, not on meta"),
@@ -184,9 +184,9 @@ def test_evaluations_leave_training_alone(tmp_path: Path, tiny: Any) -> None:
     ],
 )
 def test_mistakes_are_sentences_and_leave_no_folder(
-    tmp_path: Path, tiny: Any, options: dict[str, Any], kind: type[Exception], words: str
+    tmp_path: Path, tiny: Any, options: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
-    with pytest.raises(kind, match=words):
+    with pytest.raises(kind, match=message):
         train(tiny(), folder=tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
 

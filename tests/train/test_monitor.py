@@ -68,10 +68,10 @@ def test_the_plans_own_formats_are_measured(tmp_path: Path, tiny: Any) -> None:
 )
 def test_a_planted_outlier_is_named_before_the_loss_rises(tmp_path: Path, what: str, site: str) -> None:
     at = 9
-    told: list[Progress] = []
+    reported: list[Progress] = []
     settings = (f"what={what}", f"at={at}")
     train(planted(), folder=tmp_path / "clean", log_every=1, measure_every=1)
-    train(planted(*settings), folder=tmp_path / "run", log_every=1, measure_every=1, on_progress=told.append)
+    train(planted(*settings), folder=tmp_path / "run", log_every=1, measure_every=1, on_progress=reported.append)
     clean, bad = (
         {line["step"]: float(line["loss"]) for line in RunFolder(tmp_path / name).metrics() if "lr" in line}
         for name in ("clean", "run")
@@ -83,7 +83,7 @@ def test_a_planted_outlier_is_named_before_the_loss_rises(tmp_path: Path, what: 
     assert all(bad[step] == clean[step] for step in range(1, at + 1))
     assert max(bad[step] / clean[step] for step in range(at + 1, 25)) > 1.01
     assert not [line for line in read_lines(tmp_path / "clean" / "measurements.jsonl") if line["alarm"]]
-    first = next(now for now in told if now.alarm is not None)
+    first = next(now for now in reported if now.alarm is not None)
     assert first.step == at + 1
     assert site in str(first.alarm)
     assert first.error is not None
@@ -97,9 +97,9 @@ def test_an_ordinary_run_raises_no_alarm(tmp_path: Path, tiny: Any) -> None:
 def test_the_watchman_knows_what_is_usual() -> None:
     watchman = Watchman()
 
-    def look(step: int, one: float, other: float, amax: float = 10.0) -> str | None:
+    def look(step: int, first: float, second: float, amax: float = 10.0) -> str | None:
         largest = 1.0 if step < 2 else amax
-        alarm = watchman.look(step, [("one", one, largest), ("other", other, largest)])
+        alarm = watchman.look(step, [("one", first, largest), ("other", second, largest)])
         return None if alarm is None else alarm.site
 
     assert look(0, 0.3, 0.01) is None  # there is no past yet
@@ -117,15 +117,15 @@ def test_the_watchman_knows_what_is_usual() -> None:
 def test_figures_go_to_tensorboard(tmp_path: Path, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from bitplan.lab.train.summary import Events
 
-    told: dict[int, dict[str, float]] = {}
-    monkeypatch.setattr(Events, "scalars", lambda self, step, values: told.setdefault(step, dict(values)))
+    reported: dict[int, dict[str, float]] = {}
+    monkeypatch.setattr(Events, "scalars", lambda self, step, values: reported.setdefault(step, dict(values)))
     monkeypatch.setattr("bitplan.lab.train.loop.open_events", lambda folder, after: Events())
     train(tiny(), folder=tmp_path / "run", measure_every=12)
-    assert list(told) == [0, 12]
+    assert list(reported) == [0, 12]
     row = read_lines(tmp_path / "run" / "measurements.jsonl")[1]["rows"][0]
     name = f"backward_error/{row['candidate']}/{row['product']}/{row['pass']}"
-    assert told[12][name] == row["median"]
-    assert told[12]["alarm"] == 0.0
+    assert reported[12][name] == row["median"]
+    assert reported[12]["alarm"] == 0.0
 
 
 def test_the_command_says_how_it_was_measured(tmp_path: Path, tiny: Any) -> None:

@@ -33,14 +33,14 @@ def test_the_folder_tells_which_when_and_why_and_resuming_changes_nothing(tmp_pa
     assert len(counts) == 8
     assert 0 < counts[0] <= counts[-1] == len(whole.promotions)
     assert ratios[0] > ratios[-1]
-    assert all(each.measure == "overflow" and each.share >= 0.02 for each in whole.promotions)
+    assert all(promotion.measure == "overflow" and promotion.share >= 0.02 for promotion in whole.promotions)
     assert whole.cost["low_precision_ratio"] == ratios[-1]
     assert Summary.from_dict(whole.folder, json.loads(json.dumps(whole.to_dict()))) == whole
-    promoted = {each.site: each for each in whole.promotions if not each.site.startswith("loss/")}
+    promoted = {promotion.site: promotion for promotion in whole.promotions if not promotion.site.startswith("loss/")}
     sites = json.loads((tmp_path / "whole" / "sites.json").read_text())
-    told = {site["site"]: site["format"] for site in sites if site["site"] in promoted}
-    assert set(told) == set(promoted)
-    assert all(words.endswith(f"until step {promoted[site].step}, then e6m9") for site, words in told.items())
+    reported = {site["site"]: site["format"] for site in sites if site["site"] in promoted}
+    assert set(reported) == set(promoted)
+    assert all(text.endswith(f"until step {promoted[site].step}, then e6m9") for site, text in reported.items())
 
     assert run(tmp_path / "stopped", stop_after=3).status == "stopped"
     again = run(tmp_path / "stopped")
@@ -51,4 +51,4 @@ def test_the_folder_tells_which_when_and_why_and_resuming_changes_nothing(tmp_pa
     page = page_html(Report.of([tmp_path]))
     assert '<h3 class="part">Promotions</h3>' in page
     assert page.count("promotions on digits") == 2  # the caption and the label of its frame
-    assert all(each.site in page for each in whole.promotions)
+    assert all(promotion.site in page for promotion in whole.promotions)

@@ -116,7 +116,7 @@ def test_killed_at_three_random_steps_it_ends_like_an_undisturbed_run(
     train(tiny(), str(plan_file), folder=whole, checkpoint_every=4)
     drawn = random.SystemRandom().randrange(2**32)
     steps = sorted(random.Random(drawn).sample(range(1, 24), 3))
-    words = f"killed in steps {steps}, drawn with seed {drawn}"
+    text = f"killed in steps {steps}, drawn with seed {drawn}"
     for step in steps:
         killed = subprocess.run(
             command(tiny_file, plan_file, parts),
@@ -124,10 +124,10 @@ def test_killed_at_three_random_steps_it_ends_like_an_undisturbed_run(
             capture_output=True,
             check=False,
         )
-        assert killed.returncode == -signal.SIGKILL, (words, killed.stderr)
-        assert RunFolder(parts).status() == "unfinished", words
+        assert killed.returncode == -signal.SIGKILL, (text, killed.stderr)
+        assert RunFolder(parts).status() == "unfinished", text
     subprocess.run(command(tiny_file, plan_file, parts), env=environment(), capture_output=True, check=True)
-    assert fingerprint(parts) == fingerprint(whole), words
+    assert fingerprint(parts) == fingerprint(whole), text
 
 
 def test_killed_between_the_two_files_of_a_checkpoint(
@@ -209,14 +209,14 @@ def test_a_signal_stops_after_the_step_and_says_how_to_go_on(
         while len(RunFolder(parts).metrics()) < 4 and process.poll() is None:
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=60)
+        _, reported = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 128 + signal.SIGINT, told
+    assert process.returncode == 128 + signal.SIGINT, reported
     summary = RunFolder(parts).summary()
     assert summary is not None
     assert summary.status == "stopped"
-    assert f"stopped on request; go on with: bitplan train --resume {parts}" in told.decode()
+    assert f"stopped on request; go on with: bitplan train --resume {parts}" in reported.decode()
     # The same many steps without a signal give the same state.
     undisturbed = train(
         tiny("steps=100000", "evaluate_every=50"),

@@ -52,11 +52,11 @@ def test_ratios_of_the_uniform_baselines(network: Network, name: str, expected: 
 def test_the_reported_ratio_leaves_out_the_gradients_of_parameters(network: Network) -> None:
     account = network("resnet18")
     moves = moves_of("largest", account.groups, 1)
-    found = Assignment.after(account, PAPER, moves, cut_for_ratio(account, PAPER, moves, 0.5), {"ratio": 0.5})
-    low = [tensor for tensor in account.tensors if (found.levels or ())[tensor.unit]]
+    result = Assignment.after(account, PAPER, moves, cut_for_ratio(account, PAPER, moves, 0.5), {"ratio": 0.5})
+    low = [tensor for tensor in account.tensors if (result.levels or ())[tensor.unit]]
     gradients = sum(tensor.elements for tensor in low if tensor.role == "grad_weight")
     assert gradients
-    assert found.selection_ratio - found.reported_ratio == pytest.approx(gradients / account.elements)
+    assert result.selection_ratio - result.reported_ratio == pytest.approx(gradients / account.elements)
 
 
 @pytest.mark.parametrize("target", ["resnet18", "shufflenet-v2", "gpt-tiny", "gcn"])
@@ -71,12 +71,12 @@ def test_the_plan_gives_every_tensor_what_was_meant(target: str, ratio: float) -
     inside = {place_of(operation): operation.inside for operation in account.operations}
     for unit, level in zip(account.units, assigned.levels or (), strict=True):
         role = "fprop.x" if unit.kind == "input" else unit.kind
-        wanted = getattr(PAPER.levels[level], "activation" if unit.kind == "input" else unit.kind)
+        expected = getattr(PAPER.levels[level], "activation" if unit.kind == "input" else unit.kind)
         for place in unit.places:
             decision = decision_for(plan.decide, *place, inside[place])
-            found = decision[role].quantizer
-            assert found is not None
-            assert replace(found, promote=None) == wanted
+            actual = decision[role].quantizer
+            assert actual is not None
+            assert replace(actual, promote=None) == expected
             assert decision.grad_at == "consumer"
     # And every rule says something.
     bitplan.explain(made.model, plan, made.batch, made.loss)
@@ -131,7 +131,7 @@ def test_a_model_too_large_for_memory_is_planned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("requests", "message"),
     [
         ({}, "give one of ratio, budget and baseline, not none"),
         ({"ratio": 0.5, "budget": "70%"}, "not ratio and budget"),
@@ -145,9 +145,9 @@ def test_a_model_too_large_for_memory_is_planned() -> None:
         ({"budget": "0%"}, "more than 0%"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(asked: dict[str, object], message: str) -> None:
+def test_mistakes_are_told_in_a_sentence(requests: dict[str, object], message: str) -> None:
     with pytest.raises(bitplan.BitplanError, match=message):
-        bitplan.assign(nn.Linear(4, 2), torch.randn(3, 4), **asked)  # type: ignore[arg-type]
+        bitplan.assign(nn.Linear(4, 2), torch.randn(3, 4), **requests)  # type: ignore[arg-type]
 
 
 def test_an_unknown_quantity_of_levels_is_refused() -> None:

@@ -34,13 +34,13 @@ def gpt() -> tuple[nn.Module, Any, Any]:
 def test_what_is_measured_lies_within_the_budget(make: Callable[[], tuple[Any, ...]], budget: str) -> None:
     torch.manual_seed(0)
     model, batch, loss = make()
-    asked = AssignRequest(budget=budget)
-    found = assignment(model, batch, loss, asked, chosen_formats(asked))
+    requests = AssignRequest(budget=budget)
+    result = assignment(model, batch, loss, requests, chosen_formats(requests))
     plain = bitplan.analysis.memory.measure_memory(model, batch, loss, steps=2)
-    packed = bitplan.analysis.memory.measure_memory(model, batch, loss, plan=found.plan, execution="packed", steps=2)
+    packed = bitplan.analysis.memory.measure_memory(model, batch, loss, plan=result.plan, execution="packed", steps=2)
     assert packed.peak <= Budget.of(budget).limit(plain.peak)
-    assert found.demoted  # BF16 alone would not do
-    assert packed.peak == pytest.approx(found.story["peak_predicted"], rel=0.02)
+    assert result.demoted  # BF16 alone would not do
+    assert packed.peak == pytest.approx(result.story["peak_predicted"], rel=0.02)
 
 
 class FakeStep(Step):
@@ -66,9 +66,9 @@ def fitted(peaks: list[int], budget: str | int) -> tuple[int, list[int]]:
 
 def test_the_smallest_cut_that_fits_is_found_by_halving() -> None:
     peaks = list(range(900, 100, -10))
-    made, asked = fitted(peaks, "70%")
+    made, requests = fitted(peaks, "70%")
     assert peaks[made] <= 0.98 * 700 < peaks[made - 1]
-    assert len(asked) < 12
+    assert len(requests) < 12
     assert fitted(peaks, "95%")[0] == 0
     assert fitted(peaks, "113B")[0] == len(peaks) - 1
 
@@ -83,10 +83,10 @@ class Deceiving(FakeStep):
 def test_what_is_measured_above_the_budget_goes_further_down() -> None:
     peaks = list(range(900, 100, -10))
     step = Deceiving(peaks)
-    found = fit(Budget.of("70%"), step, lambda made: Plan(name=str(made)), len(peaks) - 1, checks=True)
-    assert found.measured is not None
-    assert found.measured <= 700
-    assert found.peak > 600  # and no further than needed
+    result = fit(Budget.of("70%"), step, lambda made: Plan(name=str(made)), len(peaks) - 1, checks=True)
+    assert result.measured is not None
+    assert result.measured <= 700
+    assert result.peak > 600  # and no further than needed
     with pytest.raises(PlanError, match=r"the least measured is 121 B"):
         fit(Budget.of("115B"), Deceiving(peaks), lambda made: Plan(name=str(made)), len(peaks) - 1, checks=True)
 

@@ -23,7 +23,7 @@ def starts(account: Account) -> list[str]:
 
 
 def group_named(account: Account, tensor: str) -> int:
-    return next(each.group for each in account.tensors if each.name == tensor)
+    return next(item.group for item in account.tensors if item.name == tensor)
 
 
 @pytest.mark.parametrize(

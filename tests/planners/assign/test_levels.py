@@ -31,7 +31,7 @@ def test_formats_that_hardware_has_bring_their_scales() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "names", "wants"),
+    ("requests", "names", "wants"),
     [
         ({"formats": "bf16/8/4"}, ["bf16", "8", "4"], False),
         ({"low": "e4m3b4+e5m2b0", "high": "bf16"}, ["bf16", "e4m3b4+e5m2b0"], True),
@@ -39,10 +39,10 @@ def test_formats_that_hardware_has_bring_their_scales() -> None:
         ({"levels": ["fp32", "16"]}, ["fp32", "16"], False),
     ],
 )
-def test_levels_of_one_s_own(asked: dict[str, str], names: list[str], wants: bool) -> None:
-    found = formats_of(**asked)  # type: ignore[arg-type]
-    assert [each.name for each in found.levels] == names
-    assert found.wants_loss_scale is wants
+def test_levels_of_one_s_own(requests: dict[str, str], names: list[str], wants: bool) -> None:
+    result = formats_of(**requests)  # type: ignore[arg-type]
+    assert [level.name for level in result.levels] == names
+    assert result.wants_loss_scale is wants
 
 
 def test_what_is_no_level_is_told() -> None:

@@ -142,18 +142,18 @@ def test_a_step_under_an_assignment_equals_the_one_by_hand(ratio: float, data_sc
         net.bn1.weight.mul_(data_scale)
         net.conv4.weight.mul_(data_scale)
     data, target = torch.randn(4, 3, 6, 6).double() * data_scale, torch.randint(5, (4,))
-    asked = AssignRequest(ratio=ratio)
-    found = assignment(net, (data, target), F.cross_entropy, asked, chosen_formats(asked))
-    assert [group.start.split("/")[0] for group in found.account.groups] == [
+    requests = AssignRequest(ratio=ratio)
+    actual = assignment(net, (data, target), F.cross_entropy, requests, chosen_formats(requests))
+    assert [group.start.split("/")[0] for group in actual.account.groups] == [
         *("input", "conv1", "conv2", "conv3", "conv4", "fc")
     ]
-    low = {number for number, level in enumerate(found.group_levels or ()) if level}
+    low = {number for number, level in enumerate(actual.group_levels or ()) if level}
 
     by_hand = {name: tensor.detach().clone().requires_grad_() for name, tensor in net.named_parameters()}
     expected = Hand(low).loss(by_hand, data, target)
     (expected * loss_scale).backward()
 
-    with bitplan.attach(net, found.plan, example=data) as run:
+    with bitplan.attach(net, actual.plan, example=data) as run:
         value = run.loss(F.cross_entropy)(net(data), target)
         (value * loss_scale).backward()
 

@@ -24,14 +24,14 @@ def planted() -> tuple[nn.Sequential, tuple[torch.Tensor, torch.Tensor]]:
 
 def test_the_group_that_overflows_goes_down_last() -> None:
     net, batch = planted()
-    asked = AssignRequest(ratio=0.5, order="sensitivity")
-    found = assignment(net, batch, F.cross_entropy, asked, chosen_formats(asked))
-    starts = [row["start"] for row in found.rows()]
+    requests = AssignRequest(ratio=0.5, order="sensitivity")
+    result = assignment(net, batch, F.cross_entropy, requests, chosen_formats(requests))
+    starts = [row["start"] for row in result.rows()]
     # Its weights, which overflow as well, lie in the group before it.
     assert starts.index("0/linear.0") > starts.index("4/linear.0")
     assert starts.index("0/linear.0") >= 2
     # One exact pass and one for each group, on two batches.
-    assert found.story["probe"] == {"passes": 2 * (1 + len(starts)), "warm_steps": 0}
+    assert result.story["probe"] == {"passes": 2 * (1 + len(starts)), "warm_steps": 0}
 
 
 def test_the_model_and_the_generator_stay_as_they_are_and_it_repeats() -> None:

@@ -45,10 +45,10 @@ def test_the_two_versions_hold_the_same(tmp_path: Path, kind: CifarFiles, below:
     assert python is not None
     assert len(binary.training) == len(kind.binary[1]) * EACH
     assert len(binary.held_out) == EACH
-    for one, other in ((binary.training, python.training), (binary.held_out, python.held_out)):
-        everything = torch.arange(len(one))
-        assert torch.equal(one.take(everything), other.take(everything))
-        assert torch.equal(one.labels, other.labels)
+    for first, second in ((binary.training, python.training), (binary.held_out, python.held_out)):
+        everything = torch.arange(len(first))
+        assert torch.equal(first.take(everything), second.take(everything))
+        assert torch.equal(first.labels, second.labels)
     assert binary.training.labels[:EACH].tolist() == [0, 1, 2]
     # Red comes first, row by row.
     assert binary.training.take(torch.tensor([1]))[0, 0, 0].tolist() == pixels(0)[1, :32].tolist()

@@ -55,11 +55,11 @@ def test_layouts(tmp_path: Path, arrays: dict[str, Any]) -> None:
 def test_a_graph_of_yours_is_trained_on(tmp_path: Path) -> None:
     path = written(tmp_path, **rows("x"), **ADJACENCY, y=LABELS, **SPLIT)
     task = find_task("graph", [f"data={path}", "normalise=true"])
-    (x, sources, targets, _), asked = task.batch(0)
+    (x, sources, targets, _), requests = task.batch(0)
     assert x.sum(1).tolist() == [1, 1, 0, 1]  # a node without features stays so
     assert sorted(zip(sources.tolist(), targets.tolist(), strict=True))[:2] == [(0, 0), (0, 1)]  # it goes both ways
-    assert asked.tolist() == [0, 1, -100, -100]
-    assert task.loss(task.model()(x, sources, targets, _), asked).isfinite()
+    assert requests.tolist() == [0, 1, -100, -100]
+    assert task.loss(task.model()(x, sources, targets, _), requests).isfinite()
 
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:

@@ -96,18 +96,18 @@ def test_without_torchvision_the_user_is_told(tmp_path: Path, monkeypatch: pytes
 
 
 def test_torchvision_is_asked_for_the_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
+    requests: list[object] = []
 
     def cifar(root: str, train: bool, download: bool) -> None:
-        asked.append((root, train, download))
-        if len(asked) > 1:
+        requests.append((root, train, download))
+        if len(requests) > 1:
             raise OSError("<urlopen error no network>\nand more")
 
     library = types.ModuleType("torchvision")
     library.datasets = types.SimpleNamespace(CIFAR10=cifar)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torchvision", library)
     with_torchvision("CIFAR10", tmp_path)
-    assert asked == [(str(tmp_path), True, True)]
+    assert requests == [(str(tmp_path), True, True)]
     with pytest.raises(
         TaskError, match=r"torchvision could not fetch CIFAR10 into .* \(<urlopen error no network>\): get"
     ):

@@ -91,9 +91,9 @@ def test_nodes_stand_where_the_graph_has_them(tmp_path: Path, matrices: Any, bel
 def test_the_task_finds_them(tmp_path: Path, matrices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, matrices)
     monkeypatch.setattr(public_graphs.Cora, "sizes", (8, 3, 2, 8))
-    inputs, asked = find_task("cora", [f"data={tmp_path}"]).batch(0)
+    inputs, requests = find_task("cora", [f"data={tmp_path}"]).batch(0)
     assert inputs[0].shape == (8, 3)
-    assert asked.tolist() == [0, 1, *[-100] * 6]
+    assert requests.tolist() == [0, 1, *[-100] * 6]
 
 
 def test_others_are_not_taken_for_it(tmp_path: Path, matrices: Any) -> None:

@@ -55,15 +55,15 @@ def test_the_encoder_is_the_pretrained_one_and_the_head_is_fresh(folder: Path, t
         pooled = [
             model.model.bert(input_ids=tokens, attention_mask=(tokens != 0).long()).pooler_output for model in models
         ]
-    assert all(torch.equal(each, expected) for each in pooled)
+    assert all(torch.equal(item, expected) for item in pooled)
     assert not torch.equal(*(model.model.classifier.weight for model in models))
 
 
 def test_tokens_are_those_of_the_folder(folder: Path, texts: Path) -> None:
     tokens, _, _ = task_of(folder, texts).training
-    words = [[WORDS[number] for number in row] for row in tokens.tolist()]
-    assert words[0][:7] == ["[CLS]", "a", "fine", "film", "!", "[SEP]", "[PAD]"]
-    assert words[1][:6] == ["[CLS]", "dull", "film", "##s", "[SEP]", "[PAD]"]
+    text = [[WORDS[number] for number in row] for row in tokens.tolist()]
+    assert text[0][:7] == ["[CLS]", "a", "fine", "film", "!", "[SEP]", "[PAD]"]
+    assert text[1][:6] == ["[CLS]", "dull", "film", "##s", "[SEP]", "[PAD]"]
 
 
 def test_tokenizer_json_comes_first_and_neither_cuts_nor_fills(folder: Path, texts: Path) -> None:

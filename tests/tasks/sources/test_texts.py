@@ -90,11 +90,11 @@ def test_what_is_not_there_or_empty_is_told_of(tmp_path: Path) -> None:
 
 
 def test_wikitext_comes_by_the_downloader(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, ...]] = []
+    requests: list[tuple[str, ...]] = []
 
     def load_dataset(*names: str) -> dict[str, dict[str, list[str]]]:
-        asked.append(names)
-        if len(asked) > 1:
+        requests.append(names)
+        if len(requests) > 1:
             raise ConnectionError("no network")
         return {"train": {"text": [" = A = \n", " b c \n"]}, "validation": {"text": [" d \n"]}}
 

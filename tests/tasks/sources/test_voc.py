@@ -93,11 +93,11 @@ def test_lists_say_what_is_held_out(
 def test_an_archive_is_read_as_it_is(tmp_path: Path) -> None:
     top = write_set(tmp_path / "set", lists={"train": range(7), "val": range(7, 10)})
     (top / "Annotations" / "._i0.xml").write_bytes(b"\0\1")  # what some systems leave in archives
-    one, other = read_voc(top, 32), read_voc(packed(top, tmp_path / "set.tar"), 32)
-    assert len(one.training) == len(other.training) == 7
+    first, second = read_voc(top, 32), read_voc(packed(top, tmp_path / "set.tar"), 32)
+    assert len(first.training) == len(second.training) == 7
     for index in range(3):
-        assert torch.equal(one.held_out.image(index), other.held_out.image(index))
-        assert torch.equal(one.held_out.objects(index).boxes, other.held_out.objects(index).boxes)
+        assert torch.equal(first.held_out.image(index), second.held_out.image(index))
+        assert torch.equal(first.held_out.objects(index).boxes, second.held_out.objects(index).boxes)
 
 
 @pytest.mark.parametrize("room", [True, False])
@@ -111,8 +111,13 @@ def test_images_are_read_once_if_there_is_room(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_annotations_say_and_leave_out(tmp_path: Path) -> None:
-    told = read_annotation(annotation([("a", 1.5, 2, 3, 4)], None, difficult=True).encode(), "x.xml")
-    assert (told.boxes, told.names, told.difficult, told.size) == ([[0.5, 1, 3, 4]], ["a"], [True], None)
+    reported = read_annotation(annotation([("a", 1.5, 2, 3, 4)], None, difficult=True).encode(), "x.xml")
+    assert (reported.boxes, reported.names, reported.difficult, reported.size) == (
+        [[0.5, 1, 3, 4]],
+        ["a"],
+        [True],
+        None,
+    )
     assert read_annotation(annotation((), (0, 0)).encode(), "x.xml").size is None
     top = write_set(tmp_path)
     # No size, so the image says its own; a box beyond the edge ends there; one of a single pixel is a slip.
