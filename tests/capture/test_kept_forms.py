@@ -46,7 +46,8 @@ def bits_kept(plan: Plan, model: nn.Module) -> float:
         def counting(tensor: Tensor) -> Any:
             kept = pack(tensor)
             storage = tensor.untyped_storage()
-            if kept is tensor and storage._cdata not in mine:
+            is_unpacked = isinstance(kept, Tensor) and kept.untyped_storage()._cdata == storage._cdata
+            if is_unpacked and storage._cdata not in mine:
                 plain[storage._cdata] = storage.nbytes()
             return kept
 
