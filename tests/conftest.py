@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -13,6 +14,16 @@ import torch
 
 # pytest-xdist sets the width of a terminal for its workers; commands are tested as they print into a pipe.
 os.environ.pop("COLUMNS", None)
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage less often: of a training test's CPU time, 21 % went to it, and 10 % do with these settings.
+
+    Modules and test items live until the end, so that no collection has to visit them.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
