@@ -5,13 +5,13 @@ from pathlib import Path
 import torch
 
 from bitplan._version import __version__
-from bitplan.lab.train.config import NEEDED, cpu_flags, environment, machine, versions
+from bitplan.lab.train.config import REQUIRED, cpu_flags, environment, machine, versions
 
 
 def test_what_is_needed_is_installed_and_has_its_version() -> None:
     result = environment()
     assert result["bitplan"] == __version__
-    assert all(result["packages"][name] for name in NEEDED)
+    assert all(result["packages"][name] for name in REQUIRED)
     assert result["packages"]["torch"] == torch.__version__
     assert result["cpu"]["threads"] == torch.get_num_threads()
     assert len(result["gpus"]) == torch.cuda.device_count()

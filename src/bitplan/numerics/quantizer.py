@@ -256,7 +256,7 @@ class Quantizer:
             require_range = _require_range if is_traced() else _require_range_once
             require_range(self.format, x.dtype, self.scaling is not None)
 
-    def reach(self, row: Tensor | None = None) -> float | Tensor:
+    def max_magnitude(self, row: Tensor | None = None) -> float | Tensor:
         """The largest representable magnitude of unscaled values; infinite with a scale."""
         if self.scaling is not None or isinstance(self.format, BlockFormat):
             return float("inf")
@@ -271,7 +271,7 @@ class Quantizer:
             return self.format.overflow_threshold
         return self.format.overflow_threshold_in(row)
 
-    def reach_of_scale(self, span: Tensor, row: Tensor | None = None) -> Tensor:
+    def max_delayed_magnitude(self, span: Tensor, row: Tensor | None = None) -> Tensor:
         """The largest representable magnitude with a delayed scale; infinite before the first step."""
         assert self.scaling is not None
         assert not isinstance(self.format, BlockFormat)

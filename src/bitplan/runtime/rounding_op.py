@@ -388,7 +388,9 @@ class RoundingOp:
         if self.is_delayed and x.numel():
             observe_amax(record, amax_of(x.detach(), tuple(range(x.dim()))).reshape(()))
         if self.watched:
-            largest = quantizer.reach_of_scale(span, row) if isinstance(span, Tensor) else quantizer.reach(row)
+            largest = (
+                quantizer.max_delayed_magnitude(span, row) if isinstance(span, Tensor) else quantizer.max_magnitude(row)
+            )
             observe_rounding(record, x, rounded, largest)
         if self.promotion is not None and x.numel():
             observe_sign(record, *promotion_signal(self.promotion, x, low, quantizer.overflow_threshold(row)))

@@ -25,10 +25,13 @@ from bitplan.plans.execution import ExecutionOptions, execution_options
 
 # --- Versions and machine, for run folders and bug reports
 
-#: Packages that bitplan needs.
-NEEDED = ("torch", "numpy", "PyYAML", "safetensors", "typer", "rich")
-#: Packages that it uses where they are installed.
+#: Packages that bitplan requires.
+REQUIRED = ("torch", "numpy", "PyYAML", "typer", "rich")
+#: Packages of its extras, and others that it uses if they are installed.
 OPTIONAL = (
+    "safetensors",
+    "jinja2",
+    "pillow",
     "triton",
     "tensorboard",
     "plotly",
@@ -67,7 +70,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def environment() -> dict[str, Any]:
     """Everything that a bug report needs."""
-    packages = {name: _version(name) for name in (*NEEDED, *OPTIONAL)}
+    packages = {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
     return {
         "bitplan": __version__,
         "python": platform.python_version(),
