@@ -15,7 +15,7 @@ from torch import Tensor
 import bitplan
 from bitplan.numerics.formats import BlockFormat, FloatFormat, IntFormat
 from bitplan.numerics.reference import round_value
-from bitplan.numerics.scaling import Granularity
+from bitplan.numerics.scaling import Granularity, floor_log2
 
 F32 = np.float32
 
@@ -321,3 +321,7 @@ def test_float64_blocks_beyond_float32_saturate_at_the_largest_scale() -> None:
     """E8M0 ends at 2^127 however wide the input is."""
     x = torch.tensor([1e300, 1.0], dtype=torch.float64)
     assert bitplan.quantize(x, "mxfp4").tolist() == [6 * 2.0**127, 0.0]
+
+
+def test_a_power_of_two_has_its_own_exponent() -> None:
+    assert [floor_log2(value) for value in (1.0, 1.99, 2.0, 3.0, 4.0, 448.0, 512.0)] == [0, 0, 1, 1, 2, 8, 9]

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bitplan
 from bitplan.runtime.attach import Attachment
-from bitplan.runtime.statistics import COLUMNS, MOMENTUM, Statistics, Watched, blank_record, fold
+from bitplan.runtime.statistics import COLUMNS, MOMENTUM, Statistics, Watched, blank_record, fold, observe_rounding
 
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
 
@@ -356,3 +356,14 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+def test_a_step_that_observes_nothing_adds_nothing() -> None:
+    """A module that a step does not call leaves the measures of its last call in the record."""
+    record = blank_record(1, torch.device("cpu"))
+    observe_rounding(record[0], torch.tensor([3.0, 4.0]), torch.tensor([3.0, 5.0]), 4.0)
+    fold(record, 1, Watched(rounding=True))
+    once = record.clone()
+    fold(record, 2, Watched(rounding=True))
+    assert torch.equal(record, once)
+    assert once[0, 6] == 1
