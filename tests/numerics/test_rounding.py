@@ -18,7 +18,7 @@ from torch import Tensor
 
 import bitplan
 from bitplan.errors import FormatError
-from bitplan.numerics.dtypes import FLOAT32, FLOAT64, Carrier, carrier_for
+from bitplan.numerics.dtypes import FLOAT32, FLOAT64, TORCH_FLOAT8, Carrier, carrier_for, round_by_torch
 from bitplan.numerics.formats import NAMED, FloatFormat, IntFormat, Overflow
 from bitplan.numerics.noise import random_bits, unit_interval
 from bitplan.numerics.reference import ROUNDINGS, Rounding, round_value
@@ -66,6 +66,21 @@ def test_a_million_floats_of_all_exponents_round_as_in_gfloat(target: FloatForma
     overflow = target.default_overflow
     ours = bitplan.quantize(x, target, rounding, overflow=overflow)
     assert mismatches(x, ours, by_gfloat(x.double().numpy(), target, rounding, overflow)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("target", floats("e4m3", "e5m2"), ids=str)
+def test_small_tensors_are_rounded_by_torchs_casts_to_the_same_bits(target: FloatFormat, dtype: torch.dtype) -> None:
+    """Large tensors on a CPU are rounded by arithmetic on bits, which other tests compare with foreign oracles."""
+    codes = torch.arange(256, dtype=torch.uint8).view(TORCH_FLOAT8[target]).float()
+    grid = codes[codes.isfinite()].sort().values
+    ties = (grid[1:] + grid[:-1]) / 2
+    near_ties = [ties, *(torch.nextafter(ties, torch.full_like(ties, sign * math.inf)) for sign in (-1, 1))]
+    x = torch.cat([*near_ties, every_bf16().float(), million_floats()[: 1 << 18]]).to(dtype)
+    small = [bitplan.quantize(chunk, target, overflow="saturate") for chunk in x.split(1 << 14)]
+    assert all(round_by_torch(chunk, target, "nearest", "saturate") is not None for chunk in x.split(1 << 14))
+    assert round_by_torch(x, target, "nearest", "saturate") is None
+    assert mismatches(x, torch.cat(small), bitplan.quantize(x, target, overflow="saturate")) == []
 
 
 @pytest.mark.parametrize("target", CHOSEN, ids=str)

@@ -100,12 +100,17 @@ def continues_grid(target: FloatFormat, carrier: Carrier) -> bool:
 
 
 #: The only tables of formats that torch has a dtype for. Its conversions to 16 bits are correctly rounded on every
-#: device, those to float8 on CUDA and inside the format's range.
+#: device, those to float8 inside the format's range.
 TORCH_16_BIT: dict[Format, torch.dtype] = {FloatFormat(8, 7): torch.bfloat16, FloatFormat(5, 10): torch.float16}
 TORCH_FLOAT8: dict[Format, torch.dtype] = {
     FloatFormat(4, 3, specials="fn"): torch.float8_e4m3fn,
     FloatFormat(5, 2): torch.float8_e5m2,
 }
+
+
+#: Up to so many elements torch's float8 casts on a CPU are faster than arithmetic on bits: 23 instead of 105
+#: microseconds for 2^11 elements, but 467 instead of 303 for 2^16 (E4M3, one core with AVX2, torch 2.13).
+_SMALL_ON_CPU = 1 << 14
 
 
 def round_by_torch(x: Tensor, target: FloatFormat, rounding: Rounding, overflow: Overflow) -> Tensor | None:
@@ -117,8 +122,12 @@ def round_by_torch(x: Tensor, target: FloatFormat, rounding: Rounding, overflow:
         return None
     if overflow == "special" and target in TORCH_16_BIT and not is_traced():
         return x.to(TORCH_16_BIT[target], copy=True).to(x.dtype)
-    if overflow == "saturate" and x.is_cuda and target in TORCH_FLOAT8:
-        dtype = TORCH_FLOAT8[target]
+    if overflow != "saturate" or target not in TORCH_FLOAT8:
+        return None
+    dtype = TORCH_FLOAT8[target]
+    if x.device.type == "cpu" and x.numel() <= _SMALL_ON_CPU and not is_traced():
+        return x.clamp(-target.max, target.max).to(dtype).to(x.dtype)
+    if x.is_cuda:
         if _converts_float8(x.device):  # saturating, in Triton's code; torch's own cast overflows
             if is_traced():
                 return x.to(dtype).to(x.dtype)

@@ -145,6 +145,9 @@ def amax_of(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """The amax, dimensions kept."""
     if is_traced():
         return torch.amax(x.abs(), dims, keepdim=True) if dims else x.abs()
+    if len(dims) == x.dim():
+        least, largest = torch.aminmax(x)
+        return torch.maximum(largest, -least).view((1,) * x.dim())
     # Eagerly two reductions read the input twice; one of |x| would write it once and read it twice.
     return torch.maximum(_largest(x, dims), -_least(x, dims))
 
@@ -170,6 +173,8 @@ def divide(a: Tensor, b: float | Tensor) -> Tensor:
     if a.dtype == torch.float64 and a.is_cuda and is_traced() and not isinstance(b, Tensor):
         # Inductor multiplies by the reciprocal of a constant divisor; for float32 the float64 division below is exact.
         b = (a.view(torch.int64) & 0 | FLOAT64.bits_of(b)).view(torch.float64)
+    if not isinstance(b, Tensor) and a.device.type == "cpu" and not is_traced():
+        return a / b
     divisor = b if isinstance(b, Tensor) else torch.full_like(a, b)
     if a.dtype == torch.float32 and a.is_cuda and is_traced():
         return (a.double() / divisor.double()).float()
