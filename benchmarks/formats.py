@@ -19,7 +19,7 @@ from benchmarks.peers import COMPILED_PEERS, working_peers
 from benchmarks.timing import seconds_per_call
 from bitplan.machine import describe_machine
 from bitplan.numerics.formats import FloatFormat, get_format
-from bitplan.numerics.mutable_format import LiveFormat
+from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.quantizer import quantize
 from bitplan.numerics.reference import Rounding
 
@@ -138,7 +138,7 @@ def _ours(name: str, rounding: Rounding, x: Tensor) -> dict[Mode, Callable[[], o
         "compiled": functools.partial(torch.compile(constant, fullgraph=True), x, seed),
     }
     if rounding == "nearest":
-        live = LiveFormat(target, device=x.device)
+        live = MutableFormat(target, device=x.device)
 
         def by_row(x: Tensor) -> Tensor:
             return quantize(x, live, rounding)

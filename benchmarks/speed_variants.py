@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from benchmarks.own_plans import own_plan
 from benchmarks.peers import has_torchao
 from bitplan.errors import BitplanError, BitplanWarning
-from bitplan.executions.native.gemm import PASSES
 from bitplan.plans import Plan
 from bitplan.plans.execution import RECOMPUTE, Native
+from bitplan.plans.match import PASSES
 from bitplan.runtime.attach import Attachment, attach
 
 #: The benchmark's own plans, for forward and backward and for a full training step.

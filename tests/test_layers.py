@@ -30,41 +30,7 @@ LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in 
 #: Leaf modules that every layer may use: they import nothing of bitplan but errors.
 LEAVES = {"compiler.tracing", "compiler.torch_private", "compiler.torch_patches"}
 #: Violations that are still to be removed; a test fails if one of them is gone and still listed.
-KNOWN: set[tuple[str, str]] = {
-    ("capture.scopes", "compiler.backends"),
-    ("capture.scopes", "executions.packed.saved_tensors"),
-    ("runtime.attach", "executions.native.crossover"),
-    ("runtime.attach", "executions.native.fallbacks"),
-    ("runtime.attach", "executions.native.paths"),
-    ("runtime.attachment", "analysis.cost"),
-    ("runtime.attachment", "analysis.explain"),
-    ("runtime.attachment", "compiler.compiling"),
-    ("runtime.attachment", "compiler.backends"),
-    ("runtime.attachment", "executions.native.backends"),
-    ("runtime.attachment", "executions.native.fallbacks"),
-    ("runtime.attachment", "executions.native.paths"),
-    ("runtime.attachment", "executions.packed.saved_tensors"),
-    ("runtime.autograd", "executions.native.backends"),
-    ("runtime.autograd", "executions.native.convolution"),
-    ("runtime.autograd", "executions.native.float8_cast"),
-    ("runtime.autograd", "executions.native.gemm"),
-    ("runtime.autograd", "executions.packed.recompute"),
-    ("runtime.autograd", "executions.packed.saved_tensors"),
-    ("runtime.cost_tracker", "analysis.cost"),
-    ("runtime.cost_tracker", "analysis.explain"),
-    ("runtime.coverage", "analysis.explain"),
-    ("runtime.coverage", "analysis.sites"),
-    ("runtime.decisions", "executions.native.backends"),
-    ("runtime.decisions", "executions.native.fallbacks"),
-    ("runtime.decisions", "executions.native.paths"),
-    ("runtime.dispatch", "executions.native.paths"),
-    ("runtime.dispatch", "executions.packed.recompute"),
-    ("runtime.dispatch", "executions.packed.saved_tensors"),
-    ("runtime.installation", "analysis.explain"),
-    ("runtime.rounding_op", "executions.native.float8_cast"),
-    ("runtime.rounding_op", "executions.native.paths"),
-    ("runtime.rounding_op", "executions.packed.saved_tensors"),
-}
+KNOWN: set[tuple[str, str]] = set()
 
 
 def imported_modules(file: Path) -> Iterator[str]:

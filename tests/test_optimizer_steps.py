@@ -33,15 +33,15 @@ def test_a_second_step_that_nobody_told_of_is_warned_about_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
-            steps.begin(optimizer)
-            steps.begin(another)
-            steps.tell()
-        steps.begin(optimizer)
+            steps.before_step(optimizer)
+            steps.before_step(another)
+            steps.mark_counted()
+        steps.before_step(optimizer)
     with pytest.warns(BitplanWarning, match=r"without run\.step\(\)"):
-        steps.begin(optimizer)
+        steps.before_step(optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        steps.begin(optimizer)
+        steps.before_step(optimizer)
 
 
 def test_the_hook_holds_until_it_is_removed_or_its_object_is_gone() -> None:

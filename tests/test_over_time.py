@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from bitplan.analysis.cost import Cost, estimate_cost
 from bitplan.errors import BitplanWarning, CostError, PlanError, ScheduleError
 from bitplan.plans import Plan
-from bitplan.plans.schedules import TEN, Deficit, Function, Moment, Position, schedule
+from bitplan.plans.schedules import TEN, Deficit, Function, Position, RunPoint, schedule
 from bitplan.runtime.attach import Attachment, attach
 from bitplan.runtime.clock import ScheduleClock
 
@@ -403,7 +403,7 @@ def test_plans_that_differ_in_their_schedules_share_one_graph() -> None:
 @pytest.mark.parametrize("total", [1, 7, 256, 700])
 @pytest.mark.parametrize("name", [*TEN, "deficit"])
 def test_bits_are_those_of_the_schedule_at_every_step_in_any_order(name: str, total: int) -> None:
-    window = Deficit(3, 8, Moment.of("25%"), Moment.of("50%"))
+    window = Deficit(3, 8, RunPoint.of("25%"), RunPoint.of("50%"))
     moving = window if name == "deficit" else schedule(name, low=3, high=8)
     clock = ScheduleClock(BITS, total, fixed=False)
     for step in (*range(total), total - 1, 0, total // 2, total, total + 300):

@@ -17,13 +17,14 @@ from torch.utils.checkpoint import checkpoint
 import bitplan
 from bitplan.analysis.memory import measure_memory
 from bitplan.errors import BitplanWarning, PlanError
-from bitplan.executions.packed.saved_tensors import SavedTensorPacker, rounded_mark
+from bitplan.executions.packed.saved_tensors import SavedTensorPacker
 from bitplan.lab.models.graph_networks import GCN, normalised_adjacency
 from bitplan.lab.models.language_models import GPT, LSTMModel, next_token_loss
 from bitplan.lab.models.resnet import cifar_resnet
 from bitplan.lab.models.small_cnns import MobileNetV2
 from bitplan.plans import Plan
 from bitplan.runtime.attach import Attachment
+from bitplan.runtime.rounded_mark import rounded_mark
 
 
 def plan_of(**places: Any) -> Plan:
@@ -79,7 +80,7 @@ class Trained:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.losses = []
         with bitplan.attach(self.model, plan, execution=execution) as run:
-            self.packer = run._rounder.packer
+            self.packer = getattr(run._execution, "packer", None)
             for _ in range(steps):
                 with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                     output = self.model(*args)
@@ -206,8 +207,7 @@ def test_nothing_grows_over_two_hundred_steps() -> None:
                 before = len([get_object for get_object in gc.get_objects() if isinstance(get_object, Tensor)])
         gc.collect()
         assert len([get_object for get_object in gc.get_objects() if isinstance(get_object, Tensor)]) <= before
-        assert run._rounder.packer is not None
-        assert run._rounder.packer.packed_bytes == 0
+        assert run._execution.packer.packed_bytes == 0
 
 
 def test_a_forward_pass_without_a_backward_pass_frees_its_graph() -> None:
@@ -227,8 +227,8 @@ def test_a_forward_pass_without_a_backward_pass_frees_its_graph() -> None:
 
 def attached(model: nn.Module, plan: Plan = EIGHT_BITS) -> tuple[Attachment, SavedTensorPacker]:
     run = bitplan.attach(model, plan, execution="packed")
-    assert run._rounder.packer is not None
-    return run, run._rounder.packer
+    assert getattr(run._execution, "packer", None) is not None
+    return run, getattr(run._execution, "packer", None)
 
 
 class Shared(nn.Module):

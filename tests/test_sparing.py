@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bitplan.executions.packed.recompute import RUN_AGAIN, Bits, spared
+from bitplan.executions.packed.recompute import RECOMPUTED, Bits, memory_saving
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 64, 1000])
@@ -54,7 +54,7 @@ def gradient_of(function: object, *inputs: Tensor) -> list[Tensor]:
 def test_the_same_bits_as_torch(op: str, function: object, shapes: list[tuple[int, ...]]) -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(shape) for shape in shapes]
-    own = spared(op, function)  # type: ignore[arg-type]
+    own = memory_saving(op, function)  # type: ignore[arg-type]
     if op == "dropout":
         expected = gradient_of(function, *inputs)
         actual = gradient_of(lambda x: own(x, 0.3), *inputs)
@@ -70,13 +70,13 @@ def test_attention_draws_the_same_dropout_when_it_runs_again() -> None:
     def attention(*arguments: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(*arguments, dropout_p=0.5)
 
-    own = spared("scaled_dot_product_attention", F.scaled_dot_product_attention)
+    own = memory_saving("scaled_dot_product_attention", F.scaled_dot_product_attention)
     expected, actual = gradient_of(attention, q, k, v), gradient_of(lambda *g: own(*g, dropout_p=0.5), q, k, v)
     assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
 
 
 def test_running_again_leaves_the_generator_where_it_was() -> None:
-    own = spared("scaled_dot_product_attention", F.scaled_dot_product_attention)
+    own = memory_saving("scaled_dot_product_attention", F.scaled_dot_product_attention)
     x = torch.randn(1, 1, 4, 4, requires_grad=True)
     y = own(x, x, x, dropout_p=0.5)
     before = torch.get_rng_state()
@@ -85,5 +85,5 @@ def test_running_again_leaves_the_generator_where_it_was() -> None:
 
 
 def test_other_operations_are_torchs_own() -> None:
-    assert spared("gelu", F.gelu) is F.gelu
-    assert "relu" not in RUN_AGAIN
+    assert memory_saving("gelu", F.gelu) is F.gelu
+    assert "relu" not in RECOMPUTED

@@ -178,11 +178,11 @@ def test_a_model_that_is_collected_during_an_optimizer_step_does_not_disturb_it(
     model = nn.Linear(8, 8)
     run = attached(model, ROUNDED)
     last = attached(nn.Linear(8, 8), ROUNDED)
-    checked = run._check_seen
-    run._check_seen = lambda: (gc.collect(), checked())[1]  # type: ignore[method-assign]
+    checked = run._check_coverage
+    run._check_coverage = lambda: (gc.collect(), checked())[1]  # type: ignore[method-assign]
     train(model, run)
     assert dead() is None
-    del run._check_seen
+    del run._check_coverage
     run.detach()
     last.detach()
     assert state_of_torch() == before

@@ -38,7 +38,7 @@ def bits_kept(plan: Plan, model: nn.Module) -> float:
     """Bits kept of each value of fc1's result, by hooks: all that is saved, but for weights and the batch."""
     mine = {p.untyped_storage()._cdata for p in (*model.parameters(), BATCH)}
     with bitplan.attach(model, plan, example=BATCH, execution="packed") as run:
-        held = run._rounder.packer
+        held = getattr(run._execution, "packer", None)
         assert held is not None
         plain: dict[int, int] = {}
         pack = held.pack

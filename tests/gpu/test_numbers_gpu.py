@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import bitplan
-from bitplan.numerics.mutable_format import LiveFormat
+from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.noise import random_bits
 from bitplan.numerics.reference import ROUNDINGS, Rounding
 
@@ -132,7 +132,7 @@ def test_random_bits_are_the_cpus() -> None:
 
 def test_one_graph_serves_every_float() -> None:
     x = any_floats(1 << 16)
-    live = LiveFormat("e4m3", device="cuda")
+    live = MutableFormat("e4m3", device="cuda")
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("inductor")
 
@@ -194,7 +194,7 @@ def test_the_gradient_passes_straight_through_on_the_device() -> None:
 def test_rounding_waits_for_nothing() -> None:
     """No value is read back to the host, so a step's kernels queue up and CUDA graphs can be captured."""
     x = spread(64, 96).cuda()
-    live = LiveFormat("e4m3", device="cuda")
+    live = MutableFormat("e4m3", device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
         with pytest.raises(RuntimeError, match="synchroniz"):

@@ -19,7 +19,7 @@ from bitplan.analysis.measure.figures import _tails, group_figures, pass_figures
 from bitplan.capture.ops import PRODUCTS
 from bitplan.gemm.axes import resolve
 from bitplan.gemm.layouts import layout_of
-from bitplan.gemm.matrices import Operand
+from bitplan.gemm.matrices import SampledOperand
 from bitplan.gemm.sampling import Sampling
 from bitplan.plans import QuantizerSpec
 
@@ -34,7 +34,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 def operands_of(
     op: str, function: Callable[..., Tensor], args: tuple[Any, ...], pass_: str, sampling: Sampling = ALL
-) -> tuple[Operand, Operand, dict[str, Tensor]]:
+) -> tuple[SampledOperand, SampledOperand, dict[str, Tensor]]:
     (x_at, _), (w_at, _) = PRODUCTS[op]
     x, w = args[x_at].requires_grad_(), args[w_at].requires_grad_()
     y = function(*args)
@@ -97,7 +97,7 @@ def test_six_slots_against_scales_by_hand(layer: str, pass_: str, scale: str) ->
     candidates = (Candidate.of(f"int8 {scale}"),)
     _, (result,) = pass_figures(pass_, op, left, right, candidates, 0)
 
-    def by_hand(operand: Operand) -> Tensor:
+    def by_hand(operand: SampledOperand) -> Tensor:
         whole = operand.whole
         over = tuple(range(whole.dim())) if scale == "tensor" else dims[operand.slot]
         step = whole.abs().amax(over, keepdim=True) / 127

@@ -34,7 +34,7 @@ def counted(target: Target, plan: Plan | None, execution: str) -> int:
         run = bitplan.attach(model, plan, example=kwargs or args, execution=execution)
         loss = run.loss(loss) if loss is not None else None
     step = TrainingStep(model, (args, kwargs, expected), loss, "none", run)
-    packer = None if run is None else run._rounder.packer
+    packer = None if run is None else getattr(run._execution, "packer", None)
     return kept_bytes(step.loss_of_batch, [*step.weights(), *step.batch()], packer)
 
 

@@ -14,7 +14,6 @@ from torch._inductor.decomposition import select_decomp_table
 
 import bitplan
 from bitplan import Plan
-from bitplan.compiler.compiling import recast_operands
 from bitplan.executions.native.backends import Float8Backend, Int8Backend
 
 
@@ -54,8 +53,8 @@ class Rewritten:
         """Of two steps under the plan: the first has no past."""
         torch._dynamo.reset()
         with bitplan.attach(model, plan, example=x, execution=bitplan.Native(min_macs=0, recompute=recompute)) as run:
-            run._rounder.recast_in_backward = recast_operands(run.execution)
-            run._installation.tell_compiled_code()
+            run._execution.recast_in_backward = run.execution.recast_operands
+            run._installation.update_versions()
             called = torch.compile(model, fullgraph=True, backend=self.backend)
             for _ in range(2):
                 called(x).sum().backward()

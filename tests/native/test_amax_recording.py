@@ -22,7 +22,6 @@ import bitplan
 from bitplan import Plan
 from bitplan.compiler import amax_fusion
 from bitplan.compiler.amax_fusion import record_amax_in_casts
-from bitplan.compiler.compiling import recast_operands
 from bitplan.compiler.gated_fusion import fuse_gates
 from bitplan.compiler.launching import KernelInliningPass, inline_kernels
 from bitplan.compiler.norm_fusion import fuse_norms
@@ -132,8 +131,8 @@ def steps(partitioner: Any, recompute: Any, coded: bool) -> tuple[list[Tensor], 
     rewritten = Rewritten(partitioner)
     result = []
     with bitplan.attach(model, plan, example=x, execution=bitplan.Native(min_macs=0, recompute=recompute)) as run:
-        run._rounder.recast_in_backward = recast_operands(run.execution)
-        run._installation.tell_compiled_code()
+        run._execution.recast_in_backward = run.execution.recast_operands
+        run._installation.update_versions()
         called = torch.compile(model, fullgraph=True, backend=rewritten)
         for number in range(3):
             for factor in (1.0 + number, 0.5):

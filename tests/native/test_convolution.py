@@ -357,7 +357,9 @@ def test_small_and_narrow_convolutions_are_emulated(monkeypatch: pytest.MonkeyPa
     _, fallen = step(make, image(shape), plan, "native", min_macs=10**6)
     assert fallen == [f"/conv2d.0, all passes: 168 x 144 x 24 is too small to gain by it{KEPT}"]
     terms = paths.NativeTerms(min_channels_by_backend=(("int8", 17),))
-    monkeypatch.setattr(import_module("bitplan.runtime.attach"), "remembered", lambda device, dtype: terms)
+    monkeypatch.setattr(
+        import_module("bitplan.executions.native.execution"), "load_crossover", lambda device, dtype: terms
+    )
     _, fallen = step(make, image(shape), plan, "native", min_macs=None)
     reason = "a convolution from 16 to 24 channels has too few channels to gain by im2col"
     assert fallen == [f"/conv2d.0, all passes: {reason}{KEPT}"]
@@ -381,7 +383,10 @@ def test_a_scale_for_each_pixel_serves_1x1_only() -> None:
 def test_sizes_that_do_not_suit_a_unit_are_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     from bitplan.executions.native import backends as units
 
-    for place in ("bitplan.executions.native.fallbacks.supports_shape", "bitplan.runtime.autograd.supports_shape"):
+    for place in (
+        "bitplan.executions.native.fallbacks.supports_shape",
+        "bitplan.executions.native.product.supports_shape",
+    ):
         monkeypatch.setattr(place, lambda name, kind, sizes: units.supports_shape(name, "cuda", sizes))
     make, shape = LAYERS["1x1"]
     native, fallen = step(make, image(shape), plan_of(**PLANS["fp8"]), "native")

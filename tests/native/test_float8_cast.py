@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bitplan
 from bitplan import Plan
-from bitplan.compiler.compiling import recast_operands
 from bitplan.compiler.partitioning import RecomputePartitioner, RecomputePolicy
 from bitplan.executions.native.float8_cast import FORMATS, cast_float8
 from bitplan.lab.models.language_models import LlamaBlocks
@@ -194,7 +193,7 @@ def gradients(again: str, cut: Cut | None, **more: Any) -> list[Tensor]:
     plan = plan_of(x=F8 | more, w=F8 | more, dy=G8 | more)
     execution = bitplan.Native(min_macs=0, recompute=() if again == "no" else again)
     with bitplan.attach(model, plan, example=x, execution=execution) as run:
-        run._rounder.recast_in_backward = recast_operands(execution)
+        run._execution.recast_in_backward = execution.recast_operands
         called = model if cut is None else torch.compile(model, fullgraph=True, backend=cut.backend)
         called(x).sum().backward()
     return [p.grad.float() for p in (x, *model.parameters()) if p.grad is not None]

@@ -230,7 +230,10 @@ def test_a_fallback_says_which_pass_and_why(rule: dict[str, Any], one: str, reas
 
 
 def test_sizes_that_do_not_suit_a_unit_are_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("bitplan.executions.native.fallbacks.supports_shape", "bitplan.runtime.autograd.supports_shape"):
+    for place in (
+        "bitplan.executions.native.fallbacks.supports_shape",
+        "bitplan.executions.native.product.supports_shape",
+    ):
         monkeypatch.setattr(place, lambda name, kind, sizes: units.supports_shape(name, "cuda", sizes))
     calls = Calls(monkeypatch)
     plan = PLANS["fp8"][0]
@@ -318,7 +321,9 @@ def test_fast_sums_are_asked_for_in_the_passes_that_are_named(monkeypatch: pytes
 def test_every_unit_has_a_crossover_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Linear(32, 16), torch.randn(16, 32)
     terms = paths.NativeTerms(min_macs_by_backend=(("int8", 0), ("fp8", 16 * 32 * 16 + 1)))
-    monkeypatch.setattr(import_module("bitplan.runtime.attach"), "remembered", lambda device, dtype: terms)
+    monkeypatch.setattr(
+        import_module("bitplan.executions.native.execution"), "load_crossover", lambda device, dtype: terms
+    )
     with bitplan.attach(model, PLANS["int8 tensor"][0], example=x, execution="native") as run:
         assert run.fallbacks() == []
     with bitplan.attach(model, PLANS["fp8"][0], example=x, execution="native") as run:

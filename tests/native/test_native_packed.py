@@ -14,7 +14,6 @@ from torch._inductor.decomposition import select_decomp_table
 
 import bitplan
 from bitplan import Plan
-from bitplan.compiler.compiling import recast_operands
 from bitplan.lab.models.language_models import LlamaBlocks
 
 TOKENS, WIDTH, HIDDEN = 64, 64, 128
@@ -44,7 +43,7 @@ class Trained:
         with bitplan.attach(model, plan, example=x, execution=native if execution == "native" else execution) as run:
             called: Any = model
             if recompute is not None:
-                run._rounder.recast_in_backward = recast_operands(run.execution)
+                run._execution.recast_in_backward = run.execution.recast_operands
                 cut = run.partitioner() or min_cut_rematerialization_partition
                 compilers = {name: lambda gm, arguments: self._noted(gm) for name in ("fw_compiler", "bw_compiler")}
                 backend = aot_autograd(

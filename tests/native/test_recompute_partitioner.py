@@ -15,7 +15,6 @@ from torch._inductor.decomposition import select_decomp_table
 
 import bitplan
 from bitplan import Plan
-from bitplan.compiler.compiling import recast_operands
 from bitplan.lab.models.resnet import Bottleneck
 from bitplan.plans.execution import RECOMPUTE
 
@@ -36,7 +35,7 @@ class Step:
         x = x.detach().requires_grad_()
         with bitplan.attach(model, PLAN, example=x, execution=bitplan.Native(min_macs=0, recompute=recompute)) as run:
             assert run.fallbacks() == []
-            run._rounder.recast_in_backward = recast_operands(run.execution)
+            run._execution.recast_in_backward = run.execution.recast_operands
             backend = aot_autograd(
                 fw_compiler=lambda gm, arguments: self._noted(gm),
                 bw_compiler=lambda gm, arguments: self._noted(gm),

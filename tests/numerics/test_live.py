@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import bitplan
 from bitplan.errors import FormatError, QuantizeError
 from bitplan.numerics.formats import Overflow
-from bitplan.numerics.mutable_format import LiveFormat
+from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.reference import ROUNDINGS, Rounding
 
 PATTERN = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16}
@@ -45,7 +45,7 @@ def in_every_rounding(x: Tensor, target: Any, **scale: Any) -> list[Tensor]:
     return [bitplan.quantize(x, target, rounding, seed=2, step=3, site=4, **scale) for rounding in ROUNDINGS]
 
 
-def assert_one_graph_serves(names: tuple[str, ...], live: LiveFormat, x: Tensor, **scale: Any) -> None:
+def assert_one_graph_serves(names: tuple[str, ...], live: MutableFormat, x: Tensor, **scale: Any) -> None:
     """Compiled once, the graph gives each format's own bits; the formats differ, so none of them can be stuck."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("inductor")
@@ -63,19 +63,19 @@ def assert_one_graph_serves(names: tuple[str, ...], live: LiveFormat, x: Tensor,
 
 
 def test_one_graph_serves_every_float() -> None:
-    assert_one_graph_serves(FLOATS, LiveFormat("e4m3"), any_floats(3000))
+    assert_one_graph_serves(FLOATS, MutableFormat("e4m3"), any_floats(3000))
 
 
 def test_one_graph_serves_every_symmetric_integer() -> None:
     names = tuple(f"int{bits}" for bits in range(2, 17))
     x = torch.cat([torch.arange(-200, 200) / 2.0, any_floats(600)])
-    assert_one_graph_serves(names, LiveFormat("int8"), x)
+    assert_one_graph_serves(names, MutableFormat("int8"), x)
 
 
 def test_one_graph_serves_every_affine_integer_under_a_scale() -> None:
     names = tuple(f"uint{bits}" for bits in range(1, 17))
     x = torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
-    assert_one_graph_serves(names, LiveFormat("uint8"), x, scale="channel", axis=0)
+    assert_one_graph_serves(names, MutableFormat("uint8"), x, scale="channel", axis=0)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_one_graph_serves_every_affine_integer_under_a_scale() -> None:
 def test_scaled_live_formats_equal_constant_ones(scale: dict[str, Any]) -> None:
     x = torch.randn(6, 50, generator=torch.Generator().manual_seed(1)) * 5
     for names in (("e4m3", "e5m2", "e2m1", "e4m3b4"), ("int8", "int3"), ("uint8", "uint3")):
-        live = LiveFormat(names[0])
+        live = MutableFormat(names[0])
         for name in names:
             live.set_(name)
             for ours, constant in zip(
@@ -106,9 +106,9 @@ def test_every_rounding_and_overflow_is_the_constant_formats(dtype: torch.dtype,
     for name in (*FLOATS, *(COARSE if dtype == torch.float64 else ())):
         if overflow == "special" and name in NO_TENSOR_OVERFLOW:
             with pytest.raises(FormatError, match="use overflow='saturate' with it"):
-                LiveFormat(name, dtype=dtype, overflow=overflow)
+                MutableFormat(name, dtype=dtype, overflow=overflow)
             continue
-        live = LiveFormat(name, dtype=dtype, overflow=overflow)
+        live = MutableFormat(name, dtype=dtype, overflow=overflow)
         for rounding in ROUNDINGS:
             ours = bitplan.quantize(x, live, rounding, seed=1)
             constant = bitplan.quantize(x, name, rounding, seed=1, overflow=overflow)
@@ -117,7 +117,7 @@ def test_every_rounding_and_overflow_is_the_constant_formats(dtype: torch.dtype,
 
 def test_bfloat16_inputs_use_the_float32_row() -> None:
     x = any_floats(4000, torch.bfloat16)
-    live = LiveFormat("e4m3")
+    live = MutableFormat("e4m3")
     for name in ("e4m3", "e2m1", "e5m2"):
         live.set_(name)
         ours = bitplan.quantize(x, live)
@@ -127,15 +127,15 @@ def test_bfloat16_inputs_use_the_float32_row() -> None:
 
 def test_a_row_of_a_table_is_written_in_place() -> None:
     """A table of sites keeps its storage, and only its own row changes."""
-    alone = LiveFormat("e4m3")
+    alone = MutableFormat("e4m3")
     table = torch.full((3, len(alone.row)), -1, dtype=alone.row.dtype)
     where = table.data_ptr()
-    live = LiveFormat("e4m3", row=table[1])
+    live = MutableFormat("e4m3", row=table[1])
     assert torch.equal(table[1], alone.row)
     live.set_("e2m1")
     assert live.row.data_ptr() == table[1].data_ptr()
     assert table.data_ptr() == where
-    assert torch.equal(table[1], LiveFormat("e2m1").row)
+    assert torch.equal(table[1], MutableFormat("e2m1").row)
     assert bool((table[[0, 2]] == -1).all())
     x = torch.randn(50)
     assert torch.equal(bitplan.quantize(x, live), bitplan.quantize(x, "e2m1"))
@@ -143,7 +143,7 @@ def test_a_row_of_a_table_is_written_in_place() -> None:
 
 @pytest.mark.parametrize("name", ["e4m3", "e2m1", "int8", "uint4", "bf16"])
 def test_the_largest_value_is_on_the_device(name: str) -> None:
-    live = LiveFormat(name)
+    live = MutableFormat(name)
     assert live.max.shape == ()
     assert float(live.max) == bitplan.get_format(name).max
 
@@ -151,7 +151,7 @@ def test_the_largest_value_is_on_the_device(name: str) -> None:
 def test_the_gradient_passes_straight_through() -> None:
     x = torch.randn(20, requires_grad=True)
     upstream = torch.randn(20)
-    (grad,) = torch.autograd.grad(bitplan.quantize(x, LiveFormat("e4m3")), x, upstream)
+    (grad,) = torch.autograd.grad(bitplan.quantize(x, MutableFormat("e4m3")), x, upstream)
     assert torch.equal(grad, upstream)
 
 
@@ -171,7 +171,7 @@ def test_the_gradient_passes_straight_through() -> None:
     ],
 )
 def test_what_cannot_replace_a_format_says_so_and_leaves_the_row(first: str, second: str, sentence: str) -> None:
-    live = LiveFormat(first)
+    live = MutableFormat(first)
     before = live.row.clone()
     with pytest.raises(FormatError) as caught:
         live.set_(second)
@@ -181,38 +181,38 @@ def test_what_cannot_replace_a_format_says_so_and_leaves_the_row(first: str, sec
 
 def test_a_block_format_cannot_be_live() -> None:
     with pytest.raises(FormatError, match="mxfp4 cannot be live, only floats and integers can"):
-        LiveFormat("mxfp4")
+        MutableFormat("mxfp4")
 
 
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda x, live: bitplan.quantize(x, live, overflow="saturate"), "give it to LiveFormat instead"),
+        (lambda x, live: bitplan.quantize(x, live, overflow="saturate"), "give it to MutableFormat instead"),
         (lambda x, live: bitplan.quantize(x.double(), live), "make it with dtype=torch.float64"),
         (
             lambda x, live: bitplan.quantize(x, live, scale="tensor", range="minmax"),
             "not a live float: use range='amax'",
         ),
         (
-            lambda x, live: bitplan.quantize(x, LiveFormat("int8"), scale="tensor", range="minmax"),
+            lambda x, live: bitplan.quantize(x, MutableFormat("int8"), scale="tensor", range="minmax"),
             "not a live int: make a uint live instead",
         ),
-        (lambda x, live: bitplan.quantize(x, LiveFormat("uint8")), "give it scale='tensor'"),
+        (lambda x, live: bitplan.quantize(x, MutableFormat("uint8")), "give it scale='tensor'"),
         (lambda x, live: bitplan.pack(x, live), "a live format has no fixed width"),
         (lambda x, live: bitplan.quantize(x.int(), live), "not torch.int32"),
     ],
 )
 def test_a_mistake_is_one_sentence(call: Any, sentence: str) -> None:
     with pytest.raises(QuantizeError, match=sentence):
-        call(torch.ones(3), LiveFormat("e4m3"))
+        call(torch.ones(3), MutableFormat("e4m3"))
 
 
 def test_a_float64_format_refuses_float32_inputs() -> None:
     with pytest.raises(QuantizeError, match=r"make it with dtype=torch\.float32"):
-        bitplan.quantize(torch.ones(3), LiveFormat("e4m3", dtype=torch.float64))
+        bitplan.quantize(torch.ones(3), MutableFormat("e4m3", dtype=torch.float64))
 
 
 def test_rounding_is_checked_as_everywhere() -> None:
     wrong: Rounding = "up"  # type: ignore[assignment]
     with pytest.raises(QuantizeError, match="there is no rounding 'up'"):
-        bitplan.quantize(torch.ones(3), LiveFormat("e4m3"), wrong)
+        bitplan.quantize(torch.ones(3), MutableFormat("e4m3"), wrong)

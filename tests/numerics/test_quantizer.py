@@ -13,7 +13,7 @@ import bitplan
 from bitplan.errors import BitplanError, FormatError
 from bitplan.numerics import chunks
 from bitplan.numerics.formats import NAMED, FloatFormat, IntFormat
-from bitplan.numerics.mutable_format import LiveFormat
+from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.quantizer import Encoded, Quantizer, Span, make_quantizer
 from bitplan.numerics.reference import ROUNDINGS, Rounding
 from bitplan.numerics.scaling import Scaling
@@ -126,8 +126,8 @@ def test_strides_survive_and_the_numbers_do_not_depend_on_them(name: str, scale:
         make_quantizer("int5", scale="tensor", range="minmax"),
         make_quantizer("e4m3", "nearest-away", scale="tensor", power_of_two=True),
         make_quantizer("e4m3b4", "toward-zero"),
-        make_quantizer(LiveFormat("int6"), scale="tensor"),
-        make_quantizer(LiveFormat("e4m3"), scale="tensor"),
+        make_quantizer(MutableFormat("int6"), scale="tensor"),
+        make_quantizer(MutableFormat("e4m3"), scale="tensor"),
     ],
     ids=lambda quantizer: f"{quantizer._name} {quantizer.scaling and quantizer.scaling.range}",
 )

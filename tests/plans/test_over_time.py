@@ -6,7 +6,7 @@ import pytest
 
 from bitplan.errors import PlanError
 from bitplan.plans import Choosing, Plan, QuantizerSpec, Rule, Switch
-from bitplan.plans.schedules import Moment, Position, schedule
+from bitplan.plans.schedules import Position, RunPoint, schedule
 
 #: The examples of those who asked for plans.
 CYCLIC = """
@@ -134,7 +134,7 @@ def test_plans_made_in_python() -> None:
         plan.save("/nowhere/plan.yaml")
     with pytest.raises(PlanError, match=r"known names are|did you mean"):
         Plan.from_dict(plan.to_dict())
-    assert Switch("90%", "a", "b").until == Moment.of("90%")  # type: ignore[arg-type]
+    assert Switch("90%", "a", "b").until == RunPoint.of("90%")  # type: ignore[arg-type]
 
 
 def test_an_extending_plan_replaces_schedules() -> None:

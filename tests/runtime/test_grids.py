@@ -15,7 +15,7 @@ from bitplan.lab.models.resnet import cifar_resnet
 from bitplan.numerics.quantizer import Quantizer
 from bitplan.plans import Plan
 from bitplan.runtime import rounding_op as actions
-from bitplan.runtime.rounding_op import lies_on, mark
+from bitplan.runtime.rounded_mark import lies_on, mark_rounded
 
 PLAN = Plan.from_dict(
     {"version": 1, "rules": [{"match": "*", "weight": "e4m3", "activation": "e3m2", "grad_activation": "e5m2"}]}
@@ -128,7 +128,7 @@ def test_statistics_still_see_every_rounding() -> None:
     ],
 )
 def test_a_write_ends_what_is_known(write: Callable[[Tensor], object]) -> None:
-    tensor = mark(torch.randn(3), "e4m3")
+    tensor = mark_rounded(torch.randn(3), "e4m3")
     assert lies_on(tensor, "e4m3")
     assert not lies_on(tensor, "e5m2")
     assert not lies_on(copy.deepcopy(tensor), "e4m3")

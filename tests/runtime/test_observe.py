@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bitplan
 from bitplan.runtime.attach import Attachment
-from bitplan.runtime.statistics import COLUMNS, MOMENTUM, Statistics, Watched, blank_record, fold, observe_rounding
+from bitplan.runtime.statistics import COLUMNS, MOMENTUM, Observed, Statistics, blank_record, fold, observe_rounding
 
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
 
@@ -313,21 +313,21 @@ def records_of_all_kinds() -> Tensor:
 def test_folding_does_to_each_row_what_is_written_of_it() -> None:
     rows = records_of_all_kinds()
     expected = torch.tensor([folded(row, 8) for row in rows.tolist()])
-    fold(rows, 8, Watched(True, True, True, True))
+    fold(rows, 8, Observed(True, True, True, True))
     assert torch.equal(rows.view(torch.int32), expected.view(torch.int32))
 
 
-@pytest.mark.parametrize("part", ["rounding", "ranges", "signs", "amax"])
+@pytest.mark.parametrize("part", ["rounding", "ranges", "signals", "amax"])
 def test_what_is_not_watched_is_left_as_it_is(part: str) -> None:
     columns = {
         "rounding": range(12),
         "ranges": range(12, 17),
-        "signs": range(17, 22),
+        "signals": range(17, 22),
         "amax": (22, *range(25, COLUMNS)),
     }
     alone, whole, before = (records_of_all_kinds() for _ in range(3))
-    fold(alone, 8, Watched(**{part: True}))
-    fold(whole, 8, Watched(True, True, True, True))
+    fold(alone, 8, Observed(**{part: True}))
+    fold(whole, 8, Observed(True, True, True, True))
     mine = torch.tensor([column in columns[part] for column in range(COLUMNS)])
     expected = torch.where(mine, whole, before)
     assert torch.equal(alone.view(torch.int32), expected.view(torch.int32))
@@ -362,8 +362,8 @@ def test_a_step_that_observes_nothing_adds_nothing() -> None:
     """A module that a step does not call leaves the measures of its last call in the record."""
     record = blank_record(1, torch.device("cpu"))
     observe_rounding(record[0], torch.tensor([3.0, 4.0]), torch.tensor([3.0, 5.0]), 4.0)
-    fold(record, 1, Watched(rounding=True))
+    fold(record, 1, Observed(rounding=True))
     once = record.clone()
-    fold(record, 2, Watched(rounding=True))
+    fold(record, 2, Observed(rounding=True))
     assert torch.equal(record, once)
     assert once[0, 6] == 1

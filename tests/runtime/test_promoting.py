@@ -17,7 +17,7 @@ import bitplan
 from bitplan import Plan
 from bitplan.numerics import chunks
 from bitplan.numerics.formats import get_format
-from bitplan.numerics.mutable_format import LiveFormat
+from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.plans.spec import Promotion
 from bitplan.runtime.rounding_op import promotion_signal
 
@@ -296,7 +296,7 @@ def test_the_overflow_threshold_lies_half_a_step_above_the_largest_value(name: s
     thresholds = {"e4m3b4": 31.0, "e4m3": 464.0, "e5m2": 61440.0, "e6m9b0": 8.5857402e9, "int8": 127.5}
     if name in thresholds:
         assert target.overflow_threshold == pytest.approx(thresholds[name], rel=1e-6)
-    live = LiveFormat(target)
+    live = MutableFormat(target)
     assert float(live.overflow_threshold_in(live.row)) == target.overflow_threshold
 
 

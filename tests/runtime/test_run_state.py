@@ -76,5 +76,5 @@ def test_it_belongs_to_a_run_with_as_many_formats_that_may_change() -> None:
     state.require_rows(fitting)
     misfits: tuple[dict[str, Any], ...] = ({"0": []}, {"0": [row, row]}, {"1": [row]})
     for misfit in misfits:
-        with pytest.raises(PlanError, match="attach with mutable_formats= as then"):
+        with pytest.raises(PlanError, match="other mutable formats"):
             state.require_rows({**fitting, **misfit})

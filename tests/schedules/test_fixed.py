@@ -7,24 +7,24 @@ from fractions import Fraction
 import pytest
 
 from bitplan.errors import ScheduleError
-from bitplan.plans.schedules import Moment, Schedule, schedule, schedule_from_data
+from bitplan.plans.schedules import RunPoint, Schedule, schedule, schedule_from_data
 
 
 def test_shares_are_exact() -> None:
     for total in range(1, 3000):
         # 0.3 * 10 is not 3 in floating point; a share is a fraction.
-        assert Moment.of("30%").first_step(total) == -(-3 * total // 10)
-    assert Moment.of(0.7) == Moment.of("70%") == Moment.of(" 70.0 % ")
-    assert Moment.of("12.5%").share == Fraction(1, 8)
+        assert RunPoint.of("30%").first_step(total) == -(-3 * total // 10)
+    assert RunPoint.of(0.7) == RunPoint.of("70%") == RunPoint.of(" 70.0 % ")
+    assert RunPoint.of("12.5%").share == Fraction(1, 8)
     for text in ("0%", "33.333%", "100%"):
-        assert Moment.of(text).to_data() == text
-    assert Moment.of(5000).to_data() == 5000
+        assert RunPoint.of(text).to_data() == text
+    assert RunPoint.of(5000).to_data() == 5000
 
 
 @pytest.mark.parametrize("wrong", ["90", "101%", "-1%", -3, 1.5, "half", True, None])
 def test_what_is_no_moment(wrong: object) -> None:
     with pytest.raises(ScheduleError):
-        Moment.of(wrong)  # type: ignore[arg-type]
+        RunPoint.of(wrong)  # type: ignore[arg-type]
 
 
 def test_late_switch() -> None:
@@ -44,7 +44,7 @@ def test_steps_windows_and_pieces() -> None:
         pieces.table(20).tolist()
         == schedule("LR", low=2, high=4, cycles=1).table(10).tolist() + steps.table(10).tolist()
     )
-    assert list(map(str, pieces.moments())) == ["50%", "20%", "step 6"]
+    assert list(map(str, pieces.run_points())) == ["50%", "20%", "step 6"]
     assert schedule("static", bits=6).summary(10).relative_cost == 1
 
 

@@ -39,6 +39,7 @@ from bitplan.capture.decompositions import decision_for, is_decomposed
 from bitplan.capture.recording import Operation, record, scripted_modules
 from bitplan.errors import CostError
 from bitplan.gemm.macs import Multiplication, multiplications
+from bitplan.numerics.wire_format import OPERAND_OF_SLOT
 from bitplan.plans import ROLES, Decision, Plan
 from bitplan.plans.loading import find_plan
 from bitplan.plans.spec import QuantizerSpec
@@ -322,7 +323,7 @@ class _OperandBits:
         quantizer = self.decision[slot].quantizer
         if quantizer is not None:
             return quantizer.target.bits
-        operand = slot.partition(".")[2]
+        operand = OPERAND_OF_SLOT[slot].tensor
         if operand == "dy":
             return self._gradient(product)
         return self._arriving(product.x if operand == "x" else product.w)

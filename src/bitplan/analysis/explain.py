@@ -1,12 +1,10 @@
 """What every tensor of a model gets under a plan, and which rule said so.
 
-A rule that does nothing is a mistake that would otherwise go unnoticed, so :func:`explain` also looks for these: rules
-that match no operation, and rules that name a role or slot that nothing under them has.
+:func:`explain` also raises where a rule has no effect (:mod:`bitplan.runtime.coverage`).
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,21 +14,20 @@ from torch import Tensor, nn
 
 from bitplan.analysis.sites import Site, sites_of
 from bitplan.capture.decompositions import decision_for, is_decomposed
-from bitplan.capture.ops import PRODUCTS
 from bitplan.capture.recording import Operation, record, scripted_modules
-from bitplan.errors import BitplanWarning, PlanError
-from bitplan.executions.packed.recompute import RUN_AGAIN
-from bitplan.executions.packed.saved_tensors import is_smaller
-from bitplan.plans import KEYS, PLACES, SLOTS, Choice, Decision, Plan, Rule, compile_match, unmatched_message
+from bitplan.executions.packed.recompute import RECOMPUTED
+from bitplan.numerics.packing import is_smaller
+from bitplan.plans import OPERANDS, SLOTS, Choice, Decision, Plan
 from bitplan.plans.loading import find_plan
 from bitplan.plans.spec import QuantizerSpec
+from bitplan.runtime.coverage import RuleCoverage, require_interceptable
 from bitplan.tables import Table
 
 # --- In how many forms packed execution keeps a tensor, and where one reader cancels what the plan saves
 
 
 #: Beside products: operations that keep their input for the backward pass.
-_KEEPS_INPUT = RUN_AGAIN | frozenset(
+_KEEPS_INPUT = RECOMPUTED | frozenset(
     """
     gelu silu mish softplus hardswish leaky_relu prelu layer_norm rms_norm group_norm batch_norm instance_norm
     square log
@@ -125,7 +122,7 @@ def _read_by_product(
         if source is None or source not in found:
             continue  # data and parameters live anyway
         forms, made = found[source], operations[source]
-        for slot in (slot for slot in SLOTS if slot.endswith(f".{operand}")):
+        for slot in OPERANDS[operand]:
             forms.promised = min(forms.promised, _bits(decision[slot].quantizer, made))
         slot_kept, other = kept[operand]
         if not apart and not other.requires_grad:
@@ -205,12 +202,13 @@ def explain(
 
     Fused operations that the plan wants opened are listed by what is inside them.
     """
-    found = find_plan(plan)
-    require_seen(found, model)
-    operations = record(model, batch, loss, opens=partial(is_decomposed, found))
-    unseen = scripted_modules(model)
-    require_effect(found, operations, waiting=lambda rule: any(map(compile_match(rule).matches_module, unseen)))
-    return explanation_table(explained(found, operations))
+    resolved = find_plan(plan)
+    require_interceptable(resolved, model)
+    operations = record(model, batch, loss, opens=partial(is_decomposed, resolved))
+    coverage = RuleCoverage(resolved, scripted_modules(model))
+    coverage.note_recorded(operations)
+    coverage.require_effect(waits=coverage.covers_scripted_module)
+    return explanation_table(explained(resolved, operations))
 
 
 def explained(plan: Plan, operations: Sequence[Operation]) -> list[Explanation]:
@@ -229,71 +227,3 @@ def _explained(plan: Plan, site: Site, inside: str | None) -> Explanation:
     choice: Choice = decision_for(plan.decide, site.module, site.op, inside)[site.role]
     where = "" if choice.rule is None else plan.all_rules[choice.rule].where
     return Explanation(site, choice.quantizer, choice.rule, where, choice.over_time)
-
-
-def require_seen(plan: Plan, model: nn.Module) -> None:
-    """Raise where a rule covers a scripted module, inside which nothing can be rounded."""
-    for path in scripted_modules(model):
-        speaking = [rule for rule in plan.all_rules if compile_match(rule).matches_module(path)]
-        if speaking and not speaking[-1].keep:
-            raise PlanError(
-                f"{path or 'the model'} is scripted, so that its operations cannot be seen, and the rule that matches "
-                f"{', '.join(speaking[-1].match)} covers it: use the plan before scripting, or add "
-                f"{{match: {path!r}, keep: true}} as the last rule."
-            )
-
-
-def require_effect(
-    plan: Plan, operations: Sequence[Operation], waiting: Callable[[Rule], bool] = lambda rule: False
-) -> None:
-    """Raise (or, for rules with ``strict: false``, warn) where a rule says something about nothing.
-
-    :param waiting: rules that may yet find their place.
-    """
-    sites = sites_of(list(operations))
-    inside = {operation.label: operation.inside for operation in operations}
-    for index, rule in enumerate(plan.all_rules):
-        message = _useless(rule, index, operations, sites, inside)
-        if message is None or waiting(rule):
-            continue
-        if rule.strict:
-            raise PlanError(message)
-        warnings.warn(message, BitplanWarning, stacklevel=3)
-
-
-def _useless(
-    rule: Rule, index: int, operations: Sequence[Operation], sites: Sequence[Site], inside: dict[str, str | None]
-) -> str | None:
-    """What is wrong with a rule that has no effect; None where it has one."""
-    matches = compile_match(rule)
-    # A fused operation that was opened is still there to be named.
-    seen = {(operation.module, f"{operation.op}.{operation.index}") for operation in operations}
-    seen |= {(operation.module, operation.inside) for operation in operations if operation.inside is not None}
-    if not any(matches(module, op) for module, op in seen):
-        ops = {op.split(".")[0] for _, op in seen}
-        return unmatched_message(rule, sorted({module for module, _ in seen}), sorted(ops))
-
-    def is_meant(site: Site) -> bool:
-        around = inside[f"{site.module}/{site.op}"]
-        passed_on = around is not None and site.op.split(".")[0] in PRODUCTS and matches(site.module, around)
-        return passed_on or matches(site.module, site.op)
-
-    meant = [site for site in sites if is_meant(site)]
-    roles = {site.role for site in meant}
-    # A parameter is listed with the operation that uses it first, but others that use it round it too.
-    for operation in operations:
-        if operation.parameters and matches(operation.module, f"{operation.op}.{operation.index}"):
-            is_trained = any(tensor.requires_grad for _, tensor in operation.parameters)
-            roles |= {"weight", "grad_weight"} if is_trained else {"weight"}
-    for key, _ in rule.quantizers:
-        if not roles.intersection(KEYS[key]):
-            return lacking_message(rule, index, key, [site.op for site in meant], roles)
-    return None
-
-
-def lacking_message(rule: Rule, index: int, key: str, operations: Sequence[str], roles: set[str]) -> str:
-    """Why a rule's quantizer has no effect: nothing that it matches has such a tensor."""
-    names = ", ".join(dict.fromkeys(op.split(".")[0] for op in operations))
-    have = ", ".join(place for place in PLACES if place in roles)
-    place = rule.where or f"rules[{index}]"
-    return f"{place}: nothing under the rule has {key!r}; its operations ({names}) have {have}."

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.capture.recording import Operation, record
-from bitplan.numerics.wire_format import op_site, parameter_suffix
+from bitplan.numerics.wire_format import FPROP, OPERAND_OF_SLOT, op_site, parameter_suffix
 from bitplan.plans import SLOTS
 from bitplan.tables import Table
 
@@ -99,10 +99,9 @@ def sites_of(operations: list[Operation]) -> list[Site]:
             x, w = operation.operands
             of = {"x": x, "w": w, "dy": operation.outputs[0]}
             for slot in SLOTS:
-                place = forward if slot.startswith("fprop") else grads
-                if slot.startswith("fprop") or operation.needs_grad:
-                    operand = slot.split(".")[1]
-                    place.append(
+                pass_, operand = OPERAND_OF_SLOT[slot]
+                if pass_ == FPROP or operation.needs_grad:
+                    (forward if pass_ == FPROP else grads).append(
                         _site(operation, slot, slot, of[operand], producer if operand == "x" else None, (), None)
                     )
         for position, tensor in enumerate(operation.outputs):

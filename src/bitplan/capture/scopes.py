@@ -18,7 +18,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -31,7 +31,6 @@ from torch.overrides import TorchFunctionMode
 from bitplan.capture.decompositions import DECOMPOSITIONS, TRANSPARENT
 from bitplan.capture.ops import FUSED, REGIONS, name_of, traceable
 from bitplan.compiler import torch_private
-from bitplan.compiler.backends import refuse_other_backends
 from bitplan.compiler.torch_patches import Undo, replace_attribute
 from bitplan.compiler.torch_private import (
     CHECKPOINT_GENERATOR,
@@ -43,7 +42,6 @@ from bitplan.compiler.torch_private import (
     torch_function_stack_depth,
 )
 from bitplan.compiler.tracing import VERSION, constant_when_traced, guard_on
-from bitplan.executions.packed.saved_tensors import SavedTensorPacker
 from bitplan.numerics.wire_format import LOSS_PATH
 
 _STATE = "_bitplan"
@@ -77,8 +75,15 @@ class Interceptor:
 
     #: Copies of a model outlive its detachment: they are plain from then on.
     enabled = True
-    #: Packs saved tensors in packed execution.
-    packer: SavedTensorPacker | None = None
+    #: Whether eager calls of the outermost module run inside :meth:`around_call`.
+    wraps_calls = False
+
+    def around_call(self) -> AbstractContextManager[None]:
+        """The context of an eager call of the outermost module, where :attr:`wraps_calls`."""
+        return nullcontext()
+
+    def check_compilation(self) -> None:
+        """Called while torch.compile traces a module, where :attr:`wraps_calls`."""
 
     def on_operation(
         self, scope: Scope, op: str, index: int, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
@@ -246,17 +251,16 @@ class _Planned:
         interceptor.on_call(self, args, kwargs)
         if torch.compiler.is_compiling():
             guard_on(self.__dict__[VERSION])
-        if interceptor.packer is not None:
+        if interceptor.wraps_calls:
             if torch.compiler.is_compiling():
-                refuse_other_backends()
+                interceptor.check_compilation()
             elif innermost_scope() is None:
-                return self._kept_packed(interceptor, args, kwargs)
+                return self._wrapped_call(interceptor, args, kwargs)
         with Scope(interceptor, self):  # type: ignore[arg-type]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
-    def _kept_packed(self, interceptor: Interceptor, args: Any, kwargs: dict[str, Any]) -> Any:
-        assert interceptor.packer is not None
-        with interceptor.packer.hooks(), Scope(interceptor, self):  # type: ignore[arg-type]
+    def _wrapped_call(self, interceptor: Interceptor, args: Any, kwargs: dict[str, Any]) -> Any:
+        with interceptor.around_call(), Scope(interceptor, self):  # type: ignore[arg-type]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
@@ -471,8 +475,8 @@ def in_loss_scope(
     def planned_loss(*args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling():
             guard_on(holder.__dict__[VERSION])
-        if interceptor.packer is not None and not torch.compiler.is_compiling() and innermost_scope() is None:
-            with interceptor.packer.hooks(), Scope(interceptor, holder):
+        if interceptor.wraps_calls and not torch.compiler.is_compiling() and innermost_scope() is None:
+            with interceptor.around_call(), Scope(interceptor, holder):
                 return function(*args, **kwargs)
         with Scope(interceptor, holder):
             return function(*args, **kwargs)

@@ -19,8 +19,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from bitplan.numerics.mutable_format import LiveFormat
+from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.quantizer import Quantizer
+from bitplan.numerics.wire_format import OPERAND_OF_SLOT, WGRAD
 from bitplan.plans.spec import QuantizerSpec
 
 #: Places whose tensor is a weight in its own layout.
@@ -30,7 +31,7 @@ _FEATURES_LAST = ("linear", "matmul", "scaled_dot_product_attention", "layer_nor
 
 
 @lru_cache(maxsize=4096)  # the same few for thousands of layers
-def resolve(spec: QuantizerSpec, place: str, op: str, dims: int, live: LiveFormat | None = None) -> Quantizer:
+def resolve(spec: QuantizerSpec, place: str, op: str, dims: int, live: MutableFormat | None = None) -> Quantizer:
     """The quantizer for a tensor of `dims` dimensions in that place of that operation."""
     if dims == 0:
         return replace(spec, scale="tensor" if spec.scale else None, axis=None, block=None).resolve(live=live)
@@ -39,7 +40,7 @@ def resolve(spec: QuantizerSpec, place: str, op: str, dims: int, live: LiveForma
         return spec.resolve(live=live)
     if meaning == "kept":
         return spec.resolve(axis_default=_feature_axis(place, op, dims) % dims, live=live)
-    summed = _summed_axes(place, op, dims)
+    summed = summed_axes(place, op, dims) or [0]
     kept = [axis for axis in range(dims) if axis not in summed]
     if spec.scale == "vector" and len(summed) > 1 and len(kept) == 1:
         return replace(spec, scale="channel", axis=kept[0]).resolve(live=live)
@@ -55,19 +56,33 @@ def _feature_axis(place: str, op: str, dims: int) -> int:
     return 1 if is_image else -1
 
 
-def _summed_axes(place: str, op: str, dims: int) -> list[int]:
-    """The axes a product sums over, for the tensor in that place."""
+def summed_axes(place: str, op: str, dims: int, is_pointwise: bool = False) -> list[int]:
+    """The axes that a product sums over, of a tensor with `dims` dimensions in that place.
+
+    :param is_pointwise: of a convolution: the kernel covers one pixel, so that pixels are not summed over.
+
+    >>> summed_axes("fprop.x", "conv2d", 4), summed_axes("fprop.x", "conv2d", 4, is_pointwise=True)
+    ([1, 2, 3], [1])
+    >>> summed_axes("wgrad.x", "linear", 3), summed_axes("wgrad.x", "linear", 1)
+    ([0, 1], [])
+    """
+    operand = OPERAND_OF_SLOT.get(place)
+    is_weight = place in _WEIGHT_PLACES
     if op.startswith("conv") and dims > 2:
-        if place in ("fprop.w", "dgrad.w", "weight", "grad_weight"):
-            outputs = 1 if op.startswith("conv_transpose") else 0
-            kept = outputs if place != "dgrad.w" else 1 - outputs
+        if is_weight:
+            output_axis = 1 if op.startswith("conv_transpose") else 0
+            unsummed = 1 - output_axis if place == "dgrad.w" else output_axis
+        elif operand is not None and operand.pass_ == WGRAD:
+            unsummed = 1
         else:
-            kept = 1 if place.startswith("wgrad") else 0
-        return [axis for axis in range(dims) if axis != kept]
+            unsummed = 0
+            if is_pointwise:
+                return [1]
+        return [axis for axis in range(dims) if axis != unsummed]
     if op == "linear":
         if place == "dgrad.w":
             return [0]
-        return list(range(dims - 1)) or [0] if place.startswith("wgrad") else [dims - 1]
+        return list(range(dims - 1)) if operand is not None and operand.pass_ == WGRAD else [dims - 1]
     if place in ("fprop.w", "wgrad.dy", "wgrad.x") and dims > 1:
         return [dims - 2]
     return [dims - 1]

@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bitplan.gemm.matrices import Gather, Operand, largest
+from bitplan.gemm.matrices import Gather, SampledOperand, largest
 from bitplan.gemm.sampling import Draw, Sampling
+from bitplan.numerics.wire_format import OPERAND_OF_SLOT
 from bitplan.plans.match import PASSES
 
 
@@ -33,7 +34,7 @@ class Convolution:
 
     def operands(
         self, pass_: str, tensors: dict[str, Tensor], sampling: Sampling, draw: Draw
-    ) -> tuple[Operand, Operand]:
+    ) -> tuple[SampledOperand, SampledOperand]:
         w = tensors["w"]
         grids = {name: _Grid(tensors[name], w.dim()) for name in ("x", "dy") if name in tensors}
         if pass_ == "wgrad":
@@ -48,9 +49,9 @@ class Convolution:
             places = of_x if pass_ == "dgrad" else self._places_of_y(of_x, kernel)
             left, right, length = self._of_images(w, data, places, over_patches, sampling, draw)
         found = [
-            Operand(slot, whole, rows.gather, rows.vector_amax, rows.tensor_amax, length, whole.numel())
+            SampledOperand(slot, whole, rows.gather, rows.vector_amax, rows.tensor_amax, length, whole.numel())
             for slot, rows in zip(PASSES[pass_], (left, right), strict=True)
-            for whole in (tensors[slot.split(".")[1]],)
+            for whole in (tensors[OPERAND_OF_SLOT[slot].tensor],)
         ]
         return found[0], found[1]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bitplan.errors import MetricError
 from bitplan.gemm.sampling import Draw, Sampling
+from bitplan.numerics.wire_format import OPERAND_OF_SLOT
 from bitplan.plans.match import PASSES
 
 # --- Products as sums over pairs of vectors: which rows of x, w and dy each of the three passes multiplies
@@ -23,7 +24,7 @@ Gather = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Operand:
+class SampledOperand:
     """Sampled rows of one operand, and what its scales follow from."""
 
     slot: str
@@ -44,7 +45,7 @@ class Operand:
     def values(self) -> Tensor:
         return self.gather(self.whole)
 
-    def light(self) -> Operand:
+    def light(self) -> SampledOperand:
         """The same without the whole tensor, which may be let go: what rounding rows alone needs."""
         return replace(self, whole=self.values, gather=lambda tensor: tensor)
 
@@ -54,7 +55,7 @@ class Layout(Protocol):
 
     def operands(
         self, pass_: str, tensors: dict[str, Tensor], sampling: Sampling, draw: Draw
-    ) -> tuple[Operand, Operand]: ...
+    ) -> tuple[SampledOperand, SampledOperand]: ...
 
 
 def largest(x: Tensor, *dims: int) -> Tensor:
@@ -81,7 +82,7 @@ class Matrices:
 
     def operands(
         self, pass_: str, tensors: dict[str, Tensor], sampling: Sampling, draw: Draw
-    ) -> tuple[Operand, Operand]:
+    ) -> tuple[SampledOperand, SampledOperand]:
         def turned(view: View) -> View:
             return lambda tensor: view(tensor).transpose(1, 2)
 
@@ -92,7 +93,7 @@ class Matrices:
         }
         left, right = views[pass_]
         slots = PASSES[pass_]
-        wholes = [tensors[slot.split(".")[1]] for slot in slots]
+        wholes = [tensors[OPERAND_OF_SLOT[slot].tensor] for slot in slots]
         shapes = [view(whole).shape for view, whole in zip((left, right), wholes, strict=True)]
         (matrices, rows, length), columns = shapes[0], shapes[1][1]
         if shapes[1] != (matrices, columns, length):
@@ -111,7 +112,7 @@ class Matrices:
 
 def _matrix_operand(
     slot: str, whole: Tensor, view: View, which: Tensor, rows: Tensor, terms: Tensor | None, length: int
-) -> Operand:
+) -> SampledOperand:
     def whole_rows(tensor: Tensor) -> Tensor:
         return view(tensor)[which[:, None], rows[None, :]]
 
@@ -119,7 +120,7 @@ def _matrix_operand(
         found = whole_rows(tensor)
         return found if terms is None else found[..., terms]
 
-    return Operand(slot, whole, gather, largest(whole_rows(whole), -1), largest(whole), length, whole.numel())
+    return SampledOperand(slot, whole, gather, largest(whole_rows(whole), -1), largest(whole), length, whole.numel())
 
 
 def linear_layout() -> Matrices:

@@ -17,10 +17,10 @@ from bitplan.numerics.formats import BlockFormat, FloatFormat, Format, IntFormat
 from bitplan.numerics.rounding import row_from_tensor, row_values
 
 
-class LiveFormat:
+class MutableFormat:
     """A float or integer format that :meth:`set_` can replace by another of its kind.
 
-    >>> live = LiveFormat("e4m3")
+    >>> live = MutableFormat("e4m3")
     >>> live.set_("e5m2")
     """
 

@@ -22,7 +22,7 @@ from bitplan.errors import QuantizeError
 from bitplan.numerics import chunks
 from bitplan.numerics.dtypes import FLOAT32, carrier_of
 from bitplan.numerics.formats import BlockFormat, FloatFormat, Format, IntFormat, Overflow
-from bitplan.numerics.mutable_format import LiveFormat
+from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.noise import Counter
 from bitplan.numerics.quantizer import Encoded, Quantizer, make_quantizer
 from bitplan.numerics.reference import Rounding
@@ -34,6 +34,11 @@ from bitplan.numerics.scaling import Granularity, Range, Scaling, divide, multip
 
 #: The widest code that can be packed.
 MAX_PACKED_BITS = 16
+
+
+def is_smaller(target: Format, dtype: torch.dtype) -> bool:
+    """Whether the format's own bits are fewer than those of `dtype`."""
+    return target.bits <= MAX_PACKED_BITS and target.bits_per_value < dtype.itemsize * 8
 
 
 def pack_bits(codes: Tensor, width: int) -> Tensor:
@@ -213,7 +218,7 @@ class PackedTensor:
 
     @property
     def format(self) -> Format:
-        assert not isinstance(self.quantizer.format, LiveFormat)
+        assert not isinstance(self.quantizer.format, MutableFormat)
         return self.quantizer.format
 
     def unpack(self) -> Tensor:
@@ -282,7 +287,7 @@ def pack(
     >>> pack(torch.randn(1000), "e2m3").nbytes
     750
     """
-    if isinstance(format, LiveFormat):
+    if isinstance(format, MutableFormat):
         raise QuantizeError("a live format has no fixed width: pack with its current format.")
     quantizer = make_quantizer(
         format, rounding, scale, axis=axis, block=block, range=range, power_of_two=power_of_two, overflow=overflow
@@ -295,7 +300,7 @@ def pack_with(
 ) -> PackedTensor:
     """As :func:`pack`, with a quantizer."""
     quantizer.check(x)
-    assert not isinstance(quantizer.format, LiveFormat)
+    assert not isinstance(quantizer.format, MutableFormat)
     source = x.detach()
     element = _element(quantizer.format)
     _require_codes(quantizer, element, source)
@@ -314,7 +319,7 @@ def pack_rounded(quantizer: Quantizer, y: Tensor, scales: Sequence[Tensor]) -> P
     A rounded value divided by its scale is within one ulp of the carrier of a value on the grid, so rounding to nearest
     restores it, whatever the rounding mode was.
     """
-    assert not isinstance(quantizer.format, LiveFormat)
+    assert not isinstance(quantizer.format, MutableFormat)
     source = y.detach()
     _require_codes(quantizer, _element(quantizer.format), source)
     if not is_traced() and _is_elementwise(quantizer, scales):
@@ -350,7 +355,7 @@ def _pack_in_chunks(
 
 
 def _packed(quantizer: Quantizer, source: Tensor, encoded: Encoded) -> PackedTensor:
-    assert not isinstance(quantizer.format, LiveFormat)
+    assert not isinstance(quantizer.format, MutableFormat)
     element = _element(quantizer.format)
     elements, scales = encoded
     if isinstance(quantizer.format, BlockFormat) and quantizer.format.scale == "e4m3":
@@ -378,7 +383,7 @@ def _elements_of(quantizer: Quantizer, y: Tensor, scales: Sequence[Tensor]) -> T
         effective = scales[0] * scales[1]
         ready = divide(work, torch.where(effective == 0, torch.inf, effective))
         return round_float(ready, target.element, "nearest", "saturate")  # type: ignore[arg-type]
-    assert not isinstance(target, LiveFormat)
+    assert not isinstance(target, MutableFormat)
     if not scales:
         return work
     ready = divide(work if len(scales) == 1 else work - scales[1], scales[0])
@@ -413,7 +418,7 @@ def stored(encoded: Encoded, quantizer: Quantizer, like: Tensor) -> Encoded:
     BF16 is the upper half of float32, so two shifts are enough. Decoding is so cheap that Inductor repeats it wherever
     the values are read instead of storing them beside their codes.
     """
-    assert not isinstance(quantizer.format, LiveFormat)
+    assert not isinstance(quantizer.format, MutableFormat)
     element, blocks = _element(quantizer.format), quantizer.blocks(like)
     if element == _BFLOAT16 and blocks is None and encoded.elements.dtype == torch.float32:
         upper = (encoded.elements.view(torch.int32) >> 16).to(torch.int16)

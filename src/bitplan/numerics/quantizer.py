@@ -19,7 +19,7 @@ from bitplan.errors import FormatError, QuantizeError, nearest_names
 from bitplan.numerics import chunks
 from bitplan.numerics.dtypes import carrier_for, round_by_torch
 from bitplan.numerics.formats import BlockFormat, FloatFormat, Format, IntFormat, Overflow, get_format
-from bitplan.numerics.mutable_format import LiveFormat
+from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.noise import Counter, random_bits
 from bitplan.numerics.reference import ROUNDINGS, Rounding
 from bitplan.numerics.rounding import round_float, round_float_by_row, round_int, round_to_whole
@@ -167,7 +167,7 @@ class Quantizer:
     `axis` is that of a block format's blocks; other scales have their own.
     """
 
-    format: Format | LiveFormat
+    format: Format | MutableFormat
     rounding: Rounding = "nearest"
     scaling: Scaling | None = None
     overflow: Overflow | None = None
@@ -194,20 +194,20 @@ class Quantizer:
                 instead = "make a uint live instead" if self.format.kind == "int" else "use range='amax'"
                 raise QuantizeError(f"a min-max range serves integer formats, not {self._name}: {instead}.")
             object.__setattr__(self, "format", IntFormat(self.format.bits, affine=True))
-        if self.overflow == "special" and not isinstance(self.format, (FloatFormat, LiveFormat)):
+        if self.overflow == "special" and not isinstance(self.format, (FloatFormat, MutableFormat)):
             raise QuantizeError(f"{self._name} has no special codes to overflow to: use overflow='saturate'.")
-        if isinstance(self.format, LiveFormat) and self.overflow is not None:
-            raise QuantizeError("a live format carries its own overflow: give it to LiveFormat instead.")
+        if isinstance(self.format, MutableFormat) and self.overflow is not None:
+            raise QuantizeError("a live format carries its own overflow: give it to MutableFormat instead.")
         if self.axis is not None and not isinstance(self.format, BlockFormat):
             raise QuantizeError("axis= goes with a scale: give scale='channel', 'vector' or 'block' too.")
 
     @property
     def _is_affine(self) -> bool:
-        return isinstance(self.format, (IntFormat, LiveFormat)) and self.format.affine
+        return isinstance(self.format, (IntFormat, MutableFormat)) and self.format.affine
 
     @property
     def _name(self) -> str:
-        return f"a live {self.format.kind}" if isinstance(self.format, LiveFormat) else self.format.name
+        return f"a live {self.format.kind}" if isinstance(self.format, MutableFormat) else self.format.name
 
     def quantize(self, x: Tensor, *, seed: Counter | None = None, step: Counter = 0, site: Counter = 0) -> Tensor:
         """`x` rounded, in its own dtype, shape, strides and device; the gradient passes straight through."""
@@ -249,7 +249,7 @@ class Quantizer:
         if not isinstance(x, Tensor) or x.dtype not in _DTYPES:
             actual = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise QuantizeError(f"only float32, bfloat16, float16 and float64 tensors can be rounded, not {actual}.")
-        if isinstance(self.format, LiveFormat):
+        if isinstance(self.format, MutableFormat):
             if (x.dtype == torch.float64) != (self.format.carrier.dtype == torch.float64):
                 raise QuantizeError(f"this live format was made for other inputs: make it with dtype={x.dtype}.")
         elif not isinstance(self.format, BlockFormat):
@@ -260,22 +260,26 @@ class Quantizer:
         """The largest representable magnitude of unscaled values; infinite with a scale."""
         if self.scaling is not None or isinstance(self.format, BlockFormat):
             return float("inf")
-        return self.format.max if row is None or not isinstance(self.format, LiveFormat) else self.format.max_in(row)
+        return self._largest(row)
+
+    def _largest(self, row: Tensor | None) -> float | Tensor:
+        """The format's largest value, by its row in a table where it is mutable."""
+        assert not isinstance(self.format, BlockFormat)
+        return self.format.max if row is None or not isinstance(self.format, MutableFormat) else self.format.max_in(row)
 
     def overflow_threshold(self, row: Tensor | None = None) -> float | Tensor:
         """The magnitude from which on unscaled values overflow; infinite with a scale."""
         if self.scaling is not None or isinstance(self.format, BlockFormat):
             return float("inf")
-        if row is None or not isinstance(self.format, LiveFormat):
-            assert not isinstance(self.format, LiveFormat)
+        if row is None or not isinstance(self.format, MutableFormat):
+            assert not isinstance(self.format, MutableFormat)
             return self.format.overflow_threshold
         return self.format.overflow_threshold_in(row)
 
     def max_delayed_magnitude(self, span: Tensor, row: Tensor | None = None) -> Tensor:
         """The largest representable magnitude with a delayed scale; infinite before the first step."""
         assert self.scaling is not None
-        assert not isinstance(self.format, BlockFormat)
-        largest = self.format.max if row is None or not isinstance(self.format, LiveFormat) else self.format.max_in(row)
+        largest = self._largest(row)
         scale = step_scale(span.float(), largest, self.scaling.power_of_two)
         return torch.where(span > 0, scale * largest, torch.inf)
 
@@ -313,8 +317,7 @@ class Quantizer:
         """Nothing, (scale,) or (scale, minimum) for values in the carrier's dtype, dimensions kept."""
         if self.scaling is None:
             return ()
-        assert not isinstance(self.format, BlockFormat)
-        largest = self.format.max if row is None or not isinstance(self.format, LiveFormat) else self.format.max_in(row)
+        largest = self._largest(row)
         if isinstance(span, Tensor):
             current = amax_of(work, tuple(range(work.dim())))
             amax = torch.where(span > 0, span.to(current.dtype), current)
@@ -351,7 +354,7 @@ class Quantizer:
             return False
         if self.scaling is not None:
             return self.scaling.granularity == "tensor"
-        return isinstance(self.format, LiveFormat) or x.dtype != self._carrier_dtype(x)
+        return isinstance(self.format, MutableFormat) or x.dtype != self._carrier_dtype(x)
 
     def _round_in_chunks(self, x: Tensor, row: Tensor | None, span: Span | None, between: Between | None) -> Tensor:
         """As :meth:`round_values`; a tensor scale depends only on the least and the largest value."""
@@ -398,7 +401,7 @@ class Quantizer:
         return Blocks(checked_axis(axis, x) if x.dim() else 0, size)
 
     def _carrier_dtype(self, x: Tensor) -> torch.dtype:
-        if isinstance(self.format, LiveFormat):
+        if isinstance(self.format, MutableFormat):
             return self.format.carrier.dtype
         element = self.format.element if isinstance(self.format, BlockFormat) else self.format
         carrier = carrier_for if is_traced() else _carrier_for_once
@@ -406,7 +409,7 @@ class Quantizer:
 
     def _round_to_row(self, t: Tensor, bits: Tensor | None, row: Tensor | None = None) -> Tensor:
         """`t` rounded to the grid of a live format."""
-        assert isinstance(self.format, LiveFormat)
+        assert isinstance(self.format, MutableFormat)
         row = self.format.row if row is None else row
         if self.format.kind == "float":
             return round_float_by_row(t, row, self.rounding, bits)
@@ -440,7 +443,7 @@ _carrier_for_once = lru_cache(maxsize=1024)(carrier_for)
 
 
 def make_quantizer(
-    format: str | Format | LiveFormat,
+    format: str | Format | MutableFormat,
     rounding: Rounding = "nearest",
     scale: Granularity | Scaling | None = None,
     *,
@@ -451,7 +454,7 @@ def make_quantizer(
     overflow: Overflow | None = None,
 ) -> Quantizer:
     """The :class:`Quantizer` of the arguments of :func:`quantize`."""
-    target = format if isinstance(format, LiveFormat) else get_format(format)
+    target = format if isinstance(format, MutableFormat) else get_format(format)
     if scale is None:
         if block is not None or range is not None or power_of_two:
             raise QuantizeError("block=, range= and power_of_two= describe a scale: give scale= too.")
@@ -470,7 +473,7 @@ _make_quantizer_once = lru_cache(maxsize=1024)(make_quantizer)
 
 def quantize(
     x: Tensor,
-    format: str | Format | LiveFormat,
+    format: str | Format | MutableFormat,
     rounding: Rounding = "nearest",
     scale: Granularity | Scaling | None = None,
     seed: Counter | None = None,
@@ -485,7 +488,7 @@ def quantize(
 ) -> Tensor:
     """`x` rounded to `format`, in its own dtype, shape, strides and device. The gradient is straight-through.
 
-    :param format: a name (:func:`bitplan.get_format`), a format, or a :class:`LiveFormat`.
+    :param format: a name (:func:`bitplan.get_format`), a format, or a :class:`MutableFormat`.
     :param rounding: ``nearest`` (ties to even), ``nearest-away``, ``toward-zero`` or ``stochastic``.
     :param scale: None, ``tensor``, ``channel`` (with `axis`), ``vector`` (with `axis`), ``block`` (with `block`).
     :param range: ``amax`` (the default), or ``minmax`` for integers: 2^n - 1 steps from the least value to the largest.

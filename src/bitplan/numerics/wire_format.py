@@ -17,12 +17,29 @@ and ``plan.to_dict()``, which resuming compares. The same test pins them.
 from __future__ import annotations
 
 import zlib
+from typing import NamedTuple
 
 # --- Tensors of training, and operands of products
 
 ROLES: tuple[str, ...] = ("weight", "activation", "grad_activation", "grad_weight")
 FPROP, DGRAD, WGRAD = "fprop", "dgrad", "wgrad"
 SLOTS: tuple[str, ...] = ("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x")
+
+
+class Operand(NamedTuple):
+    """One operand of one of a layer's three GEMMs."""
+
+    #: fprop, dgrad or wgrad.
+    pass_: str
+    #: x, w or dy.
+    tensor: str
+
+    def __str__(self) -> str:
+        return f"{self.pass_}.{self.tensor}"
+
+
+#: The operand that a slot's name stands for. Names are keys of plans and of hashes; code reads the fields.
+OPERAND_OF_SLOT: dict[str, Operand] = {slot: Operand(*slot.split(".")) for slot in SLOTS}
 
 #: The path of the loss, which is no module of the model.
 LOSS_PATH = "loss"

@@ -22,6 +22,7 @@ from bitplan.analysis.measure.figures import OperandFigures
 from bitplan.capture.decompositions import is_decomposed
 from bitplan.errors import PlanError, nearest_names
 from bitplan.numerics.formats import IntFormat
+from bitplan.numerics.wire_format import OPERAND_OF_SLOT
 from bitplan.plans import Plan, QuantizerSpec, Rule
 from bitplan.plans.loading import find_plan
 from bitplan.plans.match import OPERANDS, PASSES, REGEX_PREFIX
@@ -343,7 +344,7 @@ def plan_of(
 def _is_left_to_base(base: Plan, advice: SlotAdvice) -> bool:
     """Whether the base rounds that operand to as few bits before it comes to the slot, so that rounding it again would
     only add error; or leaves the operation closed that the slot lies in."""
-    role = {"w": "weight", "dy": "grad_activation"}.get(advice.slot.split(".")[1])
+    role = {"w": "weight", "dy": "grad_activation"}.get(OPERAND_OF_SLOT[advice.slot].tensor)
     module, _, op = advice.product.rpartition("/")
     if advice.inside is not None and not is_decomposed(base, module, advice.inside):
         return True

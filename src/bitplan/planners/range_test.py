@@ -27,7 +27,7 @@ from bitplan.errors import PlanError
 from bitplan.numerics.noise import preserve_rng_state
 from bitplan.planners.cpt import cpt_plan
 from bitplan.plans import Plan
-from bitplan.plans.schedules import Moment, Schedule, StepList
+from bitplan.plans.schedules import RunPoint, Schedule, StepList
 from bitplan.runtime.attach import attach
 
 #: Steps of a window.
@@ -145,7 +145,7 @@ def range_test(
 def rising_schedule(low: int, high: int, window: int) -> Schedule:
     """Two windows at the lowest width, then one for each."""
     widths = range(low, high + 1)
-    return StepList(tuple(widths), tuple(Moment(step=window * (2 + number)) for number in range(len(widths) - 1)))
+    return StepList(tuple(widths), tuple(RunPoint(step=window * (2 + number)) for number in range(len(widths) - 1)))
 
 
 def judged(losses: list[float], low: int, high: int, window: int, threshold: float) -> RangeTest:

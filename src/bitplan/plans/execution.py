@@ -102,6 +102,12 @@ class Native:
         """What is recomputed: a subset of weights, activations and products."""
         return frozenset().union(*(RECOMPUTE[name] for name in self.recompute))
 
+    @property
+    def recast_operands(self) -> tuple[str, ...]:
+        """The operands of linear layers that compiled code casts again in the backward pass: x, w, both or none."""
+        names = {"x": "activations", "w": "weights"}
+        return tuple(operand for operand, name in names.items() if name in self.recomputed)
+
     def to_data(self) -> str | dict[str, Any]:
         """As a plan says it, without defaults."""
         data: dict[str, Any] = {"kind": self.kind}

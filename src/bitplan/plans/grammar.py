@@ -34,7 +34,7 @@ from bitplan.plans.fields import (
 )
 from bitplan.plans.match import KEYS, OPERANDS, PASSES, GradAt, compile_pattern
 from bitplan.plans.quantizer_use import Choosing, Switch, Use, use_from_text
-from bitplan.plans.schedules import SCHEDULE_NAMES, TEN, Moment, Schedule, schedule_from_data
+from bitplan.plans.schedules import SCHEDULE_NAMES, TEN, RunPoint, Schedule, schedule_from_data
 from bitplan.plans.schedules.base import LEAST_BITS, MOST_BITS
 from bitplan.plans.schedules.cyclic import MOST_CYCLES, PROFILES, Reflection, Shape
 from bitplan.plans.schedules.named import SCHEDULE_NEEDS, SCHEDULE_OPTIONS
@@ -79,12 +79,12 @@ class Width(Kind[int | str]):
 
 
 @dataclass(frozen=True)
-class When(Kind[Moment]):
+class When(Kind[RunPoint]):
     """A step (5000) or a share of the run (90%)."""
 
-    def read(self, node: Node) -> Moment:
+    def read(self, node: Node) -> RunPoint:
         try:
-            return Moment.of(node.value)  # type: ignore[arg-type]  # which says so where it is something else
+            return RunPoint.of(node.value)  # type: ignore[arg-type]  # which says so where it is something else
         except (ScheduleError, OverflowError, ValueError) as error:
             is_schedule_error = isinstance(error, ScheduleError)
             raise node.error(str(error) if is_schedule_error else f"this is no moment of a run: {error}.") from None

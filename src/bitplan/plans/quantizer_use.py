@@ -16,7 +16,7 @@ import numpy as np
 
 from bitplan.errors import PlanError, nearest_names
 from bitplan.numerics.formats import NAMED, get_format
-from bitplan.plans.schedules import Moment, Position, Schedule
+from bitplan.plans.schedules import Position, RunPoint, Schedule
 from bitplan.plans.schedules.base import Whole
 from bitplan.plans.spec import KEEP, LIKE_A_FORMAT, QuantizerSpec, check_name, is_family, is_format
 
@@ -25,12 +25,12 @@ from bitplan.plans.spec import KEEP, LIKE_A_FORMAT, QuantizerSpec, check_name, i
 class Switch:
     """One quantizer until some moment of the run, then another."""
 
-    until: Moment
+    until: RunPoint
     use: Use
     then: Use
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "until", Moment.of(self.until))
+        object.__setattr__(self, "until", RunPoint.of(self.until))
 
     @property
     def cases(self) -> tuple[Use, ...]:
@@ -44,7 +44,7 @@ class Switch:
         """The case of every step of a run."""
         return (np.arange(total) >= self.until.first_step(total)).astype(np.int64)
 
-    def moments(self) -> Iterator[Moment]:
+    def run_points(self) -> Iterator[RunPoint]:
         yield self.until
 
     def to_data(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Choosing:
         cases: Whole = np.searchsorted(levels, _schedule(self.by, schedules).table(total), side="right") - 1
         return np.maximum(cases, 0)
 
-    def moments(self) -> Iterator[Moment]:
+    def run_points(self) -> Iterator[RunPoint]:
         yield from ()
 
     def check(self, schedules: Mapping[str, Schedule]) -> None:

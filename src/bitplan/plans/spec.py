@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from bitplan.errors import BitplanError, FormatError, PlanError, nearest_names
 from bitplan.numerics.formats import NAMED, BlockFormat, Format, IntFormat, Overflow, get_format
-from bitplan.numerics.mutable_format import LiveFormat
+from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.quantizer import Quantizer, make_quantizer
 from bitplan.numerics.reference import Rounding
 from bitplan.numerics.scaling import LONGEST_HISTORY, MOST_MARGIN, Granularity, Range
@@ -362,11 +362,11 @@ class QuantizerSpec:
         """The same quantizer with another number format."""
         return replace(self, format=target.name, bits=None, exponent_bits=None, moved_by=None, top_bits=None)
 
-    def live(self) -> LiveFormat:
+    def live(self) -> MutableFormat:
         """The format as parameters that may change while a run goes on."""
-        return LiveFormat(self.stored(self.target), overflow=self.overflow)
+        return MutableFormat(self.stored(self.target), overflow=self.overflow)
 
-    def resolve(self, *, axis_default: int | None = None, live: LiveFormat | None = None) -> Quantizer:
+    def resolve(self, *, axis_default: int | None = None, live: MutableFormat | None = None) -> Quantizer:
         """The quantizer; `axis_default` is the axis where the plan names none (see :attr:`axis_meaning`).
 
         :param live: the format as parameters in a tensor, in place of constants.

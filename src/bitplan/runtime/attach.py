@@ -8,24 +8,18 @@ bits. ``native`` multiplies the same operands on the hardware's low-precision un
 from __future__ import annotations
 
 import logging
-import warnings
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from os import PathLike
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from bitplan.capture.decompositions import is_decomposed
 from bitplan.capture.recording import record
 from bitplan.capture.scopes import is_planned, unwrapped
-from bitplan.errors import BitplanWarning, PlanError
-from bitplan.executions.native.crossover import load_crossover
-from bitplan.executions.native.fallbacks import Fallback
-from bitplan.executions.native.paths import NativeTerms
+from bitplan.errors import PlanError
 from bitplan.plans import Plan
 from bitplan.plans.execution import Emulate, ExecutionOptions, Native, execution_options
 from bitplan.plans.loading import find_plan
@@ -67,6 +61,8 @@ def attach(
     :param execution: ``"emulate"``, ``"packed"`` or ``"native"``, or an object with options: :class:`bitplan.Packed`,
         :class:`bitplan.Native`. By default the plan's ``execution:``, or emulation where it has none.
     """
+    from bitplan.executions import make_execution  # built on top of the runtime
+
     options = None if execution is None else execution_options(execution)
     if not isinstance(model, nn.Module):
         raise PlanError(f"a plan is attached to a torch.nn.Module, not to {type(model).__name__}.")
@@ -87,15 +83,12 @@ def attach(
             raise PlanError(
                 f"the model does not run on the example ({reason}): give a batch as the model takes it."
             ) from error
-    terms = _terms(options, model) if isinstance(options, Native) else None
-    run = Attachment(model, resolved, steps, seed, mutable_formats, stats, options, terms)
+    run = Attachment(model, resolved, make_execution(options, model), steps, seed, mutable_formats, stats)
     try:
         if example is not None:
             run.expect(example)
         if operations is not None:
             run.check(operations)
-            if isinstance(options, Native):
-                _report_fallbacks(run.fallbacks(), options.strict)
         run.count_steps_of(optimizers)
     except BaseException:
         run.detach()
@@ -121,22 +114,3 @@ def _optimizers(optimizer: Optimizer | Iterable[Optimizer] | None, model: nn.Mod
     if not any(id(parameter) in parameters for parameter in trained):
         raise PlanError("optimizer= has no parameter of this model: give the optimizer that trains it.")
     return optimizers
-
-
-def _terms(options: Native, model: nn.Module) -> NativeTerms:
-    parameter = next(model.parameters(), torch.empty(0))
-    measured = options.min_macs is None
-    terms = load_crossover(parameter.device, parameter.dtype) if measured else NativeTerms(options.min_macs or 0)
-    return terms._replace(fast_accumulation=options.fast_passes)
-
-
-def _report_fallbacks(fallbacks: Sequence[Fallback], strict: bool) -> None:
-    """Warn once, or raise, in one sentence, of GEMMs that are emulated."""
-    if not fallbacks:
-        return
-    reasons = Counter(fallback.reason for fallback in fallbacks)
-    listed = "; ".join(f"{reason} ({count}x)" if count > 1 else reason for reason, count in reasons.most_common(3))
-    message = f"{len(fallbacks)} products are emulated: {listed}. run.fallbacks() lists them."
-    if strict:
-        raise PlanError(f"{message} Drop strict=True to run them so.")
-    warnings.warn(message, BitplanWarning, stacklevel=3)

@@ -3,8 +3,9 @@
 The attachment is the run as its user holds it. :class:`~bitplan.runtime.installation.Installation` is the plan inside
 the model, :class:`~bitplan.runtime.clock.ScheduleClock` says where the run stands,
 :class:`~bitplan.runtime.coverage.RuleCoverage` whether every rule has had an effect, and
-:class:`~bitplan.runtime.cost_tracker.CostTracker` adds up costs. :class:`~bitplan.compiler.compiling.Compiler`
-compiles, and a :class:`~bitplan.runtime.checkpoint_state.RunState` is what is saved.
+:class:`~bitplan.runtime.cost_tracker.CostTracker` adds up costs. An :class:`~bitplan.runtime.execution.Execution` says
+what packed and native execution do differently, and a :class:`~bitplan.runtime.checkpoint_state.RunState` is what is
+saved.
 """
 
 from __future__ import annotations
@@ -16,77 +17,68 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bitplan.analysis.cost import Cost
-from bitplan.analysis.explain import Explanation, explanation_table, require_effect
 from bitplan.capture.recording import FakeInputs, Operation, call_arguments, scripted_modules
 from bitplan.capture.scopes import in_loss_scope, loss_holder, unwrapped
-from bitplan.compiler.backends import register_backend
-from bitplan.compiler.compiling import Compiler
+from bitplan.compiler.torch_private import list_mode_options
+from bitplan.compiler.tracing import keep_guards
 from bitplan.errors import PlanError
-from bitplan.executions.native.backends import backends_of
-from bitplan.executions.native.fallbacks import FALLBACK_COLUMNS, Fallback, fallbacks_of
-from bitplan.executions.native.paths import NativeTerms
-from bitplan.executions.packed.saved_tensors import SavedTensorPacker
 from bitplan.numerics.wire_format import LOSS_PATH
 from bitplan.plans import Plan
-from bitplan.plans.execution import Emulate, ExecutionOptions
+from bitplan.plans.execution import Native
 from bitplan.runtime.checkpoint_state import RunState
 from bitplan.runtime.clock import ScheduleClock, Total
 from bitplan.runtime.cost_tracker import CostTracker
 from bitplan.runtime.coverage import RuleCoverage
 from bitplan.runtime.decisions import Decider
 from bitplan.runtime.dispatch import Rounder
+from bitplan.runtime.execution import CompilerSettings, Execution
 from bitplan.runtime.installation import Installation
 from bitplan.runtime.op_context import OpContext
-from bitplan.runtime.optimizers import OptimizerPromise, OptimizerSteps, StepCounter, before_every_step
+from bitplan.runtime.optimizers import OptimizerStateCheck, OptimizerSteps, StepCounter, before_every_step
 from bitplan.runtime.rounding_op import PROMOTION_COLUMNS, OpRounding, Promoted
 from bitplan.runtime.statistics import Statistics
 from bitplan.tables import Table
 
 if TYPE_CHECKING:
+    from bitplan.analysis.cost import Cost
+    from bitplan.analysis.explain import Explanation
     from bitplan.analysis.memory import RunMemory
     from bitplan.compiler.torch_private import CustomPartitionerFn
 
 
 class Attachment:
-    """A plan at work. Made by :func:`attach`; also a context manager that detaches at its end."""
+    """A plan that is attached to a model. Made by :func:`attach`; as a context manager it detaches at the end."""
 
     def __init__(
         self,
         model: nn.Module,
         plan: Plan,
+        execution: Execution,
         steps: Total | None = None,
         seed: int = 0,
         mutable_formats: bool = False,
         stats: bool = False,
-        execution: ExecutionOptions = Emulate(),  # noqa: B008 - frozen
-        terms: NativeTerms | None = None,
     ) -> None:
         self.plan = plan
         #: How the plan is computed: the options that :func:`attach` was given, or the plan's own.
-        self.execution = execution
-        is_packed = execution.kind == "packed"
+        self.execution = execution.options
         self.model = unwrapped(model)
         self.steps = steps
         self.seed = seed
         self._step = 0
         self._watched = stats
-        self._terms = terms
-        self._rounder = Rounder()
-        if is_packed:
-            self._rounder.packer = SavedTensorPacker()
-            register_backend()
-        self._clock = ScheduleClock(plan, steps, fixed=is_packed)
-        decider = Decider(plan, mutable_formats, stats, is_packed, terms=terms)
+        self._execution = execution
+        self._rounder = Rounder(execution)
+        self._clock = ScheduleClock(plan, steps, fixed=execution.packs_saved_tensors)
+        decider = Decider(plan, mutable_formats, stats, execution)
         self._installation = Installation(self.model, self._rounder, decider, self._clock)
         self._all_tables = self._installation.tables
-        self._compiler = Compiler(execution, self._installation)
         self._coverage = RuleCoverage(plan, scripted_modules(self.model))
         self._checked = not plan.all_rules
         self._cost_tracker = CostTracker(
             self.model, plan, self._all_tables.per_module, self._clock, self._all_tables.promotions
         )
-        self._promise = OptimizerPromise(plan, self.model)
+        self._optimizer_state = OptimizerStateCheck(plan, self.model)
         self._optimizer_steps = OptimizerSteps(self.model)
         self._remove_optimizer_hook: Callable[[], object] = lambda: None
         #: Counts the steps of the optimizers that :func:`attach` was given; None: the loop calls :meth:`step`.
@@ -99,19 +91,19 @@ class Attachment:
     # --- life ---
 
     def _install(self) -> None:
-        self._installation.put_in(self.seed, self._step)
-        self._rounder.on_site = self._coverage.note
-        self._rounder.on_first_call = self._note_call
-        self._look_for_new_sites()
+        self._installation.install(self.seed, self._step)
+        self._rounder.on_site = self._coverage.note_call
+        self._rounder.on_first_call = self._note_first_call
+        self._notify_new_sites()
 
-    def _look_for_new_sites(self) -> None:
+    def _notify_new_sites(self) -> None:
         """Have operations told that are met for the first time, where the plan observes any."""
         if self._installation.observes:
-            self._rounder.on_new_site = self._meet
+            self._rounder.on_new_site = self._add_rows
 
     def detach(self) -> None:
         """Leave the model exactly as it was."""
-        self._installation.take_out()
+        self._installation.uninstall()
         self._remove_optimizer_hook()
         if self._step_counter is not None:
             self._step_counter.remove()
@@ -140,17 +132,25 @@ class Attachment:
         :param module: a module that contains the model, such as one that returns the loss; by default the model.
         :param options: of Inductor, as ``torch.compile`` takes them; those that `mode` stands for come first.
         """
-        return self._compiler.compile(
+        self._installation.require_attached()
+        own_options = {**({} if mode is None else list_mode_options(mode, dynamic)), **(options or {})}
+        settings = self._compiler_settings(own_options)
+        self._installation.update_versions()
+        return torch.compile(
             self.model if module is None else module,
             fullgraph=fullgraph,
-            mode=mode,
             dynamic=dynamic,
-            options=options,
+            backend=settings.backend,
+            options={"guard_filter_fn": keep_guards, **settings.options},
         )
 
     def partitioner(self) -> CustomPartitionerFn | None:
         """What partitions the graph into forward and backward when :meth:`compile` compiles it; None: torch's own."""
-        return self._compiler.partitioner()
+        return self._compiler_settings({}).partitioner
+
+    def _compiler_settings(self, options: dict[str, Any]) -> CompilerSettings:
+        ops = (op for rounding in self._installation.actions() for op in rounding.places.values())
+        return self._execution.compiler_settings(ops, options)
 
     # --- the loop ---
 
@@ -163,14 +163,14 @@ class Attachment:
         :param kind: the class; or an optimizer that has made no step yet, whose groups and settings are taken over.
         :param params: parameters or groups of them, as torch takes them; by default all that are trained.
         """
-        return self._promise.make(kind, params, settings)
+        return self._optimizer_state.make(kind, params, settings)
 
     def progress(self, share: float) -> None:
         """Tell that this share of the run (0 to 1) is done: schedules move there. For ``steps="progress"``.
 
         Called before a training step, it decides the bits of that step.
         """
-        self._clock.tell(share)
+        self._clock.set_progress(share)
         self._move()
         self._write_tables()
 
@@ -192,21 +192,21 @@ class Attachment:
             self._step_counter = StepCounter(optimizers, self._count_step)
 
     def _count_step(self) -> None:
-        self._check_seen()
-        self._promise.after_step()
+        self._check_coverage()
+        self._optimizer_state.after_step()
         self._step += 1
         self._cost_tracker.count_step()
-        self._optimizer_steps.tell()
+        self._optimizer_steps.mark_counted()
         self._all_tables.fold(self._step)
-        self._installation.show_promotions()
-        self._clock.after(self._step)
+        self._installation.apply_promotions()
+        self._clock.advance(self._step)
         self._move()
         self._write_tables()
 
     def _move(self) -> None:
         """Bring what the plan does to where the run is; tables are not written."""
         if self._installation.move(self.seed, self._step):
-            self._look_for_new_sites()
+            self._notify_new_sites()
             self._formats_changed()
 
     def _formats_changed(self) -> None:
@@ -230,18 +230,18 @@ class Attachment:
     def _before_optimizer_step(self, optimizer: Optimizer) -> None:
         if not self._optimizer_steps.is_of_model(optimizer):
             return
-        self._promise.before_step(optimizer)
-        self._check_seen()
+        self._optimizer_state.before_step(optimizer)
+        self._check_coverage()
         if not self._checked:
             raise PlanError(
                 "compiled code cannot be watched for rules that match nothing: give attach() an example= batch."
             )
         if self._step_counter is None:
-            self._optimizer_steps.begin(optimizer)
+            self._optimizer_steps.before_step(optimizer)
 
     # --- what happens ---
 
-    def _note_call(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def _note_first_call(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Remember the shapes of the first batch: tables and costs are asked for later."""
         if module is self.model:
             self._rounder.on_first_call = None
@@ -253,25 +253,24 @@ class Attachment:
 
     def check(self, operations: list[Operation]) -> None:
         """Raise where a rule has no effect on these operations; rules for the loss wait for :meth:`loss`."""
-        self._coverage.note_all(operations)
+        self._coverage.note_recorded(operations)
         waiting = [rule for rule in self.plan.all_rules if self._coverage.waits_for_loss(rule)]
-        require_effect(
-            self.plan, operations, lambda rule: rule in waiting or self._coverage.is_for_unseen_modules(rule)
-        )
+        self._coverage.require_effect(lambda rule: rule in waiting or self._coverage.covers_scripted_module(rule))
         self._cost_tracker.use(operations)
-        self._installation.make_room_for(operations)
-        self._installation.tell_compiled_code()
+        self._installation.add_rows_for(operations)
+        self._installation.update_versions()
         self._checked = not waiting
         if self._checked:
             self._rounder.on_site = self._rounder.on_first_call = None
+        self._execution.check(operations, self._present_plan.decide, self._device)
 
-    def _meet(self, module: nn.Module, action: OpRounding, context: OpContext) -> None:
-        self._installation.make_room(module, action, context)
+    def _add_rows(self, module: nn.Module, action: OpRounding, context: OpContext) -> None:
+        self._installation.add_rows(module, action, context)
 
-    def _check_seen(self) -> None:
+    def _check_coverage(self) -> None:
         """Raise where a rule matched nothing in what has run so far; does nothing before the first forward."""
-        if not self._checked and self._coverage.roles:
-            self._coverage.require_answers()
+        if not self._checked and self._coverage.places:
+            self._coverage.require_effect()
             self._checked = True
             self._rounder.on_site = None
 
@@ -279,17 +278,19 @@ class Attachment:
         """`function` with its tensors brought in as sites of the module path ``loss``."""
         if not self.plan.all_rules:
             return function
-        self._installation.require_place()
+        self._installation.require_attached()
         holder = loss_holder(self._rounder)
         self._installation.add(LOSS_PATH, holder, self.seed, self._step)
-        self._installation.tell_compiled_code()
-        self._look_for_new_sites()
+        self._installation.update_versions()
+        self._notify_new_sites()
         return in_loss_scope(function, self._rounder, holder)
 
     # --- what is to be told ---
 
     def table(self) -> Table[Explanation]:
         """The quantizer of every tensor, and the rule that chose it."""
+        from bitplan.analysis.explain import explanation_table
+
         return explanation_table(self._cost_tracker.table())
 
     def cost(self) -> Cost:
@@ -305,15 +306,20 @@ class Attachment:
 
         return of_run(self, batch, loss, **options)
 
-    def fallbacks(self) -> Table[Fallback]:
+    def fallbacks(self) -> Table[Any]:
         """In native execution: the GEMMs that are emulated, and why. Empty where all run on low-precision units."""
-        if self._terms is None:
+        if not isinstance(self.execution, Native):
             raise PlanError("only native execution has fallbacks: attach with execution='native'.")
-        device = next(self.model.parameters(), torch.empty(0)).device
-        plan = self._clock.plan_in(self._installation.phase)
-        operations = self._cost_tracker.operations()
-        rows = fallbacks_of(operations, plan.decide, backends_of(device), self._terms, device.type)
-        return Table(rows, FALLBACK_COLUMNS, empty="no fallbacks: every GEMM of the plan runs natively")
+        return self._execution.fallbacks(self._cost_tracker.operations(), self._present_plan.decide, self._device)
+
+    @property
+    def _present_plan(self) -> Plan:
+        """The plan in its present phase."""
+        return self._clock.plan_in(self._installation.phase)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters(), torch.empty(0)).device
 
     def stats(self) -> dict[str, Statistics]:
         """Per site and place, what rounding did to its values. Reading waits for the device."""
@@ -361,8 +367,8 @@ class Attachment:
         for tables in self._all_tables.per_module:
             if tables.path in saved.records:
                 self._all_tables.take(tables, *saved.records[tables.path])
-        self._installation.show_promotions()
-        self._installation.tell_compiled_code()
+        self._installation.apply_promotions()
+        self._installation.update_versions()
         self._cost_tracker.load(saved.steps)
         self._formats_changed()
         self._write_tables()

@@ -1,7 +1,7 @@
-"""What a saved run holds, in plain numbers and tensors, and whether another run can go on from there.
+"""The saved state of a run, in plain numbers and tensors, and the checks before another run resumes from it.
 
-Weights and the optimizer are saved by their owners. Of the plan at work, a state holds where the run stood, the formats
-that may change, what was observed, and the books.
+Weights and optimizer state are saved by the user. This state holds the position of the run, the mutable formats, the
+records of statistics, and the steps that costs are computed from.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from bitplan.errors import PlanError
 from bitplan.plans import Plan
 from bitplan.plans.document import Phase
 from bitplan.runtime.clock import ScheduleClock, Total
-from bitplan.runtime.module_state import LiveRow
+from bitplan.runtime.module_state import FormatRow
 
-#: What every state has, those of older versions, too.
+#: The entries that every state has, also those of older versions.
 _NEEDED = frozenset({"plan", "step", "seed", "formats", "records", "steps"})
 
 
 @dataclass(frozen=True)
 class RunState:
-    """A run that was saved; its fields, in their order, are the entries of its dictionary."""
+    """The state of a saved run; its fields, in order, are the entries of its dictionary."""
 
     step: int
     seed: int
-    #: The whole plan: a state goes on under no other.
+    #: The whole plan: a run resumes under the same plan only.
     plan: dict[str, Any]
-    #: Path of a module -> the names of its formats that may change, in the order of its rows.
+    #: Path of a module -> the names of its mutable formats, in the order of its rows.
     formats: Mapping[str, list[str]]
     #: Path of a module -> the rows of its record by name, and the record.
     records: Mapping[str, tuple[dict[str, int], Tensor]]
-    #: The books, see :meth:`bitplan.runtime.cost_tracker.CostTracker.state`.
+    #: Formats and their numbers of steps, see :meth:`bitplan.runtime.cost_tracker.CostTracker.state`.
     steps: list[list[Any]]
-    #: How many steps the whole run was to have.
+    #: The number of steps of the whole run.
     total: Total | None = None
     phase: Phase = ()
-    #: Step and total of the clock, which a run that is told its progress cannot count.
+    #: Step and total of the clock, for runs whose loop reports its progress.
     position: list[int] | None = None
 
     @classmethod
     def from_dict(cls, state: Any) -> RunState:
-        """The state that :meth:`to_dict` made a dictionary of."""
+        """The inverse of :meth:`to_dict`."""
         if not isinstance(state, dict) or not set(state) >= _NEEDED:
             raise PlanError("this is not the state of an attached plan: give what run.state_dict() returned.")
         return cls(
@@ -64,30 +64,28 @@ class RunState:
 
     @property
     def phases(self) -> Iterator[Phase]:
-        """The plan's phases that the state speaks of."""
+        """The plan's phases that occur in the state."""
         yield self.phase
         for _, _, phase in self.steps:
             yield tuple(phase)
 
     def require_plan(self, plan: Plan, clock: ScheduleClock) -> None:
-        """Raise where it was saved under another plan, or in a run of another length that the plan depends on."""
+        """Raise if the state was saved under another plan, or if schedules depend on another length of the run."""
         if _without_execution(self.plan) != _without_execution(plan.flattened().to_dict()):
             raise PlanError("this state belongs to another plan: attach the plan it was saved with.")
         if clock.moves and self.total != clock.steps:
             raise PlanError(
-                f"this state was saved in a run with steps={self.total}, where the plan's schedules stand "
-                f"elsewhere: attach with the same steps=."
+                f"this state was saved in a run with steps={self.total}, with other positions in the plan's "
+                f"schedules: attach with the same steps=."
             )
 
-    def require_rows(self, rows: Mapping[str, list[LiveRow]]) -> None:
-        """Raise where other formats may change than these rows hold, by the path of their module."""
+    def require_rows(self, rows: Mapping[str, list[FormatRow]]) -> None:
+        """Raise if other formats are mutable than in these rows, by the path of their module."""
         held = {path: len(own) for path, own in rows.items() if own}
         if held != {path: len(names) for path, names in self.formats.items()}:
-            raise PlanError(
-                "this state was saved with other formats that may change: attach with mutable_formats= as then."
-            )
+            raise PlanError("this state was saved with other mutable formats: attach with the same mutable_formats=.")
 
 
 def _without_execution(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """A run may go on under another execution: it decides how a plan is computed, not what it rounds."""
+    """A run may resume under another execution, which decides how a plan is computed, not what it rounds."""
     return {key: value for key, value in plan.items() if key != "execution"}

@@ -1,9 +1,9 @@
-"""Where a run stands in time, and what a plan that changes over time is there.
+"""The position of a run in its schedule, and the plan that applies there.
 
-Two things move. *Bits* move within a kind: they lie in rows of the modules' tables
-(:mod:`bitplan.runtime.module_state`), and
-one compiled graph serves them all. A *whole quantizer* that changes makes another plan: the cases that are at work, one
-of each switch, are the plan's *phase*, and each phase has actions, rows and compiled graphs of its own.
+Two things change over time. The *bits* of a format change in rows of the modules' tables
+(:mod:`bitplan.runtime.module_state`), and one compiled graph serves all of them. If a *whole quantizer* changes, the
+plan is another one: the active case of each switch is the plan's *phase*, and each phase has rounding ops, rows and
+compiled graphs of its own.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import numpy as np
 from bitplan.errors import BitplanWarning, PlanError
 from bitplan.plans import Plan
 from bitplan.plans.document import Phase
-from bitplan.plans.schedules import Function, Moment, Position, Schedule
+from bitplan.plans.schedules import Function, Position, RunPoint, Schedule
 
-#: The optimizer steps of the whole run, or the word for a run whose loop tells its progress as a share.
+#: The optimizer steps of the whole run, or "progress" if the loop reports its progress as a fraction.
 Total = int | Literal["progress"]
 
-#: At so many steps of a run it is looked which phases there are.
+#: The number of steps at which phases are sampled to count them.
 _SAMPLES = 10_000
-#: Bits are looked up for so many steps at once: one takes as long as a hundred, and a step of a small model is short.
-_STRETCH = 256
+#: Bits are computed for this many steps at once: one step takes as long as a hundred.
+_CACHED_STEPS = 256
 
 
 class ScheduleClock:
-    """One run's way through its plan."""
+    """Follows a run through the schedules and switches of its plan."""
 
     def __init__(self, plan: Plan, steps: Total | None, fixed: bool) -> None:
         """`fixed`: bits are constants of a phase, too, because compiled graphs depend on them."""
@@ -39,8 +39,8 @@ class ScheduleClock:
         self.fixed = fixed
         self.moves = plan.moves
         self._plans: dict[Phase, Plan] = {}
-        #: Of each schedule, the number of the stretch that was last looked up, and the bits of its steps.
-        self._ahead: dict[Schedule, tuple[int, list[int]]] = {}
+        #: Schedule -> the number of the steps that were computed last, in units of _CACHED_STEPS, and their bits.
+        self._cached_bits: dict[Schedule, tuple[int, list[int]]] = {}
         self._warned = False
         if self.moves:
             self._check()
@@ -49,32 +49,32 @@ class ScheduleClock:
     def _check(self) -> None:
         if self.steps is None:
             raise PlanError(
-                f"this plan changes over time ({', '.join(self._words())}): give attach() steps=, the number of "
-                f'optimizer steps of the whole run, or steps="progress", and tell run.progress(share) as it goes.'
+                f"this plan changes over time ({', '.join(self._descriptions())}): give attach() steps=, the number of "
+                f'optimizer steps of the whole run, or steps="progress", and call run.progress(share) in the loop.'
             )
         if isinstance(self.steps, str) and self.steps != "progress":
             raise PlanError(f'steps is a number or "progress", not {self.steps!r}.')
         if not isinstance(self.steps, str) and self.steps < 1:
             raise PlanError(f"steps is {self.steps}; a run has at least 1.")
-        counted = next((moment for moment in self._moments() if moment.step), None)
+        counted = next((point for point in self._run_points() if point.step), None)
         if self.steps == "progress" and counted is not None:
             raise PlanError(
                 f"the plan names {counted}, and this run counts no steps: write a share such as 90%, or give steps=."
             )
 
-    def _moments(self) -> Iterator[Moment]:
+    def _run_points(self) -> Iterator[RunPoint]:
         for switch in self.plan.switches:
-            yield from switch.moments()
+            yield from switch.run_points()
         for schedule in self.plan.followed.values():
-            yield from schedule.moments()
+            yield from schedule.run_points()
 
-    def _words(self) -> list[str]:
+    def _descriptions(self) -> list[str]:
         return [str(schedule) for schedule in self.plan.followed.values()] or ["until, then"]
 
-    # --- moving ---
+    # --- Moving ---
 
-    def after(self, step: int) -> None:
-        """So many steps are made."""
+    def advance(self, step: int) -> None:
+        """Move to the position after that many steps."""
         if not self.moves or not isinstance(self.steps, int):
             return
         if step > self.steps + max(1, self.steps // 100) and not self._warned:
@@ -87,24 +87,24 @@ class ScheduleClock:
             )
         self.position = Position(step, self.steps)
 
-    def tell(self, share: float) -> None:
-        """That share of the run is done."""
+    def set_progress(self, share: float) -> None:
+        """Move to that fraction of the run."""
         if self.steps != "progress":
-            raise PlanError('this run counts its steps itself: attach with steps="progress" to tell its progress.')
+            raise PlanError('this run counts its steps itself: attach with steps="progress" to report progress.')
         self.position = Position.of_progress(share)
 
     def restore(self, step: int, position: list[int] | None) -> None:
-        """Go back, or on, to where a run was."""
+        """Move to the position of a saved run."""
         if self.moves and position is not None and self.steps == "progress":
             self.position = Position(*position)
         elif self.moves and isinstance(self.steps, int):
             self.position = Position(step, self.steps)
 
-    # --- what is there ---
+    # --- What applies at the position ---
 
     @property
     def phase(self) -> Phase:
-        """Which case of each switch is at work (and, fixed, the bits of each schedule)."""
+        """The active case of each switch, and if :attr:`fixed` the bits of each schedule."""
         return self.plan.phase_at(self.position, fixed=self.fixed) if self.moves else ()
 
     def plan_in(self, phase: Phase) -> Plan:
@@ -127,12 +127,12 @@ class ScheduleClock:
 
     def bits_of(self, schedule: Schedule) -> int:
         step, total = self.position.step, self.position.total
-        # A user's own function may look at the run: it is asked when its step has come.
+        # A user's own function may depend on the state of the run, so it is called at its step and not before.
         if isinstance(schedule, Function) or not isinstance(self.steps, int) or not 0 <= step < total:
             return schedule.bits(step, total)
-        number, place = divmod(step, _STRETCH)
-        known = self._ahead.get(schedule)
-        if known is None or known[0] != number:
-            steps = np.arange(number * _STRETCH, min((number + 1) * _STRETCH, total), dtype=np.int64)
-            known = self._ahead[schedule] = number, schedule.at(steps, total).tolist()
-        return known[1][place]
+        number, index = divmod(step, _CACHED_STEPS)
+        cached = self._cached_bits.get(schedule)
+        if cached is None or cached[0] != number:
+            steps = np.arange(number * _CACHED_STEPS, min((number + 1) * _CACHED_STEPS, total), dtype=np.int64)
+            cached = self._cached_bits[schedule] = number, schedule.at(steps, total).tolist()
+        return cached[1][index]

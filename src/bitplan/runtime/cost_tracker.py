@@ -1,7 +1,7 @@
-"""The books of a run: which formats held for how many steps, and what that cost.
+"""Cost of a run: which formats applied for how many steps, and what these steps cost.
 
-Formats are written down as the steps pass. Promotions are decided on the device, where nobody looks while the run goes
-on; each knows its step, so that they are counted in when the cost is asked for.
+Formats are recorded step by step. Promotions are decided on the device, with the step they apply from, and are read
+when the cost is asked for.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from bitplan.analysis.cost import Cost, step_cost
-from bitplan.analysis.explain import Explanation, explained
 from bitplan.capture.decompositions import is_decomposed
 from bitplan.capture.recording import FakeInputs, Operation, record
 from bitplan.errors import PlanError
@@ -27,6 +25,10 @@ from bitplan.plans.spec import QuantizerSpec
 from bitplan.runtime.clock import ScheduleClock
 from bitplan.runtime.module_state import ModuleTables
 from bitplan.runtime.rounding_op import Promoted
+
+if TYPE_CHECKING:
+    from bitplan.analysis.cost import Cost
+    from bitplan.analysis.explain import Explanation
 
 #: The names of all formats that may change, in the order of modules and rows.
 Formats = tuple[str, ...]
@@ -91,21 +93,26 @@ class CostTracker:
 
     def table(self) -> list[Explanation]:
         """What every tensor gets; what was promoted tells both its quantizers."""
-        promoted = {each.site: each for each in self.promotions()}
+        from bitplan.analysis.explain import explained
+
+        promoted = {promotion.site: promotion for promotion in self.promotions()}
         rows = explained(self.plan, self.operations())
         return [_promoted_row(row, promoted.get(row.site.name.partition("[")[0])) for row in rows]
 
     def cost(self) -> Cost:
         """Of all steps so far; of one step where none was made yet."""
+        from bitplan.analysis.cost import Cost
+
         promotions = self.promotions()
         held: Counter[tuple[Period, frozenset[str]]] = Counter()
         first = 0
         for period, steps in self._periods or [(self._period(), 1)]:
-            changes = {each.step for each in promotions if first < each.step < first + steps}
+            changes = {promotion.step for promotion in promotions if first < promotion.step < first + steps}
             for start, end in pairwise(sorted({first, first + steps} | changes)):
-                held[period, frozenset(each.site for each in promotions if each.step <= start)] += end - start
+                sites = frozenset(promotion.site for promotion in promotions if promotion.step <= start)
+                held[period, sites] += end - start
             first += steps
-        targets = {each.site: each.target for each in promotions}
+        targets = {promotion.site: promotion.target for promotion in promotions}
         costs = (self._step_cost(period, sites, targets).times(steps) for (period, sites), steps in held.items())
         return sum(costs, Cost())
 
@@ -115,6 +122,8 @@ class CostTracker:
         return self._prices[period, sites]
 
     def _priced(self, phase: Phase, formats: Formats, promoted: Mapping[str, QuantizerSpec | None]) -> Cost:
+        from bitplan.analysis.cost import step_cost
+
         names, plan = iter(formats), self.clock.plan_in(phase)
         held = {tables.path: {key: next(names) for key in tables.rows_in(phase)[1]} for tables in self.tables}
 

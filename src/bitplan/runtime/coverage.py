@@ -1,85 +1,131 @@
-"""Rule coverage: which rules of a plan had an effect on the operations that ran or were recorded."""
+"""Rule coverage: which rules of a plan have an effect on the operations that ran or were recorded.
+
+A rule without effect is a mistake that would otherwise go unnoticed: one that matches no operation, or that names a
+tensor that no operation under it has. It raises, or for rules with ``strict: false`` it warns.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-from bitplan.analysis.explain import lacking_message
-from bitplan.analysis.sites import sites_of
 from bitplan.capture.ops import PRODUCTS
-from bitplan.capture.recording import Operation
+from bitplan.capture.recording import Operation, scripted_modules
 from bitplan.capture.scopes import Scope, state_of
 from bitplan.errors import BitplanWarning, PlanError
-from bitplan.numerics.wire_format import LOSS_PATH, op_site
-from bitplan.plans import KEYS, SLOTS, Plan, Rule, compile_match, unmatched_message
+from bitplan.numerics.wire_format import FPROP, LOSS_PATH, OPERAND_OF_SLOT, op_site
+from bitplan.plans import KEYS, PLACES, SLOTS, Plan, Rule, compile_match, unmatched_message
 from bitplan.runtime.dispatch import contains_weight
 
 
+class CoveredOp(NamedTuple):
+    """An operation as rules match it."""
+
+    path: str
+    #: With its number among its equals in the module: ``conv2d.0``.
+    op: str
+    #: The fused operation that it is a part of, whose rules its products follow.
+    inside: str | None
+
+    def is_matched_by(self, rule: Rule) -> bool:
+        matches = compile_match(rule)
+        if matches(self.path, self.op):
+            return True
+        is_product = self.op.split(".")[0] in PRODUCTS
+        return self.inside is not None and is_product and matches(self.path, self.inside)
+
+
 class RuleCoverage:
-    """Collects operations, and says which rules had no effect on any of them."""
+    """Collects operations with the roles and slots that they have, and finds rules without effect on any of them."""
 
-    def __init__(self, plan: Plan, unseen: Iterable[str] = ()) -> None:
-        """`unseen`: paths of scripted modules, whose operations cannot be intercepted."""
+    def __init__(self, plan: Plan, scripted: Iterable[str] = ()) -> None:
+        """`scripted`: paths of scripted modules, whose operations cannot be intercepted."""
         self.plan = plan
-        self.unseen = tuple(unseen)
-        #: Path and operation -> the roles that it has.
-        self.roles: dict[tuple[str, str], set[str]] = {}
+        self.scripted = tuple(scripted)
+        self.places: dict[CoveredOp, set[str]] = {}
 
-    def note(self, scope: Scope, op: str, index: int, given: Any) -> None:
-        """An operation that runs, with the roles :func:`bitplan.list_sites` would list for it."""
-        roles = {"activation"}
-        if contains_weight(given):
-            roles |= {"weight", "grad_weight"}
-        if op in PRODUCTS and (op != "einsum" or len(given[0]) == 3):
-            roles |= set(SLOTS)
+    def note_call(self, scope: Scope, op: str, index: int, arguments: Any) -> None:
+        """Add an operation that is running."""
+        places = {"activation"}
+        if contains_weight(arguments):
+            places |= {"weight", "grad_weight"}
+        if op in PRODUCTS and (op != "einsum" or len(arguments[0]) == 3):
+            places |= set(SLOTS)
         if torch.is_grad_enabled():
-            roles.add("grad_activation")
-        self._add(state_of(scope.module).path, op_site(op, index), scope.inside, roles)
+            places.add("grad_activation")
+        self._add(CoveredOp(state_of(scope.module).path, op_site(op, index), scope.inside), places)
 
-    def note_all(self, operations: list[Operation]) -> None:
-        """Operations that were recorded."""
-        inside = {operation.label: operation.inside for operation in operations}
-        for site in sites_of(operations):
-            self._add(site.module, site.op, inside[f"{site.module}/{site.op}"], {site.role})
+    def note_recorded(self, operations: Sequence[Operation]) -> None:
+        """Add operations that were recorded."""
+        for operation in operations:
+            places = {"activation"} if operation.outputs else set()
+            if operation.outputs and operation.needs_grad:
+                places.add("grad_activation")
+            parameters = [tensor for _, tensor in operation.parameters if tensor.is_floating_point()]
+            if parameters:
+                places.add("weight")
+            if any(tensor.requires_grad for tensor in parameters):
+                places.add("grad_weight")
+            if operation.operands is not None:
+                places.update(s for s in SLOTS if operation.needs_grad or OPERAND_OF_SLOT[s].pass_ == FPROP)
+            site = op_site(operation.op, operation.index)
+            self._add(CoveredOp(operation.module, site, operation.inside), places)
 
-    def _add(self, path: str, op: str, inside: str | None, roles: set[str]) -> None:
-        for name in (op, inside):
-            if name is not None:
-                self.roles.setdefault((path, name), set()).update(roles)
+    def _add(self, op: CoveredOp, places: set[str]) -> None:
+        self.places.setdefault(op, set()).update(places)
 
     def waits_for_loss(self, rule: Rule) -> bool:
         """Whether a rule may still match operations of a loss that is attached later."""
-        matches = compile_match(rule)
-        return matches.matches_module(LOSS_PATH) and not any(matches(*name) for name in self.roles)
+        return compile_match(rule).matches_module(LOSS_PATH) and not any(op.is_matched_by(rule) for op in self.places)
 
-    def is_for_unseen_modules(self, rule: Rule) -> bool:
+    def covers_scripted_module(self, rule: Rule) -> bool:
         """Whether a rule matches a module whose operations cannot be intercepted."""
-        return any(map(compile_match(rule).matches_module, self.unseen))
+        return any(map(compile_match(rule).matches_module, self.scripted))
 
-    def require_answers(self) -> None:
-        """Raise (or, for rules with ``strict: false``, warn) where a rule had no effect."""
+    def require_effect(self, waits: Callable[[Rule], bool] = lambda rule: False) -> None:
+        """Raise (or, for rules with ``strict: false``, warn) where a rule has no effect.
+
+        :param waits: whether a rule may still match operations that are not known yet.
+        """
         for index, rule in enumerate(self.plan.all_rules):
-            message = self._useless(rule, index)
+            message = None if waits(rule) else self._why_without_effect(rule, index)
             if message is not None and rule.strict:
                 raise PlanError(message)
             if message is not None:
                 warnings.warn(message, BitplanWarning, stacklevel=5)
 
-    def _useless(self, rule: Rule, index: int) -> str | None:
-        """What is wrong with a rule that had no effect on anything that ran; None where it had one."""
+    def _why_without_effect(self, rule: Rule, index: int) -> str | None:
         matches = compile_match(rule)
-        meant = {name: roles for name, roles in self.roles.items() if matches(*name)}
-        if not meant and self.is_for_unseen_modules(rule):
-            return None
-        if not meant:
-            operations = {op.split(".")[0] for _, op in self.roles}
-            return unmatched_message(rule, sorted({path for path, _ in self.roles}), sorted(operations))
-        roles = set().union(*meant.values())
+        # A fused operation that is decomposed may still be named by a rule.
+        names = {(op.path, op.op) for op in self.places}
+        names |= {(op.path, op.inside) for op in self.places if op.inside is not None}
+        if not any(matches(path, op) for path, op in names):
+            if self.covers_scripted_module(rule):
+                return None
+            ops = {op.split(".")[0] for _, op in names}
+            return unmatched_message(rule, sorted({path for path, _ in names}), sorted(ops))
+        covered = {op: places for op, places in self.places.items() if op.is_matched_by(rule)}
+        places = set().union(*covered.values())
         for key, _ in rule.quantizers:
-            if not roles.intersection(KEYS[key]):
-                return lacking_message(rule, index, key, [op for _, op in meant], roles)
+            if not places.intersection(KEYS[key]):
+                ops_text = ", ".join(dict.fromkeys(op.op.split(".")[0] for op in covered))
+                have = ", ".join(place for place in PLACES if place in places)
+                where = rule.where or f"rules[{index}]"
+                return f"{where}: nothing under the rule has {key!r}; its operations ({ops_text}) have {have}."
         return None
+
+
+def require_interceptable(plan: Plan, model: nn.Module) -> None:
+    """Raise where a rule covers a scripted module, inside which nothing can be rounded."""
+    for path in scripted_modules(model):
+        covering = [rule for rule in plan.all_rules if compile_match(rule).matches_module(path)]
+        if covering and not covering[-1].keep:
+            raise PlanError(
+                f"{path or 'the model'} is scripted, so its operations cannot be intercepted, and the rule that "
+                f"matches {', '.join(covering[-1].match)} covers it: use the plan before scripting, or add "
+                f"{{match: {path!r}, keep: true}} as the last rule."
+            )

@@ -13,14 +13,12 @@ import torch.overrides
 
 from bitplan.capture.decompositions import DECOMPOSITIONS, decision_for, has_slots, is_decomposed
 from bitplan.capture.ops import PRODUCTS, name_of
-from bitplan.executions.native.backends import GemmBackend, backends_of
-from bitplan.executions.native.fallbacks import keeps_codes, passes_of
-from bitplan.executions.native.paths import NativeTerms, Passes
 from bitplan.numerics.formats import BlockFormat
-from bitplan.numerics.mutable_format import LiveFormat
+from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.plans import Choice, Decision, Plan, compile_match
 from bitplan.plans.match import is_pattern
 from bitplan.plans.spec import QuantizerSpec
+from bitplan.runtime.execution import Execution
 from bitplan.runtime.module_state import ModuleTables
 from bitplan.runtime.rounding_op import OpRounding, RoundingOp
 
@@ -28,8 +26,6 @@ from bitplan.runtime.rounding_op import OpRounding, RoundingOp
 ANY = "any other"
 #: A pattern over numbered operations, such as ``relu.[02]``, is spelled out up to this number.
 _HIGHEST_NUMBER = 64
-#: Inputs of linear layers have fewer dimensions than this.
-_MOST_DIMS = 6
 
 
 def inner_key(fused: str, op: str) -> str:
@@ -68,29 +64,28 @@ class Decider:
     def __init__(
         self,
         plan: Plan,
-        live: bool,
+        mutable_formats: bool,
         watched: bool,
-        packed: bool = False,
+        execution: Execution,
         whole: Decider | None = None,
-        terms: NativeTerms | None = None,
     ) -> None:
-        """`live`: every float and integer format may change; else only those whose ``bits`` the plan leaves open.
-        `watched`: statistics are wanted. `packed`: what is rounded is kept in its format's own bits.
-        `whole`: the decider of the plan that this one is a phase of. `native_from`: products of at least so many
-        multiplications go to low-precision units; None: none do."""
+        """
+        :param mutable_formats: every float and integer format may change; otherwise only those whose ``bits`` the plan
+            leaves open.
+        :param watched: statistics are gathered.
+        :param whole: the decider of the plan that this one is a phase of.
+        """
         self.plan = plan
         self.whole = self if whole is None else whole
-        self.live = live
+        self.mutable_formats = mutable_formats
         self.watched = watched
-        self.packed = packed
-        self.terms = terms
+        self.execution = execution
         self._named = named_operations(plan)
-        self._live_formats: dict[QuantizerSpec, LiveFormat] = {} if whole is None else whole._live_formats
+        self._mutable_formats: dict[QuantizerSpec, MutableFormat] = {} if whole is None else whole._mutable_formats
 
-    @property
-    def ways(self) -> tuple[bool, bool, bool]:
-        """How it decides: live, watched, packed."""
-        return self.live, self.watched, self.packed
+    def in_phase(self, plan: Plan) -> Decider:
+        """The decider of a phase of the plan."""
+        return Decider(plan, self.mutable_formats, self.watched, self.execution, whole=self)
 
     def actions(self, tables: ModuleTables) -> dict[str, Any]:
         """Operation -> action; under :data:`ANY` what every operation gets that is not named."""
@@ -116,20 +111,17 @@ class Decider:
             for place, choice in decision.choices.items()
             if choice.quantizer is not None
         }
-        if self.terms is not None and (op == "linear" or op.startswith("conv")) and has_slots(decision):
-            rounding = OpRounding(decision, op, places, native_passes(decision, op), self.terms, keeps_codes(decision))
-        else:
-            rounding = OpRounding(decision, op, places)
+        rounding = OpRounding(decision, op, places, self.execution.prepare(decision, op))
         tables.needs_keys |= rounding.needs_key
         return rounding
 
     def _rounding_op(self, choice: Choice, place: str, op: str, tables: ModuleTables) -> RoundingOp:
         spec = choice.quantizer
         assert spec is not None
-        live, row, stored_format = self._live_format(spec), 0, None
+        live, row, stored_format = self._mutable_format(spec), 0, None
         if live is not None:
             row = tables.format_row(choice.rule, place, live, spec, choice.name)
-            stored_format = tables.live_row(row).stored() if self.packed else None
+            stored_format = tables.row_at(row).stored() if self.execution.packs_saved_tensors else None
         is_fixed = live is None and spec.promote is None
         return RoundingOp(
             spec,
@@ -138,29 +130,15 @@ class Decider:
             mutable_format=live,
             row=row,
             watched=self.watched,
-            is_packed=self.packed,
-            keeps_codes=self.terms is not None and place == "activation" and is_fixed,
+            is_packed=self.execution.packs_saved_tensors,
+            keeps_codes=self.execution.saves_activation_codes and place == "activation" and is_fixed,
             stored_format=stored_format,
         )
 
-    def _live_format(self, spec: QuantizerSpec) -> LiveFormat | None:
-        if isinstance(spec.target, BlockFormat) or not (self.live or spec.bits is not None):
+    def _mutable_format(self, spec: QuantizerSpec) -> MutableFormat | None:
+        if isinstance(spec.target, BlockFormat) or not (self.mutable_formats or spec.bits is not None):
             return None
         # Modules share what is the same in all of them, so that compiled code can be shared, too.
-        if spec not in self._live_formats:
-            self._live_formats[spec] = spec.live()
-        return self._live_formats[spec]
-
-
-def native_passes(decision: Decision, op: str) -> Passes:
-    """Which passes of a product run on which unit, on the devices of this machine that have any."""
-    devices = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
-    found: Passes = {}
-    for device in devices:
-        units = backends_of(device)
-        for dims in range(1, _MOST_DIMS) if units else ():
-            for is_plain_gemm in (True,) if op == "linear" else (True, False):
-                chosen = passes_of(decision, dims, units, op, is_plain_gemm)
-                passes = {one: unit.name for one, unit in chosen.items() if isinstance(unit, GemmBackend)}
-                found[device.type, dims, is_plain_gemm] = passes
-    return found if op != "linear" or any(found.values()) else {}
+        if spec not in self._mutable_formats:
+            self._mutable_formats[spec] = spec.live()
+        return self._mutable_formats[spec]

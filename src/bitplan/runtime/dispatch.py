@@ -7,6 +7,7 @@ that differ between blocks (keys of random bits, the step) are in buffers of the
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,24 +17,16 @@ from bitplan.capture.decompositions import DECOMPOSITIONS
 from bitplan.capture.ops import PRODUCTS, out_of_place, works_in_place
 from bitplan.capture.scopes import Interceptor, Scope, state_of
 from bitplan.errors import QuantizeError
-from bitplan.executions.native.paths import backends_for_passes
-from bitplan.executions.packed.recompute import spared
-from bitplan.executions.packed.saved_tensors import copy_mark, rounded_mark
-from bitplan.gemm.products import Product, has_settings, product_of
+from bitplan.gemm.products import product_of
 from bitplan.numerics.wire_format import op_site
 from bitplan.plans import SLOTS
-from bitplan.runtime.autograd import (
-    native_product,
-    rounded,
-    rounded_both_ways,
-    rounded_gradient,
-    rounded_product,
-    rounded_relu,
-)
+from bitplan.runtime.autograd import rounded, rounded_both_ways, rounded_gradient, rounded_product
 from bitplan.runtime.decisions import ANY, inner_key
+from bitplan.runtime.execution import Execution
 from bitplan.runtime.module_state import TABLE
 from bitplan.runtime.op_context import OpContext
-from bitplan.runtime.rounding_op import OpRounding, RoundingOp, is_finer, mark_copy
+from bitplan.runtime.rounded_mark import copy_mark
+from bitplan.runtime.rounding_op import OpRounding, RoundingOp, is_finer
 
 # --- Weights of a module: views of them, substitutes by functional_call, and the key that all uses of a weight share
 
@@ -69,7 +62,7 @@ def tag_views(result: Any, func: Callable[..., Any], args: Any, kwargs: dict[str
                 setattr(tensor, WEIGHT_TAG, WeightView(args[0], func, args[1:], kwargs, position))
 
 
-def place_of_parameter(context: OpContext, module: nn.Module, tensor: Tensor) -> OpContext:
+def context_of_parameter(context: OpContext, module: nn.Module, tensor: Tensor) -> OpContext:
     """The place of one of an operation's weights; each is promoted by itself."""
     while getattr(tensor, WEIGHT_TAG, None) is not None:
         tensor = getattr(tensor, WEIGHT_TAG).parent
@@ -79,7 +72,7 @@ def place_of_parameter(context: OpContext, module: nn.Module, tensor: Tensor) ->
     return context
 
 
-def stands_for_a_parameter(module: nn.Module, tensor: Tensor) -> bool:
+def replaces_parameter(module: nn.Module, tensor: Tensor) -> bool:
     """Whether `torch.func.functional_call` put the tensor in a parameter's place."""
     for own in module._parameters.values():  # noqa: SIM110 - tensors are compared by identity, under tracing too
         if own is tensor:
@@ -112,13 +105,13 @@ _GRAD_TAG = "_bitplan_grad"
 class Rounder(Interceptor):
     """The interceptor that rounds."""
 
-    def __init__(self) -> None:
+    def __init__(self, execution: Execution) -> None:
+        self.execution = execution
+        self.wraps_calls = execution.packs_saved_tensors
         #: Set when some plan rounds gradients where they leave a consumer.
         self.tags_gradients = False
         #: Set when some plan rounds weights, so that views of them must be known.
         self.tags_weights = False
-        #: In native execution: operands that compiled code casts again in its backward pass rather than keep codes.
-        self.recast_in_backward: tuple[str, ...] = ()
         #: Called eagerly when a module is entered; None to stop.
         self.on_first_call: Callable[[nn.Module, Any, dict[str, Any]], None] | None = None
         #: Called eagerly for every operation with its tensors; None to stop.
@@ -132,7 +125,7 @@ class Rounder(Interceptor):
         module = scope.module
         if self.on_site is not None and not torch.compiler.is_compiling():
             self.on_site(scope, op, index, (args, tuple(kwargs.values())))
-        action = self.action_of(module, op, index, scope.inside)
+        action = self.rounding_of(module, op, index, scope.inside)
         if action is None and not self.tags_gradients:
             return func(*args, **kwargs)
         context = OpContext(op_site(op, index), module, action)
@@ -142,37 +135,38 @@ class Rounder(Interceptor):
         if has_slots or self.tags_gradients or (action is not None and action.rounds_output(context.training)):
             target, func, kwargs = _returning(func, args, kwargs)
         if self.tags_gradients:
-            args = _map(lambda tensor: self._from_consumer(tensor, context), args)
-            kwargs = {key: _map(lambda t: self._from_consumer(t, context), value) for key, value in kwargs.items()}
+            args = map_tensors(lambda tensor: self._from_consumer(tensor, context), args)
+            kwargs = {
+                key: map_tensors(lambda t: self._from_consumer(t, context), value) for key, value in kwargs.items()
+            }
         if action is None:
             return _written(target, func(*args, **kwargs))
         if not torch.compiler.is_compiling() and self.on_new_site is not None and context.site not in action.met:
             self.on_new_site(module, action, context)
-        if self.packer is not None and not torch.compiler.is_compiling():
-            func = self._sparing(op, func)
+        if self.wraps_calls and not torch.compiler.is_compiling():
+            func = self.execution.eager_function(op, func)
         if is_product:
             _require_room_under_autocast(action, args)
         if has_slots:
             return _written(target, self._product(module, op, action, context, func, args, kwargs))
         if op == "relu" and action.rounds_output(context.training) and not action.at_consumer:
             x = args[0] if args else kwargs["input"]
-            return _written(target, rounded_relu(x, *self._ways(action, context, x), context))
+            return _written(target, self.execution.relu(x, *self._ways(action, context, x), context))
         args, kwargs = self._rounded_weights(module, action, context, args, kwargs)
         result = func(*args, **kwargs)
         if action.rounds_output(context.training):
             main = _largest(result, Tensor)
             other = context.unrecorded(follows=action.promotes_together)
-            result = _map(lambda t: self._rounded_output(action, context if t is main else other, t, args), result)
+            result = map_tensors(
+                lambda t: self._rounded_output(action, context if t is main else other, t, args), result
+            )
         return _written(target, result)
 
-    @staticmethod
-    def _sparing(op: str, func: Callable[..., Any]) -> Callable[..., Any]:
-        """The function that replaces `func` so that less is saved for the backward pass."""
-        if op not in PRODUCTS:
-            return spared(op, func)
-        return lambda *args, **kwargs: func(
-            *_map(_cast_by_autocast, args), **{key: _map(_cast_by_autocast, value) for key, value in kwargs.items()}
-        )
+    def around_call(self) -> AbstractContextManager[None]:
+        return self.execution.around_call()
+
+    def check_compilation(self) -> None:
+        self.execution.check_compilation()
 
     def on_call(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if self.on_first_call is not None and not torch.compiler.is_compiling():
@@ -214,7 +208,7 @@ class Rounder(Interceptor):
         return with_tags
 
     @staticmethod
-    def action_of(module: nn.Module, op: str, index: int, inside: str | None = None) -> OpRounding | None:
+    def rounding_of(module: nn.Module, op: str, index: int, inside: str | None = None) -> OpRounding | None:
         """What happens to the operation of that number, which may lie inside an opened one."""
         actions = state_of(module).actions
         if inside is not None:
@@ -267,17 +261,17 @@ class Rounder(Interceptor):
 
         def rounded(tensor: Tensor) -> Tensor:
             if action.promotes:
-                return self._rounded_weight(module, action, place_of_parameter(context, module, tensor), tensor)
+                return self._rounded_weight(module, action, context_of_parameter(context, module, tensor), tensor)
             recorded = main is None or tensor is main or not isinstance(tensor, nn.Parameter)
             return self._rounded_weight(module, action, context if recorded else context.unrecorded(), tensor)
 
-        return _map(rounded, args), {key: _map(rounded, value) for key, value in kwargs.items()}
+        return map_tensors(rounded, args), {key: map_tensors(rounded, value) for key, value in kwargs.items()}
 
     def _rounded_weight(self, module: nn.Module, action: OpRounding, context: OpContext, tensor: Tensor) -> Tensor:
         view: WeightView | None = getattr(tensor, WEIGHT_TAG, None)
         if view is not None:
             return view.of(self._rounded_weight(module, action, context, view.parent))
-        if not isinstance(tensor, nn.Parameter) and not stands_for_a_parameter(module, tensor):
+        if not isinstance(tensor, nn.Parameter) and not replaces_parameter(module, tensor):
             return tensor
         gradient = action.places.get("grad_weight") if torch.is_grad_enabled() and tensor.requires_grad else None
         value = action.places["weight"] if action.applies("weight", context.training) else None
@@ -302,40 +296,35 @@ class Rounder(Interceptor):
         args, kwargs = self._rounded_weights(module, action, context, args, kwargs)
         x = args[x_at] if len(args) > x_at else kwargs[x_name]
         w = args[w_at] if len(args) > w_at else kwargs[w_name]
-        native = self._native(op, args, kwargs, x, w, action) if action.native else None
-        if native is not None:
-            product, bias, backends = native
-            result = native_product(x, w, bias, product, backends, action, context, key, self.recast_in_backward)
-        elif action.slots_apart:
+        result = None
+        if action.prepared is not None:
+            result = self.execution.product(op, args, kwargs, x, w, action, context, key)
+        if result is None and action.slots_apart:
             product, bias = product_of(op, args, kwargs)
             result = rounded_product(x, w, bias, product, action, context, key)
-        else:
-            places, shared, training = action.places, action.shared, context.training
-            is_direct = not (action.promotes or torch.compiler.is_compiling())
-            if "x" in shared and action.applies("fprop.x", training):
-                x_op = places["fprop.x"]
-                x = x_op.round(x, context) if is_direct else rounded(x, x_op, context)
-            if "w" in shared and action.applies("fprop.w", training):
-                w_op = places["fprop.w"]
-                w = w_op.round(w, context, key) if is_direct else rounded(w, w_op, context, key)
+        elif result is None:
+            x, w = _rounded_operands(action, context, x, w, key)
             args, kwargs = _replaced(args, kwargs, x_at, x_name, x)
             args, kwargs = _replaced(args, kwargs, w_at, w_name, w)
             result = func(*args, **kwargs)
-            if "dy" in shared and torch.is_grad_enabled() and result.requires_grad:
-                result = rounded_gradient(result, places["dgrad.dy"], context)
+            if "dy" in action.shared and torch.is_grad_enabled() and result.requires_grad:
+                result = rounded_gradient(result, action.places["dgrad.dy"], context)
         return self._rounded_output(action, context, result, ()) if action.rounds_output(context.training) else result
 
-    @staticmethod
-    def _native(
-        op: str, args: Any, kwargs: dict[str, Any], x: Tensor, w: Tensor, action: OpRounding
-    ) -> tuple[Product, Tensor | None, dict[str, str]] | None:
-        """The product, its bias and the backends of its passes; None where it is emulated like everything else."""
-        if not has_settings(op, args, kwargs):
-            return None
-        product, bias = product_of(op, args, kwargs)
-        backends = backends_for_passes(action.native, op, product.settings, x, w, action.terms)
-        keeps_codes = action.keeps_codes and op != "linear" and x.dim() == w.dim() and x.numel() > 0
-        return (product, bias, backends) if backends or keeps_codes else None
+
+def _rounded_operands(
+    action: OpRounding, context: OpContext, x: Tensor, w: Tensor, weight_key: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The operands of a product, where each is rounded once for both of its GEMMs."""
+    places, shared, training = action.places, action.shared, context.training
+    is_direct = not (action.promotes or torch.compiler.is_compiling())
+    if "x" in shared and action.applies("fprop.x", training):
+        x_op = places["fprop.x"]
+        x = x_op.round(x, context) if is_direct else rounded(x, x_op, context)
+    if "w" in shared and action.applies("fprop.w", training):
+        w_op = places["fprop.w"]
+        w = w_op.round(w, context, weight_key) if is_direct else rounded(w, w_op, context, weight_key)
+    return x, w
 
 
 #: In-place functions that fill a tensor with random numbers, and have no twin that returns a new one.
@@ -367,7 +356,6 @@ def _written(target: Any, result: Any) -> Any:
         target.resize_(result.shape)
     target.copy_(result)
     if not torch.compiler.is_compiling():
-        mark_copy(target, result)
         copy_mark(target, result)
     tag = getattr(result, _GRAD_TAG, None)
     if tag is not None or hasattr(target, _GRAD_TAG):
@@ -375,14 +363,14 @@ def _written(target: Any, result: Any) -> Any:
     return target
 
 
-def _map(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     """`value` with `change` applied to every tensor in it, tuples and lists entered."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*[_map(change, item) for item in value])
+        return type(value)(*[map_tensors(change, item) for item in value])
     if isinstance(value, (list, tuple)):
-        return type(value)([_map(change, item) for item in value])
+        return type(value)([map_tensors(change, item) for item in value])
     return value
 
 
@@ -406,16 +394,6 @@ def _replaced(
     if len(args) > position:
         return (*args[:position], tensor, *args[position + 1 :]), kwargs
     return args, {**kwargs, name: tensor}
-
-
-def _cast_by_autocast(tensor: Tensor) -> Tensor:
-    """A rounded operand in the dtype that autocast would cast it to, cast here so that the copy is marked, too."""
-    kind = tensor.device.type
-    if tensor.dtype != torch.float32 or not torch.is_autocast_enabled(kind) or rounded_mark(tensor) is None:
-        return tensor
-    cast = tensor.to(torch.get_autocast_dtype(kind))
-    copy_mark(cast, tensor)
-    return cast
 
 
 def _require_room_under_autocast(action: OpRounding, args: Any) -> None:

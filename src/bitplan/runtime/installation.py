@@ -1,9 +1,9 @@
-"""A plan inside a model: what is put into its modules, brought to where the run is, and taken out again.
+"""Installs a plan in the modules of a model, keeps it in step with the run, and uninstalls it.
 
-Every module gets a class that shows its operations (:mod:`bitplan.capture.scopes`), the actions that the plan's
-present phase has for them (:mod:`bitplan.runtime.decisions`), tables beside its weights
-(:mod:`bitplan.runtime.run_tables`), and one word for compiled code that stands for all of it
-(:mod:`bitplan.compiler.tracing`). The clock says how far the run has come; the attachment says when to follow it.
+Every module gets a class that intercepts its operations (:mod:`bitplan.capture.scopes`), the roundings of the plan's
+present phase (:mod:`bitplan.runtime.decisions`), tables beside its weights (:mod:`bitplan.runtime.run_tables`), and one
+version that compiled graphs are guarded by (:mod:`bitplan.compiler.tracing`). The clock has the position of the run;
+the attachment calls :meth:`Installation.move` when it changes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import nn
 
-from bitplan.analysis.explain import require_seen
 from bitplan.capture import scopes as checkpointing
 from bitplan.capture.recording import Operation
 from bitplan.capture.scopes import install, show_all_functions, state_of, uninstall
@@ -27,20 +26,21 @@ from bitplan.numerics.wire_format import op_site
 from bitplan.plans.document import Phase
 from bitplan.plans.schedules import Schedule
 from bitplan.runtime.clock import ScheduleClock
+from bitplan.runtime.coverage import require_interceptable
 from bitplan.runtime.decisions import Decider
 from bitplan.runtime.dispatch import Rounder
-from bitplan.runtime.module_state import LiveRow, ModuleTables, remove_buffers, with_twins
+from bitplan.runtime.module_state import FormatRow, ModuleTables, remove_buffers, with_copies
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.rounding_op import OpRounding
 from bitplan.runtime.run_tables import RunTables, restore_rows
-from bitplan.runtime.statistics import Watched
+from bitplan.runtime.statistics import Observed
 
 
 class Installation:
-    """What a plan has put into the modules of one model."""
+    """A plan in the modules of one model."""
 
     def __init__(self, model: nn.Module, rounder: Rounder, decider: Decider, clock: ScheduleClock) -> None:
-        """`decider` is that of the whole plan; the clock says which phase and which bits apply."""
+        """`decider` is that of the whole plan; the clock says which phase and bits apply."""
         self.model = model
         self.plan = decider.plan
         self.rounder = rounder
@@ -49,23 +49,23 @@ class Installation:
         self.tables = RunTables(model)
         #: The phase of the plan that the modules are in.
         self.phase = clock.phase
-        #: Path and module, of all that can be followed; empty while the plan is not in the model.
+        #: Path and module of all modules that can be intercepted; empty while the plan is not installed.
         self.modules: list[tuple[str, nn.Module]] = []
-        #: What happens in a module, by the plan's phase: kept, so that compiled code knows it again.
-        self._actions: dict[tuple[ModuleTables, Phase], dict[str, Any]] = {}
+        #: The roundings of a module in a phase of the plan: kept, so that compiled graphs stay valid.
+        self._roundings: dict[tuple[ModuleTables, Phase], dict[str, Any]] = {}
         self._operations: list[Operation] = []
         self._widths: dict[Schedule, int] = {}
-        #: Changes to torch belong to the rounder, which the model and its copies refer to: a model that outlives its
+        #: Patches of torch belong to the rounder, which the model and its copies refer to: a model that outlives its
         #: attachment still rounds.
         self._release_patches: Callable[[], object] = lambda: None
         self._allowances: list[RaisedSetting] = []
-        self._is_out = False
+        self._is_detached = False
 
-    # --- in and out ---
+    # --- Installing ---
 
-    def put_in(self, seed: int, step: int) -> None:
-        """Let the plan work in all modules of the model. Random bits are those of that seed and step."""
-        require_seen(self.plan, self.model)
+    def install(self, seed: int, step: int) -> None:
+        """Install the plan in all modules of the model, with the random keys of that seed and step."""
+        require_interceptable(self.plan, self.model)
         self.modules = install(self.model, self.rounder)
         allow_functions_in_graph()
         self._release_patches = torch_patches.hold(self.rounder)
@@ -73,16 +73,16 @@ class Installation:
         torch_patches.apply(show_all_functions)
         for path, module in self.modules:
             self.add(path, module, seed, step)
-        self._let_recurrent_layers_compile()
-        self._let_phases_compile()
-        self.tell_compiled_code()
+        self._allow_compiled_rnn()
+        self._raise_recompile_limit()
+        self.update_versions()
 
-    def take_out(self) -> None:
+    def uninstall(self) -> None:
         """Leave the model exactly as it was."""
-        self._is_out = True
+        self._is_detached = True
         if self.modules:
-            self.rounder.enabled = False  # copies that were made of the model become plain, too
-            self.tell_compiled_code()
+            self.rounder.enabled = False  # for copies of the model, which stop rounding, too
+            self.update_versions()
             for tables in self.tables.per_module:
                 remove_buffers(tables.module)
             uninstall(self.modules)
@@ -92,19 +92,19 @@ class Installation:
             allowance.remove()
         self._allowances = []
 
-    def require_place(self) -> None:
-        """Raise where the plan has been taken out of the model."""
-        if self._is_out:
+    def require_attached(self) -> None:
+        """Raise if the plan was detached from the model."""
+        if self._is_detached:
             raise PlanError("the plan was detached from this model: attach it again first.")
 
     def add(self, path: str, module: nn.Module, seed: int, step: int) -> None:
-        """Fill in what the plan says of every operation that may happen in this module."""
+        """Install the plan in one module."""
         tables = ModuleTables(path, module)
         self.tables.per_module.append(tables)
-        self._put_to_work(tables, seed, step)
+        self._enter_phase(tables, seed, step)
 
-    def _put_to_work(self, tables: ModuleTables, seed: int, step: int) -> None:
-        """Let the module do what the plan's present phase says of it."""
+    def _enter_phase(self, tables: ModuleTables, seed: int, step: int) -> None:
+        """Give the module the roundings of the plan's present phase."""
         state = state_of(tables.module)
         state.actions.clear()
         state.actions.update(self._planned(tables, self.phase))
@@ -113,46 +113,45 @@ class Installation:
         actions = [action for action in state.actions.values() if isinstance(action, OpRounding)]
         self.rounder.tags_gradients |= any(a.at_consumer and "grad_activation" in a.places for a in actions)
         self.rounder.tags_weights |= any("weight" in a.places or "grad_weight" in a.places for a in actions)
-        self.tables.watched |= Watched(
+        self.tables.watched |= Observed(
             rounding=self.decider.watched,
             ranges=any(action.uses_means for action in actions),
-            signs=any(action.promotes for action in actions),
+            signals=any(action.promotes for action in actions),
             amax=any(action.delays for action in actions),
         )
         self.tables.install(tables, seed, step)
 
     def _planned(self, tables: ModuleTables, phase: Phase) -> dict[str, Any]:
-        """What happens in a module in a phase of the plan."""
-        if (tables, phase) not in self._actions:
+        """The roundings of a module in a phase of the plan."""
+        if (tables, phase) not in self._roundings:
             decider = self.decider
             if phase:
-                plan = self.clock.plan_in(phase)
-                decider = Decider(plan, *decider.ways, whole=decider, terms=decider.terms)
+                decider = decider.in_phase(self.clock.plan_in(phase))
             tables.enter(phase)
-            self._actions[tables, phase] = decider.actions(tables)
-        return self._actions[tables, phase]
+            self._roundings[tables, phase] = decider.actions(tables)
+        return self._roundings[tables, phase]
 
     def actions(self) -> Iterator[OpRounding]:
-        """Those of all modules, in all phases that were met."""
-        for planned in self._actions.values():
+        """The roundings of all modules, in all phases so far."""
+        for planned in self._roundings.values():
             for action in planned.values():
                 if isinstance(action, OpRounding):
                     yield action
 
-    # --- what compiled code has to know ---
+    # --- Compiled graphs ---
 
-    def _let_recurrent_layers_compile(self) -> None:
-        """torch.compile refuses nn.LSTM and its like unless told otherwise; written out they are plain operations."""
+    def _allow_compiled_rnn(self) -> None:
+        """torch.compile rejects nn.LSTM and similar layers by default; decomposed, they are plain operations."""
         recurrent = [m for _, m in self.modules if isinstance(m, nn.RNNBase)]
         if any(state_of(m).actions[f"open {m.mode.lower()}"] for m in recurrent):
             self._allowances.append(RaisedSetting("allow_rnn", True, owner=self.rounder))
 
-    def _let_phases_compile(self) -> None:
-        """Every phase of the plan has a graph of its own, in training and in evaluation; torch stops after eight."""
+    def _raise_recompile_limit(self) -> None:
+        """Every phase of the plan has a graph of its own, in training and in evaluation; torch's limit is eight."""
         self._allowances.append(RaisedSetting("recompile_limit", 2 * self.clock.count_phases(), owner=self.rounder))
 
-    def tell_compiled_code(self) -> None:
-        """Graphs hold for what tracing reads now, until this is called again."""
+    def update_versions(self) -> None:
+        """Invalidate compiled graphs that were traced with other roundings, formats or flags."""
         for tables in self.tables.per_module:
             self._set_version(tables)
 
@@ -160,50 +159,50 @@ class Installation:
         rounder, state = self.rounder, state_of(tables.module)
         state.has_buffers = tables.has_table or bool(tables.records)
         tags = (rounder.tags_gradients, rounder.tags_weights)
-        flags = (rounder.enabled, rounder.packer is not None, rounder.recast_in_backward, *tags)
+        flags = (rounder.enabled, rounder.execution.facts(), *tags)
         facts = tuple((op, _facts(action)) for op, action in state.actions.items())
         version = version_of((flags, state.has_buffers, facts))
-        for module in with_twins(tables.module):
-            if module.__dict__.get(VERSION) != version:  # or torch would check all of its dictionary again
+        for module in with_copies(tables.module):
+            if module.__dict__.get(VERSION) != version:  # a write would make torch check the whole dictionary again
                 module.__dict__[VERSION] = version
 
-    # --- what is observed ---
+    # --- Statistics ---
 
     @property
     def observes(self) -> bool:
-        """Whether anything that happens in the modules is written into records."""
-        return self.tables.watched != Watched()
+        """Whether statistics of any tensor are recorded."""
+        return self.tables.watched != Observed()
 
-    def make_room(self, module: nn.Module, action: OpRounding, context: OpContext) -> None:
-        """An operation is met for the first time, eagerly: tables have to grow."""
-        with unset_fake_temporarily():  # a forecast of memory meets operations without values; tables have some
-            tables = self.tables.make_room(module, action, context)
+    def add_rows(self, module: nn.Module, action: OpRounding, context: OpContext) -> None:
+        """Add rows for an operation that runs for the first time, eagerly."""
+        with unset_fake_temporarily():  # tables hold values, also while memory is estimated on fake tensors
+            tables = self.tables.add_rows(module, action, context)
         if tables is not None:
             self._set_version(tables)
 
-    def make_room_for(self, operations: list[Operation]) -> None:
-        """Rows of the record for all that is observed in these operations, now and in later phases of the plan."""
+    def add_rows_for(self, operations: list[Operation]) -> None:
+        """Add rows for all observed tensors of these operations, now and in later phases of the plan."""
         self._operations = operations
         by_path = dict(self.modules)
         for operation in operations if self.observes else ():
             module = by_path.get(operation.module)
             if module is None:
                 continue
-            action = self.rounder.action_of(module, operation.op, operation.index, operation.inside)
+            action = self.rounder.rounding_of(module, operation.op, operation.index, operation.inside)
             if action is not None:
-                self.tables.make_room(module, action, OpContext(op_site(operation.op, operation.index), module, action))
+                self.tables.add_rows(module, action, OpContext(op_site(operation.op, operation.index), module, action))
 
-    def show_promotions(self) -> None:
-        """What is kept has one width, so that packed execution must know on the host what was promoted."""
-        if self.decider.packed and self.tables.promotes and self.tables.show_promotions():
-            self.tell_compiled_code()
+    def apply_promotions(self) -> None:
+        """In packed execution, apply promotions: a packed tensor has one width, so the host must know of them."""
+        if self.rounder.execution.packs_saved_tensors and self.tables.promotes and self.tables.apply_promotions():
+            self.update_versions()
 
-    # --- formats, and where the run is ---
+    # --- Formats and schedules ---
 
     def move(self, seed: int, step: int) -> bool:
-        """Bring formats, and where whole quantizers change the actions, to where the run is; tables are not written.
+        """Update formats, and in a new phase the roundings, to the position of the run; tables are not written.
 
-        :return: whether formats may be other ones now.
+        :return: whether formats may have changed.
         """
         if not self.clock.moves or not self.modules:
             return False
@@ -212,11 +211,11 @@ class Installation:
         if phase != self.phase:
             self.phase = phase
             for tables in self.tables.per_module:
-                self._put_to_work(tables, seed, step)
+                self._enter_phase(tables, seed, step)
                 restore_rows(tables)
-            self.make_room_for(self._operations)
-            self.show_promotions()
-            self.tell_compiled_code()
+            self.add_rows_for(self._operations)
+            self.apply_promotions()
+            self.update_versions()
             has_moved = True
         widths = {schedule: self.clock.bits_of(schedule) for schedule in self.plan.followed.values()}
         if widths != self._widths:
@@ -227,20 +226,20 @@ class Installation:
         return has_moved
 
     def _follow(self, tables: ModuleTables) -> None:
-        """Give a module's formats the bits that their schedules have come to."""
+        """Give a module's formats the present bits of their schedules."""
         for row in tables.formats:
             if row.spec.moved_by is not None:
                 row.follow(self.clock.bits_of(row.spec.moved_by))
 
     def set_format(self, quantizer: str, format: str) -> None:
-        """Give the rows of a named quantizer another format; tables are not written."""
-        every = [row for tables in self.tables.per_module for row in tables.formats]
-        rows = [row for row in every if row.name == quantizer]
+        """Change the format of a named quantizer; tables are not written."""
+        mutable = [row for tables in self.tables.per_module for row in tables.formats]
+        rows = [row for row in mutable if row.name == quantizer]
         if not rows:
-            known = sorted({row.name for row in every if row.name})
+            names = sorted({row.name for row in mutable if row.name})
             raise PlanError(
                 f"{quantizer!r} names no format that can change in this run; "
-                + (f"these can: {', '.join(known)}." if known else "attach with mutable_formats=True, and name it.")
+                + (f"these can: {', '.join(names)}." if names else "attach with mutable_formats=True, and name it.")
             )
         moved = next((row.spec.moved_by for row in rows if row.spec.moved_by is not None), None)
         if moved is not None:
@@ -248,18 +247,18 @@ class Installation:
         target = get_format(format)
         for row in rows:
             row.change(target)
-        self._settle_again()
+        self._update_stored_formats()
 
     def formats(self) -> dict[str, list[str]]:
-        """The names of the formats that may change, as they are now, by the path of their module."""
+        """The present names of mutable formats, by the path of their module."""
         return {path: [row.format.name for row in rows] for path, rows in self.rows_in(self.phase).items() if rows}
 
-    def rows_in(self, phase: Phase) -> dict[str, list[LiveRow]]:
-        """The formats that may change in a phase, by the path of their module."""
+    def rows_in(self, phase: Phase) -> dict[str, list[FormatRow]]:
+        """The mutable formats of a phase, by the path of their module."""
         return {tables.path: tables.rows_in(phase)[0] for tables in self.tables.per_module}
 
     def prepare_phases(self, phases: Iterable[Phase]) -> None:
-        """Make the actions and rows of phases that a saved run went through."""
+        """Make the roundings and rows of phases that a saved run went through."""
         phases = list(phases)
         for tables in self.tables.per_module:
             for phase in phases:
@@ -267,27 +266,27 @@ class Installation:
             tables.enter(self.phase)
 
     def restore_formats(self, phase: Phase, formats: Mapping[str, list[str]]) -> None:
-        """Give the rows of a phase the formats that a saved run had there; schedules are followed anew."""
+        """Restore the formats of a saved run in a phase; schedules apply again afterwards."""
         rows = self.rows_in(phase)
         for path, names in formats.items():
             for row, name in zip(rows[path], names, strict=True):
                 row.change(get_format(name))
-        self._settle_again()
+        self._update_stored_formats()
         self._widths = {}
 
-    def _settle_again(self) -> None:
-        """Formats were changed by hand: packed graphs, whose codes had the old width, are not used for the new one."""
-        if not self.decider.packed:
+    def _update_stored_formats(self) -> None:
+        """After a format was set by hand: packed graphs with codes of the old width must not be used any more."""
+        if not self.rounder.execution.packs_saved_tensors:
             return
-        for (tables, phase), planned in self._actions.items():
+        for (tables, phase), planned in self._roundings.items():
             for action in planned.values():
                 if isinstance(action, OpRounding):
                     action.set_stored_formats(partial(_stored_format, tables, phase))
-        self.tell_compiled_code()
+        self.update_versions()
 
 
 def _stored_format(tables: ModuleTables, phase: Phase, row: int) -> Format:
-    return tables.live_row(row, phase).stored()
+    return tables.row_at(row, phase).stored()
 
 
 def _facts(action: Any) -> Hashable:

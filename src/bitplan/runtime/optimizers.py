@@ -1,8 +1,8 @@
-"""Optimizers whose state lies in few bits: torchao's twins of Adam and AdamW, where a plan asks for them.
+"""Optimizers with low-bit state, by torchao's versions of Adam and AdamW, and counting of optimizer steps.
 
-torchao keeps a moment in few bits where it has at least 4,096 values in whole blocks (256 values that share a scale,
-128 for int4), and in full where not: biases and norms are kept in full. Its step is compiled at the first call, once
-for each shape of parameter.
+torchao stores a moment in few bits if it has at least 4,096 values in whole blocks (256 values share a scale, 128 for
+int4). Smaller ones, such as those of biases and norms, stay in full precision. Its step is compiled at the first call,
+once for each shape of parameter.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from bitplan.plans.spec import OptimizerRule
 # --- Optimizer state in plain tensors and numbers, that any program can read without bitplan or torchao
 
 
-#: torchao's class of a moment -> the plan's word for it.
+#: torchao's class of a moment -> the plan's name of its format.
 _FORMATS = {"OptimState8bit": "int8", "OptimState4bit": "int4", "OptimStateFp8": "e4m3"}
-#: What a group of parameters says of torch's ways to make the same step.
+#: Settings of a parameter group that choose among torch's implementations of the same step.
 _IMPLEMENTATION = ("foreach", "fused", "capturable")
 #: The dtypes that a state may name: it may come from a file, and looking any name up in torch would import submodules.
 _DTYPES = {
@@ -39,12 +39,12 @@ _DTYPES = {
 
 
 def _format_of(value: object) -> str | None:
-    """The format of a moment that torchao keeps in few bits. Told by its class's name: torchao may be missing."""
+    """The format of a low-bit moment, by the name of its class: torchao may not be installed."""
     return _FORMATS.get(type(value).__name__) if type(value).__module__.startswith("torchao.") else None
 
 
-def is_small(value: object) -> bool:
-    """Whether this is a moment in few bits, or one device's part of it."""
+def is_low_bit(value: object) -> bool:
+    """Whether this is a low-bit moment, or one device's shard of it."""
     return _format_of(getattr(value, "_local_tensor", value)) is not None
 
 
@@ -54,7 +54,9 @@ def plain_state(optimizer: Optimizer) -> dict[str, Any]:
     As with torch's, the tensors are those that the next step changes: write them, or clone them, before.
     """
     state = optimizer.state_dict()
-    per_parameter = {key: {name: _plain(value) for name, value in each.items()} for key, each in state["state"].items()}
+    per_parameter = {
+        key: {name: _plain(value) for name, value in moments.items()} for key, moments in state["state"].items()
+    }
     return {**state, "state": per_parameter}
 
 
@@ -69,7 +71,7 @@ def _plain(value: Any) -> Any:
 
 
 def decoded(plain: Mapping[str, Any]) -> Tensor:
-    """The values of one moment of :func:`plain_state`, by the formula of this module's words."""
+    """The values of one moment of :func:`plain_state`."""
     codes, scale = plain["codes"], plain["scale"]
     if plain["format"] == "int4":
         codes = torch.stack([codes >> 4, codes & 15], dim=-1)
@@ -79,45 +81,46 @@ def decoded(plain: Mapping[str, Any]) -> Tensor:
 
 
 def load_plain_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Let `optimizer` go on, bit for bit, where :func:`plain_state` was taken from one of its kind."""
+    """Load what :func:`plain_state` returned for an optimizer of the same class: training continues bit for bit."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    small = {
-        key: {name: _small(value, optimizer) for name, value in each.items()} for key, each in state["state"].items()
+    loaded = {
+        key: {name: _low_bit(value, optimizer) for name, value in moments.items()}
+        for key, moments in state["state"].items()
     }
-    _require_fit(optimizer, parameters, small)
+    _require_same_storage(optimizer, parameters, loaded)
     groups = [dict(group) for group in state["param_groups"]]
-    # How a step is made is this optimizer's own affair: the state may come from another device, or an older version.
+    # The implementation of a step is not part of the state, which may come from another device or an older version.
     for group, own in zip(groups, optimizer.param_groups, strict=False):  # torch says where they do not fit
         group.update({name: own[name] for name in _IMPLEMENTATION if name in own})
-    optimizer.load_state_dict({**state, "state": small, "param_groups": groups})
-    _lie_as_parameters(optimizer)
+    optimizer.load_state_dict({**state, "state": loaded, "param_groups": groups})
+    _match_parameter_layouts(optimizer)
     if _block_size(optimizer) is not None:
-        for group in optimizer.param_groups:  # torchao wants a tensor, which steps may not be shared with
+        for group in optimizer.param_groups:  # torchao needs a tensor of its own
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).clone()
 
 
-def _lie_as_parameters(optimizer: Optimizer) -> None:
-    """Give moments the memory layout of their parameters, which files do not know, and fused steps rely on."""
-    for parameter, each in optimizer.state.items():
-        for name, value in each.items():
-            is_moment = isinstance(value, Tensor) and value.shape == parameter.shape and not is_small(value)
+def _match_parameter_layouts(optimizer: Optimizer) -> None:
+    """Give moments the memory format of their parameters: files do not hold it, and fused steps need it."""
+    for parameter, moments in optimizer.state.items():
+        for name, value in moments.items():
+            is_moment = isinstance(value, Tensor) and value.shape == parameter.shape and not is_low_bit(value)
             if is_moment and value.stride() != parameter.stride():
-                each[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+                moments[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _block_size(optimizer: Any) -> int | None:
-    """How many values share a scale; None of optimizers that keep their state in full."""
+    """How many values share a scale; None for optimizers with full-precision state."""
     return optimizer.block_size if type(optimizer).__module__.startswith("torchao.") else None
 
 
-def _small(value: Any, optimizer: Optimizer) -> Any:
-    """torchao's form of a plain moment; other values as they are."""
+def _low_bit(value: Any, optimizer: Optimizer) -> Any:
+    """torchao's tensor for a plain moment; other values unchanged."""
     if not isinstance(value, Mapping) or "codes" not in value:
         return value.clone() if isinstance(value, Tensor) else value
     if _block_size(optimizer) is None:
         raise PlanError(
-            f"this state was kept in {value['format']}, and {type(optimizer).__name__} keeps its state in full: make "
-            f"the optimizer by run.optimizer() with the plan of then."
+            f"this state is stored in {value['format']}, and {type(optimizer).__name__} has full-precision state: make "
+            f"the optimizer by run.optimizer() with the plan that the state was saved with."
         )
     import torchao.optim.subclass_4bit as four
     import torchao.optim.subclass_8bit as eight
@@ -133,48 +136,48 @@ def _small(value: Any, optimizer: Optimizer) -> Any:
     return eight.OptimState8bit(codes, scale, qmap, value["signed"], dtype)
 
 
-def _require_fit(optimizer: Any, parameters: list[Tensor], state: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raise where a moment has another form than this optimizer would have given it."""
+def _require_same_storage(optimizer: Any, parameters: list[Tensor], state: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raise if a moment is stored differently than this optimizer would store it."""
     if _block_size(optimizer) is None:
         return
-    for key, each in state.items():
-        for name, value in each.items():
+    for key, moments in state.items():
+        for name, value in moments.items():
             if name == "step" or key >= len(parameters):
                 continue
-            wanted = optimizer._new_buffer(parameters[key].detach(), name == "exp_avg")
-            same = type(wanted) is type(value) and wanted.shape == value.shape
-            if not same or (is_small(value) and wanted.block_size != value.block_size):
+            own = optimizer._new_buffer(parameters[key].detach(), name == "exp_avg")
+            is_same = type(own) is type(value) and own.shape == value.shape
+            if not is_same or (is_low_bit(value) and own.block_size != value.block_size):
                 raise PlanError(
-                    f"the state's {name} of parameter {key} is kept otherwise than {type(optimizer).__name__} does: "
-                    f"load the state of an optimizer of the same kind, for the same parameters."
+                    f"{name} of parameter {key} is stored differently than {type(optimizer).__name__} stores it: "
+                    f"load the state of an optimizer of the same class, for the same parameters."
                 )
 
 
-# --- The steps that optimizers make, as a run notices them: each of them is to be told to the run before the next
+# --- Counting optimizer steps
 
 
 class OptimizerSteps:
-    """Which optimizers train a model, and which of them have made a step that nobody has told of."""
+    """Which optimizers train a model, and which of them have made a step that was not counted by ``run.step()``."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._untold: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        #: Those that have parameters of the model, which none of them loses again.
-        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._uncounted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        #: Optimizers that have parameters of the model.
+        self._of_model: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._warned = False
 
     def is_of_model(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer has any of the model's parameters."""
-        if optimizer not in self._known:
-            mine = {id(parameter) for parameter in self.model.parameters()}
-            if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+        if optimizer not in self._of_model:
+            own = {id(parameter) for parameter in self.model.parameters()}
+            if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
                 return False
-            self._known.add(optimizer)
+            self._of_model.add(optimizer)
         return True
 
-    def begin(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to make a step; warns once where its last one was not told of."""
-        if optimizer in self._untold and not self._warned:
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Warn, once, if the last step of this optimizer was not counted."""
+        if optimizer in self._uncounted and not self._warned:
             self._warned = True
             warnings.warn(
                 "two optimizer steps passed without run.step(): call it after optimizer.step(), or the plan's "
@@ -182,15 +185,15 @@ class OptimizerSteps:
                 BitplanWarning,
                 stacklevel=5,
             )
-        self._untold.add(optimizer)
+        self._uncounted.add(optimizer)
 
-    def tell(self) -> None:
-        """What was made so far is told."""
-        self._untold.clear()
+    def mark_counted(self) -> None:
+        """All steps so far are counted."""
+        self._uncounted.clear()
 
 
-#: How many hooks of ours are running, and the handles of hooks to be removed when none is: torch raises where a hook is
-#: removed while it goes through them, and a garbage collection may happen at any time.
+#: How many of our hooks are running, and handles of hooks to be removed once none is: torch raises if a hook is removed
+#: while it iterates over them, and a garbage collection may happen at any time.
 _running = 0
 
 _unneeded: list[Any] = []
@@ -256,13 +259,17 @@ class StepCounter:
         self._handles = []
 
 
-#: Format -> torchao's twins of Adam and of AdamW.
-_TWINS = {"int8": ("Adam8bit", "AdamW8bit"), "int4": ("Adam4bit", "AdamW4bit"), "e4m3": ("AdamFp8", "AdamWFp8")}
-#: What the twins know of a group of parameters.
+#: Format -> torchao's versions of Adam and of AdamW.
+_TORCHAO_CLASSES = {
+    "int8": ("Adam8bit", "AdamW8bit"),
+    "int4": ("Adam4bit", "AdamW4bit"),
+    "e4m3": ("AdamFp8", "AdamWFp8"),
+}
+#: Settings of a parameter group that torchao's classes have.
 _SETTINGS = ("lr", "betas", "eps", "weight_decay", "amsgrad")
-#: Settings of torch's optimizers that change the result, and that the twins do not have.
+#: Settings of torch's optimizers that change the result, and that torchao's classes do not have.
 _LACKING = ("maximize", "differentiable")
-#: Fewer values than this are kept in full.
+#: Moments with fewer values than this stay in full precision.
 _LEAST = 4096
 
 
@@ -270,19 +277,19 @@ def require_torchao(rule: OptimizerRule) -> None:
     """Raise where torchao is missing."""
     if find_spec("torchao") is None:
         raise PlanError(
-            f"{rule.where or 'optimizer'}: state in {rule.state} is kept by torchao, which is not installed: "
+            f"{rule.where or 'optimizer'}: state in {rule.state} needs torchao, which is not installed: "
             f"pip install torchao."
         )
 
 
-def small_twin(plain: Optimizer, rule: OptimizerRule) -> Optimizer:
-    """An optimizer with the groups and settings of `plain`, which has made no step yet, and its state in few bits."""
+def low_bit_optimizer(plain: Optimizer, rule: OptimizerRule) -> Optimizer:
+    """An optimizer with low-bit state and the groups and settings of `plain`, which has made no step yet."""
     require_torchao(rule)
     if type(plain) in _classes(rule):
         return plain
     if type(plain) not in (Adam, AdamW):
         raise PlanError(
-            f"{rule.where or 'optimizer'}: {type(plain).__name__} has no twin with its state in {rule.state}: use "
+            f"{rule.where or 'optimizer'}: {type(plain).__name__} has no version with state in {rule.state}: use "
             f"torch.optim.AdamW or Adam, or drop optimizer: from the plan."
         )
     if plain.state:
@@ -290,20 +297,21 @@ def small_twin(plain: Optimizer, rule: OptimizerRule) -> Optimizer:
     for name in _LACKING:
         if any(group.get(name) for group in plain.param_groups):
             raise PlanError(
-                f"{rule.where or 'optimizer'}: {type(plain).__name__} with {name}=True has no twin with its state in "
+                f"{rule.where or 'optimizer'}: {type(plain).__name__} with {name}=True has no version with state in "
                 f"{rule.state}: drop {name}, or drop optimizer: from the plan."
             )
     decoupled = {bool(group.get("decoupled_weight_decay", type(plain) is AdamW)) for group in plain.param_groups}
     if len(decoupled) > 1:
         raise PlanError("groups with and without decoupled_weight_decay cannot share one optimizer: make two.")
-    twin: Optimizer = _classes(rule)[int(decoupled.pop())]([_group(group) for group in plain.param_groups])
-    if not any(_is_kept_small(p, twin) for group in twin.param_groups for p in group["params"]):
-        block: int = twin.block_size  # type: ignore[attr-defined]
+    low_bit: Optimizer = _classes(rule)[int(decoupled.pop())]([_group(group) for group in plain.param_groups])
+    if not any(_is_stored_low_bit(p, low_bit) for group in low_bit.param_groups for p in group["params"]):
+        block: int = low_bit.block_size  # type: ignore[attr-defined]
         raise PlanError(
             f"{rule.where or 'optimizer'}: state in {rule.state} has no effect here: no parameter has {_LEAST} values "
-            f"or more in whole blocks of {block}, and smaller ones are kept in full; drop optimizer: from the plan."
+            f"or more in whole blocks of {block}, and smaller ones stay in full precision: drop optimizer: "
+            f"from the plan."
         )
-    return twin
+    return low_bit
 
 
 def _group(group: dict[str, Any]) -> dict[str, Any]:
@@ -318,12 +326,12 @@ def _group(group: dict[str, Any]) -> dict[str, Any]:
 
 def _classes(rule: OptimizerRule) -> tuple[Any, ...]:
     optim = _torchao_optim()
-    return tuple(getattr(optim, name) for name in _TWINS[rule.state])
+    return tuple(getattr(optim, name) for name in _TORCHAO_CLASSES[rule.state])
 
 
 @lru_cache(maxsize=1)
 def _torchao_optim() -> Any:
-    """torchao's optimizers. Importing it warns of kernels that this machine has no use for, and that we do not use."""
+    """torchao's optimizers, imported without its warnings about kernels that bitplan does not use."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -340,8 +348,8 @@ def _torchao_optim() -> Any:
     return torchao.optim
 
 
-def _is_kept_small(parameter: Tensor, twin: Any) -> bool:
-    return parameter.numel() >= _LEAST and parameter.numel() % twin.block_size == 0
+def _is_stored_low_bit(parameter: Tensor, optimizer: Any) -> bool:
+    return parameter.numel() >= _LEAST and parameter.numel() % optimizer.block_size == 0
 
 
 def set_rate(group: dict[str, Any], rate: float) -> None:
@@ -352,15 +360,15 @@ def set_rate(group: dict[str, Any], rate: float) -> None:
         group["lr"] = rate
 
 
-class OptimizerPromise:
-    """What a plan has promised of the optimizer's state, and whether it is kept."""
+class OptimizerStateCheck:
+    """Makes the optimizer that a plan's ``optimizer:`` asks for, and checks that its state really is low-bit."""
 
     def __init__(self, plan: Plan, model: nn.Module) -> None:
         self.rule = plan.optimizer_rule
         self.model = model
-        #: Whether state in few bits has been seen, after which nothing is looked at any more.
-        self.is_kept = self.rule is None
-        self._served: Optimizer | None = None
+        #: Whether low-bit state has been seen; then nothing is checked any more.
+        self.is_verified = self.rule is None
+        self._optimizer: Optimizer | None = None
         self._steps_without = 0
         if self.rule is not None:
             require_torchao(self.rule)
@@ -369,44 +377,45 @@ class OptimizerPromise:
         """See :meth:`bitplan.attach.Attachment.optimizer`."""
         if isinstance(kind, Optimizer):
             if params is not None or settings:
-                raise PlanError("this optimizer is made already: give its class to say parameters and settings.")
+                raise PlanError("this optimizer exists already: give its class to pass parameters and settings.")
             plain = kind
         elif isinstance(kind, type) and issubclass(kind, Optimizer):
             trained = (p for p in self.model.parameters() if p.requires_grad) if params is None else params
             plain = kind(trained, **settings)
         else:
             raise PlanError(f"run.optimizer() takes an optimizer's class, such as torch.optim.AdamW, not {kind!r}.")
-        return plain if self.rule is None else small_twin(plain, self.rule)
+        return plain if self.rule is None else low_bit_optimizer(plain, self.rule)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Raise where an optimizer of the model's parameters keeps its state in full."""
-        if self.is_kept or self.rule is None:
+        """Raise if an optimizer of the model's parameters has full-precision state."""
+        if self.is_verified or self.rule is None:
             return
         if not isinstance(optimizer, _classes(self.rule)):
             raise PlanError(
-                f"{self.rule.where or 'optimizer'}: the plan keeps optimizer state in {self.rule.state}, and this "
-                f"{type(optimizer).__name__} keeps it in full: make it by run.optimizer(torch.optim.AdamW, lr=...)."
+                f"{self.rule.where or 'optimizer'}: the plan asks for optimizer state in {self.rule.state}, and this "
+                f"{type(optimizer).__name__} has it in full precision: make it by "
+                f"run.optimizer(torch.optim.AdamW, lr=...)."
             )
-        self._served = optimizer
+        self._optimizer = optimizer
 
     def after_step(self) -> None:
-        """Look at the state that a step has left; raise where there is still none after two steps."""
-        if self.is_kept or self.rule is None:
+        """Look for low-bit state after a step; raise if there is none after two steps."""
+        if self.is_verified or self.rule is None:
             return
-        state = {} if self._served is None else self._served.state
-        if any(is_small(value) for each in state.values() for value in each.values()):
-            self.is_kept, self._served = True, None
+        state = {} if self._optimizer is None else self._optimizer.state
+        if any(is_low_bit(value) for each in state.values() for value in each.values()):
+            self.is_verified, self._optimizer = True, None
             return
         self._steps_without += 1
         if self._steps_without < 2:  # a GradScaler may have skipped the first
             return
         if state:
             raise PlanError(
-                f"{self.rule.where or 'optimizer'}: after a step all of the optimizer's state is kept in full: no "
+                f"{self.rule.where or 'optimizer'}: after a step all optimizer state is in full precision: no "
                 f"parameter with a gradient is large enough for {self.rule.state}; drop optimizer: from the plan."
             )
-        if self._served is None:
+        if self._optimizer is None:
             raise PlanError(
-                f"{self.rule.where or 'optimizer'}: the plan keeps optimizer state in {self.rule.state}, and no such "
-                f"optimizer has made a step: make it by run.optimizer(torch.optim.AdamW, lr=...)."
+                f"{self.rule.where or 'optimizer'}: the plan asks for optimizer state in {self.rule.state}, and no "
+                f"such optimizer has made a step: make it by run.optimizer(torch.optim.AdamW, lr=...)."
             )

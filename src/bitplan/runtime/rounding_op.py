@@ -18,53 +18,33 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bitplan.compiler.tracing import is_traced
-from bitplan.executions.native.float8_cast import FORMATS, INPUT_DTYPES
-from bitplan.executions.native.paths import NativeTerms, Passes
-from bitplan.executions.packed.saved_tensors import is_smaller, mark_rounded
 from bitplan.gemm.axes import resolve
 from bitplan.numerics import chunks
 from bitplan.numerics.chunks import chunked_on_gpu
 from bitplan.numerics.dtypes import is_cast_small
 from bitplan.numerics.formats import BlockFormat, FloatFormat, Format, IntFormat
-from bitplan.numerics.mutable_format import LiveFormat
+from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.noise import bits_of_key, key_of
-from bitplan.numerics.packing import stored
+from bitplan.numerics.packing import is_smaller, stored
 from bitplan.numerics.quantizer import Between, Encoded, Quantizer, Span, StraightThrough, straight_through
 from bitplan.numerics.scaling import amax_of
 from bitplan.numerics.wire_format import place_key, text_hash
 from bitplan.plans import OPERANDS, SLOTS, Decision
 from bitplan.plans.spec import Promotion, QuantizerSpec
+from bitplan.runtime.execution import PreparedProduct
 from bitplan.runtime.module_state import OperandState
 from bitplan.runtime.op_context import OpContext
-from bitplan.runtime.statistics import PROMOTED, mean_range, observe_amax, observe_range, observe_rounding, observe_sign
+from bitplan.runtime.rounded_mark import lies_on, mark_rounded
+from bitplan.runtime.statistics import (
+    PROMOTED,
+    mean_range,
+    observe_amax,
+    observe_range,
+    observe_rounding,
+    observe_signal,
+)
 
-# --- Tensors that are known to lie on a format's grid, so that rounding them onto it again would change no bit
-
-
-_GRID_TAG = "_bitplan_grid"
-
-
-def mark(tensor: Tensor, grid: str | None) -> Tensor:
-    """Note that every value of `tensor` lies on `grid` (None: nothing is known)."""
-    if grid is not None and not tensor.is_inference():
-        setattr(tensor, _GRID_TAG, (grid, tensor._version, id(tensor)))  # a deep copy has another id
-    return tensor
-
-
-def lies_on(tensor: Tensor, grid: str | None) -> bool:
-    """Whether rounding `tensor` onto `grid` is known to change nothing."""
-    known = getattr(tensor, _GRID_TAG, None)
-    return known is not None and grid is not None and bool(known == (grid, tensor._version, id(tensor)))
-
-
-def mark_copy(copy: Tensor, original: Tensor) -> None:
-    """Note of a tensor that has just received all the values of `original` what is known of that one."""
-    known = getattr(original, _GRID_TAG, None)
-    if known is not None and copy.dtype == original.dtype and lies_on(original, known[0]):
-        mark(copy, known[0])
-
-
-# --- Promotion at work: the sign that is watched at a tensor, and the choice between its two quantizers
+# --- Promotion: the signal that is watched at a tensor, and the choice between its two quantizers
 
 
 class Either:
@@ -100,14 +80,14 @@ def promotion_signal(promotion: Promotion, x: Tensor, low: Tensor, threshold: fl
     whole = (x.detach(), low.detach())
     # What is compared on the way is as large as `x`; a graph writes none of it down.
     pairs = (whole,) if is_traced() else chunks.paired_chunks(*whole)
-    signs = [_sign(promotion, before.float(), after, threshold) for before, after in pairs]
-    if len(signs) == 1:
-        return signs[0]
-    parts, sizes = zip(*signs, strict=True)
+    signals = [_signal(promotion, before.float(), after, threshold) for before, after in pairs]
+    if len(signals) == 1:
+        return signals[0]
+    parts, sizes = zip(*signals, strict=True)
     return torch.stack(parts).sum(), torch.stack(sizes).sum()
 
 
-def _sign(promotion: Promotion, before: Tensor, low: Tensor, threshold: float | Tensor) -> tuple[Tensor, Tensor]:
+def _signal(promotion: Promotion, before: Tensor, low: Tensor, threshold: float | Tensor) -> tuple[Tensor, Tensor]:
     if promotion.measure == "error":
         return (low.float() - before).square().sum(), before.square().sum()
     is_overflow = promotion.measure == "overflow"
@@ -176,7 +156,7 @@ class RoundingOp:
     place: str
     #: The operation, such as ``conv2d``.
     op: str
-    mutable_format: LiveFormat | None = None
+    mutable_format: MutableFormat | None = None
     #: The row of the module's table that holds the format, where it may change.
     row: int = 0
     #: Whether statistics are kept.
@@ -196,7 +176,7 @@ class RoundingOp:
     uses_mean_range: bool = field(init=False)
     #: Whether the scale comes from past steps.
     is_delayed: bool = field(init=False)
-    live_kind: str | None = field(init=False)
+    mutable_kind: str | None = field(init=False)
     promotion: Promotion | None = field(init=False)
     #: What rounds a promoted tensor; None where it is left alone, or where nothing is promoted.
     higher: RoundingOp | None = field(init=False)
@@ -232,7 +212,7 @@ class RoundingOp:
             "is_stochastic": is_stochastic,
             "uses_mean_range": uses_mean_range,
             "is_delayed": is_delayed,
-            "live_kind": None if self.mutable_format is None else self.mutable_format.kind,
+            "mutable_kind": None if self.mutable_format is None else self.mutable_format.kind,
             "promotion": promotion,
             "higher": higher,
             "top": top,
@@ -294,7 +274,7 @@ class RoundingOp:
             rounded = quantizer.round_values(x.detach(), bits, row, span)
         if record is not None and context.observing:
             self._observe(record, quantizer, x, rounded, rounded, row, span)
-        return rounded if self.grid is None else mark(rounded, self.grid)
+        return rounded if self.grid is None else mark_rounded(rounded, self.grid)
 
     def _round_and_mark(self, x: Tensor, context: OpContext, weight_key: Tensor | None) -> Tensor:
         """The same for packed execution, where the values are marked as rounded, and for promotion."""
@@ -309,7 +289,7 @@ class RoundingOp:
             low = rounded if either.low_values is None else either.low_values
         if record is not None and context.observing:
             self._observe(record, quantizer, x, rounded, low, row, span)
-        return mark(rounded, self.grid)
+        return mark_rounded(rounded, self.grid)
 
     def encode(self, x: Tensor, context: OpContext, weight_key: Tensor | None = None) -> tuple[Encoded, Quantizer]:
         """`x` as elements and scales, for low-precision matrix units; without a gradient."""
@@ -321,15 +301,6 @@ class RoundingOp:
             rounded = quantizer.decode(encoded, x)
             self._observe(record, quantizer, x, rounded, rounded, row, span)
         return encoded, quantizer
-
-    def is_plain_cast(self, x: Tensor, dtype: torch.dtype) -> bool:
-        """Whether nothing but a scale of the whole tensor and rounding to nearest makes codes of that type of `x`."""
-        if dtype not in FORMATS or x.dtype not in INPUT_DTYPES or self.is_stochastic or self.live_kind is not None:
-            return False
-        spec = self.spec
-        is_rounding = spec.rounding == "nearest" and spec.overflow in (None, "saturate")
-        is_watched = self.watched or self.uses_mean_range or self.promotion is not None
-        return is_rounding and spec.scale in (None, "tensor") and not is_watched
 
     def _prepare(
         self, x: Tensor, context: OpContext, weight_key: Tensor | None
@@ -349,10 +320,10 @@ class RoundingOp:
             key = context.table[0] if weight_key is None else weight_key
             bits = bits_of_key(x, key[0] ^ first, key[1] ^ second)
         row: Tensor | None = None
-        if self.live_kind is not None:
+        if self.mutable_kind is not None:
             assert context.table is not None
             row = context.table[self.row]
-            if self.live_kind == "int":
+            if self.mutable_kind == "int":
                 row = row.view(torch.float32)
         if not self.observes:
             return quantizer, bits, row, None, None
@@ -393,7 +364,7 @@ class RoundingOp:
             )
             observe_rounding(record, x, rounded, largest)
         if self.promotion is not None and x.numel():
-            observe_sign(record, *promotion_signal(self.promotion, x, low, quantizer.overflow_threshold(row)))
+            observe_signal(record, *promotion_signal(self.promotion, x, low, quantizer.overflow_threshold(row)))
 
     def _round_promoted(self, x: Tensor, context: OpContext, weight_key: Tensor | None) -> Tensor:
         return x if self.higher is None else self.higher.round(x.detach(), context, weight_key)
@@ -408,7 +379,7 @@ class RoundingOp:
     ) -> Tensor:
         """`x` rounded, in a form that can be saved in few bits."""
         target = quantizer.format if self.stored_format is None else self.stored_format
-        assert not isinstance(target, LiveFormat)
+        assert not isinstance(target, MutableFormat)
         if is_traced():
             is_small = is_smaller(target, x.dtype) and not is_cast_small(target, x.device)
             fixed = replace(quantizer, format=target)
@@ -423,8 +394,7 @@ class RoundingOp:
         rounded = straight_through(quantizer, x, bits, row, span, copy_scales)
         if target is not quantizer.format:
             quantizer = replace(quantizer, format=target)
-        mark_rounded(rounded, quantizer, scales)
-        return rounded
+        return mark_rounded(rounded, self.grid, quantizer, scales)
 
     def changes_nothing_in(self, x: Tensor) -> bool:
         """Whether `x` is known to be rounded already. What is watched is rounded all the same, to be counted."""
@@ -454,20 +424,15 @@ class OpRounding:
         decision: Decision,
         op: str,
         places: dict[str, RoundingOp],
-        native: Passes | None = None,
-        terms: NativeTerms | None = None,
-        keeps_codes: bool = False,
+        prepared: PreparedProduct | None = None,
     ) -> None:
-        """`native`: in native execution, which pass runs on which unit; `terms`: from where on that pays;
-        `keeps_codes`: whether codes of x are saved for a backward pass that is emulated."""
+        """`prepared`: what the execution has worked out for the product; None: it is emulated."""
         self.op = op
         self.places = places
-        self.native: Passes = {} if native is None else native
-        self.terms = NativeTerms() if terms is None else terms
-        self.keeps_codes = keeps_codes
+        self.prepared = prepared
         #: Rows of statistics and promotions: they grow while the run goes on.
         self.states = {place: OperandState() for place in places}
-        #: Sites that ran eagerly, see :meth:`RunTables.make_room`.
+        #: Sites that ran eagerly, see :meth:`RunTables.add_rows`.
         self.met: set[str] = set()
         self.at_consumer = decision.grad_at == "consumer"
         #: Operand -> the place that rounds it once for both of its products.
@@ -496,9 +461,9 @@ class OpRounding:
 
     def facts(self) -> Hashable:
         """All that tracing reads of it, see :mod:`bitplan.compiler.tracing`."""
-        native = tuple((key, tuple(units.items())) for key, units in self.native.items())
+        prepared = None if self.prepared is None else self.prepared.facts()
         places = tuple((place, op.facts(), self.states[place].facts()) for place, op in self.places.items())
-        return self.at_consumer, tuple(self.shared.items()), native, self.terms, self.keeps_codes, places
+        return self.at_consumer, tuple(self.shared.items()), prepared, places
 
     def applies(self, place: str, training: bool) -> bool:
         op = self.places.get(place)

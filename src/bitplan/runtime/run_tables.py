@@ -18,7 +18,7 @@ from bitplan.runtime.module_state import (
     RECORD,
     DeviceTables,
     ModuleTables,
-    with_twins,
+    with_copies,
     write_amax_history_max,
 )
 from bitplan.runtime.op_context import OpContext
@@ -26,9 +26,9 @@ from bitplan.runtime.rounding_op import OpRounding, Promoted, RoundingOp, promot
 from bitplan.runtime.statistics import (
     COLUMNS,
     PROMOTED,
-    SIGN,
+    SIGNAL,
+    Observed,
     Statistics,
-    Watched,
     amax_history_max,
     fold,
     promotion_in,
@@ -45,7 +45,7 @@ class RunTables:
         self.model = model
         self.per_module: list[ModuleTables] = []
         #: What the plan writes into records.
-        self.watched = Watched()
+        self.watched = Observed()
         #: Whether anything was ever observed: a step must not ask every module where nothing is.
         self._observes = False
         #: The records that were last folded, and memory for all of them, in parts as large as they are.
@@ -61,7 +61,7 @@ class RunTables:
     @property
     def promotes(self) -> bool:
         """Whether anything may be promoted."""
-        return self.watched.signs
+        return self.watched.signals
 
     @property
     def delays(self) -> bool:
@@ -74,7 +74,7 @@ class RunTables:
         """Give a module, and every copy that was made of it, its buffers."""
         self._device_tables = None
         rows = DeviceTables([tables], self._parameter_names).at(seed, step)
-        for module in with_twins(tables.module):
+        for module in with_copies(tables.module):
             device = next(module.parameters(), torch.empty(0, device=self.device())).device
             tables.install(rows, device, module)
 
@@ -113,7 +113,7 @@ class RunTables:
             torch.cat(records, out=self._whole)
         whole, parts = self._whole, self._parts
         if self.promotes:
-            whole[:, SIGN] = sum_over_ranks(whole[:, SIGN])
+            whole[:, SIGNAL] = sum_over_ranks(whole[:, SIGNAL])
         if self.delays:
             share_amax(whole)
         fold(whole, step, self.watched)
@@ -144,7 +144,7 @@ class RunTables:
                     found[f"{tables.path}/{name}"] = seen
         return found
 
-    def make_room(self, module: nn.Module, action: OpRounding, context: OpContext) -> ModuleTables | None:
+    def add_rows(self, module: nn.Module, action: OpRounding, context: OpContext) -> ModuleTables | None:
         """A row of the record for each place of an operation that is observed; the tables that have grown."""
         tables = next((tables for tables in self.per_module if tables.path == state_of(module).path), None)
         if tables is None or tables.module is not module:
@@ -167,7 +167,7 @@ class RunTables:
         for tables, kept in self.records() if self.promotes else ():
             for name, row in zip(tables.records, kept.tolist(), strict=True):
                 known = promotion_in(row)
-                action = _place_action(tables, name)
+                action = _op_of_record(tables, name)
                 if known is not None and action is not None and action.promotion is not None:
                     promotion = action.promotion
                     share = known[1] ** 0.5 if promotion.measure == "error" else known[1]
@@ -175,7 +175,7 @@ class RunTables:
                     found.append(Promoted(site, known[0], promotion.measure, share, promotion.target))
         return sorted(found, key=lambda each: each.step)
 
-    def show_promotions(self) -> bool:
+    def apply_promotions(self) -> bool:
         """Let the actions of packed execution know what is promoted; whether that is news. Waits for the device."""
         found = self.records() if self.promotes else []
         if not found:
@@ -237,7 +237,7 @@ def _actions(tables: ModuleTables) -> list[OpRounding]:
     return [action for action in state_of(tables.module).actions.values() if isinstance(action, OpRounding)]
 
 
-def _place_action(tables: ModuleTables, name: str) -> RoundingOp | None:
+def _op_of_record(tables: ModuleTables, name: str) -> RoundingOp | None:
     """What rounds the tensor of that record in the plan's present phase."""
     tensor, place = _tensor_and_place(name)
     site = tensor.partition("(")[0]

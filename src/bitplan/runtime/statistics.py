@@ -1,11 +1,11 @@
-"""What is seen at a site while it is rounded: the range of its values, and what rounding did to them.
+"""Statistics of rounded tensors: the range of their values, their amax, and the effect of rounding.
 
-An observation is one row of float32 numbers in a buffer of the module, written on the device in forward and backward
-passes, eager or compiled. Writing is idempotent: recomputing a checkpointed region writes the same numbers again and
-counts nothing twice. :func:`fold`, once a step, adds them up.
+A record is a row of float32 numbers in a buffer of the module, written on the device in forward and backward passes,
+eager or compiled. Writing is idempotent: recomputing a checkpointed region writes the same numbers and counts nothing
+twice. :func:`fold` accumulates records after every step.
 
-With several micro-batches in a step, shares are those of the last one, and ranges and largest magnitudes those of all.
-Where an operation has several weights or several results, the record is that of the largest.
+With several micro-batches in a step, fractions are those of the last one, ranges and amax those of all of them. If an
+operation has several weights or results, the record describes the largest.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from torch import Tensor
 
 from bitplan.numerics.scaling import LONGEST_HISTORY
 
-#: Columns of a record: fresh, then five measures of this step; steps and their sums; the range of this step;
-#: whether an average range exists, and that; the sign that a promotion watches, as part and whole, and its limit; since
-#: which step the tensor is promoted (0: it is not), and what the sign was then.
+#: Columns of a record: whether this step has written it, then five measures of this step; the number of steps and the
+#: sums of the measures; the range of this step; whether a mean range exists, and that range; the signal of a promotion
+#: as numerator and denominator, and its limit; the step from which on the tensor is promoted (0: it is not), and the
+#: signal at that time.
 FRESH, OVERFLOW, UNDERFLOW, AMAX, ERROR, POWER = range(6)
 _MEASURES = slice(0, 6)
 _SUMS = slice(6, 12)
 _LOW, _HIGH = 12, 13
 _RANGE = slice(12, 14)
-_KNOWN, _MEAN_LOW, _MEAN_SPAN = 14, 15, 16
-SIGN = slice(17, 19)
-_PART, _WHOLE, LIMIT = 17, 18, 19
+_HAS_MEAN, _MEAN_LOW, _MEAN_SPAN = 14, 15, 16
+SIGNAL = slice(17, 19)
+_NUMERATOR, _DENOMINATOR, LIMIT = 17, 18, 19
 PROMOTED, _REACHED = 20, 21
-#: For scales that come from past steps: the largest magnitude of this step so far; of how many steps it is remembered,
-#: and how many times that magnitude is made room for; those of past steps, the last one first, 0 where there was none.
+#: For delayed scaling: the amax of this step so far; the length of the amax history; the margin as a factor; the
+#: history, latest step first, 0 where there was none.
 _NOW, LENGTH, MARGIN = 22, 23, 24
 _PAST = slice(25, 25 + LONGEST_HISTORY)
 COLUMNS = 25 + LONGEST_HISTORY
@@ -61,7 +62,7 @@ def observe_amax(row: Tensor, amax: Tensor) -> None:
 
 
 def observe_rounding(row: Tensor, x: Tensor, rounded: Tensor, largest: float | Tensor) -> None:
-    """What rounding did to `x`; `largest` is the largest magnitude that had a place in the format."""
+    """Record the effect of rounding on `x`; `largest` is the largest magnitude that the format can hold."""
     if not x.numel():
         return
     before, after = x.detach().float(), rounded.detach().float()
@@ -79,54 +80,54 @@ def observe_rounding(row: Tensor, x: Tensor, rounded: Tensor, largest: float | T
     row[_MEASURES].copy_(measures)
 
 
-def observe_sign(row: Tensor, part: Tensor, whole: Tensor) -> None:
-    """The sign that a promotion watches; of several micro-batches the worst one's is kept."""
-    known = row[SIGN]
-    now = torch.stack((part, whole))
-    is_worse = ~(now[0] / now[1] <= known[0] / known[1])  # so also where nothing is known, 0 / 0
-    known.copy_(torch.where(is_worse, now, known))
+def observe_signal(row: Tensor, numerator: Tensor, denominator: Tensor) -> None:
+    """Record the signal of a promotion; of several micro-batches the worst counts."""
+    previous = row[SIGNAL]
+    present = torch.stack((numerator, denominator))
+    is_worse = ~(present[0] / present[1] <= previous[0] / previous[1])  # also if there is none yet: 0 / 0
+    previous.copy_(torch.where(is_worse, present, previous))
 
 
 def mean_range(row: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(least, largest) value by the running mean, or of `x` itself where nothing was observed yet."""
-    known = row[_KNOWN] > 0
-    low = torch.where(known, row[_MEAN_LOW], x.detach().amin().float())
-    high = torch.where(known, row[_MEAN_LOW] + row[_MEAN_SPAN], x.detach().amax().float())
+    """The running mean of the range, (least, largest); the range of `x` if there is no mean yet."""
+    has_mean = row[_HAS_MEAN] > 0
+    low = torch.where(has_mean, row[_MEAN_LOW], x.detach().amin().float())
+    high = torch.where(has_mean, row[_MEAN_LOW] + row[_MEAN_SPAN], x.detach().amax().float())
     return low, high
 
 
 @dataclass(frozen=True)
-class Watched:
-    """What a run writes into its records: only that has to be folded, and each part is a dozen launches on a GPU."""
+class Observed:
+    """What a run writes into its records; only that is folded, because each takes a dozen kernel launches."""
 
-    #: Measures of what rounding does.
+    #: The effect of rounding.
     rounding: bool = False
     #: Ranges, for running means of them.
     ranges: bool = False
-    #: Signs of promotions.
-    signs: bool = False
-    #: Largest magnitudes, for scales of later steps.
+    #: Signals of promotions.
+    signals: bool = False
+    #: The amax, for scales of later steps.
     amax: bool = False
 
-    def __or__(self, other: Watched) -> Watched:
-        return Watched(
+    def __or__(self, other: Observed) -> Observed:
+        return Observed(
             *(self.rounding or other.rounding, self.ranges or other.ranges),
-            *(self.signs or other.signs, self.amax or other.amax),
+            *(self.signals or other.signals, self.amax or other.amax),
         )
 
 
-def fold(record: Tensor, step: int, watched: Watched) -> None:
-    """After a step, in place: sums and running means hold it, promotions are decided, and the next one starts fresh.
+def fold(record: Tensor, step: int, watched: Observed) -> None:
+    """Fold a step into sums, running means and histories, decide on promotions, and clear the record for the next one.
 
-    What was not finite is left out: a ``GradScaler`` skips such a step, and one would spoil all others.
+    Values that are not finite are left out: a ``GradScaler`` skips such a step.
 
-    :param step: the one that comes next, from which on a promotion holds.
+    :param step: the next step, the first with the promotions that are decided now.
     """
     if watched.rounding:
         _add_measures(record)
     if watched.ranges:
         _blend_ranges(record)
-    if watched.signs:
+    if watched.signals:
         _decide_promotions(record, step)
     if watched.amax:
         _remember_amax(record)
@@ -143,47 +144,47 @@ def _add_measures(record: Tensor) -> None:
 
 
 def _blend_ranges(record: Tensor) -> None:
-    low, known = record.select(1, _LOW), record.select(1, _KNOWN)
+    low, has_mean = record.select(1, _LOW), record.select(1, _HAS_MEAN)
     now, mean = record.narrow(1, _LOW, 2), record.narrow(1, _MEAN_LOW, 2)
-    span = record.select(1, _HIGH).sub_(low)  # so that `now` holds least value and span, as `mean` does
+    span = record.select(1, _HIGH).sub_(low)  # now `now` holds least value and span, as `mean` does
     seen = (span >= 0).logical_and_(span < torch.inf)  # an end that is not finite gives no such span
     blended = (mean * MOMENTUM).add_(now * (1 - MOMENTUM))
-    blended = torch.where((known > 0).unsqueeze(1), blended, now)
+    blended = torch.where((has_mean > 0).unsqueeze(1), blended, now)
     torch.where(seen.unsqueeze(1), blended, mean, out=mean)
-    known.masked_fill_(seen, 1.0)
+    has_mean.masked_fill_(seen, 1.0)
     low.fill_(torch.inf)
     span.fill_(-torch.inf)
 
 
 def _decide_promotions(record: Tensor, step: int) -> None:
-    sign = record[:, _PART] / record[:, _WHOLE]  # 0 / 0, where nothing was watched, reaches no limit
-    promotes = (sign >= record[:, LIMIT]) & (record[:, PROMOTED] == 0)
+    signal = record[:, _NUMERATOR] / record[:, _DENOMINATOR]  # 0 / 0, where nothing was recorded, reaches no limit
+    promotes = (signal >= record[:, LIMIT]) & (record[:, PROMOTED] == 0)
     record[:, PROMOTED].masked_fill_(promotes, float(step))
-    record[:, _REACHED] = torch.where(promotes, sign, record[:, _REACHED])
-    record[:, SIGN] = 0.0
+    record[:, _REACHED] = torch.where(promotes, signal, record[:, _REACHED])
+    record[:, SIGNAL] = 0.0
 
 
 def _remember_amax(record: Tensor) -> None:
     now, past = record[:, _NOW], record[:, _PAST]
-    is_told = (now > 0) & (now < torch.inf)
-    record[:, _PAST] = torch.where(is_told[:, None], torch.cat((now[:, None], past[:, :-1]), 1), past)
+    is_valid = (now > 0) & (now < torch.inf)
+    record[:, _PAST] = torch.where(is_valid[:, None], torch.cat((now[:, None], past[:, :-1]), 1), past)
     record[:, _NOW] = 0.0
 
 
 def amax_history_max(record: Tensor) -> Tensor:
-    """For which magnitude the next step's scales make room, a number a row; 0 where there is no past."""
+    """The magnitude that the next step's scales map to the format's maximum, one per row; 0 without history."""
     past = record[:, _PAST]
     is_remembered = torch.arange(past.shape[1], device=record.device) < record[:, LENGTH, None]
     return torch.where(is_remembered, past, 0.0).amax(1) * record[:, MARGIN]
 
 
 def share_amax(record: Tensor) -> None:
-    """Let all processes of a training know the largest magnitude that any of them met in this step."""
+    """All-reduce the amax of this step over the processes of a training."""
     record[:, _NOW] = largest_over_ranks(record[:, _NOW])
 
 
 def largest_over_ranks(values: Tensor) -> Tensor:
-    """The largest of what all processes of a training hold; `values` itself where there is one process."""
+    """The maximum over all processes of a training; `values` itself if there is one process."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         values = values.contiguous()
         dist.all_reduce(values, dist.ReduceOp.MAX)
@@ -191,20 +192,20 @@ def largest_over_ranks(values: Tensor) -> Tensor:
 
 
 def promotion_in(row: list[float]) -> tuple[int, float] | None:
-    """(step, sign) of a promotion; None where there was none."""
+    """(step, signal) of a promotion; None if there was none."""
     return (int(row[PROMOTED]), row[_REACHED]) if row[PROMOTED] else None
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """What rounding did at one site, averaged over the steps it was watched."""
+    """The effect of rounding at one site, averaged over steps."""
 
     steps: int
-    #: Share of values beyond the format's largest.
+    #: Fraction of values beyond the format's largest.
     overflow: float
-    #: Share of nonzero values that became zero.
+    #: Fraction of nonzero values that became zero.
     underflow: float
-    #: The largest magnitude ever met.
+    #: The largest magnitude so far.
     amax: float
     #: Root of (mean squared error / mean square): 0.01 is an error of one per cent.
     error: float

@@ -16,6 +16,7 @@ from bitplan.errors import BitplanError, MetricError, nearest_names
 from bitplan.numerics.formats import BlockFormat, get_format
 from bitplan.numerics.reference import ROUNDINGS, Rounding
 from bitplan.numerics.scaling import Granularity
+from bitplan.numerics.wire_format import OPERAND_OF_SLOT
 from bitplan.plans import Plan
 from bitplan.plans.match import PASSES
 from bitplan.plans.spec import QuantizerSpec
@@ -121,7 +122,7 @@ class Candidate:
 
 def has_gradient(pass_: str) -> bool:
     """Whether the left operand of that pass is the gradient dy."""
-    return PASSES[pass_][0].endswith(".dy")
+    return OPERAND_OF_SLOT[PASSES[pass_][0]].tensor == "dy"
 
 
 #: What is measured where nothing else is asked for: an integer and two floats of 8 bits and an integer of 4, with a
@@ -174,7 +175,7 @@ class Planned:
         specs = []
         for slot in (slot for pair in PASSES.values() for slot in pair):
             spec = decision[slot].quantizer
-            role = _ROLES.get(slot.split(".")[1])
+            role = _ROLES.get(OPERAND_OF_SLOT[slot].tensor)
             if spec is None and role is not None:
                 spec = decision[role].quantizer
             if spec is not None:

@@ -21,10 +21,10 @@ from torch import Tensor
 from bitplan.analysis.error_metrics import ErrorSummary
 from bitplan.analysis.measure.candidate import Tried
 from bitplan.gemm.axes import resolve
-from bitplan.gemm.matrices import Operand
+from bitplan.gemm.matrices import SampledOperand
 from bitplan.numerics.dtypes import carrier_for
 from bitplan.numerics.formats import BlockFormat, FloatFormat, Format, IntFormat, get_format
-from bitplan.numerics.mutable_format import LiveFormat
+from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.noise import random_bits
 from bitplan.numerics.quantizer import Quantizer
 from bitplan.numerics.reference import Rounding
@@ -87,14 +87,18 @@ class Sums:
 
 
 def pass_figures(
-    pass_: str, op: str, left: Operand, right: Operand, candidates: tuple[Tried, ...], seed: int
+    pass_: str, op: str, left: SampledOperand, right: SampledOperand, candidates: tuple[Tried, ...], seed: int
 ) -> tuple[Sums, list[PassFigures]]:
     """The figures of all candidates that are of their own in that pass."""
     return group_figures(pass_, op, [(left, right)], candidates, seed)[0]
 
 
 def group_figures(
-    pass_: str, op: str, pairs: Sequence[tuple[Operand, Operand]], candidates: tuple[Tried, ...], seed: int
+    pass_: str,
+    op: str,
+    pairs: Sequence[tuple[SampledOperand, SampledOperand]],
+    candidates: tuple[Tried, ...],
+    seed: int,
 ) -> list[tuple[Sums, list[PassFigures]]]:
     """The same of several products at once, whose sampled rows have the same shapes: far faster than one by one."""
     wanted = _wanted(pass_, candidates)
@@ -202,7 +206,7 @@ def _looked_up(spec: QuantizerSpec) -> _Spec:
 class _Rounder:
     """Rounds the sampled rows of both operands of all products at once, each format once."""
 
-    def __init__(self, pairs: Sequence[tuple[Operand, Operand]], op: str, seed: int) -> None:
+    def __init__(self, pairs: Sequence[tuple[SampledOperand, SampledOperand]], op: str, seed: int) -> None:
         self.pairs = pairs
         self.op = op
         self.seed = seed
@@ -232,7 +236,7 @@ class _Rounder:
 
     def _key(self, plain: Quantizer, scale: str | None, side: int) -> tuple[Format, str | None, Rounding, int]:
         """Stochastic rounding is mostly asked for of the gradient alone; all else is done for both sides."""
-        assert not isinstance(plain.format, LiveFormat)
+        assert not isinstance(plain.format, MutableFormat)
         return plain.format, scale, plain.rounding, side if plain.rounding == "stochastic" else 0
 
     def _of(self, side: int) -> slice:
@@ -266,7 +270,7 @@ class _Rounder:
 
 
 def _operand_figures(
-    operands: Sequence[Operand],
+    operands: Sequence[SampledOperand],
     exact: Tensor,
     specs: Sequence[_Spec],
     copies: Tensor,

@@ -18,7 +18,7 @@ from bitplan.capture.scopes import Interceptor, Scope, state_of
 from bitplan.compiler.torch_private import DisableTorchFunction
 from bitplan.errors import MetricError, QuantizeError
 from bitplan.gemm.layouts import layout_of
-from bitplan.gemm.matrices import Layout, Operand
+from bitplan.gemm.matrices import Layout, SampledOperand
 from bitplan.gemm.sampling import Sampling
 from bitplan.numerics.wire_format import op_site, site_path
 from bitplan.plans import Plan
@@ -58,7 +58,7 @@ class Probe(Interceptor):
         self.skipped: dict[str, str] = {}
         self._met: dict[str, _Product] = {}
         #: Sampled passes by all that must be alike for them to be measured together.
-        self._waiting: dict[Any, list[tuple[_Product, tuple[Operand, Operand]]]] = {}
+        self._waiting: dict[Any, list[tuple[_Product, tuple[SampledOperand, SampledOperand]]]] = {}
         self._recurrences = _Recurrences()
 
     def decomposition_of(self, scope: Scope, op: str) -> Callable[..., Any] | None:
@@ -146,7 +146,7 @@ class Probe(Interceptor):
         pass_: str,
         op: str,
         candidates: tuple[Tried, ...],
-        group: list[tuple[_Product, tuple[Operand, Operand]]],
+        group: list[tuple[_Product, tuple[SampledOperand, SampledOperand]]],
     ) -> None:
         found = group_figures(pass_, op, [pair for _, pair in group], candidates, self.sampling.seed)
         for (product, _), (sums, figures) in zip(group, found, strict=True):

@@ -30,13 +30,14 @@ from bitplan.compiler.torch_private import unset_fake_temporarily
 from bitplan.executions.native.backends import GemmBackend, backends_of, supports_shape
 from bitplan.executions.native.convolution import ConvGemmLayout
 from bitplan.executions.native.float8_cast import FORMATS, INPUT_DTYPES, cast_float8
-from bitplan.executions.native.gemm import BY_ROW, PASSES, Codes, GemmLayout, codes_of
+from bitplan.executions.native.gemm import BY_ROW, Codes, GemmLayout, codes_of
 from bitplan.executions.native.paths import NativeTerms
 from bitplan.files import write_whole
 from bitplan.gemm.products import Product
 from bitplan.machine import cpu_name
 from bitplan.numerics.noise import preserve_rng_state
 from bitplan.numerics.quantizer import Quantizer, make_quantizer
+from bitplan.plans.match import PASSES
 
 log = logging.getLogger("bitplan")
 

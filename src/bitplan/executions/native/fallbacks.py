@@ -11,7 +11,7 @@ from bitplan.capture.ops import PRODUCTS
 from bitplan.capture.recording import Operation
 from bitplan.executions.native.backends import GemmBackend, supports_shape
 from bitplan.executions.native.convolution import ConvGemmLayout
-from bitplan.executions.native.gemm import PASSES, GemmLayout, byte_of, summed_axes, varying_axes
+from bitplan.executions.native.gemm import GemmLayout, byte_of, varying_axes
 from bitplan.executions.native.paths import (
     TOO_NARROW,
     TOO_SMALL,
@@ -20,12 +20,14 @@ from bitplan.executions.native.paths import (
     why_not_native,
     why_pass_not_native,
 )
-from bitplan.gemm.axes import resolve
+from bitplan.gemm.axes import resolve, summed_axes
 from bitplan.gemm.products import has_settings, product_of
 from bitplan.numerics.formats import IntFormat
-from bitplan.numerics.mutable_format import LiveFormat
+from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.quantizer import Quantizer
+from bitplan.numerics.wire_format import OPERAND_OF_SLOT
 from bitplan.plans import Decision
+from bitplan.plans.match import PASSES
 from bitplan.plans.spec import QuantizerSpec
 
 
@@ -69,7 +71,7 @@ class PlannedOperand:
         return None if self.spec is None else resolve(self.spec, self.place, self.op, self.dims)
 
     def summed_axes(self) -> set[int]:
-        return summed_axes(self.slot, self.dims, self.op, self.is_plain_gemm)
+        return set(summed_axes(self.slot, self.op, self.dims, self.is_plain_gemm))
 
 
 def passes_of(
@@ -78,8 +80,9 @@ def passes_of(
     """For each pass of a layer whose input has `dims` dimensions: the backend, or why it is emulated."""
 
     def operand(slot: str) -> PlannedOperand:
-        place = decision.shared.get(slot.partition(".")[2], slot)
-        operand_dims = 2 if slot.endswith(".w") and op == "linear" else dims
+        tensor = OPERAND_OF_SLOT[slot].tensor
+        place = decision.shared.get(tensor, slot)
+        operand_dims = 2 if tensor == "w" and op == "linear" else dims
         return PlannedOperand(slot, place, decision[place].quantizer, operand_dims, op, is_plain_gemm)
 
     return {
@@ -180,7 +183,7 @@ def backend_or_reason(
         if varying is None or varying & operand.summed_axes():
             return f"the scale of {operand.slot} changes along the sum"
         quantizers.append(quantizer)
-    targets = [quantizer.format for quantizer in quantizers if not isinstance(quantizer.format, LiveFormat)]
+    targets = [quantizer.format for quantizer in quantizers if not isinstance(quantizer.format, MutableFormat)]
     for backend in backends:
         if backend.supports_formats(targets[0], targets[1]):
             return backend

@@ -7,22 +7,21 @@ function :class:`NativeProduct` multiplies them and saves codes for the backward
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bitplan.compiler.tracing import is_traced
 from bitplan.errors import PlanError
-from bitplan.executions.native.backends import BACKENDS, GemmBackend
+from bitplan.executions.native.backends import BACKENDS
 from bitplan.gemm.products import Product
 from bitplan.numerics.formats import BlockFormat, IntFormat
 from bitplan.numerics.quantizer import Encoded, Quantizer
 from bitplan.plans.spec import QuantizerSpec
 
-#: Pass -> its slots, left and right.
-PASSES = {"fprop": ("fprop.x", "fprop.w"), "dgrad": ("dgrad.dy", "dgrad.w"), "wgrad": ("wgrad.dy", "wgrad.x")}
-
+if TYPE_CHECKING:
+    from bitplan.executions.native.product import NativeSlots
 
 #: Slots whose GEMMs sum over features; the others sum over rows.
 BY_ROW = ("fprop.x", "fprop.w", "dgrad.dy")
@@ -54,24 +53,6 @@ def gemm_shape(gemm_pass: str, tokens: int, inputs: int, outputs: int) -> tuple[
     if gemm_pass == "fprop":
         return tokens, inputs, outputs
     return (tokens, outputs, inputs) if gemm_pass == "dgrad" else (outputs, tokens, inputs)
-
-
-def summed_axes(slot: str, dims: int, op: str = "linear", is_pointwise: bool = True) -> set[int]:
-    """The axes of an operand that its GEMM sums over.
-
-    :param op: ``linear`` or a convolution, which sums over channels and the kernel's area.
-    :param is_pointwise: the kernel covers one pixel.
-    """
-    if op.startswith("conv"):
-        if slot in ("fprop.x", "dgrad.dy"):
-            return {1} if is_pointwise else set(range(1, dims))
-        unsummed = 0 if slot == "fprop.w" else 1
-        return set(range(dims)) - {unsummed}
-    if slot in ("fprop.x", "dgrad.dy"):
-        return {dims - 1}
-    if slot.endswith(".w"):
-        return {1} if slot == "fprop.w" else {0}
-    return set(range(dims - 1))
 
 
 def varying_axes(quantizer: Quantizer, dims: int) -> set[int] | None:
@@ -188,32 +169,6 @@ class SavedOperand:
         wide = elements.to(torch.float32 if scale is None else scale.dtype)
         like = torch.empty_like(elements, dtype=self.dtype)
         return self.quantizer.decode(Encoded(wide, () if scale is None else (scale,)), like)
-
-
-class NativeSlots(Protocol):
-    """The plan's rounding of a layer's operands, as the GEMM needs it."""
-
-    #: Pass -> backend; a missing pass is emulated.
-    backends: dict[str, GemmBackend]
-    #: Operands (x, w) that the backward pass casts again, instead of saving their codes.
-    recast_in_backward: tuple[str, ...]
-
-    def round(self, slot: str, tensor: Tensor) -> Tensor: ...
-
-    def codes(self, slots: list[str], tensor: Tensor, after: Tensor | None = None) -> list[Codes]:
-        """The codes of a tensor for each of these slots.
-
-        :param after: in the backward pass: cast again, but not before this tensor is computed.
-        """
-        ...
-
-    def saved_operand(self, x: Tensor) -> SavedOperand | None:
-        """The input for an emulated wgrad, one byte per element; None where its format does not fit a byte."""
-        ...
-
-    def shares(self, operand: str) -> bool:
-        """Whether an operand is rounded once for both of its GEMMs."""
-        ...
 
 
 class NativeProduct(torch.autograd.Function):
@@ -337,9 +292,3 @@ def _result_dtype(x: Tensor) -> torch.dtype:
     """That of the layer itself: autocast's, where it is enabled."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
-def native_product(x: Tensor, w: Tensor, bias: Tensor | None, layout: GemmLayout, slots: NativeSlots) -> Tensor:
-    """y = x w + bias, its GEMMs on the backends of `slots`."""
-    y: Tensor = NativeProduct.apply(x, w, bias, layout, slots)  # type: ignore[no-untyped-call]
-    return y

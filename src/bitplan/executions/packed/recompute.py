@@ -1,9 +1,9 @@
-"""Operations that keep less for the backward pass than torch's own do, and compute the same bits (eager, ``packed``).
+"""Functions that save less for the backward pass than torch's own and compute the same bits (eager, ``packed``).
 
-Torch's ReLU keeps its whole result, dropout on a CPU a whole tensor of factors, max-pooling eight bytes for every
-index. Here ReLU and dropout keep a bit for each element; and operations whose backward pass needs their own, unrounded
-result (tanh, softmax, attention, ...) keep their *inputs*, which a plan has rounded and which are therefore small, and
-run once more.
+torch's ReLU saves its whole result, dropout on a CPU a whole tensor of factors, max-pooling eight bytes for every
+index. The ReLU and the dropout of this module save one bit per element. Operations whose backward pass needs their own,
+unrounded result (tanh, softmax, attention, ...) save their *inputs*, which a plan has rounded and which are therefore
+small, and are recomputed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitplan.executions.packed.saved_tensors import PackedCopy, rounded_mark
+from bitplan.executions.packed.saved_tensors import PackedCopy
+from bitplan.runtime.autograd import rounded_both_ways
+from bitplan.runtime.op_context import OpContext
+from bitplan.runtime.rounded_mark import copy_mark, mark_rounded, packable
+from bitplan.runtime.rounding_op import RoundingOp
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 
-#: Operations that keep their result, or more than their inputs: run again in the backward pass.
-RUN_AGAIN = frozenset(
+#: Operations that save their result, or more than their inputs: recomputed in the backward pass.
+RECOMPUTED = frozenset(
     """
     tanh sigmoid softmax log_softmax softmin exp expm1 sqrt rsqrt reciprocal elu celu selu logsigmoid logsumexp
     scaled_dot_product_attention max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d
@@ -29,16 +33,16 @@ RUN_AGAIN = frozenset(
 )
 
 
-def spared(op: str, func: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that returns what `func` does and keeps less, where there is one."""
+def memory_saving(op: str, func: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with the result of `func` that saves less, where there is one; otherwise `func`."""
     if op == "relu":
         return bit_relu
     if op == "dropout":
         return bit_dropout
-    return _run_again(func) if op in RUN_AGAIN else func
+    return _recomputed(func) if op in RECOMPUTED else func
 
 
-# --- a bit an element ---------------------------------------------------------------------------------------
+# --- One bit per element ---------------------------------------------------------------------------------------
 
 
 #: Times this, eight bytes of 0 or 1 that are one number have their bits side by side in its highest byte: byte i is
@@ -69,24 +73,24 @@ class Bits:
         return torch.where(self.mask(), x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-class Passes:
-    """Where a ReLU lets its gradient pass: a bit for each element, or its result, once another operation keeps that."""
+class PositivePart:
+    """Where a ReLU passes its gradient on: a bit per element, or its packed result, once another operation saves it."""
 
     def __init__(self, y: Tensor) -> None:
         self.bits: Bits | None = Bits(~(y <= 0))
         self.copy: PackedCopy | None = None
 
     def wait_for_copy(self, y: Tensor) -> None:
-        """`y` lies on a grid, so that a packed copy of it shows the same signs."""
-        note = rounded_mark(y)
-        if note is not None:
-            note.waiting.append(self._use)
+        """`y` lies on a grid, so a packed copy of it has the same signs."""
+        mark = packable(y)
+        if mark is not None:
+            mark.on_packed.append(self._use)
 
     def _use(self, copy: PackedCopy) -> None:
         self.copy, self.bits = copy, None
 
     def apply(self, x: Tensor) -> Tensor:
-        """`x`, and zero where it does not pass."""
+        """`x`, with zeros where the ReLU was zero."""
         if self.bits is not None:
             return self.bits.where_set(x)
         assert self.copy is not None
@@ -95,30 +99,61 @@ class Passes:
 
 
 class BitRelu(torch.autograd.Function):
-    """ReLU that remembers where its gradient passes."""
+    """ReLU that saves the signs of its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         y = torch.relu(x)
-        ctx.passes = Passes(y)
+        ctx.positive = PositivePart(y)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        passed: Tensor = ctx.passes.apply(grads[0])
+        passed: Tensor = ctx.positive.apply(grads[0])
         return passed
 
 
 def bit_relu(input: Tensor, inplace: bool = False) -> Tensor:
-    """ReLU; where a gradient is wanted it keeps a bit for each element."""
+    """ReLU that saves one bit per element for its gradient."""
     if not (torch.is_grad_enabled() and input.requires_grad):
         return torch.relu(input)
     y: Tensor = BitRelu.apply(input)  # type: ignore[no-untyped-call]
     return y
 
 
+class PackedGridRelu(torch.autograd.Function):
+    """ReLU of a tensor that lies on the grid, as its result does; the gradient is rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, backward: RoundingOp, context: OpContext) -> Tensor:
+        ctx.backward_op, ctx.context = backward, context
+        y = torch.relu(x)
+        ctx.positive = PositivePart(y)
+        copy_mark(y, x)
+        ctx.positive.wait_for_copy(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rounded = ctx.backward_op.round(grads[0], ctx.context)
+        return mark_rounded(ctx.positive.apply(rounded), ctx.backward_op.grid), None, None
+
+
+def rounded_bit_relu(x: Tensor, forward: RoundingOp | None, backward: RoundingOp | None, context: OpContext) -> Tensor:
+    """ReLU that saves one bit per element, its output and its gradient rounded."""
+    forward, backward = (None if op is None else op.after_promotion(context) for op in (forward, backward))
+    if forward is None or not forward.changes_nothing_in(x):
+        return rounded_both_ways(bit_relu(x), forward, backward, context)
+    if backward is None:
+        y = bit_relu(x)
+        copy_mark(y, x)
+    else:
+        y = PackedGridRelu.apply(x, backward, context)  # type: ignore[no-untyped-call]
+    return mark_rounded(y, forward.grid)
+
+
 class BitDropout(torch.autograd.Function):
-    """Dropout that remembers which elements it let pass, drawn as torch draws them."""
+    """Dropout that saves which elements it has kept; random numbers are drawn as torch draws them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
@@ -141,7 +176,7 @@ class BitDropout(torch.autograd.Function):
 
 
 def bit_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Dropout; where a gradient is wanted it keeps a bit for each element."""
+    """Dropout that saves one bit per element for its gradient."""
     learns = torch.is_grad_enabled() and input.requires_grad
     if not (learns and training and 0 < p < 1 and input.numel()):
         return torch.nn.functional.dropout(input, p, training)
@@ -149,11 +184,11 @@ def bit_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: b
     return y
 
 
-# --- once more ----------------------------------------------------------------------------------------------
+# --- Recomputed ----------------------------------------------------------------------------------------------
 
 
-class RunAgain(torch.autograd.Function):
-    """An operation that keeps its inputs only, and runs once more in the backward pass with the same random numbers."""
+class Recomputed(torch.autograd.Function):
+    """An operation that saves its inputs only and is recomputed in the backward pass with the same random numbers."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> Any:
@@ -164,20 +199,20 @@ class RunAgain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         inputs = [
-            tensor.detach().requires_grad_(wanted)
-            for tensor, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
+            tensor.detach().requires_grad_(needs_grad)
+            for tensor, needs_grad in zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
         ]
         with torch.enable_grad():
-            result = ctx.call.run_again(inputs)
+            result = ctx.call.recompute(inputs)
         outputs = list(result) if isinstance(result, (tuple, list)) else [result]
         paired = [(y, g) for y, g in zip(outputs, grads, strict=True) if y.requires_grad and g is not None]
-        wanted_inputs = [tensor for tensor in inputs if tensor.requires_grad]
-        found = iter(torch.autograd.grad([y for y, _ in paired], wanted_inputs, [g for _, g in paired]))
-        return None, *(next(found) if tensor.requires_grad else None for tensor in inputs)
+        trained_inputs = [tensor for tensor in inputs if tensor.requires_grad]
+        gradients = iter(torch.autograd.grad([y for y, _ in paired], trained_inputs, [g for _, g in paired]))
+        return None, *(next(gradients) if tensor.requires_grad else None for tensor in inputs)
 
 
 class Call:
-    """A call of a torch function, apart from the tensors that it is given, and the circumstances it was made in."""
+    """A call of a torch function without its tensors, with the autocast and random state it was made under."""
 
     def __init__(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
         self.func = func
@@ -197,7 +232,7 @@ class Call:
             self.state = _random_state(self.device)
         return self._call(tensors)
 
-    def run_again(self, tensors: Any) -> Any:
+    def recompute(self, tensors: Any) -> Any:
         with self.autocast():
             if self.state is None:
                 return self._call(tensors)
@@ -218,14 +253,14 @@ class Call:
         return self.func(*args, **named)
 
 
-def _run_again(func: Callable[..., Any]) -> Callable[..., Any]:
-    def runs_again(*args: Any, **kwargs: Any) -> Any:
+def _recomputed(func: Callable[..., Any]) -> Callable[..., Any]:
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
             return func(*args, **kwargs)
-        return RunAgain.apply(Call(func, args, kwargs), *tensors)  # type: ignore[no-untyped-call]
+        return Recomputed.apply(Call(func, args, kwargs), *tensors)  # type: ignore[no-untyped-call]
 
-    return runs_again
+    return recomputed
 
 
 def _autocast_now(kind: str) -> Callable[[], AbstractContextManager[Any]]:

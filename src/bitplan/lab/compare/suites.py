@@ -18,7 +18,7 @@ from bitplan.planners.assign.assign import LOSS_SCALE, AssignRequest
 from bitplan.planners.assign.levels import PAPER, Formats
 from bitplan.planners.cpt import Widths, equal_cost_plan, mean_bit_operations, operations_of, plan_of
 from bitplan.plans import Plan
-from bitplan.plans.schedules import TEN, Deficit, Moment, Schedule, Static, schedule
+from bitplan.plans.schedules import TEN, Deficit, RunPoint, Schedule, Static, schedule
 from bitplan.plans.schedules.cyclic import DEFAULT_CYCLES
 
 # --- Assignments of low precision, against the baselines of the paper
@@ -85,7 +85,7 @@ def deficit_choices(task: Task) -> tuple[Choice, ...]:
     choices = [Choice("FP32", None), Choice("no deficit", _static(operations, HIGH))]
     for share in EARLY:
         held = max(1, budget * share // 100)
-        window = Deficit(LOW, HIGH, Moment(step=0), Moment(step=held))
+        window = Deficit(LOW, HIGH, RunPoint(step=0), RunPoint(step=held))
         name = f"early {share}%, then a full budget"
         choices.append(Choice(name, _plan(operations, window, name), (f"hold={held}",)))
     name = f"no deficit, {EARLY[-1]}% longer"
@@ -109,9 +109,9 @@ def deficit_choices(task: Task) -> tuple[Choice, ...]:
 
 
 def _half(start: str) -> Deficit:
-    begin = Moment.of(start)
+    begin = RunPoint.of(start)
     assert begin.share is not None
-    return Deficit(LOW, HIGH, begin, Moment(share=begin.share + Moment.of("50%").share))  # type: ignore[operator]
+    return Deficit(LOW, HIGH, begin, RunPoint(share=begin.share + RunPoint.of("50%").share))  # type: ignore[operator]
 
 
 def _operations(task: Task) -> list[Operation]:

@@ -119,7 +119,7 @@ class DigitScenes(Scenes):
             for _ in range(_TRIES):
                 left, top = whole(0, self.side - side), whole(0, self.side - side)
                 box = [left + edges[0], top + edges[1], left + edges[2], top + edges[3]]
-                if not any(_meet(box, other) for other in boxes):
+                if not any(_add_rows(box, other) for other in boxes):
                     digit = F.interpolate(small, (side, side), mode="bilinear", antialias=False)[0, 0]
                     place = canvas[top : top + side, left : left + side]
                     place += (ink - place).clamp(min=0) * digit
@@ -148,5 +148,5 @@ def _ink_edges(digit: Tensor, side: int) -> list[float]:
     return [float(edge) * pixel for edge in (columns[0], rows[0], columns[-1] + 1, rows[-1] + 1)]
 
 
-def _meet(first: Sequence[float], second: Sequence[float]) -> bool:
+def _add_rows(first: Sequence[float], second: Sequence[float]) -> bool:
     return first[0] < second[2] and second[0] < first[2] and first[1] < second[3] and second[1] < first[3]

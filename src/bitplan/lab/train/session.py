@@ -225,7 +225,7 @@ class Session:
         self._evaluated = self._called if task.evaluates_compiled and whole else self.model
         ready = Copies(pinned)
         is_gpu = device.type == "cuda"
-        self._ahead = Ahead(lambda step: ready(task.batch(step)), task.settings.all_steps) if is_gpu else None
+        self._cached_bits = Ahead(lambda step: ready(task.batch(step)), task.settings.all_steps) if is_gpu else None
 
     def _new_optimizer(self) -> Optimizer:
         """The task's optimizer, with its state in the plan's formats."""
@@ -240,8 +240,8 @@ class Session:
 
     def close(self) -> None:
         """Detach the plan and stop prefetching."""
-        if self._ahead is not None:
-            self._ahead.close()
+        if self._cached_bits is not None:
+            self._cached_bits.close()
         self.run.detach()
 
     # --- a step ---
@@ -300,7 +300,7 @@ class Session:
 
     def next_batch(self) -> Any:
         """The inputs and the target of the next step, on the model's device."""
-        return self._moved((self.task.batch if self._ahead is None else self._ahead)(self.step))
+        return self._moved((self.task.batch if self._cached_bits is None else self._cached_bits)(self.step))
 
     def _moved(self, batch: Any) -> Any:
         return batch if self.device.type == "cpu" else self._there(batch)

@@ -1,6 +1,6 @@
 """Precision over time: schedules give every step of a run its bits. Pure functions; no tensor is touched here."""
 
-from bitplan.plans.schedules.base import FINE_STEPS, Moment, Position, Schedule, ScheduleSummary
+from bitplan.plans.schedules.base import FINE_STEPS, Position, RunPoint, Schedule, ScheduleSummary
 from bitplan.plans.schedules.cyclic import TEN, Cyclic, Ramp
 from bitplan.plans.schedules.named import SCHEDULE_NAMES, schedule, schedule_from_data
 from bitplan.plans.schedules.piecewise import Deficit, Function, LateSwitch, Piecewise, Static, StepList
@@ -13,10 +13,10 @@ __all__ = [
     "Deficit",
     "Function",
     "LateSwitch",
-    "Moment",
     "Piecewise",
     "Position",
     "Ramp",
+    "RunPoint",
     "Schedule",
     "ScheduleSummary",
     "Static",

@@ -29,10 +29,10 @@ _PERCENT = re.compile(r"\s*([0-9]{1,3}(?:\.[0-9]{1,9})?)\s*%\s*")
 
 
 @dataclass(frozen=True)
-class Moment:
+class RunPoint:
     """A point between two steps. Shares are exact fractions, so that no step falls on the wrong side of one.
 
-    >>> Moment.of("90%").first_step(1000), Moment.of(250).first_step(1000)
+    >>> RunPoint.of("90%").first_step(1000), RunPoint.of(250).first_step(1000)
     (900, 250)
     """
 
@@ -50,9 +50,9 @@ class Moment:
             raise ScheduleError(f"{self} of a run do not exist: give a share of 0% to 100%.")
 
     @classmethod
-    def of(cls, value: Moment | int | float | str) -> Moment:
+    def of(cls, value: RunPoint | int | float | str) -> RunPoint:
         """A whole number is a step, ``"90%"`` a share, and so is a number such as 0.9 between 0 and 1."""
-        if isinstance(value, Moment):
+        if isinstance(value, RunPoint):
             return value
         if isinstance(value, str) and (percent := _PERCENT.fullmatch(value)):
             return cls(share=Fraction(percent[1]) / 100)
@@ -159,7 +159,7 @@ class Schedule(ABC):
     def to_data(self) -> dict[str, Any]:
         """As a plan writes it; :func:`bitplan.plans.schedules.schedule_from_data` gives the same schedule back."""
 
-    def moments(self) -> Iterator[Moment]:
+    def run_points(self) -> Iterator[RunPoint]:
         """Every point of a run that it names."""
         yield from ()
 

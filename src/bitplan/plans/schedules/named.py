@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from bitplan.errors import ScheduleError, nearest_names
-from bitplan.plans.schedules.base import Moment, Schedule, ScheduleSummary
+from bitplan.plans.schedules.base import RunPoint, Schedule, ScheduleSummary
 from bitplan.plans.schedules.cyclic import DEFAULT_CYCLES, TEN, Cyclic, Ramp
 from bitplan.plans.schedules.piecewise import Deficit, Function, LateSwitch, Piecewise, Static, StepList
 
@@ -85,15 +85,15 @@ def _ramp(falls: bool) -> Callable[[dict[str, Any]], Schedule]:
 
 
 def _late(arguments: dict[str, Any]) -> Schedule:
-    return LateSwitch(arguments["low"], arguments["high"], Moment.of(arguments.get("last", "10%")))
+    return LateSwitch(arguments["low"], arguments["high"], RunPoint.of(arguments.get("last", "10%")))
 
 
 def _deficit(arguments: dict[str, Any]) -> Schedule:
-    return Deficit(arguments["low"], arguments["high"], Moment.of(arguments["start"]), Moment.of(arguments["end"]))
+    return Deficit(arguments["low"], arguments["high"], RunPoint.of(arguments["start"]), RunPoint.of(arguments["end"]))
 
 
 def _steps(arguments: dict[str, Any]) -> Schedule:
-    return StepList(tuple(_listed("bits", arguments["bits"])), tuple(map(Moment.of, _listed("at", arguments["at"]))))
+    return StepList(tuple(_listed("bits", arguments["bits"])), tuple(map(RunPoint.of, _listed("at", arguments["at"]))))
 
 
 def _pieces(arguments: dict[str, Any]) -> Schedule:
@@ -101,7 +101,7 @@ def _pieces(arguments: dict[str, Any]) -> Schedule:
         piece if isinstance(piece, Schedule) else schedule_from_data(piece)
         for piece in _listed("pieces", arguments["pieces"])
     )
-    return Piecewise(tuple(pieces), tuple(map(Moment.of, _listed("at", arguments["at"]))))
+    return Piecewise(tuple(pieces), tuple(map(RunPoint.of, _listed("at", arguments["at"]))))
 
 
 def _listed(key: str, value: Any) -> list[Any]:

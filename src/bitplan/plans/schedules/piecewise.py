@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from bitplan.errors import ScheduleError
-from bitplan.plans.schedules.base import Moment, Schedule, Whole, check_bits, check_range
+from bitplan.plans.schedules.base import RunPoint, Schedule, Whole, check_bits, check_range
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Static(Schedule):
 class StepList(Schedule):
     """One width after another, changing at given moments.
 
-    >>> StepList((4, 6, 8), (Moment.of("50%"), Moment.of("75%"))).table(8).tolist()
+    >>> StepList((4, 6, 8), (RunPoint.of("50%"), RunPoint.of("75%"))).table(8).tolist()
     [4, 4, 4, 4, 6, 6, 8, 8]
     """
 
     widths: tuple[int, ...]
     #: When each width but the first begins.
-    changes: tuple[Moment, ...]
+    changes: tuple[RunPoint, ...]
 
     def __post_init__(self) -> None:
         if not self.widths or len(self.widths) != len(self.changes) + 1:
@@ -75,7 +75,7 @@ class StepList(Schedule):
     def highest(self) -> int:
         return max(self.widths)
 
-    def moments(self) -> Iterator[Moment]:
+    def run_points(self) -> Iterator[RunPoint]:
         yield from self.changes
 
     def at(self, steps: Whole, total: int) -> Whole:
@@ -101,7 +101,7 @@ class LateSwitch(Schedule):
     low: int
     high: int
     #: How long the high part is.
-    last: Moment = field(default_factory=lambda: Moment.of("10%"))
+    last: RunPoint = field(default_factory=lambda: RunPoint.of("10%"))
 
     def __post_init__(self) -> None:
         check_range(self.low, self.high)
@@ -118,12 +118,12 @@ class LateSwitch(Schedule):
     def highest(self) -> int:
         return self.high
 
-    def moments(self) -> Iterator[Moment]:
+    def run_points(self) -> Iterator[RunPoint]:
         yield self.last
 
     def at(self, steps: Whole, total: int) -> Whole:
         if self.last.share is not None:
-            begins = Moment(share=1 - self.last.share).first_step(total)
+            begins = RunPoint(share=1 - self.last.share).first_step(total)
         else:
             begins = total - self.last.first_step(total)
         return np.where(steps >= begins, self.high, self.low)
@@ -140,14 +140,14 @@ class LateSwitch(Schedule):
 class Deficit(Schedule):
     """High, but low inside a window: how critical learning periods are looked for.
 
-    >>> Deficit(3, 8, Moment.of("25%"), Moment.of("50%")).table(8).tolist()
+    >>> Deficit(3, 8, RunPoint.of("25%"), RunPoint.of("50%")).table(8).tolist()
     [8, 8, 3, 3, 8, 8, 8, 8]
     """
 
     low: int
     high: int
-    start: Moment
-    end: Moment
+    start: RunPoint
+    end: RunPoint
 
     def __post_init__(self) -> None:
         check_range(self.low, self.high)
@@ -165,7 +165,7 @@ class Deficit(Schedule):
     def highest(self) -> int:
         return self.high
 
-    def moments(self) -> Iterator[Moment]:
+    def run_points(self) -> Iterator[RunPoint]:
         yield from (self.start, self.end)
 
     def at(self, steps: Whole, total: int) -> Whole:
@@ -184,14 +184,14 @@ class Deficit(Schedule):
 class Piecewise(Schedule):
     """One schedule after another; each takes its piece of the run for the whole.
 
-    >>> half = Moment.of("50%")
+    >>> half = RunPoint.of("50%")
     >>> Piecewise((Static(4), StepList((6, 8), (half,))), (half,)).table(8).tolist()
     [4, 4, 4, 4, 6, 6, 8, 8]
     """
 
     pieces: tuple[Schedule, ...]
     #: When each piece but the first begins.
-    changes: tuple[Moment, ...]
+    changes: tuple[RunPoint, ...]
 
     def __post_init__(self) -> None:
         if not self.pieces or len(self.pieces) != len(self.changes) + 1:
@@ -213,10 +213,10 @@ class Piecewise(Schedule):
     def highest(self) -> int:
         return max(piece.highest for piece in self.pieces)
 
-    def moments(self) -> Iterator[Moment]:
+    def run_points(self) -> Iterator[RunPoint]:
         yield from self.changes
         for piece in self.pieces:
-            yield from piece.moments()
+            yield from piece.run_points()
 
     def at(self, steps: Whole, total: int) -> Whole:
         inner = [min(change.first_step(total), total) for change in self.changes]
@@ -280,7 +280,7 @@ class Function(Schedule):
         return {"name": self.name, "function": title, "low": self.low, "high": self.high}
 
 
-def _check_order(moments: tuple[Moment, ...]) -> None:
+def _check_order(moments: tuple[RunPoint, ...]) -> None:
     """Moments of one kind come in order; between a step and a share only a run's length decides."""
     for earlier, later in pairwise(moments):
         if earlier.share is not None and later.share is not None:

@@ -11,20 +11,20 @@ from torch import nn
 
 import bitplan
 from bitplan import Plan
-from bitplan.runtime import module_state as sheet
+from bitplan.runtime import module_state
 
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many buffers were written, each time."""
     counts: list[int] = []
-    plain = sheet._copy
+    write = module_state._DeviceCopy.write
 
-    def counted(way: sheet._Way) -> None:
-        counts.append(len(way.buffers))
-        plain(way)
+    def counted(device_copy: module_state._DeviceCopy) -> None:
+        counts.append(len(device_copy.buffers))
+        write(device_copy)
 
-    monkeypatch.setattr(sheet, "_copy", counted)
+    monkeypatch.setattr(module_state._DeviceCopy, "write", counted)
     return counts
 
 
@@ -92,12 +92,12 @@ def test_a_model_that_was_moved_is_served(sent: list[int]) -> None:
     assert not torch.equal(y, bitplan.quantize(y, "e3m1"))
 
 
-def test_another_device_gets_the_sheet_as_a_whole() -> None:
+def test_all_tables_are_copied_to_another_device_at_once() -> None:
     numbers = torch.arange(12, dtype=torch.int32).view(6, 2)
     parts = torch.split(numbers, [1, 2, 3])
     here = [(number, torch.empty_like(parts[number], device="meta")) for number in (0, 2, 1, 2)]
-    way = sheet._Way(numbers, parts, torch.device("meta"), here)
-    sheet._copy(way)
-    assert [row.shape for row in way.rows] == [parts[number].shape for number, _ in here]
-    assert all(row.untyped_storage() is not numbers.untyped_storage() for row in way.rows)
-    assert [row.storage_offset() for row in way.rows] == [0, 6, 2, 6]
+    device_copy = module_state._DeviceCopy(numbers, parts, torch.device("meta"), here)
+    device_copy.write()
+    assert [row.shape for row in device_copy.rows] == [parts[number].shape for number, _ in here]
+    assert all(row.untyped_storage() is not numbers.untyped_storage() for row in device_copy.rows)
+    assert [row.storage_offset() for row in device_copy.rows] == [0, 6, 2, 6]

@@ -1,0 +1,69 @@
+"""The execution ``emulate``: rounded values, the model's own arithmetic, nothing saved. Also the base of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitplan.capture.recording import Operation
+from bitplan.plans import Decision
+from bitplan.plans.execution import Emulate, ExecutionOptions
+from bitplan.runtime.autograd import rounded_relu
+from bitplan.runtime.execution import CompilerSettings, Decide, PreparedProduct
+from bitplan.runtime.op_context import OpContext
+from bitplan.runtime.rounding_op import OpRounding, RoundingOp
+from bitplan.tables import Table
+
+
+class EmulateExecution:
+    """Rounds values and computes in the model's own precision."""
+
+    packs_saved_tensors = False
+    saves_activation_codes = False
+
+    def __init__(self, options: ExecutionOptions = Emulate()) -> None:  # noqa: B008 - frozen
+        self.options = options
+
+    def facts(self) -> Hashable:
+        return self.options.kind
+
+    def around_call(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def check_compilation(self) -> None:
+        pass
+
+    def eager_function(self, op: str, func: Callable[..., Any]) -> Callable[..., Any]:
+        return func
+
+    def relu(self, x: Tensor, forward: RoundingOp | None, backward: RoundingOp | None, context: OpContext) -> Tensor:
+        return rounded_relu(x, forward, backward, context)
+
+    def prepare(self, decision: Decision, op: str) -> PreparedProduct | None:
+        return None
+
+    def product(
+        self,
+        op: str,
+        args: Any,
+        kwargs: dict[str, Any],
+        x: Tensor,
+        w: Tensor,
+        rounding: OpRounding,
+        context: OpContext,
+        weight_key: Tensor | None,
+    ) -> Tensor | None:
+        return None
+
+    def check(self, operations: Sequence[Operation], decide: Decide, device: torch.device) -> None:
+        pass
+
+    def fallbacks(self, operations: Sequence[Operation], decide: Decide, device: torch.device) -> Table[Any]:
+        return Table([], {})
+
+    def compiler_settings(self, ops: Iterable[RoundingOp], options: dict[str, Any]) -> CompilerSettings:
+        return CompilerSettings(options=options)

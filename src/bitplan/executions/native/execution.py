@@ -1,0 +1,138 @@
+"""The execution ``native``: GEMMs on the hardware's low-precision units where these have a path, the rest emulated."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.capture.decompositions import has_slots
+from bitplan.capture.recording import Operation
+from bitplan.errors import BitplanWarning, PlanError
+from bitplan.executions.emulate import EmulateExecution
+from bitplan.executions.native.backends import GemmBackend, backends_of
+from bitplan.executions.native.crossover import load_crossover
+from bitplan.executions.native.fallbacks import FALLBACK_COLUMNS, Fallback, fallbacks_of, keeps_codes, passes_of
+from bitplan.executions.native.paths import NativeTerms, Passes, backends_for_passes
+from bitplan.executions.native.product import native_product
+from bitplan.gemm.products import has_settings, product_of
+from bitplan.plans import Decision
+from bitplan.plans.execution import Native
+from bitplan.runtime.execution import CompilerSettings, Decide
+from bitplan.runtime.op_context import OpContext
+from bitplan.runtime.rounding_op import OpRounding, RoundingOp
+from bitplan.tables import Table
+
+#: Inputs of linear layers have fewer dimensions than this.
+_MAX_DIMS = 6
+
+
+@dataclass(frozen=True)
+class NativeCandidate:
+    """A product that may run on low-precision backends."""
+
+    passes: Passes
+    #: Whether an emulated wgrad saves the codes of its input, one byte per element.
+    keeps_codes: bool
+
+    def facts(self) -> Hashable:
+        return tuple((key, tuple(backends.items())) for key, backends in self.passes.items()), self.keeps_codes
+
+
+class NativeExecution(EmulateExecution):
+    """Runs products on low-precision backends, pass by pass."""
+
+    saves_activation_codes = True
+
+    def __init__(self, options: Native, model: nn.Module) -> None:
+        super().__init__(options)
+        self.native = options
+        parameter = next(model.parameters(), torch.empty(0))
+        if options.min_macs is None:
+            terms = load_crossover(parameter.device, parameter.dtype)
+        else:
+            terms = NativeTerms(options.min_macs)
+        self.terms = terms._replace(fast_accumulation=options.fast_passes)
+        #: Operands (x, w) that compiled code casts again in its backward pass instead of saving their codes.
+        self.recast_in_backward: tuple[str, ...] = ()
+
+    def facts(self) -> Hashable:
+        return self.options.kind, self.terms, self.recast_in_backward
+
+    def prepare(self, decision: Decision, op: str) -> NativeCandidate | None:
+        if not (op == "linear" or op.startswith("conv")) or not has_slots(decision):
+            return None
+        passes = _native_passes(decision, op)
+        return NativeCandidate(passes, keeps_codes(decision)) if passes else None
+
+    def product(
+        self,
+        op: str,
+        args: Any,
+        kwargs: dict[str, Any],
+        x: Tensor,
+        w: Tensor,
+        rounding: OpRounding,
+        context: OpContext,
+        weight_key: Tensor | None,
+    ) -> Tensor | None:
+        candidate = rounding.prepared
+        assert isinstance(candidate, NativeCandidate)
+        if not has_settings(op, args, kwargs):
+            return None
+        product, bias = product_of(op, args, kwargs)
+        backends = backends_for_passes(candidate.passes, op, product.settings, x, w, self.terms)
+        saves_codes = candidate.keeps_codes and op != "linear" and x.dim() == w.dim() and x.numel() > 0
+        if not backends and not saves_codes:
+            return None
+        return native_product(x, w, bias, product, backends, rounding, context, weight_key, self.recast_in_backward)
+
+    def fallbacks(self, operations: Sequence[Operation], decide: Decide, device: torch.device) -> Table[Fallback]:
+        rows = fallbacks_of(operations, decide, backends_of(device), self.terms, device.type)
+        return Table(rows, FALLBACK_COLUMNS, empty="no fallbacks: every GEMM of the plan runs natively")
+
+    def check(self, operations: Sequence[Operation], decide: Decide, device: torch.device) -> None:
+        """Warn once, or raise where execution is strict, of GEMMs that are emulated."""
+        fallbacks = list(self.fallbacks(operations, decide, device))
+        if not fallbacks:
+            return
+        reasons = Counter(fallback.reason for fallback in fallbacks)
+        listed = "; ".join(f"{reason} ({count}x)" if count > 1 else reason for reason, count in reasons.most_common(3))
+        message = f"{len(fallbacks)} products are emulated: {listed}. run.fallbacks() lists them."
+        if self.native.strict:
+            raise PlanError(f"{message} Drop strict=True to run them so.")
+        warnings.warn(message, BitplanWarning, stacklevel=4)
+
+    def compiler_settings(self, ops: Iterable[RoundingOp], options: dict[str, Any]) -> CompilerSettings:
+        from bitplan.compiler.backends import native_backend
+        from bitplan.compiler.launching import with_kernel_inlining
+        from bitplan.compiler.partitioning import RecomputePartitioner, RecomputePolicy
+
+        recomputed = self.native.recomputed
+        self.recast_in_backward = self.native.recast_operands
+        codes = any(op.keeps_codes for op in ops)
+        policy = RecomputePolicy("activations" in recomputed, "products" in recomputed, codes)
+        if policy.is_plain:
+            return CompilerSettings(options=with_kernel_inlining(options))
+        return CompilerSettings(native_backend(policy), RecomputePartitioner(policy), options)
+
+
+def _native_passes(decision: Decision, op: str) -> Passes:
+    """Which passes of a product run on which backend, on the devices of this machine."""
+    devices = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+    found: Passes = {}
+    for device in devices:
+        backends = backends_of(device)
+        for dims in range(1, _MAX_DIMS) if backends else ():
+            for is_plain_gemm in (True,) if op == "linear" else (True, False):
+                chosen = passes_of(decision, dims, backends, op, is_plain_gemm)
+                names = {
+                    gemm_pass: backend.name for gemm_pass, backend in chosen.items() if isinstance(backend, GemmBackend)
+                }
+                found[device.type, dims, is_plain_gemm] = names
+    return found if op != "linear" or any(found.values()) else {}

@@ -1,0 +1,224 @@
+"""One product in native execution: how the plan rounds its operands to codes, and the call, eager or in a graph.
+
+The GEMMs themselves are in :mod:`bitplan.executions.native.gemm`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitplan.compiler.tracing import is_traced, opaque_in_graph
+from bitplan.executions.native.backends import backend_named, supports_shape
+from bitplan.executions.native.convolution import ConvGemmLayout, is_channels_last
+from bitplan.executions.native.float8_cast import FORMATS, INPUT_DTYPES, cast_float8
+from bitplan.executions.native.gemm import BY_ROW, Codes, GemmLayout, NativeProduct, SavedOperand, byte_of, codes_of
+from bitplan.gemm.products import Product
+from bitplan.numerics.wire_format import OPERAND_OF_SLOT
+from bitplan.plans import OPERANDS, SLOTS
+from bitplan.plans.match import PASSES
+from bitplan.plans.spec import QuantizerSpec
+from bitplan.runtime.autograd import (
+    Buffers,
+    CallConstants,
+    OpRef,
+    Slots,
+    call_buffers,
+    call_constants,
+    chosen_ops,
+    op_ref,
+)
+from bitplan.runtime.op_context import OpContext
+from bitplan.runtime.rounding_op import OpRounding, RoundingOp
+from bitplan.runtime.statistics import observe_amax
+
+#: Attribute of a traced tensor: quantizer -> the amax history that its first reader with that quantizer has.
+_HISTORY_MAX = "_bitplan_history_max"
+
+
+class NativeSlots(Slots):
+    """The rounding of a product's operands for low-precision backends, which take codes and scales."""
+
+    def __init__(
+        self,
+        chosen: dict[str, tuple[RoundingOp, OpContext]],
+        weight_key: Tensor | None,
+        backends: dict[str, str],
+        recast_in_backward: tuple[str, ...] = (),
+        features: int = -1,
+    ) -> None:
+        """
+        :param backends: pass -> name of its backend; a missing pass is emulated.
+        :param recast_in_backward: operands (x, w) that the backward pass casts again, instead of saving their codes.
+        :param features: the axis of input and weight that is the feature axis of the GEMMs.
+        """
+        super().__init__(chosen, weight_key)
+        self.backends = {gemm_pass: backend_named(name) for gemm_pass, name in backends.items()}
+        self.recast_in_backward = recast_in_backward
+        self.features = features
+
+    def shares(self, operand: str) -> bool:
+        """Whether an operand is rounded once for both of its GEMMs."""
+        ops = [self.chosen[slot][0] for slot in OPERANDS[operand] if slot in self.chosen]
+        return len(ops) == 2 and ops[0] is ops[1]
+
+    def saved_operand(self, x: Tensor) -> SavedOperand | None:
+        """The input for an emulated wgrad, one byte per element; None where its format does not fit a byte."""
+        if "wgrad.x" not in self.chosen or not x.numel():
+            return None
+        op, context = self.chosen["wgrad.x"]
+        dtype = byte_of(op.spec)
+        if dtype is None or (op.mutable_kind is not None and op.spec.bits is None):  # a format that may be set
+            return None
+        encoded, quantizer = op.encode(x, context)
+        return SavedOperand(encoded, quantizer, x, dtype)
+
+    def codes(self, slots: list[str], tensor: Tensor, after: Tensor | None = None) -> list[Codes]:
+        """The codes of a tensor for each of these slots.
+
+        :param after: in the backward pass: cast again, but not before this tensor is computed.
+        """
+        if len(slots) == 2 and not self._are_alike(*slots):
+            return [*self.codes(slots[:1], tensor, after), *self.codes(slots[1:], tensor, after)]
+        if not slots:
+            return []
+        op, context = self.chosen[slots[0]]
+        operand = OPERAND_OF_SLOT[slots[0]]
+        dtype = self.backends[operand.pass_].code_dtype(op.spec.target)
+        assert dtype is not None
+        if _is_plain_cast(op, tensor, dtype):
+            return self._cast(slots, tensor, dtype, after)
+        encoded, _ = op.encode(tensor, context, self.weight_key if operand.tensor == "w" else None)
+        return [codes_of(encoded, dtype, self.features)] * len(slots)
+
+    def _are_alike(self, slot: str, other_slot: str) -> bool:
+        """Whether the two slots of a tensor get the same codes, with one scale."""
+        op, other = self.chosen[slot][0], self.chosen[other_slot][0]
+        if op is other:
+            return True
+        is_deterministic = not op.is_stochastic and not op.observes and op.mutable_kind is None
+        return is_deterministic and op.spec == other.spec and op.spec.scale in (None, "tensor")
+
+    def _cast(self, slots: list[str], tensor: Tensor, dtype: torch.dtype, after: Tensor | None) -> list[Codes]:
+        """One kernel reads the tensor and writes the layouts of all its slots."""
+        op, context = self.chosen[slots[0]]
+        spec = op.spec
+        record, history_max = op.remembered(context)
+        if history_max is not None and is_traced():
+            history_max = _first_amax(tensor, spec, history_max)
+        returns_amax = op.is_delayed and record is not None and context.observing and after is None
+        by_row = [slot in BY_ROW for slot in slots]
+        cast = cast_float8(
+            tensor.movedim(self.features, -1).reshape(-1, tensor.shape[self.features]),
+            dtype,
+            scaled=spec.scale is not None,
+            power_of_two=spec.power_of_two,
+            history_amax=history_max,
+            as_rows=any(by_row),
+            as_columns=not all(by_row),
+            returns_amax=returns_amax,
+            after=after,
+        )
+        if returns_amax and record is not None:
+            observe_amax(record, cast.tile_amax.amax())
+        return [Codes(cast.rows if is_by_row else cast.columns.t(), cast.scale) for is_by_row in by_row]
+
+
+def _is_plain_cast(op: RoundingOp, x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether codes of that dtype are made by one scale for the whole tensor and rounding to nearest."""
+    if dtype not in FORMATS or x.dtype not in INPUT_DTYPES or op.is_stochastic or op.mutable_kind is not None:
+        return False
+    spec = op.spec
+    is_nearest = spec.rounding == "nearest" and spec.overflow in (None, "saturate")
+    is_observed = op.watched or op.uses_mean_range or op.promotion is not None
+    return is_nearest and spec.scale in (None, "tensor") and not is_observed
+
+
+def _first_amax(tensor: Tensor, spec: QuantizerSpec, history_max: Tensor) -> Tensor:
+    """While a graph is traced: the amax history of the first reader of a tensor with such a quantizer.
+
+    All readers of one tensor have seen the same magnitudes, so their histories are equal; as one node of the graph it
+    lets torch.compile see that their casts are equal, too.
+    """
+    by_spec: dict[QuantizerSpec, Tensor] = tensor.__dict__.setdefault(_HISTORY_MAX, {})
+    return by_spec.setdefault(spec, history_max)
+
+
+def gemm_layout(product: Product, x: Tensor, w: Tensor) -> GemmLayout:
+    if product.op == "linear":
+        return GemmLayout()
+    return ConvGemmLayout(product, w.shape[2:], is_channels_last(x))
+
+
+def native_product(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    product: Product,
+    backends: dict[str, str],
+    rounding: OpRounding,
+    context: OpContext,
+    weight_key: Tensor | None,
+    recast_in_backward: tuple[str, ...] = (),
+) -> Tensor:
+    """y = x w + bias of a layer: the passes in `backends` run there, the others are emulated.
+
+    :param recast_in_backward: in compiled code: operands, of x and w, that the backward pass casts again.
+    """
+    applied: dict[str, RoundingOp] = {}
+    for slot in SLOTS:
+        place = rounding.shared.get(OPERAND_OF_SLOT[slot].tensor, slot)
+        if rounding.applies(place, context.training):
+            applied[slot] = rounding.places[place]
+    layout = gemm_layout(product, x, w)
+    # Operands that evaluation leaves unrounded are multiplied as they are.
+    backends = {
+        gemm_pass: name
+        for gemm_pass, name in backends.items()
+        if all(slot in applied for slot in PASSES[gemm_pass])
+        and supports_shape(name, x.device.type, layout.gemm_shape(gemm_pass, x.shape, w.shape))
+    }
+    if not torch.compiler.is_compiling():
+        chosen = {slot: (op, context) for slot, op in applied.items()}
+        return _multiply(x, w, bias, layout, NativeSlots(chosen, weight_key, backends, features=layout.features))
+    refs = tuple(op_ref(applied.get(slot), context) for slot in SLOTS)
+    return _native_product_in_graph(
+        x,
+        w,
+        bias,
+        product.op,
+        product.settings,
+        tuple(backends.items()),
+        recast_in_backward,
+        refs,
+        call_constants(context),
+        call_buffers(context),
+        weight_key,
+    )
+
+
+@opaque_in_graph
+def _native_product_in_graph(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    op: str,
+    settings: tuple[Any, ...],
+    backends: tuple[tuple[str, str], ...],
+    recast_in_backward: tuple[str, ...],
+    refs: tuple[OpRef, ...],
+    call: CallConstants,
+    buffers: Buffers,
+    weight_key: Tensor | None,
+) -> Tensor:
+    chosen = chosen_ops(refs, call, buffers)
+    layout = gemm_layout(Product(op, settings), x, w)
+    slots = NativeSlots(chosen, weight_key, dict(backends), recast_in_backward, layout.features)
+    return _multiply(x, w, bias, layout, slots)
+
+
+def _multiply(x: Tensor, w: Tensor, bias: Tensor | None, layout: GemmLayout, slots: NativeSlots) -> Tensor:
+    y: Tensor = NativeProduct.apply(x, w, bias, layout, slots)  # type: ignore[no-untyped-call]
+    return y
