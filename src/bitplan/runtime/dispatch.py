@@ -134,11 +134,14 @@ class Rounder(Interceptor):
         target = None
         if has_slots or self.tags_gradients or (action is not None and action.rounds_output(context.training)):
             target, func, kwargs = _returning(func, args, kwargs)
+        overwritten = _overwritten_arguments(op, target, args)
         if self.tags_gradients:
             args = map_tensors(lambda tensor: self._from_consumer(tensor, context), args)
             kwargs = {
                 key: map_tensors(lambda t: self._from_consumer(t, context), value) for key, value in kwargs.items()
             }
+        if overwritten:
+            args = _with_copies(args, overwritten)
         if action is None:
             return _written(target, func(*args, **kwargs))
         if not torch.compiler.is_compiling() and self.on_new_site is not None and context.site not in action.met:
@@ -344,6 +347,28 @@ def _returning(
     if getattr(func, "__name__", "") in _FILLERS:
         return args[0], lambda tensor, *rest, **named: func(tensor.clone(), *rest, **named), kwargs
     return args[0], out_of_place(func), kwargs
+
+
+#: Operations whose backward pass does not read their input.
+_SAVES_NO_INPUT = frozenset({"add", "dropout", "neg", "relu", "sub"})
+
+
+def _overwritten_arguments(op: str, target: Any, args: Any) -> tuple[int, ...]:
+    """The positions of arguments that an in-place operation overwrites and that its backward pass may read.
+
+    In a graph torch.compile copies them where it has to.
+    """
+    if target is None or op in _SAVES_NO_INPUT or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return ()
+    return tuple(position for position, value in enumerate(args) if value is target)
+
+
+def _with_copies(args: Any, positions: tuple[int, ...]) -> tuple[Any, ...]:
+    """The arguments with a copy of the tensor in these positions."""
+    original = args[positions[0]]
+    copy = original.clone()
+    copy_mark(copy, original)
+    return tuple(copy if position in positions else value for position, value in enumerate(args))
 
 
 def _written(target: Any, result: Any) -> Any:

@@ -100,6 +100,25 @@ class PackedRef:
     offset: int
 
 
+class UnpackedRef:
+    """A tensor that is saved unchanged, with its version: autograd does not check what hooks return."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        # An output that its own autograd node saved would refer to that node, and without a backward pass the graph and
+        # the parameters would never be freed. Autograd attaches the node again when it unpacks.
+        self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
+        self.version = None if tensor.is_inference() else tensor._version
+
+    def unpack(self) -> Tensor:
+        if self.version is not None and self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self.tensor.dtype}, shape {list(self.tensor.shape)}] is at version {self.tensor._version}, and "
+                f"version {self.version} was saved."
+            )
+        return self.tensor
+
+
 class SavedTensorPacker:
     """The hooks of one attached plan, and the bytes that they hold."""
 
@@ -136,23 +155,23 @@ class SavedTensorPacker:
         with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack):
             yield
 
-    def pack(self, tensor: Tensor) -> Any:
+    def pack(self, tensor: Tensor) -> PackedRef | UnpackedRef:
         # A user's autograd function, or checkpointing, saves tensors inside a module's scope, which would take packing
         # for operations of the model and round them.
         with DisableTorchFunction():
             return self._packed(tensor)
 
-    def _packed(self, tensor: Tensor) -> Any:
+    def _packed(self, tensor: Tensor) -> PackedRef | UnpackedRef:
         mark = packable(tensor)
         if mark is None:
-            return _without_graph(tensor)
+            return UnpackedRef(tensor)
         copy: PackedCopy | None = None if mark.copy is None else mark.copy()
         if copy is None:
             try:
                 with torch.no_grad():
                     copy = PackedCopy(mark, tensor.detach().as_strided(mark.shape, mark.stride, mark.offset))
             except QuantizeError:  # NaN in a format that has no code for it is saved unchanged
-                return _without_graph(tensor)
+                return UnpackedRef(tensor)
             mark.copy = weakref.ref(copy)
             while mark.on_packed:
                 mark.on_packed.pop()(copy)
@@ -165,19 +184,10 @@ class SavedTensorPacker:
         self.plain_bytes += plain
 
 
-def _without_graph(tensor: Tensor) -> Tensor:
-    """The tensor to save where it is not packed.
-
-    An output that its own autograd node saved would refer to that node, and without a backward pass the graph and the
-    parameters would never be freed. Autograd attaches the node again when it unpacks.
-    """
-    return tensor if tensor.grad_fn is None else tensor.detach()
-
-
-def unpack(saved: Any) -> Tensor:
+def unpack(saved: PackedRef | UnpackedRef) -> Tensor:
     """The tensor that :meth:`SavedTensorPacker.pack` was given, bit for bit."""
-    if not isinstance(saved, PackedRef):
-        return saved  # type: ignore[no-any-return]
+    if isinstance(saved, UnpackedRef):
+        return saved.unpack()
     if torch.is_grad_enabled():
         raise PlanError(
             "packed execution saves tensors without their history, so there is no second derivative: "

@@ -1,0 +1,122 @@
+"""In-place operations: the numbers of their out-of-place twins, and an error where a saved tensor was overwritten."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import bitplan
+from bitplan import Plan
+
+PLAN = Plan.from_dict({"version": 1, "rules": [{"match": "*", "activation": "e4m3", "grad_activation": "e5m2"}]})
+
+
+class Around(nn.Module):
+    """A function of a layer's output, which another layer reads."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.gain = nn.Linear(8, 8), nn.Linear(8, 4), nn.Parameter(torch.ones(8) * 1.25)
+        self.function = function
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.last(self.function(self.first(x) * scale))
+
+
+ACTIVATIONS: list[Callable[..., nn.Module]] = [
+    nn.ReLU,
+    nn.ReLU6,
+    nn.SiLU,
+    nn.Hardswish,
+    nn.Mish,
+    nn.LeakyReLU,
+    nn.ELU,
+    nn.SELU,
+    nn.CELU,
+    nn.Hardtanh,
+    nn.Hardsigmoid,
+    lambda inplace: nn.Threshold(0.1, 0.5, inplace=inplace),
+]
+
+FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "square": (lambda x: x.square_(), lambda x: x.square()),
+    "clamp": (lambda x: x.clamp_(-0.5, 0.5), lambda x: x.clamp(-0.5, 0.5)),
+    "exp": (lambda x: x.exp_(), lambda x: x.exp()),
+    "times itself": (lambda x: x.mul_(x), lambda x: x.mul(x)),
+    "divided": (lambda x: x.div_(x.sum() + 100), lambda x: x.div(x.sum() + 100)),
+}
+
+
+def gradients(model: nn.Module, execution: str, x: Tensor) -> list[Tensor]:
+    with bitplan.attach(model, PLAN, execution=execution):
+        y = model(x)
+        y.square().sum().backward()
+    return [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def assert_same_numbers(
+    in_place: Callable[[Tensor], Tensor], out_of_place: Callable[[Tensor], Tensor], execution: str
+) -> None:
+    torch.manual_seed(0)
+    model, x = Around(out_of_place), torch.randn(16, 8)
+    twin = copy.deepcopy(model)
+    twin.function = in_place
+    expected, actual = gradients(model, execution, x), gradients(twin, execution, x)
+    assert len(expected) == len(actual) > 2
+    assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
+
+
+@pytest.mark.parametrize("execution", ["emulate", "packed"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_an_activation_in_place_has_the_numbers_of_its_twin(
+    activation: Callable[..., nn.Module], execution: str
+) -> None:
+    assert_same_numbers(activation(inplace=True), activation(inplace=False), execution)
+
+
+@pytest.mark.parametrize("execution", ["emulate", "packed"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_method_in_place_has_the_numbers_of_its_twin(name: str, execution: str) -> None:
+    assert_same_numbers(*FUNCTIONS[name], execution)
+
+
+@pytest.mark.parametrize("execution", ["emulate", "packed", "native"])
+def test_a_weight_that_changed_since_the_forward_pass_raises(execution: str) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "activation": "e4m3"}]})
+    bitplan.attach(model, plan, example=x, execution=execution)
+    first, second = model(x).square().sum(), model(x).sum()
+    first.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(second, model[0].weight)
+
+
+def test_a_tensor_that_is_overwritten_after_it_was_saved_raises_when_packed() -> None:
+    def overwrite(x: Tensor) -> Tensor:
+        y = F.pad(x, (0, 0))  # a tensor that the plan leaves alone, because the next operation overwrites it
+        z = torch.sin(y)
+        with torch.no_grad():
+            y.view(-1)[0] = 7.0
+        return z
+
+    model = Around(overwrite)
+    plan = Plan.from_dict({"version": 1, "rules": [{"match": "first", "activation": "e4m3"}]})
+    with bitplan.attach(model, plan, execution="packed"), pytest.raises(RuntimeError, match="inplace operation"):
+        model(torch.randn(4, 8)).sum().backward()
+
+
+def test_a_planned_forward_keeps_its_signature() -> None:
+    model = Around(torch.relu)
+    before = inspect.signature(model.forward)
+    with bitplan.attach(model, PLAN):
+        assert inspect.signature(model.forward) == before
+        assert list(before.parameters) == ["x", "scale"]
+    assert inspect.signature(model.forward) == before
