@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import inspect
 import itertools
 import sys
 import weakref
@@ -309,9 +310,17 @@ def planned_class(plain: type[nn.Module]) -> type[nn.Module]:
         forward = FunctionType(
             _Planned.forward.__code__.replace(), globals(), "forward", None, _Planned.forward.__closure__
         )
+        forward.__signature__ = _forward_signature(plain)  # type: ignore[attr-defined]  # trainers read it
         own = {"__module__": plain.__module__, "forward": forward}
         _EXCHANGED[plain] = type(plain.__name__, (_Planned, plain), own)
     return _EXCHANGED[plain]
+
+
+def _forward_signature(plain: type[nn.Module]) -> inspect.Signature:
+    try:
+        return inspect.signature(plain.forward)
+    except (TypeError, ValueError):  # not written in Python
+        return inspect.signature(_Planned.forward)
 
 
 def original_class(planned: type) -> type[nn.Module]:
