@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
 import weakref
@@ -61,12 +62,10 @@ _REDUNDANT = re.compile(
     r"_bitplan(?!\w)|^G\['__import_bitplan_dot_|\.__mro__\[\d+\]\.forward(\.__code__)?$|\.__mro__\[1\]\.__dict__"
 )
 
-_versions: dict[Hashable, str] = {}
-
 
 def version_of(state: Hashable) -> str:
-    """The version of a state; equal states have equal versions within a process."""
-    return _versions.setdefault(state, f"version {len(_versions)}")
+    """The version of a state of plain values: a digest, so that equal states have equal versions."""
+    return hashlib.blake2b(repr(state).encode(), digest_size=16).hexdigest()
 
 
 @constant_when_traced
