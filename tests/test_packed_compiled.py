@@ -14,7 +14,6 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
 import bitplan
-from bitplan.capture import scopes as intercept
 from bitplan.compiler import partitioning
 from bitplan.compiler.partitioning import PackedPartitioner
 from bitplan.lab.models.language_models import GPT
@@ -108,7 +107,7 @@ def trained(made: Made, plan: Plan | None, execution: str, graphs: Graphs) -> li
 
 
 def compared(made: Made, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[Graphs, Graphs]:
-    monkeypatch.setattr(intercept, "refuse_other_backends", lambda: None)
+    monkeypatch.setattr("bitplan.executions.packed.execution.refuse_other_backends", lambda: None)
     emulated, packed = Graphs(min_cut_rematerialization_partition), Graphs(PackedPartitioner())
     a, b = trained(made, plan, "emulate", emulated), trained(made, plan, "packed", packed)
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
@@ -127,7 +126,7 @@ def test_a_packed_graph_computes_the_same_bits_and_keeps_codes(name: str, monkey
 
 @pytest.mark.parametrize("largest", [0, 1 << 20])
 def test_casts_of_small_parameters_are_not_made_twice(largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intercept, "refuse_other_backends", lambda: None)
+    monkeypatch.setattr("bitplan.executions.packed.execution.refuse_other_backends", lambda: None)
     monkeypatch.setattr(partitioning, "LARGEST_CAST", largest)
     packed = Graphs(PackedPartitioner())
     model, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)), torch.randn(64, 16)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import bitplan
 from bitplan.analysis.explain import explain
+from bitplan.executions.packed.saved_tensors import UnpackedRef
 from bitplan.plans import Plan
 
 ROWS, WIDTH = 64, 32
@@ -46,8 +47,7 @@ def bits_kept(plan: Plan, model: nn.Module) -> float:
         def counting(tensor: Tensor) -> Any:
             kept = pack(tensor)
             storage = tensor.untyped_storage()
-            is_unpacked = isinstance(kept, Tensor) and kept.untyped_storage()._cdata == storage._cdata
-            if is_unpacked and storage._cdata not in mine:
+            if isinstance(kept, UnpackedRef) and storage._cdata not in mine:
                 plain[storage._cdata] = storage.nbytes()
             return kept
 

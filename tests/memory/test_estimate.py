@@ -269,7 +269,7 @@ def test_a_step_without_an_optimizer_needs_no_small_state(make_target: MakeTarge
     target = make_target("perceptron")
     plan = Plan.from_dict({"version": 1, "optimizer": {"state": "int8"}})
     assert estimate_memory(target.model, target.batch, target.loss, "none", plan).optimizer == 0
-    with pytest.raises(PlanError, match=r"SGD has no twin with its state in int8"):
+    with pytest.raises(PlanError, match=r"SGD has no version with state in int8"):
         estimate_memory(target.model, target.batch, target.loss, "sgd", plan)
 
 

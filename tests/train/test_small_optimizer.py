@@ -51,5 +51,5 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path, fingerprint: Any) -> 
 
 
 def test_a_task_that_trains_by_sgd_says_so(tmp_path: Path, tiny: Any) -> None:
-    with pytest.raises(PlanError, match=r"SGD has no twin with its state in int8"):
+    with pytest.raises(PlanError, match=r"SGD has no version with state in int8"):
         train(tiny(), PLAN, folder=tmp_path / "run")

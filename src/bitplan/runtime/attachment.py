@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from bitplan.capture.recording import FakeInputs, Operation, call_arguments, scripted_modules
 from bitplan.capture.scopes import in_loss_scope, loss_holder, unwrapped
-from bitplan.compiler.torch_private import list_mode_options
+from bitplan.compiler import torch_private
 from bitplan.compiler.tracing import keep_guards
 from bitplan.errors import PlanError
 from bitplan.numerics.wire_format import LOSS_PATH
@@ -133,7 +133,7 @@ class Attachment:
         :param options: of Inductor, as ``torch.compile`` takes them; those that `mode` stands for come first.
         """
         self._installation.require_attached()
-        own_options = {**({} if mode is None else list_mode_options(mode, dynamic)), **(options or {})}
+        own_options = {**({} if mode is None else torch_private.list_mode_options(mode, dynamic)), **(options or {})}
         settings = self._compiler_settings(own_options)
         self._installation.update_versions()
         return torch.compile(
