@@ -306,28 +306,20 @@ class Rounder(Interceptor):
             product, bias = product_of(op, args, kwargs)
             result = rounded_product(x, w, bias, product, action, context, key)
         elif result is None:
-            x, w = _rounded_operands(action, context, x, w, key)
+            places, shared, training = action.places, action.shared, context.training
+            is_direct = not (action.promotes or torch.compiler.is_compiling())
+            if "x" in shared and action.applies("fprop.x", training):
+                x_op = places["fprop.x"]
+                x = x_op.round(x, context) if is_direct else rounded(x, x_op, context)
+            if "w" in shared and action.applies("fprop.w", training):
+                w_op = places["fprop.w"]
+                w = w_op.round(w, context, key) if is_direct else rounded(w, w_op, context, key)
             args, kwargs = _replaced(args, kwargs, x_at, x_name, x)
             args, kwargs = _replaced(args, kwargs, w_at, w_name, w)
             result = func(*args, **kwargs)
-            if "dy" in action.shared and torch.is_grad_enabled() and result.requires_grad:
-                result = rounded_gradient(result, action.places["dgrad.dy"], context)
+            if "dy" in shared and torch.is_grad_enabled() and result.requires_grad:
+                result = rounded_gradient(result, places["dgrad.dy"], context)
         return self._rounded_output(action, context, result, ()) if action.rounds_output(context.training) else result
-
-
-def _rounded_operands(
-    action: OpRounding, context: OpContext, x: Tensor, w: Tensor, weight_key: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The operands of a product, where each is rounded once for both of its GEMMs."""
-    places, shared, training = action.places, action.shared, context.training
-    is_direct = not (action.promotes or torch.compiler.is_compiling())
-    if "x" in shared and action.applies("fprop.x", training):
-        x_op = places["fprop.x"]
-        x = x_op.round(x, context) if is_direct else rounded(x, x_op, context)
-    if "w" in shared and action.applies("fprop.w", training):
-        w_op = places["fprop.w"]
-        w = w_op.round(w, context, weight_key) if is_direct else rounded(w, w_op, context, weight_key)
-    return x, w
 
 
 #: In-place functions that fill a tensor with random numbers, and have no twin that returns a new one.
