@@ -53,7 +53,7 @@ def test_kernels_raise_records_to_what_is_told(kind: torch.dtype, odd: float) ->
             "gated_grads_cast": (x, y, z, kind, parts, parts, history, history, True, True, True),
             "norm_cast": (x, y[:, 0].float(), z[0], None, kind, parts, history, True, True, True),
         }[cast.name]
-        count = max(len(cast.tile_amax), cast.max_records)
+        count = max(len(cast.amax_results), cast.max_records)
         records, cells = [torch.rand(3, 57, device="cuda") for _ in range(count)], [22, 79, 136][:count]
         records[-1].view(-1)[cells[-1]] = 1e9
         before = [record.clone() for record in records]

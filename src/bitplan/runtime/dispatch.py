@@ -348,7 +348,7 @@ _SAVES_NO_INPUT = frozenset({"add", "dropout", "neg", "relu", "sub"})
 def _overwritten_arguments(op: str, target: Any, args: Any) -> tuple[int, ...]:
     """The positions of arguments that an in-place operation overwrites and that its backward pass may read.
 
-    In a graph torch.compile copies them where it has to.
+    Not while a graph is traced: there, in-place operations are functionalized.
     """
     if target is None or op in _SAVES_NO_INPUT or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return ()
