@@ -63,6 +63,13 @@ def tag_views(result: Any, func: Callable[..., Any], args: Any, kwargs: dict[str
                 setattr(tensor, WEIGHT_TAG, WeightView(args[0], func, args[1:], kwargs, position))
 
 
+def taggable(result: Any) -> Any:
+    """The result of a view function. Dynamo lets nothing be noted of one of several tensors, but of a view of it."""
+    if isinstance(result, (tuple, list)) and torch.compiler.is_compiling():
+        return tuple(part.view_as(part) if isinstance(part, Tensor) else part for part in result)
+    return result
+
+
 def context_of_parameter(context: OpContext, module: nn.Module, tensor: Tensor) -> OpContext:
     """The place of one of an operation's weights; each is promoted by itself."""
     while getattr(tensor, WEIGHT_TAG, None) is not None:
@@ -186,13 +193,12 @@ class Rounder(Interceptor):
         if self.tags_gradients:
             gradient = getattr(args[0], _GRAD_TAG, None)
             if gradient is not None:
-                if isinstance(result, (tuple, list)) and torch.compiler.is_compiling():
-                    # Dynamo lets nothing be noted of one of several results, but of a view of it.
-                    result = tuple(part.view_as(part) if isinstance(part, Tensor) else part for part in result)
+                result = taggable(result)
                 for view in result if isinstance(result, (tuple, list)) else [result]:
                     if isinstance(view, Tensor):
                         setattr(view, _GRAD_TAG, gradient)
         if self.tags_weights and contains_weight(args[0]):
+            result = taggable(result)
             tag_views(result, func, args, kwargs)
         return result
 
