@@ -74,7 +74,7 @@ def guard_on(version: str) -> None:
 
 
 def keep_guards(guards: Sequence[Any]) -> Sequence[bool]:
-    """Which of torch's guards to keep (``guard_filter_fn``)."""
+    """For each of torch's guards, whether to keep it (``guard_filter_fn``)."""
     return [_REDUNDANT.search(guard.name) is None for guard in guards]
 
 

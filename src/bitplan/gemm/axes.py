@@ -42,9 +42,9 @@ def resolve(spec: QuantizerSpec, place: str, op: str, dims: int, live: MutableFo
     if meaning == "kept":
         return spec.resolve(axis_default=_feature_axis(place, op, dims) % dims, live=live)
     summed = summed_axes(place, op, dims) or [0]
-    kept = [axis for axis in range(dims) if axis not in summed]
-    if spec.scale == "vector" and len(summed) > 1 and len(kept) == 1:
-        return replace(spec, scale="channel", axis=kept[0]).resolve(live=live)
+    unsummed = [axis for axis in range(dims) if axis not in summed]
+    if spec.scale == "vector" and len(summed) > 1 and len(unsummed) == 1:
+        return replace(spec, scale="channel", axis=unsummed[0]).resolve(live=live)
     return spec.resolve(axis_default=summed[-1], live=live)
 
 

@@ -29,6 +29,9 @@ from bitplan.capture.ops import PRODUCTS
 from bitplan.capture.recording import Operation
 from bitplan.errors import CostError
 
+#: Fused recurrent layers.
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
 
 @dataclass(frozen=True)
 class Multiplication:
@@ -178,6 +181,6 @@ _COUNTERS: dict[str, Callable[[Operation], Iterator[Multiplication]]] = {
     "tensordot": _count_contraction,
     "inner": _count_contraction,
     "scaled_dot_product_attention": _count_attention,
-    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _count_recurrent),
+    **dict.fromkeys(RECURRENT, _count_recurrent),
     **dict.fromkeys(("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), _count_cell),
 }

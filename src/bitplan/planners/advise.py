@@ -22,6 +22,7 @@ from bitplan.analysis.measure import DEFAULT_CANDIDATES, Candidate, Measurement,
 from bitplan.analysis.measure.pass_metrics import OperandMetrics
 from bitplan.capture.decompositions import is_decomposed
 from bitplan.errors import PlanError, nearest_names
+from bitplan.gemm.macs import RECURRENT
 from bitplan.numerics.formats import IntFormat
 from bitplan.numerics.wire_format import OPERAND_OF_SLOT
 from bitplan.plans import Plan, QuantizerSpec, Rule
@@ -77,8 +78,6 @@ def _pair_cost(kind: CostKind, slots: tuple[Slot, Slot], specs: list[QuantizerSp
 REFERENCE = Candidate.of("e4m3 tensor")
 #: The default tau is this quantile of the reference's levels.
 REFERENCE_SHARE = 0.9
-#: Fused operations that a plan rounds as a whole.
-RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 @dataclass(frozen=True)

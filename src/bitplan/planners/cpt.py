@@ -33,7 +33,7 @@ from bitplan.capture.decompositions import is_decomposed
 from bitplan.capture.ops import PRODUCTS
 from bitplan.capture.recording import Operation, record
 from bitplan.errors import PlanError
-from bitplan.gemm.macs import multiplications
+from bitplan.gemm.macs import RECURRENT, multiplications
 from bitplan.plans import Plan, QuantizerSpec, Rule
 from bitplan.plans.quantizer_use import Use
 from bitplan.plans.schedules import Schedule, Static
@@ -52,13 +52,11 @@ SCHEDULE = "cpt"
 #: Images with a longer side than this are treated like ImageNet's, others like CIFAR's.
 _SMALL_SIDE = 64
 
-_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-
 _AGGREGATIONS = ("sparse_matmul", "index_add", "scatter_add", "scatter_reduce", "index_reduce", "segment_reduce")
 #: Products of two activations.
 _ACTIVATION_PRODUCTS = ("matmul", "bmm", "baddbmm", "scaled_dot_product_attention")
 #: Products with a weight.
-_WEIGHTED = ("linear", "addmm", *(op for op in PRODUCTS if op.startswith("conv")), *_RECURRENT)
+_WEIGHTED = ("linear", "addmm", *(op for op in PRODUCTS if op.startswith("conv")), *RECURRENT)
 
 
 @dataclass(frozen=True)
@@ -153,7 +151,7 @@ def make_plan(
 def classify_model(operations: Sequence[Operation]) -> Kind:
     """The kind of model, judged by its operations."""
     present = {operation.op for operation in operations}
-    if present.intersection(_RECURRENT):
+    if present.intersection(RECURRENT):
         return "recurrent"
     if present.intersection(_AGGREGATIONS):
         return "graph"

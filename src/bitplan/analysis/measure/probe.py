@@ -17,6 +17,7 @@ from bitplan.capture.scopes import Interceptor, Scope, state_of
 from bitplan.compiler.torch_private import DisableTorchFunction
 from bitplan.errors import MetricError, QuantizeError
 from bitplan.gemm.layouts import Layout, SampledOperand, layout_of
+from bitplan.gemm.macs import RECURRENT
 from bitplan.gemm.sampling import Sampling
 from bitplan.numerics.wire_format import op_site, site_path
 from bitplan.plans import Plan
@@ -25,7 +26,6 @@ from bitplan.plans import Plan
 #: enough to keep a GPU busy.
 _GROUP_VALUES = {True: 2**17, False: 2**21}
 
-_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 #: Products that are not measured -> why.
 _OTHER_PRODUCTS = {
     **dict.fromkeys(("sparse_matmul",), "one of its operands is sparse"),
@@ -91,7 +91,7 @@ class Probe(Interceptor):
             if op in _OTHER_PRODUCTS:
                 self.skipped.setdefault(label, _OTHER_PRODUCTS[op])
             return
-        if scope.inside in _RECURRENT:
+        if scope.inside in RECURRENT:
             selected = self._recurrences.select(label, args)
             if selected is None:
                 return

@@ -35,12 +35,12 @@ from torch import Tensor, nn
 from bitplan.capture.ops import FUSED, PRODUCTS
 from bitplan.capture.recording import Operation, record
 from bitplan.errors import PlanError, QuantizeError
+from bitplan.gemm.macs import RECURRENT
 from bitplan.numerics.wire_format import parameter_suffix
 
 #: How a unit is rounded. ``input`` is the data, rounded as the ``x`` operand of the products that read it.
 Kind = Literal["input", "activation", "grad_activation", "weight"]
 
-_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 #: Products whose operands bitplan cannot round separately.
 _OTHER_PRODUCTS = FUSED | {"sparse_matmul"}
 #: The group of the data is the first.
@@ -124,7 +124,7 @@ def _record(
 ) -> tuple[Operation, ...]:
     """Record with recurrent layers and the loss decomposed, except packed sequences and label smoothing."""
     loss_ops = ("cross_entropy",) if decompose_loss else ()
-    for decomposed in ((*_RECURRENT, *loss_ops), _RECURRENT, loss_ops):
+    for decomposed in ((*RECURRENT, *loss_ops), RECURRENT, loss_ops):
         try:
             return tuple(record(model, batch, loss, opens=_is_op_among(decomposed)))
         except QuantizeError:
@@ -184,7 +184,7 @@ class _TensorCounter:
         readers: dict[int, list[OperationKey]] = {}
         for operation in self.operations:
             # The first step of a decomposed recurrent layer reads a constant state, which is not data.
-            x = None if operation.operands is None or operation.inside in _RECURRENT else operation.operands[0]
+            x = None if operation.operands is None or operation.inside in RECURRENT else operation.operands[0]
             if x is None or id(x) in operation.origins or not x.is_floating_point():
                 continue
             if any(x is parameter for _, parameter in operation.parameters):
@@ -238,7 +238,7 @@ class _TensorCounter:
         sources = [self._source_group(self.operations[number]) for number in numbers]
         with_source = [group for group in sources if group is not None]
         # The first step of a recurrent layer reads a constant, which is in no group.
-        if with_source and self.operations[numbers[0]].inside in _RECURRENT:
+        if with_source and self.operations[numbers[0]].inside in RECURRENT:
             return with_source
         return [group or DATA for group in sources]
 
