@@ -1,4 +1,4 @@
-"""The accounts of the paper's networks, each made once."""
+"""The counted tensors of the paper's networks, each computed once."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def _network(name: str, width: float) -> StepTensors:
 
 @pytest.fixture
 def network() -> Callable[..., StepTensors]:
-    """Of a network's name and width: its step_tensors with 100 classes and 128 images."""
+    """Counts the tensors of a network by name and width, with 100 classes and 128 images."""
     return lambda name, width=1.0: _network(name, width)

@@ -81,7 +81,7 @@ class ReductionLength:
     k: int
     #: All terms.
     length: int
-    #: Nonzero terms, average_rows over elements that have any. Errors fall with the square root of this.
+    #: Nonzero terms, averaged over elements that have any. Errors fall with the square root of this.
     nonzero: float
 
 
