@@ -79,7 +79,7 @@ if TYPE_CHECKING:
 
 SUPPORTED_VERSIONS = "2.11 to 2.13"
 
-#: Name here -> where torch has it ("module:attribute", or a module alone). The comment above a group says what for.
+#: Name in this module -> symbol of torch ("module:attribute", or a module). Comments say what a group is for.
 SYMBOLS: dict[str, str] = {
     # Modes and hooks: run code of ours without the scopes around it, find the innermost scope, and keep the
     # saved-tensor hooks that were set before ours.

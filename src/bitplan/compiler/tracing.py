@@ -1,4 +1,4 @@
-"""What planned models need of torch.compile's tracer: its state, opaque functions, guards and settings."""
+"""torch.compile's tracer for planned models: its state, opaque functions, guards and settings."""
 
 from __future__ import annotations
 
@@ -96,14 +96,14 @@ def guard_on(version: str) -> None:
 
 
 def keep_guards(guards: Sequence[Any]) -> Sequence[bool]:
-    """Which of torch's guards to keep (``guard_filter_fn``)."""
+    """For each of torch's guards, whether to keep it (``guard_filter_fn``)."""
     return [_REDUNDANT.search(guard.name) is None for guard in guards]
 
 
 # --- Settings of the tracer, raised while a planned model exists
 
 
-#: Setting -> the values that living owners need, by a number of their own.
+#: Setting -> the values that living owners need, by need id.
 _needs: dict[str, dict[int, int]] = {}
 #: Setting -> its value before the first owner.
 _original: dict[str, int] = {}
