@@ -72,6 +72,26 @@ def show_view_attributes() -> Undo:
     return replace_attribute(torch_private.TensorVariable, "var_getattr", var_getattr)
 
 
+def hide_custom_backward() -> Undo:
+    """A patch of torch: modes do not see the backward method of a ``torch.autograd.Function`` that is traced.
+
+    Eagerly it runs after all modes were left, and its operations are not rounded.
+    """
+    variable = torch_private.AutogradFunctionApplyVariable
+    name = "trace_backward_graph"
+    original = getattr(variable, name)
+
+    def trace_backward_graph(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        state = tx.symbolic_torch_function_state
+        was_enabled, state.torch_function_mode_enabled = state.torch_function_mode_enabled, False
+        try:
+            return original(self, tx, *args, **kwargs)
+        finally:
+            state.torch_function_mode_enabled = was_enabled
+
+    return replace_attribute(variable, name, trace_backward_graph)
+
+
 # --- Guards: one version per module
 
 
