@@ -171,7 +171,9 @@ class Installation:
         state.has_buffers = tables.has_table or bool(tables.records)
         tags = (rounder.tags_gradients, rounder.tags_weights, rounder.tags_constants)
         flags = (rounder.enabled, rounder.execution.facts(), *tags)
-        facts = tuple((op, _facts(action)) for op, action in state.actions.items())
+        distinct = {id(action): action for action in state.actions.values()}
+        facts_of = {key: _facts(action) for key, action in distinct.items()}
+        facts = tuple((op, facts_of[id(action)]) for op, action in state.actions.items())
         version = version_of((flags, state.has_buffers, facts))
         for module in with_copies(tables.module):
             if module.__dict__.get(VERSION) != version:  # a write would make torch check the whole dictionary again

@@ -10,7 +10,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -240,6 +240,7 @@ class RoundingOp:
         digest = hashlib.blake2b(repr((*parts, self.has_records)).encode(), digest_size=16).hexdigest()
         return f"{self.op} {self.place} {digest}"
 
+    @cached_property
     def facts(self) -> Hashable:
         """All that tracing reads of it, see :mod:`bitplan.compiler.tracing`."""
         higher = None if self.higher is None else self.higher.key
@@ -464,7 +465,7 @@ class OpRounding:
     def facts(self) -> Hashable:
         """All that tracing reads of it, see :mod:`bitplan.compiler.tracing`."""
         prepared = None if self.prepared is None else self.prepared.facts()
-        places = tuple((place, op.facts(), self.states[place].facts()) for place, op in self.places.items())
+        places = tuple((place, op.facts, self.states[place].facts()) for place, op in self.places.items())
         return self.at_consumer, self.rounds_constants, tuple(self.shared.items()), prepared, places
 
     def applies(self, place: str, training: bool) -> bool:
