@@ -9,6 +9,7 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,6 +184,14 @@ def probe_checkpoint_generator() -> None:
     assert issubclass(torch.utils.checkpoint.CheckpointFunction, torch.autograd.Function)
 
 
+def probe_ddp_buffers() -> None:
+    wrapper = SimpleNamespace(module=torch.nn.BatchNorm1d(2), parameters_to_ignore={"num_batches_tracked"})
+    torch_private.ddp_assign_buffers(wrapper)  # type: ignore[arg-type]
+    assert list(wrapper.named_module_buffers) == ["running_mean", "running_var"]
+    assert wrapper.modules_buffers == list(wrapper.named_module_buffers.values())
+    assert torch_private.DDP_ASSIGN_BUFFERS in vars(torch.nn.parallel.DistributedDataParallel)
+
+
 def probe_tracing_context() -> None:
     assert torch_private.TracingContext.try_get() is None
 
@@ -340,6 +349,7 @@ PROBES: dict[str, Callable[[], None]] = {
     "is_profiler_enabled": probe_profiler,
     "ProfilerEventType": probe_profiler,
     "checkpoint_generator": probe_checkpoint_generator,
+    "ddp_assign_buffers": probe_ddp_buffers,
     "TracingContext": probe_tracing_context,
     "dynamo_config": probe_dynamo_config,
     "TorchDynamoException": probe_dynamo_errors,

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import functools
 import inspect
 import itertools
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -43,6 +45,7 @@ from bitplan.compiler.torch_private import (
     torch_function_stack_depth,
 )
 from bitplan.compiler.tracing import VERSION, constant_when_traced, guard_on
+from bitplan.errors import BitplanWarning, PlanError
 from bitplan.numerics.wire_format import LOSS_PATH
 
 _STATE = "_bitplan"
@@ -62,6 +65,8 @@ class ModuleState:
         self.has_buffers = True
         #: Copies that were made of the module; they follow the plan, and its changes reach them.
         self.twins: weakref.WeakSet[nn.Module] | None = None
+        #: Whether the module was called outside of all scopes, see :func:`_report_method`.
+        self.was_called_alone = False
 
     def copies(self) -> Sequence[nn.Module]:
         """Those of the copies that still exist."""
@@ -78,6 +83,8 @@ class Interceptor:
     enabled = True
     #: Whether eager calls of the outermost module run inside :meth:`around_call`.
     wraps_calls = False
+    #: Kinds of operations out of its reach that were warned about, each once; None: they are not reported.
+    reported_gaps: set[str] | None = None
 
     def around_call(self) -> AbstractContextManager[None]:
         """The context of an eager call of the outermost module, where :attr:`wraps_calls`."""
@@ -248,14 +255,19 @@ class _Planned:
     """Mixed into a module's class in front of it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        interceptor = self.__dict__[_STATE].interceptor
+        state = self.__dict__.get(_STATE)
+        if state is None:  # detached; the method was bound to the module before, as Accelerate's wrappers do
+            return type(self).forward(self, *args, **kwargs)
+        interceptor = state.interceptor
         interceptor.on_call(self, args, kwargs)
         if torch.compiler.is_compiling():
             guard_on(self.__dict__[VERSION])
-        if interceptor.wraps_calls:
-            if torch.compiler.is_compiling():
+            if interceptor.wraps_calls:
                 interceptor.check_compilation()
-            elif innermost_scope() is None:
+        elif innermost_scope() is None:
+            if interceptor.reported_gaps is not None:
+                _report_method(self, state)
+            if interceptor.wraps_calls:
                 return self._wrapped_call(interceptor, args, kwargs)
         with Scope(interceptor, self):  # type: ignore[arg-type]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -264,21 +276,42 @@ class _Planned:
         with interceptor.around_call(), Scope(interceptor, self):  # type: ignore[arg-type]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if _STATE in self.__dict__:
+            if name == "forward":
+                value = _scoped_forward(self, value)  # type: ignore[arg-type]
+            elif name == "__class__":  # a lazy module gets its final class at the first call
+                value = value if issubclass(value, _Planned) else planned_class(value)
+            elif isinstance(value, nn.Module):
+                _check_replaced(self, name, value)  # type: ignore[arg-type]
+        super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        if _STATE in self.__dict__ and module is not None:
+            _check_replaced(self, name, module)  # type: ignore[arg-type]
+        super().add_module(name, module)  # type: ignore[misc]
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        """``model.bfloat16()`` converts buffers too, but what was observed keeps its precision."""
+        """Our buffers move with the module, but keep their dtype and, where ``to_empty()`` drops them, their values.
+
+        While a model is on the meta device, they stay on the device where they were.
+        """
         own: dict[str, Tensor | None] = self._buffers  # type: ignore[attr-defined]
-        before = {name: buffer for name, buffer in own.items() if name.startswith(_STATE) and buffer is not None}
+        ours = {name: own.pop(name) for name in [name for name in own if name.startswith(_STATE)]}
         result = super()._apply(fn, recurse)  # type: ignore[misc]
-        for name, buffer in before.items():
-            moved = own[name]
-            if moved is not None and moved.dtype != buffer.dtype:
-                own[name] = buffer.to(moved.device)
+        for name, buffer in ours.items():
+            moved = None if buffer is None else fn(buffer)
+            if moved is not None and moved is not buffer:
+                moved = buffer if moved.is_meta else buffer.to(moved.device)  # type: ignore[union-attr]
+            own[name] = moved
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin: Any = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        twin.__dict__.update(copy.deepcopy(_with_own_forward(self.__dict__), memo))
+        if "forward" in twin.__dict__:
+            twin.forward = twin.__dict__["forward"]
         state: ModuleState = self.__dict__[_STATE]
         if state.twins is None:
             state.twins = weakref.WeakSet()
@@ -291,7 +324,7 @@ class _Planned:
         state: Any = plain.__getstate__(self)  # type: ignore[arg-type, no-untyped-call]
         if not isinstance(state, dict):
             return copyreg._reconstructor, (plain, object, None), state  # type: ignore[attr-defined]
-        own = {key: value for key, value in state.items() if key not in (_STATE, VERSION)}
+        own = {key: value for key, value in _with_own_forward(state).items() if key not in (_STATE, VERSION)}
         for kind, copied in (("_buffers", dict), ("_non_persistent_buffers_set", set)):
             kept = copied(own[kind])
             for name in [name for name in kept if name.startswith(_STATE)]:
@@ -300,7 +333,131 @@ class _Planned:
         return copyreg._reconstructor, (plain, object, None), own  # type: ignore[attr-defined]
 
 
+# --- A forward that was set on the instance hides the one of the class, and gets a scope of its own
+
+
+#: The attribute of a function that puts the scope around an instance's own forward, which is its ``__wrapped__``.
+_HAS_SCOPE = "_bitplan_scope"
+
+
+def _scoped_forward(module: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
+    """`own`, which was set as the module's ``forward``, in the module's scope."""
+    own = _own_forward(own)
+    if isinstance(own, MethodType) and own.__self__ is module:  # stays a method: Accelerate looks for its function
+        function = own.__func__
+
+        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return _call_in_scope(self, functools.partial(function, self), args, kwargs)
+
+        return MethodType(_with_mark(method, function), module)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return _call_in_scope(module, own, args, kwargs)
+
+    return _with_mark(forward, own)
+
+
+def _with_mark(scoped: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    functools.update_wrapper(scoped, own)
+    setattr(scoped, _HAS_SCOPE, scoped)  # itself: whoever wraps it by functools.wraps copies its attributes
+    return scoped
+
+
+def _call_in_scope(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    state = module.__dict__.get(_STATE)
+    if state is None:
+        return function(*args, **kwargs)
+    interceptor = state.interceptor
+    interceptor.on_call(module, args, kwargs)
+    if torch.compiler.is_compiling():
+        guard_on(module.__dict__[VERSION])
+        if interceptor.wraps_calls:
+            interceptor.check_compilation()
+    elif interceptor.wraps_calls and innermost_scope() is None:
+        with interceptor.around_call(), Scope(interceptor, module):
+            return function(*args, **kwargs)
+    with Scope(interceptor, module):
+        return function(*args, **kwargs)
+
+
+def _own_forward(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as it was set, without a scope."""
+    if isinstance(function, MethodType):
+        own = _own_forward(function.__func__)
+        return function if own is function.__func__ else MethodType(own, function.__self__)
+    has_scope = getattr(function, _HAS_SCOPE, None) is function
+    return function.__wrapped__ if has_scope else function  # type: ignore[attr-defined, no-any-return]
+
+
+def _with_own_forward(attributes: dict[str, Any]) -> dict[str, Any]:
+    """A module's attributes, with its own forward as it was set."""
+    return {**attributes, "forward": _own_forward(attributes["forward"])} if "forward" in attributes else attributes
+
+
+# --- What interception does not reach
+
+
+def _report_method(module: Any, state: Any) -> None:
+    """Warn where a method other than ``forward`` of a planned module runs one of its submodules.
+
+    Operations of the method itself are in no scope. Each module is looked at once: the whole call stack is read.
+    """
+    if state.was_called_alone or not state.path or "method" in state.interceptor.reported_gaps:
+        return
+    state.was_called_alone = True
+    frame = sys._getframe(2)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if (
+            isinstance(caller, _Planned)
+            and caller is not module
+            and frame.f_globals.get("__name__") != nn.Module.__module__
+            and caller.__dict__[_STATE].interceptor is state.interceptor
+        ):
+            name, path = type(caller).__name__, caller.__dict__[_STATE].path
+            state.interceptor.reported_gaps.add("method")
+            warnings.warn(
+                f"{name}.{frame.f_code.co_name}() called {state.path} outside of {path or name}.forward(): a plan "
+                f"rounds operations of forward() methods, and those of {frame.f_code.co_name}() itself are not "
+                f"rounded; move them into a forward() method, or wrap a loss by run.loss().",
+                BitplanWarning,
+                stacklevel=4,
+            )
+            return
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _check_replaced(parent: nn.Module, name: str, module: nn.Module) -> None:
+    """Raise where a submodule with a plan is replaced by one without; warn where parameters without a plan are added."""
+    state = state_of(parent)
+    reported = state.interceptor.reported_gaps
+    if reported is None or parent in state.copies():
+        return
+    path = f"{state.path}.{name}".lstrip(".")
+    present = {id(inner) for inner in module.modules()}
+    before = parent._modules.get(name)
+    if before is not None and any(is_planned(inner) and id(inner) not in present for inner in before.modules()):
+        raise PlanError(
+            f"{path} has a plan, and its rules would be lost if {type(module).__name__} replaced it: call run.detach(), "
+            f"replace the module, then attach the plan again."
+        )
+    added = (inner for inner in module.modules() if not is_planned(inner) and any(True for _ in inner.parameters(False)))
+    if "module" not in reported and next(added, None) is not None:
+        reported.add("module")
+        warnings.warn(
+            f"{path} got parameters after the plan was attached: its operations follow the rules of "
+            f"{state.path or type(parent).__name__}. Attach the plan afterwards to match {path} itself.",
+            BitplanWarning,
+            stacklevel=4,
+        )
+
+
+# --- Exchanged classes
+
+
 _EXCHANGED: dict[type[nn.Module], type[nn.Module]] = {}
+#: A class that somebody derived from an exchanged one -> the same class derived from the plain one.
+_WITHOUT_PLAN: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def planned_class(plain: type[nn.Module]) -> type[nn.Module]:
@@ -312,7 +469,8 @@ def planned_class(plain: type[nn.Module]) -> type[nn.Module]:
         )
         forward.__signature__ = _forward_signature(plain)  # type: ignore[attr-defined]  # trainers read it
         own = {"__module__": plain.__module__, "forward": forward}
-        _EXCHANGED[plain] = type(plain.__name__, (_Planned, plain), own)
+        exchanged = type(plain.__name__, (_Planned, plain), own)
+        _EXCHANGED[plain], _WITHOUT_PLAN[exchanged] = exchanged, plain
     return _EXCHANGED[plain]
 
 
@@ -323,9 +481,23 @@ def _forward_signature(plain: type[nn.Module]) -> inspect.Signature:
         return inspect.signature(_Planned.forward)
 
 
-def original_class(planned: type) -> type[nn.Module]:
-    plain: type[nn.Module] = planned.__mro__[2]
-    return plain
+def original_class(planned: type[nn.Module]) -> type[nn.Module]:
+    """The class without a plan, also of a class that ``fully_shard`` or ``parametrize`` derived since."""
+    if planned not in _WITHOUT_PLAN:
+        if not issubclass(planned, _Planned):
+            return planned
+        bases = tuple(original_class(base) for base in planned.__bases__)
+        own = {name: value for name, value in vars(planned).items() if name not in ("__dict__", "__weakref__")}
+        if not any(hasattr(base, "__deepcopy__") for base in bases):
+            own.setdefault("__deepcopy__", _deepcopy_attributes)  # which parametrize adds where the class has none
+        _WITHOUT_PLAN[planned] = type(planned)(planned.__name__, bases, own)
+    return _WITHOUT_PLAN[planned]
+
+
+def _deepcopy_attributes(self: Any, memo: dict[int, Any]) -> Any:
+    twin = memo.setdefault(id(self), self.__new__(self.__class__))
+    twin.__dict__ = copy.deepcopy(self.__dict__, memo)
+    return twin
 
 
 def show_all_functions() -> Undo:
@@ -358,6 +530,8 @@ def install(model: nn.Module, interceptor: Interceptor) -> list[tuple[str, nn.Mo
         module.__dict__[VERSION] = ""
         module.__dict__[_STATE] = ModuleState(interceptor, without_wrappers(path))
         module.__class__ = planned_class(type(module))
+        if "forward" in module.__dict__:
+            module.forward = module.__dict__["forward"]
         followed.append((without_wrappers(path), module))
     return followed
 
@@ -382,11 +556,16 @@ def without_wrappers(path: str) -> str:
     return ".".join(part for part in path.split(".") if part != "_orig_mod")
 
 
-def uninstall(followed: Iterable[tuple[str, nn.Module]]) -> None:
-    """Give every module its own class back."""
-    for _, module in followed:
+def uninstall(modules: Iterable[nn.Module]) -> None:
+    """Give every module its own class and forward back."""
+    for module in modules:
+        state: ModuleState = module.__dict__.pop(_STATE)
+        if state.twins is not None:
+            state.twins.discard(module)
+        del module.__dict__[VERSION]
         module.__class__ = original_class(type(module))
-        del module.__dict__[_STATE], module.__dict__[VERSION]
+        if "forward" in module.__dict__:
+            module.__dict__["forward"] = _own_forward(module.__dict__["forward"])
 
 
 def is_planned(module: object) -> bool:
@@ -410,7 +589,7 @@ def followed(model: nn.Module, interceptor: Interceptor) -> Iterator[None]:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        uninstall(installed)
+        uninstall(module for _, module in installed)
         for state, own in zip(resting, planned, strict=True):
             state.interceptor = own
 

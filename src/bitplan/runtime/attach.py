@@ -18,13 +18,14 @@ from torch.optim import Optimizer
 
 from bitplan.capture.decompositions import is_decomposed
 from bitplan.capture.recording import record
-from bitplan.capture.scopes import is_planned, unwrapped
+from bitplan.capture.scopes import is_planned, state_of, uninstall, unwrapped
 from bitplan.errors import PlanError
 from bitplan.plans import Plan
 from bitplan.plans.execution import Emulate, ExecutionOptions, Native, execution_options
 from bitplan.plans.loading import find_plan
 from bitplan.runtime.attachment import Attachment
 from bitplan.runtime.clock import Total
+from bitplan.runtime.module_state import remove_buffers
 
 __all__ = ["Attachment", "attach"]
 
@@ -68,6 +69,7 @@ def attach(
         raise PlanError(f"a plan is attached to a torch.nn.Module, not to {type(model).__name__}.")
     resolved = find_plan(plan)
     options = options or resolved.declared_execution or Emulate()
+    _release_copy(model)
     if any(is_planned(module) for module in model.modules()):
         raise PlanError("a plan is attached to this model already: detach it first.")
     optimizers = _optimizers(optimizer, model)
@@ -95,6 +97,14 @@ def attach(
         raise
     log.info("plan attached, execution %s: %s", options.kind, options.summary)
     return run
+
+
+def _release_copy(model: nn.Module) -> None:
+    """A copy of a model with a plan follows that plan, and has no attachment to detach: it follows the new plan."""
+    for module in model.modules():
+        if is_planned(module) and module in state_of(module).copies():
+            remove_buffers(module)
+            uninstall([module])
 
 
 def _optimizers(optimizer: Optimizer | Iterable[Optimizer] | None, model: nn.Module) -> list[Optimizer]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from bitplan.capture import scopes as checkpointing
 from bitplan.capture.recording import Operation
-from bitplan.capture.scopes import install, show_all_functions, state_of, uninstall
+from bitplan.capture.scopes import install, is_planned, show_all_functions, state_of, uninstall
 from bitplan.compiler import torch_patches
 from bitplan.compiler.torch_private import unset_fake_temporarily
 from bitplan.compiler.tracing import VERSION, RaisedSetting, allow_functions_in_graph, version_of
@@ -29,7 +29,13 @@ from bitplan.runtime.clock import ScheduleClock
 from bitplan.runtime.coverage import require_interceptable
 from bitplan.runtime.decisions import Decider
 from bitplan.runtime.dispatch import Rounder
-from bitplan.runtime.module_state import FormatRow, ModuleTables, remove_buffers, with_copies
+from bitplan.runtime.module_state import (
+    FormatRow,
+    ModuleTables,
+    keep_buffers_per_rank,
+    remove_buffers,
+    with_copies,
+)
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.rounding_op import OpRounding
 from bitplan.runtime.run_tables import RunTables, restore_rows
@@ -67,10 +73,12 @@ class Installation:
         """Install the plan in all modules of the model, with the random keys of that seed and step."""
         require_interceptable(self.plan, self.model)
         self.modules = install(self.model, self.rounder)
+        self.rounder.reported_gaps = set()
         allow_functions_in_graph()
         self._release_patches = torch_patches.hold(self.rounder)
         torch_patches.apply(checkpointing.carry_scopes)
         torch_patches.apply(show_all_functions)
+        torch_patches.apply(keep_buffers_per_rank)
         for path, module in self.modules:
             self.add(path, module, seed, step)
         self._allow_compiled_rnn()
@@ -81,11 +89,13 @@ class Installation:
         """Leave the model exactly as it was."""
         self._is_detached = True
         if self.modules:
-            self.rounder.enabled = False  # for copies of the model, which stop rounding, too
+            self.rounder.enabled = False  # for scopes that are entered now
             self.update_versions()
             for tables in self.tables.per_module:
-                remove_buffers(tables.module)
-            uninstall(self.modules)
+                for module in with_copies(tables.module):
+                    remove_buffers(module)
+                    if is_planned(module):  # not the holder of a loss
+                        uninstall([module])
             self._release_patches()
         self.modules = []
         for allowance in self._allowances:

@@ -56,7 +56,7 @@ class RunTables:
         self._parameter_names = {id(tensor): without_wrappers(name) for name, tensor in model.named_parameters()}
 
     def device(self) -> torch.device:
-        return next(self.model.parameters(), torch.empty(0)).device
+        return _with_values(next(self.model.parameters(), torch.empty(0)).device)
 
     @property
     def promotes(self) -> bool:
@@ -73,17 +73,18 @@ class RunTables:
     def install(self, tables: ModuleTables, seed: int, step: int) -> None:
         """Give a module, and every copy that was made of it, its buffers."""
         self._device_tables = None
-        rows = DeviceTables([tables], self._parameter_names).at(seed, step)
+        if not tables.full_names:  # later, parameters may be other objects: those of to_empty() are
+            own = tables.module._parameters
+            tables.full_names = tuple(self._parameter_names.get(id(own[name]), name) for name in tables.parameters)
+        rows = DeviceTables([tables]).at(seed, step)
         for module in with_copies(tables.module):
             device = next(module.parameters(), torch.empty(0, device=self.device())).device
-            tables.install(rows, device, module)
+            tables.install(rows, _with_values(device), module)
 
     def write(self, seed: int, step: int) -> None:
         """The tables of the model, and of every copy that was made of it."""
         if self._device_tables is None:
-            self._device_tables = DeviceTables(
-                [tables for tables in self.per_module if tables.has_table], self._parameter_names
-            )
+            self._device_tables = DeviceTables([tables for tables in self.per_module if tables.has_table])
         if self._device_tables.per_module:
             self._device_tables.write(seed, step)
 
@@ -203,6 +204,11 @@ class RunTables:
         if self.delays:
             write_amax_history_max(tables.module, tables.module._buffers[RECORD])  # type: ignore[arg-type]
         restore_rows(tables)
+
+
+def _with_values(device: torch.device) -> torch.device:
+    """Where tables of a module on that device are: the meta device keeps no values, and ``to_empty()`` moves them."""
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def restore_rows(tables: ModuleTables) -> None:

@@ -133,7 +133,7 @@ def plain_copy(model: nn.Module, known: dict[int, Any] | None = None) -> nn.Modu
         ) from error
     for module in twin.modules():
         if is_planned(module):
-            uninstall([("", module)])
+            uninstall([module])
             remove_buffers(module)
     for parameter in twin.parameters():
         parameter.grad = None

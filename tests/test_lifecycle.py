@@ -1,0 +1,212 @@
+"""A plan from attach to detach, while other code patches, copies, moves and replaces the modules of the model."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import io
+import pickle
+import queue
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import attached
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+import bitplan
+from bitplan.errors import BitplanWarning, PlanError
+
+NOISY = {"format": "e3m2", "rounding": "stochastic"}
+COARSE = {"match": "*", "weight": "e2m1", "activation": "e3m2", "grad_activation": "e3m2"}
+HISTORY = {"match": "*", "x": {"format": "int8", "scale": "tensor", "history": 2}, "weight": NOISY}
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+
+
+class Net(nn.Module):
+    """Has operations of its own, and submodules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 8)
+        self.second = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)) * 1.37) + x
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.first(x))
+
+
+def result_of(model: nn.Module, x: Tensor = X, called: Any = None) -> list[Tensor]:
+    """The result and the gradients of one step."""
+    model.zero_grad()
+    y = (model if called is None else called)(x)
+    y.square().sum().backward()
+    return [y.detach().float(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def assert_same(first: list[Tensor], second: list[Tensor]) -> None:
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+
+
+def expected(rule: Any = COARSE, model: nn.Module | None = None) -> list[Tensor]:
+    model = Net() if model is None else model
+    with attached(model, rule):
+        return result_of(model)
+
+
+# --- a forward on the instance ---
+
+
+def patched_method(model: nn.Module) -> None:
+    model.forward = types.MethodType(Net.forward, model)  # type: ignore[method-assign]
+
+
+def patched_partial(model: nn.Module) -> None:
+    model.forward = functools.partial(Net.forward, model)  # type: ignore[method-assign]
+
+
+def patched_call_of_old(model: nn.Module) -> None:
+    old = model.forward
+
+    @functools.wraps(old)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return old(*args, **kwargs)
+
+    model.forward = forward  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("patch", [patched_method, patched_partial, patched_call_of_old])
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("execution", ["emulate", "packed"])
+def test_a_forward_on_the_instance_is_rounded(patch: Any, is_first: bool, execution: str) -> None:
+    plain, planned = result_of(Net()), expected()
+    model = Net()
+    if is_first:
+        patch(model)
+    before = dict(model.__dict__)
+    run = attached(model, COARSE, execution=execution)
+    if not is_first:
+        patch(model)
+    assert_same(result_of(model), planned)
+    if patch is not patched_call_of_old:  # which is bound to the original
+        assert_same(result_of(copy.deepcopy(model)), planned)
+    run.detach()
+    assert type(model) is Net
+    assert_same(result_of(model), plain)
+    if is_first:
+        assert model.__dict__ == before
+    with attached(model, COARSE):  # once more: the patch is still there
+        assert_same(result_of(model), planned)
+    assert_same(result_of(model), plain)
+
+
+def test_operations_of_a_patch_are_rounded_too() -> None:
+    class Sum(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 0.77
+
+    model = Net()
+    with attached(model, COARSE):
+        old = model.forward
+        model.forward = lambda x: old(x) * 0.77  # type: ignore[method-assign]
+        assert_same(result_of(model), expected(model=Sum()))
+        del model.forward
+        assert_same(result_of(model), expected())
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_forward_on_the_instance_compiles(is_first: bool) -> None:
+    plain, planned, model = result_of(Net()), expected(), Net()
+    if is_first:
+        patched_method(model)
+    outer = nn.Sequential(model)
+    run = attached(outer, {**COARSE, "match": ["0", "0.*"]}, example=X)
+    if not is_first:
+        patched_method(model)
+    compiled = torch.compile(outer, backend="aot_eager", fullgraph=True)
+    assert_same(result_of(outer, called=compiled), planned)
+    run.detach()
+    assert_same(result_of(outer, called=compiled), plain)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_accelerate_with_mixed_precision(is_first: bool) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    rule = {"match": "*", "activation": "e3m2"}
+    with torch.autocast("cpu", torch.bfloat16):
+        plain, planned = result_of(Net())[0], expected(rule)[0]
+    model = Net()
+    if is_first:
+        model = accelerator.prepare_model(model)
+        run = attached(model, rule)
+    else:
+        run = attached(model, rule)
+        model = accelerator.prepare_model(model)
+    assert torch.equal(model(X), planned)
+    assert not torch.equal(planned, plain)
+    run.detach()
+    assert torch.equal(model(X), plain)
+    accelerator.unwrap_model(model, keep_fp32_wrapper=False)(X)
+    accelerate.state.AcceleratorState._reset_state(True)
+
+
+# --- buffers: moved, emptied, broadcast ---
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_to_empty_keeps_what_the_plan_stores(device: str) -> None:
+    weights = Net().state_dict()
+    results = []
+    for attaches_first in (False, True):
+        model = Net().to(device)
+        run = attached(model, HISTORY) if attaches_first else None
+        model.to_empty(device="cpu")
+        model.load_state_dict(weights)
+        run = attached(model, HISTORY) if run is None else run
+        for factor in (3.0, 1.0, 0.1):
+            step = result_of(model, X * factor)
+            run.step()
+        results.append(step)
+    assert_same(*results)
+
+
+def test_to_empty_in_mid_run_keeps_history() -> None:
+    results = []
+    for empties in (False, True):
+        model = Net()
+        with attached(model, HISTORY) as run:
+            result_of(model, X * 5)
+            run.step()
+            if empties:
+                model.to_empty(device="cpu")
+            model.load_state_dict(Net().state_dict())
+            results.append(result_of(model))
+    assert_same(*results)
+
+
+def test_ranks_keep_what_they_have_observed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    worker = importlib.import_module("ddp_worker")
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = torch.multiprocessing.spawn(worker.observe, (str(tmp_path / "store"), results), nprocs=2, join=False)
+    amax: dict[int, list[float]] = {}
+    while len(amax) < 2:
+        try:
+            amax.update([results.get(timeout=2)])
+        except queue.Empty:
+            processes.join(timeout=0.1)
+    while not processes.join():
+        pass
+    assert amax == {0: [1000.0] * 3, 1: [1000.0] * 3}
