@@ -210,3 +210,151 @@ def test_ranks_keep_what_they_have_observed(tmp_path: Path, monkeypatch: pytest.
     while not processes.join():
         pass
     assert amax == {0: [1000.0] * 3, 1: [1000.0] * 3}
+
+
+# --- methods, replaced modules, parametrizations ---
+
+
+def test_a_method_beside_forward_that_runs_submodules_warns_once() -> None:
+    model = Net()
+    with attached(model, COARSE, example=X):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(X)
+            model.second(model.first(X))  # nobody's method
+        with pytest.warns(BitplanWarning, match=r"Net\.encode"):
+            model.encode(X)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model.encode(X)
+
+
+def test_lightnings_training_step_warns_where_it_does_what_forward_should() -> None:
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self, calls_forward: bool) -> None:
+            super().__init__()
+            self.net, self.calls_forward = Net(), calls_forward
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)  # type: ignore[no-any-return]
+
+        def training_step(self, batch: list[Tensor]) -> Tensor:
+            return (self(batch[0]) if self.calls_forward else self.net(batch[0])).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X), batch_size=4)
+    for calls_forward in (True, False):
+        model = Module(calls_forward)
+        trainer = lightning.Trainer(
+            max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False,
+        )  # fmt: skip
+        with attached(model, COARSE, example=X), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(model, data)
+        messages = [str(warning.message) for warning in caught if issubclass(warning.category, BitplanWarning)]
+        assert ["training_step" in message for message in messages] == [True] * (not calls_forward)
+
+
+def replace_attribute(model: Net) -> None:
+    model.second = nn.Linear(8, 6)
+
+
+def replace_by_name(model: Net) -> None:
+    model.add_module("second", nn.Identity())
+
+
+@pytest.mark.parametrize("replace", [replace_attribute, replace_by_name])
+def test_a_replaced_module_raises(replace: Any) -> None:
+    model = Net()
+    run = attached(model, {"match": "second", "weight": "e2m1"}, example=X)
+    with pytest.raises(PlanError, match="second.*detach"):
+        replace(model)
+    replace(copy.deepcopy(model))  # a copy has no attachment
+    run.detach()
+    replace(model)
+
+
+def test_wrapped_modules_keep_their_rules_and_added_parameters_warn() -> None:
+    model, plain = Net(), expected()
+    with attached(model, COARSE):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model.second = nn.Sequential(model.second)  # type: ignore[assignment]
+            model.metric = nn.MSELoss()
+        assert_same(result_of(model), plain)
+        with pytest.warns(BitplanWarning, match="adapter"):
+            model.adapter = nn.Linear(2, 2)
+
+
+def test_adapters_added_after_attach_warn_once() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["first", "second"], r=2)
+    with attached(Net(), COARSE) as run, pytest.warns(BitplanWarning, match="first") as caught:
+        run.model.config = None
+        peft.get_peft_model(run.model, config)(X)
+    assert len([w for w in caught if issubclass(w.category, BitplanWarning)]) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BitplanWarning)
+        model = peft.get_peft_model(Net(), config)
+        with attached(model, COARSE, example=X):
+            model(X)
+
+
+def parametrized(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 5)
+    if kind == "weight_norm":
+        parametrizations.weight_norm(layer)
+    elif kind == "orthogonal":
+        parametrizations.orthogonal(layer)
+    else:
+        parametrize.register_parametrization(layer, "weight", Symmetric())
+    return layer
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.abs().mean() + torch.tanh(x)
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "orthogonal", "own"])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_the_weight_that_a_parametrization_makes_is_rounded(kind: str, is_compiled: bool) -> None:
+    layer = parametrized(kind)
+    weight, bias = layer.weight.detach(), layer.bias.detach()  # type: ignore[operator, union-attr]
+    rule = {"match": "*", "weight": "e2m1", "activation": "e3m2"}
+    exact = torch.nn.functional.linear(X, bitplan.quantize(weight, "e2m1"), bitplan.quantize(bias, "e2m1"))
+    for options in ({}, {"example": X}):
+        with attached(layer, rule, **options) as run:  # type: ignore[arg-type]
+            called = torch.compile(layer, backend="aot_eager", fullgraph=True) if is_compiled and options else layer
+            y = called(X)
+            assert torch.equal(y, bitplan.quantize(exact, "e3m2"))
+            y.sum().backward()
+            assert all(parameter.grad is not None for parameter in layer.parameters())
+            assert {row.site.name: row.site.parameter for row in run.table() if row.quantizer} == {
+                "/linear.0:weight": "weight",
+                "/linear.0:weight(bias)": "bias",
+                "/linear.0:activation": None,
+            }
+
+
+def test_parametrizing_an_attached_model() -> None:
+    model = nn.Sequential(nn.Linear(6, 5))
+    weights, y = copy.deepcopy(model.state_dict()), None
+    with attached(model, {"match": "*", "weight": "e2m1"}):
+        parametrize.register_parametrization(model[0], "weight", nn.Tanh())
+        y = model(X)
+    rounded = bitplan.quantize(torch.tanh(weights["0.weight"]), "e2m1")
+    assert torch.equal(y, torch.nn.functional.linear(X, rounded, bitplan.quantize(weights["0.bias"], "e2m1")))
+    assert not hasattr(model[0], "_bitplan")
+    assert type(model[0]).__mro__[1] is nn.Linear
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(X), model(X))
+    parametrize.remove_parametrizations(model[0], "weight", leave_parametrized=False)
+    assert type(model[0]) is nn.Linear
+    assert torch.equal(model[0].weight, weights["0.weight"])

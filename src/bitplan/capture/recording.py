@@ -245,6 +245,14 @@ class Recorder(Interceptor):
                 self.operations[source].parts.extend(_tensors(result))
         return result
 
+    def on_weight(self, path: str, weight: Any) -> Any:
+        name = ".".join(part for part in path.split(".") if part != "parametrizations")
+        for tensor in _tensors(weight):
+            self.parameter_names[id(tensor)] = name
+            self.whole_parameters[name] = tensor
+            self.kept.append(tensor)
+        return weight
+
     def on_operation(
         self, scope: Scope, op: str, index: int, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:

@@ -29,6 +29,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 
 from bitplan.capture.decompositions import DECOMPOSITIONS, TRANSPARENT
@@ -65,8 +66,6 @@ class ModuleState:
         self.has_buffers = True
         #: Copies that were made of the module; they follow the plan, and its changes reach them.
         self.twins: weakref.WeakSet[nn.Module] | None = None
-        #: Whether the module was called outside of all scopes, see :func:`_report_method`.
-        self.was_called_alone = False
 
     def copies(self) -> Sequence[nn.Module]:
         """Those of the copies that still exist."""
@@ -117,6 +116,13 @@ class Interceptor:
     def on_view(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Functions that make no values of their own."""
         return func(*args, **kwargs)
+
+    def on_weight(self, path: str, weight: Any) -> Any:
+        """A weight that the parametrization of that path has made."""
+        return weight
+
+
+_PASSIVE = Interceptor()
 
 
 class Scope(TorchFunctionMode):
@@ -276,6 +282,15 @@ class _Planned:
         with interceptor.around_call(), Scope(interceptor, self):  # type: ignore[arg-type]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
+    def _make_weight(self) -> Any:
+        """The forward of a parametrization: it makes a weight of others, by operations that no plan is about."""
+        state = self.__dict__.get(_STATE)
+        if state is None:
+            return type(self).forward(self)  # type: ignore[call-arg]
+        with Scope(_PASSIVE, self):  # type: ignore[arg-type]
+            weight = super().forward()  # type: ignore[misc]
+        return state.interceptor.on_weight(state.path, weight)
+
     def __setattr__(self, name: str, value: Any) -> None:
         if _STATE in self.__dict__:
             if name == "forward":
@@ -283,12 +298,12 @@ class _Planned:
             elif name == "__class__":  # a lazy module gets its final class at the first call
                 value = value if issubclass(value, _Planned) else planned_class(value)
             elif isinstance(value, nn.Module):
-                _check_replaced(self, name, value)  # type: ignore[arg-type]
+                _on_new_submodule(self, name, value)  # type: ignore[arg-type]
         super().__setattr__(name, value)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         if _STATE in self.__dict__ and module is not None:
-            _check_replaced(self, name, module)  # type: ignore[arg-type]
+            _on_new_submodule(self, name, module)  # type: ignore[arg-type]
         super().add_module(name, module)  # type: ignore[misc]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
@@ -397,39 +412,43 @@ def _with_own_forward(attributes: dict[str, Any]) -> dict[str, Any]:
 # --- What interception does not reach
 
 
+#: How far up the call stack a method is looked for that has called a module.
+_CALLERS = 4
+
+
 def _report_method(module: Any, state: Any) -> None:
     """Warn where a method other than ``forward`` of a planned module runs one of its submodules.
 
-    Operations of the method itself are in no scope. Each module is looked at once: the whole call stack is read.
+    Operations of the method itself are in no scope.
     """
-    if state.was_called_alone or not state.path or "method" in state.interceptor.reported_gaps:
+    interceptor = state.interceptor
+    if not state.path or "method" in interceptor.reported_gaps:
         return
-    state.was_called_alone = True
-    frame = sys._getframe(2)
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if (
-            isinstance(caller, _Planned)
-            and caller is not module
-            and frame.f_globals.get("__name__") != nn.Module.__module__
-            and caller.__dict__[_STATE].interceptor is state.interceptor
-        ):
-            name, path = type(caller).__name__, caller.__dict__[_STATE].path
-            state.interceptor.reported_gaps.add("method")
-            warnings.warn(
-                f"{name}.{frame.f_code.co_name}() called {state.path} outside of {path or name}.forward(): a plan "
-                f"rounds operations of forward() methods, and those of {frame.f_code.co_name}() itself are not "
-                f"rounded; move them into a forward() method, or wrap a loss by run.loss().",
-                BitplanWarning,
-                stacklevel=4,
-            )
-            return
+    frame, callers = sys._getframe(2), 0
+    while frame is not None and callers < _CALLERS:
+        if frame.f_globals.get("__name__") != nn.Module.__module__:
+            callers += 1
+            caller = frame.f_locals.get("self")
+            if caller is not module and is_planned(caller) and state_of(caller).interceptor is interceptor:
+                method, owner = frame.f_code.co_name, type(caller).__name__
+                interceptor.reported_gaps.add("method")
+                warnings.warn(
+                    f"{owner}.{method}() called {state.path} outside of {owner}.forward(): a plan rounds the "
+                    f"operations of forward() methods, and those of {method}() itself are not rounded; move them into "
+                    f"a forward() method, or wrap a loss by run.loss().",
+                    BitplanWarning,
+                    stacklevel=4,
+                )
+                return
         frame = frame.f_back  # type: ignore[assignment]
 
 
-def _check_replaced(parent: nn.Module, name: str, module: nn.Module) -> None:
+def _on_new_submodule(parent: nn.Module, name: str, module: nn.Module) -> None:
     """Raise where a submodule with a plan is replaced by one without; warn where parameters without a plan are added."""
     state = state_of(parent)
+    if name == "parametrizations" or isinstance(module, ParametrizationList):  # registered after the plan
+        _plan_module(module, state.interceptor, f"{state.path}.{name}".lstrip("."))
+        return
     reported = state.interceptor.reported_gaps
     if reported is None or parent in state.copies():
         return
@@ -464,9 +483,8 @@ def planned_class(plain: type[nn.Module]) -> type[nn.Module]:
     """The subclass that enters the mode; one for each class, so that equal blocks share compiled code."""
     if plain not in _EXCHANGED:
         # Code of its own, though the same: torch.compile counts recompilations by the code object.
-        forward = FunctionType(
-            _Planned.forward.__code__.replace(), globals(), "forward", None, _Planned.forward.__closure__
-        )
+        template: Any = _Planned._make_weight if issubclass(plain, ParametrizationList) else _Planned.forward
+        forward = FunctionType(template.__code__.replace(), globals(), "forward", None, template.__closure__)
         forward.__signature__ = _forward_signature(plain)  # type: ignore[attr-defined]  # trainers read it
         own = {"__module__": plain.__module__, "forward": forward}
         exchanged = type(plain.__name__, (_Planned, plain), own)
@@ -524,16 +542,22 @@ def show_all_functions() -> Undo:
 def install(model: nn.Module, interceptor: Interceptor) -> list[tuple[str, nn.Module]]:
     """Exchange the classes of all modules that can be followed; those (path and module) are returned."""
     followed: list[tuple[str, nn.Module]] = []
+    parametrizations = [m for m in model.modules() if isinstance(m, ParametrizationList)]
+    inside = {id(module) for outer in parametrizations for module in outer.modules() if module is not outer}
     for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules:
-            continue  # cannot be seen, or is torch.compile's wrapper around one that follows
-        module.__dict__[VERSION] = ""
-        module.__dict__[_STATE] = ModuleState(interceptor, without_wrappers(path))
-        module.__class__ = planned_class(type(module))
-        if "forward" in module.__dict__:
-            module.forward = module.__dict__["forward"]
+        if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules or id(module) in inside:
+            continue  # cannot be seen, is torch.compile's wrapper around one that follows, or makes weights
+        _plan_module(module, interceptor, without_wrappers(path))
         followed.append((without_wrappers(path), module))
     return followed
+
+
+def _plan_module(module: nn.Module, interceptor: Interceptor, path: str) -> None:
+    module.__dict__[VERSION] = ""
+    module.__dict__[_STATE] = ModuleState(interceptor, path)
+    module.__class__ = planned_class(type(module))
+    if "forward" in module.__dict__:
+        module.forward = module.__dict__["forward"]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

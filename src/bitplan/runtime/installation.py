@@ -91,8 +91,9 @@ class Installation:
         if self.modules:
             self.rounder.enabled = False  # for scopes that are entered now
             self.update_versions()
-            for tables in self.tables.per_module:
-                for module in with_copies(tables.module):
+            added = [module for module in self.model.modules() if is_planned(module)]  # parametrizations, say
+            for owner in {*added, *(tables.module for tables in self.tables.per_module)}:
+                for module in with_copies(owner):
                     remove_buffers(module)
                     if is_planned(module):  # not the holder of a loss
                         uninstall([module])
