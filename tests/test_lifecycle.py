@@ -358,3 +358,70 @@ def test_parametrizing_an_attached_model() -> None:
     parametrize.remove_parametrizations(model[0], "weight", leave_parametrized=False)
     assert type(model[0]) is nn.Linear
     assert torch.equal(model[0].weight, weights["0.weight"])
+
+
+# --- copies, pickles and other classes ---
+
+
+def test_a_copy_outlives_the_plan_and_may_get_another() -> None:
+    model, plain = Net(), result_of(Net())
+    run = attached(model, COARSE)
+    first, second = copy.deepcopy(model), copy.deepcopy(model)
+    other = attached(first, {"match": "*", "weight": "e2m1"})
+    assert_same(result_of(first), expected({"match": "*", "weight": "e2m1"}))
+    assert_same(result_of(second), expected())
+    run.detach()
+    other.detach()
+    for twin in (first, second):
+        assert type(twin) is Net
+        assert_same(result_of(twin), plain)
+        with attached(twin, COARSE):
+            assert_same(result_of(twin), expected())
+
+
+def test_a_module_that_holds_its_run_is_copied_and_pickled() -> None:
+    model = Net()
+    model.run = run = attached(model, HISTORY)  # type: ignore[assignment]
+    result_of(model, X * 5)
+    run.step()
+    assert copy.deepcopy(model).run is run
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    stored.seek(0)
+    loaded = torch.load(stored, weights_only=False)
+    assert type(loaded) is Net
+    with pytest.raises(PlanError, match="load_state_dict"):
+        loaded.run.step()
+    with attached(loaded, HISTORY) as again:
+        again.load_state_dict(loaded.run.state)
+        assert_same(result_of(loaded), result_of(model))
+    assert pickle.loads(pickle.dumps(run)).state["step"] == 1
+
+
+def test_sharding_an_attached_model_and_detaching(tmp_path: Path) -> None:
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model, plain = Net(), Net()(X)
+        rule = {"match": "*", "w": "e2m1"}
+        planned = expected(rule)[0]
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        run = attached(model, rule)
+        fsdp.fully_shard(model.first, mesh=mesh)
+        fsdp.fully_shard(model, mesh=mesh)
+        assert torch.equal(model(X), planned)
+        run.detach()
+        assert isinstance(model, fsdp.FSDPModule)
+        assert torch.equal(model(X), plain)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_lazy_module_keeps_the_plan_when_it_gets_its_class() -> None:
+    model = nn.Sequential(nn.LazyLinear(5))
+    run = attached(model, {"match": "*", "weight": "e2m1"})
+    y = model(X)
+    rounded = [bitplan.quantize(parameter, "e2m1") for parameter in model.parameters()]
+    assert torch.equal(y, torch.nn.functional.linear(X, *rounded))
+    run.detach()
+    assert type(model[0]) is nn.Linear

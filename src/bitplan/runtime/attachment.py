@@ -46,6 +46,22 @@ if TYPE_CHECKING:
     from bitplan.compiler.torch_private import CustomPartitionerFn
 
 
+class PickledAttachment:
+    """An attachment as a pickle holds it: the state of the run, without the model and the patches of torch."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        #: What :meth:`Attachment.load_state_dict` takes.
+        self.state = state
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise PlanError(
+            f"a pickle holds no attached plan, so it has no {name}: attach the plan to the model that was loaded, and "
+            f"give the new attachment's load_state_dict() the `state` of this one."
+        )
+
+
 class Attachment:
     """A plan that is attached to a model. Made by :func:`attach`; as a context manager it detaches at the end."""
 
@@ -107,6 +123,12 @@ class Attachment:
         self._remove_optimizer_hook()
         if self._step_counter is not None:
             self._step_counter.remove()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
+        return self  # a copy of the model follows the same plan, in the same run
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PickledAttachment, (self.state_dict(),)  # as the pickle of a model with a plan is the plain model
 
     def __enter__(self) -> Attachment:
         return self
