@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import bitplan
-from bitplan.errors import BitplanWarning, PlanError
+from bitplan.errors import BitplanWarning, PlanError, QuantizeError
 
 NOISY = {"format": "e3m2", "rounding": "stochastic"}
 COARSE = {"match": "*", "weight": "e2m1", "activation": "e3m2", "grad_activation": "e3m2"}
@@ -425,3 +425,80 @@ def test_a_lazy_module_keeps_the_plan_when_it_gets_its_class() -> None:
     assert torch.equal(y, torch.nn.functional.linear(X, *rounded))
     run.detach()
     assert type(model[0]) is nn.Linear
+
+
+# --- torch.func, tracers, in-place operations in packed execution ---
+
+
+@pytest.mark.parametrize("rule", [COARSE, {"match": "*", "fprop.x": "e4m3", "w": "e4m3", "dy": "e5m2", "wgrad.x": "e3m2"}])
+def test_gradients_by_torch_func_are_those_of_backward(rule: Any) -> None:
+    model = nn.Sequential(Net(), nn.ReLU(), nn.Linear(6, 3))
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+    with attached(model, rule):
+        gradients = result_of(model)[1:]
+        parameters = dict(model.named_parameters())
+        assert_same([*torch.func.grad(loss)(parameters, X).values()], gradients)
+        _, pullback = torch.func.vjp(lambda parameters: loss(parameters, X), parameters)
+        assert_same([*pullback(torch.tensor(1.0))[0].values()], gradients)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "jacrev", "jacfwd", "hessian"])
+def test_other_transforms_of_torch_func_raise(transform: str) -> None:
+    with attached(Net(), COARSE) as run, pytest.raises(QuantizeError, match="torch.func"):
+        getattr(torch.func, transform)(run.model)(X)
+
+
+@pytest.mark.parametrize("options", [{"execution": "packed"}, {"stats": True}])
+def test_what_torch_func_cannot_record_raises(options: Any) -> None:
+    with attached(Net(), COARSE, **options) as run, pytest.raises(QuantizeError, match="torch.func"):
+        torch.func.grad(lambda x: run.model(x).sum())(X)
+
+
+@pytest.mark.parametrize("trace", [lambda m: torch.jit.trace(m, X), torch.fx.symbolic_trace])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tracers_raise_a_sentence(trace: Any) -> None:
+    with attached(Net(), COARSE) as run, pytest.raises(PlanError, match=r"torch\.(jit|fx).*torch\.export"):
+        trace(run.model)
+
+
+@pytest.mark.parametrize("function", [torch.nn.functional.hardtanh_, torch.sigmoid_, torch.exp_])
+def test_packed_execution_recomputes_no_in_place_operation(function: Any) -> None:
+    results = []
+    for execution in ("emulate", "packed"):
+        model = nn.Sequential(Net(), Function(function))
+        with attached(model, {"match": "*", "weight": "e2m1"}, execution=execution):
+            results.append(result_of(model))
+    assert_same(*results)
+
+
+class Function(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x * 1.3)
+
+
+# --- models without gradients ---
+
+
+@pytest.mark.parametrize("plan", ["fp8-all", "int8-linear", "fp8-linear"])
+@pytest.mark.parametrize("has_example", [True, False])
+def test_a_preset_fits_a_model_that_is_only_evaluated(plan: str, has_example: bool) -> None:
+    model = Net().eval().requires_grad_(False)
+    expected_result = Net().eval()
+    with bitplan.attach(expected_result, plan, example=X):
+        y = expected_result(X)
+    run = bitplan.attach(model, plan, example=X if has_example else None)
+    with torch.no_grad():
+        assert torch.equal(model(X), y)
+    run.step()
+    with pytest.raises(PlanError, match="grad_weight"), attached(Net().requires_grad_(False), GRADIENT, example=X):
+        pass
+
+
+GRADIENT = {"match": "*", "grad_weight": "e5m2"}

@@ -192,6 +192,25 @@ def probe_ddp_buffers() -> None:
     assert torch_private.DDP_ASSIGN_BUFFERS in vars(torch.nn.parallel.DistributedDataParallel)
 
 
+def probe_transforms() -> None:
+    def keys() -> list[str]:
+        assert torch_private.are_transforms_active()
+        return [level.key().name for level in torch_private.transform_stack() or []]
+
+    seen: list[list[str]] = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(keys())
+        return x.sum()
+
+    assert not torch_private.are_transforms_active()
+    assert not torch_private.transform_stack()
+    torch.func.grad(function)(torch.ones(2))
+    torch.func.vmap(torch.func.grad(function))(torch.ones(2, 2))
+    assert seen == [["Grad"], ["Vmap", "Grad"]]
+    assert torch_private.TransformType.Grad.name == "Grad"
+
+
 def probe_tracing_context() -> None:
     assert torch_private.TracingContext.try_get() is None
 
@@ -350,6 +369,9 @@ PROBES: dict[str, Callable[[], None]] = {
     "ProfilerEventType": probe_profiler,
     "checkpoint_generator": probe_checkpoint_generator,
     "ddp_assign_buffers": probe_ddp_buffers,
+    "are_transforms_active": probe_transforms,
+    "transform_stack": probe_transforms,
+    "TransformType": probe_transforms,
     "TracingContext": probe_tracing_context,
     "dynamo_config": probe_dynamo_config,
     "TorchDynamoException": probe_dynamo_errors,

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
@@ -41,12 +42,13 @@ from bitplan.compiler.torch_private import (
     DISPATCH_MODULES,
     FUNCTORCH_MODULES,
     DisableTorchFunction,
+    are_transforms_active,
     checkpoint_generator,
     torch_function_mode_at,
     torch_function_stack_depth,
 )
-from bitplan.compiler.tracing import VERSION, constant_when_traced, guard_on
-from bitplan.errors import BitplanWarning, PlanError
+from bitplan.compiler.tracing import VERSION, constant_when_traced, guard_on, require_supported_transform
+from bitplan.errors import BitplanWarning, PlanError, QuantizeError
 from bitplan.numerics.wire_format import LOSS_PATH
 
 _STATE = "_bitplan"
@@ -82,6 +84,8 @@ class Interceptor:
     enabled = True
     #: Whether eager calls of the outermost module run inside :meth:`around_call`.
     wraps_calls = False
+    #: Whether statistics of tensors are written into buffers while the model trains.
+    records_values = False
     #: Kinds of operations out of its reach that were warned about, each once; None: they are not reported.
     reported_gaps: set[str] | None = None
 
@@ -265,20 +269,20 @@ class _Planned:
         if state is None:  # detached; the method was bound to the module before, as Accelerate's wrappers do
             return type(self).forward(self, *args, **kwargs)
         interceptor = state.interceptor
-        interceptor.on_call(self, args, kwargs)
         if torch.compiler.is_compiling():
             guard_on(self.__dict__[VERSION])
             if interceptor.wraps_calls:
                 interceptor.check_compilation()
         elif innermost_scope() is None:
-            if interceptor.reported_gaps is not None:
-                _report_method(self, state)
+            _check_outermost_call(self, state, args)
             if interceptor.wraps_calls:
                 return self._wrapped_call(interceptor, args, kwargs)
+        interceptor.on_call(self, args, kwargs)  # type: ignore[arg-type]
         with Scope(interceptor, self):  # type: ignore[arg-type]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
     def _wrapped_call(self, interceptor: Interceptor, args: Any, kwargs: dict[str, Any]) -> Any:
+        interceptor.on_call(self, args, kwargs)  # type: ignore[arg-type]
         with interceptor.around_call(), Scope(interceptor, self):  # type: ignore[arg-type]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
@@ -383,12 +387,16 @@ def _call_in_scope(module: nn.Module, function: Callable[..., Any], args: Any, k
     if state is None:
         return function(*args, **kwargs)
     interceptor = state.interceptor
-    interceptor.on_call(module, args, kwargs)
+    is_outermost = False
     if torch.compiler.is_compiling():
         guard_on(module.__dict__[VERSION])
         if interceptor.wraps_calls:
             interceptor.check_compilation()
-    elif interceptor.wraps_calls and innermost_scope() is None:
+    elif innermost_scope() is None:
+        _check_outermost_call(module, state, args)
+        is_outermost = True
+    interceptor.on_call(module, args, kwargs)
+    if is_outermost and interceptor.wraps_calls:
         with interceptor.around_call(), Scope(interceptor, module):
             return function(*args, **kwargs)
     with Scope(interceptor, module):
@@ -412,6 +420,22 @@ def _with_own_forward(attributes: dict[str, Any]) -> dict[str, Any]:
 # --- What interception does not reach
 
 
+def _check_outermost_call(module: Any, state: ModuleState, args: Any) -> None:
+    """Raise or warn where interception would miss operations, or would be traced itself."""
+    interceptor = state.interceptor
+    if interceptor.reported_gaps is None:
+        return
+    if are_transforms_active():
+        require_supported_transform()
+        if interceptor.wraps_calls or (interceptor.records_values and module.training):
+            what = "packed execution saves" if interceptor.wraps_calls else "this plan records ranges of"
+            raise QuantizeError(f"{what} tensors, which torch.func transforms do not allow: use autograd and backward().")
+    if torch.jit.is_tracing() or isinstance(args, Proxy) or any(isinstance(value, Proxy) for value in args):
+        tracer = "torch.jit.trace" if torch.jit.is_tracing() else "torch.fx"
+        raise PlanError(f"{tracer} cannot trace a model with a plan: detach it first, or use torch.export.")
+    _report_method(module, state)
+
+
 #: How far up the call stack a method is looked for that has called a module.
 _CALLERS = 4
 
@@ -424,7 +448,7 @@ def _report_method(module: Any, state: Any) -> None:
     interceptor = state.interceptor
     if not state.path or "method" in interceptor.reported_gaps:
         return
-    frame, callers = sys._getframe(2), 0
+    frame, callers = sys._getframe(3), 0
     while frame is not None and callers < _CALLERS:
         if frame.f_globals.get("__name__") != nn.Module.__module__:
             callers += 1
@@ -437,7 +461,7 @@ def _report_method(module: Any, state: Any) -> None:
                     f"operations of forward() methods, and those of {method}() itself are not rounded; move them into "
                     f"a forward() method, or wrap a loss by run.loss().",
                     BitplanWarning,
-                    stacklevel=4,
+                    stacklevel=5,
                 )
                 return
         frame = frame.f_back  # type: ignore[assignment]

@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     from torch.utils._pytree import tree_map_only as tree_map_only
 
     ProfilerEventType = torch._C._profiler._EventType
+    TransformType = torch._C._functorch.TransformType
+    are_transforms_active = torch._C._are_functorch_transforms_active
     checkpoint_generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
     ddp_assign_buffers = torch.nn.parallel.DistributedDataParallel._assign_modules_buffers
     dynamo_config = torch._dynamo.config
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
     top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
     torch_function_mode_at = torch._C._get_function_stack_at
     torch_function_stack_depth = torch._C._len_torch_function_stack
+    transform_stack = torch._C._functorch.get_interpreter_stack
 
 SUPPORTED_VERSIONS = "2.11 to 2.13"
 
@@ -115,6 +118,10 @@ SYMBOLS: dict[str, str] = {
     "checkpoint_generator": "torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
     # Which buffers DistributedDataParallel broadcasts before every forward: patched, so that those of a plan stay.
     "ddp_assign_buffers": "torch.nn.parallel:DistributedDataParallel._assign_modules_buffers",
+    # Whether code runs inside torch.func.grad, vmap and the like, and inside which of them.
+    "are_transforms_active": "torch._C:_are_functorch_transforms_active",
+    "transform_stack": "torch._C._functorch:get_interpreter_stack",
+    "TransformType": "torch._C._functorch:TransformType",
     # torch.compile's tracer: whether it runs, its limits, its errors, which backend a graph goes to, which functions it
     # shows to modes, and the backend registry.
     "TracingContext": "torch._guards:TracingContext",

@@ -265,7 +265,7 @@ class Attachment:
 
     def _note_first_call(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Remember the shapes of the first batch: tables and costs are asked for later."""
-        if module is self.model:
+        if module is self.model and not torch_private.are_transforms_active():
             self._rounder.on_first_call = None
             self._cost_tracker.inputs = FakeInputs(args, kwargs)
 

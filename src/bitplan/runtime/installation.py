@@ -130,6 +130,7 @@ class Installation:
             signals=any(action.promotes for action in actions),
             amax=any(action.delays for action in actions),
         )
+        self.rounder.records_values = self.observes
         self.tables.install(tables, seed, step)
 
     def _planned(self, tables: ModuleTables, phase: Phase) -> dict[str, Any]:
