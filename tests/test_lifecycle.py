@@ -502,3 +502,123 @@ def test_a_preset_fits_a_model_that_is_only_evaluated(plan: str, has_example: bo
 
 
 GRADIENT = {"match": "*", "grad_weight": "e5m2"}
+
+
+# --- recording models that need values ---
+
+
+class Counting(nn.Module):
+    """Its shapes depend on values; it draws random numbers, and keeps statistics and a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.drop = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
+        self.cache: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache = x.mul_(2.0)
+        positive = x[x[:, 0] > 0]
+        return self.drop(self.norm(self.first(positive)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_model_that_needs_values_is_recorded_on_the_example(is_training: bool) -> None:
+    model = Counting().train(is_training)
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    state, batch, random_state = copy.deepcopy(model.state_dict()), x.clone(), torch.get_rng_state()
+    with torch.no_grad(), attached(model, COARSE, example=x) as run:
+        sites = {row.site.name for row in run.table() if row.quantizer}
+        assert model.training == is_training
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert torch.equal(x, batch)
+    assert model.cache is None
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name])
+    assert {"first/linear.0:weight", "first/linear.0:grad_activation", "norm/batch_norm.0:activation"} <= sites
+    assert ("drop/dropout.0:activation" in sites) == is_training
+    assert all(not name.startswith("_bitplan") for name, _ in model.named_buffers())
+
+
+def test_a_recording_keeps_no_values() -> None:
+    x = torch.randn(8, 6)
+    with attached(Counting(), COARSE, example=x) as run:
+        tensors = [tensor for operation in run._cost_tracker.operations() for tensor in operation.outputs]
+    assert {type(tensor).__name__ for tensor in tensors} == {"FakeTensor"}
+
+
+@pytest.mark.parametrize("batch", [torch.ones(8, 6, device="meta"), "fake"])
+def test_a_model_that_needs_values_and_gets_none_raises_a_sentence(batch: Any) -> None:
+    if isinstance(batch, str):
+        with torch._subclasses.FakeTensorMode():
+            batch = torch.ones(8, 6)
+    with pytest.raises(bitplan.BitplanError, match=r"nonzero.*example="):
+        attached(Counting(), COARSE, example=batch)
+
+
+def test_an_example_that_does_not_fit_names_the_reason() -> None:
+    with pytest.raises(PlanError, match=r"mat1 and mat2|size mismatch|shapes"):
+        attached(Counting(), COARSE, example=torch.randn(8, 5))
+
+
+def test_a_transformers_model_with_a_mask_and_experts_takes_an_example() -> None:
+    transformers = pytest.importorskip("transformers")
+    ids = torch.randint(3, 60, (2, 8))
+    small = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    opt = transformers.OPTConfig(**small, ffn_dim=16, max_position_embeddings=16, word_embed_proj_dim=16)
+    moe = transformers.MixtralConfig(**small, intermediate_size=16, num_key_value_heads=1, num_local_experts=2)
+    for kind, config in ((transformers.OPTForCausalLM, opt), (transformers.MixtralForCausalLM, moe)):
+        model, batch = kind(config), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        with bitplan.attach(model, "int8-minmax", example=batch):
+            model(**batch).logits.sum().backward()
+
+
+def test_offloaded_weights_are_recorded() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = Net()
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    with attached(model, COARSE, example=X):
+        assert torch.equal(model(X), expected()[0])
+
+
+# --- the first optimizer step ---
+
+
+def test_a_closure_may_run_the_first_forward_pass() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(X).square().mean()
+        loss.backward()
+        return loss
+
+    with attached(model, COARSE, optimizer=optimizer):
+        optimizer.step(closure)  # type: ignore[arg-type]
+        optimizer.step(closure)  # type: ignore[arg-type]
+    with attached(model, COARSE, {"match": "*", "op": "conv2d", "weight": "e2m1"}, optimizer=optimizer):
+        with pytest.raises(PlanError, match="conv2d"):
+            optimizer.step(closure)  # type: ignore[arg-type]
+    model.zero_grad()
+    with attached(model, COARSE), pytest.raises(PlanError, match="example="):
+        optimizer.step()
+
+
+# --- dropout that drops nothing ---
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.5])
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.Dropout2d, nn.AlphaDropout])
+def test_dropout_that_drops_nothing_is_no_operation(kind: Any, probability: float) -> None:
+    scaled = {"format": "int8", "scale": "tensor", "rounding": "stochastic", "history": 2}
+    rule = {"match": "*", "activation": scaled}
+    x = torch.randn(2, 3, 4, 4)
+    results = []
+    for dropout in (nn.Identity(), kind(probability).train(probability == 0.0), kind(probability).train(not probability)):
+        model = nn.Sequential(nn.ReLU(), dropout)
+        is_compiled = len(results) == 2
+        with attached(model, rule, example=x):
+            called = torch.compile(model, backend="aot_eager", fullgraph=True) if is_compiled else model
+            results.append(called(x))
+    assert_same([results[0]] * 2, results[1:])

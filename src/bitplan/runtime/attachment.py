@@ -91,6 +91,8 @@ class Attachment:
         self._all_tables = self._installation.tables
         self._coverage = RuleCoverage(plan, scripted_modules(self.model))
         self._checked = not plan.all_rules
+        #: Whether the first optimizer step may have a closure that runs the model for the first time.
+        self._waits_for_closure = True
         self._cost_tracker = CostTracker(
             self.model, plan, self._all_tables.per_module, self._clock, self._all_tables.promotions
         )
@@ -249,14 +251,17 @@ class Attachment:
         if self._installation.modules:
             self._all_tables.write(self.seed, self._step)
 
-    def _before_optimizer_step(self, optimizer: Optimizer) -> None:
+    def _before_optimizer_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         if not self._optimizer_steps.is_of_model(optimizer):
             return
         self._optimizer_state.before_step(optimizer)
         self._check_coverage()
-        if not self._checked:
+        if not self._checked and has_closure and self._waits_for_closure:
+            self._waits_for_closure = False  # the first forward pass is inside this step
+        elif not self._checked:
             raise PlanError(
-                "compiled code cannot be watched for rules that match nothing: give attach() an example= batch."
+                "no forward pass ran uncompiled before this optimizer step, and compiled code cannot be watched for "
+                "rules that match nothing: give attach() an example= batch."
             )
         if self._step_counter is None:
             self._optimizer_steps.before_step(optimizer)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.capture.decompositions import DECOMPOSITIONS
-from bitplan.capture.ops import PRODUCTS, out_of_place, works_in_place
+from bitplan.capture.ops import PRODUCTS, drops_nothing, out_of_place, works_in_place
 from bitplan.capture.scopes import Interceptor, Scope, state_of
 from bitplan.errors import QuantizeError
 from bitplan.gemm.products import product_of
@@ -131,6 +131,8 @@ class Rounder(Interceptor):
         self, scope: Scope, op: str, index: int, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         module = scope.module
+        if drops_nothing(op, args, kwargs):
+            return args[0]  # torch.compile would take it for another tensor
         if self.on_site is not None and not torch.compiler.is_compiling():
             self.on_site(scope, op, index, (args, tuple(kwargs.values())))
         action = self.rounding_of(module, op, index, scope.inside)
