@@ -360,6 +360,28 @@ def test_parametrizing_an_attached_model() -> None:
     assert torch.equal(model[0].weight, weights["0.weight"])
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("hook", [torch.nn.utils.weight_norm, torch.nn.utils.spectral_norm])
+def test_a_weight_that_a_hook_makes_warns(hook: Any) -> None:
+    with pytest.warns(BitplanWarning, match=r"0\.weight.*parametrizations"):
+        attached(nn.Sequential(hook(nn.Linear(6, 5))), {"match": "*", "weight": "e2m1"}).detach()
+
+
+class Scaled(Tensor):
+    """A weight that handles functions itself, as those of torchao do."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_weights_that_handle_functions_themselves_raise() -> None:
+    model = nn.Sequential(nn.Linear(6, 5))
+    model[0].weight = nn.Parameter(torch.zeros(5, 6).as_subclass(Scaled))
+    with pytest.raises(PlanError, match=r"0\.weight is a Scaled"):
+        attached(model, COARSE)
+
+
 # --- copies, pickles and other classes ---
 
 
@@ -609,14 +631,13 @@ def test_a_closure_may_run_the_first_forward_pass() -> None:
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.5])
-@pytest.mark.parametrize("kind", [nn.Dropout, nn.Dropout2d, nn.AlphaDropout])
-def test_dropout_that_drops_nothing_is_no_operation(kind: Any, probability: float) -> None:
+def test_dropout_that_drops_nothing_is_no_operation(probability: float) -> None:
     scaled = {"format": "int8", "scale": "tensor", "rounding": "stochastic", "history": 2}
     rule = {"match": "*", "activation": scaled}
     x = torch.randn(2, 3, 4, 4)
     results = []
-    for dropout in (nn.Identity(), kind(probability).train(probability == 0.0), kind(probability).train(not probability)):
-        model = nn.Sequential(nn.ReLU(), dropout)
+    for dropout in (nn.Identity(), nn.Dropout(probability), nn.Dropout(probability)):
+        model = nn.Sequential(nn.ReLU(), dropout.train(probability == 0.0))
         is_compiled = len(results) == 2
         with attached(model, rule, example=x):
             called = torch.compile(model, backend="aot_eager", fullgraph=True) if is_compiled else model
