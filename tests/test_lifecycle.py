@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib
 import io
+import operator
 import pickle
 import queue
 import types
@@ -395,10 +396,10 @@ def test_a_copy_outlives_the_plan_and_may_get_another() -> None:
     run.detach()
     other.detach()
     for twin in (first, second):
-        assert type(twin) is Net
         assert_same(result_of(twin), plain)
         with attached(twin, COARSE):
             assert_same(result_of(twin), expected())
+        assert type(twin) is Net
 
 
 def test_a_module_that_holds_its_run_is_copied_and_pickled() -> None:
@@ -435,6 +436,11 @@ def test_sharding_an_attached_model_and_detaching(tmp_path: Path) -> None:
         run.detach()
         assert isinstance(model, fsdp.FSDPModule)
         assert torch.equal(model(X), plain)
+        model.reshard()
+        before = [*model.parameters()]
+        with attached(model, {"match": "*", "weight": "e2m1"}, example=X):
+            assert all(map(operator.is_, model.parameters(), before))
+            assert torch.equal(model(X), expected({"match": "*", "weight": "e2m1"})[0])
     finally:
         torch.distributed.destroy_process_group()
 
@@ -452,7 +458,9 @@ def test_a_lazy_module_keeps_the_plan_when_it_gets_its_class() -> None:
 # --- torch.func, tracers, in-place operations in packed execution ---
 
 
-@pytest.mark.parametrize("rule", [COARSE, {"match": "*", "fprop.x": "e4m3", "w": "e4m3", "dy": "e5m2", "wgrad.x": "e3m2"}])
+@pytest.mark.parametrize(
+    "rule", [COARSE, {"match": "*", "fprop.x": "e4m3", "w": "e4m3", "dy": "e5m2", "wgrad.x": "e3m2"}]
+)
 def test_gradients_by_torch_func_are_those_of_backward(rule: Any) -> None:
     model = nn.Sequential(Net(), nn.ReLU(), nn.Linear(6, 3))
 

@@ -352,6 +352,8 @@ def record(
     :param opens: of a module's path and a fused operation, whether it is written out; without, none is.
     """
     try:
+        if _has_values(batch) and any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+            return _record_on_values(model, batch, loss, opens)  # hooks of fully_shard gather values
         with _without_logs_of_failures():
             return _record_on_fakes(model, batch, loss, opens)
     except BitplanError:
@@ -401,6 +403,9 @@ def _record_on_values(
             recorder.nonzeros[id(tensor)] = tensor._nnz()
     with torch.enable_grad(), _random_states_kept():
         _run(model, recorder, buffers, call_arguments(inputs), loss, target)
+    for module in model.modules():
+        if hasattr(module, "unshard") and hasattr(module, "reshard"):
+            module.reshard()  # fully_shard leaves the outermost parameters whole until the backward pass
     return _without_values(recorder)
 
 

@@ -321,7 +321,7 @@ class _Planned:
         for name, buffer in ours.items():
             moved = None if buffer is None else fn(buffer)
             if moved is not None and moved is not buffer:
-                moved = buffer if moved.is_meta else buffer.to(moved.device)  # type: ignore[union-attr]
+                moved = buffer if moved.is_meta else buffer.to(moved.device, copy=True)  # type: ignore[union-attr]
             own[name] = moved
         return result
 
@@ -423,13 +423,15 @@ def _with_own_forward(attributes: dict[str, Any]) -> dict[str, Any]:
 def _check_outermost_call(module: Any, state: ModuleState, args: Any) -> None:
     """Raise or warn where interception would miss operations, or would be traced itself."""
     interceptor = state.interceptor
-    if interceptor.reported_gaps is None:
+    if interceptor.reported_gaps is None or not interceptor.enabled:
         return
     if are_transforms_active():
         require_supported_transform()
         if interceptor.wraps_calls or (interceptor.records_values and module.training):
             what = "packed execution saves" if interceptor.wraps_calls else "this plan records ranges of"
-            raise QuantizeError(f"{what} tensors, which torch.func transforms do not allow: use autograd and backward().")
+            raise QuantizeError(
+                f"{what} tensors, which torch.func transforms do not allow: use autograd and backward()."
+            )
     if torch.jit.is_tracing() or isinstance(args, Proxy) or any(isinstance(value, Proxy) for value in args):
         tracer = "torch.jit.trace" if torch.jit.is_tracing() else "torch.fx"
         raise PlanError(f"{tracer} cannot trace a model with a plan: detach it first, or use torch.export.")
@@ -484,7 +486,9 @@ def _on_new_submodule(parent: nn.Module, name: str, module: nn.Module) -> None:
             f"{path} has a plan, and its rules would be lost if {type(module).__name__} replaced it: call run.detach(), "
             f"replace the module, then attach the plan again."
         )
-    added = (inner for inner in module.modules() if not is_planned(inner) and any(True for _ in inner.parameters(False)))
+    added = (
+        inner for inner in module.modules() if not is_planned(inner) and any(True for _ in inner.parameters(False))
+    )
     if "module" not in reported and next(added, None) is not None:
         reported.add("module")
         warnings.warn(

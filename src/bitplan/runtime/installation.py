@@ -89,14 +89,13 @@ class Installation:
         """Leave the model exactly as it was."""
         self._is_detached = True
         if self.modules:
-            self.rounder.enabled = False  # for scopes that are entered now
+            self.rounder.enabled = False  # for copies of the model, which stop rounding, too
             self.update_versions()
             added = [module for module in self.model.modules() if is_planned(module)]  # parametrizations, say
-            for owner in {*added, *(tables.module for tables in self.tables.per_module)}:
-                for module in with_copies(owner):
-                    remove_buffers(module)
-                    if is_planned(module):  # not the holder of a loss
-                        uninstall([module])
+            for module in {*added, *(tables.module for tables in self.tables.per_module)}:
+                remove_buffers(module)
+                if is_planned(module):  # not the holder of a loss
+                    uninstall([module])
             self._release_patches()
         self.modules = []
         for allowance in self._allowances:
