@@ -273,7 +273,7 @@ def replace_by_name(model: Net) -> None:
 def test_a_replaced_module_raises(replace: Any) -> None:
     model = Net()
     run = attached(model, {"match": "second", "weight": "e2m1"}, example=X)
-    with pytest.raises(PlanError, match="second.*detach"):
+    with pytest.raises(PlanError, match=r"second.*detach"):
         replace(model)
     replace(copy.deepcopy(model))  # a copy has no attachment
     run.detach()
@@ -295,9 +295,10 @@ def test_wrapped_modules_keep_their_rules_and_added_parameters_warn() -> None:
 def test_adapters_added_after_attach_warn_once() -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["first", "second"], r=2)
-    with attached(Net(), COARSE) as run, pytest.warns(BitplanWarning, match="first") as caught:
-        run.model.config = None
-        peft.get_peft_model(run.model, config)(X)
+    model = Net()
+    model.config = None  # type: ignore[assignment]
+    with attached(model, COARSE), pytest.warns(BitplanWarning, match="first") as caught:
+        peft.get_peft_model(model, config)
     assert len([w for w in caught if issubclass(w.category, BitplanWarning)]) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error", BitplanWarning)
@@ -402,6 +403,27 @@ def test_a_copy_outlives_the_plan_and_may_get_another() -> None:
         assert type(twin) is Net
 
 
+def test_an_evaluation_may_come_first() -> None:
+    rule = {"match": "*", "activation": {"format": "int8", "scale": "tensor", "history": 2}, "weight": NOISY}
+    results = []
+    for evaluates in (False, True):
+        model = Net()
+        with torch.inference_mode(evaluates):
+            run = attached(model, rule)
+        average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+        if evaluates:
+            with torch.inference_mode():
+                model.eval()(X * 3)
+            model.train()
+        for factor in (2.0, 1.0):
+            result = result_of(model, X * factor)
+            average.update_parameters(model)
+            assert [*dict(average.module.named_buffers())] == [*dict(model.named_buffers())]
+            run.step()
+        results.append(result)
+    assert_same(*results)
+
+
 def test_a_module_that_holds_its_run_is_copied_and_pickled() -> None:
     model = Net()
     model.run = run = attached(model, HISTORY)  # type: ignore[assignment]
@@ -477,13 +499,13 @@ def test_gradients_by_torch_func_are_those_of_backward(rule: Any) -> None:
 
 @pytest.mark.parametrize("transform", ["vmap", "jacrev", "jacfwd", "hessian"])
 def test_other_transforms_of_torch_func_raise(transform: str) -> None:
-    with attached(Net(), COARSE) as run, pytest.raises(QuantizeError, match="torch.func"):
+    with attached(Net(), COARSE) as run, pytest.raises(QuantizeError, match=r"torch\.func"):
         getattr(torch.func, transform)(run.model)(X)
 
 
 @pytest.mark.parametrize("options", [{"execution": "packed"}, {"stats": True}])
 def test_what_torch_func_cannot_record_raises(options: Any) -> None:
-    with attached(Net(), COARSE, **options) as run, pytest.raises(QuantizeError, match="torch.func"):
+    with attached(Net(), COARSE, **options) as run, pytest.raises(QuantizeError, match=r"torch\.func"):
         torch.func.grad(lambda x: run.model(x).sum())(X)
 
 
@@ -627,9 +649,9 @@ def test_a_closure_may_run_the_first_forward_pass() -> None:
     with attached(model, COARSE, optimizer=optimizer):
         optimizer.step(closure)  # type: ignore[arg-type]
         optimizer.step(closure)  # type: ignore[arg-type]
-    with attached(model, COARSE, {"match": "*", "op": "conv2d", "weight": "e2m1"}, optimizer=optimizer):
-        with pytest.raises(PlanError, match="conv2d"):
-            optimizer.step(closure)  # type: ignore[arg-type]
+    unmatched = {"match": "*", "op": "conv2d", "weight": "e2m1"}
+    with attached(model, COARSE, unmatched, optimizer=optimizer), pytest.raises(PlanError, match="conv2d"):
+        optimizer.step(closure)  # type: ignore[arg-type]
     model.zero_grad()
     with attached(model, COARSE), pytest.raises(PlanError, match="example="):
         optimizer.step()

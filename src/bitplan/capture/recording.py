@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -404,8 +405,8 @@ def _record_on_values(
     with torch.enable_grad(), _random_states_kept():
         _run(model, recorder, buffers, call_arguments(inputs), loss, target)
     for module in model.modules():
-        if hasattr(module, "unshard") and hasattr(module, "reshard"):
-            module.reshard()  # fully_shard leaves the outermost parameters whole until the backward pass
+        if isinstance(getattr(type(module), "reshard", None), FunctionType):
+            module.reshard()  # type: ignore[operator]  # fully_shard leaves the outermost parameters whole until the backward pass
     return _without_values(recorder)
 
 

@@ -277,7 +277,7 @@ class _Planned:
             _check_outermost_call(self, state, args)
             if interceptor.wraps_calls:
                 return self._wrapped_call(interceptor, args, kwargs)
-        interceptor.on_call(self, args, kwargs)  # type: ignore[arg-type]
+        interceptor.on_call(self, args, kwargs)
         with Scope(interceptor, self):  # type: ignore[arg-type]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
@@ -290,7 +290,7 @@ class _Planned:
         """The forward of a parametrization: it makes a weight of others, by operations that no plan is about."""
         state = self.__dict__.get(_STATE)
         if state is None:
-            return type(self).forward(self)  # type: ignore[call-arg]
+            return type(self).forward(self)
         with Scope(_PASSIVE, self):  # type: ignore[arg-type]
             weight = super().forward()  # type: ignore[misc]
         return state.interceptor.on_weight(state.path, weight)
@@ -339,7 +339,7 @@ class _Planned:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A pickle holds the plain model: its class can be found again, an exchanged one cannot."""
-        plain = original_class(type(self))
+        plain = original_class(type(self))  # type: ignore[arg-type]
         state: Any = plain.__getstate__(self)  # type: ignore[arg-type, no-untyped-call]
         if not isinstance(state, dict):
             return copyreg._reconstructor, (plain, object, None), state  # type: ignore[attr-defined]
@@ -409,7 +409,7 @@ def _own_forward(function: Callable[..., Any]) -> Callable[..., Any]:
         own = _own_forward(function.__func__)
         return function if own is function.__func__ else MethodType(own, function.__self__)
     has_scope = getattr(function, _HAS_SCOPE, None) is function
-    return function.__wrapped__ if has_scope else function  # type: ignore[attr-defined, no-any-return]
+    return function.__wrapped__ if has_scope else function  # type: ignore[attr-defined]
 
 
 def _with_own_forward(attributes: dict[str, Any]) -> dict[str, Any]:
@@ -432,8 +432,9 @@ def _check_outermost_call(module: Any, state: ModuleState, args: Any) -> None:
             raise QuantizeError(
                 f"{what} tensors, which torch.func transforms do not allow: use autograd and backward()."
             )
-    if torch.jit.is_tracing() or isinstance(args, Proxy) or any(isinstance(value, Proxy) for value in args):
-        tracer = "torch.jit.trace" if torch.jit.is_tracing() else "torch.fx"
+    is_scripted: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    if is_scripted or isinstance(args, Proxy) or any(isinstance(value, Proxy) for value in args):
+        tracer = "torch.jit.trace" if is_scripted else "torch.fx"
         raise PlanError(f"{tracer} cannot trace a model with a plan: detach it first, or use torch.export.")
     _report_method(module, state)
 
@@ -454,7 +455,7 @@ def _report_method(module: Any, state: Any) -> None:
     while frame is not None and callers < _CALLERS:
         if frame.f_globals.get("__name__") != nn.Module.__module__:
             callers += 1
-            caller = frame.f_locals.get("self")
+            caller: Any = frame.f_locals.get("self")
             if caller is not module and is_planned(caller) and state_of(caller).interceptor is interceptor:
                 method, owner = frame.f_code.co_name, type(caller).__name__
                 interceptor.reported_gaps.add("method")
@@ -470,7 +471,7 @@ def _report_method(module: Any, state: Any) -> None:
 
 
 def _on_new_submodule(parent: nn.Module, name: str, module: nn.Module) -> None:
-    """Raise where a submodule with a plan is replaced by one without; warn where parameters without a plan are added."""
+    """Raise where a submodule with a plan is replaced by one without; warn where parameters without one are added."""
     state = state_of(parent)
     if name == "parametrizations" or isinstance(module, ParametrizationList):  # registered after the plan
         _plan_module(module, state.interceptor, f"{state.path}.{name}".lstrip("."))
@@ -483,8 +484,8 @@ def _on_new_submodule(parent: nn.Module, name: str, module: nn.Module) -> None:
     before = parent._modules.get(name)
     if before is not None and any(is_planned(inner) and id(inner) not in present for inner in before.modules()):
         raise PlanError(
-            f"{path} has a plan, and its rules would be lost if {type(module).__name__} replaced it: call run.detach(), "
-            f"replace the module, then attach the plan again."
+            f"{path} has a plan, and its rules would be lost if {type(module).__name__} replaced it: call "
+            f"run.detach(), replace the module, then attach the plan again."
         )
     added = (
         inner for inner in module.modules() if not is_planned(inner) and any(True for _ in inner.parameters(False))
@@ -536,7 +537,8 @@ def original_class(planned: type[nn.Module]) -> type[nn.Module]:
         own = {name: value for name, value in vars(planned).items() if name not in ("__dict__", "__weakref__")}
         if not any(hasattr(base, "__deepcopy__") for base in bases):
             own.setdefault("__deepcopy__", _deepcopy_attributes)  # which parametrize adds where the class has none
-        _WITHOUT_PLAN[planned] = type(planned)(planned.__name__, bases, own)
+        metaclass: Any = type(planned)
+        _WITHOUT_PLAN[planned] = metaclass(planned.__name__, bases, own)
     return _WITHOUT_PLAN[planned]
 
 

@@ -119,8 +119,8 @@ def _check_weights(model: nn.Module) -> None:
             handler = getattr(type(tensor).__torch_function__, "__func__", None) if tensor is not None else None
             if handler not in (None, Tensor.__torch_function__.__func__) and not is_lazy(tensor):  # type: ignore[attr-defined]
                 raise PlanError(
-                    f"{prefix}{name} is a {type(tensor).__name__}, which handles torch functions itself, so that a plan "
-                    f"cannot: attach the plan to a model with ordinary tensors."
+                    f"{prefix}{name} is a {type(tensor).__name__}, which handles torch functions itself, so that a "
+                    f"plan cannot: attach the plan to a model with ordinary tensors."
                 )
         for name, value in module.__dict__.items():
             sources = [key for key in (f"{name}_g", f"{name}_orig") if key in module._parameters]

@@ -188,7 +188,7 @@ def keep_buffers_per_rank() -> Undo:
     assign_buffers = torch_private.ddp_assign_buffers
 
     def assign_own_buffers(self: Any) -> None:
-        assign_buffers(self)
+        assign_buffers(self)  # type: ignore[no-untyped-call]
         own = {name: buffer for name, buffer in self.named_module_buffers.items() if not _is_ours(name)}
         self.named_module_buffers, self.modules_buffers = own, list(own.values())
 
