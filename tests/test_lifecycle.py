@@ -287,6 +287,9 @@ def test_wrapped_modules_keep_their_rules_and_added_parameters_warn() -> None:
             warnings.simplefilter("error")
             model.second = nn.Sequential(model.second)  # type: ignore[assignment]
             model.metric = nn.MSELoss()
+            model.active = model.first
+            model.active = model.second  # the first is still in the model
+            del model.active
         assert_same(result_of(model), plain)
         with pytest.warns(BitplanWarning, match="adapter"):
             model.adapter = nn.Linear(2, 2)

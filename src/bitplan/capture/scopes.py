@@ -86,6 +86,8 @@ class Interceptor:
     wraps_calls = False
     #: Whether statistics of tensors are written into buffers while the model trains.
     records_values = False
+    #: The model that a plan is attached to, while there is one.
+    model: Callable[[], nn.Module | None] = staticmethod(lambda: None)
     #: Kinds of operations out of its reach that were warned about, each once; None: they are not reported.
     reported_gaps: set[str] | None = None
 
@@ -301,7 +303,7 @@ class _Planned:
                 value = _scoped_forward(self, value)  # type: ignore[arg-type]
             elif name == "__class__":  # a lazy module gets its final class at the first call
                 value = value if issubclass(value, _Planned) else planned_class(value)
-            elif isinstance(value, nn.Module):
+            elif isinstance(value, nn.Module) and not torch.compiler.is_compiling():
                 _on_new_submodule(self, name, value)  # type: ignore[arg-type]
         super().__setattr__(name, value)
 
@@ -480,9 +482,14 @@ def _on_new_submodule(parent: nn.Module, name: str, module: nn.Module) -> None:
     if reported is None or parent in state.copies():
         return
     path = f"{state.path}.{name}".lstrip(".")
-    present = {id(inner) for inner in module.modules()}
     before = parent._modules.get(name)
-    if before is not None and any(is_planned(inner) and id(inner) not in present for inner in before.modules()):
+    lost = set() if before is None else {inner for inner in before.modules() if is_planned(inner)}
+    lost.difference_update(module.modules())
+    if lost and (model := state.interceptor.model()) is not None:
+        parent._modules[name] = None
+        lost.difference_update(model.modules())  # those that are elsewhere in the model, too
+        parent._modules[name] = before
+    if lost:
         raise PlanError(
             f"{path} has a plan, and its rules would be lost if {type(module).__name__} replaced it: call "
             f"run.detach(), replace the module, then attach the plan again."

@@ -8,6 +8,7 @@ the attachment calls :meth:`Installation.move` when it changes.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -73,7 +74,7 @@ class Installation:
         """Install the plan in all modules of the model, with the random keys of that seed and step."""
         require_interceptable(self.plan, self.model)
         self.modules = install(self.model, self.rounder)
-        self.rounder.reported_gaps = set()
+        self.rounder.model, self.rounder.reported_gaps = weakref.ref(self.model), set()
         allow_functions_in_graph()
         self._release_patches = torch_patches.hold(self.rounder)
         torch_patches.apply(checkpointing.carry_scopes)
