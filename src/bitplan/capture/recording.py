@@ -1,7 +1,8 @@
 """Recording a model: every operation of one forward pass, in the order they happen.
 
 The model runs once on fake tensors (shapes and types, no data), so that a model that does not fit into memory can be
-listed, priced and planned. An interceptor that changes nothing remembers what each operation was given and has made.
+listed, priced and planned; one that needs values runs on those of the batch. An interceptor that changes nothing
+remembers what each operation was given and has made.
 """
 
 from __future__ import annotations
