@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from graph_backend import compile_packed
+from graph_backend import compile_without_inductor
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -112,7 +112,7 @@ def test_compiled_steps_have_these_numbers_too(name: str, execution: str, monkey
         attach(eager, plan, steps=STEPS, example=X) as other,
     ):
         # A switch makes another graph, which takes Inductor a while.
-        called = compile_packed(run, model, monkeypatch) if execution == "packed" else run.compile()
+        called = compile_without_inductor(run, model, monkeypatch) if execution == "packed" else run.compile()
         for _ in range(STEPS):
             for actual, expected in zip(step_of(model, called), step_of(eager), strict=True):
                 torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from graph_backend import compile_packed
+from graph_backend import compile_without_inductor
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -191,7 +191,7 @@ def test_a_format_that_is_changed_gets_a_graph_of_its_own_width(monkeypatch: pyt
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     with bitplan.attach(model, plan, example=x, execution="packed") as run:
-        compiled = compile_packed(run, model, monkeypatch)
+        compiled = compile_without_inductor(run, model, monkeypatch)
         for name in ("int4", "int8", "int3", "int8"):
             run.set_format("low", name)
             assert torch.equal(compiled(x), model(x))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from graph_backend import compile_packed
+from graph_backend import compile_without_inductor
 from torch import Tensor, nn
 
 import bitplan
@@ -66,7 +66,7 @@ def net() -> nn.Module:
 def trained(model: nn.Module, x: Tensor, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     torch._dynamo.reset()
     with bitplan.attach(model, PLAN, example=x, execution="packed") as run:
-        called = compile_packed(run, model, monkeypatch)
+        called = compile_without_inductor(run, model, monkeypatch)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             y = called(x)
         y.float().square().mean().backward()

@@ -9,21 +9,26 @@ import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
 import bitplan
+from bitplan.compiler.tracing import keep_guards
 
 
-def compile_packed(run: bitplan.Attachment, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The model as ``run.compile()`` has it, with the same partitioner and decompositions, but without Inductor."""
+def compile_without_inductor(run: bitplan.Attachment, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The model as ``run.compile()`` has it, with the same guards, partitioner and decompositions."""
     monkeypatch.setattr("bitplan.executions.packed.execution.refuse_other_backends", lambda: None)
 
     def as_it_is(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         return make_boxed_func(graph.forward)
 
-    partitioner = run.partitioner()
-    assert partitioner is not None
     backend = aot_autograd(
-        fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=partitioner, decompositions=select_decomp_table()
+        fw_compiler=as_it_is,
+        bw_compiler=as_it_is,
+        partition_fn=run.partitioner() or min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+        keep_inference_input_mutations=True,
     )
-    return torch.compile(model, fullgraph=True, backend=backend)
+    run._installation.update_versions()
+    return torch.compile(model, fullgraph=True, backend=backend, options={"guard_filter_fn": keep_guards})
