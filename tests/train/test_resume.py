@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,13 +91,38 @@ def test_how_often_checkpoints_are_written_changes_nothing(
 # --- killed ---
 
 
-def command(tiny_file: Path, plan: Path, folder: Path, *more: str) -> list[str]:
-    task = [sys.executable, "-m", "bitplan", "train", f"{tiny_file}:Tiny", "--plan", str(plan), "--out", str(folder)]
-    return [*task, "--checkpoint-every", "4", *more]
+#: Trains once for each step of the first argument, in a process of its own that dies in that step (-1: it does not);
+#: prints exit codes and how the run stands. Forked before torch starts threads: importing torch takes longest.
+COMMANDS = """
+import os, sys
+import torch._dynamo  # as training does: once for all processes
+from bitplan import cli
+from bitplan.lab.train import RunFolder
+steps, folder = sys.argv[1:3]
+for step in steps.split():
+    child = os.fork()
+    if not child:
+        os.environ["TINY_DIES_AT"] = step
+        cli.main(["train", *sys.argv[3:], "--out", folder, "--checkpoint-every", "4"])
+    print("exit", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), RunFolder(folder).status(), flush=True)
+"""
 
 
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": str(torch.get_num_threads()), **more}
+def train_in_processes(folder: Path, task: Path, plan: Path, *steps: int, dies_of: str = "SIGKILL") -> tuple[str, str]:
+    """A line for each process, and what all wrote to stderr."""
+    processes = subprocess.run(
+        [sys.executable, "-c", COMMANDS, " ".join(map(str, steps)), str(folder), f"{task}:Tiny", "--plan", str(plan)],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(SRC),
+            "OMP_NUM_THREADS": str(torch.get_num_threads()),
+            "TINY_DIES_OF": dies_of,
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return "\n".join(line for line in processes.stdout.splitlines() if line.startswith("exit")), processes.stderr
 
 
 @pytest.fixture
@@ -114,19 +137,11 @@ def test_killed_at_three_random_steps_it_ends_like_an_undisturbed_run(
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(tiny(), str(plan_file), folder=whole, checkpoint_every=4)
-    drawn = random.SystemRandom().randrange(2**32)
-    steps = sorted(random.Random(drawn).sample(range(1, 24), 3))
-    text = f"killed in steps {steps}, drawn with seed {drawn}"
-    for step in steps:
-        killed = subprocess.run(
-            command(tiny_file, plan_file, parts),
-            env=environment(TINY_DIES_AT=str(step)),
-            capture_output=True,
-            check=False,
-        )
-        assert killed.returncode == -signal.SIGKILL, (text, killed.stderr)
-        assert RunFolder(parts).status() == "unfinished", text
-    subprocess.run(command(tiny_file, plan_file, parts), env=environment(), capture_output=True, check=True)
+    seed = random.SystemRandom().randrange(2**32)
+    steps = sorted(random.Random(seed).sample(range(1, 24), 3))
+    text = f"killed in steps {steps}, drawn with seed {seed}"
+    exits, stderr = train_in_processes(parts, tiny_file, plan_file, *steps, -1)
+    assert exits == "exit -9 unfinished\n" * 3 + "exit 0 finished", (text, stderr)
     assert fingerprint(parts) == fingerprint(whole), text
 
 
@@ -201,31 +216,15 @@ def test_a_signal_stops_after_the_step_and_says_how_to_go_on(
     tmp_path: Path, tiny: Any, tiny_file: Path, plan_file: Path, fingerprint: Any
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    long = ("--set", "steps=100000", "--set", "evaluate_every=50")
-    process = subprocess.Popen(
-        command(tiny_file, plan_file, parts, *long), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    try:
-        while len(RunFolder(parts).metrics()) < 4 and process.poll() is None:
-            time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
-        _, reported = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 128 + signal.SIGINT, reported
+    exits, stderr = train_in_processes(parts, tiny_file, plan_file, 9, dies_of="SIGINT")
+    assert exits == "exit 130 stopped", stderr
     summary = RunFolder(parts).summary()
     assert summary is not None
-    assert summary.status == "stopped"
-    assert f"stopped on request; go on with: bitplan train --resume {parts}" in reported.decode()
-    # The same many steps without a signal give the same state.
-    undisturbed = train(
-        tiny("steps=100000", "evaluate_every=50"),
-        str(plan_file),
-        folder=whole,
-        checkpoint_every=4,
-        **stop_after(summary.step),
-    )
-    assert undisturbed.step == summary.step
+    assert (summary.status, summary.step) == ("stopped", 10)
+    assert f"stopped on request; go on with: bitplan train --resume {parts}" in stderr
+    # As many steps without a signal give the same state.
+    undisturbed = train(tiny(), str(plan_file), folder=whole, checkpoint_every=4, **stop_after(10))
+    assert undisturbed.step == 10
     assert fingerprint(parts) == fingerprint(whole)
 
 
