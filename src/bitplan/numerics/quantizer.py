@@ -17,7 +17,7 @@ from torch import Tensor
 from bitplan.compiler.tracing import is_traced
 from bitplan.errors import FormatError, QuantizeError, nearest_names
 from bitplan.numerics import chunks
-from bitplan.numerics.dtypes import carrier_for, round_by_torch
+from bitplan.numerics.dtypes import TORCH_FLOAT8, carrier_for, round_by_torch
 from bitplan.numerics.formats import BlockFormat, FloatFormat, Format, IntFormat, Overflow, get_format
 from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.noise import Counter, random_bits
@@ -208,6 +208,11 @@ class Quantizer:
         return isinstance(self.format, (IntFormat, MutableFormat)) and self.format.affine
 
     @property
+    def _is_float8(self) -> bool:
+        """Whether GPU kernels compute the same scales, which they do not limit: only powers of two would need it."""
+        return isinstance(self.format, FloatFormat) and self.format in TORCH_FLOAT8
+
+    @property
     def _name(self) -> str:
         return f"a live {self.format.kind}" if isinstance(self.format, MutableFormat) else self.format.name
 
@@ -326,12 +331,14 @@ class Quantizer:
         """
         if self.scaling is None:
             return ()
-        largest, limit = self._largest(row), largest_finite(dtype, work.dtype)
+        largest = self._largest(row)
+        limit = largest_finite(dtype, work.dtype)
+        amax_limit = None if self._is_float8 and work.dtype == torch.float32 else limit
         power_of_two = self.scaling.power_of_two
         if isinstance(span, Tensor):
             current = amax_of(work, tuple(range(work.dim())))
             amax = torch.where(span > 0, span.to(current.dtype), current)
-            return (step_scale(amax, largest, power_of_two, limit),)
+            return (step_scale(amax, largest, power_of_two, amax_limit),)
         shape = (1,) * work.dim()
         if span is not None:
             work = torch.stack(span).to(work.dtype).view(2, *shape)
@@ -340,7 +347,7 @@ class Quantizer:
         if self._is_affine:
             scales = minmax_scale(work, largest, dims, power_of_two, limit)
         else:
-            scales = (step_scale(amax_of(work, dims), largest, power_of_two, limit),)
+            scales = (step_scale(amax_of(work, dims), largest, power_of_two, amax_limit),)
         return scales if span is None else tuple(scale.view(shape) for scale in scales)
 
     def _elements(
@@ -409,7 +416,7 @@ class Quantizer:
         """
         if self._is_affine:
             return True
-        if self.scaling is None or not self.scaling.power_of_two or dtype != torch.float16:
+        if self.scaling is None or not self.scaling.power_of_two or not (self._is_float8 or dtype == torch.float16):
             return False
         if isinstance(self.format, FloatFormat):
             return (self.overflow or self.format.default_overflow) == "saturate"

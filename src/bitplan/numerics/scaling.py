@@ -146,12 +146,12 @@ def step_scale(span: Tensor, steps: float | Tensor, power_of_two: bool, limit: f
         scale = torch.minimum(scale.clamp_min(tiny), _largest_scale_by_row(steps, limit, power_of_two))
     else:
         scale = scale.clamp(tiny, _largest_scale(steps, limit, power_of_two))
-    if not power_of_two:
-        # Infinity times 0 is NaN.
-        return scale if limit is None else scale.add_(span, alpha=0.0)
-    mantissa = (1 << carrier.mantissa_bits) - 1
-    raised = (scale.view(carrier.int_dtype) + mantissa) & carrier.exponent_mask
-    return raised.view(carrier.dtype) + (scale if limit is None else span) * 0  # NaN stays NaN
+    if power_of_two:
+        mantissa = (1 << carrier.mantissa_bits) - 1
+        raised = ((scale.view(carrier.int_dtype) + mantissa) & carrier.exponent_mask).view(carrier.dtype)
+        return raised.add_(scale if limit is None else span, alpha=0.0)  # NaN stays NaN
+    # Infinity times 0 is NaN. Inductor takes `scale + span * 0` for `scale`, but not this.
+    return scale if limit is None else scale.add_(span, alpha=0.0)
 
 
 #: Rounding the scale and its product with an element may each exceed the exact value by half a unit.
