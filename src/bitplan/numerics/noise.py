@@ -178,8 +178,8 @@ def _words(counter: Counter, device: torch.device) -> tuple[Counter, Counter | N
         raise QuantizeError(
             f"a seed has at most 64 bits with its sign, not {counter.bit_length() + 1}: take it modulo 2**63."
         )
-    upper = counter >> 32
-    return _int32(counter + upper * _FOLD), upper + 1 if upper < 0 else upper
+    above = counter >> 32
+    return _int32(counter + above * _FOLD), above + 1 if above < 0 else above
 
 
 def _is_symbol(number: int) -> bool:
