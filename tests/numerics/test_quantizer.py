@@ -440,3 +440,11 @@ def test_the_result_of_a_view_with_gaps_is_dense() -> None:
     x = torch.randn(8, 9)
     assert bitplan.quantize(x.t(), "e4m3").stride() == (1, 9)
     assert bitplan.quantize(x[::2, 1::3], "e4m3").stride() == (3, 1)
+
+
+@pytest.mark.parametrize(("name", "options"), [("mxfp8", {}), ("nvfp4", {}), ("int8", {"scale": "block", "block": 16})])
+def test_the_result_of_blocks_can_be_written_into(name: str, options: dict[str, Any]) -> None:
+    """As the output of any operation of a model, which an in-place operation may follow."""
+    for columns in (16, 32, 5, 40):
+        rounded = bitplan.quantize(torch.randn(4, columns, requires_grad=True), name, **options)
+        rounded.mul_(2.0).sum().backward()

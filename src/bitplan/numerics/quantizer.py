@@ -407,7 +407,10 @@ class Quantizer:
         if self._may_exceed(like.dtype):
             largest = torch.finfo(like.dtype).max
             values = values.clamp(-largest, largest) if is_traced() else values.clamp_(-largest, largest)
-        return _in_layout_of(like, values.to(like.dtype))
+        values = values.to(like.dtype)
+        if blocks is not None and values.stride() == like.stride() and not is_traced():
+            return values.clone()  # joined blocks are a view, which autograd lets nobody write into
+        return _in_layout_of(like, values)
 
     def _may_exceed(self, dtype: torch.dtype) -> bool:
         """Whether a finite value may be decoded to more than the dtype's largest value: see :func:`largest_finite`.

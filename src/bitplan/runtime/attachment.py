@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bitplan.capture.recording import FakeInputs, Operation, call_arguments, scripted_modules
-from bitplan.capture.scopes import in_loss_scope, loss_holder, unwrapped
+from bitplan.capture.scopes import in_loss_scope, loss_holder, unwrapped, without_wrappers
 from bitplan.compiler import torch_private
 from bitplan.compiler.tracing import keep_guards
 from bitplan.errors import BitplanError, PlanError
@@ -77,7 +77,8 @@ class Attachment:
         self._installation = Installation(self.model, self._rounder, decider, self._clock)
         self._all_tables = self._installation.tables
         self._coverage = RuleCoverage(plan, scripted_modules(self.model), not (mutable_formats or stats))
-        self._coverage.require_modules([path for path, _ in self.model.named_modules(remove_duplicate=False)])
+        paths = [without_wrappers(path) for path, _ in self.model.named_modules(remove_duplicate=False)]
+        self._coverage.require_modules(paths)
         self._checked = not plan.all_rules
         self._cost_tracker = CostTracker(
             self.model, plan, self._all_tables.per_module, self._clock, self._all_tables.promotions
