@@ -94,18 +94,22 @@ class NativeExecution(EmulateExecution):
 
     def fallbacks(self, operations: Sequence[Operation], decide: Decide, device: torch.device) -> Table[Fallback]:
         rows = fallbacks_of(operations, decide, backends_of(device), self.terms, device.type)
-        return Table(rows, FALLBACK_COLUMNS, empty="no fallbacks: every GEMM of the plan runs natively")
+        return Table(rows, FALLBACK_COLUMNS, empty="no fallbacks: every product of the plan runs natively")
 
     def check(self, operations: Sequence[Operation], decide: Decide, device: torch.device) -> None:
-        """Warn once, or raise where execution is strict, of GEMMs that are emulated."""
+        """Warn once, or raise where execution is strict, of products that the plan rounds and that are emulated."""
         fallbacks = list(self.fallbacks(operations, decide, device))
         if not fallbacks:
             return
+        if self.native.strict:
+            first, others = fallbacks[0], len(fallbacks) - 1
+            raise PlanError(
+                f"{first.site} does not run natively ({first.gemm_pass}: {first.reason}), nor do {others} other "
+                f"products of the plan: drop strict=True to emulate them."
+            )
         reasons = Counter(fallback.reason for fallback in fallbacks)
         listed = "; ".join(f"{reason} ({count}x)" if count > 1 else reason for reason, count in reasons.most_common(3))
         message = f"{len(fallbacks)} products are emulated: {listed}. run.fallbacks() lists them."
-        if self.native.strict:
-            raise PlanError(f"{message} Drop strict=True to run them so.")
         warnings.warn(message, BitplanWarning, stacklevel=4)
 
     def compiler_settings(self, ops: Iterable[RoundingOp], options: dict[str, Any]) -> CompilerSettings:
