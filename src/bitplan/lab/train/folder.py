@@ -18,20 +18,19 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal
 
 from bitplan.errors import BitplanError, RunError
-from bitplan.files import json_line, json_text
+from bitplan.files import json_line, json_text, parse_json
 from bitplan.lab.train.config import VERSION, RunConfig
 from bitplan.lab.train.summary import Status, Summary
 from bitplan.plans import Plan
@@ -158,14 +157,19 @@ def _length_of(path: Path, after: int) -> int:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """The content of a line; None where it is incomplete."""
+    """The content of a line; None where it is incomplete or no line of a journal."""
     if not line.endswith(b"\n"):
         return None
     try:
-        content = json.loads(line)
+        content = parse_json(line)
     except ValueError:
         return None
-    return content if isinstance(content, dict) and isinstance(content.get("step"), int) else None
+    return content if isinstance(content, dict) and type(content.get("step")) is int else None
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a JSON file is a number; truth values are none."""
+    return type(value) in (int, float)
 
 
 log = logging.getLogger("bitplan")
@@ -178,6 +182,8 @@ _DEPTH = 3
 _TRIES = 5
 #: Names of the temporary files of bitplan and of safetensors.
 _HALF_WRITTEN = re.compile(r"\..*\.tmp|\.tmp\w+")
+#: Names of the tensors' files of checkpoints.
+_TENSORS = re.compile(r"step-[0-9]{8,}\.safetensors")
 #: Files that a process may leave that was killed before its run began.
 _REMAINS = re.compile(rf"lock|plan\.yaml|checkpoints|{_HALF_WRITTEN.pattern}")
 
@@ -220,8 +226,14 @@ class RunFolder:
             )
         try:
             return RunConfig.from_dict(content)
-        except (TypeError, ValueError) as error:
-            raise _damaged(self.run_file) from error
+        except ValueError as error:
+            raise _damaged(self.run_file, str(error)) from error
+        except RunError as error:
+            raise _damaged(self.run_file, str(error).removesuffix(".")) from error
+
+    def plan_text(self) -> str | None:
+        """The content of ``plan.yaml``; None: no plan."""
+        return read_text(self.plan_file) if self.plan_file.exists() else None
 
     def plan(self) -> Plan | None:
         """The plan of the run."""
@@ -283,8 +295,9 @@ class RunFolder:
     def _clear(self, existed: bool) -> None:
         self.lock_file.unlink(missing_ok=True)
         self.plan_file.unlink(missing_ok=True)
-        if not existed and not any(self.path.iterdir()):
-            self.path.rmdir()
+        with suppress(OSError):  # somebody else may have removed or renamed the folder
+            if not existed and not any(self.path.iterdir()):
+                self.path.rmdir()
 
     # --- writing ---
 
@@ -299,8 +312,7 @@ class RunFolder:
             return False
         recorded = self.config()
         difference = recorded.difference(config)
-        text = self.plan_file.read_text(encoding="utf-8") if self.plan_file.exists() else None
-        if difference is None and text != _plan_text(plan):
+        if difference is None and self.plan_text() != _plan_text(plan):
             difference = (
                 f"the plan {recorded.plan or 'none'}, whose content differs from that of {config.plan or 'none'}"
             )
@@ -335,12 +347,13 @@ class RunFolder:
         write_durably(self.summary_file, json_text(summary.to_dict()) + "\n")
 
     def sweep(self) -> None:
-        """Remove temporary files of a killed process."""
-        for folder in (self.path, self.checkpoints):
-            for left in folder.glob(".*"):
-                if _HALF_WRITTEN.fullmatch(left.name):
-                    with writing(left):
-                        left.unlink(missing_ok=True)
+        """Remove what a killed process has left: temporary files, and tensors of a checkpoint without its JSON."""
+        left = [path for folder in (self.path, self.checkpoints) for path in folder.glob(".*")]
+        left = [path for path in left if _HALF_WRITTEN.fullmatch(path.name)]
+        tensors = (path for path in self.checkpoints.glob("step-*") if _TENSORS.fullmatch(path.name))
+        for path in [*left, *(path for path in tensors if not path.with_suffix(".json").exists())]:
+            with writing(path):
+                path.unlink(missing_ok=True)
 
     def forget_summary(self) -> None:
         """Remove the summary of a run that is resumed."""
@@ -405,9 +418,7 @@ def _locked(file: IO[Any]) -> bool:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; raises where it cannot be read."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RunError(f"cannot read {path} ({error.strerror}): fix that, or name another folder.") from error
+        content = parse_json(read_text(path))
     except ValueError as error:
         raise _damaged(path) from error
     if not isinstance(content, dict):
@@ -415,5 +426,18 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def _damaged(path: Path) -> BitplanError:
-    return RunError(f"{path} is damaged: restore it, leave it out of a report, or begin anew in another folder.")
+def read_text(path: Path) -> str:
+    """The text of a file; raises where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"cannot read {path} ({error.strerror}): fix that, or name another folder.") from error
+    except ValueError as error:
+        raise _damaged(path) from error
+
+
+def _damaged(path: Path, detail: str = "") -> BitplanError:
+    reason = f" ({detail})" if detail else ""
+    return RunError(
+        f"{path} is damaged{reason}: restore it, leave it out of a report, or begin anew in another folder."
+    )
