@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from bitplan._version import __version__
+from bitplan.files import printable
 
 
 class Entry(NamedTuple):
@@ -123,12 +124,19 @@ def _root(
         _show_log(logging.INFO if verbose == 1 else logging.DEBUG)
 
 
+class _SafeFormatter(logging.Formatter):
+    """Escapes control characters: messages may name what is in a run folder that somebody else made."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 def _show_log(level: int) -> None:
     log = logging.getLogger("bitplan")
     for handler in [handler for handler in log.handlers if handler.name == _LOG_HANDLER]:
         log.removeHandler(handler)
     handler = logging.StreamHandler(sys.stderr)
     handler.name = _LOG_HANDLER
-    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    handler.setFormatter(_SafeFormatter("%(name)s: %(message)s"))
     log.addHandler(handler)
     log.setLevel(level)

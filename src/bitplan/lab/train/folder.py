@@ -212,7 +212,7 @@ class RunFolder:
 
     @property
     def is_run(self) -> bool:
-        return self.run_file.is_file()
+        return os.path.isfile(self.run_file)  # unlike pathlib's, false where the folder may not be read
 
     def config(self) -> RunConfig:
         """The configuration; raises where the folder holds no run, or one of another version."""
@@ -245,7 +245,7 @@ class RunFolder:
             return None
         try:
             return Summary.from_dict(self.path, read_object(self.summary_file))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RunError) as error:
             raise _damaged(self.summary_file) from error
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -383,8 +383,17 @@ def _runs_beneath(path: Path, depth: int) -> Iterator[RunFolder]:
     if folder.is_run:
         yield folder
     elif depth:
-        for child in sorted(entry for entry in path.iterdir() if entry.is_dir()):
+        for child in folders_in(path):
             yield from _runs_beneath(child, depth - 1)
+
+
+def folders_in(path: Path) -> list[Path]:
+    """The folders in a folder, by name; none where it may not be read."""
+    try:
+        return sorted(entry for entry in path.iterdir() if os.path.isdir(entry))
+    except OSError as error:
+        log.info("%s is left out: %s", path, error)
+        return []
 
 
 def _plan_text(plan: Plan | None) -> str | None:
