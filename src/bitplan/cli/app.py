@@ -50,6 +50,7 @@ COMMANDS: dict[str, Entry] = {
     "runs": Entry("runs", LAB, "List the runs in a folder."),
     "report": Entry("runs", LAB, "Write an HTML page about runs."),
     "demo": Entry("compare", LAB, "Train digits under six plans and write a page about it."),
+    "crossover": Entry("crossover", OTHER, "From which size on native GEMMs pay on this machine."),
     "env": Entry("env", OTHER, "Versions, processor and GPUs, for a bug report."),
 }
 

@@ -109,6 +109,7 @@ class Journal:
     def __init__(self, path: Path, after: int) -> None:
         """Keep the lines up to step `after`; later ones and an incomplete line are removed."""
         self.path = path
+        require_regular(path)
         with writing(path):
             # Unbuffered, so that a killed process loses no line.
             self._file: FileIO = open(path, "ab", buffering=0)  # noqa: SIM115 - closed at the run's end
@@ -137,10 +138,13 @@ class Journal:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a journal, which may be growing; none where it does not exist."""
+    if not path.exists():
+        return []
+    require_regular(path)
     try:
         data = path.read_bytes()
-    except FileNotFoundError:
-        return []
+    except OSError as error:
+        raise RunError(f"cannot read {path} ({error.strerror}): fix that, or leave the run out.") from error
     lines = [_parsed(line) for line in data.splitlines(keepends=True)]
     return [line for line in lines if line is not None]
 
@@ -237,7 +241,10 @@ class RunFolder:
 
     def plan(self) -> Plan | None:
         """The plan of the run."""
-        return Plan.load(self.plan_file) if self.plan_file.exists() else None
+        if not self.plan_file.exists():
+            return None
+        require_regular(self.plan_file)
+        return Plan.load(self.plan_file)
 
     def summary(self) -> Summary | None:
         """The result of the run; None while it is running, and where it was killed."""
@@ -437,12 +444,19 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def read_text(path: Path) -> str:
     """The text of a file; raises where it cannot be read."""
+    require_regular(path)
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise RunError(f"cannot read {path} ({error.strerror}): fix that, or name another folder.") from error
     except ValueError as error:
         raise _damaged(path) from error
+
+
+def require_regular(path: Path) -> None:
+    """Raise where `path` is a folder, or a pipe or device that could be read for ever."""
+    if path.exists() and not path.is_file():
+        raise _damaged(path, "not a regular file")
 
 
 def _damaged(path: Path, detail: str = "") -> BitplanError:
