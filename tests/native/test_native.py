@@ -345,13 +345,47 @@ def test_the_crossover_is_measured_once_and_remembered(tmp_path: Path, monkeypat
     assert crossover.load_crossover(torch.device("cpu"), torch.float32) == first
     assert crossover.load_crossover(torch.device("meta"), torch.float32).min_macs == crossover.NEVER
     assert len(json.loads((tmp_path / "crossover.json").read_text())) == 2
-    (tmp_path / "crossover.json").write_text("damaged")
+    key = next(iter(json.loads((tmp_path / "crossover.json").read_text())))
+    row = {"unit": "int8", "size": 8, "plain": 1.0, "native": 2.0}
+    for damage in (
+        *("damaged", "[]", "3", "[" * 100_000, json.dumps({key: 3}), json.dumps({key: [3]}), json.dumps({key: [{}]})),
+        *(json.dumps({key: [{**row, "size": size}]}) for size in ("8", 0, -5, 8.5, True, [], 10**400)),
+        *(json.dumps({key: [{**row, "plain": time}]}) for time in ("1", 0, -1.0, True, None)),
+    ):
+        (tmp_path / "crossover.json").write_text(damage)
+        with pytest.warns(BitplanWarning, match="is damaged: the crossover is measured again"):
+            assert not crossover._read(crossover.cache_file())
     won = [crossover.Crossing("int8", 8, 2.0, 1.0), crossover.Crossing("fp8", 8, 1.0, 2.0)]
     for table in ("measure_crossover", "measure_im2col_crossover"):
         monkeypatch.setattr(crossover, table, lambda *arguments: won)
-    result = crossover.load_crossover(torch.device("cpu"), torch.float32)
+    with pytest.warns(BitplanWarning, match="is damaged"):
+        result = crossover.load_crossover(torch.device("cpu"), torch.float32)
     assert result.min_macs_by_backend == (("int8", 512), ("fp8", crossover.NEVER))
     assert result.min_channels_by_backend == (("int8", 8), ("fp8", crossover.NEVER))
+
+
+def test_a_table_without_rows_is_measured_again_and_sends_nothing_to_the_units(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BITPLAN_CACHE", str(tmp_path))
+    measured: list[str] = []
+    for table in ("measure_crossover", "measure_im2col_crossover"):
+        monkeypatch.setattr(crossover, table, lambda *arguments, table=table: measured.append(table) or [])
+    for _ in range(2):
+        terms = crossover.load_crossover(torch.device("cpu"), torch.float32)
+    assert measured == 2 * ["measure_crossover", "measure_im2col_crossover"]
+    assert set(dict(terms.min_macs_by_backend).values()) == {crossover.NEVER}
+    assert set(dict(terms.min_channels_by_backend).values()) == {crossover.NEVER}
+
+
+def test_a_burst_of_other_work_does_not_decide_the_crossover(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native times of the first round are ten times too long."""
+    monkeypatch.setattr(crossover, "SIZES", {"cpu": (8, 16)})
+    monkeypatch.setattr(crossover, "backends_of", lambda device: [units.BACKENDS[0]])
+    times = iter([*(10.0, 2.0, 10.0, 2.0), *(1.0, 2.0, 1.0, 2.0), *(1.5, 2.5, 1.5, 2.5)])
+    monkeypatch.setattr(crossover, "milliseconds", lambda *arguments: next(times))
+    table = crossover.measure_crossover(torch.device("cpu"))
+    assert [(row.size, row.plain, row.native) for row in table] == [(8, 2.0, 1.0), (16, 2.0, 1.0)]
 
 
 def test_without_a_compiler_the_crossover_is_measured_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +20,11 @@ import torch
 
 import bitplan
 from bitplan.errors import BitplanWarning, RunError
+from bitplan.executions.native.backends import Int8Backend
+from bitplan.executions.native.paths import NativeTerms
 from bitplan.lab.tasks.task import Settings
 from bitplan.lab.train import RunFolder, train
+from bitplan.lab.train.folder import DiskError
 from bitplan.plans import Plan
 
 SRC = Path(bitplan.__file__).parents[1]
@@ -197,7 +204,7 @@ def test_a_damaged_checkpoint_is_passed_over(
         newest.unlink()
     else:
         newest.write_bytes((kept / "step-00000012.safetensors").read_bytes())
-    with pytest.warns(BitplanWarning, match="step-00000013.* The checkpoint before it is used"):
+    with pytest.warns(BitplanWarning, match="step-00000013.* The checkpoint of step 12 is used"):
         train(tiny(), noisy, folder=parts)
     assert fingerprint(parts) == fingerprint(whole)
 
@@ -207,9 +214,144 @@ def test_without_any_whole_checkpoint_it_starts_anew(tmp_path: Path, tiny: Any, 
     train(tiny(), noisy, folder=whole)
     train(tiny(), noisy, folder=parts, **stop_after(5))
     (parts / "checkpoints" / "step-00000005.json").write_text("{}")
-    with pytest.warns(BitplanWarning, match="checkpoint before it is used"):
+    with pytest.warns(BitplanWarning, match="No checkpoint is whole: the run starts again at step 0"):
         train(tiny(), noisy, folder=parts)
     assert fingerprint(parts) == fingerprint(whole)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_checkpoint_whose_numbers_were_edited_is_passed_over(tmp_path: Path, tiny: Any, version: int) -> None:
+    """Only version 2 has a checksum of its JSON; a version 1 without one is read as it is."""
+    train(tiny(), folder=tmp_path / "run", **stop_after(13))
+    file = tmp_path / "run" / "checkpoints" / "step-00000013.json"
+    content = json.loads(file.read_text())
+    content["bitplan_checkpoint"] = version
+    if version == 1:
+        del content["json_sha256"], content["run"]
+    content["state"]["optimizer"]["param_groups"][0]["momentum"] = 0.8
+    file.write_text(json.dumps(content))
+    if version == 1:
+        assert train(tiny(), folder=tmp_path / "run").status == "finished"
+        return
+    with pytest.warns(BitplanWarning, match="step-00000013.json is damaged.*step 12 is used"):
+        train(tiny(), folder=tmp_path / "run")
+
+
+@pytest.mark.parametrize(("change", "token"), [({"seed": 1}, "seed 1, not 0"), ({"lr": 0.5}, "lr=0.5, not 0.1")])
+@pytest.mark.parametrize("is_old", [False, True])
+def test_the_checkpoint_of_another_run_is_refused(
+    tmp_path: Path, tiny: Any, change: dict[str, Any], token: str, is_old: bool
+) -> None:
+    if is_old and "lr" in change:
+        pytest.skip("checkpoints of version 1 record the seed only")
+    own, other = tmp_path / "own", tmp_path / "other"
+    train(tiny(), folder=own, **stop_after(7))
+    settings = [f"{key}={value}" for key, value in change.items() if key != "seed"]
+    train(tiny(*settings, seed=change.get("seed", 0)), folder=other, **stop_after(13))
+    for file in (other / "checkpoints").iterdir():
+        if is_old and file.suffix == ".json":
+            content = json.loads(file.read_text()) | {"bitplan_checkpoint": 1}
+            del content["run"], content["json_sha256"]
+            file.write_text(json.dumps(content))
+        shutil.copy(file, own / "checkpoints")
+    with pytest.raises(RunError, match=token):
+        train(tiny(), folder=own)
+
+
+def test_a_run_file_whose_settings_were_edited_does_not_fit_its_checkpoints(tmp_path: Path, tiny: Any) -> None:
+    train(tiny(), folder=tmp_path / "run", **stop_after(13))
+    file = tmp_path / "run" / "run.json"
+    content = json.loads(file.read_text())
+    content["settings"]["lr"] = 0.2
+    file.write_text(json.dumps(content))
+    with pytest.raises(RunError, match=r"lr=0\.1, not 0\.2"):
+        train(tiny("lr=0.2"), folder=tmp_path / "run")  # as bitplan train --resume reads it
+
+
+def test_a_missing_checkpoint_folder_is_made_again(tmp_path: Path, tiny: Any, noisy: Plan, fingerprint: Any) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(tiny(), noisy, folder=whole)
+    train(tiny(), noisy, folder=parts, **stop_after(8))
+    shutil.rmtree(parts / "checkpoints")
+    train(tiny(), noisy, folder=parts)
+    assert fingerprint(parts) == fingerprint(whole)
+
+
+def test_checkpoints_removed_while_training_are_not_called_whole(tmp_path: Path, tiny: Any) -> None:
+    def remove(now: Any) -> None:
+        if now.step == 8:
+            shutil.rmtree(tmp_path / "run" / "checkpoints")
+
+    with pytest.raises(DiskError, match="The checkpoint of step 6 is gone") as reported:
+        train(tiny(), folder=tmp_path / "run", on_progress=remove)
+    assert "is whole" not in str(reported.value)
+
+
+def test_lost_lines_of_the_metrics_are_said(tmp_path: Path, tiny: Any) -> None:
+    train(tiny(), folder=tmp_path / "run", **stop_after(13))
+    file = tmp_path / "run" / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[2:]))  # of step 1, and the evaluation of step 6
+    with pytest.warns(BitplanWarning, match="metrics.jsonl has lost 2 lines from step 1 on"):
+        train(tiny(), folder=tmp_path / "run")
+
+
+def test_the_cost_that_is_shown_after_a_resume_is_that_of_the_steps_made(tmp_path: Path, tiny: Any) -> None:
+    def costs(folder: Path, *stops: int) -> dict[int, float]:
+        shown: dict[int, float] = {}
+        for stop in (*stops, 24):
+            train(
+                tiny(),
+                folder=folder,
+                on_progress=lambda now: shown.update({now.step: now.cost}),
+                stop=lambda stop=stop: bool(shown) and max(shown) >= stop,
+            )
+        return shown
+
+    whole, parts = costs(tmp_path / "whole"), costs(tmp_path / "parts", 18)
+    assert {step: cost for step, cost in parts.items() if step > 20} == pytest.approx(
+        {step: cost for step, cost in whole.items() if step > 20}
+    )
+
+
+def test_a_native_run_goes_on_with_the_crossover_that_it_was_started_with(
+    tmp_path: Path, tiny: Any, fingerprint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another table would send other products to the units, which accumulate in another order."""
+    int8 = {"format": "int8", "scale": "tensor"}
+    plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "op": "linear", "x": int8, "w": int8, "dy": int8}]})
+    module = import_module("bitplan.executions.native.execution")
+    monkeypatch.setattr(Int8Backend, "is_available", lambda self, device: device.type == "cpu")
+
+    def measured(min_macs: int) -> None:
+        terms = NativeTerms(min_macs_by_backend=(("int8", min_macs),))
+        monkeypatch.setattr(module, "load_crossover", lambda device, dtype: terms)
+
+    def run(folder: Path, **options: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*are emulated", BitplanWarning)
+            train(tiny(), plan, folder=folder, execution="native", **options)
+
+    whole, emulated, parts, old = (tmp_path / name for name in ("whole", "emulated", "parts", "old"))
+    measured(0)
+    run(whole)
+    run(parts, **stop_after(7))
+    run(old, **stop_after(7))
+    measured(1 << 40)
+    run(emulated)
+    assert fingerprint(emulated)[0] != fingerprint(whole)[0]  # the table decides the bits
+    run(parts)
+    assert fingerprint(parts) == fingerprint(whole)
+    assert RunFolder(parts).config().crossover == {"min_macs": {"int8": 0}, "min_channels": {}}
+    content = json.loads((old / "run.json").read_text())
+    del content["crossover"]
+    (old / "run.json").write_text(json.dumps(content))
+    for file in (old / "checkpoints").glob("*.json"):
+        content = json.loads(file.read_text()) | {"bitplan_checkpoint": 1}
+        del content["json_sha256"], content["run"]
+        file.write_text(json.dumps(content))
+    with pytest.warns(BitplanWarning, match="does not record from which size on"):
+        run(old)
 
 
 def test_a_signal_stops_after_the_step_and_says_how_to_go_on(

@@ -44,6 +44,28 @@ class NativeCandidate:
         return tuple((key, tuple(backends.items())) for key, backends in self.passes.items()), self.keeps_codes
 
 
+@dataclass(frozen=True)
+class NativeWithCrossover(Native):
+    """Native execution with a crossover that was measured before, as a resumed run needs it."""
+
+    crossover: NativeTerms | None = None
+
+    @classmethod
+    def of(cls, options: Native, crossover: NativeTerms) -> NativeWithCrossover:
+        """`options` with that crossover instead of this machine's."""
+        return cls(options.min_macs, options.strict, options.fast_accumulation, options.recompute, crossover)
+
+
+def native_terms(options: Native, model: nn.Module) -> NativeTerms:
+    """From which size on GEMMs of `model` run natively: as the options say, or as measured on this machine."""
+    if options.min_macs is not None:
+        return NativeTerms(options.min_macs)
+    if isinstance(options, NativeWithCrossover) and options.crossover is not None:
+        return options.crossover
+    parameter = next(model.parameters(), torch.empty(0))
+    return load_crossover(parameter.device, parameter.dtype)
+
+
 class NativeExecution(EmulateExecution):
     """Runs products on low-precision backends, pass by pass."""
 
@@ -52,12 +74,7 @@ class NativeExecution(EmulateExecution):
     def __init__(self, options: Native, model: nn.Module) -> None:
         super().__init__(options)
         self.native = options
-        parameter = next(model.parameters(), torch.empty(0))
-        if options.min_macs is None:
-            terms = load_crossover(parameter.device, parameter.dtype)
-        else:
-            terms = NativeTerms(options.min_macs)
-        self.terms = terms._replace(fast_accumulation=options.fast_passes)
+        self.terms = native_terms(options, model)._replace(fast_accumulation=options.fast_passes)
         #: Operands (x, w) that compiled code casts again in its backward pass instead of saving their codes.
         self.recast_in_backward: tuple[str, ...] = ()
 
