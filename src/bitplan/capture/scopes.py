@@ -258,13 +258,18 @@ class Scope(TorchFunctionMode):
         return in_scope
 
 
+#: Modules between an operation's caller and a scope, on the call stack.
+_BETWEEN = DISPATCH_MODULES | {__name__}
+
+
 def _is_called_by_compiled_code() -> bool:
     """Whether a graph is running: a single compiled block inside a model whose own scope is open.
 
-    Inductor calls matrix products as torch functions, and other backends all operations.
+    Inductor calls matrix products as torch functions, and other backends all operations. After a graph break several
+    scopes may be open: the inner ones pass the call on.
     """
     frame = sys._getframe(2)
-    while frame.f_globals.get("__name__") in DISPATCH_MODULES and frame.f_back is not None:
+    while frame.f_globals.get("__name__") in _BETWEEN and frame.f_back is not None:
         frame = frame.f_back
     if "extern_kernels" in frame.f_globals or frame.f_globals.get("__name__", "").startswith(FUNCTORCH_MODULES):
         return True
