@@ -187,11 +187,11 @@ def test_new_folders_have_names_that_are_free(tmp_path: Path) -> None:
     ("name", "values"),
     {
         "task": (None, [], 3),
-        "settings": (None, [], {}, {"steps": "x"}, "x"),
+        "settings": (None, [], {"steps": "x"}, "x"),
         "plan": ([], {}, True),
         "seed": (None, True, 1.5, "x"),
         "metric": (None, {}, {"name": "accuracy", "better": "more", "trivial": 0.1}),
-        "execution": (None, [], {}, "fast"),
+        "execution": (None, [], {}),
         "compile": (None, 1, "x"),
         "log_every": (True, 0.5, "x"),
         "machine": (None, [], "x"),

@@ -142,8 +142,8 @@ def newest_whole(folder: Path, run: Mapping[str, Any] | None = None) -> tuple[in
         if newest is None
         else f"The checkpoint of step {newest[0]} is used."
     )
-    for error in damaged:
-        warnings.warn(f"{error} {consequence}", BitplanWarning, stacklevel=2)
+    for damage in damaged:
+        warnings.warn(f"{damage} {consequence}", BitplanWarning, stacklevel=2)
     return newest
 
 
