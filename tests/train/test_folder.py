@@ -208,6 +208,16 @@ def test_entries_of_another_type_are_named(tmp_path: Path, write_run: Any, name:
             RunFolder(tmp_path / "run").config()
 
 
+@pytest.mark.parametrize(
+    "change", [{"memory": {"weight": "NaN"}}, {"cost": {"bitops": "Infinity"}}, {"peak": "x"}, {"why": 3}]
+)
+def test_amounts_of_a_summary_are_finite_numbers(tmp_path: Path, write_run: Any, change: dict[str, Any]) -> None:
+    file = write_run(tmp_path / "run") / "summary.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(RunError, match=r"summary\.json is damaged"):
+        RunFolder(tmp_path / "run").summary()
+
+
 @pytest.mark.parametrize("name", ["run.json", "summary.json"])
 def test_json_that_is_nested_too_deeply_is_damaged(finished: Path, name: str) -> None:
     (finished / name).write_text('{"bitplan_run": 1, "task": ' + "[" * 100_000)
