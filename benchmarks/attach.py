@@ -20,6 +20,7 @@ from benchmarks.timing import best_turns, seconds_per_step
 from bitplan.analysis.targets import Target, batch_size, move_target
 from bitplan.capture.recording import call_arguments, call_loss, split_batch
 from bitplan.lab.targets import load_target
+from bitplan.lab.train.loop import chosen_device
 from bitplan.machine import describe_machine
 from bitplan.plans import Plan
 from bitplan.runtime.attach import attach
@@ -110,7 +111,7 @@ def bench_attach(
     :param autocast: BF16 autocast; by default on a GPU only.
     """
     torch.manual_seed(seed)
-    where = torch.device(device)
+    where = chosen_device(device)
     target = move_target(load_target(model), where, batch)
     uses_autocast = where.type == "cuda" if autocast is None else autocast
     variants: dict[str, Plan | None] = {PLAIN: None, EMPTY: Plan(), **{name: own_plan(name) for name in plans}}

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from benchmarks.peers import COMPILED_PEERS, working_peers
 from benchmarks.timing import seconds_per_call
+from bitplan.lab.train.loop import chosen_device
 from bitplan.machine import describe_machine
 from bitplan.numerics.formats import FloatFormat, get_format
 from bitplan.numerics.mutable_format import MutableFormat
@@ -77,7 +78,7 @@ def bench_formats(
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> dict[str, Any]:
     """Measure everything; returns a document with machine, versions, the copy's time and one entry per row."""
-    where = torch.device(device)
+    where = chosen_device(device)
     count = elements or (GPU_ELEMENTS if where.type == "cuda" else CPU_ELEMENTS)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

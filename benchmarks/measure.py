@@ -18,6 +18,7 @@ from bitplan.analysis.targets import Target, batch_size, move_target
 from bitplan.capture.recording import call_arguments, call_loss, split_batch
 from bitplan.gemm.sampling import Sampling
 from bitplan.lab.targets import load_target
+from bitplan.lab.train.loop import chosen_device
 from bitplan.machine import describe_machine
 
 #: The largest cost of a full probe of the default candidates, in training steps.
@@ -47,7 +48,7 @@ def bench_measure(
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> dict[str, Any]:
     """Measure everything; returns a document with machine, versions, settings and one entry per target."""
-    where = torch.device(device)
+    where = chosen_device(device)
     rows = []
     for name in targets:
         torch.manual_seed(seed)

@@ -23,6 +23,7 @@ from benchmarks.timing import best_turns
 from bitplan.analysis.targets import batch_size, move_target
 from bitplan.errors import BitplanError, nearest_names
 from bitplan.lab.targets import load_target
+from bitplan.lab.train.loop import chosen_device
 from bitplan.machine import describe_machine
 
 log = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ def bench_memory(
         the end, or in one process if their batch is a different one.
     """
     torch.manual_seed(seed)
-    where = torch.device(device)
+    where = chosen_device(device)
     target = move_target(load_target(model), where, batch)
     stream = stream_for(target, seed)
     reads_tokens = stream is not None and "bytes" in stream.description

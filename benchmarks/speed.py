@@ -37,6 +37,7 @@ from bitplan.compiler.tracing import raise_recompile_limit
 from bitplan.errors import BitplanError, nearest_names
 from bitplan.executions.native import crossover
 from bitplan.lab.models.language_models import GPT, LlamaBlocks, next_token_loss, random_states
+from bitplan.lab.train.loop import chosen_device
 from bitplan.machine import describe_machine
 
 log = logging.getLogger(__name__)
@@ -156,7 +157,7 @@ def bench_speed(
     :param peers: also measure other packages.
     :param switches: also measure changes of formats in the middle of a run.
     """
-    where = torch.device(device)
+    where = chosen_device(device)
     steps = (1000 if where.type == "cuda" else 0) if loss_steps is None else loss_steps
     measured: dict[str, Any] = {}
     chosen: dict[str, Sequence[str]] = {}

@@ -85,10 +85,10 @@ def _whole_number(digits: str) -> int:
 
 
 def printable(text: str) -> str:
-    """`text` with control characters escaped, so that it cannot change a terminal's colours, title or lines.
+    r"""`text` with control characters escaped, so that it cannot change a terminal's colours, title or lines.
 
-    >>> printable("a\x1b[31m b")
-    'a\\x1b[31m b'
+    >>> print(printable("a\x1b[31m b"))
+    a\x1b[31m b
     """
     if text.isprintable():
         return text

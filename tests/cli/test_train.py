@@ -181,7 +181,7 @@ def test_a_damaged_checkpoint_is_remarked_upon(bitplan: Bitplan) -> None:
     Path("mine/checkpoints/step-00000024.json").write_text("{")
     ran = bitplan("train", TASK, "--out", "mine")
     assert ran.code == 0
-    assert "step-00000024.json cannot be read (JSONDecodeError). The checkpoint before it is used" in ran.err
+    assert "step-00000024.json cannot be read (JSONDecodeError). The checkpoint of step 18 is used" in ran.err
     assert ran.err.count("\n") == 1
 
 

@@ -187,11 +187,11 @@ def test_new_folders_have_names_that_are_free(tmp_path: Path) -> None:
     ("name", "values"),
     {
         "task": (None, [], 3),
-        "settings": (None, [], {}, {"steps": "x"}, "x"),
+        "settings": (None, [], {"steps": "x"}, "x"),
         "plan": ([], {}, True),
         "seed": (None, True, 1.5, "x"),
         "metric": (None, {}, {"name": "accuracy", "better": "more", "trivial": 0.1}),
-        "execution": (None, [], {}, "fast"),
+        "execution": (None, [], {}),
         "compile": (None, 1, "x"),
         "log_every": (True, 0.5, "x"),
         "machine": (None, [], "x"),
@@ -206,6 +206,16 @@ def test_entries_of_another_type_are_named(tmp_path: Path, write_run: Any, name:
         file.write_text(json.dumps({**content, name: value}))
         with pytest.raises(RunError, match=rf"run\.json is damaged \({name} must be "):
             RunFolder(tmp_path / "run").config()
+
+
+@pytest.mark.parametrize(
+    "change", [{"memory": {"weight": "NaN"}}, {"cost": {"bitops": "Infinity"}}, {"peak": "x"}, {"why": 3}]
+)
+def test_amounts_of_a_summary_are_finite_numbers(tmp_path: Path, write_run: Any, change: dict[str, Any]) -> None:
+    file = write_run(tmp_path / "run") / "summary.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(RunError, match=r"summary\.json is damaged"):
+        RunFolder(tmp_path / "run").summary()
 
 
 @pytest.mark.parametrize("name", ["run.json", "summary.json"])

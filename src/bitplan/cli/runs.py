@@ -161,7 +161,7 @@ def run_record(run: RunFolder) -> dict[str, Any]:
         "seed": config.seed,
         "status": status,
         "step": lines[-1]["step"] if summary is None and lines else 0 if summary is None else summary.step,
-        "steps": config.settings["steps"],
+        "steps": config.settings.get("steps"),
         "metric": name,
         "value": values[-1] if values else None,
         #: Of the whole run in FP32, as far as it has come.
@@ -193,7 +193,7 @@ def _print_runs(records: list[dict[str, Any]], output: Output) -> None:
         value, cost = record["value"], record["cost"]
         table.add_row(
             *(str(record["folder"]), record["task"], record["plan"] or "-", str(record["seed"]), record["status"]),
-            f"{record['step']}/{record['steps']}",
+            f"{record['step']}/{'-' if record['steps'] is None else record['steps']}",
             "-" if value is None else f"{record['metric']} {float(value):.4f}",
             "-" if cost is None else f"{float(cost):.1%}",
         )

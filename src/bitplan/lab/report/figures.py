@@ -169,9 +169,10 @@ def byte_unit(largest: float) -> tuple[str, float]:
 
 
 def log_ticks(values: list[float]) -> list[float]:
-    """1, 2 and 5 times powers of ten over the range of the values; powers of ten alone over a long range."""
-    if not values:
+    """1, 2 and 5 times powers of ten over the range of the positive values; powers of ten alone over a long range."""
+    positive = [value for value in values if 0 < value < math.inf]
+    if not positive:
         return []
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
     steps = (1, 2, 5) if high - low <= 3 else (1,)
     return [step * 10.0**power for power in range(low, high + 1) for step in steps]

@@ -232,8 +232,6 @@ class RunFolder:
             return RunConfig.from_dict(content)
         except ValueError as error:
             raise _damaged(self.run_file, str(error)) from error
-        except RunError as error:
-            raise _damaged(self.run_file, str(error).removesuffix(".")) from error
 
     def plan_text(self) -> str | None:
         """The content of ``plan.yaml``; None: no plan."""

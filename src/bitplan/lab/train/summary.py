@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -241,10 +242,9 @@ class Summary:
             metrics=_numbers(content["metrics"]),
             best=_number(content["best"]),
             loss=_number(content["loss"]),
-            cost=_numbers(content["cost"]),
-            memory=_numbers(content["memory"]),
-            peak=int(content["peak"]),
-            seconds=float(content["seconds"]),
+            cost=_amounts(content["cost"]),
+            memory=_amounts(content["memory"]),
+            **_amounts({name: content[name] for name in ("peak", "seconds")}),
             why=content.get("why"),
             site=content.get("site"),
             promotions=tuple(map(PromotionRecord.from_dict, content.get("promotions", ()))),
@@ -265,3 +265,11 @@ def _numbers(content: Mapping[str, Any]) -> dict[str, float]:
     if None in numbers.values():
         raise ValueError("null is no number")
     return numbers
+
+
+def _amounts(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers that were counted or measured, which are finite."""
+    amounts = _numbers(content)
+    if not all(map(math.isfinite, amounts.values())):
+        raise ValueError("an amount is finite")
+    return amounts
