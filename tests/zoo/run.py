@@ -1,6 +1,6 @@
 """Run the zoo: every model, every check, every plan; print and write a Markdown table.
 
-    python tests/zoo/run.py --only llama --only bert --jobs 1 --out docs/zoo.md
+python tests/zoo/run.py --only llama --only bert --jobs 1 --out docs/zoo.md
 """
 
 from __future__ import annotations
@@ -25,6 +25,30 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from zoo_checks import CHECKS, Check, Failure, ZooPlan
 from zoo_models import MODELS, ZooModel, find_models
+
+TEXT = """# Foreign models
+
+`make zoo` attaches plans to {models} small models of other libraries and checks each combination; `make test` has a
+sample. `python tests/zoo/run.py --only llama` runs one model, `--check packed` one check. {passed} of {cases}
+combinations pass (torch {torch}, one CPU thread, models of one or two layers and random weights).
+
+{checks}
+The plan `operands` rounds `x` and `w` of every product to E4M3 and `dy` to E5M2, with power-of-two scales.
+`weight+activation` rounds these two classes to E4M3 likewise. `unscaled` is `operands` without scales, so that the rows
+of a batch are rounded independently. `int8 products` rounds the operands of linear layers and convolutions to INT8.
+
+Products are observed below autograd by a `TorchDispatchMode` that shares no code with bitplan: grids are recognised by
+torch's own float8 casts and by counting levels (`tests/zoo/zoo_spy.py`). Products of constants are left out, and under
+plans for classes of tensors also the inputs of the model and the inside of fused recurrent layers.
+
+## Results
+
+{table}
+An empty cell: the check does not apply to the model.
+
+## Failures
+
+{failures}"""
 
 
 @dataclass(frozen=True)
@@ -80,24 +104,43 @@ def run_all(models: list[ZooModel], checks: list[str], plans: list[str], jobs: i
             yield task.result()
 
 
-def table(results: list[Result], models: list[ZooModel], checks: list[str]) -> str:
-    """Model by check: pass, or the plans that fail with a number; then the sentences."""
-    sentences: dict[str, int] = {}
-    lines = [f"| model | library | {' | '.join(checks)} |", "|---" * (2 + len(checks)) + "|"]
-    for zoo in models:
-        cells = []
-        for check in checks:
-            own = [result for result in results if (result.model, result.check) == (zoo.name, check)]
-            failures = [result for result in own if result.message]
-            for result in failures:
-                sentences.setdefault(result.message, len(sentences) + 1)
-            cells.append(
-                ("pass" if own else "-")
-                if not failures
-                else "; ".join(f"{result.plan}: {result.message}" for result in failures)
-            )
-        lines.append(f"| {zoo.name} | {zoo.library} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+def page(results: list[Result], models: list[ZooModel]) -> str:
+    """The page of the documentation: model by check, then a sentence for each failure."""
+    failures = [result for result in results if result.message]
+    cases = {(result.model, result.check) for result in results}
+    failed = {(result.model, result.check) for result in failures}
+    rows = [
+        [
+            zoo.name,
+            zoo.library,
+            *(("fails" if case in failed else "pass") if case in cases else "" for case in _cases_of(zoo)),
+        ]
+        for zoo in models
+    ]
+    sentences = [[result.model, result.check, result.plan, result.message.replace("|", "/")] for result in failures]
+    checks = [[check.name, _meaning(check), ", ".join(plan.name for plan in check.plans)] for check in CHECKS.values()]
+    return TEXT.format(
+        models=len(models),
+        cases=len(results),
+        passed=len(results) - len(failures),
+        torch=torch.__version__.split("+")[0],
+        checks=_table(["check", "holds if", "plans"], checks),
+        table=_table(["model", "library", *CHECKS], rows),
+        failures=_table(["model", "check", "plan", "what happens"], sentences) if sentences else "None.\n",
+    )
+
+
+def _cases_of(zoo: ZooModel) -> list[tuple[str, str]]:
+    return [(zoo.name, check) for check in CHECKS]
+
+
+def _meaning(check: Check) -> str:
+    return " ".join((check.function.__doc__ or "").split()).rstrip(".")
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def merge(path: Path | None, results: list[Result]) -> list[Result]:
@@ -131,8 +174,8 @@ def main(arguments: list[str] | None = None) -> int:
         for result in failures:
             print(f"  {result.check}, {result.plan}: {result.message}", flush=True)
     if options.out:
-        known = {result.model for result in results}
-        options.out.write_text(table(results, [zoo for zoo in MODELS.values() if zoo.name in known], [*CHECKS]))
+        names = {result.model for result in results}
+        options.out.write_text(page(results, [zoo for zoo in MODELS.values() if zoo.name in names]))
     return 1 if any(result.message for result in results) else 0
 
 

@@ -372,38 +372,36 @@ def check_padding(zoo: ZooModel, plan: ZooPlan) -> None:
     """With left and right padding: finite values; a row without padding does not depend on another row's."""
     if not zoo.takes_padding:
         return
-    for side in ("left", "right"):
-        plain = [_padded_step(zoo, None, side, width) for width in (3, 5)]
-        planned = [_padded_step(zoo, plan, side, width) for width in (3, 5)]
-        for step in planned:
-            _require_finite(step, f" with {side} padding")
-        error = distance(planned[0].output[0], plain[0].output[0])
+    model = zoo.make()
+    cases = [(side, width) for side in ("left", "right") for width in (3, 5)]
+    plain = {case: train_step(zoo, model, _padded_batch(zoo, *case)) for case in cases}
+    with attached(model, plan):
+        planned = {case: train_step(zoo, model, _padded_batch(zoo, *case)) for case in cases}
+    for side, width in cases:
+        _require_finite(planned[side, width], f" with {side} padding")
+        error = distance(planned[side, width].output[0], plain[side, width].output[0])
         if error > 0.5:
             raise Failure(f"with {side} padding the row without padding is off by {error:.0%}")
-        if distance(plain[0].output[0], plain[1].output[0]) > 1e-5:
-            continue  # Rows of this model depend on each other without a plan too.
-        error = distance(planned[1].output[0], planned[0].output[0])
-        if plan.has_independent_rows and error > 1e-5:
-            raise Failure(f"with {side} padding of another row this row changes by {error:.2%}")
+        # Not where rows of the model depend on each other without a plan too.
+        if plan.has_independent_rows and distance(plain[side, 3].output[0], plain[side, 5].output[0]) < 1e-5:
+            error = distance(planned[side, 5].output[0], planned[side, 3].output[0])
+            if error > 1e-5:
+                raise Failure(f"with {side} padding of another row this row changes by {error:.2%}")
 
 
-def _padded_step(zoo: ZooModel, plan: ZooPlan | None, side: str, width: int) -> Step:
+def _padded_batch(zoo: ZooModel, side: str, width: int) -> Batch:
+    """The batch with `width` places of padding in its last row."""
     batch = dict(zoo.make_batch())
     places = slice(None, width) if side == "left" else slice(-width, None)
     for name, value in (("input_ids", 0), ("attention_mask", 0), ("labels", -100)):
-        if name == "labels" and batch["labels"].dim() < 2:
-            continue
-        batch[name] = batch[name].clone()
-        batch[name][1, places] = value
-    model = zoo.make()
-    if plan is None:
-        return train_step(zoo, model, batch)
-    with attached(model, plan):
-        return train_step(zoo, model, batch)
+        if name != "labels" or batch[name].dim() == 2:
+            batch[name] = batch[name].clone()
+            batch[name][1, places] = value
+    return batch
 
 
 def check_attention(zoo: ZooModel, plan: ZooPlan) -> None:
-    """Each attention implementation: finite, near the output without a plan, and attention weights as uneven as there."""
+    """With each attention implementation: finite, near the output without a plan, weights as uneven as there."""
     for implementation in zoo.attentions or (None,):
         options = {} if implementation is None else {"attn_implementation": implementation}
         where = f" with {implementation} attention" if implementation else ""
@@ -421,7 +419,9 @@ def check_attention(zoo: ZooModel, plan: ZooPlan) -> None:
         for ours, theirs in zip(weights, plain_weights, strict=True):
             spread, plain_spread = (float(w[..., -1, :].std(-1).mean()) for w in (ours, theirs))
             if plain_spread > 0.01 and spread < 0.5 * plain_spread:
-                raise Failure(f"attention is uniform{where}: standard deviation {spread:.4f} instead of {plain_spread:.4f}")
+                raise Failure(
+                    f"attention is uniform{where}: standard deviation {spread:.4f} instead of {plain_spread:.4f}"
+                )
 
 
 def _with_weights(zoo: ZooModel, model: nn.Module) -> tuple[Step, list[Tensor]]:

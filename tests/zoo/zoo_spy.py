@@ -1,13 +1,13 @@
 """An independent look at the operands of products, below autograd.
 
-:class:`ProductSpy` is a ``TorchDispatchMode``: it sees every aten product of a step, forward and backward, after bitplan
-has rounded or has not. Whether values lie on a format's grid is decided here by torch's own float8 casts and by
+:class:`ProductSpy` is a ``TorchDispatchMode``: it sees every aten product of a step, forward and backward, with the
+values that are multiplied. Whether they lie on a format's grid is decided here by torch's own float8 casts and by
 counting levels; no rounding code of bitplan takes part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -252,7 +252,3 @@ class SoftmaxSpy(TorchDispatchMode):
         if func.overloadpacket in (aten._softmax, aten._safe_softmax) and result.dim() >= 3:
             self.weights.append(result.detach().clone())
         return result
-
-
-def first_line(items: Iterable[object]) -> str:
-    return next((str(item) for item in items), "")
