@@ -278,7 +278,7 @@ TRANSFORMERS = [
     _transformer("qwen3_moe", "Qwen3MoeForCausalLM", {**_LLAMA, **_EXPERTS, "head_dim": 16}),
     _transformer("mixtral", "MixtralForCausalLM", {**_LLAMA, "num_local_experts": 4, "sliding_window": None}),
     _transformer("gemma", "GemmaForCausalLM", {**_LLAMA, "head_dim": 16}),
-    _transformer("gemma2", "Gemma2ForCausalLM", {**_LLAMA, "head_dim": 16, "sliding_window": 8}),
+    _transformer("gemma2", "Gemma2ForCausalLM", {**_LLAMA, "head_dim": 16, "sliding_window": 8}, attentions=("eager",)),
     _transformer("gemma3", "Gemma3ForCausalLM", {**_LLAMA, "head_dim": 16, "sliding_window": 8}),
     _transformer("phi", "PhiForCausalLM", {**_LLAMA, "num_key_value_heads": 4}),
     _transformer("phi3", "Phi3ForCausalLM", _LLAMA),
