@@ -223,6 +223,22 @@ def probe_overridable_functions() -> None:
     assert torch.add in functions
 
 
+def probe_tensor_variable() -> None:
+    reads = []
+    original = torch_private.TensorVariable.var_getattr
+
+    def log_read(self: Any, tx: Any, name: str) -> Any:
+        is_in_mode = tx.symbolic_torch_function_state.in_torch_function_mode()
+        reads.append((name, self.dtype, self.ndim, is_in_mode))
+        return self.call_method(tx, "t", [], {}) if name == "T" else original(self, tx, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_private.TensorVariable, "var_getattr", log_read)
+        compiled = torch.compile(lambda x: x.T + 1, backend="eager", fullgraph=True)
+        assert compiled(torch.ones(2, 3)).shape == (3, 2)
+    assert ("T", torch.float32, 2, False) in reads
+
+
 def probe_backend_registry() -> None:
     torch_private.register_backend(lambda graph, inputs: graph.forward, "bitplan_probe")
     assert "bitplan_probe" in torch_private.list_backends(exclude_tags=())
@@ -346,6 +362,7 @@ PROBES: dict[str, Callable[[], None]] = {
     "Unsupported": probe_dynamo_errors,
     "InstructionTranslator": probe_instruction_translator,
     "get_overridable_functions": probe_overridable_functions,
+    "TensorVariable": probe_tensor_variable,
     "list_backends": probe_backend_registry,
     "register_backend": probe_backend_registry,
     "functorch_config": probe_functorch_config,

@@ -244,7 +244,7 @@ def step_cost(
     """
     promoted = {} if promoted is None else promoted
     planned = [
-        decision_for(decide, operation.module, f"{operation.op}.{operation.index}", operation.inside)
+        decision_for(decide, operation.module, f"{operation.op}.{operation.index}", operation.inside, operation.kind)
         for operation in operations
     ]
     decisions = [

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bitplan.analysis.sites import Site, sites_of
+from bitplan.capture.constants import ACTIVATION
 from bitplan.capture.decompositions import decision_for, is_decomposed
 from bitplan.capture.recording import Operation, record, scripted_modules
 from bitplan.executions.packed.recompute import RECOMPUTED
@@ -84,7 +85,12 @@ class _Forms:
 def cancelled_savings(plan: Plan, operations: Sequence[Operation]) -> dict[str, str]:
     """Operation's label -> why what it returns is not kept in as few bits as the plan seems to say."""
     found: dict[int, _Forms] = {}
-    decisions = [decision_for(plan.decide, each.module, f"{each.op}.{each.index}", each.inside) for each in operations]
+    decisions = [
+        decision_for(
+            plan.decide, operation.module, f"{operation.op}.{operation.index}", operation.inside, operation.kind
+        )
+        for operation in operations
+    ]
     for number, (operation, decision) in enumerate(zip(operations, decisions, strict=True)):
         if len(operation.outputs) == 1:
             plain = 8.0 * operation.outputs[0].dtype.itemsize
@@ -165,6 +171,13 @@ class Explanation:
     over_time: str | None = None
     #: Why packed execution keeps more bits of the tensor than the plan seems to say; None where it does not.
     warning: str | None = None
+    #: Why a rule that matches leaves the tensor alone: it is a ``constant`` or a ``mask``.
+    reason: str | None = None
+
+    @property
+    def treatment(self) -> str:
+        """The quantizer, or that the tensor is left alone, and why."""
+        return self.words or ("left alone" if self.reason is None else f"left alone ({self.reason})")
 
     @property
     def words(self) -> str | None:
@@ -173,13 +186,13 @@ class Explanation:
 
     def __str__(self) -> str:
         by = "no rule" if self.rule is None else self.where or f"rules[{self.rule}]"
-        return f"{self.site.name}: {self.words or 'left alone'} ({by}){f'; {self.warning}' if self.warning else ''}"
+        return f"{self.site.name}: {self.treatment} ({by}){f'; {self.warning}' if self.warning else ''}"
 
 
 #: Columns of a table of what a plan does; a rule is named by file, line and field where it has them.
 EXPLANATION_COLUMNS: dict[str, Callable[[Explanation], Any]] = {
     "site": lambda row: row.site.name,
-    "quantizer": lambda row: row.words or "left alone",
+    "quantizer": lambda row: row.treatment,
     "rule": lambda row: "no rule" if row.rule is None else row.where or f"rules[{row.rule}]",
     "warning": lambda row: row.warning,
 }
@@ -213,17 +226,20 @@ def explain(
 
 def explained(plan: Plan, operations: Sequence[Operation]) -> list[Explanation]:
     """:func:`explain` for operations that were recorded already."""
-    inside = {operation.label: operation.inside for operation in operations}
+    by_label = {operation.label: operation for operation in operations}
     warned = cancelled_savings(plan, operations)
     rows = []
     for site in sites_of(list(operations)):
         label = f"{site.module}/{site.op}"
-        row = _explained(plan, site, inside[label])
+        row = _explained(plan, site, by_label[label])
         rows.append(replace(row, warning=warned.get(label)) if site.role == "activation" else row)
     return rows
 
 
-def _explained(plan: Plan, site: Site, inside: str | None) -> Explanation:
-    choice: Choice = decision_for(plan.decide, site.module, site.op, inside)[site.role]
+def _explained(plan: Plan, site: Site, operation: Operation) -> Explanation:
+    decide, kind = plan.decide, operation.kind
+    choice: Choice = decision_for(decide, site.module, site.op, operation.inside, kind)[site.role]
     where = "" if choice.rule is None else plan.all_rules[choice.rule].where
-    return Explanation(site, choice.quantizer, choice.rule, where, choice.over_time)
+    is_left_alone = choice.rule is not None and choice.quantizer is None and choice.over_time is None
+    reason = kind if is_left_alone and kind != ACTIVATION and site.role not in ("weight", "grad_weight") else None
+    return Explanation(site, choice.quantizer, choice.rule, where, choice.over_time, reason=reason)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from bitplan.capture.constants import ACTIVATION, CONSTANT, MASK, named_mask
 from bitplan.capture.ops import PRODUCTS
 from bitplan.errors import QuantizeError
-from bitplan.plans import SLOTS, Decision, Plan, Rule, compile_match
+from bitplan.plans import PLACES, SLOTS, Decision, Plan, Rule, compile_match
 
 
 def attention(
@@ -40,12 +41,17 @@ def attention(
     if is_causal:
         allowed = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
         scores = scores.masked_fill(allowed.logical_not(), -math.inf)
-    if attn_mask is not None:
+    if attn_mask is None:
+        weights = torch.softmax(scores, -1)
+    else:
+        # As in torch, a row without any key (padding) has weights of 0; softmax alone gives NaN, backward, too.
+        is_hidden = attn_mask.logical_not() if attn_mask.dtype == torch.bool else attn_mask == -math.inf
+        is_empty = is_hidden.all(-1, keepdim=True)
         if attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(attn_mask.logical_not(), -math.inf)
+            scores = scores.masked_fill(is_hidden, -math.inf)
         else:
-            scores = scores + attn_mask
-    weights = torch.softmax(scores, -1)
+            scores = scores + named_mask(attn_mask)
+        weights = torch.softmax(scores.masked_fill(is_empty, 0.0), -1).masked_fill(is_empty, 0.0)
     if dropout_p > 0.0:
         weights = torch.dropout(weights, dropout_p, True)
     return torch.matmul(weights, value)
@@ -259,13 +265,19 @@ def has_slots(decision: Decision) -> bool:
     return any(decision[slot].quantizer is not None for slot in SLOTS)
 
 
-def decision_for(decide: Callable[[str, str], Decision], module: str, op: str, inside: str | None = None) -> Decision:
-    """What a plan (its ``decide``) says of an operation, which may lie `inside` an opened one.
+def decision_for(
+    decide: Callable[[str, str], Decision], module: str, op: str, inside: str | None = None, kind: str = ACTIVATION
+) -> Decision:
+    """What a plan (its ``decide``) says of an operation.
 
-    `op` may carry its number, as in ``relu.1``.
+    :param op: may carry its number, as in ``relu.1``.
+    :param inside: the decomposed operation that it is a part of.
+    :param kind: what it returns: constants and masks are left alone.
     """
+    decision = decide(module, op)
     if inside is not None and op.split(".")[0] in PRODUCTS:
         around = decide(module, inside)
-        if has_slots(around):
-            return around
-    return decide(module, op)
+        decision = around if has_slots(around) else decision
+    if kind == CONSTANT and not decision.constants:
+        return decision.without(PLACES)
+    return decision.without(("activation",)) if kind == MASK else decision

@@ -29,6 +29,14 @@ _NO_NEW_VALUES = frozenset(
     """.split()  # noqa: SIM905 - a paragraph of names reads better than a page of quotes
 )
 
+#: Those whose values do not depend on the tensor that they are given.
+FACTORIES_LIKE = frozenset(
+    """
+    empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full
+    new_tensor
+    """.split()  # noqa: SIM905 - a paragraph of names reads better than a page of quotes
+)
+
 #: Questions about tensors, and everything else whose answer is no activation.
 _NO_TENSOR = frozenset(
     """

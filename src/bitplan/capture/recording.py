@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from bitplan.capture.constants import ACTIVATION
 from bitplan.capture.decompositions import DECOMPOSITIONS
 from bitplan.capture.ops import FUSED, PRODUCTS
 from bitplan.capture.scopes import Interceptor, Scope, followed, loss_holder, state_of
@@ -183,6 +184,8 @@ class Operation:
     parameters: list[tuple[str, Tensor]]
     outputs: list[Tensor]
     needs_grad: bool
+    #: An activation, a constant or a mask, see :mod:`bitplan.capture.constants`.
+    kind: str = ACTIVATION
     #: For products: x, w and the settings that matter for counting.
     operands: tuple[Tensor, Tensor] | None = None
     details: dict[str, Any] = field(default_factory=dict)
@@ -206,6 +209,8 @@ class Operation:
 
 class Recorder(Interceptor):
     """An interceptor that changes nothing and remembers every operation."""
+
+    tags_constants = True
 
     def __init__(
         self, parameter_names: dict[int, str], opens: Callable[[str, str], bool] | None, nonzeros: dict[int, int]
@@ -246,7 +251,7 @@ class Recorder(Interceptor):
         return result
 
     def on_operation(
-        self, scope: Scope, op: str, index: int, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+        self, scope: Scope, op: str, index: int, kind: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         given = _tensors((args, list(kwargs.values())))
         with ProductWatch() as watch:
@@ -267,6 +272,7 @@ class Recorder(Interceptor):
                 inputs=list(dict.fromkeys(sources)),
                 parameters=parameters,
                 outputs=fresh,
+                kind=kind,
                 needs_grad=any(t.requires_grad for t in fresh),
                 operands=operands,
                 details=_details(op, args, kwargs, bool(watch.seen)),

@@ -29,8 +29,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from bitplan.capture.constants import (
+    ACTIVATION,
+    CONSTANT,
+    clear_tags,
+    kind_of_result,
+    mask_arguments,
+    tag_made_of_integers,
+    tag_result,
+    tag_view,
+    with_mask_tags,
+)
 from bitplan.capture.decompositions import DECOMPOSITIONS, TRANSPARENT
-from bitplan.capture.ops import FUSED, REGIONS, name_of, traceable
+from bitplan.capture.ops import FUSED, REGIONS, name_of, traceable, works_in_place
 from bitplan.compiler import torch_private
 from bitplan.compiler.torch_patches import Undo, replace_attribute
 from bitplan.compiler.torch_private import (
@@ -54,9 +65,15 @@ MAY_BE_DECOMPOSED = FUSED.union(TRANSPARENT, DECOMPOSITIONS)
 class ModuleState:
     """What is known of one module: its path, and what a plan does with its operations."""
 
-    def __init__(self, interceptor: Interceptor, path: str) -> None:
+    def __init__(self, interceptor: Interceptor, path: str, module: nn.Module) -> None:
         self.interceptor = interceptor
         self.path = path
+        #: Names of its floating-point buffers, whose values are constants.
+        self.float_buffers = tuple(
+            name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_floating_point()
+        )
+        #: Positions and names of the arguments of ``forward`` that are masks.
+        self.mask_arguments = mask_arguments(module)
         self.actions: dict[str, Any] = {}
         #: Whether the module has buffers of ours, which tracing has to look for.
         self.has_buffers = True
@@ -76,6 +93,8 @@ class Interceptor:
 
     #: Copies of a model outlive its detachment: they are plain from then on.
     enabled = True
+    #: Whether constants and masks are told apart from activations (:mod:`bitplan.capture.constants`).
+    tags_constants = False
     #: Whether eager calls of the outermost module run inside :meth:`around_call`.
     wraps_calls = False
 
@@ -87,9 +106,12 @@ class Interceptor:
         """Called while torch.compile traces a module, where :attr:`wraps_calls`."""
 
     def on_operation(
-        self, scope: Scope, op: str, index: int, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+        self, scope: Scope, op: str, index: int, kind: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Do what `func` does, or something else, and return its result."""
+        """Do what `func` does, or something else, and return its result.
+
+        :param kind: what the result is: an activation, a constant or a mask, see :mod:`bitplan.capture.constants`.
+        """
         return func(*args, **kwargs)
 
     def decomposition_of(self, scope: Scope, op: str) -> Callable[..., Any] | None:
@@ -136,7 +158,8 @@ class Scope(TorchFunctionMode):
         named = kwargs or {}
         interceptor = self.interceptor
         with DisableTorchFunction():  # or every question about a tensor goes through all scopes around
-            if not interceptor.enabled or not _has_float_tensor(args, named):
+            has_float_tensor = interceptor.enabled and _has_float_tensor(args, named)
+            if not has_float_tensor:
                 op, decomposition, is_ours = None, None, False
             else:
                 # Compiled code was planned when it was traced.
@@ -147,21 +170,38 @@ class Scope(TorchFunctionMode):
                 else:
                     decomposition = None
             if is_ours and decomposition is None and op not in REGIONS:
-                func = traceable(func)
-                if op is None:
-                    return interceptor.on_view(func, args, named)
-                if op == "einsum" and len(args) == 2 and isinstance(args[1], (list, tuple)):
-                    args = (args[0], *args[1])  # the operands as one list
-                return interceptor.on_operation(self, op, self._number(op), func, args, named)
+                return self._intercept(op, traceable(func), args, named)
         # Other modes may want to see the rest, factories of tensors among them.
         if not is_ours:
-            return func(*args, **named)
+            result = func(*args, **named)
+            if interceptor.tags_constants and not has_float_tensor:
+                with DisableTorchFunction():
+                    result = tag_made_of_integers(args, named, result)
+            return result
         if decomposition is None:
             return func(self.carried(args[0]), *args[1:], **named)
         inner = Scope(interceptor, self.module, self.counts)
         inner.inside = self.inside if op in TRANSPARENT else op
         with inner:
             return decomposition(*args, **named)
+
+    def _intercept(self, op: str | None, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Hand an operation to the interceptor, or a function that makes no values of its own."""
+        interceptor, module = self.interceptor, self.module
+        buffers = state_of(module).float_buffers
+        if op is None:
+            result = interceptor.on_view(func, args, kwargs)
+            return tag_view(module, buffers, func, args, kwargs, result) if interceptor.tags_constants else result
+        if op == "einsum" and len(args) == 2 and isinstance(args[1], (list, tuple)):
+            args = (args[0], *args[1])  # the operands as one list
+        index = self._number(op)
+        if not interceptor.tags_constants:
+            return interceptor.on_operation(self, op, index, ACTIVATION, func, args, kwargs)
+        kind, mask = kind_of_result(module, buffers, op, args, kwargs)
+        result = interceptor.on_operation(self, op, index, kind, func, args, kwargs)
+        if kind != CONSTANT and args and works_in_place(func):
+            clear_tags(args[0])
+        return tag_result(result, kind, mask)
 
     def _number(self, op: str) -> int:
         """The operation's number among its equals."""
@@ -250,6 +290,8 @@ class _Planned:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         interceptor = self.__dict__[_STATE].interceptor
         interceptor.on_call(self, args, kwargs)
+        if interceptor.tags_constants:
+            args, kwargs = with_mask_tags(self.__dict__[_STATE].mask_arguments, args, kwargs)
         if torch.compiler.is_compiling():
             guard_on(self.__dict__[VERSION])
         if interceptor.wraps_calls:
@@ -356,7 +398,7 @@ def install(model: nn.Module, interceptor: Interceptor) -> list[tuple[str, nn.Mo
         if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules:
             continue  # cannot be seen, or is torch.compile's wrapper around one that follows
         module.__dict__[VERSION] = ""
-        module.__dict__[_STATE] = ModuleState(interceptor, without_wrappers(path))
+        module.__dict__[_STATE] = ModuleState(interceptor, without_wrappers(path), module)
         module.__class__ = planned_class(type(module))
         followed.append((without_wrappers(path), module))
     return followed
@@ -472,7 +514,7 @@ def carry_scopes() -> Undo:
 def loss_holder(interceptor: Interceptor) -> nn.Module:
     """An empty module for a loss, whose operations `interceptor` sees."""
     holder = nn.Module()
-    holder.__dict__["_bitplan"] = ModuleState(interceptor, LOSS_PATH)
+    holder.__dict__["_bitplan"] = ModuleState(interceptor, LOSS_PATH, holder)
     return holder
 
 

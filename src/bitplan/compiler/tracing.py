@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from bitplan.compiler import torch_private
+from bitplan.compiler.torch_patches import Undo, replace_attribute
 from bitplan.compiler.torch_private import TracingContext
 
 # --- Tracing
@@ -48,6 +49,27 @@ def allow_functions_in_graph() -> None:
     """Register the functions that torch.compile does not trace into; call before compiling anything."""
     while _pending_functions:
         torch.compiler.allow_in_graph(_pending_functions.pop())  # type: ignore[no-untyped-call]
+
+
+#: Attributes of a tensor that are views of it -> the method that returns the same view of a real tensor.
+_VIEW_ATTRIBUTES = {"T": "t", "mT": "adjoint", "H": "adjoint", "mH": "adjoint", "data": "detach"}
+
+
+def show_view_attributes() -> Undo:
+    """A patch of torch: torch.compile shows modes the methods of tensors, but not attributes such as ``T``.
+
+    Read inside a mode, such an attribute becomes a call of the method; eagerly, modes see both.
+    """
+    original = torch_private.TensorVariable.var_getattr
+
+    def var_getattr(self: Any, tx: Any, name: str) -> Any:
+        method = _VIEW_ATTRIBUTES.get(name)
+        is_seen = method is not None and tx.symbolic_torch_function_state.in_torch_function_mode()
+        if is_seen and self.dtype is not None and self.dtype.is_floating_point and (name == "data" or self.ndim == 2):
+            return self.call_method(tx, method, [], {})
+        return original(self, tx, name)
+
+    return replace_attribute(torch_private.TensorVariable, "var_getattr", var_getattr)
 
 
 # --- Guards: one version per module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -58,6 +58,8 @@ class Decision:
     choices: Mapping[str, Choice]
     #: Where ``grad_activation`` rounds.
     grad_at: GradAt = "producer"
+    #: Whether constants, such as rotary angles, are rounded like activations.
+    constants: bool = False
 
     def __getitem__(self, place: str) -> Choice:
         return self.choices[place]
@@ -69,6 +71,11 @@ class Decision:
         return {
             operand: OPERANDS[operand][0] for operand, (first, second) in shares.items() if first and first == second
         }
+
+    def without(self, places: Iterable[str]) -> Decision:
+        """The same with these places left alone."""
+        left_alone = {place: replace(self[place], quantizer=None, share=None, over_time=None) for place in places}
+        return replace(self, choices={**self.choices, **left_alone})
 
     @property
     def changes_nothing(self) -> bool:
@@ -176,11 +183,13 @@ class Plan:
         """What the rules, later ones over earlier ones and place by place, say of `op` in the module at that path."""
         choices = dict.fromkeys(PLACES, Choice())
         grad_at: GradAt = "producer"
+        constants = False
         for index, (rule, matches) in enumerate(zip(self.all_rules, self._matchers, strict=True)):
             if not matches(module, op):
                 continue
             if rule.keep:
                 choices = dict.fromkeys(PLACES, Choice(None, index))
+            constants = not rule.keep and (constants or rule.constants)
             for key, use in rule.quantizers:
                 spec = self.quantizer(use)
                 share = f"{key} of rules[{index}]" if key in OPERANDS and spec else None
@@ -189,7 +198,7 @@ class Plan:
                 choices |= dict.fromkeys(KEYS[key], Choice(spec, index, name, share, story))
                 if key == "grad_activation":
                     grad_at = rule.grad_at or "producer"
-        return Decision(_without_lonely_shares(choices), grad_at)
+        return Decision(_without_lonely_shares(choices), grad_at, constants)
 
     def flattened(self) -> Plan:
         """The same plan with nothing to extend: a text that stands alone."""

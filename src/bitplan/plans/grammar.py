@@ -340,6 +340,7 @@ RULE = Record(
         "grad_at": _AT,
         "keep": Flag("Leave these places alone, whatever earlier rules said."),
         "strict": Flag("false: warn, instead of raising, where the rule matches nothing."),
+        "constants": Flag("true: round constants, such as positions and rotary angles, like activations."),
     },
     required=("match",),
 )
@@ -361,6 +362,7 @@ class _Rules(Kind[Rule]):
                 values.get("grad_at", nested_at),
                 values.get("keep", False),
                 values.get("strict", True),
+                values.get("constants", False),
                 where=node.where,
             )
         except PlanError as error:

@@ -467,6 +467,8 @@ class Rule:
     keep: bool = False
     #: Whether it is an error that the rule matches nothing (a warning otherwise).
     strict: bool = True
+    #: Whether constants (positions, rotary angles, ...) are rounded like activations.
+    constants: bool = False
     #: File, line and field, for messages.
     where: str = field(default="", compare=False, repr=False)
 
@@ -490,6 +492,8 @@ class Rule:
             )
         if not self.keep and not quantizers:
             raise PlanError("the rule says nothing: give a quantizer for a role or slot, or keep: true.")
+        if self.constants and self.keep:
+            raise PlanError("keep: true leaves constants alone, so constants: true cannot be given beside it.")
         if "grad_activation" not in quantizers:
             if self.grad_at is not None:
                 raise PlanError("grad_at says where grad_activation rounds: give grad_activation too.")
@@ -512,6 +516,8 @@ class Rule:
             data["keep"] = True
         if not self.strict:
             data["strict"] = False
+        if self.constants:
+            data["constants"] = True
         return data
 
 

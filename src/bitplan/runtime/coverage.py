@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from bitplan.capture.constants import CONSTANT, MASK
+from bitplan.capture.decompositions import decision_for
 from bitplan.capture.ops import PRODUCTS
 from bitplan.capture.recording import Operation, scripted_modules
 from bitplan.capture.scopes import Scope, state_of
@@ -48,9 +50,9 @@ class RuleCoverage:
         self.scripted = tuple(scripted)
         self.places: dict[CoveredOp, set[str]] = {}
 
-    def note_call(self, scope: Scope, op: str, index: int, arguments: Any) -> None:
+    def note_call(self, scope: Scope, op: str, index: int, kind: str, arguments: Any) -> None:
         """Add an operation that is running."""
-        places = {"activation"}
+        places = set() if kind == MASK else {"activation"}
         if contains_weight(arguments):
             places |= {"weight", "grad_weight"}
         if op in PRODUCTS and (op != "einsum" or len(arguments[0]) == 3):
@@ -62,7 +64,9 @@ class RuleCoverage:
     def note_recorded(self, operations: Sequence[Operation]) -> None:
         """Add operations that were recorded."""
         for operation in operations:
-            places = {"activation"} if operation.outputs else set()
+            if operation.kind == CONSTANT and not self._rounds_constants(operation):
+                continue
+            places = {"activation"} if operation.outputs and operation.kind != MASK else set()
             if operation.outputs and operation.needs_grad:
                 places.add("grad_activation")
             parameters = [tensor for _, tensor in operation.parameters if tensor.is_floating_point()]
@@ -74,6 +78,10 @@ class RuleCoverage:
                 places.update(s for s in SLOTS if operation.needs_grad or OPERAND_OF_SLOT[s].pass_ == FPROP)
             site = op_site(operation.op, operation.index)
             self._add(CoveredOp(operation.module, site, operation.inside), places)
+
+    def _rounds_constants(self, operation: Operation) -> bool:
+        site = op_site(operation.op, operation.index)
+        return decision_for(self.plan.decide, operation.module, site, operation.inside).constants
 
     def _add(self, op: CoveredOp, places: set[str]) -> None:
         self.places.setdefault(op, set()).update(places)

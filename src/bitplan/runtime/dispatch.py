@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitplan.capture.constants import CONSTANT, MASK, TAGS
 from bitplan.capture.decompositions import DECOMPOSITIONS
 from bitplan.capture.ops import PRODUCTS, out_of_place, works_in_place
 from bitplan.capture.scopes import Interceptor, Scope, state_of
@@ -60,6 +61,13 @@ def tag_views(result: Any, func: Callable[..., Any], args: Any, kwargs: dict[str
         for position, tensor in enumerate(result):
             if isinstance(tensor, Tensor):
                 setattr(tensor, WEIGHT_TAG, WeightView(args[0], func, args[1:], kwargs, position))
+
+
+def taggable(result: Any) -> Any:
+    """The result of a view function. Dynamo lets nothing be noted of one of several tensors, but of a view of it."""
+    if isinstance(result, (tuple, list)) and torch.compiler.is_compiling():
+        return tuple(part.view_as(part) if isinstance(part, Tensor) else part for part in result)
+    return result
 
 
 def context_of_parameter(context: OpContext, module: nn.Module, tensor: Tensor) -> OpContext:
@@ -115,20 +123,23 @@ class Rounder(Interceptor):
         #: Called eagerly when a module is entered; None to stop.
         self.on_first_call: Callable[[nn.Module, Any, dict[str, Any]], None] | None = None
         #: Called eagerly for every operation with its tensors; None to stop.
-        self.on_site: Callable[[Scope, str, int, Any], None] | None = None
+        self.on_site: Callable[[Scope, str, int, str, Any], None] | None = None
         #: Called eagerly the first time that a rounded operation runs at a site.
         self.on_new_site: Callable[[nn.Module, OpRounding, OpContext], None] | None = None
 
     def on_operation(
-        self, scope: Scope, op: str, index: int, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+        self, scope: Scope, op: str, index: int, kind: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         module = scope.module
-        if self.on_site is not None and not torch.compiler.is_compiling():
-            self.on_site(scope, op, index, (args, tuple(kwargs.values())))
         action = self.rounding_of(module, op, index, scope.inside)
+        if action is not None and kind == CONSTANT and not action.rounds_constants:
+            return func(*args, **kwargs)
+        if self.on_site is not None and not torch.compiler.is_compiling():
+            self.on_site(scope, op, index, kind, (args, tuple(kwargs.values())))
         if action is None and not self.tags_gradients:
             return func(*args, **kwargs)
         context = OpContext(op_site(op, index), module, action)
+        context.is_mask = kind == MASK
         is_product = op in PRODUCTS and (op != "einsum" or len(args) == 3)
         has_slots = is_product and action is not None and action.has_slots
         target = None
@@ -182,20 +193,19 @@ class Rounder(Interceptor):
         if self.tags_gradients:
             gradient = getattr(args[0], _GRAD_TAG, None)
             if gradient is not None:
-                if isinstance(result, (tuple, list)) and torch.compiler.is_compiling():
-                    # Dynamo lets nothing be noted of one of several results, but of a view of it.
-                    result = tuple(part.view_as(part) if isinstance(part, Tensor) else part for part in result)
+                result = taggable(result)
                 for view in result if isinstance(result, (tuple, list)) else [result]:
                     if isinstance(view, Tensor):
                         setattr(view, _GRAD_TAG, gradient)
         if self.tags_weights and contains_weight(args[0]):
+            result = taggable(result)
             tag_views(result, func, args, kwargs)
         return result
 
     def tags_of(self, given: Any) -> dict[int, Any]:
         known: dict[int, Any] = {}
         for position, tensor in enumerate(given):
-            tags = {tag: getattr(tensor, tag) for tag in (_GRAD_TAG, WEIGHT_TAG) if hasattr(tensor, tag)}
+            tags = {tag: getattr(tensor, tag) for tag in (_GRAD_TAG, WEIGHT_TAG, *TAGS) if hasattr(tensor, tag)}
             if isinstance(tensor, nn.Parameter) or tags:
                 known[position] = tensor if isinstance(tensor, nn.Parameter) else tags
         return known
@@ -242,7 +252,8 @@ class Rounder(Interceptor):
     @staticmethod
     def _ways(action: OpRounding, context: OpContext, tensor: Tensor) -> tuple[RoundingOp | None, RoundingOp | None]:
         """What rounds an output, and its gradient."""
-        value = action.places["activation"] if action.applies("activation", context.training) else None
+        is_rounded = action.applies("activation", context.training) and not context.is_mask
+        value = action.places["activation"] if is_rounded else None
         gradient = action.places.get("grad_activation") if torch.is_grad_enabled() and tensor.requires_grad else None
         return value, gradient
 

@@ -15,11 +15,12 @@ from typing import Any
 from torch import nn
 
 from bitplan.capture import scopes as checkpointing
+from bitplan.capture.constants import CONSTANT
 from bitplan.capture.recording import Operation
 from bitplan.capture.scopes import install, show_all_functions, state_of, uninstall
 from bitplan.compiler import torch_patches
 from bitplan.compiler.torch_private import unset_fake_temporarily
-from bitplan.compiler.tracing import VERSION, RaisedSetting, allow_functions_in_graph, version_of
+from bitplan.compiler.tracing import VERSION, RaisedSetting, allow_functions_in_graph, show_view_attributes, version_of
 from bitplan.errors import PlanError
 from bitplan.numerics.formats import Format, get_format
 from bitplan.numerics.wire_format import op_site
@@ -71,6 +72,7 @@ class Installation:
         self._release_patches = torch_patches.hold(self.rounder)
         torch_patches.apply(checkpointing.carry_scopes)
         torch_patches.apply(show_all_functions)
+        torch_patches.apply(show_view_attributes)
         for path, module in self.modules:
             self.add(path, module, seed, step)
         self._allow_compiled_rnn()
@@ -113,6 +115,7 @@ class Installation:
         actions = [action for action in state.actions.values() if isinstance(action, OpRounding)]
         self.rounder.tags_gradients |= any(a.at_consumer and "grad_activation" in a.places for a in actions)
         self.rounder.tags_weights |= any("weight" in a.places or "grad_weight" in a.places for a in actions)
+        self.rounder.tags_constants |= any("activation" in a.places or a.has_slots for a in actions)
         self.tables.watched |= Observed(
             rounding=self.decider.watched,
             ranges=any(action.uses_means for action in actions),
@@ -158,7 +161,7 @@ class Installation:
     def _set_version(self, tables: ModuleTables) -> None:
         rounder, state = self.rounder, state_of(tables.module)
         state.has_buffers = tables.has_table or bool(tables.records)
-        tags = (rounder.tags_gradients, rounder.tags_weights)
+        tags = (rounder.tags_gradients, rounder.tags_weights, rounder.tags_constants)
         flags = (rounder.enabled, rounder.execution.facts(), *tags)
         facts = tuple((op, _facts(action)) for op, action in state.actions.items())
         version = version_of((flags, state.has_buffers, facts))
@@ -189,7 +192,8 @@ class Installation:
             if module is None:
                 continue
             action = self.rounder.rounding_of(module, operation.op, operation.index, operation.inside)
-            if action is not None:
+            is_left_alone = operation.kind == CONSTANT and action is not None and not action.rounds_constants
+            if action is not None and not is_left_alone:
                 self.tables.add_rows(module, action, OpContext(op_site(operation.op, operation.index), module, action))
 
     def apply_promotions(self) -> None:

@@ -33,6 +33,8 @@ class OpContext:
         #: Which of the operation's weights, as sites are named: ``(bias)``, or nothing for the one called weight.
         self.part = ""
         self.is_recorded = True
+        #: Whether the operation returns masked scores: their gradient is rounded, their values are not.
+        self.is_mask = False
         self.training = module.training
         self.table: Tensor | None = None
         self._record: Tensor | None = None
@@ -60,7 +62,7 @@ class OpContext:
         context.site, context.salt, context.training, context.observing = call
         context.table, context._record, context._amax_history_max = buffers
         context.row = None if row < 0 else row
-        context.part, context.is_recorded = "", True
+        context.part, context.is_recorded, context.is_mask = "", True, False
         return context
 
     @property
@@ -115,7 +117,7 @@ class OpContext:
         """
         assert self.module is not None
         other = OpContext(self.site, self.module, self.rounding)
-        other.is_recorded, other.observing = follows, False
+        other.is_recorded, other.observing, other.is_mask = follows, False, self.is_mask
         return other
 
     def towards(self, consumer: OpContext) -> OpContext:

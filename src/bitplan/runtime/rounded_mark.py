@@ -5,8 +5,8 @@ change no bit; and packed execution saves a marked tensor in the format's own bi
 
 A mark is an attribute of the tensor's storage. torch has one Python object for a storage as long as it lives; views and
 detached aliases share it, and so does the tensor that autograd passes to hooks on saved tensors. As in autograd's own
-check, writes are counted by torch's version counter, which does not see those through ``.data`` or numpy. While a graph is
-traced, tensors have no storage of their own, and the mark is an attribute of the tensor.
+check, writes are counted by torch's version counter, which does not see those through ``.data`` or numpy. While a
+graph is traced, tensors have no storage of their own, and the mark is an attribute of the tensor.
 """
 
 from __future__ import annotations

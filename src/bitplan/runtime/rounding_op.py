@@ -435,6 +435,8 @@ class OpRounding:
         #: Sites that ran eagerly, see :meth:`RunTables.add_rows`.
         self.met: set[str] = set()
         self.at_consumer = decision.grad_at == "consumer"
+        #: Whether constants are rounded like activations.
+        self.rounds_constants = decision.constants
         #: Operand -> the place that rounds it once for both of its products.
         self.shared = decision.shared
         self.has_slots = any(place in places for place in SLOTS)
@@ -463,7 +465,7 @@ class OpRounding:
         """All that tracing reads of it, see :mod:`bitplan.compiler.tracing`."""
         prepared = None if self.prepared is None else self.prepared.facts()
         places = tuple((place, op.facts(), self.states[place].facts()) for place, op in self.places.items())
-        return self.at_consumer, tuple(self.shared.items()), prepared, places
+        return self.at_consumer, self.rounds_constants, tuple(self.shared.items()), prepared, places
 
     def applies(self, place: str, training: bool) -> bool:
         op = self.places.get(place)

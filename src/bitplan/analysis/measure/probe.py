@@ -77,7 +77,7 @@ class Probe(Interceptor):
         return opened
 
     def on_operation(
-        self, scope: Scope, op: str, index: int, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+        self, scope: Scope, op: str, index: int, kind: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         result = func(*args, **kwargs)
         self.look(scope, op, index, args, kwargs, result)

@@ -101,7 +101,9 @@ def fallbacks_of(
     """Every pass of every GEMM with operand slots that is emulated."""
     fallbacks = []
     for operation in operations:
-        decision = decision_for(decide, operation.module, f"{operation.op}.{operation.index}", operation.inside)
+        decision = decision_for(
+            decide, operation.module, f"{operation.op}.{operation.index}", operation.inside, operation.kind
+        )
         if operation.op not in PRODUCTS or not has_slots(decision) or operation.operands is None:
             continue
         fallbacks += _fallbacks_of_operation(operation, decision, backends, terms, device_type)

@@ -112,10 +112,10 @@ class StepWatch:
 
     def _watched_operation(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def on_operation(
-            scope: Scope, op: str, index: int, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+            scope: Scope, op: str, index: int, kind: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
         ) -> Any:
             sources = self._sources(args, kwargs)
-            result = original(scope, op, index, func, args, kwargs)
+            result = original(scope, op, index, kind, func, args, kwargs)
             self._note(scope, f"{op}.{index}", sources, [t for t in _tensors(result) if t.is_floating_point()])
             return result
 

@@ -1,0 +1,221 @@
+"""Results of operations that are no activations: constants, and attention scores under a mask.
+
+A *constant* depends on no parameter and on no floating-point input of the model: positions, rotary angles, expert
+offsets, masks. A tensor is one where it is made of integers and Python numbers (``arange``, a cast of indices), of a
+buffer of its own module, or of other constants. Everything else counts as an activation.
+
+A *mask* has entries that stand for minus infinity: -inf, ``torch.finfo(dtype).min``, -1e9. They would decide the scale
+of a rounded tensor: all other values would become 0, or NaN. A tensor is one from the operation that writes such a
+number until the operation (a softmax, usually) that makes ordinary numbers of it.
+
+Both are known by an attribute of the tensor, which eager and traced tensors can have.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.capture.ops import FACTORIES_LIKE, name_of, works_in_place
+from bitplan.compiler.tracing import constant_when_traced
+
+#: What the result of an operation is.
+ACTIVATION, CONSTANT, MASK = "activation", "constant", "mask"
+
+_CONSTANT_TAG = "_bitplan_constant"
+_MASK_TAG = "_bitplan_mask"
+#: All attributes that this module gives to tensors.
+TAGS = (_CONSTANT_TAG, _MASK_TAG)
+
+#: Values of the mask's tag. An argument of ``forward`` that is called a mask may be added to scores, or multiply them
+#: by 0 and 1: only a sum with it is a mask for certain.
+_BY_NAME, _BY_VALUE = 1, 2
+
+#: Numbers from here down stand for minus infinity: BERT's -10000 is the largest in use.
+_MINUS_INFINITY = -1e4
+
+#: Operations that add a mask, or keep the mask of an operand.
+_KEEPS_MASK = frozenset(
+    """
+    add sub mul div neg where masked_fill masked_scatter scatter index_fill index_put maximum max baddbmm addmm addbmm
+    cat stack clamp clamp_min clamp_max tril triu log_softmax pad
+    """.split()  # noqa: SIM905 - a paragraph of names reads better than a page of quotes
+)
+#: Those that multiply: a factor of 0 and 1 is no mask here.
+_MULTIPLIES = frozenset(("mul", "div"))
+#: Those whose numbers are bounds, and no entries.
+_BOUNDS = frozenset(("clamp", "clamp_min", "clamp_max"))
+
+
+def mask_arguments(module: nn.Module) -> tuple[tuple[int, str], ...]:
+    """Positions and names of the arguments of ``forward`` that are called masks.
+
+    >>> mask_arguments(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8), 1))
+    ((1, 'mask'), (2, 'src_key_padding_mask'))
+    """
+    try:
+        parameters = inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):  # not written in Python
+        return ()
+    return tuple((position, name) for position, name in enumerate(parameters) if "mask" in name)
+
+
+def with_mask_tags(names: tuple[tuple[int, str], ...], args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a module with its masks tagged. These are aliases: the caller's tensors stay as they are."""
+    for position, name in names:
+        if name in kwargs:
+            kwargs = {**kwargs, name: named_mask(kwargs[name])}
+        elif position < len(args):
+            args = (*args[:position], named_mask(args[position]), *args[position + 1 :])
+    return args, kwargs
+
+
+def named_mask(value: Any) -> Any:
+    """An alias of a floating-point tensor that is called a mask, tagged so; other values as they are."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or getattr(value, _MASK_TAG, None) is not None:
+        return value
+    alias = value.view_as(value)
+    if getattr(value, _CONSTANT_TAG, None) is not None:
+        setattr(alias, _CONSTANT_TAG, True)
+    setattr(alias, _MASK_TAG, _BY_NAME)
+    return alias
+
+
+def kind_of_result(
+    module: nn.Module, buffers: tuple[str, ...], op: str, args: Any, kwargs: dict[str, Any]
+) -> tuple[str, int]:
+    """What an operation will return, and the tag of its mask (0: none).
+
+    :param buffers: names of the module's floating-point buffers.
+    """
+    tensors = _float_tensors(args, kwargs)
+    is_constant = True
+    for tensor in tensors:
+        if getattr(tensor, _CONSTANT_TAG, None) is None and not _is_buffer(module, buffers, tensor):
+            is_constant = False
+            break
+    mask = 0
+    if is_constant or op in _KEEPS_MASK:
+        mask = _mask_of(op, tensors, args, kwargs, is_constant)
+    if is_constant:
+        return CONSTANT, mask
+    return (MASK if mask == _BY_VALUE else ACTIVATION), mask
+
+
+def _mask_of(op: str, tensors: list[Tensor], args: Any, kwargs: dict[str, Any], is_constant: bool) -> int:
+    """The mask's tag of a result."""
+    tag = 0
+    is_sum_with_other = False
+    for tensor in tensors:
+        own = getattr(tensor, _MASK_TAG, None)
+        if own is None:
+            is_sum_with_other = is_sum_with_other or getattr(tensor, _CONSTANT_TAG, None) is None
+        elif own > tag:
+            tag = own
+    if op not in _BOUNDS and _has_minus_infinity(args, kwargs):
+        return _BY_VALUE
+    if tag == _BY_NAME and not is_constant and is_sum_with_other:
+        return 0 if op in _MULTIPLIES else _BY_VALUE
+    return tag
+
+
+def tag_result(result: Any, kind: str, mask: int) -> Any:
+    """The result of an operation with its tags: the same object, or views of several while a graph is traced."""
+    if kind == ACTIVATION and not mask:
+        return result
+    if isinstance(result, (tuple, list)):
+        # Dynamo lets nothing be noted of one of several results, but of a view of it.
+        parts = [_view_when_traced(part) for part in result]
+        for part in parts:
+            tag_result(part, kind, mask)
+        return tuple(parts) if torch.compiler.is_compiling() else result
+    if isinstance(result, Tensor) and result.is_floating_point():
+        if kind == CONSTANT:
+            setattr(result, _CONSTANT_TAG, True)
+        if mask:
+            setattr(result, _MASK_TAG, mask)
+    return result
+
+
+def _view_when_traced(part: Any) -> Any:
+    return part.view_as(part) if isinstance(part, Tensor) and torch.compiler.is_compiling() else part
+
+
+def clear_tags(result: Any) -> None:
+    """Forget what is known of a tensor that an activation was written into."""
+    for tag in TAGS:
+        if getattr(result, tag, None) is not None:
+            setattr(result, tag, None)
+
+
+def tag_view(
+    module: nn.Module,
+    buffers: tuple[str, ...],
+    func: Callable[..., Any],
+    args: Any,
+    kwargs: dict[str, Any],
+    result: Any,
+) -> Any:
+    """The result of a function that makes no values of its own, with the tags of its source."""
+    name = getattr(func, "__name__", "")
+    if name in FACTORIES_LIKE:
+        return tag_result(result, CONSTANT, _BY_VALUE if _has_minus_infinity(args, kwargs) else 0)
+    if not args or not isinstance(args[0], Tensor):
+        return result
+    if _writes(func):
+        kind, mask = kind_of_result(module, buffers, "where", args, kwargs)
+        if kind != CONSTANT:
+            clear_tags(args[0])
+        tag_result(args[0], kind, mask)
+        return result
+    is_constant = getattr(args[0], _CONSTANT_TAG, None) is not None or _is_buffer(module, buffers, args[0])
+    mask = _BY_VALUE if _has_minus_infinity(args[1:], kwargs) else getattr(args[0], _MASK_TAG, None) or 0
+    return tag_result(result, CONSTANT if is_constant else ACTIVATION, mask)
+
+
+def tag_made_of_integers(args: Any, kwargs: dict[str, Any], result: Any) -> Any:
+    """The result of a function that was given no floating-point tensor: a constant."""
+    return tag_result(result, CONSTANT, _BY_VALUE if _has_minus_infinity(args, kwargs) else 0)
+
+
+@constant_when_traced
+def _writes(func: Callable[..., Any]) -> bool:
+    """Whether a function that makes no values of its own writes some into its first argument."""
+    return getattr(func, "__name__", "") in ("__setitem__", "copy_", "fill_", "zero_") or (
+        name_of(func) is not None and works_in_place(func)
+    )
+
+
+def _float_tensors(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    tensors: list[Tensor] = []
+    _collect(args, tensors)
+    if kwargs:
+        _collect(tuple(kwargs.values()), tensors)
+    return tensors
+
+
+def _collect(values: Iterable[Any], tensors: list[Tensor]) -> None:
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_floating_point():
+                tensors.append(value)
+        elif isinstance(value, (list, tuple)):
+            _collect(value, tensors)
+
+
+def _is_buffer(module: nn.Module, names: tuple[str, ...], tensor: Tensor) -> bool:
+    for name in names:  # noqa: SIM110 - tensors are compared by identity, under tracing too
+        if module._buffers.get(name) is tensor:
+            return True
+    return False
+
+
+def _has_minus_infinity(args: Any, kwargs: dict[str, Any]) -> bool:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= _MINUS_INFINITY:
+            return True
+    return False

@@ -1,0 +1,209 @@
+"""Tensors that a plan leaves alone because they are no activations: constants, and attention scores under a mask."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import bitplan as bp
+from bitplan.capture.decompositions import attention
+
+ALL = ("fp8-all", "int8-all")
+MASKED_VALUES = (-math.inf, torch.finfo(torch.float32).min, -1e9, -1e4)
+
+
+def causal(size: int) -> Tensor:
+    return torch.ones(size, size, dtype=torch.bool).tril()
+
+
+class SelfAttention(nn.Module):
+    """Attention as nanoGPT, Transformers and torch write it, by `apply_mask`; keeps its weights for the test."""
+
+    def __init__(self, apply_mask: Callable[[Tensor, float], Tensor], value: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = nn.Linear(16, 48)
+        self.apply_mask = apply_mask
+        self.value = value
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = self.apply_mask(3 * q @ k.transpose(-2, -1), self.value)
+        self.weights = torch.softmax(scores, -1)
+        return self.weights @ v
+
+
+def fill(scores: Tensor, value: float) -> Tensor:
+    return scores.masked_fill(causal(scores.shape[-1]).logical_not(), value)
+
+
+def fill_in_place(scores: Tensor, value: float) -> Tensor:
+    return scores.clone().masked_fill_(causal(scores.shape[-1]).logical_not(), value)
+
+
+def add_full(scores: Tensor, value: float) -> Tensor:
+    size = scores.shape[-1]
+    return scores + torch.full((size, size), value).triu(1)
+
+
+def add_product(scores: Tensor, value: float) -> Tensor:
+    return scores + (1.0 - causal(scores.shape[-1]).float()) * max(value, torch.finfo(torch.float32).min)
+
+
+def select(scores: Tensor, value: float) -> Tensor:
+    return torch.where(causal(scores.shape[-1]), scores, value)
+
+
+def assign(scores: Tensor, value: float) -> Tensor:
+    scores = scores.clone()
+    scores[..., causal(scores.shape[-1]).logical_not()] = value
+    return scores
+
+
+WAYS = (fill, fill_in_place, add_full, add_product, select, assign)
+
+
+@pytest.mark.parametrize("value", MASKED_VALUES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("plan", ALL)
+def test_masked_entries_do_not_decide_scales(plan: str, way: Callable[[Tensor, float], Tensor], value: float) -> None:
+    model, x = SelfAttention(way, value), torch.randn(2, 12, 16, generator=torch.Generator().manual_seed(1))
+    model(x)
+    expected = model.weights
+    with bp.attach(model, plan):
+        model(x).sum().backward()
+        weights = model.weights.detach()
+    error = (weights - expected).abs().max()
+    assert 1e-4 < error < 0.15  # rounded, and still the same attention
+    assert weights[:, ~causal(12)].abs().max() == 0
+    assert model.qkv.weight.grad is not None
+    assert model.qkv.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_masks_are_known_in_compiled_code(way: Callable[[Tensor, float], Tensor]) -> None:
+    model, x = SelfAttention(way, -math.inf), torch.randn(2, 12, 16)
+    with bp.attach(model, "fp8-all", example=x):
+        eager = model(x)
+        eager.sum().backward()
+        gradient = model.qkv.weight.grad
+        model.zero_grad()
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+        compiled.sum().backward()
+    assert torch.equal(eager, compiled)
+    assert torch.equal(gradient, model.qkv.weight.grad)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("plan", [*ALL, {"version": 1, "rules": [{"match": "*", "x": "e4m3", "activation": "e4m3"}]}])
+def test_a_mask_that_is_an_argument(plan: Any, need_weights: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.MultiheadAttention(16, 2, batch_first=True), torch.randn(2, 6, 16)
+    mask = nn.Transformer.generate_square_subsequent_mask(6)
+    before = mask.clone()
+    plain = model(x, x, x, attn_mask=mask, need_weights=need_weights)[0]
+    with bp.attach(model, plan):
+        rounded = model(x, x, x, attn_mask=mask, need_weights=need_weights)[0]
+    assert 1e-4 < (rounded - plain).abs().max() < 0.2
+    assert torch.equal(mask, before)
+    assert not [name for name in vars(mask) if "bitplan" in name]
+
+
+class Positions(nn.Module):
+    """Angles from a buffer and positions, as rotary embeddings compute them; offsets from counts, as experts do."""
+
+    frequencies: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", 10000.0 ** -torch.linspace(0, 1, 8))
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        positions = torch.ones(x.shape[1]).cumsum(0) - 1
+        angles = positions[:, None] @ self.frequencies[None]
+        cosines = torch.cat((angles, angles), -1).cos()
+        offsets = torch.histc(tokens.float(), bins=32, min=0, max=31).cumsum(0)
+        return self.linear(x * cosines), cosines, offsets
+
+
+@pytest.mark.parametrize(
+    "plan", [*ALL, "bf16-all", {"version": 1, "rules": [{"match": "*", "x": "e4m3", "w": "e4m3"}]}]
+)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_constants_are_left_alone(plan: Any, is_compiled: bool) -> None:
+    torch.manual_seed(0)
+    model, x, tokens = Positions(), torch.randn(1, 1024, 16), torch.randint(32, (1024,))
+    y, *expected = model(x, tokens)
+    with bp.attach(model, plan, example=(x, tokens)):
+        called = torch.compile(model, backend="aot_eager", fullgraph=True) if is_compiled else model
+        rounded, *constants = called(x, tokens)
+    assert not torch.equal(rounded, y)
+    for constant, plain in zip(constants, expected, strict=True):
+        assert torch.equal(constant, plain)
+
+
+def test_constants_are_rounded_where_a_rule_says_so() -> None:
+    model, x, tokens = Positions(), torch.randn(1, 64, 16), torch.randint(32, (64,))
+    _, cosines, _ = model(x, tokens)
+    with bp.attach(model, {"version": 1, "rules": [{"match": "*", "activation": "e4m3", "constants": True}]}):
+        assert not torch.equal(model(x, tokens)[1], cosines)
+    plan = bp.Plan.from_dict({"version": 1, "rules": [{"match": "*", "activation": "e4m3", "constants": True}]})
+    assert bp.Plan.from_yaml(plan.to_yaml()) == plan
+
+
+def test_an_explanation_lists_constants_and_masks() -> None:
+    model, x, tokens = Positions(), torch.randn(1, 64, 16), torch.randint(32, (64,))
+    table = str(bp.explain(model, "fp8-all", (x, tokens)))
+    assert "left alone (constant)" in table
+    masked = bp.explain(SelfAttention(fill, -math.inf), "fp8-all", torch.randn(2, 12, 16))
+    assert [row.site.op for row in masked if row.reason == "mask"] == ["masked_fill.0"]
+
+
+def test_a_rule_for_nothing_but_constants_has_no_effect() -> None:
+    plan = {"version": 1, "rules": [{"match": "*", "op": "cos", "activation": "e4m3"}]}
+    with pytest.raises(bp.BitplanError, match="cos"):
+        bp.explain(Positions(), bp.Plan.from_dict(plan), (torch.randn(1, 8, 16), torch.randint(32, (8,))))
+
+
+def test_what_is_written_into_a_constant_is_an_activation() -> None:
+    class Filled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            sums = torch.zeros(x.shape)
+            sums.index_add_(0, torch.arange(len(x)), x)
+            copied = torch.zeros(x.shape)
+            copied[:] = x
+            return sums * 3 + copied * 3
+
+    x = torch.randn(8, 4)
+    with bp.attach(Filled(), {"version": 1, "rules": [{"match": "*", "activation": "e4m3"}]}) as run:
+        y = run.model(x)
+    assert torch.equal(y, y.to(torch.float8_e4m3fn).float())
+    assert not torch.equal(y, x * 6)
+
+
+@pytest.mark.parametrize("is_float", [True, False])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_decomposed_attention_of_rows_without_keys_is_zero_as_in_torch(is_float: bool, is_causal: bool) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    allowed = torch.rand(2, 1, 5, 5) > 0.3
+    if is_causal:
+        allowed &= causal(5)
+    allowed[0, 0, :2] = False
+    mask = torch.zeros(allowed.shape, dtype=q.dtype).masked_fill(~allowed, -math.inf) if is_float else allowed
+    expected = F.scaled_dot_product_attention(q, k, v, mask)
+    actual = attention(q, k, v, mask)
+    torch.testing.assert_close(actual, expected)
+    for first, second in zip(
+        torch.autograd.grad(actual.square().sum(), (q, k, v)),
+        torch.autograd.grad(expected.square().sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(first, second)
