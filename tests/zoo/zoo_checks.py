@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from zoo_models import Batch, ZooModel
-from zoo_spy import ProductSpy, SoftmaxSpy, is_on_float_grid, is_on_integer_grid
+from zoo_spy import ConstantSpy, ProductSpy, SoftmaxSpy, is_on_float_grid, is_on_integer_grid
 
 import bitplan as bp
 
@@ -27,7 +27,7 @@ class Failure(AssertionError):
     """A check that does not hold."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ZooPlan:
     """A plan and how its grids are recognised."""
 
@@ -148,11 +148,6 @@ def train(zoo: ZooModel, model: nn.Module, run: Any, steps: int = 2, forward: An
     return done
 
 
-@cache
-def _plain_step(zoo: ZooModel) -> Step:
-    return train_step(zoo, zoo.make())
-
-
 def _emulated(zoo: ZooModel, plan: ZooPlan, steps: int = 2, **options: Any) -> list[Step]:
     model = zoo.make()
     with attached(model, plan, **options) as run:
@@ -218,15 +213,58 @@ def check_products(zoo: ZooModel, plan: ZooPlan) -> None:
 
 
 def check_values(zoo: ZooModel, plan: ZooPlan) -> None:
-    """Loss and gradients are finite, and the output is near the one without a plan."""
-    plain = _plain_step(zoo)
+    """Loss and gradients are finite, the output is near the one without a plan, indices and angles are the same."""
+    plain_constants, plain = _with_constants(zoo, zoo.make())
     model = zoo.make()
     with attached(model, plan):
-        planned = train_step(zoo, model)
+        constants, planned = _with_constants(zoo, model)
     _require_finite(planned)
+    if len(constants) != len(plain_constants):
+        raise Failure(f"{len(constants)} embeddings and angles instead of {len(plain_constants)}")
+    for number, ((op, ours), (_, theirs)) in enumerate(zip(constants, plain_constants, strict=True)):
+        if not torch.equal(ours, theirs):
+            raise Failure(f"the plan changes the {'indices' if op == 'embedding' else 'angles'} of {op}.{number}")
+    _require_near(planned, plain)
+
+
+def _with_constants(zoo: ZooModel, model: nn.Module) -> tuple[list[tuple[str, Tensor]], Step]:
+    with ConstantSpy() as spy:
+        returned = zoo.run(model)
+    loss = zoo.loss(returned)
+    loss.backward()
+    return spy.constants, _step(zoo, model, returned, loss)
+
+
+def _require_near(planned: Step, plain: Step, where: str = "") -> None:
+    """Rounding noise of eight bits changes a random network's output by up to half; one that is wrong, altogether."""
     error = distance(planned.output, plain.output)
-    if error > 0.5:
-        raise Failure(f"the output is off by {error:.0%}")
+    if error > 0.8:
+        raise Failure(f"the output is off by {error:.0%}{where}")
+
+
+def _require_close(zoo: ZooModel, plan: ZooPlan, ours: Step, theirs: Step, where: str) -> None:
+    """Gradients are as close as those of weights that differ in the last bit of float32.
+
+    A value near the midpoint of two neighbours then rounds to the other one, which deep networks amplify.
+    """
+    error = gradient_distance(ours.gradients, theirs.gradients)
+    if error > 0.02 and error > 2 * (noise := _noise(zoo, plan)):
+        raise Failure(f"gradients{where} differ by {error:.1%} (rounding noise {noise:.1%})")
+
+
+@cache
+def _noise(zoo: ZooModel, plan: ZooPlan) -> float:
+    """What a relative change of the weights by 1e-7 does to the gradients."""
+    gradients = []
+    for size in (0.0, 1e-7):
+        model = zoo.make()
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + size * torch.randn(parameter.shape, generator=generator))
+        with attached(model, plan):
+            gradients.append(train_step(zoo, model).gradients)
+    return gradient_distance(gradients[1], gradients[0])
 
 
 def check_packed(zoo: ZooModel, plan: ZooPlan) -> None:
@@ -249,9 +287,7 @@ def check_compiled(zoo: ZooModel, plan: ZooPlan) -> None:
     step, graphs = _compiled(zoo, plan)
     for number, (ours, theirs) in enumerate(zip(step, expected, strict=True)):
         _require_finite(ours, f" in step {number}")
-        error = gradient_distance(ours.gradients, theirs.gradients)
-        if error > 0.02:
-            raise Failure(f"gradients of step {number} differ from eager by {error:.1%}")
+        _require_close(zoo, plan, ours, theirs, f" of compiled step {number}")
     if graphs[1:] != [graphs[0]] * 2:
         _, plain_graphs = _compiled(zoo, None)
         if plain_graphs[1:] == [plain_graphs[0]] * 2:
@@ -380,7 +416,7 @@ def check_padding(zoo: ZooModel, plan: ZooPlan) -> None:
     for side, width in cases:
         _require_finite(planned[side, width], f" with {side} padding")
         error = distance(planned[side, width].output[0], plain[side, width].output[0])
-        if error > 0.5:
+        if error > 0.8:
             raise Failure(f"with {side} padding the row without padding is off by {error:.0%}")
         # Not where rows of the model depend on each other without a plan too.
         if plan.has_independent_rows and distance(plain[side, 3].output[0], plain[side, 5].output[0]) < 1e-5:
@@ -411,9 +447,7 @@ def check_attention(zoo: ZooModel, plan: ZooPlan) -> None:
             train_step(zoo, model)
             planned, weights = _with_weights(zoo, model)
         _require_finite(planned, where)
-        error = distance(planned.output, plain.output)
-        if error > 0.5:
-            raise Failure(f"the output is off by {error:.0%}{where}")
+        _require_near(planned, plain, where)
         if len(plain_weights) != len(weights):
             continue  # The plan decomposes fused attention; its output was compared.
         for ours, theirs in zip(weights, plain_weights, strict=True):
@@ -439,9 +473,7 @@ def check_native(zoo: ZooModel, plan: ZooPlan) -> None:
     native = _emulated(zoo, plan, steps=1, execution=bp.Native(min_macs=0))[0]
     _require_finite(expected, " in emulation")
     _require_finite(native)
-    error = gradient_distance(native.gradients, expected.gradients)
-    if error > 0.01:
-        raise Failure(f"gradients differ from emulation by {error:.1%}")
+    _require_close(zoo, plan, native, expected, "")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["OffGrid", "ProductSpy", "SoftmaxSpy", "is_on_float_grid", "is_on_integer_grid"]
+__all__ = ["ConstantSpy", "OffGrid", "ProductSpy", "SoftmaxSpy", "is_on_float_grid", "is_on_integer_grid"]
 
 aten = torch.ops.aten
 
@@ -252,3 +252,17 @@ class SoftmaxSpy(TorchDispatchMode):
         if func.overloadpacket in (aten._softmax, aten._safe_softmax) and result.dim() >= 3:
             self.weights.append(result.detach().clone())
         return result
+
+
+class ConstantSpy(TorchDispatchMode):
+    """Collects what must not depend on a plan: indices of embeddings, and angles of rotary embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.constants: list[tuple[str, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        place = {aten.embedding: 1, aten.cos: 0, aten.sin: 0}.get(func.overloadpacket)
+        if place is not None:
+            self.constants.append((func.overloadpacket.__name__, args[place].detach().clone()))
+        return func(*args, **(kwargs or {}))
