@@ -482,7 +482,15 @@ def _build_timm(model_name: str, settings: Mapping[str, Any]) -> nn.Module:
 def _build_mixer() -> nn.Module:
     import_torchvision()
     mixer = importlib.import_module("timm.models.mlp_mixer")
-    return mixer.MlpMixer(num_classes=4, img_size=32, patch_size=8, num_blocks=2, embed_dim=64)
+    model = mixer.MlpMixer(num_classes=4, img_size=32, patch_size=8, num_blocks=2, embed_dim=64)
+    nn.init.normal_(model.head.weight, std=0.1)  # timm's zeros would leave the gradients of all other layers at zero
+    return model
+
+
+def _build_regnet() -> nn.Module:
+    import_torchvision()
+    regnet = importlib.import_module("timm.models.regnet")
+    return regnet.RegNet(regnet.RegNetCfg(depth=6, w0=16, wa=20.0, wm=2.2, group_size=8, se_ratio=0.25), num_classes=4)
 
 
 def _pixels(size: int) -> tuple[Tensor]:
@@ -520,7 +528,7 @@ TIMM = [
         drop_path_rate=0.0,
     ),
     ZooModel("mixer", "timm", _build_mixer, partial(_pixels, 32), _class_loss, _same),
-    _timm("regnet", "regnetx_002", 64),
+    ZooModel("regnet", "timm", _build_regnet, partial(_pixels, 32), _class_loss, _same),
     _timm("nfnet", "test_nfnet", 64),
     _timm("byobnet", "test_byobnet", 64),
 ]
