@@ -476,21 +476,29 @@ TRANSFORMERS = [
 
 def _build_timm(model_name: str, settings: Mapping[str, Any]) -> nn.Module:
     import_torchvision()
-    return importlib.import_module("timm").create_model(model_name, pretrained=False, num_classes=4, **settings)
+    timm = importlib.import_module("timm")
+    return _without_zeros(timm.create_model(model_name, pretrained=False, num_classes=4, **settings))
+
+
+def _without_zeros(model: nn.Module) -> nn.Module:
+    """timm starts the last factor of a branch at zero, so that all gradients behind it are zero as well."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("weight", "gain")) and not parameter.any():
+            nn.init.normal_(parameter, mean=0.5 if parameter.dim() < 2 else 0.0, std=0.1)
+    return model
 
 
 def _build_mixer() -> nn.Module:
     import_torchvision()
     mixer = importlib.import_module("timm.models.mlp_mixer")
-    model = mixer.MlpMixer(num_classes=4, img_size=32, patch_size=8, num_blocks=2, embed_dim=64)
-    nn.init.normal_(model.head.weight, std=0.1)  # timm's zeros would leave the gradients of all other layers at zero
-    return model
+    return _without_zeros(mixer.MlpMixer(num_classes=4, img_size=32, patch_size=8, num_blocks=2, embed_dim=64))
 
 
 def _build_regnet() -> nn.Module:
     import_torchvision()
     regnet = importlib.import_module("timm.models.regnet")
-    return regnet.RegNet(regnet.RegNetCfg(depth=6, w0=16, wa=20.0, wm=2.2, group_size=8, se_ratio=0.25), num_classes=4)
+    config = regnet.RegNetCfg(depth=6, w0=16, wa=20.0, wm=2.2, group_size=8, se_ratio=0.25)
+    return _without_zeros(regnet.RegNet(config, num_classes=4))
 
 
 def _pixels(size: int) -> tuple[Tensor]:
