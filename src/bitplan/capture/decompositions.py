@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import reduce
 from types import FunctionType
 from typing import Any
 
@@ -70,15 +71,17 @@ def lstm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``torch.lstm`` over padded sequences: gates by two linears a step, cell and output by single operations."""
 
-    def cell(gates: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        enter, forget, new, leave = gates.chunk(4, -1)
-        c = torch.sigmoid(forget) * hidden[1] + torch.sigmoid(enter) * torch.tanh(new)
-        return torch.sigmoid(leave) * torch.tanh(c), c
-
+    dropout = dropout if train else 0.0
     out, last = _recurrent(
-        x, state, weights, has_biases, num_layers, dropout if train else 0.0, bidirectional, batch_first, _summed(cell)
+        x, state, weights, has_biases, num_layers, dropout, bidirectional, batch_first, _summed(_lstm_gates)
     )
     return out, last[0], last[1]
+
+
+def _lstm_gates(gates: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    enter, forget, new, leave = gates.chunk(4, -1)
+    c = torch.sigmoid(forget) * hidden[1] + torch.sigmoid(enter) * torch.tanh(new)
+    return torch.sigmoid(leave) * torch.tanh(c), c
 
 
 def gru(
@@ -94,17 +97,19 @@ def gru(
 ) -> tuple[Tensor, Tensor]:
     """``torch.gru`` over padded sequences."""
 
-    def cell(from_x: Tensor, from_h: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        reset_x, update_x, new_x = from_x.chunk(3, -1)
-        reset_h, update_h, new_h = from_h.chunk(3, -1)
-        update = torch.sigmoid(update_x + update_h)
-        new = torch.tanh(new_x + torch.sigmoid(reset_x + reset_h) * new_h)
-        return (new + update * (hidden[0] - new),)
-
+    dropout = dropout if train else 0.0
     out, last = _recurrent(
-        x, (state,), weights, has_biases, num_layers, dropout if train else 0.0, bidirectional, batch_first, cell
+        x, (state,), weights, has_biases, num_layers, dropout, bidirectional, batch_first, _gru_gates
     )
     return out, last[0]
+
+
+def _gru_gates(from_x: Tensor, from_h: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    reset_x, update_x, new_x = from_x.chunk(3, -1)
+    reset_h, update_h, new_h = from_h.chunk(3, -1)
+    update = torch.sigmoid(update_x + update_h)
+    new = torch.tanh(new_x + torch.sigmoid(reset_x + reset_h) * new_h)
+    return (new + update * (hidden[0] - new),)
 
 
 def _simple(activation: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -187,6 +192,24 @@ def _one_direction(
     return torch.stack(steps), hidden
 
 
+def _single_step(gates: Cell, returns_all: bool = False) -> Callable[..., Any]:
+    """``torch.lstm_cell``, ``gru_cell`` and ``rnn_*_cell``: two linears, then the gates."""
+
+    def cell(
+        x: Tensor,
+        state: Any,
+        w_ih: Tensor,
+        w_hh: Tensor,
+        b_ih: Tensor | None = None,
+        b_hh: Tensor | None = None,
+    ) -> Any:
+        hidden = tuple(state) if returns_all else (state,)
+        last = gates(F.linear(x, w_ih, b_ih), F.linear(hidden[0], w_hh, b_hh), hidden)
+        return last if returns_all else last[0]
+
+    return cell
+
+
 def cross_entropy(
     input: Tensor,
     target: Tensor,
@@ -204,6 +227,113 @@ def cross_entropy(
         )
     logs = F.log_softmax(input, 1 if input.dim() > 1 else 0)
     return F.nll_loss(logs, target, weight, size_average, ignore_index, reduce, reduction)
+
+
+# --- Products that are no single matrix product of two tensors
+
+
+def tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: Tensor | None = None) -> Tensor:
+    """``torch.tensordot``: both tensors as matrices, with the summed axes last and first."""
+    if isinstance(dims, int):
+        summed_a, summed_b = list(range(a.dim() - dims, a.dim())), list(range(dims))
+    else:
+        pair = [part.tolist() if isinstance(part, Tensor) else part for part in dims]
+        first, second = ([part] if isinstance(part, int) else list(part) for part in pair)
+        summed_a, summed_b = [axis % a.dim() for axis in first], [axis % b.dim() for axis in second]
+    free_a = [axis for axis in range(a.dim()) if axis not in summed_a]
+    free_b = [axis for axis in range(b.dim()) if axis not in summed_b]
+    length = math.prod([a.shape[axis] for axis in summed_a])
+    left = a.permute(free_a + summed_a).reshape(-1, length)
+    right = b.permute(summed_b + free_b).reshape(length, -1)
+    shape = [a.shape[axis] for axis in free_a] + [b.shape[axis] for axis in free_b]
+    return _into(torch.matmul(left, right).reshape(shape), out)
+
+
+def inner(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """``torch.inner``: the sum over the last axes."""
+    if not a.dim() or not b.dim():
+        return _into(a * b, out)
+    return tensordot(a, b, ([-1], [-1]), out)
+
+
+def vecdot(x: Tensor, y: Tensor, dim: int = -1, out: Tensor | None = None) -> Tensor:
+    """``torch.linalg.vecdot`` of real tensors."""
+    rows, columns = x.movedim(dim, -1).unsqueeze(-2), y.movedim(dim, -1).unsqueeze(-1)
+    return _into(torch.matmul(rows, columns).squeeze((-2, -1)), out)
+
+
+def multi_dot(matrices: list[Tensor], out: Tensor | None = None) -> Tensor:
+    """``torch.linalg.multi_dot`` from left to right; torch chooses the order with the fewest multiplications."""
+    return _into(reduce(torch.matmul, matrices), out)
+
+
+def chain_matmul(*matrices: Tensor, out: Tensor | None = None) -> Tensor:
+    """``torch.chain_matmul``, as :func:`multi_dot`."""
+    return multi_dot(list(matrices), out)
+
+
+def addbmm(
+    input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None
+) -> Tensor:
+    """``torch.addbmm``: the sum over the batch is a part of the sum of one product."""
+    left, right = batch1.transpose(0, 1).reshape(batch1.shape[1], -1), batch2.reshape(-1, batch2.shape[-1])
+    return _into(_weighted_sum(input, beta, torch.matmul(left, right), alpha), out)
+
+
+def addmv(
+    input: Tensor, mat: Tensor, vec: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None
+) -> Tensor:
+    """``torch.addmv``."""
+    return _into(_weighted_sum(input, beta, torch.matmul(mat, vec), alpha), out)
+
+
+def _weighted_sum(input: Tensor, beta: float, product: Tensor, alpha: float) -> Tensor:
+    return (input if beta == 1 else beta * input) + (product if alpha == 1 else alpha * product)
+
+
+def _into(result: Tensor, out: Tensor | None) -> Tensor:
+    return result if out is None else out.copy_(result)
+
+
+def einsum_in_pairs(equation: str, *operands: Any) -> Tensor:
+    """``torch.einsum`` of more than two tensors, from left to right, as torch does it without opt_einsum."""
+    tensors = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
+    inputs, _, result = equation.replace(" ", "").partition("->") if isinstance(equation, str) else ("...", "", "")
+    if "..." in equation or "->" not in equation:
+        raise QuantizeError(
+            "the operands of an einsum of several tensors are rounded in pairs: write its equation with all indices, "
+            "as in 'ij,jk,kl->il', or give keep: true for op: einsum."
+        )
+    terms = inputs.split(",")
+    while len(tensors) > 2:
+        later = "".join(terms[2:]) + result
+        pair = "".join(dict.fromkeys(index for index in terms[0] + terms[1] if index in later))
+        tensors = [torch.einsum(f"{terms[0]},{terms[1]}->{pair}", *tensors[:2]), *tensors[2:]]
+        terms = [pair, *terms[2:]]
+    return torch.einsum(f"{terms[0]},{terms[1]}->{result}", *tensors)
+
+
+def bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.bilinear``: x W for every output, then the sum with y."""
+    products = torch.einsum("...j,...oj->...o", y, torch.einsum("...i,oij->...oj", x, weight))
+    return products if bias is None else products + bias
+
+
+def convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+) -> Tensor:
+    """``torch.convolution`` by the function of its number of dimensions."""
+    settings = (output_padding, groups, dilation) if transposed else (dilation, groups)
+    function: Callable[..., Tensor] = getattr(F, f"conv{'_transpose' if transposed else ''}{weight.dim() - 2}d")
+    return function(input, weight, bias, stride, padding, *settings)
 
 
 #: torch's own function, whose body is Python; the copy does not ask a mode first and so runs inside it.
@@ -224,7 +354,21 @@ DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
     "gru": gru,
     "rnn_tanh": _simple(torch.tanh),
     "rnn_relu": _simple(torch.relu),
+    "lstm_cell": _single_step(_summed(_lstm_gates), returns_all=True),
+    "gru_cell": _single_step(_gru_gates),
+    "rnn_tanh_cell": _single_step(_summed(lambda gates, hidden: (torch.tanh(gates),))),
+    "rnn_relu_cell": _single_step(_summed(lambda gates, hidden: (torch.relu(gates),))),
     "cross_entropy": cross_entropy,
+    "tensordot": tensordot,
+    "inner": inner,
+    "linalg_vecdot": vecdot,
+    "linalg_multi_dot": multi_dot,
+    "chain_matmul": chain_matmul,
+    "addbmm": addbmm,
+    "addmv": addmv,
+    "bilinear": bilinear,
+    "convolution": convolution,
+    "einsum": einsum_in_pairs,
 }
 
 
@@ -234,6 +378,9 @@ DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
 _INSIDE = {
     "scaled_dot_product_attention": ("matmul", "softmax"),
     "cross_entropy": ("log_softmax", "nll_loss"),
+    **dict.fromkeys(
+        (f"{kind}{suffix}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for suffix in ("", "_cell")), ("linear",)
+    ),
 }
 
 
@@ -246,7 +393,7 @@ def is_decomposed(plan: Plan, module: str, op: str) -> bool:
 
 def inner_operations(op: str) -> tuple[str, ...]:
     """The operations inside the fused one that rules can ask for."""
-    return _INSIDE.get(op, ("linear",))
+    return _INSIDE.get(op, ())
 
 
 def _asks_inside(rule: Rule, module: str, op: str) -> bool:

@@ -26,6 +26,7 @@ _NO_NEW_VALUES = frozenset(
     tile repeat repeat_interleave roll flip masked_select take take_along_dim empty_like zeros_like ones_like full_like
     rand_like randn_like randint_like new_empty new_zeros new_ones new_full new_tensor zero_ fill_ copy_ set_ resize_
     setitem constant_pad_nd pad kept_copy to_sparse to_dense coalesce indices values crow_indices col_indices
+    to_copy unsafe_view reshape_alias
     """.split()  # noqa: SIM905 - a paragraph of names reads better than a page of quotes
 )
 
@@ -54,6 +55,8 @@ _SPELLINGS = {
     "mm": "matmul",
     "mv": "matmul",
     "dot": "matmul",
+    "vdot": "matmul",
+    "linalg_matmul": "matmul",
     "rmatmul": "matmul",
     "radd": "add",
     "iadd": "add",
@@ -90,6 +93,7 @@ PRODUCTS: dict[str, tuple[tuple[int, str], tuple[int, str]]] = {
     "addmm": ((1, "mat1"), (2, "mat2")),
     "baddbmm": ((1, "batch1"), (2, "batch2")),
     "einsum": ((1, "x"), (2, "w")),
+    "grouped_mm": ((0, "self"), (1, "mat2")),
 }
 
 #: Single calls that hide products; opened up when a rule asks for something inside.
@@ -120,6 +124,7 @@ def name_of(func: Callable[..., Any]) -> str | None:
 def _name_of_text(raw: str) -> str | None:
     if raw in ("__get__", "__set__"):
         return None
+    raw = raw.partition(".")[0]  # an operator of torch.ops has the name of its overload: mm.default
     bare = raw[2:-2] if raw.startswith("__") and raw.endswith("__") else raw
     if bare in _NO_NEW_VALUES or bare in _NO_TENSOR:
         return None
@@ -136,7 +141,7 @@ def works_in_place(func: Callable[..., Any]) -> bool:
     >>> works_in_place(torch.relu_), works_in_place(torch.Tensor.__iadd__), works_in_place(torch.relu)
     (True, True, False)
     """
-    name = getattr(func, "__name__", "")
+    name = getattr(func, "__name__", "").partition(".")[0]
     if name.startswith("__"):
         return name.startswith("__i") and name.strip("_") in _SPELLINGS
     return name.endswith("_")
@@ -145,7 +150,7 @@ def works_in_place(func: Callable[..., Any]) -> bool:
 @constant_when_traced
 def out_of_place(func: Callable[..., Any]) -> Callable[..., Any]:
     """The twin of an in-place function that returns a new tensor."""
-    name = getattr(func, "__name__", "")
+    name = getattr(func, "__name__", "").partition(".")[0]
     plain = _SPELLINGS[name.strip("_")] if name.startswith("__") else name.rstrip("_")
     for home in (torch.Tensor, torch, torch.nn.functional):
         twin = getattr(home, plain, None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from bitplan.capture.constants import ACTIVATION
 from bitplan.capture.decompositions import DECOMPOSITIONS
 from bitplan.capture.ops import FUSED, PRODUCTS
-from bitplan.capture.scopes import Interceptor, Scope, followed, loss_holder, state_of
+from bitplan.capture.scopes import Interceptor, Scope, followed, innermost_scope, loss_holder, state_of
 from bitplan.compiler.torch_private import (
     DataDependentOutputException,
     DisableTorchFunction,
@@ -125,8 +125,26 @@ class ProductWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         name = func._schema.name.partition("::")[2]
         if name in ATEN_PRODUCTS:
-            self.seen.append(name)
+            self.note(name)
         return func(*args, **(kwargs or {}))
+
+    def note(self, name: str) -> None:
+        self.seen.append(name)
+
+
+class HiddenProducts(ProductWatch):
+    """Records products outside of all operations: those of scripted functions and of extensions."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def note(self, name: str) -> None:
+        scope = innermost_scope()
+        if not self.recorder.is_in_operation and scope is not None:
+            index = sum(operation.op == name for operation in self.recorder.operations)
+            hidden = Operation(state_of(scope.module).path, name, index, [], [], [], False, aten_products=(name,))
+            self.recorder.operations.append(hidden)
 
 
 # --- Scripted and traced modules: they run without Python, so that no mode sees what happens inside them
@@ -224,6 +242,7 @@ class Recorder(Interceptor):
         #: id of a tensor -> index of the operation that made it; the tensors are kept, so that no id is used again.
         self.made_by: dict[int, int] = {}
         self.kept: list[Any] = []
+        self.is_in_operation = False
 
     def decomposition_of(self, scope: Scope, op: str) -> Callable[..., Any] | None:
         is_asked = self.opens is not None and op in DECOMPOSITIONS and self.opens(state_of(scope.module).path, op)
@@ -254,8 +273,10 @@ class Recorder(Interceptor):
         self, scope: Scope, op: str, index: int, kind: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         given = _tensors((args, list(kwargs.values())))
+        self.is_in_operation = True
         with ProductWatch() as watch:
             result = func(*args, **kwargs)
+        self.is_in_operation = False
         known = {id(tensor) for tensor in given}
         outputs = [t for t in _tensors(result) if t.is_floating_point()]
         fresh = [t for t in outputs if id(t) not in known] or (outputs if _changes_first(func, kwargs) else [])
@@ -349,7 +370,8 @@ def record(
         inputs, target = split_batch(tree_map(fake, batch), loss)
         arguments = call_arguments(inputs)
     kept = _recurrent_weights_kept(model)
-    with _told_of_missing_values(), without_scopes(model), kept, faker.mode, followed(model, recorder):
+    hidden = nullcontext() if scripted_modules(model) else HiddenProducts(recorder)
+    with _told_of_missing_values(), without_scopes(model), kept, faker.mode, hidden, followed(model, recorder):
         output = torch.func.functional_call(model, {**fakes, **buffers}, *arguments)
         if loss is not None:
             with Scope(recorder, loss_holder(recorder)):

@@ -165,7 +165,7 @@ class Scope(TorchFunctionMode):
                 # Compiled code was planned when it was traced.
                 is_ours = torch.compiler.is_compiling() or not _is_called_by_compiled_code()
                 op = name_of(func)
-                if op in MAY_BE_DECOMPOSED:
+                if op in MAY_BE_DECOMPOSED and (op != "einsum" or _has_several_operands(args)):
                     decomposition = TRANSPARENT.get(op) or interceptor.decomposition_of(self, op)
                 else:
                     decomposition = None
@@ -465,6 +465,12 @@ def _has_float_tensor(args: Any, kwargs: dict[str, Any]) -> bool:
         elif isinstance(value, (list, tuple)) and _contains_float_tensor(value):
             return True
     return bool(kwargs) and _has_float_tensor(tuple(kwargs.values()), {})
+
+
+def _has_several_operands(args: Any) -> bool:
+    """Whether an einsum multiplies more than two tensors."""
+    is_listed = len(args) == 2 and isinstance(args[1], (list, tuple))
+    return len(args[1]) > 2 if is_listed else len(args) > 3
 
 
 def _contains_float_tensor(values: Iterable[Any]) -> bool:

@@ -49,7 +49,7 @@ def resolve(spec: QuantizerSpec, place: str, op: str, dims: int, live: MutableFo
 
 def _feature_axis(place: str, op: str, dims: int) -> int:
     if place in _WEIGHT_PLACES:
-        if op in ("matmul", "bmm", "addmm", "baddbmm"):
+        if op in ("matmul", "bmm", "addmm", "baddbmm", "grouped_mm"):
             return -1
         return 1 if op.startswith("conv_transpose") and dims > 1 else 0
     is_image = op.startswith("conv") or (dims >= 4 and op not in _FEATURES_LAST)

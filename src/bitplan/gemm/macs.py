@@ -5,6 +5,7 @@ linear, matmul, bmm ...   elements of the result x length of the sum
 conv 1d, 2d, 3d           elements of the result x (input channels / groups x kernel)
 conv_transpose            elements of the *input* x (output channels / groups x kernel)
 einsum of two             product of the sizes of all indices
+grouped_mm                elements of x x columns of w
 attention                 Q K^T and P V, each batch x heads x queries x keys x head size. A causal mask or any other is
                           counted as dense: kernels may skip what is masked, the definition does not
 LSTM, GRU, RNN            steps x batch x elements of every weight matrix
@@ -99,6 +100,12 @@ def _summed_batch(operation: Operation) -> Iterator[Multiplication]:
     yield Multiplication(x.numel() * w.shape[-1], x, w)
 
 
+def _grouped(operation: Operation) -> Iterator[Multiplication]:
+    """Every row of x meets the matrix of its group; of two matrices, each group is a part of the sum."""
+    x, w = _two(operation)
+    yield Multiplication(x.numel() * w.shape[-1], x, w)
+
+
 def _contraction(operation: Operation) -> Iterator[Multiplication]:
     """With n(x) n(w) = n(y) k^2 for a sum over k indices: n(y) k = sqrt(n(x) n(w) n(y))."""
     x, w = _two(operation)
@@ -176,6 +183,7 @@ def _cell(operation: Operation) -> Iterator[Multiplication]:
 _COUNTERS: dict[str, Callable[[Operation], Iterator[Multiplication]]] = {
     **{op: _convolution if op.startswith("conv") else _matrices for op in PRODUCTS},
     "einsum": _einsum,
+    "grouped_mm": _grouped,
     "sparse_matmul": _matrices,
     "addmv": _matrices,
     "addbmm": _summed_batch,

@@ -155,6 +155,11 @@ def product_of(op: str, args: Any, kwargs: dict[str, Any]) -> tuple[Product, Ten
         return Product(op), _argument(args, kwargs, 2, "bias", None)
     if op == "einsum":
         return Product(op, _einsum_terms(args[0])), None
+    if op == "grouped_mm":
+        raise QuantizeError(
+            "the operands of a grouped product are rounded once for both of their products: give x, w and dy in place "
+            "of fprop, dgrad and wgrad, or keep: true for op: grouped_mm."
+        )
     if op in ("addmm", "baddbmm"):
         if _argument(args, kwargs, 3, "beta", 1) != 1 or _argument(args, kwargs, 4, "alpha", 1) != 1:
             raise QuantizeError(f"slots of {op} with alpha or beta other than 1 are not supported: use matmul and add.")

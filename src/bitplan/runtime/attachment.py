@@ -93,6 +93,7 @@ class Attachment:
     def _install(self) -> None:
         self._installation.install(self.seed, self._step)
         self._rounder.on_site = self._coverage.note_call
+        self._rounder.on_product = self._coverage.note_products
         self._rounder.on_first_call = self._note_first_call
         self._notify_new_sites()
 
@@ -261,7 +262,7 @@ class Attachment:
         self._installation.update_versions()
         self._checked = not waiting
         if self._checked:
-            self._rounder.on_site = self._rounder.on_first_call = None
+            self._rounder.on_site = self._rounder.on_product = self._rounder.on_first_call = None
         self._execution.check(operations, self._present_plan.decide, self._device)
 
     def _add_rows(self, module: nn.Module, action: OpRounding, context: OpContext) -> None:
@@ -272,7 +273,7 @@ class Attachment:
         if not self._checked and self._coverage.places:
             self._coverage.require_effect()
             self._checked = True
-            self._rounder.on_site = None
+            self._rounder.on_site = self._rounder.on_product = None
 
     def loss(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`function` with its tensors brought in as sites of the module path ``loss``."""

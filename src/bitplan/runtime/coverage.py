@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from bitplan.capture.constants import CONSTANT, MASK
-from bitplan.capture.decompositions import decision_for
+from bitplan.capture.decompositions import decision_for, has_slots
 from bitplan.capture.ops import PRODUCTS
 from bitplan.capture.recording import Operation, scripted_modules
 from bitplan.capture.scopes import Scope, state_of
@@ -61,6 +61,11 @@ class RuleCoverage:
             places.add("grad_activation")
         self._add(CoveredOp(state_of(scope.module).path, op_site(op, index), scope.inside), places)
 
+    def note_products(self, scope: Scope, op: str, aten_products: Sequence[str]) -> None:
+        """Raise where an operation that is running multiplies operands that rules round, but cannot reach."""
+        if aten_products:
+            raise unreachable_operands(state_of(scope.module).path, op, aten_products)
+
     def note_recorded(self, operations: Sequence[Operation]) -> None:
         """Add operations that were recorded."""
         for operation in operations:
@@ -74,10 +79,19 @@ class RuleCoverage:
                 places.add("weight")
             if any(tensor.requires_grad for tensor in parameters):
                 places.add("grad_weight")
+            self._require_reachable(operation)
             if operation.operands is not None:
                 places.update(s for s in SLOTS if operation.needs_grad or OPERAND_OF_SLOT[s].pass_ == FPROP)
             site = op_site(operation.op, operation.index)
             self._add(CoveredOp(operation.module, site, operation.inside), places)
+
+    def _require_reachable(self, operation: Operation) -> None:
+        """Raise where rules round operands of an operation that multiplies, but not by a product that has operands."""
+        if not operation.aten_products or operation.operands is not None:
+            return
+        site = op_site(operation.op, operation.index)
+        if has_slots(decision_for(self.plan.decide, operation.module, site, operation.inside)):
+            raise unreachable_operands(operation.module, operation.op, operation.aten_products)
 
     def _rounds_constants(self, operation: Operation) -> bool:
         site = op_site(operation.op, operation.index)
@@ -125,6 +139,16 @@ class RuleCoverage:
                 where = rule.where or f"rules[{index}]"
                 return f"{where}: nothing under the rule has {key!r}; its operations ({ops_text}) have {have}."
         return None
+
+
+def unreachable_operands(path: str, op: str, aten_products: Iterable[str]) -> PlanError:
+    """The error for an operation whose products no rule reaches."""
+    names = ", ".join(dict.fromkeys(aten_products))
+    return PlanError(
+        f"{path or 'the model'} multiplies in {op} ({names}), where no operand can be rounded, and a rule rounds its "
+        f"operands: write it with linear, matmul, convolutions or einsum, or add "
+        f"{{match: {path!r}, op: {op}, keep: true}} as the last rule."
+    )
 
 
 def require_interceptable(plan: Plan, model: nn.Module) -> None:

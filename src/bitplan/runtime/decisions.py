@@ -5,6 +5,7 @@ Compiled code must not search rules while it is traced, so the names that patter
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any
 
@@ -82,6 +83,7 @@ class Decider:
         self.execution = execution
         self._named = named_operations(plan)
         self._mutable_formats: dict[QuantizerSpec, MutableFormat] = {} if whole is None else whole._mutable_formats
+        self._rounding_ops: dict[Hashable, RoundingOp] = {} if whole is None else whole._rounding_ops
 
     def in_phase(self, plan: Plan) -> Decider:
         """The decider of a phase of the plan."""
@@ -123,17 +125,20 @@ class Decider:
             row = tables.format_row(choice.rule, place, live, spec, choice.name)
             stored_format = tables.row_at(row).stored() if self.execution.packs_saved_tensors else None
         is_fixed = live is None and spec.promote is None
-        return RoundingOp(
-            spec,
-            place,
-            op,
-            mutable_format=live,
-            row=row,
-            watched=self.watched,
-            is_packed=self.execution.packs_saved_tensors,
-            keeps_codes=self.execution.saves_activation_codes and place == "activation" and is_fixed,
-            stored_format=stored_format,
-        )
+        key = (spec, place, op, live, row, stored_format)
+        if key not in self._rounding_ops:  # equal ones serve all modules
+            self._rounding_ops[key] = RoundingOp(
+                spec,
+                place,
+                op,
+                mutable_format=live,
+                row=row,
+                watched=self.watched,
+                is_packed=self.execution.packs_saved_tensors,
+                keeps_codes=self.execution.saves_activation_codes and place == "activation" and is_fixed,
+                stored_format=stored_format,
+            )
+        return self._rounding_ops[key]
 
     def _mutable_format(self, spec: QuantizerSpec) -> MutableFormat | None:
         if isinstance(spec.target, BlockFormat) or not (self.mutable_formats or spec.bits is not None):

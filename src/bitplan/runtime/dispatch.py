@@ -6,7 +6,7 @@ that differ between blocks (keys of random bits, the step) are in buffers of the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from bitplan.capture.constants import CONSTANT, MASK, TAGS
 from bitplan.capture.decompositions import DECOMPOSITIONS
 from bitplan.capture.ops import PRODUCTS, out_of_place, works_in_place
+from bitplan.capture.recording import ProductWatch
 from bitplan.capture.scopes import Interceptor, Scope, state_of
 from bitplan.errors import QuantizeError
 from bitplan.gemm.products import product_of
@@ -124,6 +125,8 @@ class Rounder(Interceptor):
         self.on_first_call: Callable[[nn.Module, Any, dict[str, Any]], None] | None = None
         #: Called eagerly for every operation with its tensors; None to stop.
         self.on_site: Callable[[Scope, str, int, str, Any], None] | None = None
+        #: Called eagerly for every other operation whose rules round operands, with the products of aten in it.
+        self.on_product: Callable[[Scope, str, Sequence[str]], None] | None = None
         #: Called eagerly the first time that a rounded operation runs at a site.
         self.on_new_site: Callable[[nn.Module, OpRounding, OpContext], None] | None = None
 
@@ -167,7 +170,12 @@ class Rounder(Interceptor):
             x = args[0] if args else kwargs["input"]
             return _written(target, self.execution.relu(x, *self._ways(action, context, x), context))
         args, kwargs = self._rounded_weights(module, action, context, args, kwargs)
-        result = func(*args, **kwargs)
+        if action.has_slots and self.on_product is not None and not torch.compiler.is_compiling():
+            with ProductWatch() as watch:
+                result = func(*args, **kwargs)
+            self.on_product(scope, op, watch.seen)
+        else:
+            result = func(*args, **kwargs)
         if action.rounds_output(context.training):
             main = _largest(result, Tensor)
             other = context.unrecorded(follows=action.promotes_together)

@@ -1,0 +1,155 @@
+"""Every product that a rule covers has its operands rounded, or the rule raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import bitplan as bp
+
+OPERANDS = {"version": 1, "rules": [{"match": "*", "x": "e4m3", "w": "e4m3", "dy": "e5m2"}]}
+
+
+class Product(nn.Module):
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor], *shape: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(*shape))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.weight)
+
+
+class OperandSpy(TorchDispatchMode):
+    """The operands of torch's own products, forward and backward, that lie on no FP8 grid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.unrounded: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.partition("::")[2]
+        if name in (
+            "mm",
+            "bmm",
+            "addmm",
+            "baddbmm",
+            "addbmm",
+            "mv",
+            "addmv",
+            "dot",
+            "vdot",
+            "convolution",
+            "_grouped_mm",
+        ):
+            self.count += 1
+            skipped = 1 if name.startswith(("add", "baddbmm")) else 0
+            for operand in [value for value in args[skipped:] if isinstance(value, Tensor)][:2]:
+                is_rounded = any(
+                    torch.equal(operand, operand.to(dtype).to(operand.dtype))
+                    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+                )
+                if operand.is_floating_point() and not is_rounded:
+                    self.unrounded.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def grouped(x: Tensor, w: Tensor) -> Tensor:
+    ends = torch.tensor([3, 8], dtype=torch.int32)
+    return F.grouped_mm(x, w, offs=ends)
+
+
+CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...]]] = {
+    "linalg.matmul": (torch.linalg.matmul, (8, 8)),
+    "tensordot": (lambda x, w: torch.tensordot(x, w, dims=([1], [0])), (8, 8)),
+    "tensordot of a number": (lambda x, w: torch.tensordot(x, w, 1), (8, 4)),
+    "inner": (torch.inner, (5, 8)),
+    "vecdot": (torch.linalg.vecdot, (8, 8)),
+    "vdot": (lambda x, w: torch.vdot(x[0], w), (8,)),
+    "multi_dot": (lambda x, w: torch.linalg.multi_dot([x, w, x]), (8, 8)),
+    "chain_matmul": (lambda x, w: torch.chain_matmul(x, w, x), (8, 8)),
+    "addbmm": (lambda x, w: torch.addbmm(x, x.expand(3, 8, 8), w, beta=0.5, alpha=2), (3, 8, 8)),
+    "addmv": (lambda x, w: torch.addmv(x[0], x, w), (8,)),
+    "einsum of three": (lambda x, w: torch.einsum("ij,jk,kl->il", x, w, x), (8, 8)),
+    "einsum of a list": (lambda x, w: torch.einsum("ij,jk,kl->il", [x, w, x]), (8, 8)),
+    "bilinear": (lambda x, w: F.bilinear(x, x, w), (3, 8, 8)),
+    "convolution": (
+        lambda x, w: torch.convolution(x[None, None], w, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1),
+        (2, 1, 3, 3),
+    ),
+    "aten.mm": (torch.ops.aten.mm.default, (8, 8)),
+    "aten.mm packet": (torch.ops.aten.mm, (8, 8)),
+    "grouped_mm": (grouped, (2, 8, 8)),
+    "lstm_cell": (lambda x, w: torch.lstm_cell(x, (x, x), w, w)[0], (32, 8)),
+    "gru_cell": (lambda x, w: torch.gru_cell(x, x, w, w), (24, 8)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_operand_is_rounded(name: str) -> None:
+    function, shape = CASES[name]
+    model, x = Product(function, *shape), torch.randn(8, 8, requires_grad=True)
+    plain = model(x)
+    with bp.attach(model, OPERANDS), OperandSpy() as spy:
+        rounded = model(x)
+        rounded.sum().backward()
+    assert spy.count
+    assert spy.unrounded == []
+    assert 0 < (rounded - plain).norm() < 0.5 * plain.norm()
+    assert model.weight.grad is not None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_decomposed_product_is_torchs_own(name: str) -> None:
+    function, shape = CASES[name]
+    if name == "grouped_mm":
+        pytest.skip("it is not decomposed")
+    model, x = Product(function, *shape).double(), torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
+    plain = model(x)
+    expected = torch.autograd.grad(plain.square().sum(), (x, model.weight))
+    plan = {"version": 1, "rules": [{"match": "*", "x": "fp32", "w": "fp32"}]}
+    with bp.attach(model, plan):
+        rounded = model(x)
+        actual = torch.autograd.grad(rounded.square().sum(), (x, model.weight))
+    torch.testing.assert_close(rounded, plain, rtol=1e-5, atol=1e-5)
+    for first, second in zip(actual, expected, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["linalg.matmul", "tensordot", "multi_dot", "addbmm", "einsum of three", "lstm_cell"])
+def test_compiled_code_rounds_them_too(name: str) -> None:
+    torch.compiler.reset()
+    function, shape = CASES[name]
+    model, x = Product(function, *shape), torch.randn(8, 8)
+    with bp.attach(model, OPERANDS, example=x):
+        eager = model(x)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(eager, compiled)
+
+
+@torch.jit.script
+def scripted(x: Tensor, w: Tensor) -> Tensor:
+    return x.mm(w)
+
+
+def test_a_rule_over_operands_that_it_cannot_reach_raises() -> None:
+    model, x = Product(lambda x, w: torch.sparse.mm(x.to_sparse(), w), 8, 8), torch.randn(8, 8)
+    with bp.attach(model, OPERANDS), pytest.raises(bp.BitplanError, match="keep: true"):
+        model(x)
+    kept = {"version": 1, "rules": [{"match": "*", "activation": "e4m3"}]}
+    with bp.attach(model, kept):
+        model(x)
+
+
+def test_a_scripted_function_is_noticed_on_the_example() -> None:
+    model, x = Product(scripted, 8, 8), torch.randn(8, 8)
+    with pytest.raises(bp.BitplanError, match="mm"):
+        bp.attach(model, OPERANDS, example=x)
