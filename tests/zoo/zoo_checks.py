@@ -161,10 +161,10 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def gradient_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    """The same for all gradients together, whatever the loss function's scale."""
-    if a.keys() != b.keys():
-        raise Failure(f"gradients of {sorted(a.keys() ^ b.keys())[0]} on one side only")
-    return distance(torch.cat([a[name].flatten() for name in b]), torch.cat([b[name].flatten() for name in b]))
+    """The same for all gradients together; a missing gradient is zero."""
+    zeros = {name: torch.zeros_like(gradient) for name, gradient in {**a, **b}.items()}
+    ours, theirs = (torch.cat([{**zeros, **side}[name].flatten() for name in zeros]) for side in (a, b))
+    return distance(ours, theirs)
 
 
 def _require_finite(step: Step, where: str = "") -> None:
