@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.own_plans import own_plan
 from benchmarks.timing import best_turns, seconds_per_step
-from bitplan.analysis.targets import Target, batch_size, placed
+from bitplan.analysis.targets import Target, batch_size, move_target
 from bitplan.capture.recording import call_arguments, call_loss, split_batch
 from bitplan.lab.targets import load_target
 from bitplan.machine import describe_machine
@@ -111,7 +111,7 @@ def bench_attach(
     """
     torch.manual_seed(seed)
     where = torch.device(device)
-    target = placed(load_target(model), where, batch)
+    target = move_target(load_target(model), where, batch)
     uses_autocast = where.type == "cuda" if autocast is None else autocast
     variants: dict[str, Plan | None] = {PLAIN: None, EMPTY: Plan(), **{name: own_plan(name) for name in plans}}
     rows: list[Row] = []

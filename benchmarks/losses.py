@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.contenders import VARIANTS, Contender, optimizer_for
 from benchmarks.real_data import stream_for
-from bitplan.analysis.targets import placed
+from bitplan.analysis.targets import move_target
 from bitplan.errors import BitplanError
 from bitplan.lab.targets import load_target
 from bitplan.plans import Plan
@@ -42,7 +42,7 @@ class Trial:
 def losses_of_trial(trial: Trial) -> list[float]:
     """The loss of every step. Equal seeds give all variants of a model the same weights and batches."""
     torch.manual_seed(trial.seed)
-    target = placed(load_target(trial.model), torch.device(trial.device), trial.batch)
+    target = move_target(load_target(trial.model), torch.device(trial.device), trial.batch)
     stream = stream_for(target, trial.seed)
     if stream is None:
         raise BitplanError(f"there is no real data in the shape of {trial.model}'s batch: run with --loss-steps 0.")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bitplan.analysis.measure import DEFAULT_CANDIDATES, measure
-from bitplan.analysis.targets import Target, batch_size, placed
+from bitplan.analysis.targets import Target, batch_size, move_target
 from bitplan.capture.recording import call_arguments, call_loss, split_batch
 from bitplan.gemm.sampling import Sampling
 from bitplan.lab.targets import load_target
@@ -51,7 +51,7 @@ def bench_measure(
     rows = []
     for name in targets:
         torch.manual_seed(seed)
-        rows.append(_row(name, placed(load_target(name), where), turns))
+        rows.append(_row(name, move_target(load_target(name), where), turns))
         on_row(rows[-1])
     return {
         "benchmark": "measure",

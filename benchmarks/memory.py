@@ -20,7 +20,7 @@ from benchmarks.own_plans import own_plan
 from benchmarks.peers import has_torchao
 from benchmarks.real_data import stream_for
 from benchmarks.timing import best_turns
-from bitplan.analysis.targets import batch_size, placed
+from bitplan.analysis.targets import batch_size, move_target
 from bitplan.errors import BitplanError, nearest_names
 from bitplan.lab.targets import load_target
 from bitplan.machine import describe_machine
@@ -123,7 +123,7 @@ def bench_memory(
     """
     torch.manual_seed(seed)
     where = torch.device(device)
-    target = placed(load_target(model), where, batch)
+    target = move_target(load_target(model), where, batch)
     stream = stream_for(target, seed)
     reads_tokens = stream is not None and "bytes" in stream.description
     by_name = optimizer or ("adamw" if reads_tokens else "sgd")

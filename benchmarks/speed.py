@@ -32,7 +32,7 @@ from benchmarks.speed_variants import (
 )
 from benchmarks.switching import measure_switches
 from benchmarks.timing import best_turns
-from bitplan.analysis.targets import Target, of_size
+from bitplan.analysis.targets import Target, resize_batch
 from bitplan.compiler.tracing import raise_recompile_limit
 from bitplan.errors import BitplanError, nearest_names
 from bitplan.executions.native import crossover
@@ -75,7 +75,7 @@ class Shape:
             return None
         if inputs.is_floating_point():
             model, inputs = Bytes(model, inputs.shape[-1]), torch.zeros(inputs.shape[:2], dtype=torch.int64)
-        tokens = inputs if batch is None else of_size(inputs, batch)
+        tokens = inputs if batch is None else resize_batch(inputs, batch)
         tokens = tokens.to(device)
         return Target(model.to(device), (tokens, tokens.clone()), next_token_loss)
 

@@ -30,7 +30,7 @@ from common import CIFAR_PACK, CONTROL, Experiment, arguments, in_sentences, is_
 from records import ended_seeds
 
 from bitplan.analysis.memory import measure_memory
-from bitplan.analysis.targets import placed
+from bitplan.analysis.targets import move_target
 from bitplan.lab.compare import Choice
 from bitplan.lab.compare.compare import PLANS_FOLDER, slug
 from bitplan.lab.compare.suites import RATIOS, assign_choices
@@ -177,7 +177,7 @@ def _ratio_and_promotions(record: Mapping[str, Any], runs: Sequence[Run]) -> dic
 def _peaks(experiment: Experiment, task: Task, choices: Sequence[Choice]) -> dict[str, int]:
     """The measured peak of a packed step in bytes, without promotions; FP32's is not packed."""
     torch.manual_seed(task.seed)
-    target = placed(task.target(), torch.device(experiment.options.device))
+    target = move_target(task.target(), torch.device(experiment.options.device))
     peaks = {}
     for choice in choices:
         how: tuple[Any, ...] = (choice.plan, "emulate" if choice.plan is None else "packed")

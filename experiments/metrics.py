@@ -33,7 +33,7 @@ from bitplan.lab.compare.correlation import LEAST, cost_correlation
 from bitplan.lab.tasks.registry import find_task
 from bitplan.lab.tasks.task import Task
 from bitplan.lab.train.stages import measure_task
-from bitplan.planners.advise import Advice, Slot, SlotAdvice, advise_on, pairs_of, plan_of
+from bitplan.planners.advise import Advice, Slot, SlotAdvice, advise_on, collect_pairs, make_plan
 from bitplan.plans import SLOTS, Plan, QuantizerSpec
 
 BASELINE, CONTROL = "bf16", "fp32"
@@ -164,7 +164,7 @@ def configured(advice: Advice, operands: dict[str, str]) -> Plan:
         for advised in advice.slots
         if (operand := advised.slot.split(".")[1]) in specs
     ]
-    return plan_of(slots)
+    return make_plan(slots)
 
 
 def spec_of(text: str) -> QuantizerSpec:
@@ -175,7 +175,7 @@ def spec_of(text: str) -> QuantizerSpec:
 def slot_errors(measurement: Measurement, operands: dict[str, str]) -> dict[str, float]:
     """Slot -> mean level over products, each at its worst stage, with that operand alone quantised."""
     levels: dict[str, list[float]] = {}
-    for slot in (slot for pair in pairs_of(measurement) for slot in pair):
+    for slot in (slot for pair in collect_pairs(measurement) for slot in pair):
         text = operands.get(slot.slot.split(".")[1])
         level = None if text is None else level_of(slot, text)
         if level is not None:

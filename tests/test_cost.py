@@ -204,7 +204,7 @@ def test_what_cannot_be_counted_is_not_priced() -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_products_that_cannot_be_seen_are_not_priced() -> None:
     model = nn.Sequential(nn.Linear(6, 6), torch.jit.trace(linear()[0], linear()[1]))
-    with pytest.raises(CostError, match="1 is scripted, so that its products cannot be seen"):
+    with pytest.raises(CostError, match="1 is scripted"):
         estimate_cost(model, NOTHING, linear()[1])
 
 

@@ -128,7 +128,7 @@ def test_a_format_named_twice_is_studied_once() -> None:
         ({"rows": 0}, "rows is at least 1"),
         ({"seed": -1}, "seed is at least 0"),
         ({"formats": []}, "name at least one format"),
-        ({"formats": ["mxfp8"]}, "brings scales of its own"),
+        ({"formats": ["mxfp8"]}, "mxfp8 is a block format"),
     ],
 )
 def test_misfits_are_one_sentence(options: dict[str, object], sentence: str) -> None:

@@ -178,7 +178,7 @@ def test_misfits_are_one_sentence() -> None:
         metrics.backward_error(torch.ones(2, 3), torch.ones(3, 2), torch.ones(2))
     with pytest.raises(MetricError, match="the same shape"):
         metrics.sqnr(torch.ones(2), torch.ones(1))
-    with pytest.raises(MetricError, match="not of list"):
+    with pytest.raises(MetricError, match="not list"):
         metrics.dynamic_range([1.0])  # type: ignore[arg-type]
 
 

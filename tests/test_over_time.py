@@ -177,7 +177,7 @@ def test_costs_add_up_over_all_periods(plan: Plan) -> None:
     assert whole == sum(steps, Cost())
     assert estimate_cost(small(), plan, X, steps=STEPS) == whole
     assert sum(plan.periods(STEPS).values()) == STEPS
-    with pytest.raises(CostError, match="price a whole run"):
+    with pytest.raises(CostError, match="number of steps"):
         estimate_cost(small(), plan, X)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bitplan.lab.targets import load_target
-from bitplan.planners.assign import AssignRequest, assignment
+from bitplan.planners.assign import AssignRequest, make_assignment
 from bitplan.planners.assign.levels import PAPER
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
@@ -102,6 +102,6 @@ def test_groups_that_an_order_makes_low(ratio: str, order: str) -> None:
     """Sensitivity's, which a probe on a GPU decides, cannot be counted here."""
     target = load_target("squeezenet")
     requests = AssignRequest(ratio=float(ratio.removeprefix("r = ")), order=order)
-    result = assignment(target.model, target.batch, target.loss, requests, PAPER)
+    result = make_assignment(target.model, target.batch, target.loss, requests, PAPER)
     (reported,) = [row for row in table("| r = 0.5 | groups |") if row[""].removesuffix(" first") == order]
     assert reported[f"{ratio}: groups"] == str(result.demoted)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bitplan.analysis.sites import list_sites
-from bitplan.analysis.targets import Target, running
+from bitplan.analysis.targets import Target, target_errors
 from bitplan.errors import TargetError
 from bitplan.lab.targets import load_target
 
@@ -116,14 +116,14 @@ def test_a_file_whose_model_fails_is_told_of_in_one_sentence(tmp_path: Path) -> 
     name = f"{written(tmp_path, text)}:make"
     target = load_target(name)
     sentence = r"own\.py:make does not run on its batch: RuntimeError: .*shapes"
-    with pytest.raises(TargetError, match=sentence) as raised, running(name):
+    with pytest.raises(TargetError, match=sentence) as raised, target_errors(name):
         target.model(target.batch)
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(("name", "error"), [("resnet20", KeyError("bug")), ("own.py:make", TargetError("told"))])
 def test_bugs_of_built_in_models_and_sentences_pass_untouched(name: str, error: Exception) -> None:
-    with pytest.raises(type(error)) as raised, running(name):
+    with pytest.raises(type(error)) as raised, target_errors(name):
         raise error
     assert raised.value is error
 

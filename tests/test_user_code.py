@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from bitplan.analysis.targets import file_sha256, in_words, module_sha256, named_file, public_name, run_file
+from bitplan.analysis.targets import (
+    describe_error,
+    file_sha256,
+    find_callable,
+    import_file,
+    module_sha256,
+    parse_file_name,
+)
 from bitplan.errors import TaskError
 
 
@@ -24,24 +31,24 @@ from bitplan.errors import TaskError
     ],
 )
 def test_files_are_told_from_names(text: str, result: tuple[Path, str] | None) -> None:
-    assert named_file(text) == result
+    assert parse_file_name(text) == result
 
 
 def test_errors_are_of_the_kind_that_was_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text("x = 1\n\ny = x / 0\n")
     with pytest.raises(TaskError, match=r"own\.py cannot be run: ZeroDivisionError: division by zero \(line 3\)\."):
-        run_file(path, TaskError)
+        import_file(path, TaskError)
     assert "bitplan_target_own" not in sys.modules
 
 
 def test_only_what_can_be_called_counts(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text("number = 3\ndef function(): pass\ndef _hidden(): pass\n")
-    module = run_file(path, TaskError)
-    assert public_name(module, path, "function", "thing", TaskError) is module.function
+    module = import_file(path, TaskError)
+    assert find_callable(module, path, "function", "thing", TaskError) is module.function
     with pytest.raises(TaskError, match=r"own\.py has no thing 'number'; known names are function$"):
-        public_name(module, path, "number", "thing", TaskError)
+        find_callable(module, path, "number", "thing", TaskError)
 
 
 def test_what_runs_is_the_file_and_not_bytecode_that_claims_to_be_it(tmp_path: Path) -> None:
@@ -50,13 +57,13 @@ def test_what_runs_is_the_file_and_not_bytecode_that_claims_to_be_it(tmp_path: P
     other.write_text("here = 'bytecode'\n")
     cached = importlib.util.cache_from_source(str(path))
     py_compile.compile(str(other), cached, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
-    module = run_file(path, TaskError)
+    module = import_file(path, TaskError)
     assert module.here == "source"
     assert module_sha256(module) == hashlib.sha256(path.read_bytes()).hexdigest() == file_sha256(path)
 
 
 def test_an_error_without_words_has_its_name() -> None:
-    assert in_words(KeyboardInterruptLike(), Path("x.py")) == "KeyboardInterruptLike."
+    assert describe_error(KeyboardInterruptLike(), Path("x.py")) == "KeyboardInterruptLike."
 
 
 class KeyboardInterruptLike(Exception):

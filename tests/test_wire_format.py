@@ -181,7 +181,7 @@ def test_stochastic_rounding_of_a_bias_and_of_a_loss() -> None:
 
 def test_samples_of_products() -> None:
     def some(pass_: str) -> list[int]:
-        chosen: list[int] = Sampling(seed=0).draw("conv1/conv2d.0", pass_, torch.device("cpu")).some(4, 100).tolist()
+        chosen: list[int] = Sampling(seed=0).draw("conv1/conv2d.0", pass_, torch.device("cpu")).indices(4, 100).tolist()
         return chosen
 
     assert some("fprop") == [11, 26, 31, 57]

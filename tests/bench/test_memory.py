@@ -23,7 +23,7 @@ from benchmarks.contenders import (
 from benchmarks.memory import Aim, Row, aim_reached, bench_memory, chosen_variants, headline
 from benchmarks.own_plans import own_plan
 from benchmarks.real_data import stream_for
-from bitplan.analysis.targets import Target, batch_size, placed
+from bitplan.analysis.targets import Target, batch_size, move_target
 from bitplan.errors import BitplanError
 from bitplan.lab.models.built_in import BUILT_IN
 from bitplan.lab.models.language_models import GPT
@@ -80,7 +80,7 @@ def test_the_plan_of_a_model_rounds_something_in_it(model: str) -> None:
 
 
 def test_all_contenders_train_from_the_same_weights_on_the_same_data() -> None:
-    target = placed(load_target("gpt-tiny"), torch.device("cpu"), 2)
+    target = move_target(load_target("gpt-tiny"), torch.device("cpu"), 2)
     stream = stream_for(target)
     assert stream is not None
     make = optimizer_for("adamw", VARIANTS["bf16-eager"])
@@ -218,8 +218,8 @@ def test_what_has_no_real_data_says_so() -> None:
 def test_a_batch_is_cut_and_repeated() -> None:
     target = load_target("gpt-tiny", shapes_only=True)
     for size in (3, 20):
-        assert batch_size(placed(target, torch.device("cpu"), size).batch) == size
+        assert batch_size(move_target(target, torch.device("cpu"), size).batch) == size
     keyed = Target(nn.Linear(2, 2), {"a": torch.arange(4), "b": torch.ones(())})
-    cut = placed(keyed, torch.device("cpu"), 6).batch
+    cut = move_target(keyed, torch.device("cpu"), 6).batch
     assert cut["a"].tolist() == [0, 1, 2, 3, 0, 1]
     assert batch_size(cut) == 6

@@ -131,8 +131,8 @@ def test_a_file_of_ones_own_is_asked(bitplan: Bitplan, tmp_path: Path) -> None:
         (["gpt-tiny", "--optimizer", "adam"], "there is no optimizer 'adam' here; did you mean adamw?"),
         (["gpt-tiny", "--device", "tpu9"], "there is no device 'tpu9'"),
         (["gpt-tiny", "--device", "meta"], "memory is estimated and measured on cpu and cuda, not on meta"),
-        (["gcn", "--batch", "8"], "a batch with a sparse tensor is one whole"),
-        (["graph", "--batch", "8"], "a batch whose tensors have 1797 and 21655 rows is one whole"),
+        (["gcn", "--batch", "8"], "a batch with a sparse tensor cannot be resized"),
+        (["graph", "--batch", "8"], "a batch whose tensors have 1797 and 21655 rows cannot be resized"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(bitplan: Bitplan, arguments: list[str], sentence: str) -> None:

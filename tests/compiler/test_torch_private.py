@@ -239,6 +239,30 @@ def probe_tensor_variable() -> None:
     assert ("T", torch.float32, 2, False) in reads
 
 
+def probe_autograd_function_variable() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            return 2 * grads[0]
+
+    states = []
+    variable = torch_private.AutogradFunctionApplyVariable
+    original = variable.trace_backward_graph
+
+    def log_state(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        states.append(tx.symbolic_torch_function_state.torch_function_mode_enabled)
+        return original(self, tx, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(variable, "trace_backward_graph", log_state)
+        torch.compile(Double.apply, backend="eager", fullgraph=True)(torch.ones(2, requires_grad=True))
+    assert states == [True]
+
+
 def probe_backend_registry() -> None:
     torch_private.register_backend(lambda graph, inputs: graph.forward, "bitplan_probe")
     assert "bitplan_probe" in torch_private.list_backends(exclude_tags=())
@@ -363,6 +387,7 @@ PROBES: dict[str, Callable[[], None]] = {
     "InstructionTranslator": probe_instruction_translator,
     "get_overridable_functions": probe_overridable_functions,
     "TensorVariable": probe_tensor_variable,
+    "AutogradFunctionApplyVariable": probe_autograd_function_variable,
     "list_backends": probe_backend_registry,
     "register_backend": probe_backend_registry,
     "functorch_config": probe_functorch_config,

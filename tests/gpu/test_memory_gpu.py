@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from saved_bytes import saved_tensor_bytes
 
 import bitplan
-from bitplan.analysis.memory import estimate_memory, kept_bytes, measure_memory
-from bitplan.analysis.memory.fakes import plain_copy
-from bitplan.analysis.memory.step import TrainingStep, call_of
-from bitplan.analysis.targets import Target, placed
+from bitplan.analysis.memory import estimate_memory, measure_memory
+from bitplan.analysis.memory.fakes import copy_without_plan
+from bitplan.analysis.memory.step import TrainingStep, split_call
+from bitplan.analysis.targets import Target, move_target
 from bitplan.lab.targets import load_target
 from bitplan.plans import Plan
 
@@ -20,7 +21,7 @@ PLAN = Plan.from_dict({"version": 1, "rules": [{"match": "*", "activation": "e4m
 
 def on_gpu(name: str, batch: int) -> Target:
     """Large enough that the workspaces of cuBLAS, which nobody foresees, are little beside it."""
-    return placed(load_target(name), torch.device("cuda"), batch)
+    return move_target(load_target(name), torch.device("cuda"), batch)
 
 
 @pytest.mark.parametrize(("name", "batch"), [("resnet20", 1024), ("gpt-tiny", 1024)])
@@ -39,10 +40,12 @@ def test_an_eager_step_is_foreseen(name: str, batch: int, execution: str | None)
 def test_the_allocator_and_the_hooks_agree() -> None:
     target = on_gpu("resnet20", 256)
     measured = measure_memory(target.model, target.batch, target.loss, "none", PLAN, "packed")
-    model = plain_copy(target.model)
+    model = copy_without_plan(target.model)
     run = bitplan.attach(model, PLAN, example=target.batch[0], execution="packed")
     assert target.loss is not None
-    step = TrainingStep(model, call_of(target.batch, target.loss), run.loss(target.loss), "none", run)
-    counted = kept_bytes(step.loss_of_batch, [*step.weights(), *step.batch()], getattr(run._execution, "packer", None))
+    step = TrainingStep(model, split_call(target.batch, target.loss), run.loss(target.loss), "none", run)
+    counted = saved_tensor_bytes(
+        step.loss_of_batch, [*step.weights(), *step.batch()], getattr(run._execution, "packer", None)
+    )
     # One tensor of the last stage, 1 % of all, was counted by the hooks and not found by the allocator (one H200).
     assert measured.activations == pytest.approx(counted, rel=0.02)

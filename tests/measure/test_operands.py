@@ -14,17 +14,22 @@ from torch.nn import functional as F
 
 from bitplan.analysis import error_metrics as metrics
 from bitplan.analysis.measure import Candidate, measure
-from bitplan.analysis.measure.candidate import Planned
-from bitplan.analysis.measure.figures import _tails, group_figures, pass_figures
+from bitplan.analysis.measure.candidate import FormatPair, Planned
+from bitplan.analysis.measure.pass_metrics import PassMetrics, ReductionLength, _tails, measure_products
 from bitplan.capture.ops import PRODUCTS
 from bitplan.gemm.axes import resolve
-from bitplan.gemm.layouts import layout_of
-from bitplan.gemm.matrices import SampledOperand
+from bitplan.gemm.layouts import SampledOperand, layout_of
 from bitplan.gemm.sampling import Sampling
 from bitplan.plans import QuantizerSpec
 
 #: So many rows that every element of a small product is looked at.
 ALL = Sampling(rows=4096, terms=10**6)
+
+
+def measure_pass(
+    pass_: str, op: str, left: SampledOperand, right: SampledOperand, candidates: tuple[FormatPair, ...]
+) -> tuple[ReductionLength, list[PassMetrics]]:
+    return measure_products(pass_, op, [(left, right)], candidates, seed=0)[0]
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -95,7 +100,7 @@ def test_six_slots_against_scales_by_hand(layer: str, pass_: str, scale: str) ->
     op, function, args = CASES[layer]
     left, right, _ = operands_of(op, function, args, pass_)
     candidates = (Candidate.of(f"int8 {scale}"),)
-    _, (result,) = pass_figures(pass_, op, left, right, candidates, 0)
+    _, (result,) = measure_pass(pass_, op, left, right, candidates)
 
     def by_hand(operand: SampledOperand) -> Tensor:
         whole = operand.whole
@@ -125,7 +130,7 @@ def test_rounding_rows_is_rounding_all_as_an_attached_plan_does(layer: str, name
         left, right, _ = operands_of(op, function, args, pass_, Sampling(rows=6, terms=20, seed=3))
         for scale in ("vector", "tensor"):
             candidate = Candidate(name, name, scale)  # type: ignore[arg-type]
-            _, (result,) = pass_figures(pass_, op, left, right, (candidate,), 0)
+            _, (result,) = measure_pass(pass_, op, left, right, (candidate,))
             copies = [
                 operand.gather(resolve(spec, operand.slot, op, operand.whole.dim()).quantize(operand.whole)).double()
                 for spec, operand in zip(candidate.specs(pass_), (left, right), strict=True)
@@ -137,7 +142,7 @@ def test_rounding_rows_is_rounding_all_as_an_attached_plan_does(layer: str, name
 def test_block_formats_and_formats_without_a_scale() -> None:
     left, right, _ = operands_of(*CASES["linear"], "fprop")
     names = ("mxfp8", "e4m3 unscaled", "e2m1 unscaled")
-    _, actual = pass_figures("fprop", "linear", left, right, tuple(map(Candidate.of, names)), 0)
+    _, actual = measure_pass("fprop", "linear", left, right, tuple(map(Candidate.of, names)))
     assert [item.overflow for item in actual][:2] == [0.0, 0.0]
     x, w = left.values, right.values
     beyond = [(item.abs() > 6).double().mean().item() for item in (x, w)]
@@ -161,7 +166,7 @@ def test_a_plans_quantizers_are_tried_as_the_plan_has_them(message: dict[str, An
     spec = QuantizerSpec(**message)
     op, function, args = CASES["linear"]
     left, right, _ = operands_of(op, function, args, "fprop")
-    _, (result,) = pass_figures("fprop", op, left, right, (Planned((("fprop.x", spec),)),), 0)
+    _, (result,) = measure_pass("fprop", op, left, right, (Planned((("fprop.x", spec),)),))
     rounded = left.gather(resolve(spec, "fprop.x", op, left.whole.dim()).quantize(left.whole))
     error = metrics.backward_error(left.values, right.values.mT, rounded.double() @ right.values.double().mT)
     assert result.median == pytest.approx(metrics.summarize(error).median, rel=1e-9)
@@ -179,10 +184,10 @@ def test_products_measured_together_are_those_measured_alone() -> None:
         args = drawn(3, 5, 7, seed=seed), drawn(4, 7, seed=seed + 10)
         pairs.append(operands_of("linear", F.linear, args, "wgrad")[:2])
     candidates = tuple(map(Candidate.of, ("int8 tensor", "e4m3 vector", "e5m2/e4m3 tensor", "e2m1 unscaled", "mxfp8")))
-    together = group_figures("wgrad", "linear", pairs, candidates, 0)
-    light = group_figures("wgrad", "", [(left.light(), right.light()) for left, right in pairs], candidates[:4], 0)
+    together = measure_products("wgrad", "linear", pairs, candidates, 0)
+    light = measure_products("wgrad", "", [(left.light(), right.light()) for left, right in pairs], candidates[:4], 0)
     for number, pair in enumerate(pairs):
-        sums, figures = pass_figures("wgrad", "linear", *pair, candidates, 0)
+        sums, figures = measure_pass("wgrad", "linear", *pair, candidates)
         assert together[number][0] == light[number][0] == sums
         for second in (together[number][1], light[number][1]):
             for first, alone in zip(second, figures, strict=False):

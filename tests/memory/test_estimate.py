@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 import bitplan
 from bitplan.analysis.memory import Memory, estimate_memory, measure_memory
-from bitplan.analysis.memory.fakes import Fakes, plain_copy
+from bitplan.analysis.memory.fakes import Fakes, copy_without_plan
 from bitplan.analysis.targets import Target
 from bitplan.capture.scopes import is_planned
 from bitplan.errors import MemoryEstimateError, PlanError
@@ -197,14 +197,14 @@ def test_a_model_that_looks_into_its_tensors_is_told_so() -> None:
             y: Tensor = self.layer(x)
             return y if bool(y.sum() > 0) else -y
 
-    with pytest.raises(MemoryEstimateError, match="looks into its tensors"):
+    with pytest.raises(MemoryEstimateError, match="values of its tensors"):
         estimate_memory(Peeks(), torch.randn(4, 8))
 
 
 def test_a_model_that_cannot_be_copied_is_told_so() -> None:
     model = nn.Linear(8, 8)
     model.generator = (number for number in range(3))  # type: ignore[assignment]
-    with pytest.raises(MemoryEstimateError, match=r"copy\.deepcopy\(model\) works"):
+    with pytest.raises(MemoryEstimateError, match=r"copy\.deepcopy\(model\)"):
         estimate_memory(model, torch.randn(4, 8))
 
 
@@ -225,7 +225,7 @@ def test_unknown_optimizers_executions_and_rules_without_effect_raise() -> None:
 def test_a_copy_of_a_planned_model_is_plain(make_target: MakeTarget, eight_bits: Plan) -> None:
     target = make_target("perceptron")
     with bitplan.attach(target.model, eight_bits, example=target.batch[0], execution="packed"):
-        for twin in (plain_copy(target.model), Fakes().model(target.model)):
+        for twin in (copy_without_plan(target.model), Fakes().model(target.model)):
             assert not any(is_planned(module) for module in twin.modules())
             assert {name for name, _ in twin.named_buffers()} == set()
         assert all(is_planned(module) for module in target.model.modules())
@@ -238,7 +238,7 @@ def test_a_plain_copy_has_none_of_the_buffers_of_delayed_scaling(make_target: Ma
     with bitplan.attach(target.model, plan, example=target.batch[0]):
         planned = {name.rpartition(".")[2] for name, _ in target.model.named_buffers()}
         assert planned == {"_bitplan_table", "_bitplan_record", "_bitplan_reach"}
-        for twin in (plain_copy(target.model), Fakes().model(target.model)):
+        for twin in (copy_without_plan(target.model), Fakes().model(target.model)):
             assert dict(twin.named_buffers()) == {}
             assert not any(module._non_persistent_buffers_set for module in twin.modules())
 

@@ -7,13 +7,14 @@ from functools import partial
 
 import pytest
 import torch
+from saved_bytes import saved_tensor_bytes
 from torch import fx, nn
 
 import bitplan
-from bitplan.analysis.memory import estimate_memory, kept_bytes, measure_memory
-from bitplan.analysis.memory.fakes import plain_copy, storage_bytes
-from bitplan.analysis.memory.measure import HostAllocator, allocator_of
-from bitplan.analysis.memory.step import TrainingStep, call_of
+from bitplan.analysis.memory import estimate_memory, measure_memory
+from bitplan.analysis.memory.fakes import copy_without_plan, storage_bytes
+from bitplan.analysis.memory.measure import HostAllocator, make_allocator
+from bitplan.analysis.memory.step import TrainingStep, split_call
 from bitplan.analysis.targets import Target
 from bitplan.errors import MemoryEstimateError
 from bitplan.plans import Plan
@@ -26,8 +27,8 @@ NUMBERS = 64
 
 
 def counted(target: Target, plan: Plan | None, execution: str) -> int:
-    model = plain_copy(target.model)
-    args, kwargs, expected = call_of(target.batch, target.loss)
+    model = copy_without_plan(target.model)
+    args, kwargs, expected = split_call(target.batch, target.loss)
     run: Attachment | None = None
     loss = target.loss
     if plan is not None:
@@ -35,7 +36,7 @@ def counted(target: Target, plan: Plan | None, execution: str) -> int:
         loss = run.loss(loss) if loss is not None else None
     step = TrainingStep(model, (args, kwargs, expected), loss, "none", run)
     packer = None if run is None else getattr(run._execution, "packer", None)
-    return kept_bytes(step.loss_of_batch, [*step.weights(), *step.batch()], packer)
+    return saved_tensor_bytes(step.loss_of_batch, [*step.weights(), *step.batch()], packer)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -72,7 +73,7 @@ def test_more_copies_of_a_model_are_compiled_than_torch_allows_graphs_of_one(
         return graph.forward
 
     compiled = partial(torch.compile, backend=noted, fullgraph=True)
-    monkeypatch.setattr("bitplan.analysis.memory.measure.compiled", lambda model, run: compiled(model))
+    monkeypatch.setattr("bitplan.analysis.memory.measure.compile_model", lambda model, run: compiled(model))
     with torch._dynamo.config.patch(recompile_limit=1):
         for name in ("bf16-all", "int8-all", "fp8-all"):
             measure_memory(target.model, target.batch, target.loss, "none", name, compile=True)
@@ -98,7 +99,7 @@ def test_a_run_can_be_asked_while_it_goes_on(make_target: MakeTarget, eight_bits
     assert estimated.weights == storage_bytes(target.model.parameters())
     both = run.memory(target.batch, target.loss, optimizer="none")
     assert both.estimated.activations == pytest.approx(both.measured.activations, abs=NUMBERS)
-    plain = estimate_memory(plain_copy(target.model), target.batch, target.loss)
+    plain = estimate_memory(copy_without_plan(target.model), target.batch, target.loss)
     assert both.estimated.activations < plain.activations / 3
     run.step()
     run.detach()
@@ -137,10 +138,10 @@ def test_inside_of_a_profiler_nothing_can_be_measured(make_target: MakeTarget) -
 
 
 def test_one_step_and_other_devices_are_refused() -> None:
-    with pytest.raises(MemoryEstimateError, match="measure at least 2"):
+    with pytest.raises(MemoryEstimateError, match="at least 2"):
         measure_memory(nn.Linear(2, 2), torch.randn(1, 2), steps=1)
     with pytest.raises(MemoryEstimateError, match="on cpu and cuda, not on meta"):
-        allocator_of(torch.device("meta"))
+        make_allocator(torch.device("meta"))
 
 
 def test_what_a_sparse_tensor_holds_is_counted_and_shared_memory_once() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from bitplan.analysis.memory.fit import LADDER, choices, free_memory
+from bitplan.analysis.memory.fit import LADDER, estimate_plans, free_memory
 from bitplan.analysis.targets import Target
 from bitplan.plans import preset_names
 
@@ -13,7 +13,7 @@ MakeTarget = Callable[[str], Target]
 
 def test_each_step_of_the_ladder_keeps_less(make_target: MakeTarget) -> None:
     target = make_target("gpt")
-    result = list(choices(target, LADDER, "packed", "sgd", None))
+    result = list(estimate_plans(target, LADDER, "packed", "sgd", None))
     kept = [choice.estimated.activations for choice in result]
     assert kept == sorted(kept, reverse=True)
     assert len(set(kept)) == len(kept)
@@ -24,11 +24,11 @@ def test_each_step_of_the_ladder_keeps_less(make_target: MakeTarget) -> None:
 
 def test_a_budget_divides_what_fits_from_what_does_not(make_target: MakeTarget) -> None:
     target = make_target("gpt")
-    plain, packed = choices(target, (None, "fp8-all"), "packed", "sgd", 2**50)
+    plain, packed = estimate_plans(target, (None, "fp8-all"), "packed", "sgd", 2**50)
     assert plain.fits
     assert packed.fits
     exactly = plain.estimated.peak
-    assert [next(choices(target, (None,), "packed", "sgd", most)).fits for most in (exactly, exactly - 1)] == [
+    assert [next(estimate_plans(target, (None,), "packed", "sgd", most)).fits for most in (exactly, exactly - 1)] == [
         True,
         False,
     ]

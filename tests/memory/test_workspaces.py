@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from bitplan.analysis.memory import estimate_memory, measure_memory
 from bitplan.analysis.memory.measure import HostAllocator
-from bitplan.analysis.memory.workspaces import PASSING
+from bitplan.analysis.memory.workspaces import TEMPORARY_BYTES
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.skipif(
@@ -82,7 +82,7 @@ def taken(operation: Any, *arguments: Any) -> tuple[Any, int]:
 def test_convolutions_forth(case: Case) -> None:
     arguments = case.arguments()
     result, measured = taken(aten.convolution.default, *arguments)
-    reported = PASSING[aten.convolution.default](result, *arguments)
+    reported = TEMPORARY_BYTES[aten.convolution.default](result, *arguments)
     assert abs(reported - measured) < NEAR * size(arguments[0], result)
 
 
@@ -93,7 +93,7 @@ def test_convolutions_back(case: Case, requests: tuple[bool, bool]) -> None:
     result = aten.convolution.default(x, weight, bias, *how)
     arguments = (torch.randn_like(result), x, weight, None, *how, [*requests, False])
     results, measured = taken(aten.convolution_backward.default, *arguments)
-    reported = PASSING[aten.convolution_backward.default](results, *arguments)
+    reported = TEMPORARY_BYTES[aten.convolution_backward.default](results, *arguments)
     assert abs(reported - measured) < NEAR * size(x, result)
 
 

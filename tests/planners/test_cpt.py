@@ -10,7 +10,7 @@ from bitplan import attach, explain
 from bitplan.errors import PlanError, ScheduleError
 from bitplan.lab.targets import load_target
 from bitplan.planners import cpt_plan
-from bitplan.planners.cpt import Widths, exempt, kind_of, operations_of, plan_of
+from bitplan.planners.cpt import Widths, classify_model, find_exempt_modules, make_plan, record_operations
 from bitplan.plans import Plan
 from bitplan.plans.schedules import schedule
 
@@ -37,9 +37,9 @@ from bitplan.plans.schedules import schedule
 )
 def test_what_is_left_alone_follows_from_the_kind_of_model(target: str, kind: str, kept: list[str]) -> None:
     chosen = load_target(target, shapes_only=True)
-    operations = operations_of(chosen.model, chosen.batch, chosen.loss)
-    assert kind_of(operations) == kind
-    assert exempt(operations, kind_of(operations)) == kept
+    operations = record_operations(chosen.model, chosen.batch, chosen.loss)
+    assert classify_model(operations) == kind
+    assert find_exempt_modules(operations, classify_model(operations)) == kept
     plan = cpt_plan(chosen.model, chosen.batch, chosen.loss, schedule="RTH", low=4, high=6, cycles=4)
     assert Plan.from_yaml(plan.to_yaml()) == plan
     assert plan.schedules == {"cpt": schedule("RTH", low=4, high=6, cycles=4)}
@@ -139,7 +139,7 @@ def test_sums_at_the_root_of_a_model_mean_no_module_beneath() -> None:
 def test_widths_of_their_own_for_every_rounding() -> None:
     early = schedule("deficit", low=3, high=8, start=0, end="25%")
     net, x = nn.Linear(6, 5), torch.randn(4, 6)
-    plan = plan_of(operations_of(net, x), Widths(early, None, schedule("CR", low=3, high=8)))
+    plan = make_plan(record_operations(net, x), Widths(early, None, schedule("CR", low=3, high=8)))
     assert list(plan.schedules) == ["cpt", "cpt2"]
     assert plan.decide("", "linear")["fprop.x"].quantizer is None
     assert plan.decide("", "linear")["dgrad.dy"].words == "int CR 3-8 x8 tensor minmax stochastic"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import bitplan
 from bitplan.errors import PlanError
-from bitplan.planners.range_test import judged, range_test, rising_schedule
+from bitplan.planners.range_test import evaluate_losses, range_test, rising_schedule
 from bitplan.plans import Plan
 
 FEATURES = 16
@@ -120,15 +120,15 @@ def losses(*levels: float, noise: float = 0.0) -> list[float]:
 
 
 def test_the_judgement() -> None:
-    assert judged(losses(2.3, 2.3, 2.3, 1.5, 1.4), 2, 5, 20, 0.05).low == 4
-    assert judged(losses(2.3, 2.3, 2.25, 2.2, 1.5), 2, 5, 20, 0.05).low == 5
-    assert judged(losses(2.3, 2.3, 2.25, 2.2, 1.5), 2, 5, 20, 0.01).low == 3
+    assert evaluate_losses(losses(2.3, 2.3, 2.3, 1.5, 1.4), 2, 5, 20, 0.05).low == 4
+    assert evaluate_losses(losses(2.3, 2.3, 2.25, 2.2, 1.5), 2, 5, 20, 0.05).low == 5
+    assert evaluate_losses(losses(2.3, 2.3, 2.25, 2.2, 1.5), 2, 5, 20, 0.01).low == 3
     # A window that is only better than a bad one before it has learnt nothing.
-    assert judged(losses(2.3, 4.0, 2.3, 1.5, 1.4), 2, 5, 20, 0.05).low == 4
+    assert evaluate_losses(losses(2.3, 4.0, 2.3, 1.5, 1.4), 2, 5, 20, 0.05).low == 4
     # Noise is no learning; a loss that is not finite is none either.
-    assert judged(losses(2.3, 2.1, 2.2, 2.3, 0.5, noise=1.0), 2, 5, 20, 0.05).low == 5
-    assert judged(losses(2.3, float("nan"), float("inf"), 1.5, 1.4), 2, 5, 20, 0.05).low == 4
-    nothing = judged(losses(2.3, 2.3, 2.3, 2.3, 2.3), 2, 5, 20, 0.05)
+    assert evaluate_losses(losses(2.3, 2.1, 2.2, 2.3, 0.5, noise=1.0), 2, 5, 20, 0.05).low == 5
+    assert evaluate_losses(losses(2.3, float("nan"), float("inf"), 1.5, 1.4), 2, 5, 20, 0.05).low == 4
+    nothing = evaluate_losses(losses(2.3, 2.3, 2.3, 2.3, 2.3), 2, 5, 20, 0.05)
     assert nothing.low is None
     assert "lengthen the window" in nothing.reason
 
@@ -141,7 +141,7 @@ def test_the_judgement() -> None:
         ({"window": 2}, "at least 4"),
         ({"threshold": 5}, "a share between 0 and 1"),
         ({"batches": []}, "no batch"),
-        ({"batches": iter([1])}, "used up"),
+        ({"batches": iter([1])}, "only once"),
         ({"batches": [torch.zeros(3)]}, "is \\(inputs, target\\)"),
     ],
 )

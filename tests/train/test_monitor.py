@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bitplan.analysis.measure.watch import Watchman
+from bitplan.analysis.measure.watch import AlarmMonitor
 from bitplan.errors import RunError
 from bitplan.lab.tasks.registry import find_task
 from bitplan.lab.tasks.task import Task
@@ -95,7 +95,7 @@ def test_an_ordinary_run_raises_no_alarm(tmp_path: Path, tiny: Any) -> None:
 
 
 def test_the_watchman_knows_what_is_usual() -> None:
-    watchman = Watchman()
+    watchman = AlarmMonitor()
 
     def look(step: int, first: float, second: float, amax: float = 10.0) -> str | None:
         largest = 1.0 if step < 2 else amax

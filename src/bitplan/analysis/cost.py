@@ -1,4 +1,4 @@
-"""The price of one training step under a plan, before it runs: bit operations, bytes, mean bits.
+"""The cost of a training step under a plan, estimated without running it: bit operations, bytes, mean bits.
 
 **Bit operations.** A product of m multiply-accumulates between operands of a and b bits costs m a b. Training has
 three products for each forward one, so a layer costs
@@ -7,21 +7,21 @@ three products for each forward one, so a layer costs
 
 which for q forward and q_b backward bits is m (q^2 + 2 q q_b). In units of 10^9 these are the *GBitOPs* of cyclic
 precision training (Fu et al. 2021, arXiv 2101.09868); divided by 32^2 they are the *effective MACs* of Wolfe &
-Kyrillidis 2024 (arXiv 2403.02243). As there, the input gradient of a layer counts even for the first layer, which
-autograd spares, and norms, the optimizer, quantizing itself and memory traffic count nothing. A product of two
-activations counts only the gradients that exist.
+Kyrillidis 2024 (arXiv 2403.02243). As there, the input gradient of a layer counts even for the first layer, for
+which autograd does not compute it. Norms, the optimizer, quantization and memory traffic are not counted. For a product
+of two activations only the gradients that exist are counted.
 
-The bits of an operand: of the slot's quantizer, if a rule gives it one; else those of the tensor that arrives there, by
-the quantizer of the weight or of the activation's producer; else those of its dtype. A block format counts an
-element's bits here.
+The bits of an operand are those of its slot's quantizer, if a rule sets one; otherwise those of the incoming tensor: of
+the weight's quantizer, of the activation quantizer of the producer, or of its dtype. For block formats the bits of an
+element count.
 
 **Bytes** of weights, activations and their gradients: every site once, views not at all (Lee, Sharma & Aiken 2023,
-arXiv 2301.13464), each value with the bits of its quantizer, a block format's share of its scale included, or of its
-dtype. Scales per tensor, channel or vector, rounded copies for slots, optimizer state and workspaces are not counted.
-Nor is this a peak: tensors of one step do not all live at once.
+arXiv 2301.13464). A value has the bits of its quantizer, including its share of a block scale, or of its dtype. Scales
+per tensor, channel or vector, rounded copies for slots, optimizer state and workspaces are not counted. This is not a
+peak: the tensors of a step are not all alive at once.
 
-**Low-precision ratio** of the same paper: 2 (B16 - B) / B16 with B the bits of all these tensors and B16 what they
-would be at 16 bits each. 0 is all 16 bits, 1 is all 8, and negative is more than 16.
+**Low-precision ratio** of the same paper: 2 (B16 - B) / B16, where B is the bits of all these tensors and B16 their
+bits at 16 bits per value. 0 means all 16 bits, 1 all 8 bits, negative more than 16.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bitplan.analysis.sites import Site, sites_of
+from bitplan.analysis.sites import Site, sites_of_operations
 from bitplan.capture.decompositions import decision_for, is_decomposed
 from bitplan.capture.recording import Operation, record, scripted_modules
 from bitplan.errors import CostError
@@ -45,7 +45,7 @@ from bitplan.plans.loading import find_plan
 from bitplan.plans.spec import QuantizerSpec
 from bitplan.tables import html_table
 
-#: What a plan is compared with: name -> bits of every value.
+#: Baselines: name -> bits of every value.
 BASELINES = {"fp32": 32, "bf16": 16}
 #: Bits of the "high" precision that the low-precision ratio is relative to.
 HIGH_BITS = 16
@@ -55,7 +55,7 @@ Decide = Callable[[str, str], Decision]
 
 @dataclass(frozen=True)
 class TensorCost:
-    """All tensors of one class (weights, say) together."""
+    """The sum over all tensors of a class, such as weights."""
 
     tensors: int = 0
     elements: int = 0
@@ -75,13 +75,13 @@ class TensorCost:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one or several training steps cost; costs add up, so ``sum(costs, Cost())`` is a run's."""
+    """The cost of one or more training steps; the cost of a run is ``sum(costs, Cost())``."""
 
     #: MACs of the forward products.
     forward_macs: int = 0
     #: MACs of all three products of training.
     training_macs: int = 0
-    #: See the module's formula.
+    #: By the formula in the module's docstring.
     bit_operations: int = 0
     #: weight, activation, grad_activation, grad_weight -> their tensors.
     tensors: Mapping[str, TensorCost] = field(default_factory=lambda: dict.fromkeys(ROLES, TensorCost()))
@@ -103,7 +103,7 @@ class Cost:
         )
 
     def times(self, steps: int) -> Cost:
-        """The cost of that many such steps."""
+        """The cost of that many steps."""
         return Cost(
             self.forward_macs * steps,
             self.training_macs * steps,
@@ -122,12 +122,12 @@ class Cost:
 
     @property
     def effective_macs(self) -> float:
-        """Bit operations in units of one MAC of two 32-bit numbers."""
+        """Bit operations in units of a MAC of two 32-bit numbers."""
         return self.bit_operations / 32**2
 
     @property
     def relative(self) -> float:
-        """Bit operations as a share of what the same products cost in FP32."""
+        """Bit operations relative to the same products in FP32."""
         return self.bit_operations / self.baseline_bit_operations("fp32") if self.training_macs else 0.0
 
     def baseline_bit_operations(self, name: str) -> int:
@@ -175,7 +175,7 @@ class Cost:
         }
 
     def rows(self) -> list[tuple[str, float, float, float]]:
-        """(what, under the plan, in FP32, in BF16) for a table."""
+        """(quantity, under the plan, in FP32, in BF16) for a table."""
         fp32, bf16 = (self.baseline_bit_operations(name) / 1e9 for name in ("fp32", "bf16"))
         mebibyte = 8 * 2**20
         return [
@@ -190,7 +190,7 @@ class Cost:
 
     def __str__(self) -> str:
         lines = [f"{'':<22}{'plan':>14}{'FP32':>14}{'BF16':>14}"]
-        lines += [f"{what:<22}" + "".join(f"{value:>14,.3f}" for value in values) for what, *values in self.rows()]
+        lines += [f"{name:<22}" + "".join(f"{value:>14,.3f}" for value in values) for name, *values in self.rows()]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -205,42 +205,43 @@ def estimate_cost(
     loss: Callable[..., Tensor] | None = None,
     steps: int | None = None,
 ) -> Cost:
-    """The price of one training step of `model` under `plan` (a plan, a preset's name or a file), without running it.
+    """Estimate the cost of a training step of `model` under `plan` (a plan, a preset's name or a file).
 
-    `batch` and `loss` as :func:`bitplan.list_sites` takes them.
+    `batch` and `loss` are as in :func:`bitplan.list_sites`.
 
-    :param steps: price a whole run of so many steps, which a plan that changes over time needs.
+    :param steps: the number of steps of a whole run; required for plans that change over time.
 
     >>> import torch
-    >>> whole = estimate_cost(nn.Linear(100, 10), "fp8-linear", torch.randn(5, 100))
-    >>> whole.forward_macs, whole.bit_operations == 3 * 5000 * 8 * 8
+    >>> cost = estimate_cost(nn.Linear(100, 10), "fp8-linear", torch.randn(5, 100))
+    >>> cost.forward_macs, cost.bit_operations == 3 * 5000 * 8 * 8
     (5000, True)
     """
-    found_plan = find_plan(plan)
+    resolved = find_plan(plan)
     for path in scripted_modules(model):
         raise CostError(
-            f"{path or 'the model'} is scripted, so that its products cannot be seen: price it before that."
+            f"{path or 'the model'} is scripted, so its products cannot be recorded: estimate its cost unscripted."
         )
     if steps is not None and steps < 1:
         raise CostError(f"steps is {steps}; a run has at least 1.")
-    if found_plan.moves and steps is None:
-        raise CostError("this plan changes over time: price a whole run, with the number of its steps.")
-    operations = record(model, batch, loss, opens=partial(is_decomposed, found_plan))
-    if not found_plan.moves:
-        return step_cost(operations, found_plan.decide).times(steps or 1)
+    if resolved.moves and steps is None:
+        raise CostError("this plan changes over time: pass the number of steps of the run.")
+    operations = record(model, batch, loss, opens=partial(is_decomposed, resolved))
+    if not resolved.moves:
+        return step_cost(operations, resolved.decide).times(steps or 1)
     assert steps is not None
-    periods = found_plan.periods(steps).items()
+    periods = resolved.periods(steps).items()
     return sum(
-        (step_cost(operations, found_plan.in_phase(phase).decide).times(count) for phase, count in periods), Cost()
+        (step_cost(operations, resolved.in_phase(phase).decide).times(count) for phase, count in periods), Cost()
     )
 
 
 def step_cost(
     operations: Sequence[Operation], decide: Decide, promoted: Mapping[str, QuantizerSpec | None] | None = None
 ) -> Cost:
-    """The price of the recorded operations; `decide` is ``plan.decide``, or what a plan decides at some step.
+    """The cost of a step with the recorded operations.
 
-    :param promoted: names of sites -> what they get whatever `decide` says.
+    :param decide: ``plan.decide``, or the decisions of a plan at some step.
+    :param promoted: site -> quantizer of promoted tensors, which replaces that of `decide`.
     """
     promoted = {} if promoted is None else promoted
     planned = [
@@ -260,34 +261,37 @@ def step_cost(
             forward += product.macs
             training += product.macs * len(passes)
             bit_operations += product.macs * sum(
-                bits.of(one, product) * bits.of(other, product) for one, other in passes
+                bits.of(left, product) * bits.of(right, product) for left, right in passes
             )
     labels = {operation.label: decision for operation, decision in zip(operations, planned, strict=True)}
     tensors = dict.fromkeys(ROLES, TensorCost())
-    for site in sites_of(list(operations)):
+    for site in sites_of_operations(list(operations)):
         if site.role in ROLES:
-            name = site.name.partition("[")[0]  # several results are promoted together
+            name = site.name.partition("[")[0]  # the outputs of an operation are promoted together
             quantizer = labels[f"{site.module}/{site.op}"][site.role].quantizer
             tensors[site.role] += _tensor_cost(site, promoted.get(name, quantizer))
     return Cost(forward, training, bit_operations, tensors, steps=1)
 
 
 def _with_promoted(decision: Decision, label: str, promoted: Mapping[str, QuantizerSpec | None]) -> Decision:
-    here = {place: f"{label}:{place}" for place in decision.choices} if promoted else {}
+    if not promoted:
+        return decision
     choices = {
-        place: replace(decision[place], quantizer=promoted[name]) for place, name in here.items() if name in promoted
+        key: replace(choice, quantizer=promoted[f"{label}:{key}"])
+        for key, choice in decision.choices.items()
+        if f"{label}:{key}" in promoted
     }
-    return replace(decision, choices={**decision.choices, **choices}) if choices else decision
+    return replace(decision, choices={**decision.choices, **choices})
 
 
 def _tensor_cost(site: Site, quantizer: QuantizerSpec | None) -> TensorCost:
-    per_value = site.dtype.itemsize * 8.0 if quantizer is None else stored_bits(quantizer)
-    return TensorCost(1, site.elements, site.elements * per_value)
+    bits = site.dtype.itemsize * 8.0 if quantizer is None else stored_bits(quantizer)
+    return TensorCost(1, site.elements, site.elements * bits)
 
 
 def stored_bits(quantizer: QuantizerSpec) -> float:
-    """Bits of a stored value, with its share of a block's scale: 8 bits in MX and NVFP4, a float32 where
-    ``scale: block`` gives another format blocks.
+    """Bits of a stored value, with its share of the block scale: 8 bits in MX and NVFP4, a float32 for ``scale: block``
+    of other formats.
 
     >>> stored_bits(QuantizerSpec("mxfp4")), stored_bits(QuantizerSpec("int4", scale="block", block=64))
     (4.25, 4.5)
@@ -297,7 +301,7 @@ def stored_bits(quantizer: QuantizerSpec) -> float:
 
 
 def _passes(operation: Operation, product: Multiplication) -> list[tuple[str, str]]:
-    """The products of training that this one stands for, as pairs of slots."""
+    """The passes of a product that exist in training, as pairs of slots."""
     passes = [("fprop.x", "fprop.w")]
     if not operation.needs_grad:
         return passes
@@ -310,7 +314,7 @@ def _passes(operation: Operation, product: Multiplication) -> list[tuple[str, st
 
 
 class _OperandBits:
-    """How many bits each operand of an operation's products has when it is multiplied."""
+    """The bits of each operand of an operation's products."""
 
     def __init__(self, operation: Operation, decision: Decision, decisions: Sequence[Decision], readers: int) -> None:
         self.operation = operation
@@ -325,10 +329,10 @@ class _OperandBits:
             return quantizer.target.bits
         operand = OPERAND_OF_SLOT[slot].tensor
         if operand == "dy":
-            return self._gradient(product)
-        return self._arriving(product.x if operand == "x" else product.w)
+            return self._gradient_bits(product)
+        return self._input_bits(product.x if operand == "x" else product.w)
 
-    def _arriving(self, tensor: Tensor | None) -> int:
+    def _input_bits(self, tensor: Tensor | None) -> int:
         if tensor is None:
             return _dtype_bits(self.operation.outputs[0])
         quantizer = None
@@ -338,9 +342,9 @@ class _OperandBits:
             quantizer = self.decisions[self.operation.origins[id(tensor)]]["activation"].quantizer
         return _dtype_bits(tensor) if quantizer is None else quantizer.target.bits
 
-    def _gradient(self, product: Multiplication) -> int:
+    def _gradient_bits(self, product: Multiplication) -> int:
         quantizer = self.decision["grad_activation"].quantizer if product.is_result else None
-        # Rounded where it leaves each consumer, the sum over several of them is not rounded again.
+        # Gradients that are rounded at each consumer are summed afterwards, and the sum is not rounded again.
         is_sum = self.decision.grad_at == "consumer" and self.readers > 1
         y = self.operation.outputs[0]
         return _dtype_bits(y) if quantizer is None or is_sum else quantizer.target.bits

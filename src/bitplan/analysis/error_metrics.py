@@ -1,12 +1,12 @@
-"""How much a product or a tensor loses in few bits: the figures by which formats are compared.
+"""Error metrics of quantised tensors and products, by which formats are compared.
 
-Pure functions of tensors. All arithmetic is float64, whatever the inputs' dtype, so that a figure of 1e-7 is one of the
-format and not of the ruler. Two rules hold throughout:
+Pure functions of tensors. All arithmetic is float64, whatever the dtype of the inputs, so that errors of 1e-7 are those
+of the format. Two rules hold throughout:
 
-* A NaN in the inputs is a NaN in the figure: what is broken must not look good.
-* What divides zero by zero has its value written down, in the docstring of each function.
+* A NaN in the inputs gives NaN.
+* The docstring of each function states its value for zero divided by zero.
 
-The backward error is the one that scores an *operation* with its pair of operands; the others score one tensor.
+The backward error rates an *operation* with a pair of operands; the other metrics rate a tensor.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor
 
 from bitplan.errors import MetricError
 
-#: A gradient's norm over its quantisation noise below which low precision stops paying (Chmiel et al. 2025, "FP4 All
+#: Ratio of gradient norm to quantisation noise below which low precision stops helping (Chmiel et al. 2025, "FP4 All
 #: the Way", arXiv 2505.19115).
 GRADIENT_TO_NOISE_THRESHOLD = math.sqrt(3.0)
 
 
 @dataclass(frozen=True)
 class ErrorSummary:
-    """What many values have in common: the middle one, the mean, and what one in a hundred exceeds."""
+    """Median, mean and 99th percentile."""
 
     median: float
     mean: float
@@ -37,7 +37,7 @@ class ErrorSummary:
 def summarize(values: Tensor) -> ErrorSummary:
     """Median, mean and 99th percentile (both with linear interpolation) of all elements.
 
-    NaN where there is no element, or a NaN among them.
+    NaN if there are no elements or one of them is NaN.
 
     >>> summarize(torch.tensor([1.0, 2.0, 3.0, 10.0]))
     ErrorSummary(median=2.5, mean=4.0, p99=9.79)
@@ -52,13 +52,13 @@ def summarize(values: Tensor) -> ErrorSummary:
 def backward_error(left: Tensor, right: Tensor, computed: Tensor) -> Tensor:
     """The backward error of a product of matrices, a value for each element of the result.
 
-    ``BE_ij = |L R - C|_ij / (|L| |R|)_ij``, where L and R are the operands as they were and C is what was `computed`
-    in their place, for example the product of their quantised copies (Rasquinha & Tabak 2023, arXiv 2408.02897).
+    ``BE_ij = |L R - C|_ij / (|L| |R|)_ij``, where L and R are the exact operands and C is the `computed` result,
+    for example the product of their quantised copies (Rasquinha & Tabak 2023, arXiv 2408.02897).
 
-    The denominator is the sum of magnitudes ``sum_k |L_ik| |R_kj|`` and not ``|L R|``: terms that cancel each other do
-    not blow the figure up. Multiplying an operand and the result by a number does not change it. If each operand is off
-    by at most a relative u, then ``BE <= 2u + u^2``. Random errors cancel, so that it falls as 1/sqrt(K) with the
-    length K of the sum: compare products at equal K, or after multiplying by sqrt(K).
+    The denominator is the sum of magnitudes ``sum_k |L_ik| |R_kj|`` and not ``|L R|``: cancellation does not
+    inflate the error. It does not change if an operand and the result are multiplied by a number. If the relative error
+    of each operand is at most u, then ``BE <= 2u + u^2``. Random errors cancel, so it falls as 1/sqrt(K) with the
+    reduction length K: compare products at equal K, or after multiplying by sqrt(K).
 
     BE = 0 where the denominator is 0. Leading dimensions are batches, as in ``torch.matmul``.
 
@@ -72,7 +72,7 @@ def backward_error(left: Tensor, right: Tensor, computed: Tensor) -> Tensor:
             f"and (..., K, N)."
         )
     exact = left @ right
-    _same_shape("a product", exact, "what was computed for it", computed)
+    _require_same_shape("a product", exact, "its computed value", computed)
     error, magnitude = (exact - computed).abs(), left.abs() @ right.abs()
     return torch.where((magnitude == 0) & ~torch.isnan(error), 0.0, error / magnitude)
 
@@ -80,8 +80,8 @@ def backward_error(left: Tensor, right: Tensor, computed: Tensor) -> Tensor:
 def relative_error(values: Tensor, approximation: Tensor) -> Tensor:
     """``|q - x| / |x|`` for each element: 0 where both are 0, infinite where only x is.
 
-    The mean over a tensor's elements is what MoR (arXiv 2512.22804) chooses by: a tensor with more than 0.045 in E4M3
-    stays in BF16.
+    MoR (arXiv 2512.22804) chooses by the mean over a tensor's elements: a tensor with more than 0.045 in E4M3 stays in
+    BF16.
     """
     x, q = _pair(values, approximation)
     error = (q - x).abs()
@@ -91,14 +91,18 @@ def relative_error(values: Tensor, approximation: Tensor) -> Tensor:
 def sqnr(values: Tensor, approximation: Tensor) -> float:
     """The signal-to-quantisation-noise ratio in decibels, ``10 log10(sum x^2 / sum (q - x)^2)``.
 
-    Every bit of an integer or of a mantissa is worth about 6 dB. Infinite where nothing was lost, also of zeros alone;
-    minus infinity where noise stands in for zeros.
+    Every bit of an integer or of a mantissa adds about 6 dB. Infinite without noise, also for a tensor of zeros; minus
+    infinity for noise in a tensor of zeros.
 
     >>> round(sqnr(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])), 6)
     20.0
     """
     x, q = _pair(values, approximation)
-    signal, noise = float(x.square().sum()), float((q - x).square().sum())
+    return decibels(float(x.square().sum()), float((q - x).square().sum()))
+
+
+def decibels(signal: float, noise: float) -> float:
+    """``10 log10(signal / noise)`` of two powers, with the limits of :func:`sqnr`."""
     if math.isnan(signal) or math.isnan(noise):
         return math.nan
     if noise == 0:
@@ -107,7 +111,7 @@ def sqnr(values: Tensor, approximation: Tensor) -> float:
 
 
 def overflow_share(values: Tensor, largest: float) -> float:
-    """The share of elements beyond the largest magnitude a format has, infinities among them.
+    """The share of elements beyond the largest magnitude of a format, infinities included.
 
     With a scale, `largest` is the format's largest value times the scale. No elements: 0.
 
@@ -121,7 +125,7 @@ def overflow_share(values: Tensor, largest: float) -> float:
 
 
 def underflow_share(values: Tensor, approximation: Tensor) -> float:
-    """The share of elements that were not zero and have become zero, of all elements. No elements: 0.
+    """The share of all elements that are nonzero and are rounded to zero. No elements: 0.
 
     >>> underflow_share(torch.tensor([1.0, 1e-9, 0.0, 2.0]), torch.tensor([1.0, 0.0, 0.0, 2.0]))
     0.25
@@ -135,7 +139,7 @@ def underflow_share(values: Tensor, approximation: Tensor) -> float:
 def dynamic_range(values: Tensor) -> float:
     """``log2(largest magnitude) - log2(smallest magnitude above zero)``, in powers of two, as in Transformer Engine.
 
-    E4M3 spans 17.8 of them, E5M2 31.8, INT8 7. Zero where no element differs from zero; infinite with an infinity.
+    E4M3 spans 17.8 of them, E5M2 31.8, INT8 7. 0 if all elements are zero; infinite with an infinity.
 
     >>> dynamic_range(torch.tensor([0.0, -0.25, 8.0]))
     5.0
@@ -148,25 +152,25 @@ def dynamic_range(values: Tensor) -> float:
 
 
 def excess_kurtosis(values: Tensor) -> float:
-    """How heavy the tails are: ``mean((x - m)^4) / mean((x - m)^2)^2 - 3``, with m the mean.
+    """Heaviness of the tails: ``mean((x - m)^4) / mean((x - m)^2)^2 - 3``, with m the mean.
 
     0 for Gaussian numbers, -1.2 for uniform ones, ``6 / (nu - 4)`` for Student's t with nu > 4 degrees of freedom. The
-    more, the sooner an integer's even steps lose to a float's. NaN where all elements are equal, or there is none: then
-    there is no tail to speak of.
+    larger it is, the sooner the uniform grid of integers loses to floats. NaN if all elements are equal or there are
+    none.
     """
     x = _double(values)
     if not x.numel() or float(x.amax()) == float(x.amin()):
         return math.nan
-    # Divided by the largest deviation, so that a fourth power neither overflows nor vanishes.
+    # Divided by the largest deviation, so that the fourth power neither overflows nor underflows.
     deviation = x - x.mean()
     square = (deviation / deviation.abs().amax()).square()
     return float(square.square().mean() / square.mean().square()) - 3.0
 
 
 def cosine_similarity(values: Tensor, approximation: Tensor) -> float:
-    """``x.q / (|x| |q|)`` of the two tensors as vectors: whether a gradient still points where it did.
+    """``x.q / (|x| |q|)`` of the two tensors as vectors: whether a gradient keeps its direction.
 
-    1 where both are zero, 0 where one of them is. Blind to a common factor, which SQNR is not.
+    1 if both are zero, 0 if only one is. Unlike SQNR it ignores a common factor.
     """
     x, q = _pair(values, approximation)
     norms = [float(torch.linalg.vector_norm(tensor)) for tensor in (x, q)]
@@ -179,12 +183,12 @@ def cosine_similarity(values: Tensor, approximation: Tensor) -> float:
 
 
 def gradient_to_noise(gradient: Tensor, approximation: Tensor) -> float:
-    """The norm of a gradient over the norm of what quantisation adds to it, ``|g| / |q - g|``.
+    """The norm of a gradient relative to that of its quantisation noise, ``|g| / |q - g|``.
 
     The sqrt 3 rule (Chmiel et al. 2025, arXiv 2505.19115): as gradients shrink in training and the noise does not, low
-    precision stops paying once this falls below :data:`GRADIENT_TO_NOISE_THRESHOLD`, the square root of 3.
-    That the noise is counted by its norm over all elements, too, is our reading of their abstract.
-    In decibels this is :func:`sqnr`. Infinite where nothing was lost, 0 where the gradient is zero and its copy is not.
+    precision stops helping once this falls below :data:`GRADIENT_TO_NOISE_THRESHOLD`, the square root of 3. That the
+    noise is measured by its norm over all elements is our reading of their abstract.
+    In decibels this is :func:`sqnr`. Infinite without noise, 0 if only the gradient is zero.
 
     >>> gradient_to_noise(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 6.0]))
     2.5
@@ -198,19 +202,19 @@ def gradient_to_noise(gradient: Tensor, approximation: Tensor) -> float:
 
 def _double(values: Tensor) -> Tensor:
     if not isinstance(values, Tensor):
-        raise MetricError(f"figures are taken of tensors, not of {type(values).__name__}: pass torch.as_tensor(...).")
+        raise MetricError(f"error metrics take tensors, not {type(values).__name__}: pass torch.as_tensor(...).")
     return values.detach().to(torch.float64)
 
 
 def _pair(values: Tensor, approximation: Tensor) -> tuple[Tensor, Tensor]:
     x, q = _double(values), _double(approximation)
-    _same_shape("a tensor", x, "its approximation", q)
+    _require_same_shape("a tensor", x, "its approximation", q)
     return x, q
 
 
-def _same_shape(one: str, x: Tensor, other: str, q: Tensor) -> None:
+def _require_same_shape(name: str, x: Tensor, other_name: str, q: Tensor) -> None:
     if x.shape != q.shape:
         raise MetricError(
-            f"{one} of shape {tuple(x.shape)} and {other} of shape {tuple(q.shape)} cannot be compared: give both the "
-            f"same shape."
+            f"{name} of shape {tuple(x.shape)} and {other_name} of shape {tuple(q.shape)} cannot be compared: give "
+            f"tensors of the same shape."
         )

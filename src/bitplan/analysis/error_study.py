@@ -1,12 +1,12 @@
-"""The synthetic study: what formats do to products of random matrices whose tails are as heavy as one likes.
+"""The synthetic study: backward errors of formats in products of random matrices with tails of different heaviness.
 
 Operands x (rows by size) and w (size by rows) have independent entries of Student's t distribution with nu degrees of
-freedom: nu = 1 is Cauchy's, without even a mean; nu = inf is the Gaussian. Both are quantised, their copies multiplied
-exactly, and the backward error of each element of the product is taken (Rasquinha & Tabak 2023, arXiv 2408.02897; the
-set-up beyond 512 by 512 entries, INT8 and FP8 is ours).
+freedom: nu = 1 is the Cauchy distribution, which has no mean; nu = inf is the Gaussian. Both are quantised, the copies
+are multiplied exactly, and the backward error of each element of the product is measured (Rasquinha & Tabak 2023, arXiv
+2408.02897; of the set-up, 512 by 512 entries, INT8 and FP8 are theirs).
 
-What it shows: an integer's error grows with the tails, a float's hardly does; and a scale for each vector moves the
-point where they cross more than any change of format.
+Result: the error of integers grows with the tails, that of floats hardly does. A scale per vector shifts the crossover
+more than any change of format.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ StudyScale = Literal["vector", "tensor"]
 DISTRIBUTIONS = ("student-t",)
 DEFAULT_FORMATS = ("int8", "e4m3", "e5m2")
 
-#: Entries of a lower nu are so large that their products leave float64.
+#: With a lower nu, products of entries overflow float64.
 LEAST_NU = 0.1
 
 
 @dataclass(frozen=True)
 class StudyRow:
-    """One format's backward error over all elements of all draws."""
+    """The backward error of a format over all elements of all draws."""
 
     format: str
     nu: float
@@ -59,15 +59,15 @@ def study(
     *,
     rows: int | None = None,
 ) -> list[StudyRow]:
-    """The backward error of products of random matrices in each format.
+    """Measure the backward error of products of random matrices in each format.
 
-    :param nu: degrees of freedom of Student's t, the fewer, the heavier the tails; ``inf`` is the Gaussian.
-    :param size: how many terms each element of the product sums.
-    :param scale: ``vector``: a scale for each vector that is summed over, so rows of x and columns of w; ``tensor``:
-        one for x and one for w. Each is the largest magnitude over the format's largest value.
-    :param draws: pairs of matrices; the figures are of all their elements together.
-    :param seed: decides the draws, which are the same for all formats, scales and roundings, and stochastic rounding.
-    :param rows: rows of x and columns of w; as many as `size` if not given.
+    :param nu: degrees of freedom of Student's t: fewer mean heavier tails; ``inf`` is the Gaussian.
+    :param size: the reduction length of the product.
+    :param scale: ``vector``: a scale for each row of x and column of w; ``tensor``: one for x and one for w. A scale is
+        amax divided by the format's largest value.
+    :param draws: number of pairs of matrices; the results are over all their elements.
+    :param seed: of stochastic rounding and of the draws, which are the same for all formats, scales and roundings.
+    :param rows: rows of x and columns of w; by default `size`.
 
     >>> for nu in (1, math.inf):
     ...     print(min(study(nu=nu, size=64, draws=2), key=lambda row: row.median).format)
@@ -75,20 +75,20 @@ def study(
     int8
     """
     rows = size if rows is None else rows
-    names = _checked_formats(formats)
+    names = _check_formats(formats)
     _check(distribution, nu, size, scale, draws, seed, rows)
     errors: dict[str, list[Tensor]] = {name: [] for name in names}
     for draw in range(draws):
         x, w = draw_operands(nu, rows, size, seed, draw)
         for name in names:
-            quantized_x = _quantized(x, name, rounding, scale, 1, seed, draw, site=0)
-            quantized_w = _quantized(w, name, rounding, scale, 0, seed, draw, site=1)
+            quantized_x = _quantize(x, name, rounding, scale, 1, seed, draw, site=0)
+            quantized_w = _quantize(w, name, rounding, scale, 0, seed, draw, site=1)
             errors[name].append(backward_error(x, w, quantized_x @ quantized_w))
     return [_row(name, nu, scale, summarize(torch.stack(errors[name]))) for name in names]
 
 
 def draw_operands(nu: float, rows: int, size: int, seed: int, draw: int) -> tuple[Tensor, Tensor]:
-    """The matrices x and w of one draw, in float64."""
+    """The matrices x and w of a draw, in float64."""
     generator = np.random.default_rng([seed, draw])
 
     def entries(shape: tuple[int, int]) -> Tensor:
@@ -98,7 +98,7 @@ def draw_operands(nu: float, rows: int, size: int, seed: int, draw: int) -> tupl
     return entries((rows, size)), entries((size, rows))
 
 
-def _quantized(
+def _quantize(
     x: Tensor, name: str, rounding: Rounding, scale: StudyScale, axis: int, seed: int, draw: int, site: int
 ) -> Tensor:
     vector_axis = axis if scale == "vector" else None
@@ -109,14 +109,14 @@ def _row(name: str, nu: float, scale: StudyScale, summary: ErrorSummary) -> Stud
     return StudyRow(name, float(nu), scale, **asdict(summary))
 
 
-def _checked_formats(formats: Sequence[str]) -> list[str]:
+def _check_formats(formats: Sequence[str]) -> list[str]:
     if not formats:
         raise MetricError("name at least one format, such as int8 or e4m3.")
     for name in formats:
         if isinstance(get_format(name), BlockFormat):
             raise MetricError(
-                f"{name} brings scales of its own, and this study is of one per vector or tensor: name formats such as "
-                f"int8, e4m3 or e2m1."
+                f"{name} is a block format, and this study scales vectors or tensors: name formats such as int8 or "
+                f"e4m3."
             )
     return list(dict.fromkeys(formats))
 
@@ -128,8 +128,8 @@ def _check(distribution: str, nu: float, size: int, scale: str, draws: int, seed
         raise MetricError(f"there is no scale {scale!r} here; {nearest_names(scale, get_args(StudyScale))}")
     if not nu >= LEAST_NU:
         raise MetricError(f"nu is at least {LEAST_NU}, or inf for the Gaussian, not {nu:g}.")
-    for what, number in (("size", size), ("draws", draws), ("rows", rows)):
+    for name, number in (("size", size), ("draws", draws), ("rows", rows)):
         if number < 1:
-            raise MetricError(f"{what} is at least 1, not {number}.")
+            raise MetricError(f"{name} is at least 1, not {number}.")
     if seed < 0:
         raise MetricError(f"a seed is at least 0, not {seed}.")

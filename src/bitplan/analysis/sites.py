@@ -1,11 +1,12 @@
-"""Sites: every tensor of one training step, by a name that stays the same from run to run.
+"""Sites: every tensor of a training step, with a name that is the same in every run.
 
-:func:`sites` runs the model once on fake tensors (:mod:`bitplan.capture.recording`). Forward tensors come in the order
-they are made, then the gradients in the order the backward pass makes them.
+:func:`list_sites` runs the model on fake tensors (:mod:`bitplan.capture.recording`). Forward tensors come first, in
+execution order, then gradients in the order of the backward pass.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,30 +22,27 @@ from bitplan.tables import Table
 
 @dataclass(frozen=True)
 class Site:
-    """One tensor of training."""
+    """A tensor of a training step."""
 
     #: Such as ``layer1.0.conv1/conv2d.0:activation``.
     name: str
     module: str
-    #: The operation with its number among its equals in the module: ``conv2d.0``.
+    #: The operation, numbered among those of its name in the module: ``conv2d.0``.
     op: str
     #: weight, activation, grad_activation, grad_weight, or an operand slot such as ``fprop.x``.
     role: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    #: Name of the site whose tensor this one is or comes from; None for inputs and parameters.
+    #: The site that produced this tensor; None for inputs and parameters.
     producer: str | None = None
-    #: Names of the activations that this tensor goes into.
+    #: The activations that are computed from this tensor.
     consumers: tuple[str, ...] = ()
-    #: The parameter's name, of weights and their gradients.
+    #: The parameter's name, for weights and their gradients.
     parameter: str | None = None
 
     @property
     def elements(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
@@ -64,16 +62,17 @@ SITE_COLUMNS: dict[str, Callable[[Site], Any]] = {
 
 
 def list_sites(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None = None) -> Table[Site]:
-    """Every tensor of one training step.
+    """List every tensor of a training step.
 
-    `batch` is what the model takes, or (inputs, target) where the loss wants both. Views make no site. Parameters
-    are listed with the operation that uses them first.
+    `batch` is the model's input, or (inputs, target) for a loss that takes a target. Views are not listed. Parameters
+    are listed with the first operation that uses them.
     """
     operations = record(model, batch, loss)
-    return Table(sites_of(operations), SITE_COLUMNS, empty="no sites: the model runs no operation")
+    return Table(sites_of_operations(operations), SITE_COLUMNS, empty="no sites: the model runs no operation")
 
 
-def sites_of(operations: list[Operation]) -> list[Site]:
+def sites_of_operations(operations: list[Operation]) -> list[Site]:
+    """:func:`list_sites` for recorded operations."""
     consumers: dict[int, list[str]] = {}
     for operation in operations:
         for source in operation.inputs:
@@ -89,53 +88,39 @@ def sites_of(operations: list[Operation]) -> list[Site]:
                 continue
             used.add(name)
             tensor = operation.wholes.get(name, tensor)
-            short = name.rsplit(".", 1)[-1]
-            role = f"weight{parameter_suffix(short)}"
-            forward.append(_site(operation, role, "weight", tensor, None, (f"{operation.label}:activation",), name))
+            suffix = f"weight{parameter_suffix(name.rpartition('.')[2])}"
+            forward.append(_site(operation, suffix, "weight", tensor, None, (f"{operation.label}:activation",), name))
             if tensor.requires_grad:
-                grad_role = role.replace("weight", "grad_weight", 1)
-                grads.append(_site(operation, grad_role, "grad_weight", tensor, None, (), name))
+                grads.append(_site(operation, f"grad_{suffix}", "grad_weight", tensor, parameter=name))
         if operation.operands is not None:
             x, w = operation.operands
-            of = {"x": x, "w": w, "dy": operation.outputs[0]}
+            tensors = {"x": x, "w": w, "dy": operation.outputs[0]}
             for slot in SLOTS:
                 pass_, operand = OPERAND_OF_SLOT[slot]
                 if pass_ == FPROP or operation.needs_grad:
-                    (forward if pass_ == FPROP else grads).append(
-                        _site(operation, slot, slot, of[operand], producer if operand == "x" else None, (), None)
-                    )
+                    site = _site(operation, slot, slot, tensors[operand], producer if operand == "x" else None)
+                    (forward if pass_ == FPROP else grads).append(site)
         for position, tensor in enumerate(operation.outputs):
-            number_of = "" if len(operation.outputs) == 1 else f"[{position}]"
-            forward.append(
-                _site(
-                    operation,
-                    f"activation{number_of}",
-                    "activation",
-                    tensor,
-                    producer,
-                    tuple(consumers.get(number, ())),
-                    None,
-                )
-            )
+            suffix = "activation" if len(operation.outputs) == 1 else f"activation[{position}]"
+            readers = tuple(consumers.get(number, ()))
+            forward.append(_site(operation, suffix, "activation", tensor, producer, readers))
             if operation.needs_grad:
-                grads.insert(
-                    0, _site(operation, f"grad_activation{number_of}", "grad_activation", tensor, None, (), None)
-                )
+                grads.insert(0, _site(operation, f"grad_{suffix}", "grad_activation", tensor))
         backward.append(grads)
     return [*forward, *(site for grads in reversed(backward) for site in grads)]
 
 
 def _site(
     operation: Operation,
-    shown: str,
+    suffix: str,
     role: str,
     tensor: Tensor,
-    producer: str | None,
-    consumers: tuple[str, ...],
-    parameter: str | None,
+    producer: str | None = None,
+    consumers: tuple[str, ...] = (),
+    parameter: str | None = None,
 ) -> Site:
     return Site(
-        name=f"{operation.label}:{shown}",
+        name=f"{operation.label}:{suffix}",
         module=operation.module,
         op=op_site(operation.op, operation.index),
         role=role,

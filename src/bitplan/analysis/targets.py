@@ -1,4 +1,4 @@
-"""Targets: a model with a batch and a loss, which is what sites, plans and costs are asked about."""
+"""Targets: a model with a batch and a loss, built in or made by a Python file that the user names."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from torch import Tensor, nn
 from bitplan.compiler.torch_private import tree_leaves
 from bitplan.errors import BitplanError, TargetError, nearest_names
 
-# --- Python files that a user names, such as ``file.py:make`` or ``my_task.py:MyTask``
+# --- Python files that the user names, such as ``file.py:make`` or ``my_task.py:MyTask``
 
 
-#: Where a module that was made from a file holds the hash of its source.
+#: The attribute of an imported module for the hash of its source.
 _SHA256 = "__bitplan_sha256__"
 
 
-def named_file(text: str) -> tuple[Path, str] | None:
-    """The file and the name behind the colon ("" without one), or None where `text` names no Python file.
+def parse_file_name(text: str) -> tuple[Path, str] | None:
+    """The file and the name after the colon ("" without one); None if `text` names no Python file.
 
-    >>> named_file("models/own.py:make")
+    >>> parse_file_name("models/own.py:make")
     (PosixPath('models/own.py'), 'make')
-    >>> named_file("resnet20") is None
+    >>> parse_file_name("resnet20") is None
     True
     """
     path, ending, name = text.partition(".py:")
@@ -45,70 +45,70 @@ def file_sha256(path: Path) -> str:
 
 
 def module_sha256(module: Any) -> str:
-    """The SHA-256 of the source that :func:`run_file` ran to make `module`."""
+    """The SHA-256 of the source that :func:`import_file` ran to make `module`."""
     return str(vars(module)[_SHA256])
 
 
-def run_file(path: Path, error: type[BitplanError]) -> Any:
-    """The file as a module, with its own folder on the import path as if it had been started."""
+def import_file(path: Path, error: type[BitplanError]) -> Any:
+    """Run the file as a module, with its directory on the import path as for a script."""
     name = f"bitplan_target_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up there
+    sys.modules[name] = module  # dataclasses and pickle look modules up there
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)
     try:
-        # Not by the loader: it would run the bytecode in __pycache__ where that claims to belong to the file, and then
-        # neither the file that the user has read nor its hash would say what runs.
+        # Not by the loader: it runs the bytecode in __pycache__ if that claims to belong to the file. The hash, and the
+        # code that the user has read, must be those of the code that runs.
         source = path.read_bytes()
         vars(module)[_SHA256] = hashlib.sha256(source).hexdigest()
         exec(compile(source, str(path), "exec", dont_inherit=True), vars(module))
     except Exception as problem:
         del sys.modules[name]
-        raise error(f"{path} cannot be run: {in_words(problem, path)}") from problem
+        raise error(f"{path} cannot be run: {describe_error(problem, path)}") from problem
     finally:
         if folder in sys.path:
             sys.path.remove(folder)
     return module
 
 
-def public_name(module: Any, path: Path, name: str, kind: str, error: type[BitplanError]) -> Any:
-    """What the file calls `name`, which must be callable; `kind` is the word for it in the sentence otherwise."""
-    value_found = getattr(module, name, None) if name else None
-    if not callable(value_found):
+def find_callable(module: Any, path: Path, name: str, kind: str, error: type[BitplanError]) -> Any:
+    """The callable `name` of the file; `kind` describes it in the error message."""
+    function = getattr(module, name, None) if name else None
+    if not callable(function):
         names = [
             attribute for attribute, value in vars(module).items() if callable(value) and not attribute.startswith("_")
         ]
         hint = f"; {nearest_names(name, names)}" if names else " nor any other."
         raise error(f"{path} has no {kind} {name!r}{hint}")
-    return value_found
+    return function
 
 
-def in_words(error: Exception, path: Path) -> str:
-    """The error on one line, with the last line of the file that led to it."""
+def describe_error(error: Exception, path: Path) -> str:
+    """The error on one line, with the number of the last line of the file in its traceback."""
     lines = [
         frame.lineno
         for frame in traceback.extract_tb(error.__traceback__)
         if Path(frame.filename).resolve() == path.resolve()
     ]
-    at = f" (line {lines[-1]})" if lines else ""
+    line = f" (line {lines[-1]})" if lines else ""
     first = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}{': ' if first else ''}{first.removesuffix('.')}{at}."
+    return f"{type(error).__name__}{': ' if first else ''}{first.removesuffix('.')}{line}."
 
 
-#: The function that a file is asked for where the target names none.
+#: The function that is called if the target names none.
 DEFAULT_FUNCTION = "make"
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is trained: a model, a batch as :func:`bitplan.list_sites` takes it, and the loss."""
+    """A model, a batch as in :func:`bitplan.list_sites`, and the loss."""
 
     model: nn.Module
-    #: What the model takes, or (inputs, target) where the loss wants both.
+    #: The model's input, or (inputs, target) for a loss that takes a target.
     batch: Any
-    #: Of the model's output and, if it wants one, the batch's target; None: the output alone matters.
+    #: A function of the model's output and, if it takes one, the target; None: the output is reduced to a scalar.
     loss: Callable[..., Tensor] | None = None
 
     def __post_init__(self) -> None:
@@ -121,11 +121,11 @@ class Target:
 def load_target(source: str) -> Target:
     """The target that ``file.py:make`` names.
 
-    The file is Python code and is **run**; then its function ``make`` (or the one named behind the colon) is called and
-    returns a model, a batch and a loss. So name only files that you trust. Built-in models and tasks are loaded by
+    The file is Python code and is **run**; then its function ``make`` (or the one named after the colon) is called and
+    returns a model, a batch and a loss. Name only files that you trust. Built-in models and tasks are loaded by
     :func:`bitplan.lab.targets.load_target`.
     """
-    file = named_file(source)
+    file = parse_file_name(source)
     if file is None:
         raise TargetError(f"{source!r} names no Python file: a target is named as file.py:make.")
     path, name = file
@@ -133,11 +133,11 @@ def load_target(source: str) -> Target:
 
 
 def target_function(path: Path, name: str) -> Callable[[], Any]:
-    """The function (or class) that a target's file calls `name`; running the file is how it is found."""
+    """The function (or class) `name` of a target's file, which is run."""
     if not path.is_file():
         raise TargetError(f"there is no file {path}: a target is a built-in model's name or file.py:make.")
-    function: Callable[[], Any] = public_name(
-        run_file(path, TargetError), path, name or DEFAULT_FUNCTION, "function", TargetError
+    function: Callable[[], Any] = find_callable(
+        import_file(path, TargetError), path, name or DEFAULT_FUNCTION, "function", TargetError
     )
     return function
 
@@ -146,59 +146,59 @@ def make_target(make: Callable[[], Any], path: Path, name: str) -> Target:
     """Call a target's function; an error in it, or a result that is no target, is reported in one sentence."""
     function = name or DEFAULT_FUNCTION
     try:
-        made = make()
+        target = make()
     except BitplanError:
         raise
     except Exception as error:
-        raise TargetError(f"{path}:{function} failed: {in_words(error, path)}") from error
-    if isinstance(made, Target):
-        return made
-    if not isinstance(made, (tuple, list)) or len(made) != 3:
-        count = f" of {len(made)}" if isinstance(made, (tuple, list)) else ""
+        raise TargetError(f"{path}:{function} failed: {describe_error(error, path)}") from error
+    if isinstance(target, Target):
+        return target
+    if not isinstance(target, (tuple, list)) or len(target) != 3:
+        count = f" of {len(target)}" if isinstance(target, (tuple, list)) else ""
         raise TargetError(
-            f"{path}:{function} must return three things, model, batch and loss, not {type(made).__name__}{count}."
+            f"{path}:{function} must return three things, model, batch and loss, not {type(target).__name__}{count}."
         )
-    return Target(*made)
+    return Target(*target)
 
 
 @contextmanager
-def running(text: str) -> Iterator[None]:
-    """While the target that `text` names is at work: what goes wrong in a file's model is said in one sentence.
+def target_errors(text: str) -> Iterator[None]:
+    """Report an error in a model from a file as one sentence.
 
-    A built-in model that fails is a bug, which is not for the user to mend, and keeps its traceback.
+    An error in a built-in model is a bug of bitplan and keeps its traceback.
     """
     try:
         yield
     except BitplanError:
         raise
     except Exception as error:
-        named = named_file(text)
-        if named is None:
+        file = parse_file_name(text)
+        if file is None:
             raise
-        raise TargetError(f"{text} does not run on its batch: {in_words(error, named[0])}") from error
+        raise TargetError(f"{text} does not run on its batch: {describe_error(error, file[0])}") from error
 
 
-# --- A target where it is to run, with as many samples as it is to have
+# --- Device and batch size of a target
 
 
-def placed(target: Target, device: torch.device, batch: int | None = None) -> Target:
-    """The target on `device`, where GPUs like images channels-last; what lies on ``meta`` stays there.
+def move_target(target: Target, device: torch.device, batch: int | None = None) -> Target:
+    """Move the target to `device`, with images in channels-last layout on a GPU; meta tensors stay on ``meta``.
 
-    :param batch: samples of the batch, which is the first dimension of its tensors.
+    :param batch: the new batch size: the first dimension of the batch's tensors.
     """
     if batch is not None:
         _require_samples(target.batch)
     layout = torch.channels_last if device.type == "cuda" else torch.preserve_format
 
-    def moved(value: Any) -> Any:
+    def move(value: Any) -> Any:
         if isinstance(value, Tensor):
-            fitted = value if batch is None else of_size(value, batch)
-            there = fitted.device if fitted.is_meta else device
-            return fitted.to(there, memory_format=layout if value.dim() == 4 else torch.preserve_format)
+            resized = value if batch is None else resize_batch(value, batch)
+            destination = resized.device if resized.is_meta else device
+            return resized.to(destination, memory_format=layout if value.dim() == 4 else torch.preserve_format)
         if isinstance(value, (tuple, list)):
-            return type(value)(moved(item) for item in value)
+            return type(value)(move(item) for item in value)
         if isinstance(value, dict):
-            return {key: moved(item) for key, item in value.items()}
+            return {key: move(item) for key, item in value.items()}
         return value
 
     model = target.model
@@ -206,24 +206,22 @@ def placed(target: Target, device: torch.device, batch: int | None = None) -> Ta
         model = model.to(device)
     if any(parameter.dim() == 4 for parameter in model.parameters()):
         model = model.to(memory_format=layout)  # type: ignore[call-overload]
-    return Target(model, moved(target.batch), target.loss)
+    return Target(model, move(target.batch), target.loss)
 
 
 def _require_samples(batch: Any) -> None:
-    """Raise where the tensors of a batch are not of so many samples each: edges of a graph are not its nodes."""
+    """Raise if the tensors of a batch differ in their first dimension, as the edges and nodes of a graph do."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     lengths = {tensor.shape[0] for tensor in tensors if tensor.layout == torch.strided and tensor.dim() > 0}
     if len(lengths) > 1:
         listed = " and ".join(map(str, sorted(lengths)))
-        raise TargetError(
-            f"a batch whose tensors have {listed} rows is one whole and cannot be cut: leave its size as it is."
-        )
+        raise TargetError(f"a batch whose tensors have {listed} rows cannot be resized: do not set the batch size.")
 
 
-def of_size(value: Tensor, batch: int) -> Tensor:
-    """The first `batch` samples, repeated where there are fewer."""
+def resize_batch(value: Tensor, batch: int) -> Tensor:
+    """The first `batch` samples, repeated if there are fewer."""
     if value.layout != torch.strided:
-        raise TargetError("a batch with a sparse tensor is one whole and cannot be cut: leave its size as it is.")
+        raise TargetError("a batch with a sparse tensor cannot be resized: do not set the batch size.")
     if value.dim() == 0:
         return value
     repeats = -(-batch // value.shape[0])
@@ -231,7 +229,7 @@ def of_size(value: Tensor, batch: int) -> Tensor:
 
 
 def batch_size(batch: Any) -> int:
-    """Samples of a batch: the first dimension of its first tensor."""
+    """The first dimension of the batch's first tensor."""
     while not isinstance(batch, Tensor):
         batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
     return int(batch.shape[0])

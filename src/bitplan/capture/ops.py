@@ -7,6 +7,7 @@ or None for what makes no tensor of its own: views, casts, copies, queries, and 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -145,6 +146,24 @@ def works_in_place(func: Callable[..., Any]) -> bool:
     if name.startswith("__"):
         return name.startswith("__i") and name.strip("_") in _SPELLINGS
     return name.endswith("_")
+
+
+@constant_when_traced
+def inplace_position(func: Callable[..., Any]) -> int:
+    """The position of the argument ``inplace`` of a function of torch.nn.functional; -1 where there is none.
+
+    >>> inplace_position(torch.nn.functional.hardtanh), inplace_position(torch.relu)
+    (3, -1)
+    """
+    if getattr(func, "__module__", None) != "torch.nn.functional" or not inspect.isfunction(func):
+        return -1
+    return _inplace_position(func)
+
+
+@lru_cache(maxsize=256)
+def _inplace_position(func: Callable[..., Any]) -> int:
+    names = list(inspect.signature(func).parameters)
+    return names.index("inplace") if "inplace" in names else -1
 
 
 @constant_when_traced

@@ -132,7 +132,7 @@ class ProductWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seen.append(name)
 
 
-class HiddenProducts(ProductWatch):
+class HiddenProducts(ProductWatch):  # type: ignore[no-untyped-call]
     """Records products outside of all operations: those of scripted functions and of extensions."""
 
     def __init__(self, recorder: Recorder) -> None:

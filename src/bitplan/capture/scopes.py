@@ -378,7 +378,16 @@ def show_all_functions() -> Undo:
     """
     listed = torch_private.get_overridable_functions()
     homes: dict[Any, tuple[str, ...]] = {
-        F: ("hardsigmoid", "hardswish", "sigmoid", "tanh", "upsample", "upsample_bilinear", "upsample_nearest"),
+        F: (
+            "hardsigmoid",
+            "hardswish",
+            "sigmoid",
+            "tanh",
+            "threshold",
+            "upsample",
+            "upsample_bilinear",
+            "upsample_nearest",
+        ),
         torch.sparse: ("addmm", "log_softmax", "mm", "sampled_addmm", "softmax", "sum"),
         torch: (),
     }

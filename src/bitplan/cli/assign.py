@@ -10,7 +10,7 @@ import torch
 import typer
 
 from bitplan.analysis.memory.step import OPTIMIZER_NAMES, OptimizerChoice
-from bitplan.analysis.targets import Target, batch_size, placed, running
+from bitplan.analysis.targets import Target, batch_size, move_target, target_errors
 from bitplan.cli.arguments import TargetArgument
 from bitplan.cli.output import FittedTable, JsonOption, Output, command_output
 from bitplan.errors import MemoryEstimateError, nearest_names
@@ -18,10 +18,10 @@ from bitplan.files import byte_text
 from bitplan.lab.models.built_in import sized_target
 from bitplan.lab.targets import load_target
 from bitplan.lab.tasks.registry import find_task, task_names
-from bitplan.planners.assign.assign import AssignRequest, assignment, chosen_formats
+from bitplan.planners.assign.assign import AssignRequest, choose_formats, make_assignment
 from bitplan.planners.assign.assignment import BASELINES, REMARKS, Assignment
 from bitplan.planners.assign.levels import FORMATS, ORDERS
-from bitplan.planners.assign.probe import BATCHES, WARM
+from bitplan.planners.assign.probe import BATCHES, WARMUP_STEPS
 
 
 def register(app: typer.Typer) -> None:
@@ -107,7 +107,7 @@ def assign_command(
             raise MemoryEstimateError(
                 f"there is no optimizer {optimizer!r} here; {nearest_names(optimizer, OPTIMIZER_NAMES)}"
             )
-        low_formats = chosen_formats(
+        low_formats = choose_formats(
             request, formats, None if levels is None else [name for name in levels.split(",") if name]
         )
         is_probed = order == "sensitivity" and baseline is None
@@ -115,17 +115,17 @@ def assign_command(
         if is_probed:
             torch.manual_seed(seed)
         shapes_only = not (is_probed or is_checked)
-        model = placed(_target(target, classes, width, shapes_only), torch.device("cpu"), batch)
+        model = move_target(_target(target, classes, width, shapes_only), torch.device("cpu"), batch)
         batches, make = _warm_up(target, seed, output) if is_probed else (None, None)
-        with running(target):
-            result = assignment(
+        with target_errors(target):
+            result = make_assignment(
                 *(model.model, model.batch, model.loss, request, low_formats),
                 optimizer=make or optimizer,
                 compile=compile,
                 device="cpu",
                 batches=batches,
-                tell=output.note,
-                checks=is_checked,
+                report=output.note,
+                check_peak=is_checked,
             )
         plan = result.plan
         output.document(
@@ -133,7 +133,7 @@ def assign_command(
                 "target": target,
                 "batch": batch_size(model.batch),
                 **result.facts(),
-                **{key: value for key, value in result.story.items() if key not in result.facts()},
+                **{key: value for key, value in result.provenance.items() if key not in result.facts()},
                 **({"order_of_groups": result.rows()} if explain else {}),
                 "plan": plan.to_dict(),
             }
@@ -162,7 +162,7 @@ def _warm_up(target: str, seed: int, output: Output) -> tuple[list[Any] | None, 
         output.note(f"{target} comes with random data: its sensitivity says little about real training. Name a task.")
         return None, None
     task = find_task(target, (), seed)
-    return [task.batch(step) for step in range(WARM + BATCHES)], task.optimizer
+    return [task.batch(step) for step in range(WARMUP_STEPS + BATCHES)], task.optimizer
 
 
 def _explain(result: Assignment, output: Output) -> None:
@@ -184,19 +184,20 @@ def _explain(result: Assignment, output: Output) -> None:
         cells = (str(row["group"]), row["start"], str(row["tensors"]), f"{row['elements']:,}")
         table.add_row(*cells, f"{row['share']:.1%}", f"{together:.1%}", row["level"])
     table.print(output.console)
-    name = result.story.get("baseline")
+    name = result.provenance.get("baseline")
     if name is not None:
         output.console.print(
             f"baseline {name}{f' ({REMARKS[name]})' if name in REMARKS else ''}: {result.plan.description}"
         )
     else:
         output.console.print(
-            f"order {result.story['order']}: {facts['demoted']} of {facts['groups']} groups lie above the cut and are "
-            f"low, {facts['selection_ratio']:.1%} of all values. Against all-{result.formats.levels[0]}, the tensors "
-            f"of a step take {1 - facts['reported_ratio'] / 2:.1%} of the bits."
+            f"order {result.provenance['order']}: {facts['demoted']} of {facts['groups']} groups lie above the cut and "
+            f"are low, {facts['selection_ratio']:.1%} of all values. Against all-{result.formats.levels[0]}, the "
+            f"tensors of a step take {1 - facts['reported_ratio'] / 2:.1%} of the bits."
         )
-    if "peak_predicted" in result.story:
+    if "peak_predicted" in result.provenance:
         output.console.print(
-            f"peak: {byte_text(result.story['peak_predicted'])} estimated, packed, of a budget of "
-            f"{byte_text(result.story['budget_bytes'])}; without a plan {byte_text(result.story['peak_today'])}."
+            f"peak: {byte_text(result.provenance['peak_predicted'])} estimated, packed, of a budget of "
+            f"{byte_text(result.provenance['budget_bytes'])}; without a plan "
+            f"{byte_text(result.provenance['peak_today'])}."
         )

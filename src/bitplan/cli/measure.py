@@ -16,9 +16,9 @@ from rich.progress import Progress
 from rich.text import Text
 
 from bitplan.analysis.measure import DEFAULT_CANDIDATES, Measurement, measure
-from bitplan.analysis.measure.candidate import checked_candidates
+from bitplan.analysis.measure.candidate import check_candidates
 from bitplan.analysis.measure.result import Row
-from bitplan.analysis.targets import named_file, running
+from bitplan.analysis.targets import parse_file_name, target_errors
 from bitplan.cli.arguments import TargetArgument, TaskSettingsOption, complete_plan
 from bitplan.cli.compare import CompareProgress
 from bitplan.cli.output import FittedTable, JsonOption, Output, command_output, make_folder
@@ -33,7 +33,7 @@ from bitplan.lab.tasks.registry import find_task, task_names
 from bitplan.lab.tasks.task import Task
 from bitplan.lab.train.loop import stop_on_signals
 from bitplan.lab.train.stages import STAGES, STEPS, measure_task
-from bitplan.planners.advise import UNSEEN, Advice, advise_on, with_reference
+from bitplan.planners.advise import UNSEEN, Advice, add_reference, advise_on
 from bitplan.plans.loading import find_plan
 from bitplan.plans.schedules import Schedule
 from bitplan.plans.schedules import schedule as schedule_named
@@ -95,7 +95,7 @@ def measure_command(
     a list of objects with product, pass, candidate, stage, median, mean, p99, sqnr, underflow, overflow and more.
     """
     with command_output(as_json) as output:
-        candidate_texts = tuple(map(str, checked_candidates(candidates)))
+        candidate_texts = tuple(map(str, check_candidates(candidates)))
         request = MeasureRequest(
             target, stages, steps, candidate_texts if candidates else None, rows, terms, tuple(settings or ()), seed
         )
@@ -136,7 +136,7 @@ class MeasureRequest:
     def task(self) -> Task | None:
         """The task, if the target is one."""
         try:
-            if self.target in task_names() or named_file(self.target) is not None:
+            if self.target in task_names() or parse_file_name(self.target) is not None:
                 return find_task(self.target, self.settings, self.seed)
         except TaskError:
             if self.target in task_names() or self.settings:
@@ -150,7 +150,7 @@ class MeasureRequest:
             self._require_no_training()
             torch.manual_seed(self.seed)
             target = load_target(self.target)
-            with running(self.target):
+            with target_errors(self.target):
                 measurement = measure(
                     target.model, [target.batch], target.loss, self.candidates, target=self.target, **how
                 )
@@ -158,7 +158,7 @@ class MeasureRequest:
             is_terminal = output.console.is_terminal
             with Progress(console=output.console, transient=True, disable=not is_terminal) as progress:
                 bar = progress.add_task("training and measuring")
-                with running(self.target):
+                with target_errors(self.target):
                     measurement = measure_task(
                         *(task, self.candidates),
                         stages=tuple(STAGES) if self.stages else ("early",),
@@ -291,7 +291,7 @@ def advise_command(
     Measures as bitplan measure does, and says why for every slot, in the plan's file as well. With --json: one object.
     """
     with command_output(as_json) as output:
-        candidate_texts = tuple(map(str, with_reference(candidates)))
+        candidate_texts = tuple(map(str, add_reference(candidates)))
         request = MeasureRequest(
             target, stages, steps, candidate_texts if candidates else None, rows, terms, tuple(settings or ()), seed
         )

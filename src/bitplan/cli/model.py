@@ -9,11 +9,11 @@ import torch
 import typer
 
 from bitplan.analysis.cost import Cost, estimate_cost
-from bitplan.analysis.memory.fit import LADDER, Choice, choices, free_memory
+from bitplan.analysis.memory.fit import LADDER, PlanEstimate, estimate_plans, free_memory
 from bitplan.analysis.memory.measure import measure_memory
-from bitplan.analysis.memory.step import OPTIMIZER_NAMES, Memory, chosen_optimizer
+from bitplan.analysis.memory.step import OPTIMIZER_NAMES, Memory, resolve_optimizer
 from bitplan.analysis.sites import Site, list_sites
-from bitplan.analysis.targets import batch_size, placed, running
+from bitplan.analysis.targets import batch_size, move_target, target_errors
 from bitplan.capture.recording import scripted_modules
 from bitplan.cli.arguments import TargetArgument, complete_plan
 from bitplan.cli.output import FittedTable, JsonOption, Output, command_output
@@ -47,7 +47,7 @@ def sites(
     """
     with command_output(as_json) as output:
         loaded = load_target(target, shapes_only=True)
-        with running(target):
+        with target_errors(target):
             listed = list_sites(loaded.model, loaded.batch, loaded.loss)
         for path in scripted_modules(loaded.model):
             output.note(f"{path or 'the model'} is scripted: nothing inside it is seen.")
@@ -123,7 +123,7 @@ def cost(
     """
     with command_output(as_json) as output:
         loaded = load_target(target, shapes_only=True)
-        with running(target):
+        with target_errors(target):
             whole = estimate_cost(loaded.model, plan, loaded.batch, loaded.loss, steps)
         output.document({"plan": plan, "target": target, **whole.to_dict()})
         if not as_json:
@@ -187,15 +187,15 @@ def memory(
         where = _device(device)
         _check_memory_options(plans, execution, optimizer, budget)
         if optimizer is None:
-            optimizer = str(chosen_optimizer("default", *map(find_plan, plans or ())))
+            optimizer = str(resolve_optimizer("default", *map(find_plan, plans or ())))
         limit = None if budget is None else read_bytes(budget)
         how = execution or ("packed" if limit is not None else "emulate")
         precision = torch.bfloat16 if autocast else None
-        shapes = placed(load_target(target, shapes_only=True), where, batch)
-        tried_choices: list[Choice] = []
+        shapes = move_target(load_target(target, shapes_only=True), where, batch)
+        tried_choices: list[PlanEstimate] = []
         tried: Sequence[str | None] = plans or (LADDER if limit is not None else (None,))
-        with running(target):
-            for choice in choices(
+        with target_errors(target):
+            for choice in estimate_plans(
                 *(shapes, tried, how, optimizer, limit), compile=compile, autocast=precision, device=where
             ):
                 tried_choices.append(choice)
@@ -205,8 +205,8 @@ def memory(
         measured: list[Memory | None] = [None] * len(tried_choices)
         free = free_memory(where)
         if limit is None and not estimate_only and _has_room(tried_choices, free, output):
-            real = placed(load_target(target), where, batch)
-            with running(target):
+            real = move_target(load_target(target), where, batch)
+            with target_errors(target):
                 measured = [
                     measure_memory(
                         *(real.model, real.batch, real.loss, optimizer, choice.plan, choice.execution, compile),
@@ -265,7 +265,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _has_room(tried: list[Choice], free: int | None, output: Output) -> bool:
+def _has_room(tried: list[PlanEstimate], free: int | None, output: Output) -> bool:
     needed = max(choice.estimated.peak + choice.estimated.weights for choice in tried)
     if free is None or needed <= _USABLE_SHARE * free:
         return True
@@ -275,11 +275,11 @@ def _has_room(tried: list[Choice], free: int | None, output: Output) -> bool:
     return False
 
 
-def _choice_name(choice: Choice) -> str:
+def _choice_name(choice: PlanEstimate) -> str:
     return "no plan" if choice.plan is None else f"{choice.plan}, {choice.execution}"
 
 
-def _print_memory(tried: list[Choice], measured: list[Memory | None], output: Output) -> None:
+def _print_memory(tried: list[PlanEstimate], measured: list[Memory | None], output: Output) -> None:
     if len(tried) == 1:
         _print_classes(tried[0], measured[0], output)
         return
@@ -298,7 +298,7 @@ def _print_memory(tried: list[Choice], measured: list[Memory | None], output: Ou
     table.print(output.console)
 
 
-def _print_classes(choice: Choice, measurement: Memory | None, output: Output) -> None:
+def _print_classes(choice: PlanEstimate, measurement: Memory | None, output: Output) -> None:
     table = FittedTable()
     table.add_column(_choice_name(choice), "name", style="bold")
     for heading in ("estimated", "measured")[: 1 + (measurement is not None)]:
@@ -310,7 +310,7 @@ def _print_classes(choice: Choice, measurement: Memory | None, output: Output) -
     table.print(output.console)
 
 
-def _verdict(target: str, tried: list[Choice], limit: int | None, free: int | None, is_search: bool) -> str:
+def _verdict(target: str, tried: list[PlanEstimate], limit: int | None, free: int | None, is_search: bool) -> str:
     if limit is None:
         peak = tried[0].estimated.peak
         if free is None or peak <= free:

@@ -13,7 +13,7 @@ import typer
 
 from bitplan.analysis.explain import Explanation
 from bitplan.analysis.explain import explain as explained
-from bitplan.analysis.targets import running
+from bitplan.analysis.targets import target_errors
 from bitplan.cli.arguments import OptionalTargetArgument, PlanArgument, SettingsOption, TargetArgument
 from bitplan.cli.model import shape_text, site_record
 from bitplan.cli.output import FittedTable, JsonOption, Output, command_output
@@ -139,7 +139,7 @@ def cpt(
     with command_output(as_json) as output:
         low, high = read_bits(bits)
         loaded = load_target(target, shapes_only=True, settings=settings or ())
-        with running(target):
+        with target_errors(target):
             plan = cpt_plan(
                 *(loaded.model, loaded.batch, loaded.loss),
                 schedule=schedule,
@@ -169,7 +169,7 @@ def explanation_record(explanation: Explanation) -> dict[str, Any]:
 
 def _explained(plan: Plan, target: str, settings: Sequence[str] = ()) -> Sequence[Explanation]:
     loaded = load_target(target, shapes_only=True, settings=settings)
-    with running(target):
+    with target_errors(target):
         return explained(loaded.model, plan, loaded.batch, loaded.loss)
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-from bitplan.analysis.targets import running
+from bitplan.analysis.targets import target_errors
 from bitplan.cli.arguments import TaskArgument, TaskSettingsOption
 from bitplan.cli.output import FittedTable, JsonOption, Output, command_output, make_folder, write_file
 from bitplan.errors import ScheduleError
@@ -226,7 +226,7 @@ def range_test_command(
         loaded_plan = None if plan is None else find_plan(plan)
         with Progress(console=output.console, transient=True, disable=not output.console.is_terminal) as progress:
             bar = progress.add_task("testing")
-            with running(task):
+            with target_errors(task):
                 result = range_test_of_task(
                     loaded_task,
                     plan=loaded_plan,

@@ -20,7 +20,7 @@ from rich.progress import Progress as Bar
 
 from bitplan.analysis.cost import estimate_cost
 from bitplan.analysis.explain import explain
-from bitplan.analysis.targets import file_sha256, in_words, named_file, running
+from bitplan.analysis.targets import describe_error, file_sha256, parse_file_name, target_errors
 from bitplan.cli.arguments import ExecutionOption, OptionalTaskArgument, TaskSettingsOption, complete_plan
 from bitplan.cli.assign import FormatsOption, OrderOption
 from bitplan.cli.output import FittedTable, JsonOption, Output, command_output
@@ -177,18 +177,18 @@ def _with_loss_scale(settings: list[str], loss_scale: float | None, assign_optio
     is_recommended = (
         assign_options is not None
         and assign_options.what != "fp32"
-        and assign_options.chosen_formats().wants_loss_scale
+        and assign_options.choose_formats().needs_loss_scale
     )
     return [*settings, f"loss_scale={LOSS_SCALE:g}"] if is_recommended and not is_set else settings
 
 
 def _assigned(options: AssignOptions, task: Task, source: str, compile: bool, device: str, output: Output) -> Plan:
-    with running(source):
+    with target_errors(source):
         result = assign_task(
-            *(task, options.request(task.seed), options.chosen_formats()),
+            *(task, options.request(task.seed), options.choose_formats()),
             compile=compile,
             device=chosen_device(device),
-            tell=output.note,
+            report=output.note,
         )
     output.note(f"{result.name}: {result.plan.description}")
     return result.plan
@@ -248,7 +248,7 @@ def _task_to_resume(folder: RunFolder, recorded: str, task_file: str | None) -> 
     if task_file is None:
         if is_built_in:
             return recorded
-        is_file = named_file(recorded) is not None
+        is_file = parse_file_name(recorded) is not None
         raise RunError(
             f"{folder} is a run of {recorded}, which {'is a file' if is_file else 'does not come with bitplan'}, and a "
             f"run folder does not choose code to run: if you trust the task's file, name it, as in "
@@ -257,7 +257,7 @@ def _task_to_resume(folder: RunFolder, recorded: str, task_file: str | None) -> 
         )
     if is_built_in and task_file != recorded:
         raise RunError(f"{folder} is a run of {recorded}, which comes with bitplan: leave out --task.")
-    file = named_file(task_file)
+    file = parse_file_name(task_file)
     if file is None and not is_built_in:
         raise RunError(
             f"{folder} is a run of {recorded}, and {task_file} is no file: name the run's own, FILE.py:NAME."
@@ -352,11 +352,11 @@ def _own_code(request: _RunRequest) -> Iterator[None]:
     except BitplanError:
         raise
     except Exception as error:
-        file = named_file(request.task_source)
+        file = parse_file_name(request.task_source)
         if file is None:
             raise
         log.debug("the task failed", exc_info=error)
-        raise TaskError(f"{request.task_source} failed in training: {in_words(error, file[0])}") from error
+        raise TaskError(f"{request.task_source} failed in training: {describe_error(error, file[0])}") from error
 
 
 @contextmanager

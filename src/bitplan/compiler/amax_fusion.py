@@ -243,7 +243,7 @@ def _match_update(scatter_record: fx.Node) -> _CellUpdate | None:
 
 
 def _match_scatter(node: fx.Node | None) -> tuple[fx.Node | None, fx.Node | None, int]:
-    """Where `node` is a select_scatter along axis 0: its target, its source and the index."""
+    """Target, source and index if `node` is a select_scatter along axis 0."""
     if node is None or node.target is not _aten.select_scatter.default or len(node.args) != 4 or node.kwargs:
         return None, None, -1
     target, source, axis, index = node.args

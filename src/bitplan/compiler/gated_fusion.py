@@ -175,7 +175,7 @@ def _cast_tensor(cast: fx.Node) -> fx.Node:
 
 
 def _fuse_input_casts(graph: fx.Graph, fused: fx.Node, amax: fx.Node | None, inputs: tuple[fx.Node, fx.Node]) -> None:
-    """Where gate and up are rounded to codes in this graph, let the fused cast round them, too."""
+    """If gate and up are rounded to codes in this graph, let the fused cast round them, too."""
     unrounded = []
     for codes in dict.fromkeys(inputs):
         source = codes.args[0] if codes.target is convert else None

@@ -1,4 +1,4 @@
-"""Which tensors a compiled model saves for its backward pass: the partitioners of packed and native execution.
+"""Partitioners of packed and native execution: the tensors that a compiled model saves for its backward pass.
 
 torch.compile partitions the joint graph into forward and backward; tensors that cross the cut are saved. Its min-cut
 rule minimises bytes but avoids recomputation, and so saves tensors in full precision that could be restored from their
@@ -102,7 +102,7 @@ def mark_saved_nodes(graph: fx.Graph) -> None:
 
 
 class _Recomputable:
-    """Which forward nodes the backward pass can cheaply recompute, and through how many codes."""
+    """The forward nodes that the backward pass can recompute cheaply, and through how many codes."""
 
     def __init__(self, forward: list[fx.Node]) -> None:
         self._kinds = get_default_op_list()
@@ -210,7 +210,7 @@ def backward_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
 
 @dataclass(frozen=True)
 class RecomputePolicy:
-    """What a native graph recomputes, and what it saves as codes."""
+    """The tensors that a native graph recomputes or saves as codes."""
 
     #: Inputs of linear layers are recomputed and cast again.
     inputs: bool = True

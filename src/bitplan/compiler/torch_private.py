@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
     from torch._dynamo.exc import Unsupported as Unsupported
     from torch._dynamo.symbolic_convert import InstructionTranslator as InstructionTranslator
+    from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable as AutogradFunctionApplyVariable
     from torch._dynamo.variables.tensor import TensorVariable as TensorVariable
     from torch._dynamo.variables.torch import get_overridable_functions as get_overridable_functions
     from torch._functorch.compile_utils import fx_graph_cse as fx_graph_cse
@@ -79,7 +80,7 @@ if TYPE_CHECKING:
 
 SUPPORTED_VERSIONS = "2.11 to 2.13"
 
-#: Name here -> where torch has it ("module:attribute", or a module alone). The comment above a group says what for.
+#: Name in this module -> symbol of torch ("module:attribute", or a module). Comments say what a group is for.
 SYMBOLS: dict[str, str] = {
     # Modes and hooks: run code of ours without the scopes around it, find the innermost scope, and keep the
     # saved-tensor hooks that were set before ours.
@@ -113,7 +114,7 @@ SYMBOLS: dict[str, str] = {
     # Behind checkpoint(use_reentrant=False): patched, so that recomputed functions keep the scope of their module.
     "checkpoint_generator": "torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
     # torch.compile's tracer: whether it runs, its limits, its errors, which backend a graph goes to, which functions it
-    # shows to modes, how it reads a tensor's attributes, and the backend registry.
+    # shows to modes, how it reads a tensor's attributes and traces autograd functions, and the backend registry.
     "TracingContext": "torch._guards:TracingContext",
     "dynamo_config": "torch._dynamo.config",
     "TorchDynamoException": "torch._dynamo.exc:TorchDynamoException",
@@ -121,6 +122,7 @@ SYMBOLS: dict[str, str] = {
     "InstructionTranslator": "torch._dynamo.symbolic_convert:InstructionTranslator",
     "get_overridable_functions": "torch._dynamo.variables.torch:get_overridable_functions",
     "TensorVariable": "torch._dynamo.variables.tensor:TensorVariable",
+    "AutogradFunctionApplyVariable": "torch._dynamo.variables.higher_order_ops:AutogradFunctionApplyVariable",
     "list_backends": "torch._dynamo.backends.registry:list_backends",
     "register_backend": "torch._dynamo.backends.registry:register_backend",
     # Cutting a joint graph into forward and backward, and the partitioner's classification of operations.

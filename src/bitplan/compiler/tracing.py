@@ -1,4 +1,4 @@
-"""What planned models need of torch.compile's tracer: its state, opaque functions, guards and settings."""
+"""torch.compile's tracer for planned models: its state, opaque functions, guards and settings."""
 
 from __future__ import annotations
 
@@ -72,6 +72,26 @@ def show_view_attributes() -> Undo:
     return replace_attribute(torch_private.TensorVariable, "var_getattr", var_getattr)
 
 
+def hide_custom_backward() -> Undo:
+    """A patch of torch: modes do not see the backward method of a ``torch.autograd.Function`` that is traced.
+
+    Eagerly it runs after all modes were left, and its operations are not rounded.
+    """
+    variable = torch_private.AutogradFunctionApplyVariable
+    name = "trace_backward_graph"
+    original = getattr(variable, name)
+
+    def trace_backward_graph(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        state = tx.symbolic_torch_function_state
+        was_enabled, state.torch_function_mode_enabled = state.torch_function_mode_enabled, False
+        try:
+            return original(self, tx, *args, **kwargs)
+        finally:
+            state.torch_function_mode_enabled = was_enabled
+
+    return replace_attribute(variable, name, trace_backward_graph)
+
+
 # --- Guards: one version per module
 
 
@@ -96,14 +116,14 @@ def guard_on(version: str) -> None:
 
 
 def keep_guards(guards: Sequence[Any]) -> Sequence[bool]:
-    """Which of torch's guards to keep (``guard_filter_fn``)."""
+    """For each of torch's guards, whether to keep it (``guard_filter_fn``)."""
     return [_REDUNDANT.search(guard.name) is None for guard in guards]
 
 
 # --- Settings of the tracer, raised while a planned model exists
 
 
-#: Setting -> the values that living owners need, by a number of their own.
+#: Setting -> the values that living owners need, by need id.
 _needs: dict[str, dict[int, int]] = {}
 #: Setting -> its value before the first owner.
 _original: dict[str, int] = {}

@@ -1,7 +1,7 @@
-"""Which axis a plan means when it says ``channel``, ``vector`` or ``block`` and names none.
+"""The axis of ``channel``, ``vector`` and ``block`` scales for which a plan names none.
 
-A scale must be constant along what a product sums over, or it cannot be taken out of the sum. So ``vector`` keeps one
-scale for everything else, which differs from slot to slot (x, w and dy each need two scaled copies):
+A scale must be constant along the summed axes of a product, or it cannot be factored out of the sum. So ``vector`` has
+a scale for each index of the other axes, which differ between slots (x, w and dy each need two scaled copies):
 
 ===========  =========================  ===================================  ==========================
 operation    fprop (x | w)              dgrad (dy | w)                       wgrad (dy | x)
@@ -11,7 +11,8 @@ conv         sample | output channel    sample | input channel               out
 matmul       row of x | column of w     row of dy | row of w                 column of dy | column of x
 ===========  =========================  ===================================  ==========================
 
-``channel`` keeps the feature axis: a weight's outputs, dimension 1 of images, the last of everything else.
+``channel`` has a scale for each index of the feature axis: the output axis of a weight, dimension 1 of images, and the
+last dimension of other tensors.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from bitplan.numerics.quantizer import Quantizer
 from bitplan.numerics.wire_format import OPERAND_OF_SLOT, WGRAD
 from bitplan.plans.spec import QuantizerSpec
 
-#: Places whose tensor is a weight in its own layout.
-_WEIGHT_PLACES = ("weight", "grad_weight", "fprop.w", "dgrad.w")
-#: Operations whose results have their features last, whatever their dimensions.
+#: Roles and slots of weights.
+_WEIGHT_SITES = ("weight", "grad_weight", "fprop.w", "dgrad.w")
+#: Operations whose results have the features in the last dimension, however many dimensions there are.
 _FEATURES_LAST = ("linear", "matmul", "scaled_dot_product_attention", "layer_norm", "rms_norm", "softmax")
 
 
 @lru_cache(maxsize=4096)  # the same few for thousands of layers
 def resolve(spec: QuantizerSpec, place: str, op: str, dims: int, live: MutableFormat | None = None) -> Quantizer:
-    """The quantizer for a tensor of `dims` dimensions in that place of that operation."""
+    """The quantizer for a tensor of `dims` dimensions in a role or slot of an operation."""
     if dims == 0:
         return replace(spec, scale="tensor" if spec.scale else None, axis=None, block=None).resolve(live=live)
     meaning = spec.axis_meaning
@@ -41,14 +42,14 @@ def resolve(spec: QuantizerSpec, place: str, op: str, dims: int, live: MutableFo
     if meaning == "kept":
         return spec.resolve(axis_default=_feature_axis(place, op, dims) % dims, live=live)
     summed = summed_axes(place, op, dims) or [0]
-    kept = [axis for axis in range(dims) if axis not in summed]
-    if spec.scale == "vector" and len(summed) > 1 and len(kept) == 1:
-        return replace(spec, scale="channel", axis=kept[0]).resolve(live=live)
+    unsummed = [axis for axis in range(dims) if axis not in summed]
+    if spec.scale == "vector" and len(summed) > 1 and len(unsummed) == 1:
+        return replace(spec, scale="channel", axis=unsummed[0]).resolve(live=live)
     return spec.resolve(axis_default=summed[-1], live=live)
 
 
 def _feature_axis(place: str, op: str, dims: int) -> int:
-    if place in _WEIGHT_PLACES:
+    if place in _WEIGHT_SITES:
         if op in ("matmul", "bmm", "addmm", "baddbmm", "grouped_mm"):
             return -1
         return 1 if op.startswith("conv_transpose") and dims > 1 else 0
@@ -57,9 +58,9 @@ def _feature_axis(place: str, op: str, dims: int) -> int:
 
 
 def summed_axes(place: str, op: str, dims: int, is_pointwise: bool = False) -> list[int]:
-    """The axes that a product sums over, of a tensor with `dims` dimensions in that place.
+    """The axes that a product sums over, of a tensor with `dims` dimensions in a role or slot.
 
-    :param is_pointwise: of a convolution: the kernel covers one pixel, so that pixels are not summed over.
+    :param is_pointwise: the kernel of the convolution covers one pixel, so it does not sum over pixels.
 
     >>> summed_axes("fprop.x", "conv2d", 4), summed_axes("fprop.x", "conv2d", 4, is_pointwise=True)
     ([1, 2, 3], [1])
@@ -67,7 +68,7 @@ def summed_axes(place: str, op: str, dims: int, is_pointwise: bool = False) -> l
     ([0, 1], [])
     """
     operand = OPERAND_OF_SLOT.get(place)
-    is_weight = place in _WEIGHT_PLACES
+    is_weight = place in _WEIGHT_SITES
     if op.startswith("conv") and dims > 2:
         if is_weight:
             output_axis = 1 if op.startswith("conv_transpose") else 0

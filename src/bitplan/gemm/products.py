@@ -1,7 +1,7 @@
-"""Products with six operand slots: y = x w forward, dx = dy w and dw = x dy backward, each operand rounded for itself.
+"""Products with six operand slots: y = x w forward, dx = dy w and dw = x dy backward, each operand rounded separately.
 
-Where the plan rounds an operand once for both of its products, ordinary autograd on the rounded operands does the
-right thing and nothing here is needed. :class:`SlotProduct` is for plans that tell the slots apart.
+If the plan rounds an operand once for both of its products, autograd on the rounded operands is correct and
+:class:`SlotProduct` is not needed. It is for plans that give the slots of a tensor different quantizers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bitplan.errors import QuantizeError
 
 @dataclass(frozen=True)
 class Product:
-    """One kind of product with its settings: forward and the two backward products, all plain torch."""
+    """An operation with its settings: the forward product and the two backward products, in plain torch."""
 
     op: str
     settings: tuple[Any, ...] = field(default=())
@@ -28,7 +28,7 @@ class Product:
         if self.op.startswith("conv"):
             stride, padding, dilation, is_transposed, output_padding, groups = self.settings
             extra = (output_padding, groups, dilation) if is_transposed else (dilation, groups)
-            y: Tensor = getattr(torch, self.op)(x, w, bias, stride, padding, *extra)  # which autocast knows
+            y: Tensor = getattr(torch, self.op)(x, w, bias, stride, padding, *extra)  # the name that autocast handles
             return y
         if self.op == "einsum":
             left, right, out = self.settings
@@ -46,8 +46,8 @@ class Product:
             return _einsum_gradient(f"{out},{right}", left, dy, w, x)
         if w.dim() == 1:
             return (dy.unsqueeze(-1) * w).sum_to_size(x.shape)
-        wide = torch.matmul(_row(dy, x), w.transpose(-1, -2))
-        return _fit(wide if x.dim() > 1 else wide.squeeze(-2), x)
+        grad = torch.matmul(_add_row_axis(dy, x), w.transpose(-1, -2))
+        return _sum_to(grad if x.dim() > 1 else grad.squeeze(-2), x)
 
     def grad_w(self, dy: Tensor, x: Tensor, w: Tensor) -> Tensor:
         if self.op == "linear":
@@ -58,32 +58,30 @@ class Product:
             left, right, out = self.settings
             return _einsum_gradient(f"{left},{out}", right, x, dy, w)
         if w.dim() == 1:
-            return torch.matmul(_row(x, x).transpose(-1, -2), _row(dy, x, 1)).squeeze(-1).sum_to_size(w.shape)
-        rows = x if x.dim() > 1 else x.unsqueeze(0)
-        return _fit(torch.matmul(rows.transpose(-1, -2), _row(dy, x)), w)
+            columns = torch.matmul(_add_row_axis(x, x).transpose(-1, -2), dy.unsqueeze(-1))
+            return columns.squeeze(-1).sum_to_size(w.shape)
+        return _sum_to(torch.matmul(_add_row_axis(x, x).transpose(-1, -2), _add_row_axis(dy, x)), w)
 
     def grad_bias(self, dy: Tensor, bias: Tensor) -> Tensor:
         if self.op.startswith("conv"):
             return dy.sum([axis for axis in range(dy.dim()) if axis != 1])
         return dy.sum_to_size(bias.shape)
 
-    def _convolution_backward(self, dy: Tensor, x: Tensor, w: Tensor, wanted: tuple[bool, bool]) -> list[Tensor]:
+    def _convolution_backward(self, dy: Tensor, x: Tensor, w: Tensor, output_mask: tuple[bool, bool]) -> list[Tensor]:
         stride, padding, dilation, transposed, output_padding, groups = self.settings
-        found: list[Tensor] = torch.ops.aten.convolution_backward(
-            dy, x, w, None, stride, padding, dilation, transposed, output_padding, groups, [*wanted, False]
+        gradients: list[Tensor] = torch.ops.aten.convolution_backward(
+            dy, x, w, None, stride, padding, dilation, transposed, output_padding, groups, [*output_mask, False]
         )
-        return found
+        return gradients
 
 
-def _row(dy: Tensor, x: Tensor, column: int = 0) -> Tensor:
-    """dy with the row axis that a vector x made vanish (or, for a vector w, the column axis)."""
-    if column:
-        return dy.unsqueeze(-1)
-    return dy if x.dim() > 1 else dy.unsqueeze(-2)
+def _add_row_axis(tensor: Tensor, x: Tensor) -> Tensor:
+    """`tensor` with the row axis that it lacks if x is a vector."""
+    return tensor if x.dim() > 1 else tensor.unsqueeze(-2)
 
 
-def _fit(grad: Tensor, like: Tensor) -> Tensor:
-    """Summed over the axes along which `like` was broadcast."""
+def _sum_to(grad: Tensor, like: Tensor) -> Tensor:
+    """Sum over the axes along which `like` was broadcast."""
     return grad.sum_to_size(like.shape) if grad.shape != like.shape else grad
 
 
@@ -93,7 +91,7 @@ def _einsum_terms(equation: Any) -> tuple[str, str, str]:
     inputs, arrow, out = equation.replace(" ", "").partition("->")
     left, right = inputs.split(",")
     letters = (left + right).replace("...", "")
-    if not arrow:  # what torch takes it to mean: the letters that occur once, in their order
+    if not arrow:  # the implicit output of torch.einsum: letters that occur once, sorted
         out = "..." * ("..." in inputs) + "".join(letter for letter in sorted(letters) if letters.count(letter) == 1)
     for term in (left, right):
         repeated = [letter for letter in term.replace("...", "") if term.count(letter) > 1]
@@ -102,23 +100,22 @@ def _einsum_terms(equation: Any) -> tuple[str, str, str]:
     return left, right, out
 
 
-def _einsum_gradient(given: str, wanted: str, first: Tensor, second: Tensor, like: Tensor) -> Tensor:
-    """The gradient in the shape of `like`, constant along the letters that only its own term has."""
-    lonely = [axis for axis, letter in enumerate(wanted) if letter != "." and letter not in given]
-    grad = torch.einsum(
-        f"{given}->{''.join(letter for letter in wanted if letter == '.' or letter in given)}", first, second
-    )
-    if not lonely:
-        return _fit(grad, like)
-    if "..." in wanted:
+def _einsum_gradient(inputs: str, output: str, first: Tensor, second: Tensor, like: Tensor) -> Tensor:
+    """The gradient in the shape of `like`, constant along the letters that occur in its term only."""
+    missing = [axis for axis, letter in enumerate(output) if letter != "." and letter not in inputs]
+    present = "".join(letter for letter in output if letter == "." or letter in inputs)
+    grad = torch.einsum(f"{inputs}->{present}", first, second)
+    if not missing:
+        return _sum_to(grad, like)
+    if "..." in output:
         raise QuantizeError("slots of an einsum that sums one operand beside an ellipsis are not supported.")
-    for axis in lonely:
+    for axis in missing:
         grad = grad.unsqueeze(axis)
     return grad.expand(like.shape)
 
 
 class SlotProduct(torch.autograd.Function):
-    """The three products, each with its own rounding of its two operands."""
+    """The three products, each of which rounds its two operands separately."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, product: Product, slots: Any) -> Tensor:
@@ -143,14 +140,14 @@ class SlotProduct(torch.autograd.Function):
 
 
 def slot_product(x: Tensor, w: Tensor, bias: Tensor | None, product: Product, slots: Any) -> Tensor:
-    """y = x w with the six slots rounded as `slots` says."""
-    alone = product.op.startswith("conv") and x.dim() == w.dim() - 1  # an image without its batch
-    y: Tensor = SlotProduct.apply(x.unsqueeze(0) if alone else x, w, bias, product, slots)  # type: ignore[no-untyped-call]
-    return y.squeeze(0) if alone else y
+    """y = x w with the six slots rounded by `slots`."""
+    is_unbatched = product.op.startswith("conv") and x.dim() == w.dim() - 1
+    y: Tensor = SlotProduct.apply(x.unsqueeze(0) if is_unbatched else x, w, bias, product, slots)  # type: ignore[no-untyped-call]
+    return y.squeeze(0) if is_unbatched else y
 
 
 def product_of(op: str, args: Any, kwargs: dict[str, Any]) -> tuple[Product, Tensor | None]:
-    """The product's kind and settings from the call, and its bias."""
+    """The product of a call, with its settings, and the bias."""
     if op == "linear":
         return Product(op), _argument(args, kwargs, 2, "bias", None)
     if op == "einsum":
@@ -171,38 +168,40 @@ def product_of(op: str, args: Any, kwargs: dict[str, Any]) -> tuple[Product, Ten
     order = ("stride", "padding", "output_padding", "groups", "dilation")
     if not transposed:
         order = ("stride", "padding", "dilation", "groups")  # type: ignore[assignment]
-    default = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
-    given = {name: _argument(args, kwargs, 3 + at, name, default[name]) for at, name in enumerate(order)}
-    given = {**default, **given}
-    if isinstance(given["padding"], str):
+    options: dict[str, Any] = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
+    for position, name in enumerate(order, start=3):
+        options[name] = _argument(args, kwargs, position, name, options[name])
+    if isinstance(options["padding"], str):
         weight = _argument(args, kwargs, 1, "weight", None)
-        given["padding"] = _padding_in_numbers(given["padding"], weight, given["dilation"], dims)
-    lists = [[value] * dims if isinstance(value, int) else list(value) for value in (given["stride"], given["padding"])]
-    dilation = [given["dilation"]] * dims if isinstance(given["dilation"], int) else list(given["dilation"])
-    extra = (
-        [given["output_padding"]] * dims if isinstance(given["output_padding"], int) else list(given["output_padding"])
+        options["padding"] = _numeric_padding(options["padding"], weight, options["dilation"], dims)
+    stride, padding, dilation, output_padding = (
+        _per_axis(options[name], dims) for name in ("stride", "padding", "dilation", "output_padding")
     )
-    settings = (*lists, dilation, transposed, extra, given["groups"])
+    settings = (stride, padding, dilation, transposed, output_padding, options["groups"])
     return Product(op, settings), _argument(args, kwargs, 2, "bias", None)
 
 
+def _per_axis(value: Any, dims: int) -> list[int]:
+    return [value] * dims if isinstance(value, int) else list(value)
+
+
 def has_settings(op: str, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether :func:`product_of` has settings for a call: it has none for images that are padded unevenly."""
+    """Whether :func:`product_of` supports a call: not with asymmetric padding."""
     if not op.startswith("conv") or _argument(args, kwargs, 4, "padding", 0) != "same":
         return True
     return all(size % 2 for size in _argument(args, kwargs, 1, "weight", None).shape[2:])
 
 
-def _padding_in_numbers(padding: str, weight: Tensor, dilation: Any, dims: int) -> list[int]:
+def _numeric_padding(padding: str, weight: Tensor, dilation: Any, dims: int) -> list[int]:
     if padding == "valid":
         return [0] * dims
-    steps = [dilation] * dims if isinstance(dilation, int) else list(dilation)
-    reach = [step * (size - 1) for step, size in zip(steps, weight.shape[2:], strict=True)]
-    if any(total % 2 for total in reach):
+    sizes = zip(_per_axis(dilation, dims), weight.shape[2:], strict=True)
+    totals = [axis_dilation * (size - 1) for axis_dilation, size in sizes]
+    if any(total % 2 for total in totals):
         raise QuantizeError(
             "padding='same' with an even kernel has no symmetric form: pad explicitly to use slots here."
         )
-    return [total // 2 for total in reach]
+    return [total // 2 for total in totals]
 
 
 def _argument(args: Any, kwargs: dict[str, Any], position: int, name: str, default: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Which elements of a product are looked at: a seeded few, so that looking costs little.
+"""Seeded sampling of a product's elements, so that measurement costs little.
 
-An element of a product is a sum over two vectors, a row of the left operand and a row of the (transposed) right one. A
-few rows of each side give many elements. Sums of very many terms, which those of a weight's gradient are (all tokens or
-pixels of a batch), are cut to a seeded choice of their terms: an error of such a sum is that of a shorter one, the same
-for all candidates, and the row says how many terms it had.
+An element of a product is the dot product of a row of the left operand and a row of the (transposed) right one. A few
+rows of each side give many elements. Of very long sums, such as those of weight gradients over all tokens or pixels of
+a batch, some terms are sampled. The error is then that of a shorter sum, for all candidates alike, and the number of
+terms is reported.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from bitplan.numerics.wire_format import text_hash
 
 @dataclass(frozen=True)
 class Sampling:
-    """How much of each product is looked at."""
+    """The number of sampled rows and terms of each product."""
 
-    #: Rows of each operand; products of many matrices (attention) have half as many of several of them.
+    #: Rows of each operand; for batched products (attention) half as many, of several matrices.
     rows: int = 16
-    #: The most terms of a sum.
+    #: The largest number of terms of a sum.
     terms: int = 1024
     seed: int = 0
 
@@ -36,32 +36,32 @@ class Sampling:
             raise MetricError(f"a seed is at least 0, not {self.seed}.")
 
     def draw(self, product: str, pass_: str, device: torch.device) -> Draw:
-        """The choices for one pass of one product: the same for the same seed and name, whatever else is random."""
+        """The generator for a pass of a product, which depends only on the seed and the names."""
         return Draw(key_of(self.seed, text_hash(product), text_hash(pass_)), device)
 
     def sizes(self, matrices: int, rows: int, columns: int) -> tuple[int, int, int]:
-        """How many matrices of a product, rows of the left and of the right operand are looked at."""
+        """The number of sampled matrices, rows of the left operand and rows of the right operand."""
         if matrices == 1:
             return 1, min(self.rows, rows), min(self.rows, columns)
-        of_left, of_right = (min(max(self.rows // 2, 1), size) for size in (rows, columns))
-        return min(matrices, max(4, self.rows**2 // max(of_left * of_right, 1))), of_left, of_right
+        left, right = (min(max(self.rows // 2, 1), size) for size in (rows, columns))
+        return min(matrices, max(4, self.rows**2 // max(left * right, 1))), left, right
 
 
 class Draw:
-    """A generator of its own, so that nobody else's moves."""
+    """Draws indices from its own generator, so that torch's random state does not change."""
 
     def __init__(self, key: tuple[int, int], device: torch.device) -> None:
         low, high = (number % 2**32 for number in key)
         self._generator = torch.Generator().manual_seed(high << 32 | low)
         self._device = device
 
-    def some(self, count: int, of: int) -> Tensor:
-        """`count` different numbers below `of`, in order; all of them where there are no more."""
-        if count >= of:
-            return torch.arange(of, device=self._device)
-        if count * 8 > of:
-            chosen = torch.randperm(of, generator=self._generator)[:count]
-        else:  # few of many: a permutation of all would take longer than all that follows
-            chosen = torch.unique(torch.randint(of, (2 * count,), generator=self._generator))
-            chosen = chosen[torch.randperm(len(chosen), generator=self._generator)[:count]]
-        return chosen.sort().values.to(self._device)
+    def indices(self, count: int, size: int) -> Tensor:
+        """At most `count` distinct indices below `size`, sorted."""
+        if count >= size:
+            return torch.arange(size, device=self._device)
+        if count * 8 > size:
+            drawn = torch.randperm(size, generator=self._generator)[:count]
+        else:  # a permutation of all indices would be slow
+            drawn = torch.unique(torch.randint(size, (2 * count,), generator=self._generator))
+            drawn = drawn[torch.randperm(len(drawn), generator=self._generator)[:count]]
+        return drawn.sort().values.to(self._device)

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from bitplan.analysis.targets import DEFAULT_FUNCTION, Target, make_target, named_file, target_function
+from bitplan.analysis.targets import DEFAULT_FUNCTION, Target, make_target, parse_file_name, target_function
 from bitplan.compiler.torch_private import tree_map_only
 from bitplan.errors import TargetError, nearest_names
 from bitplan.lab.models.built_in import BUILT_IN
@@ -25,7 +25,7 @@ def load_target(source: str, *, shapes_only: bool = False, settings: Sequence[st
         them works. A file decides for itself.
     :param settings: of a task, what differs from its recipe, as ``key=value``.
     """
-    file = named_file(source)
+    file = parse_file_name(source)
     if file is not None:
         path, name = file
         function = target_function(path, name)

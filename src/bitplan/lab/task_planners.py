@@ -13,10 +13,10 @@ from torch import Tensor
 from bitplan.compiler.torch_private import tree_map_only
 from bitplan.errors import PlanError
 from bitplan.numerics.noise import preserve_rng_state
-from bitplan.planners.assign.assign import AssignRequest, assignment, chosen_formats
+from bitplan.planners.assign.assign import AssignRequest, choose_formats, make_assignment
 from bitplan.planners.assign.assignment import BASELINES, Assignment
 from bitplan.planners.assign.levels import Formats
-from bitplan.planners.assign.probe import BATCHES, WARM
+from bitplan.planners.assign.probe import BATCHES, WARMUP_STEPS
 from bitplan.planners.range_test import RangeTest, range_test
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ class AssignOptions:
             )
         return AssignRequest(budget=self.what, order=self.order, seed=seed, promotion=promotion)
 
-    def chosen_formats(self) -> Formats:
-        return chosen_formats(self.request(0), self.formats)
+    def choose_formats(self) -> Formats:
+        return choose_formats(self.request(0), self.formats)
 
     @property
     def source(self) -> str:
@@ -95,7 +95,7 @@ def assign_task(
     *,
     compile: bool = False,
     device: torch.device | str = "cpu",
-    tell: Callable[[str], None] | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> Assignment:
     """The assignment for a task's training step, with its own optimizer.
 
@@ -105,20 +105,20 @@ def assign_task(
         with torch.random.fork_rng([]):
             torch.manual_seed(task.seed)
             model = task.model().to(device)
-        drawn = [task.batch(step) for step in range(WARM + BATCHES)]
+        drawn = [task.batch(step) for step in range(WARMUP_STEPS + BATCHES)]
         batches = [tree_map_only(Tensor, lambda tensor: tensor.to(device), drawn_batch) for drawn_batch in drawn]
         batch = batches[0]
     else:
         with torch.device("meta"):
             model = task.model()
         batches, batch = None, tree_map_only(Tensor, lambda tensor: tensor.to("meta"), task.example())
-    return assignment(
+    return make_assignment(
         *(model, batch, task.loss, request, formats),
         optimizer=task.optimizer,
         compile=compile,
         device=device,
         batches=batches,
-        tell=tell,
+        report=report,
     )
 
 

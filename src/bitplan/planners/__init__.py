@@ -1,4 +1,4 @@
-"""Planners: what makes plans for a model. They ask a model about its operations and never touch how it runs."""
+"""Planners: functions that make plans for a model from its recorded operations, its memory or measured errors."""
 
 from bitplan.planners.advise import Advice, advise, advise_on
 from bitplan.planners.assign import assign

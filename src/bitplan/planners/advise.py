@@ -1,14 +1,15 @@
-"""Advice: a plan with reasons, from what was measured (after Rasquinha & Tabak 2023, arXiv 2408.02897).
+"""Advice: a plan with reasons, based on measured errors (after Rasquinha & Tabak 2023, arXiv 2408.02897).
 
-For each pass of each product: the cheapest pair of formats whose backward error stays under tau. Errors are compared
-after multiplying by the root of the sums' length, so that short and long sums are held to one level. tau is, unless
-given, the level of a configuration that is known to train: E4M3 everywhere, with a scale per tensor.
+For each pass of each product: the cheapest pair of formats whose backward error is below tau. Errors are multiplied by
+the square root of the reduction length, so that short and long reductions have the same threshold. The default tau is
+the error level of a configuration that is known to train: E4M3 for all operands, with a scale per tensor.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product as cartesian_product
@@ -18,9 +19,10 @@ from torch import Tensor, nn
 
 from bitplan.analysis.cost import stored_bits
 from bitplan.analysis.measure import DEFAULT_CANDIDATES, Candidate, Measurement, Row, measure
-from bitplan.analysis.measure.figures import OperandFigures
+from bitplan.analysis.measure.pass_metrics import OperandMetrics
 from bitplan.capture.decompositions import is_decomposed
 from bitplan.errors import PlanError, nearest_names
+from bitplan.gemm.macs import RECURRENT
 from bitplan.numerics.formats import IntFormat
 from bitplan.numerics.wire_format import OPERAND_OF_SLOT
 from bitplan.plans import Plan, QuantizerSpec, Rule
@@ -28,28 +30,28 @@ from bitplan.plans.loading import find_plan
 from bitplan.plans.match import OPERANDS, PASSES, REGEX_PREFIX
 from bitplan.plans.schedules import Schedule
 
-# --- What a pair of quantizers costs: in bit operations, in memory, or in time on today's matrix units
+# --- Cost of a pair of quantizers: bit operations, memory, or time on matrix units
 
 
 CostKind = Literal["bitops", "memory", "time"]
 
-#: The least bits that matrix units multiply faster than 16.
+#: Operands of at most this many bits are multiplied faster than 16-bit ones.
 _FAST_BITS = 8
 
 
-def checked_cost(kind: str) -> CostKind:
-    for known in get_args(CostKind):
-        if kind == known:
-            return known  # type: ignore[no-any-return]
+def parse_cost(kind: str) -> CostKind:
+    for name in get_args(CostKind):
+        if kind == name:
+            return name  # type: ignore[no-any-return]
     raise PlanError(f"there is no cost {kind!r}; {nearest_names(kind, get_args(CostKind))}")
 
 
-def price(kind: CostKind, slots: tuple[Slot, Slot], pair: tuple[Option, Option]) -> tuple[float, ...]:
-    """What is compared, the first number first."""
+def rank_by_cost(kind: CostKind, slots: tuple[Slot, Slot], pair: tuple[Option, Option]) -> tuple[float, ...]:
+    """The sort key of a pair: its cost, then tie-breakers."""
     specs = [option.spec for option in pair]
     level = math.hypot(*(option.level for option in pair))
     return (
-        _main_price(kind, slots, specs),
+        _pair_cost(kind, slots, specs),
         float(sum(spec.scale == "vector" for spec in specs)),
         float(sum(spec.rounding == "stochastic" for spec in specs)),
         float(sum(not isinstance(spec.target, IntFormat) for spec in specs)),
@@ -57,7 +59,7 @@ def price(kind: CostKind, slots: tuple[Slot, Slot], pair: tuple[Option, Option])
     )
 
 
-def _main_price(kind: CostKind, slots: tuple[Slot, Slot], specs: list[QuantizerSpec]) -> float:
+def _pair_cost(kind: CostKind, slots: tuple[Slot, Slot], specs: list[QuantizerSpec]) -> float:
     if kind == "bitops":
         return float(specs[0].target.bits * specs[1].target.bits)
     if kind == "memory":
@@ -69,68 +71,66 @@ def _main_price(kind: CostKind, slots: tuple[Slot, Slot], specs: list[QuantizerS
     return 2.0 if is_mixed or any(spec.target.bits > _FAST_BITS for spec in specs) else 1.0
 
 
-# --- What a measurement says of each operand slot: how every quantizer that was tried does there, at its worst stage
+# --- Measured options of each operand slot: the worst stage of every candidate quantizer
 
 
-#: A configuration that is known to train: its measured level is what others are held to.
+#: A configuration that is known to train. The default tau is its measured level.
 REFERENCE = Candidate.of("e4m3 tensor")
-#: Of the reference's levels over all products, the share that lies below the default tau.
+#: The default tau is this quantile of the reference's levels.
 REFERENCE_SHARE = 0.9
-#: Fused operations that a plan rounds as a whole.
-RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 @dataclass(frozen=True)
 class Option:
-    """One quantizer in one slot."""
+    """A quantizer in an operand slot."""
 
     spec: QuantizerSpec
-    #: The median backward error with this operand alone quantised, times the root of the sums' length.
+    #: The median backward error with only this operand quantised, times the square root of the reduction length.
     level: float
-    figures: OperandFigures
+    metrics: OperandMetrics
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One operand slot of one product, or of all products in a recurrent layer."""
+    """An operand slot of a product, or of all products of a recurrent layer, and its options."""
 
-    #: Such as ``layer3.0.conv1/conv2d.0``; of a recurrent layer ``rnn/lstm``.
+    #: Such as ``layer3.0.conv1/conv2d.0``; for a recurrent layer ``rnn/lstm``.
     product: str
     slot: str
     options: tuple[Option, ...]
-    #: The fused operation that it lies in.
+    #: The fused operation that contains the product.
     inside: str | None = None
 
     @property
     def elements(self) -> int:
-        return self.options[0].figures.elements
+        return self.options[0].metrics.elements
 
     def option(self, spec_text: str) -> Option | None:
-        """The quantizer of these words, if it was tried."""
+        """The option whose quantizer has this text, if it was measured."""
         return next((option for option in self.options if str(option.spec) == spec_text), None)
 
 
-#: Both slots of one pass.
+#: Both slots of a pass.
 Pair = tuple[Slot, Slot]
 
 
-def pairs_of(measurement: Measurement) -> list[Pair]:
-    """The two slots of every pass of every product; of several stages the worst of each quantizer counts."""
-    gathered: dict[tuple[str, str], tuple[dict[str, Option], dict[str, Option]]] = {}
+def collect_pairs(measurement: Measurement) -> list[Pair]:
+    """The two slots of every pass of every product, with the worst stage of each quantizer."""
+    collected: dict[tuple[str, str], tuple[dict[str, Option], dict[str, Option]]] = {}
     insides: dict[str, str | None] = {}
     for row in measurement.rows:
         product = f"{row.module}/{row.inside}" if row.inside in RECURRENT else row.product
         insides[product] = row.inside
-        sides = gathered.setdefault((product, row.pass_), ({}, {}))
-        for level, spec, figures in zip(
+        sides = collected.setdefault((product, row.pass_), ({}, {}))
+        for side, spec, metrics in zip(
             sides, Candidate.of(row.candidate).specs(row.pass_), (row.left, row.right), strict=True
         ):
-            option = Option(spec, figures.median * math.sqrt(max(row.nonzero, 1.0)), figures)
-            before = level.get(figures.quantizer)
-            if before is None or not option.level <= before.level:  # NaN is worst of all
-                level[figures.quantizer] = option
+            option = Option(spec, metrics.median * math.sqrt(max(row.nonzero, 1.0)), metrics)
+            worst = side.get(metrics.quantizer)
+            if worst is None or not option.level <= worst.level:  # NaN counts as worst
+                side[metrics.quantizer] = option
     pairs = []
-    for (product, pass_), sides in gathered.items():
+    for (product, pass_), sides in collected.items():
         left, right = (
             Slot(product, slot, tuple(side.values()), insides[product])
             for slot, side in zip(PASSES[pass_], sides, strict=True)
@@ -140,7 +140,7 @@ def pairs_of(measurement: Measurement) -> list[Pair]:
 
 
 def default_tau(measurement: Measurement) -> float:
-    """The level below which the reference stays in nine of ten products, passes and stages."""
+    """The 90 % quantile of the reference's levels over products, passes and stages."""
     levels = sorted(row.level for row in reference_rows(measurement.rows) if math.isfinite(row.level))
     if not levels:
         raise PlanError(f"tau follows from {REFERENCE}, which was not measured: measure it, too, or give tau.")
@@ -151,61 +151,65 @@ def reference_rows(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row.candidate == str(REFERENCE)]
 
 
-# --- The choice: for each pass of each product the cheapest pair of quantizers whose error stays under tau, and why
+# --- The choice for each pass of each product, and its reasons
 
 
-#: What a slot gets where nothing that was measured is good enough.
+#: The quantizer of slots for which no measured option is good enough.
 FALLBACK = QuantizerSpec("bf16")
 #: Excess kurtosis above which a tail is called heavy (a Laplace distribution has 3).
-HEAVY = 3.0
-#: The share of values that may vanish before it is worth a word.
+HEAVY_TAIL_KURTOSIS = 3.0
+#: Underflow is mentioned from this share of values on.
 _UNDERFLOW = 0.02
 
 
 @dataclass(frozen=True)
 class SlotAdvice:
-    """What one slot should get."""
+    """The advised quantizer of an operand slot."""
 
     product: str
     slot: str
     spec: QuantizerSpec
-    #: Error with this operand alone quantised, times the root of the sums' length; 0 for the fallback.
+    #: As :attr:`Option.level`; 0 for the fallback.
     level: float
-    #: In words.
+    #: The reason, for people.
     why: str
-    #: The fused operation that the product lies in.
+    #: The fused operation that contains the product.
     inside: str | None = None
 
     @property
     def where(self) -> str:
-        """``wgrad.dy of layer3.0.conv1``, with the operation where the module has several."""
-        return f"{self.slot} of {place_words(self.product)}"
+        """Such as ``wgrad.dy of layer3.0.conv1``, see :func:`describe_product`."""
+        return f"{self.slot} of {describe_product(self.product)}"
 
     def __str__(self) -> str:
         return f"{self.where}: {self.spec}: {self.why}"
 
 
-def place_words(name: str) -> str:
-    """A product in words: its module, and its operation if that is not the only one there can be.
+def describe_product(name: str) -> str:
+    """The product's module, with the operation unless the module can have no other product.
 
-    >>> place_words("layer1.0.conv1/conv2d.0"), place_words("attention/matmul.1"), place_words("/linear.0")
-    ('layer1.0.conv1', 'attention/matmul.1', 'the model')
+    >>> [describe_product(name) for name in ("layer1.0.conv1/conv2d.0", "attention/matmul.1", "/linear.0")]
+    ['layer1.0.conv1', 'attention/matmul.1', 'the model']
     """
     module, _, op = name.rpartition("/")
-    is_alone = op.endswith(".0") and op.startswith(("conv", "linear"))
-    return (module or "the model") if is_alone else name
+    is_only_product = op.endswith(".0") and op.startswith(("conv", "linear"))
+    return (module or "the model") if is_only_product else name
 
 
-def chosen(pair: Pair, tau: float, cost: CostKind) -> tuple[SlotAdvice, SlotAdvice]:
-    """The cheapest options of both slots whose errors together stay under tau."""
+def choose_pair(pair: Pair, tau: float, cost: CostKind) -> tuple[SlotAdvice, SlotAdvice]:
+    """Choose the cheapest options of both slots whose combined error is below tau."""
     options = [[*_usable(slot), _fallback(slot)] for slot in pair]
-    able = [choice for choice in cartesian_product(*options) if math.hypot(choice[0].level, choice[1].level) <= tau]
-    best = min(able, key=lambda choice: price(cost, pair, (choice[0], choice[1])))
-    made = [
-        SlotAdvice(slot.product, slot.slot, option.spec, option.level, reason(slot, option, other, tau), slot.inside)
+    acceptable = [
+        choice for choice in cartesian_product(*options) if math.hypot(choice[0].level, choice[1].level) <= tau
+    ]
+    best = min(acceptable, key=lambda choice: rank_by_cost(cost, pair, (choice[0], choice[1])))
+    advice = [
+        SlotAdvice(
+            slot.product, slot.slot, option.spec, option.level, explain_choice(slot, option, other, tau), slot.inside
+        )
         for slot, option, other in zip(pair, best, reversed(best), strict=True)
     ]
-    return made[0], made[1]
+    return advice[0], advice[1]
 
 
 def _usable(slot: Slot) -> list[Option]:
@@ -213,33 +217,32 @@ def _usable(slot: Slot) -> list[Option]:
 
 
 def _fallback(slot: Slot) -> Option:
-    return Option(FALLBACK, 0.0, slot.options[0].figures)
+    return Option(FALLBACK, 0.0, slot.options[0].metrics)
 
 
-# --- reasons ---
-
-
-def reason(slot: Slot, taken: Option, other: Option, tau: float) -> str:
-    """Why, in words: against the nearest rival, and what in the tensor makes it so."""
-    if taken.spec == FALLBACK:
+def explain_choice(slot: Slot, selected: Option, other: Option, tau: float) -> str:
+    """The reason as text: a comparison with the nearest alternative, and properties of the tensor."""
+    if selected.spec == FALLBACK:
         usable = sorted(_usable(slot), key=lambda option: option.level)
         if not usable:
-            return "no figure of it is finite, so that it stays in 16 bits"
+            return "none of its errors is finite, so it stays in 16 bits"
         best = usable[0]
-        message = f"nothing stays under tau, the best is {best.spec} at {_times(_with(best, other), tau)} of it"
-        return ", ".join([message, *causes(best.figures)])
-    share = f"the product's error {_times(_with(taken, other), tau)} of tau"
-    rival = _rival(slot, taken)
-    if rival is None:
+        share = _relative_to_tau(_pair_level(best, other), tau)
+        message = f"nothing stays under tau, the best is {best.spec} at {share} of it"
+        return ", ".join([message, *explain_error(best.metrics)])
+    share = f"the product's error {_relative_to_tau(_pair_level(selected, other), tau)} of tau"
+    alternative = _find_alternative(slot, selected)
+    if alternative is None:
         return share
-    why = causes(rival.figures) if rival.level > taken.level and isinstance(rival.spec.target, IntFormat) else []
-    return ", ".join([compared(taken, rival), *why, share])
+    is_worse_integer = alternative.level > selected.level and isinstance(alternative.spec.target, IntFormat)
+    causes = explain_error(alternative.metrics) if is_worse_integer else []
+    return ", ".join([compare_options(selected, alternative), *causes, share])
 
 
-def compared(taken: Option, rival: Option) -> str:
-    """``INT8 4.0x worse than E4M3``, the worse one first."""
-    worse, better = (taken, rival) if taken.level > rival.level else (rival, taken)
-    names = [_name(option, taken, rival) for option in (worse, better)]
+def compare_options(selected: Option, alternative: Option) -> str:
+    """Such as ``INT8 4.0x worse than E4M3``."""
+    worse, better = (selected, alternative) if selected.level > alternative.level else (alternative, selected)
+    names = [_format_name(option, selected, alternative) for option in (worse, better)]
     if better.level == 0:
         return f"{names[1]} loses nothing, {names[0]} does"
     ratio = worse.level / better.level
@@ -248,87 +251,83 @@ def compared(taken: Option, rival: Option) -> str:
     return f"{names[0]} {ratio:.1f}x worse than {names[1]}"
 
 
-def causes(figures: OperandFigures) -> list[str]:
-    """What in the tensor an integer may stumble over."""
+def explain_error(metrics: OperandMetrics) -> list[str]:
+    """Properties of the tensor that increase the error of integer formats."""
     phrases = []
-    if figures.kurtosis > HEAVY:
-        phrases.append(f"heavy tail, kurtosis {figures.kurtosis:.0f}")
-    if figures.underflow > _UNDERFLOW:
-        phrases.append(f"{figures.underflow:.0%} of its values vanish")
+    if metrics.kurtosis > HEAVY_TAIL_KURTOSIS:
+        phrases.append(f"heavy tail, kurtosis {metrics.kurtosis:.0f}")
+    if metrics.underflow > _UNDERFLOW:
+        phrases.append(f"{metrics.underflow:.0%} of its values vanish")
     return phrases
 
 
-def _rival(slot: Slot, taken: Option) -> Option | None:
-    """What the slot might have got instead: the other kind of 8 bits with the same scales, and if 8 bits were beaten by
-    fewer, those 8."""
-    names = ["e4m3"] if isinstance(taken.spec.target, IntFormat) else ["int8"]
-    names += ["e4m3" if taken.spec.target.name == "e5m2" else "int8"]
+def _find_alternative(slot: Slot, selected: Option) -> Option | None:
+    """The option to compare with: 8 bits of the other kind with the same scales, or 8 bits of the same kind."""
+    names = ["e4m3"] if isinstance(selected.spec.target, IntFormat) else ["int8"]
+    names += ["e4m3" if selected.spec.target.name == "e5m2" else "int8"]
     for name in names:
-        rival_spec = replace(taken.spec.with_target(QuantizerSpec(name).target), rounding="nearest")
-        rival = slot.option(str(rival_spec))
-        if rival is not None and rival is not taken and math.isfinite(rival.level):
-            return rival
+        alternative_spec = replace(selected.spec.with_target(QuantizerSpec(name).target), rounding="nearest")
+        alternative = slot.option(str(alternative_spec))
+        if alternative is not None and alternative is not selected and math.isfinite(alternative.level):
+            return alternative
     return None
 
 
-def _name(option: Option, *both: Option) -> str:
-    """The format in capitals; with its scale where that is what differs."""
+def _format_name(option: Option, *both: Option) -> str:
+    """The format in capitals, with its scale if the two options differ in it."""
     name = option.spec.target.name.upper()
     if len({candidate.spec.scale for candidate in both}) > 1 and option.spec.scale:
         name += f" per {option.spec.scale}"
     return f"{name} (stochastic)" if option.spec.rounding == "stochastic" else name
 
 
-def _with(option: Option, other: Option) -> float:
+def _pair_level(option: Option, other: Option) -> float:
     return math.hypot(option.level, other.level)
 
 
-def _times(level: float, tau: float) -> str:
+def _relative_to_tau(level: float, tau: float) -> str:
     return f"{level / tau:.0%}" if tau else "all"
 
 
-def summary_counts(slots: Sequence[SlotAdvice]) -> dict[str, int]:
-    """How many slots get each quantizer, the commonest first."""
-    counts: dict[str, int] = {}
-    for slot in slots:
-        counts[str(slot.spec)] = counts.get(str(slot.spec), 0) + 1
-    return dict(sorted(counts.items(), key=lambda item: -item[1]))
+def count_quantizers(slots: Sequence[SlotAdvice]) -> dict[str, int]:
+    """The number of slots for each quantizer, in descending order."""
+    return dict(Counter(str(slot.spec) for slot in slots).most_common())
 
 
-# --- Advice as a plan: rules for slots, alone or together with an assignment's rules and a schedule
+# --- Advice as a plan
 
 
 #: The name of a schedule in the plan.
 SCHEDULE = "advised"
 
-#: Key of a rule -> its quantizer.
+#: (key of a rule, name of its quantizer).
 Keys = tuple[tuple[str, str], ...]
 
 
-def plan_of(
+def make_plan(
     slots: Sequence[SlotAdvice],
     made_by: Mapping[str, Any] | None = None,
     base: Plan | None = None,
     schedule: Schedule | None = None,
 ) -> Plan:
-    """The plan that gives every slot what it should get.
+    """The plan with a rule for every advised slot.
 
-    :param base: a plan whose rules come first, such as an assignment; what it rounds already to as few bits, and what
-        lies in operations that it does not open, is left to it.
-    :param schedule: what the bits of integers follow, instead of being fixed.
+    :param base: a plan whose rules come first, such as an assignment. Operands that it already rounds to as few bits,
+        and operations that it does not decompose, get no rule.
+    :param schedule: the schedule that the bits of integer formats follow.
     """
-    kept = [slot for slot in slots if base is None or not _is_left_to_base(base, slot)]
+    advised = [slot for slot in slots if base is None or not _is_left_to_base(base, slot)]
     quantizers: dict[str, QuantizerSpec] = {}
     by_product: dict[str, dict[str, str]] = {}
-    for slot in kept:
-        spec = _moved(slot.spec, schedule)
+    for slot in advised:
+        spec = _follow_schedule(slot.spec, schedule)
         name = _quantizer_name(spec)
         quantizers[name] = spec
         by_product.setdefault(slot.product, {})[slot.slot] = name
     products = list(dict.fromkeys(slot.product for slot in slots))
-    rules = _rules(by_product, products)
-    follows = schedule is not None and any(spec.bits == SCHEDULE for spec in quantizers.values())
-    schedules = {SCHEDULE: schedule} if follows and schedule is not None else {}
+    rules = _make_rules(by_product, products)
+    uses_schedule = schedule is not None and any(spec.bits == SCHEDULE for spec in quantizers.values())
+    schedules = {SCHEDULE: schedule} if uses_schedule and schedule is not None else {}
     flat = Plan() if base is None else base.flattened()
     return replace(
         flat,
@@ -342,8 +341,8 @@ def plan_of(
 
 
 def _is_left_to_base(base: Plan, advice: SlotAdvice) -> bool:
-    """Whether the base rounds that operand to as few bits before it comes to the slot, so that rounding it again would
-    only add error; or leaves the operation closed that the slot lies in."""
+    """Whether the base rounds the operand to as few bits, so that a second rounding would only add error, or does not
+    decompose the operation that contains it."""
     role = {"w": "weight", "dy": "grad_activation"}.get(OPERAND_OF_SLOT[advice.slot].tensor)
     module, _, op = advice.product.rpartition("/")
     if advice.inside is not None and not is_decomposed(base, module, advice.inside):
@@ -352,7 +351,7 @@ def _is_left_to_base(base: Plan, advice: SlotAdvice) -> bool:
     return base_quantizer is not None and base_quantizer.target.bits <= advice.spec.target.bits
 
 
-def _moved(spec: QuantizerSpec, schedule: Schedule | None) -> QuantizerSpec:
+def _follow_schedule(spec: QuantizerSpec, schedule: Schedule | None) -> QuantizerSpec:
     if schedule is None or not isinstance(spec.target, IntFormat):
         return spec
     return QuantizerSpec("int", bits=SCHEDULE, scale=spec.scale, rounding=spec.rounding)
@@ -364,20 +363,22 @@ def _quantizer_name(spec: QuantizerSpec) -> str:
     return "-".join(parts + ["stochastic"] * (spec.rounding == "stochastic"))
 
 
-def _rules(by_product: Mapping[str, Mapping[str, str]], products: Sequence[str]) -> list[Rule]:
-    """Products that get the same share a rule; modules above others come first, so that later rules decide."""
-    gathered: dict[tuple[str, Keys], list[str]] = {}
+def _make_rules(by_product: Mapping[str, Mapping[str, str]], products: Sequence[str]) -> list[Rule]:
+    """One rule for all products with the same quantizers."""
+    collected: dict[tuple[str, Keys], list[str]] = {}
     for product, slots in by_product.items():
         module, _, op = product.rpartition("/")
-        gathered.setdefault((_op_pattern(product, op, products), _keys(slots)), []).append(_pattern(module, products))
+        collected.setdefault((_op_pattern(product, op, products), _rule_keys(slots)), []).append(
+            _module_pattern(module, products)
+        )
     return [
         Rule(tuple(dict.fromkeys(modules)), (op,), tuple((key, name) for key, name in keys))
-        for (op, keys), modules in gathered.items()
+        for (op, keys), modules in collected.items()
     ]
 
 
-def _keys(slots: Mapping[str, str]) -> Keys:
-    """Slots, or the operand where both of its slots can share one rounded copy: one that every product could use."""
+def _rule_keys(slots: Mapping[str, str]) -> Keys:
+    """Slots, or the tensor (``x``, ``w``, ``dy``) where both of its slots can share a rounded copy."""
     keys = dict(slots)
     for operand, pair in OPERANDS.items():
         names = {keys.get(slot) for slot in pair}
@@ -389,24 +390,24 @@ def _keys(slots: Mapping[str, str]) -> Keys:
     return tuple(keys.items())
 
 
-def _pattern(module: str, products: Sequence[str]) -> str:
-    """The module alone: where others with products lie beneath it, it is named exactly."""
-    beneath = any(other.startswith(f"{module}.") for other in products) or not module
-    special = any(sign in module for sign in "*?[")
-    return f"{REGEX_PREFIX}{re.escape(module)}" if beneath or special else module
+def _module_pattern(module: str, products: Sequence[str]) -> str:
+    """A pattern that matches the module and none of its submodules that have products."""
+    has_inner = any(other.startswith(f"{module}.") for other in products) or not module
+    is_glob = any(character in module for character in "*?[")
+    return f"{REGEX_PREFIX}{re.escape(module)}" if has_inner or is_glob else module
 
 
 def _op_pattern(product: str, op: str, products: Sequence[str]) -> str:
-    """The operation, with its number where the module has more than one of its kind."""
-    bare = op.partition(".")[0]
-    if bare in RECURRENT:
-        return bare
+    """The operation, with its number if the module has several of that name."""
+    name = op.partition(".")[0]
+    if name in RECURRENT:
+        return name
     module = product.rpartition("/")[0]
-    alike = [other for other in products if other.startswith(f"{module}/{bare}.")]
-    return op if len(alike) > 1 else bare
+    same_name = [other for other in products if other.startswith(f"{module}/{name}.")]
+    return op if len(same_name) > 1 else name
 
 
-#: What the advice is blind to, in words.
+#: Effects that the advice does not take into account.
 UNSEEN = (
     "bias against variance: stochastic rounding looks about 1.4 times worse than nearest, and may train better",
     "propagation: errors are those of single products, not of what the layers behind them make of them",
@@ -417,13 +418,13 @@ UNSEEN = (
 
 @dataclass(frozen=True)
 class Advice:
-    """A plan, and why it is so."""
+    """A plan with its reasons."""
 
     plan: Plan
     slots: tuple[SlotAdvice, ...]
-    #: The level (error times the root of the sums' length) that every product stays under.
+    #: The largest accepted level, see :attr:`Option.level`.
     tau: float
-    #: Where tau comes from, in words.
+    #: The origin of tau, for people.
     tau_from: str
     cost: CostKind
     measurement: Measurement
@@ -434,8 +435,8 @@ class Advice:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many slots get each quantizer."""
-        return summary_counts(self.slots)
+        """The number of slots for each quantizer."""
+        return count_quantizers(self.slots)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -471,22 +472,21 @@ def advise(
     schedule: Schedule | None = None,
     **options: Any,
 ) -> Advice:
-    """Measure `model` as it is, and advise on a format for each operand of each product.
+    """Measure `model` and choose a format for each operand of each product.
 
     `batches`, `loss`, `candidates` and further options are those of :func:`bitplan.measure`.
 
-    :param tau: the largest error level that is accepted; by default the one that E4M3 with a scale per tensor reaches.
-    :param cost: what is minimised: ``bitops``, ``memory`` or ``time``.
+    :param tau: the largest accepted error level; by default that of E4M3 with a scale per tensor.
+    :param cost: the cost that is minimised: ``bitops``, ``memory`` or ``time``.
     :param base: a plan that the advice is added to.
     :param schedule: a schedule that the bits of integer operands follow.
     """
-    with_references = with_reference(candidates)
-    measurement = measure(model, batches, loss, with_references, **options)
+    measurement = measure(model, batches, loss, add_reference(candidates), **options)
     return advise_on(measurement, tau=tau, cost=cost, base=base, schedule=schedule)
 
 
-def with_reference(candidates: Iterable[str | Candidate] | None) -> tuple[Candidate, ...]:
-    """The candidates, and the one that tau follows from."""
+def add_reference(candidates: Iterable[str | Candidate] | None) -> tuple[Candidate, ...]:
+    """The candidates and the reference, from which the default tau is derived."""
     requested = DEFAULT_CANDIDATES if candidates is None else tuple(map(Candidate.of, candidates))
     return tuple(dict.fromkeys((*requested, REFERENCE)))
 
@@ -499,23 +499,23 @@ def advise_on(
     base: Plan | str | None = None,
     schedule: Schedule | None = None,
 ) -> Advice:
-    """The advice that follows from a measurement, of one stage of training or of several.
+    """Advice for a measurement of one or more stages of training.
 
-    :param tau: the most that a product's median backward error, times the root of its sums' length, may be.
-    :param cost: what is to be small: ``bitops``, ``memory`` or ``time``.
-    :param base: a plan that the advice is added to, such as an assignment under a budget of memory: its rules stay,
-        operands that it keeps in as few bits are left to it, and fused operations that it does not open stay closed,
-        because opened ones keep more tensors.
-    :param schedule: what the bits of integer slots follow, such as ``bitplan.schedule("CR", low=4, high=8)``.
+    :param tau: the largest accepted level: median backward error times the square root of the reduction length.
+    :param cost: the cost that is minimised: ``bitops``, ``memory`` or ``time``.
+    :param base: a plan that the advice is added to, such as an assignment for a memory budget. Its rules stay. Operands
+        that it rounds to as few bits get no rule, and fused operations that it does not decompose stay fused, because
+        decomposed ones save more tensors.
+    :param schedule: the schedule of the bits of integer slots, such as ``bitplan.schedule("CR", low=4, high=8)``.
     """
-    kind = checked_cost(cost)
+    kind = parse_cost(cost)
     if not measurement.rows:
-        raise PlanError("nothing was measured, so that there is nothing to advise on.")
+        raise PlanError("nothing was measured: there is nothing to advise on.")
     if tau is not None and not tau > 0:
         raise PlanError(f"tau is {tau:g}; it must be above 0.")
     limit = default_tau(measurement) if tau is None else tau
     tau_source = f"the level of {REFERENCE} in nine of ten products" if tau is None else "as given"
-    slots = tuple(slot for pair in pairs_of(measurement) for slot in chosen(pair, limit, kind))
+    slots = tuple(slot for pair in collect_pairs(measurement) for slot in choose_pair(pair, limit, kind))
     made_by = {
         "planner": "advise",
         **({} if measurement.target is None else {"target": measurement.target}),
@@ -524,15 +524,15 @@ def advise_on(
         "tau_from": tau_source,
         "cost": kind,
         "unseen": list(UNSEEN),
-        "why": _by_place(slots),
+        "why": _reasons_by_product(slots),
     }
     base_plan = None if base is None else find_plan(base)
-    return Advice(plan_of(slots, made_by, base_plan, schedule), slots, limit, tau_source, kind, measurement)
+    return Advice(make_plan(slots, made_by, base_plan, schedule), slots, limit, tau_source, kind, measurement)
 
 
-def _by_place(slots: tuple[SlotAdvice, ...]) -> dict[str, dict[str, str]]:
-    """Reasons as a plan's file holds them: product, slot, sentence."""
-    quantizers: dict[str, dict[str, str]] = {}
+def _reasons_by_product(slots: tuple[SlotAdvice, ...]) -> dict[str, dict[str, str]]:
+    """product -> slot -> reason, for the plan file."""
+    reasons: dict[str, dict[str, str]] = {}
     for slot in slots:
-        quantizers.setdefault(place_words(slot.product), {})[slot.slot] = f"{slot.spec}: {slot.why}"
-    return quantizers
+        reasons.setdefault(describe_product(slot.product), {})[slot.slot] = f"{slot.spec}: {slot.why}"
+    return reasons

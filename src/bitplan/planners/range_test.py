@@ -1,12 +1,11 @@
-"""The precision range test: which is the lowest width at which a model still learns?
+"""The precision range test: the lowest width at which a model still learns.
 
-One short run, whose bits rise from window to window, on copies: the user's model, optimizer and random state stay as
-they are. A width is enough if the training loss falls, in its window, by more than a threshold below the lowest level
-that was reached before. The lowest width has one window more, which is not judged: in it the model learns what takes no
-precision, such as how frequent classes are.
+A short run raises the bits from window to window, on copies of the model and the optimizer. A width is sufficient if
+the training loss falls, in its window, by more than a threshold below the lowest level so far. The lowest width has an
+additional window that is not evaluated: in it the model learns what needs no precision, such as class frequencies.
 
-Fu et al. 2021 (arXiv 2101.09868) watch the change of the training accuracy, averaged over a window; how long the window
-and how high the threshold were is not in their code, so both are parameters here.
+Fu et al. 2021 (arXiv 2101.09868) use the change of the training accuracy, averaged over a window. Their code has
+neither the window nor the threshold, so both are parameters here.
 """
 
 from __future__ import annotations
@@ -32,37 +31,37 @@ from bitplan.runtime.attach import attach
 
 #: Steps of a window.
 WINDOW = 40
-#: The share by which the loss has to fall.
+#: Required relative decrease of the loss.
 THRESHOLD = 0.1
-#: The share of a window, at its end, whose mean loss is its level.
-_LEVEL = 0.5
+#: The level of a window is the mean loss of this share at its end.
+_EVALUATED_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class WidthResult:
-    """One width's window."""
+    """The window of a width."""
 
     bits: int
     #: Mean training loss of the window's second half.
     level: float
-    #: The lowest level of the windows before it.
+    #: The lowest level of the windows before.
     before: float
     #: Whether it fell by more than the threshold, and by more than chance.
     learns: bool
 
     @property
     def change(self) -> float:
-        """The share by which the loss fell below the lowest level before; negative where it rose."""
+        """The relative decrease from the lowest level before; negative if the loss rose."""
         return (self.before - self.level) / self.before if self.before else 0.0
 
 
 @dataclass(frozen=True)
 class RangeTest:
-    """What a range test found."""
+    """The result of a range test."""
 
-    #: The lowest width at which the model learns; None where it learns at none.
+    #: The lowest width at which the model learns; None if there is none.
     low: int | None
-    #: The highest width that was tried: what a schedule's upper end should be, unless a baseline says otherwise.
+    #: The highest width of the test, a default for the upper end of a schedule.
     high: int
     reason: str
     widths: tuple[WidthResult, ...]
@@ -101,30 +100,29 @@ def range_test(
     seed: int = 0,
     on_step: Callable[[int, int], None] | None = None,
 ) -> RangeTest:
-    """Try the widths `low` to `high` on copies of `model` and `optimizer`.
+    """Test the widths `low` to `high` on copies of `model` and `optimizer`.
 
-    :param batches: (inputs, target), gone through again from the beginning where they are too few.
-    :param loss: of the model's output and the target.
-    :param plan: one whose bits follow a schedule; the test's own stands in for it. By default the plan of cyclic
-        precision training (:func:`bitplan.planners.cpt_plan`).
+    :param batches: (inputs, target) pairs, repeated if there are too few.
+    :param loss: a function of the model's output and the target.
+    :param plan: a plan with scheduled bits; the test replaces the schedule. By default the plan of cyclic precision
+        training (:func:`bitplan.planners.cpt_plan`).
     :param window: steps for each width.
-    :param threshold: the share by which the training loss has to fall in a window.
-    :param on_step: told (steps made, all steps).
+    :param threshold: the relative decrease of the training loss that counts as learning.
+    :param on_step: called with (steps done, total steps).
     """
     _check(low, high, window, threshold)
     if isinstance(batches, Iterator):
-        raise PlanError("batches that can be gone through only once would be used up: give a list or a DataLoader.")
+        raise PlanError("batches is an iterator, which can be read only once: give a list or a DataLoader.")
     rising = rising_schedule(low, high, window)
     total = window * (high - low + 2)
     with preserve_rng_state():
         # One copy of both, so that the optimizer's parameters are those of the model.
         model, optimizer = copy.deepcopy((model, optimizer))
         torch.manual_seed(seed)
-        source = _again_and_again(batches)
+        source = _repeat(batches)
         first = next(source)
-        inputs = first[0]
-        chosen = _with_schedule(plan, rising) if plan is not None else cpt_plan(model, first, loss, schedule=rising)
-        with attach(model, chosen, steps=total, example=inputs, seed=seed) as run:
+        test_plan = _with_schedule(plan, rising) if plan is not None else cpt_plan(model, first, loss, schedule=rising)
+        with attach(model, test_plan, steps=total, example=first[0], seed=seed) as run:
             losses = []
             model.train()
             for step in range(total):
@@ -139,33 +137,33 @@ def range_test(
                 run.step()
                 if on_step is not None:
                     on_step(step + 1, total)
-    return judged(losses, low, high, window, threshold)
+    return evaluate_losses(losses, low, high, window, threshold)
 
 
 def rising_schedule(low: int, high: int, window: int) -> Schedule:
-    """Two windows at the lowest width, then one for each."""
+    """Two windows at the lowest width, then one for each further width."""
     widths = range(low, high + 1)
     return StepList(tuple(widths), tuple(RunPoint(step=window * (2 + number)) for number in range(len(widths) - 1)))
 
 
-def judged(losses: list[float], low: int, high: int, window: int, threshold: float) -> RangeTest:
-    """What the training losses of a run over rising widths say."""
-    parts = [losses[start : start + window] for start in range(0, len(losses), window)]
-    levels = [_level(part) for part in parts]
+def evaluate_losses(losses: list[float], low: int, high: int, window: int, threshold: float) -> RangeTest:
+    """Evaluate the training losses of a run with a rising schedule."""
+    windows = [losses[start : start + window] for start in range(0, len(losses), window)]
+    levels = [_mean_level(losses) for losses in windows]
     reached, spread = levels[0]
     results: list[WidthResult] = []
     for bits, (level, error) in zip(range(low, high + 1), levels[1:], strict=True):
-        fell = reached - level
-        # By more than the threshold, and by more than two standard errors: batches differ.
-        learns = fell > threshold * reached and fell > 2 * math.hypot(spread, error)
+        decrease = reached - level
+        # Two standard errors exclude differences between batches.
+        learns = decrease > threshold * reached and decrease > 2 * math.hypot(spread, error)
         results.append(WidthResult(bits, level, reached, learns))
         if level < reached:
             reached, spread = level, error
-    chosen = next((result for result in results if result.learns), None)
+    lowest = next((result for result in results if result.learns), None)
     return RangeTest(
-        None if chosen is None else chosen.bits,
+        None if lowest is None else lowest.bits,
         high,
-        _reason(chosen, results, window, threshold),
+        _explain(lowest, results, window, threshold),
         tuple(results),
         tuple(losses),
         window,
@@ -173,23 +171,23 @@ def judged(losses: list[float], low: int, high: int, window: int, threshold: flo
     )
 
 
-def _reason(chosen: WidthResult | None, results: list[WidthResult], window: int, threshold: float) -> str:
-    if chosen is None:
+def _explain(lowest: WidthResult | None, results: list[WidthResult], window: int, threshold: float) -> str:
+    if lowest is None:
         return (
             f"at no width up to {results[-1].bits} bits did the training loss fall by {threshold:.0%} "
-            f"within {window} steps: lengthen the window, or see whether the recipe learns at all."
+            f"within {window} steps: lengthen the window, or check that the recipe learns without a plan."
         )
-    below = [result.bits for result in results if result.bits < chosen.bits]
+    below = [result.bits for result in results if result.bits < lowest.bits]
     lower = f"; with {', '.join(map(str, below))} it did not" if below else ""
     return (
-        f"{chosen.bits} bits: there the training loss first fell by more than {threshold:.0%} within {window} steps, "
-        f"from {chosen.before:.3g} to {chosen.level:.3g}{lower}."
+        f"{lowest.bits} bits: there the training loss first fell by more than {threshold:.0%} within {window} steps, "
+        f"from {lowest.before:.3g} to {lowest.level:.3g}{lower}."
     )
 
 
-def _level(part: list[float]) -> tuple[float, float]:
-    """Mean loss of the end of a window, and its standard error; what is not finite counts as no level at all."""
-    end = np.array(part[-max(2, round(len(part) * _LEVEL)) :], dtype=np.float64)
+def _mean_level(losses: list[float]) -> tuple[float, float]:
+    """Mean loss at the end of a window, and its standard error; infinity if a loss is not finite."""
+    end = np.array(losses[-max(2, round(len(losses) * _EVALUATED_SHARE)) :], dtype=np.float64)
     if not np.isfinite(end).all():
         return math.inf, 0.0
     return float(end.mean()), float(end.std(ddof=1) / math.sqrt(len(end)))
@@ -206,11 +204,13 @@ def _check(low: int, high: int, window: int, threshold: float) -> None:
 
 def _with_schedule(plan: Plan, schedule: Schedule) -> Plan:
     if not plan.followed or plan.switches:
-        raise PlanError("the plan has no bits that follow a schedule, which the test could move: name one as bits.")
+        raise PlanError(
+            "the plan has no bits that follow a schedule: set bits of a quantizer to the name of a schedule."
+        )
     return replace(plan.flattened(), schedules=dict.fromkeys(plan.all_schedules, schedule))
 
 
-def _again_and_again(batches: Iterable[Any]) -> Iterator[Any]:
+def _repeat(batches: Iterable[Any]) -> Iterator[Any]:
     while True:
         is_empty = True
         for batch in batches:

@@ -303,9 +303,9 @@ class Attachment:
 
         Estimated from the shapes of the first batch that was seen; measured where a batch is given, on a copy.
         """
-        from bitplan.analysis.memory import of_run
+        from bitplan.analysis.memory import estimate_run_memory
 
-        return of_run(self, batch, loss, **options)
+        return estimate_run_memory(self, batch, loss, **options)
 
     def fallbacks(self) -> Table[Any]:
         """In native execution: the GEMMs that are emulated, and why. Empty where all run on low-precision units."""

@@ -93,10 +93,10 @@ class CostTracker:
 
     def table(self) -> list[Explanation]:
         """What every tensor gets; what was promoted tells both its quantizers."""
-        from bitplan.analysis.explain import explained
+        from bitplan.analysis.explain import explain_operations
 
         promoted = {promotion.site: promotion for promotion in self.promotions()}
-        rows = explained(self.plan, self.operations())
+        rows = explain_operations(self.plan, self.operations())
         return [_promoted_row(row, promoted.get(row.site.name.partition("[")[0])) for row in rows]
 
     def cost(self) -> Cost:

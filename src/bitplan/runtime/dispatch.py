@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bitplan.capture.constants import CONSTANT, MASK, TAGS
 from bitplan.capture.decompositions import DECOMPOSITIONS
-from bitplan.capture.ops import PRODUCTS, out_of_place, works_in_place
+from bitplan.capture.ops import PRODUCTS, inplace_position, out_of_place, works_in_place
 from bitplan.capture.recording import ProductWatch
 from bitplan.capture.scopes import Interceptor, Scope, state_of
 from bitplan.errors import QuantizeError
@@ -147,7 +147,7 @@ class Rounder(Interceptor):
         has_slots = is_product and action is not None and action.has_slots
         target = None
         if has_slots or self.tags_gradients or (action is not None and action.rounds_output(context.training)):
-            target, func, kwargs = _returning(func, args, kwargs)
+            target, func, args, kwargs = _returning(func, args, kwargs)
         overwritten = _overwritten_arguments(op, target, args)
         if self.tags_gradients:
             args = map_tensors(lambda tensor: self._from_consumer(tensor, context), args)
@@ -347,17 +347,21 @@ _FILLERS = ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_"
 
 def _returning(
     func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
-) -> tuple[Any, Callable[..., Any], dict[str, Any]]:
+) -> tuple[Any, Callable[..., Any], Any, dict[str, Any]]:
     """What `func` would write into (None where nothing), and a call that returns the same values instead."""
     if kwargs.get("out") is not None:
-        return kwargs["out"], func, {key: value for key, value in kwargs.items() if key != "out"}
+        return kwargs["out"], func, args, {key: value for key, value in kwargs.items() if key != "out"}
     if kwargs.get("inplace"):
-        return args[0], func, {**kwargs, "inplace": False}
+        return args[0], func, args, {**kwargs, "inplace": False}
+    position = inplace_position(func)
+    if 0 <= position < len(args):  # torch.compile shows a call as it is written
+        target = args[0] if args[position] else None
+        return target, func, (*args[:position], False, *args[position + 1 :]), kwargs
     if not works_in_place(func):
-        return None, func, kwargs
+        return None, func, args, kwargs
     if getattr(func, "__name__", "") in _FILLERS:
-        return args[0], lambda tensor, *rest, **named: func(tensor.clone(), *rest, **named), kwargs
-    return args[0], out_of_place(func), kwargs
+        return args[0], lambda tensor, *rest, **named: func(tensor.clone(), *rest, **named), args, kwargs
+    return args[0], out_of_place(func), args, kwargs
 
 
 #: Operations whose backward pass does not read their input.
@@ -365,11 +369,8 @@ _SAVES_NO_INPUT = frozenset({"add", "dropout", "neg", "relu", "sub"})
 
 
 def _overwritten_arguments(op: str, target: Any, args: Any) -> tuple[int, ...]:
-    """The positions of arguments that an in-place operation overwrites and that its backward pass may read.
-
-    Not while a graph is traced: there, in-place operations are functionalized.
-    """
-    if target is None or op in _SAVES_NO_INPUT or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    """The positions of arguments that an in-place operation overwrites and that its backward pass may read."""
+    if target is None or op in _SAVES_NO_INPUT or not torch.is_grad_enabled():
         return ()
     return tuple(position for position, value in enumerate(args) if value is target)
 
@@ -378,7 +379,8 @@ def _with_copies(args: Any, positions: tuple[int, ...]) -> tuple[Any, ...]:
     """The arguments with a copy of the tensor in these positions."""
     original = args[positions[0]]
     copy = original.clone()
-    copy_mark(copy, original)
+    if not torch.compiler.is_compiling():
+        copy_mark(copy, original)
     return tuple(copy if position in positions else value for position, value in enumerate(args))
 
 

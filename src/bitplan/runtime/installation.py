@@ -20,7 +20,14 @@ from bitplan.capture.recording import Operation
 from bitplan.capture.scopes import install, show_all_functions, state_of, uninstall
 from bitplan.compiler import torch_patches
 from bitplan.compiler.torch_private import unset_fake_temporarily
-from bitplan.compiler.tracing import VERSION, RaisedSetting, allow_functions_in_graph, show_view_attributes, version_of
+from bitplan.compiler.tracing import (
+    VERSION,
+    RaisedSetting,
+    allow_functions_in_graph,
+    hide_custom_backward,
+    show_view_attributes,
+    version_of,
+)
 from bitplan.errors import PlanError
 from bitplan.numerics.formats import Format, get_format
 from bitplan.numerics.wire_format import op_site
@@ -73,6 +80,7 @@ class Installation:
         torch_patches.apply(checkpointing.carry_scopes)
         torch_patches.apply(show_all_functions)
         torch_patches.apply(show_view_attributes)
+        torch_patches.apply(hide_custom_backward)
         for path, module in self.modules:
             self.add(path, module, seed, step)
         self._allow_compiled_rnn()

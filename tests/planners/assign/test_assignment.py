@@ -14,11 +14,11 @@ import bitplan
 from bitplan.capture.decompositions import decision_for
 from bitplan.errors import PlanError
 from bitplan.lab.targets import load_target
-from bitplan.planners.assign.assignment import BASELINES, Assignment, baseline, cut_for_ratio
-from bitplan.planners.assign.groups import Account, account_of, place_of
-from bitplan.planners.assign.levels import PAPER, formats_of, moves_of
+from bitplan.planners.assign.assignment import BASELINES, Assignment, count_moves_for_ratio, make_baseline
+from bitplan.planners.assign.groups import StepTensors, count_tensors, operation_key
+from bitplan.planners.assign.levels import PAPER, order_moves, resolve_formats
 
-Network = Callable[..., Account]
+Network = Callable[..., StepTensors]
 
 
 @pytest.mark.parametrize(
@@ -33,46 +33,48 @@ Network = Callable[..., Account]
 def test_ratios_of_the_operator_baselines(
     network: Network, name: str, width: float, operator: float, prime: float
 ) -> None:
-    account = network(name, width)
-    assert baseline("operator", account, PAPER).reported_ratio == pytest.approx(operator, abs=0.0005)
-    assert baseline("operator-prime", account, PAPER).reported_ratio == pytest.approx(prime, abs=0.0005)
+    step_tensors = network(name, width)
+    assert make_baseline("operator", step_tensors, PAPER).reported_ratio == pytest.approx(operator, abs=0.0005)
+    assert make_baseline("operator-prime", step_tensors, PAPER).reported_ratio == pytest.approx(prime, abs=0.0005)
 
 
 @pytest.mark.parametrize(("name", "expected"), [("squeezenet", 0.998), ("resnet18", 0.979)])
 def test_ratios_of_the_uniform_baselines(network: Network, name: str, expected: float) -> None:
-    account = network(name)
-    low = baseline("uniform-low", account, PAPER)
+    step_tensors = network(name)
+    low = make_baseline("uniform-low", step_tensors, PAPER)
     assert low.reported_ratio == pytest.approx(expected, abs=0.0005)
-    assert (low.selection_ratio, low.demoted) == (1.0, len(account.groups))
-    assert baseline("all-high", account, PAPER).reported_ratio == 0.0
-    assert baseline("fp32", account, PAPER).reported_ratio == -2.0
-    assert not baseline("fp32", account, PAPER).plan.all_rules
+    assert (low.selection_ratio, low.demoted) == (1.0, len(step_tensors.groups))
+    assert make_baseline("all-high", step_tensors, PAPER).reported_ratio == 0.0
+    assert make_baseline("fp32", step_tensors, PAPER).reported_ratio == -2.0
+    assert not make_baseline("fp32", step_tensors, PAPER).plan.all_rules
 
 
 def test_the_reported_ratio_leaves_out_the_gradients_of_parameters(network: Network) -> None:
-    account = network("resnet18")
-    moves = moves_of("largest", account.groups, 1)
-    result = Assignment.after(account, PAPER, moves, cut_for_ratio(account, PAPER, moves, 0.5), {"ratio": 0.5})
-    low = [tensor for tensor in account.tensors if (result.levels or ())[tensor.unit]]
+    step_tensors = network("resnet18")
+    moves = order_moves("largest", step_tensors.groups, 1)
+    result = Assignment.after(
+        step_tensors, PAPER, moves, count_moves_for_ratio(step_tensors, PAPER, moves, 0.5), {"ratio": 0.5}
+    )
+    low = [tensor for tensor in step_tensors.tensors if (result.levels or ())[tensor.unit]]
     gradients = sum(tensor.elements for tensor in low if tensor.role == "grad_weight")
     assert gradients
-    assert result.selection_ratio - result.reported_ratio == pytest.approx(gradients / account.elements)
+    assert result.selection_ratio - result.reported_ratio == pytest.approx(gradients / step_tensors.elements)
 
 
 @pytest.mark.parametrize("target", ["resnet18", "shufflenet-v2", "gpt-tiny", "gcn"])
 @pytest.mark.parametrize("ratio", [0.0, 0.4, 0.8, 1.0])
 def test_the_plan_gives_every_tensor_what_was_meant(target: str, ratio: float) -> None:
     made = load_target(target, shapes_only=True)
-    account = account_of(made.model, made.batch, made.loss)
-    moves = moves_of("largest", account.groups, 1)
-    cut = cut_for_ratio(account, PAPER, moves, ratio)
-    assigned = Assignment.after(account, PAPER, moves, cut, {"ratio": ratio}, promotion=0.01)
+    step_tensors = count_tensors(made.model, made.batch, made.loss)
+    moves = order_moves("largest", step_tensors.groups, 1)
+    cut = count_moves_for_ratio(step_tensors, PAPER, moves, ratio)
+    assigned = Assignment.after(step_tensors, PAPER, moves, cut, {"ratio": ratio}, promotion=0.01)
     plan = bitplan.Plan.from_yaml(assigned.plan.to_yaml())
-    inside = {place_of(operation): operation.inside for operation in account.operations}
-    for unit, level in zip(account.units, assigned.levels or (), strict=True):
+    inside = {operation_key(operation): operation.inside for operation in step_tensors.operations}
+    for unit, level in zip(step_tensors.units, assigned.levels or (), strict=True):
         role = "fprop.x" if unit.kind == "input" else unit.kind
         expected = getattr(PAPER.levels[level], "activation" if unit.kind == "input" else unit.kind)
-        for place in unit.places:
+        for place in unit.operations:
             decision = decision_for(plan.decide, *place, inside[place])
             actual = decision[role].quantizer
             assert actual is not None
@@ -100,7 +102,7 @@ def test_baselines_are_plans_that_hold_on_their_model(name: str) -> None:
 
 def test_levels_go_down_one_after_the_other() -> None:
     made = load_target("gpt-tiny", shapes_only=True)
-    formats = formats_of("bf16/8/6/4")
+    formats = resolve_formats("bf16/8/6/4")
     plan = bitplan.assign(made.model, made.batch, made.loss, levels=["bf16", "8", "6", "4"], ratio=0.75)
     assert isinstance(plan.made_by, dict)
     used = {str(use) for rule in plan.rules for _, use in rule.quantizers}
@@ -116,9 +118,9 @@ def test_levels_go_down_one_after_the_other() -> None:
 
 def test_orders_differ_and_random_ones_repeat(network: Network) -> None:
     groups = network("squeezenet").groups
-    assert moves_of("random", groups, 1, seed=1) == moves_of("random", groups, 1, seed=1)
-    assert moves_of("random", groups, 1, seed=1) != moves_of("random", groups, 1, seed=2)
-    assert sorted(move.group for move in moves_of("random", groups, 1)) == [group.number for group in groups]
+    assert order_moves("random", groups, 1, seed=1) == order_moves("random", groups, 1, seed=1)
+    assert order_moves("random", groups, 1, seed=1) != order_moves("random", groups, 1, seed=2)
+    assert sorted(move.group for move in order_moves("random", groups, 1)) == [group.number for group in groups]
 
 
 def test_a_model_too_large_for_memory_is_planned() -> None:
@@ -142,7 +144,7 @@ def test_a_model_too_large_for_memory_is_planned() -> None:
         ({"ratio": 0.5, "levels": ["8", "bf16"]}, "highest precision down|precision down"),
         ({"ratio": 0.5, "levels": ["bf16"]}, "two or more"),
         ({"budget": "a lot"}, "no number of bytes"),
-        ({"budget": "0%"}, "more than 0%"),
+        ({"budget": "0%"}, "above 0%"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(requests: dict[str, object], message: str) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import bitplan
 from bitplan.errors import PlanError
 from bitplan.lab.models.language_models import GPT, next_token_loss
-from bitplan.planners.assign import AssignRequest, assignment, chosen_formats
+from bitplan.planners.assign import AssignRequest, choose_formats, make_assignment
 from bitplan.planners.assign.budget import Budget, Step, fit
 from bitplan.plans import Plan
 
@@ -35,12 +35,12 @@ def test_what_is_measured_lies_within_the_budget(make: Callable[[], tuple[Any, .
     torch.manual_seed(0)
     model, batch, loss = make()
     requests = AssignRequest(budget=budget)
-    result = assignment(model, batch, loss, requests, chosen_formats(requests))
+    result = make_assignment(model, batch, loss, requests, choose_formats(requests))
     plain = bitplan.analysis.memory.measure_memory(model, batch, loss, steps=2)
     packed = bitplan.analysis.memory.measure_memory(model, batch, loss, plan=result.plan, execution="packed", steps=2)
-    assert packed.peak <= Budget.of(budget).limit(plain.peak)
+    assert packed.peak <= Budget.parse(budget).limit(plain.peak)
     assert result.demoted  # BF16 alone would not do
-    assert packed.peak == pytest.approx(result.story["peak_predicted"], rel=0.02)
+    assert packed.peak == pytest.approx(result.provenance["peak_predicted"], rel=0.02)
 
 
 class FakeStep(Step):
@@ -51,7 +51,7 @@ class FakeStep(Step):
         object.__setattr__(self, "peaks", peaks)
         object.__setattr__(self, "asked", [])
 
-    def peak(self, plan: Plan | None) -> int:
+    def estimate_peak(self, plan: Plan | None) -> int:
         if plan is None:
             return 1000
         number = int(plan.name or "")
@@ -61,7 +61,7 @@ class FakeStep(Step):
 
 def fitted(peaks: list[int], budget: str | int) -> tuple[int, list[int]]:
     step = FakeStep(peaks)
-    return fit(Budget.of(budget), step, lambda made: Plan(name=str(made)), len(peaks) - 1).made, step.asked  # type: ignore[attr-defined]
+    return fit(Budget.parse(budget), step, lambda made: Plan(name=str(made)), len(peaks) - 1).moves_made, step.asked  # type: ignore[attr-defined]
 
 
 def test_the_smallest_cut_that_fits_is_found_by_halving() -> None:
@@ -76,19 +76,19 @@ def test_the_smallest_cut_that_fits_is_found_by_halving() -> None:
 class Deceiving(FakeStep):
     """One whose peaks come out a tenth above what was estimated."""
 
-    def measured(self, plan: Plan) -> int | None:
-        return int(1.1 * self.peak(plan))
+    def measure_peak(self, plan: Plan) -> int | None:
+        return int(1.1 * self.estimate_peak(plan))
 
 
 def test_what_is_measured_above_the_budget_goes_further_down() -> None:
     peaks = list(range(900, 100, -10))
     step = Deceiving(peaks)
-    result = fit(Budget.of("70%"), step, lambda made: Plan(name=str(made)), len(peaks) - 1, checks=True)
-    assert result.measured is not None
-    assert result.measured <= 700
+    result = fit(Budget.parse("70%"), step, lambda made: Plan(name=str(made)), len(peaks) - 1, check_peak=True)
+    assert result.measured_peak is not None
+    assert result.measured_peak <= 700
     assert result.peak > 600  # and no further than needed
     with pytest.raises(PlanError, match=r"the least measured is 121 B"):
-        fit(Budget.of("115B"), Deceiving(peaks), lambda made: Plan(name=str(made)), len(peaks) - 1, checks=True)
+        fit(Budget.parse("115B"), Deceiving(peaks), lambda made: Plan(name=str(made)), len(peaks) - 1, check_peak=True)
 
 
 def test_what_is_impossible_says_the_least() -> None:
@@ -99,7 +99,9 @@ def test_what_is_impossible_says_the_least() -> None:
 
 
 def test_the_least_that_fits_only_without_what_is_spared_says_which_budget_would_do() -> None:
-    with pytest.raises(PlanError, match=r"within 505 B: the least is 500 B.*, and 2% of a budget is spared") as refused:
+    with pytest.raises(
+        PlanError, match=r"within 505 B: the least is 500 B.*, and 2% of the budget is reserved"
+    ) as refused:
         fitted([900, 700, 500], "505B")
     needed = re.search(r"a budget of (\d+) bytes or more", str(refused.value))
     assert needed is not None
@@ -110,4 +112,4 @@ def test_the_least_that_fits_only_without_what_is_spared_says_which_budget_would
 
 @pytest.mark.parametrize(("text", "limit"), [("70%", 700), ("1.5KiB", 1536), (64, 64), ("12.5 %", 125)])
 def test_budgets_are_bytes_or_shares(text: str | int, limit: int) -> None:
-    assert Budget.of(text).limit(1000) == limit
+    assert Budget.parse(text).limit(1000) == limit

@@ -11,19 +11,19 @@ from torch.nn import functional as F
 
 from bitplan.errors import PlanError
 from bitplan.lab.targets import load_target
-from bitplan.planners.assign.assignment import cut_for_ratio
-from bitplan.planners.assign.groups import DATA, Account, account_of
-from bitplan.planners.assign.levels import PAPER, moves_of
+from bitplan.planners.assign.assignment import count_moves_for_ratio
+from bitplan.planners.assign.groups import DATA, StepTensors, count_tensors
+from bitplan.planners.assign.levels import PAPER, order_moves
 
-Network = Callable[..., Account]
-
-
-def starts(account: Account) -> list[str]:
-    return [group.start for group in account.groups]
+Network = Callable[..., StepTensors]
 
 
-def group_named(account: Account, tensor: str) -> int:
-    return next(item.group for item in account.tensors if item.name == tensor)
+def starts(step_tensors: StepTensors) -> list[str]:
+    return [group.start for group in step_tensors.groups]
+
+
+def group_named(step_tensors: StepTensors, tensor: str) -> int:
+    return next(item.group for item in step_tensors.tensors if item.name == tensor)
 
 
 @pytest.mark.parametrize(
@@ -37,10 +37,14 @@ def group_named(account: Account, tensor: str) -> int:
     ],
 )
 def test_the_paper_s_networks(network: Network, name: str, parameters: int, tensors: int, groups: int) -> None:
-    account = network(name)
-    assert (account.parameters, len(account.tensors), len(account.groups)) == (parameters, tensors, groups)
-    assert sum(group.size for group in account.groups) == account.elements
-    assert all(len(unit.groups) == 1 for unit in account.units)
+    step_tensors = network(name)
+    assert (step_tensors.parameters, len(step_tensors.tensors), len(step_tensors.groups)) == (
+        parameters,
+        tensors,
+        groups,
+    )
+    assert sum(group.size for group in step_tensors.groups) == step_tensors.elements
+    assert all(len(unit.groups) == 1 for unit in step_tensors.units)
 
 
 @pytest.mark.parametrize(
@@ -54,78 +58,80 @@ def test_the_paper_s_networks(network: Network, name: str, parameters: int, tens
 def test_as_many_groups_are_demoted_as_in_the_paper(
     network: Network, name: str, order: str, expected: list[int]
 ) -> None:
-    account = network(name)
-    moves = moves_of(order, account.groups, 1)
-    assert [cut_for_ratio(account, PAPER, moves, tenths / 10) for tenths in range(1, 10)] == expected
-    assert cut_for_ratio(account, PAPER, moves, 0.0) == 0
-    assert cut_for_ratio(account, PAPER, moves, 1.0) == len(account.groups)
+    step_tensors = network(name)
+    moves = order_moves(order, step_tensors.groups, 1)
+    assert [count_moves_for_ratio(step_tensors, PAPER, moves, tenths / 10) for tenths in range(1, 10)] == expected
+    assert count_moves_for_ratio(step_tensors, PAPER, moves, 0.0) == 0
+    assert count_moves_for_ratio(step_tensors, PAPER, moves, 1.0) == len(step_tensors.groups)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "squeezenet", "mobilenet-v2", "shufflenet-v2"])
 @pytest.mark.parametrize("width", [0.5, 0.25, 0.1])
 def test_the_cut_is_the_least_at_every_width(network: Network, name: str, width: float) -> None:
-    account = network(name, width)
+    step_tensors = network(name, width)
     # Groups are cut at products: one for each convolution and linear layer, and one for the data.
-    products = [op for op in account.operations if op.op in ("conv2d", "linear")]
-    assert len(account.groups) == 1 + len(products)
+    products = [op for op in step_tensors.operations if op.op in ("conv2d", "linear")]
+    assert len(step_tensors.groups) == 1 + len(products)
     # Two tensors for each operation's output, for the data and for each parameter; splits add theirs.
-    operations, splits = len(account.operations), sum(len(op.parts) for op in account.operations)
-    parameters = sum(len(op.parameters) for op in account.operations)
-    assert len(account.tensors) == 2 * (1 + operations + splits + parameters)
-    sizes = sorted((group.size for group in account.groups), reverse=True)
-    moves = moves_of("largest", account.groups, 1)
+    operations, splits = len(step_tensors.operations), sum(len(op.parts) for op in step_tensors.operations)
+    parameters = sum(len(op.parameters) for op in step_tensors.operations)
+    assert len(step_tensors.tensors) == 2 * (1 + operations + splits + parameters)
+    sizes = sorted((group.size for group in step_tensors.groups), reverse=True)
+    moves = order_moves("largest", step_tensors.groups, 1)
     for tenths in range(1, 10):
-        cut = cut_for_ratio(account, PAPER, moves, tenths / 10)
-        assert sum(sizes[:cut]) >= tenths / 10 * account.elements > sum(sizes[: cut - 1])
+        cut = count_moves_for_ratio(step_tensors, PAPER, moves, tenths / 10)
+        assert sum(sizes[:cut]) >= tenths / 10 * step_tensors.elements > sum(sizes[: cut - 1])
 
 
 def test_a_product_s_weight_lies_in_the_group_before_it_and_a_norm_s_in_its_own(network: Network) -> None:
-    account = network("resnet18")
-    at = {label: number for number, label in enumerate(starts(account))}
-    assert group_named(account, "conv1/conv2d.0:weight") == DATA
-    assert group_named(account, "layer1.0.conv1/conv2d.0:weight") == at["conv1/conv2d.0"]
-    assert group_named(account, "layer1.0.conv1/conv2d.0:activation") == at["layer1.0.conv1/conv2d.0"]
-    assert group_named(account, "layer1.0.bn1/batch_norm.0:weight(bias)") == at["layer1.0.conv1/conv2d.0"]
+    step_tensors = network("resnet18")
+    at = {label: number for number, label in enumerate(starts(step_tensors))}
+    assert group_named(step_tensors, "conv1/conv2d.0:weight") == DATA
+    assert group_named(step_tensors, "layer1.0.conv1/conv2d.0:weight") == at["conv1/conv2d.0"]
+    assert group_named(step_tensors, "layer1.0.conv1/conv2d.0:activation") == at["layer1.0.conv1/conv2d.0"]
+    assert group_named(step_tensors, "layer1.0.bn1/batch_norm.0:weight(bias)") == at["layer1.0.conv1/conv2d.0"]
     # A shortcut reads the block's input, whichever operations ran in between.
-    assert group_named(account, "layer2.0.shortcut.0/conv2d.0:weight") == at["layer1.1.conv2/conv2d.0"]
-    assert group_named(account, "layer2.0/add.0:activation") == at["layer2.0.shortcut.0/conv2d.0"]
-    assert group_named(account, "loss/log_softmax.0:grad_activation") == at["fc/linear.0"]
+    assert group_named(step_tensors, "layer2.0.shortcut.0/conv2d.0:weight") == at["layer1.1.conv2/conv2d.0"]
+    assert group_named(step_tensors, "layer2.0/add.0:activation") == at["layer2.0.shortcut.0/conv2d.0"]
+    assert group_named(step_tensors, "loss/log_softmax.0:grad_activation") == at["fc/linear.0"]
 
 
 def test_data_is_counted_with_its_gradient_and_a_loss_left_whole_is_one_operation() -> None:
     net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     batch = torch.randn(5, 4), torch.randint(2, (5,))
-    account = account_of(net, batch, F.cross_entropy)
-    data = [tensor for tensor in account.tensors if tensor.name == "input"]
+    step_tensors = count_tensors(net, batch, F.cross_entropy)
+    data = [tensor for tensor in step_tensors.tensors if tensor.name == "input"]
     assert [(tensor.role, tensor.elements, tensor.group) for tensor in data] == [
         ("activation", 20, DATA),
         ("grad_activation", 20, DATA),
     ]
-    whole = account_of(net, batch, F.cross_entropy, opens_loss=False)
-    assert len(account.tensors) == len(whole.tensors) + 2
+    whole = count_tensors(net, batch, F.cross_entropy, decompose_loss=False)
+    assert len(step_tensors.tensors) == len(whole.tensors) + 2
 
 
 def test_a_loss_that_cannot_be_opened_stays_whole() -> None:
     def smooth(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output, target, label_smoothing=0.1)
 
-    account = account_of(nn.Linear(4, 3), (torch.randn(5, 4), torch.randint(2, (5,))), smooth)
-    assert [op.op for op in account.operations] == ["linear", "cross_entropy"]
+    step_tensors = count_tensors(nn.Linear(4, 3), (torch.randn(5, 4), torch.randint(2, (5,))), smooth)
+    assert [op.op for op in step_tensors.operations] == ["linear", "cross_entropy"]
 
 
 def test_a_transformer_is_cut_at_its_linears_and_at_attention() -> None:
     target = load_target("gpt-tiny", shapes_only=True)
-    account = account_of(target.model, target.batch, target.loss)
-    assert starts(account)[:4] == [
+    step_tensors = count_tensors(target.model, target.batch, target.loss)
+    assert starts(step_tensors)[:4] == [
         "input",
         "blocks.0.attention.qkv/linear.0",
         "blocks.0.attention/scaled_dot_product_attention.0",
         "blocks.0.attention.out/linear.0",
     ]
     # The embedding is also the head's weight: it is low only if what feeds either is.
-    tied = next(unit for unit in account.units if ("head", "linear.0") in unit.places and unit.kind == "weight")
-    assert ("token_embedding", "embedding.0") in tied.places
-    assert tied.groups == {DATA, group_named(account, "norm/layer_norm.0:activation")}
+    tied = next(
+        unit for unit in step_tensors.units if ("head", "linear.0") in unit.operations and unit.kind == "weight"
+    )
+    assert ("token_embedding", "embedding.0") in tied.operations
+    assert tied.groups == {DATA, group_named(step_tensors, "norm/layer_norm.0:activation")}
 
 
 def test_all_steps_of_a_recurrent_layer_are_one_group() -> None:
@@ -138,16 +144,18 @@ def test_all_steps_of_a_recurrent_layer_are_one_group() -> None:
             out: Tensor = self.head(self.lstm(x)[0])
             return out
 
-    account = account_of(Recurrent(), torch.randn(6, 2, 4))
-    assert starts(account) == ["input", "lstm/linear.0", "lstm/linear.1", "head/linear.0"]
-    recurrent = next(unit for unit in account.units if unit.kind == "weight" and ("lstm", "linear.3") in unit.places)
+    step_tensors = count_tensors(Recurrent(), torch.randn(6, 2, 4))
+    assert starts(step_tensors) == ["input", "lstm/linear.0", "lstm/linear.1", "head/linear.0"]
+    recurrent = next(
+        unit for unit in step_tensors.units if unit.kind == "weight" and ("lstm", "linear.3") in unit.operations
+    )
     assert recurrent.groups == {2}
 
 
 def test_a_graph_network_is_cut_at_its_neighbour_sums() -> None:
     target = load_target("gcn", shapes_only=True)
-    account = account_of(target.model, target.batch, target.loss)
-    assert sum("sparse_matmul" in start for start in starts(account)) == 3
+    step_tensors = count_tensors(target.model, target.batch, target.loss)
+    assert sum("sparse_matmul" in start for start in starts(step_tensors)) == 3
 
 
 def test_what_one_name_means_has_one_precision() -> None:
@@ -160,12 +168,14 @@ def test_what_one_name_means_has_one_precision() -> None:
             y: Tensor = self.relu(self.two(self.relu(self.one(x))))
             return y
 
-    account = account_of(Shared(), torch.randn(3, 4))
-    relu = next(unit for unit in account.units if unit.places == (("relu", "relu.0"),) and unit.kind == "activation")
+    step_tensors = count_tensors(Shared(), torch.randn(3, 4))
+    relu = next(
+        unit for unit in step_tensors.units if unit.operations == (("relu", "relu.0"),) and unit.kind == "activation"
+    )
     assert relu.groups == {1, 2}
-    assert len([tensor for tensor in account.tensors if tensor.name == "relu/relu.0:activation"]) == 2
+    assert len([tensor for tensor in step_tensors.tensors if tensor.name == "relu/relu.0:activation"]) == 2
 
 
 def test_a_model_without_products_has_nothing_to_assign() -> None:
     with pytest.raises(PlanError, match="no product"):
-        account_of(nn.ReLU(), torch.randn(3))
+        count_tensors(nn.ReLU(), torch.randn(3))

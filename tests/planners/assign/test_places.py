@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bitplan
-from bitplan.planners.assign import AssignRequest, assignment, chosen_formats
+from bitplan.planners.assign import AssignRequest, choose_formats, make_assignment
 
 
 class Net(nn.Module):
@@ -143,8 +143,8 @@ def test_a_step_under_an_assignment_equals_the_one_by_hand(ratio: float, data_sc
         net.conv4.weight.mul_(data_scale)
     data, target = torch.randn(4, 3, 6, 6).double() * data_scale, torch.randint(5, (4,))
     requests = AssignRequest(ratio=ratio)
-    actual = assignment(net, (data, target), F.cross_entropy, requests, chosen_formats(requests))
-    assert [group.start.split("/")[0] for group in actual.account.groups] == [
+    actual = make_assignment(net, (data, target), F.cross_entropy, requests, choose_formats(requests))
+    assert [group.start.split("/")[0] for group in actual.step_tensors.groups] == [
         *("input", "conv1", "conv2", "conv3", "conv4", "fc")
     ]
     low = {number for number, level in enumerate(actual.group_levels or ()) if level}

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 import bitplan
 from bitplan.errors import PlanError
-from bitplan.planners.assign import AssignRequest, assignment, chosen_formats
-from bitplan.planners.assign.levels import Move, moves_by_damage
+from bitplan.planners.assign import AssignRequest, choose_formats, make_assignment
+from bitplan.planners.assign.levels import Move, order_moves_by_sensitivity
 
 
 def planted() -> tuple[nn.Sequential, tuple[torch.Tensor, torch.Tensor]]:
@@ -25,13 +25,13 @@ def planted() -> tuple[nn.Sequential, tuple[torch.Tensor, torch.Tensor]]:
 def test_the_group_that_overflows_goes_down_last() -> None:
     net, batch = planted()
     requests = AssignRequest(ratio=0.5, order="sensitivity")
-    result = assignment(net, batch, F.cross_entropy, requests, chosen_formats(requests))
+    result = make_assignment(net, batch, F.cross_entropy, requests, choose_formats(requests))
     starts = [row["start"] for row in result.rows()]
     # Its weights, which overflow as well, lie in the group before it.
     assert starts.index("0/linear.0") > starts.index("4/linear.0")
     assert starts.index("0/linear.0") >= 2
     # One exact pass and one for each group, on two batches.
-    assert result.story["probe"] == {"passes": 2 * (1 + len(starts)), "warm_steps": 0}
+    assert result.provenance["probe"] == {"passes": 2 * (1 + len(starts)), "warm_steps": 0}
 
 
 def test_the_model_and_the_generator_stay_as_they_are_and_it_repeats() -> None:
@@ -53,8 +53,8 @@ def test_the_model_and_the_generator_stay_as_they_are_and_it_repeats() -> None:
 
 
 def test_moves_wait_for_those_before_them_and_count_what_they_add() -> None:
-    damages = {Move(0, 1): 4.0, Move(0, 2): 4.5, Move(1, 1): 1.0, Move(1, 2): 9.0}
-    ordered = moves_by_damage(damages, dict.fromkeys(damages, 1.0))
+    sensitivities = {Move(0, 1): 4.0, Move(0, 2): 4.5, Move(1, 1): 1.0, Move(1, 2): 9.0}
+    ordered = order_moves_by_sensitivity(sensitivities, dict.fromkeys(sensitivities, 1.0))
     assert ordered == [Move(1, 1), Move(0, 1), Move(0, 2), Move(1, 2)]
 
 

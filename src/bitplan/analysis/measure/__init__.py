@@ -1,4 +1,4 @@
-"""Measuring: what number formats do to the products of a model in training."""
+"""Measurement: the error of number formats in the products of a model during training."""
 
 from bitplan.analysis.measure.candidate import DEFAULT_CANDIDATES, Candidate
 from bitplan.analysis.measure.measure import measure

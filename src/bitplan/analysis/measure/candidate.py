@@ -1,8 +1,8 @@
-"""Candidates: what both operands of a product might be rounded to.
+"""Candidates: pairs of formats for the two operands of a product.
 
-A product has a left and a right operand (Rasquinha & Tabak 2023, arXiv 2408.02897; the facts are in
-``docs/measure.md``): x and w in fprop, dy and w in dgrad, dy and x in wgrad. A candidate gives each side a format, both
-one granularity of scales, and a rounding, which may differ for the gradient.
+A product has a left and a right operand (Rasquinha & Tabak 2023, arXiv 2408.02897): x and w in fprop, dy and w in
+dgrad, dy and x in wgrad. A candidate has a format for each side, a granularity of scales for both, and a rounding,
+which may differ for the gradient.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from bitplan.plans import Plan
 from bitplan.plans.match import PASSES
 from bitplan.plans.spec import QuantizerSpec
 
-#: In a candidate's words: no scale at all.
+#: The option of a candidate's text for no scale.
 UNSCALED = "unscaled"
-#: Behind a rounding in a candidate's words: of the gradient alone.
-_OF_GRADIENT = "-dy"
+#: Suffix of a rounding that applies to the gradient only.
+_GRADIENT_SUFFIX = "-dy"
 
 _SCALES = ("tensor", "vector", "channel")
 
 
-class Tried(Hashable, Protocol):
-    """What can be tried on a product."""
+class FormatPair(Hashable, Protocol):
+    """The quantizers of both operands of a product, in each pass."""
 
     def specs(self, pass_: str) -> tuple[QuantizerSpec, QuantizerSpec]:
-        """What the left and the right operand of that pass get."""
+        """The quantizers of the left and the right operand in the pass."""
         ...
 
-    def is_of_its_own(self, pass_: str) -> bool:
-        """Whether there is anything to measure in that pass."""
+    def applies_to(self, pass_: str) -> bool:
+        """Whether there is anything to measure in the pass."""
         ...
 
 
@@ -51,10 +51,10 @@ class Candidate:
 
     left: str
     right: str
-    #: Which elements share a scale; a vector is one that the product sums over. None: nothing is scaled.
+    #: The elements that share a scale; a vector lies along the summed axis. None: no scale.
     scale: Granularity | None = "tensor"
     rounding: Rounding = "nearest"
-    #: Of dy, where it is the left operand; None: as the others.
+    #: The rounding of dy; None: as the other operands.
     gradient_rounding: Rounding | None = None
 
     def __post_init__(self) -> None:
@@ -74,10 +74,10 @@ class Candidate:
 
     @classmethod
     def of(cls, text: str | Candidate) -> Candidate:
-        """The candidate that a text describes.
+        """Parse the text of a candidate.
 
-        ``FORMAT[/FORMAT] [tensor|vector|channel|unscaled] [ROUNDING] [ROUNDING-dy]``: one format is both operands'; the
-        scale is the tensor's if not given, and a block format brings its own.
+        ``FORMAT[/FORMAT] [tensor|vector|channel|unscaled] [ROUNDING] [ROUNDING-dy]``: a single format is that of both
+        operands; the default scale is per tensor; block formats have their own scales.
         """
         if isinstance(text, Candidate):
             return text
@@ -86,48 +86,47 @@ class Candidate:
         scale: Granularity | None = "tensor"
         rounding: Rounding = "nearest"
         gradient: Rounding | None = None
-        known_options = (*_SCALES, UNSCALED, *ROUNDINGS, *(f"{each}{_OF_GRADIENT}" for each in ROUNDINGS))
-        for word in options:
-            if word in (*_SCALES, UNSCALED):
-                scale = next((each for each in get_args(Granularity) if each == word), None)
-            elif word.removesuffix(_OF_GRADIENT) in ROUNDINGS:
-                asked = next(each for each in ROUNDINGS if each == word.removesuffix(_OF_GRADIENT))
-                rounding, gradient = (rounding, asked) if word.endswith(_OF_GRADIENT) else (asked, gradient)
+        option_names = (*_SCALES, UNSCALED, *ROUNDINGS, *(f"{name}{_GRADIENT_SUFFIX}" for name in ROUNDINGS))
+        for option in options:
+            if option in (*_SCALES, UNSCALED):
+                scale = next((name for name in get_args(Granularity) if name == option), None)
+            elif option.removesuffix(_GRADIENT_SUFFIX) in ROUNDINGS:
+                named = next(name for name in ROUNDINGS if name == option.removesuffix(_GRADIENT_SUFFIX))
+                rounding, gradient = (rounding, named) if option.endswith(_GRADIENT_SUFFIX) else (named, gradient)
             else:
                 raise MetricError(
-                    f"a candidate such as {text!r} cannot say {word!r}; {nearest_names(word, known_options)}"
+                    f"the candidate {text!r} has an unknown option {option!r}; {nearest_names(option, option_names)}"
                 )
         return cls(left, right if slash else left, scale, rounding, gradient)
 
     def specs(self, pass_: str) -> tuple[QuantizerSpec, QuantizerSpec]:
-        """What the left and the right operand of that pass get."""
-        of_left = self.gradient_rounding if self.gradient_rounding and has_gradient(pass_) else self.rounding
-        return self._spec(self.left, of_left), self._spec(self.right, self.rounding)
+        """The quantizers of the left and the right operand in the pass."""
+        left_rounding = self.gradient_rounding if self.gradient_rounding and has_gradient(pass_) else self.rounding
+        return self._spec(self.left, left_rounding), self._spec(self.right, self.rounding)
 
     def _spec(self, name: str, rounding: Rounding) -> QuantizerSpec:
         scale = None if isinstance(get_format(name), BlockFormat) else self.scale
         return QuantizerSpec(name, scale=scale, rounding=rounding)
 
-    def is_of_its_own(self, pass_: str) -> bool:
-        """Whether it differs in that pass from the same candidate without a rounding for gradients."""
+    def applies_to(self, pass_: str) -> bool:
+        """Whether it differs in the pass from the same candidate without a rounding for gradients."""
         return self.gradient_rounding is None or has_gradient(pass_)
 
     def __str__(self) -> str:
         parts = [self.left if self.left == self.right else f"{self.left}/{self.right}"]
         parts += [self.scale or UNSCALED]
         parts += [] if self.rounding == "nearest" else [self.rounding]
-        parts += [] if self.gradient_rounding is None else [f"{self.gradient_rounding}{_OF_GRADIENT}"]
+        parts += [] if self.gradient_rounding is None else [f"{self.gradient_rounding}{_GRADIENT_SUFFIX}"]
         return " ".join(parts)
 
 
 def has_gradient(pass_: str) -> bool:
-    """Whether the left operand of that pass is the gradient dy."""
+    """Whether the left operand of the pass is the gradient dy."""
     return OPERAND_OF_SLOT[PASSES[pass_][0]].tensor == "dy"
 
 
-#: What is measured where nothing else is asked for: an integer and two floats of 8 bits and an integer of 4, with a
-#: scale for each tensor and for each vector; FP8 as it is mostly used, with the gradient in E5M2; floats against
-#: integer weights; and stochastic rounding of the gradient.
+#: Default candidates: INT8, both FP8 formats and INT4 with scales per tensor and per vector; FP8 with the gradient in
+#: E5M2, as it is mostly used; floats with integer weights; and stochastic rounding of the gradient.
 DEFAULT_CANDIDATES: tuple[Candidate, ...] = tuple(
     map(
         Candidate.of,
@@ -142,35 +141,34 @@ DEFAULT_CANDIDATES: tuple[Candidate, ...] = tuple(
 )
 
 
-def checked_candidates(candidates: Iterable[str | Candidate] | None) -> tuple[Candidate, ...]:
-    """Candidates, each once; the default set where none is given."""
+def check_candidates(candidates: Iterable[str | Candidate] | None) -> tuple[Candidate, ...]:
+    """The distinct candidates; the default set for None."""
     checked = DEFAULT_CANDIDATES if candidates is None else tuple(dict.fromkeys(map(Candidate.of, candidates)))
     if not checked:
         raise MetricError("name at least one candidate, such as 'e4m3 tensor' or 'int8 vector'.")
     return checked
 
 
-# --- The formats that a plan gives a product, as one more candidate
+# --- The formats of a plan as a candidate
 
 
-#: How rows call it.
+#: Its name in rows.
 PLANNED = "plan"
-#: What changes nothing.
-_AS_IT_IS = QuantizerSpec("fp32")
-#: The role whose quantizer an operand without one of its own has when it arrives.
+_UNROUNDED = QuantizerSpec("fp32")
+#: The role whose quantizer rounds an operand before it reaches the product.
 _ROLES = {"w": "weight", "dy": "grad_activation"}
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What a plan decides for the slots of one product; a weight or a gradient that is rounded before counts, too."""
+    """The quantizers that a plan gives the slots of a product, including those of the weight and of the gradient."""
 
-    #: Slot -> quantizer, of those that have one.
+    #: (slot, quantizer) of the slots that are rounded.
     slots: tuple[tuple[str, QuantizerSpec], ...]
 
     @classmethod
     def of(cls, plan: Plan, module: str, op: str, inside: str | None) -> Planned | None:
-        """None where the plan leaves the product alone. `op` carries its number."""
+        """The candidate for a numbered operation; None if the plan rounds none of its operands."""
         decision = decision_for(plan.decide, module, op, inside)
         specs = []
         for slot in (slot for pair in PASSES.values() for slot in pair):
@@ -185,9 +183,9 @@ class Planned:
     def specs(self, pass_: str) -> tuple[QuantizerSpec, QuantizerSpec]:
         spec_of = dict(self.slots)
         left, right = PASSES[pass_]
-        return spec_of.get(left, _AS_IT_IS), spec_of.get(right, _AS_IT_IS)
+        return spec_of.get(left, _UNROUNDED), spec_of.get(right, _UNROUNDED)
 
-    def is_of_its_own(self, pass_: str) -> bool:
+    def applies_to(self, pass_: str) -> bool:
         return any(slot in PASSES[pass_] for slot, _ in self.slots)
 
     def __str__(self) -> str:

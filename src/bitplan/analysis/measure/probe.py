@@ -1,48 +1,47 @@
-"""Looking at every product of a training step, forward and backward, while it runs on a copy of the model."""
+"""Measures every product of a training step, forward and backward, while it runs on a copy of the model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bitplan.analysis.measure.candidate import Planned, Tried
-from bitplan.analysis.measure.figures import group_figures, needs_whole
-from bitplan.analysis.measure.result import Row, row_of
+from bitplan.analysis.measure.candidate import FormatPair, Planned
+from bitplan.analysis.measure.pass_metrics import measure_products, needs_whole_operands
+from bitplan.analysis.measure.result import Row, make_row
 from bitplan.capture.decompositions import DECOMPOSITIONS
 from bitplan.capture.ops import FUSED, PRODUCTS
 from bitplan.capture.scopes import Interceptor, Scope, state_of
 from bitplan.compiler.torch_private import DisableTorchFunction
 from bitplan.errors import MetricError, QuantizeError
-from bitplan.gemm.layouts import layout_of
-from bitplan.gemm.matrices import Layout, SampledOperand
+from bitplan.gemm.layouts import Layout, SampledOperand, layout_of
+from bitplan.gemm.macs import RECURRENT
 from bitplan.gemm.sampling import Sampling
 from bitplan.numerics.wire_format import op_site, site_path
 from bitplan.plans import Plan
 
-#: Sampled values of one side that are measured at once: what a CPU's caches hold, or on a GPU what keeps it busy.
-_AT_ONCE = {True: 2**17, False: 2**21}
+#: Sampled values of an operand that are measured at once, by whether the device is a CPU: what fits into its caches, or
+#: enough to keep a GPU busy.
+_GROUP_VALUES = {True: 2**17, False: 2**21}
 
-_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-#: Operations that multiply, in a way that is not looked into.
+#: Products that are not measured -> why.
 _OTHER_PRODUCTS = {
     **dict.fromkeys(("sparse_matmul",), "one of its operands is sparse"),
     **dict.fromkeys(
-        ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), "a recurrent cell of its own is not opened"
+        ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), "single recurrent cells are not decomposed"
     ),
     **dict.fromkeys(("tensordot", "inner", "addbmm", "addmv", "bilinear"), "write it as matmul or einsum of two"),
 }
 
 
 class Probe(Interceptor):
-    """An interceptor that changes nothing, and measures every product it sees."""
+    """An interceptor that changes nothing and measures every product."""
 
     def __init__(
         self,
-        candidates: tuple[Tried, ...],
+        candidates: tuple[FormatPair, ...],
         sampling: Sampling,
         stage: str = "now",
         step: int = 0,
@@ -52,21 +51,21 @@ class Probe(Interceptor):
         self.sampling = sampling
         self.stage = stage
         self.step = step
-        #: Whose own formats are tried as well.
+        #: The plan whose formats are measured as another candidate.
         self.plan = plan
         self.rows: list[Row] = []
         self.skipped: dict[str, str] = {}
-        self._met: dict[str, _Product] = {}
-        #: Sampled passes by all that must be alike for them to be measured together.
-        self._waiting: dict[Any, list[tuple[_Product, tuple[SampledOperand, SampledOperand]]]] = {}
+        self._products: dict[str, _Product] = {}
+        #: Sampled passes, by the properties that passes measured together must share.
+        self._pending: dict[Any, list[tuple[_Product, tuple[SampledOperand, SampledOperand]]]] = {}
         self._recurrences = _Recurrences()
 
     def decomposition_of(self, scope: Scope, op: str) -> Callable[..., Any] | None:
-        """Fused operations are opened, for the products inside."""
+        """Fused operations are decomposed, to measure the products inside."""
         if op not in DECOMPOSITIONS or op not in FUSED:
             return None
 
-        def opened(*args: Any, **kwargs: Any) -> Any:
+        def decomposed(*args: Any, **kwargs: Any) -> Any:
             try:
                 return DECOMPOSITIONS[op](*args, **kwargs)
             except QuantizeError as error:  # packed sequences, projections
@@ -74,31 +73,33 @@ class Probe(Interceptor):
                 with DisableTorchFunction():
                     return getattr(torch, op)(*args, **kwargs)
 
-        return opened
+        return decomposed
 
     def on_operation(
         self, scope: Scope, op: str, index: int, kind: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         result = func(*args, **kwargs)
-        self.look(scope, op, index, args, kwargs, result)
+        self._measure_operation(scope, op, index, args, kwargs, result)
         return result
 
-    def look(self, scope: Scope, op: str, index: int, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        """Measure the operation if it is a product, and its gradients once they come."""
+    def _measure_operation(
+        self, scope: Scope, op: str, index: int, args: Any, kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """Measure the operation if it is a product, and its backward products when the gradient arrives."""
         label = site_path(state_of(scope.module).path, op_site(op, index))
         if op not in PRODUCTS:
             if op in _OTHER_PRODUCTS:
                 self.skipped.setdefault(label, _OTHER_PRODUCTS[op])
             return
-        if scope.inside in _RECURRENT:
-            first = self._recurrences.first_of(label, args)
-            if first is None:
+        if scope.inside in RECURRENT:
+            selected = self._recurrences.select(label, args)
+            if selected is None:
                 return
-            label = first
-        previous = self._met.get(label)
+            label = selected
+        previous = self._products.get(label)
         if previous is not None:
-            # A module's second call, or a checkpointed region made again: the first is what is looked at. Reentrant
-            # checkpointing has no gradients before the second time.
+            # Another call of the module, or recomputation of a checkpointed region: only the first call is measured.
+            # With reentrant checkpointing only the recomputed region has gradients.
             previous.follow(result)
             return
         if op == "einsum" and len(args) != 3:
@@ -116,50 +117,50 @@ class Probe(Interceptor):
         except MetricError as error:
             self.skipped.setdefault(label, str(error))
             return
-        self._met[label] = product = _Product(self, label, op, layout, x, w, scope.inside)
+        self._products[label] = product = _Product(self, label, op, layout, x, w, scope.inside)
         product.measure("fprop")
         product.follow(result)
 
-    def note(self, product: _Product, pass_: str) -> None:
-        with torch.no_grad(), _plain_functions():
+    def add_pass(self, product: _Product, pass_: str) -> None:
+        with torch.no_grad(), DisableTorchFunction():
             draw = self.sampling.draw(product.label, pass_, product.tensors["x"].device)
             pair = product.layout.operands(pass_, product.tensors, self.sampling, draw)
-            if needs_whole(pass_, product.candidates):
+            if needs_whole_operands(pass_, product.candidates):
                 self._measure(pass_, product.op, product.candidates, [(product, pair)])
                 return
-            light = pair[0].light(), pair[1].light()
-        kinds = [(operand.values.shape, operand.values.dtype, operand.values.device) for operand in light]
-        self._waiting.setdefault((pass_, product.candidates, *kinds), []).append((product, light))
+            sampled = pair[0].light(), pair[1].light()
+        properties = [(operand.values.shape, operand.values.dtype, operand.values.device) for operand in sampled]
+        self._pending.setdefault((pass_, product.candidates, *properties), []).append((product, sampled))
 
     def finish(self) -> None:
-        """Measure all that was sampled: products whose rows have the same shapes together."""
-        with torch.no_grad(), _plain_functions():
-            for (pass_, candidates, kind, *_), waiting in self._waiting.items():
-                most = max(1, _AT_ONCE[kind[2].type == "cpu"] // max(kind[0].numel(), 1))
-                for start in range(0, len(waiting), most):
-                    # No candidate that waits needs to know the operation.
-                    self._measure(pass_, "", candidates, waiting[start : start + most])
-        self._waiting = {}
+        """Measure all sampled passes, together where their rows have the same shapes."""
+        with torch.no_grad(), DisableTorchFunction():
+            for (pass_, candidates, (shape, _, device), _), pending in self._pending.items():
+                size = max(1, _GROUP_VALUES[device.type == "cpu"] // max(shape.numel(), 1))
+                for start in range(0, len(pending), size):
+                    # Candidates of sampled passes do not depend on the operation.
+                    self._measure(pass_, "", candidates, pending[start : start + size])
+        self._pending = {}
 
     def _measure(
         self,
         pass_: str,
         op: str,
-        candidates: tuple[Tried, ...],
+        candidates: tuple[FormatPair, ...],
         group: list[tuple[_Product, tuple[SampledOperand, SampledOperand]]],
     ) -> None:
-        found = group_figures(pass_, op, [pair for _, pair in group], candidates, self.sampling.seed)
-        for (product, _), (sums, figures) in zip(group, found, strict=True):
+        results = measure_products(pass_, op, [pair for _, pair in group], candidates, self.sampling.seed)
+        for (product, _), (reduction, metrics) in zip(group, results, strict=True):
             self.rows += [
-                row_of(product.label, pass_, sums, pass_figures, self.stage, self.step, product.inside)
-                for pass_figures in figures
+                make_row(product.label, pass_, reduction, pass_metrics, self.stage, self.step, product.inside)
+                for pass_metrics in metrics
             ]
 
 
 class _Recurrences:
-    """Of the products that a recurrent layer makes step by step, the one in the middle: the first sees but zeros.
+    """Selects the middle one of the products that a recurrent layer computes step by step: the first sees only zeros.
 
-    An opened layer multiplies its input by a weight for all steps at once, and then its state by another at each step.
+    A decomposed layer multiplies its input by a weight for all steps at once, and its state by another in each step.
     """
 
     def __init__(self) -> None:
@@ -167,8 +168,8 @@ class _Recurrences:
         self._first: dict[tuple[str, int], str] = {}
         self._count: dict[str, int] = {}
 
-    def first_of(self, label: str, args: Any) -> str | None:
-        """What the product is called if it is to be looked at, which is what its weight's first one was called."""
+    def select(self, label: str, args: Any) -> str | None:
+        """The label for the product if it is to be measured: that of the first product with its weight."""
         x, w = args[:2]
         if x.dim() == 3:
             self._steps = x.shape[0]
@@ -179,7 +180,7 @@ class _Recurrences:
 
 
 class _Product:
-    """One product between its forward and its backward pass."""
+    """A product between its forward and its backward pass."""
 
     def __init__(
         self, probe: Probe, label: str, op: str, layout: Layout, x: Tensor, w: Tensor, inside: str | None
@@ -193,17 +194,17 @@ class _Product:
         self.tensors = {"x": x.detach(), "w": w.detach()}
         self._is_followed = False
         module, _, numbered = label.rpartition("/")
-        own = None if probe.plan is None else Planned.of(probe.plan, module, numbered, inside)
-        self.candidates = probe.candidates if own is None else (*probe.candidates, own)
+        planned = None if probe.plan is None else Planned.of(probe.plan, module, numbered, inside)
+        self.candidates = probe.candidates if planned is None else (*probe.candidates, planned)
 
     def measure(self, pass_: str) -> None:
         try:
-            self.probe.note(self, pass_)
+            self.probe.add_pass(self, pass_)
         except MetricError as error:
             self.probe.skipped.setdefault(self.label, str(error))
 
     def follow(self, result: Any) -> None:
-        """Measure the backward products when the result's gradient comes."""
+        """Measure the backward products when the gradient of the result arrives."""
         if self._is_followed or not isinstance(result, Tensor) or not result.requires_grad:
             return
         self._is_followed = True
@@ -215,9 +216,3 @@ class _Product:
             if is_needed:
                 self.measure(pass_)
         self.tensors = {}
-
-
-@contextmanager
-def _plain_functions() -> Any:
-    with DisableTorchFunction():
-        yield

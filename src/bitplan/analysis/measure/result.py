@@ -1,4 +1,4 @@
-"""What a measurement found: rows of figures, which are written to a file and read back."""
+"""The result of a measurement: rows of metrics, with a JSON file format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bitplan.analysis.measure.candidate import PLANNED, Candidate
-from bitplan.analysis.measure.figures import OperandFigures, PassFigures, Sums
+from bitplan.analysis.measure.pass_metrics import OperandMetrics, PassMetrics, ReductionLength
 from bitplan.errors import MetricError
 from bitplan.files import json_text, write_whole
 from bitplan.plans.match import PASSES
@@ -26,33 +26,33 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate in one pass of one product at one stage of training."""
+    """The metrics of a candidate in a pass of a product at a stage of training."""
 
-    #: Module path, operation and its number there: ``layer1.0.conv1/conv2d.0``.
+    #: Module path and numbered operation: ``layer1.0.conv1/conv2d.0``.
     product: str
     #: fprop, dgrad or wgrad.
     pass_: str
     candidate: str
     stage: str
-    #: Steps that were made before.
+    #: Training steps before the measurement.
     step: int
-    #: Terms that were added up, terms there are, and terms that are not zero on average.
+    #: Sampled terms, all terms, and average number of nonzero terms of a sum.
     k: int
     length: int
     nonzero: float
-    #: Of the backward error of the sampled elements.
+    #: Backward error of the sampled elements.
     median: float
     mean: float
     p99: float
     #: Of the product, in decibels.
     sqnr: float
-    #: Of both operands' values together.
+    #: Of the values of both operands.
     underflow: float
     overflow: float
-    #: Either operand quantised alone.
-    left: OperandFigures
-    right: OperandFigures
-    #: The fused operation that the product lies in, such as ``scaled_dot_product_attention``.
+    #: With only one operand quantised.
+    left: OperandMetrics
+    right: OperandMetrics
+    #: The fused operation that contains the product, such as ``scaled_dot_product_attention``.
     inside: str | None = None
 
     @property
@@ -61,13 +61,12 @@ class Row:
 
     @property
     def level(self) -> float:
-        """The median error times the root of the terms that are not zero: fair between sums of different lengths."""
+        """The median error times the square root of the nonzero terms, comparable between reduction lengths."""
         return self.median * math.sqrt(max(self.nonzero, 1.0))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ``pass`` among them."""
-        content = asdict(self)
-        return {("pass" if key == "pass_" else key): value for key, value in content.items()}
+        """Plain values; ``pass_`` has the key ``pass``."""
+        return {("pass" if key == "pass_" else key): value for key, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Row:
@@ -75,33 +74,44 @@ class Row:
         values = {("pass_" if key == "pass" else key): value for key, value in content.items()}
         values = {key: value for key, value in values.items() if key in names}
         for side in ("left", "right"):
-            values[side] = OperandFigures(**_numbers(values[side], OperandFigures))
-        return cls(**_numbers(values, cls))
+            values[side] = OperandMetrics(**_parse_floats(values[side], OperandMetrics))
+        return cls(**_parse_floats(values, cls))
 
 
-def row_of(
-    product: str, pass_: str, sums: Sums, figures: PassFigures, stage: str, step: int, inside: str | None
+def make_row(
+    product: str,
+    pass_: str,
+    reduction: ReductionLength,
+    metrics: PassMetrics,
+    stage: str,
+    step: int,
+    inside: str | None,
 ) -> Row:
-    own = {name: getattr(figures, name) for name in ("median", "mean", "p99", "sqnr", "underflow", "overflow")}
+    names = ("median", "mean", "p99", "sqnr", "underflow", "overflow", "left", "right")
     return Row(
-        *(product, pass_, str(figures.candidate), stage, step, sums.k, sums.length, sums.nonzero),
-        **own,
-        left=figures.left,
-        right=figures.right,
+        product,
+        pass_,
+        str(metrics.candidate),
+        stage,
+        step,
+        reduction.k,
+        reduction.length,
+        reduction.nonzero,
+        **{name: getattr(metrics, name) for name in names},
         inside=inside,
     )
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """All rows, and what the measurement could not see."""
+    """All rows, and the products that were skipped."""
 
     rows: tuple[Row, ...]
-    #: Product -> why it is not among the rows.
+    #: Product -> why it has no rows.
     skipped: Mapping[str, str] = field(default_factory=dict)
-    #: What was measured, as it was named.
+    #: The name of the measured target.
     target: str | None = None
-    #: What makes such a measurement.
+    #: The command that repeats the measurement.
     command: str | None = None
 
     @property
@@ -123,7 +133,7 @@ class Measurement:
         return [row for row in self.rows if all(getattr(row, name) == value for name, value in criteria.items())]
 
     def table(self) -> Table[Row]:
-        """All rows, with their main columns; :meth:`to_dict` has every figure."""
+        """All rows with their main columns; :meth:`to_dict` has all metrics."""
         return Table(self.rows, _columns(len(self.stages) > 1), empty="no products were measured")
 
     def to_pandas(self) -> pandas.DataFrame:
@@ -137,7 +147,7 @@ class Measurement:
         return self.table()._repr_html_()
 
     def __add__(self, other: Measurement) -> Measurement:
-        """Both, as of one model at several stages."""
+        """The rows of both, such as several stages of a model."""
         return Measurement(
             (*self.rows, *other.rows), {**self.skipped, **other.skipped}, self.target, self.command or other.command
         )
@@ -172,7 +182,7 @@ class Measurement:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Measurement:
-        """A measurement's file."""
+        """Read a file that :meth:`save` has written."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
@@ -199,38 +209,38 @@ def _columns(has_stages: bool) -> dict[str, Callable[[Row], Any]]:
     return {name: value for name, value in columns.items() if has_stages or name != "stage"}
 
 
-def averaged(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Rows of several batches as one each: every figure is the mean of its batches'."""
-    gathered: dict[tuple[str, str, str, str], list[Row]] = {}
+def average_rows(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """Merge the rows of several batches; every metric is the mean over batches."""
+    groups: dict[tuple[str, str, str, str], list[Row]] = {}
     for row in rows:
-        gathered.setdefault((row.product, row.pass_, row.candidate, row.stage), []).append(row)
-    made = [group[0] if len(group) == 1 else _mean_row(group) for group in gathered.values()]
-    # By product in the order of the forward pass, rather than as gradients came back.
-    order = {name: number for number, name in enumerate(dict.fromkeys(row.product for row in made))}
+        groups.setdefault((row.product, row.pass_, row.candidate, row.stage), []).append(row)
+    merged = [group[0] if len(group) == 1 else _mean_row(group) for group in groups.values()]
+    # In the order of the forward pass, not of the gradients.
+    order = {name: number for number, name in enumerate(dict.fromkeys(row.product for row in merged))}
     passes = list(PASSES)
-    return tuple(sorted(made, key=lambda row: (order[row.product], passes.index(row.pass_))))
+    return tuple(sorted(merged, key=lambda row: (order[row.product], passes.index(row.pass_))))
 
 
 def _mean_row(group: Sequence[Row]) -> Row:
     def mean(values: Sequence[float]) -> float:
         return sum(values) / len(values)
 
-    def merged(of: Callable[[Row], Any]) -> dict[str, Any]:
-        first = of(group[0])
+    def average(select: Callable[[Row], Any]) -> dict[str, Any]:
+        first = select(group[0])
         return {
-            field.name: mean([getattr(of(row), field.name) for row in group])
+            field.name: mean([getattr(select(row), field.name) for row in group])
             if isinstance(getattr(first, field.name), float)
             else getattr(first, field.name)
             for field in fields(first)
         }
 
-    whole = merged(lambda row: row)
+    values = average(lambda row: row)
     for side in ("left", "right"):
-        whole[side] = OperandFigures(**merged(lambda row, side=side: getattr(row, side)))  # type: ignore[misc]
-    return Row(**whole)
+        values[side] = OperandMetrics(**average(lambda row, side=side: getattr(row, side)))  # type: ignore[misc]
+    return Row(**values)
 
 
-def _numbers(content: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    """JSON writes what is not finite as a text, which ``float`` reads back."""
+def _parse_floats(content: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """JSON has values that are not finite as text, which ``float`` parses."""
     floats = {field.name for field in fields(kind) if field.type == "float"}
     return {key: float(value) if key in floats else value for key, value in content.items()}

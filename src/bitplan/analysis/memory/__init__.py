@@ -1,7 +1,7 @@
-"""What a training step holds in memory: estimated without running it, and measured."""
+"""The memory of a training step: estimated without running it, and measured."""
 
-from bitplan.analysis.memory.estimate import estimate_memory, of_run
-from bitplan.analysis.memory.measure import kept_bytes, measure_memory
+from bitplan.analysis.memory.estimate import estimate_memory, estimate_run_memory
+from bitplan.analysis.memory.measure import measure_memory
 from bitplan.analysis.memory.step import Memory, RunMemory
 
-__all__ = ["Memory", "RunMemory", "estimate_memory", "kept_bytes", "measure_memory", "of_run"]
+__all__ = ["Memory", "RunMemory", "estimate_memory", "estimate_run_memory", "measure_memory"]

@@ -1,4 +1,4 @@
-"""What a training step will hold in memory, found on fake tensors: nothing is computed, nothing is allocated."""
+"""Estimates the memory of a training step on fake tensors: nothing is computed or allocated."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.fx import GraphModule
 
 from bitplan.analysis.memory.fakes import (
     Fakes,
-    held,
-    parts_of,
-    rounding_in_two_parts,
+    allocated_bytes,
+    components,
+    report_data_dependence,
+    round_two_chunks,
     storage_bytes,
-    told_of_missing_values,
 )
 from bitplan.analysis.memory.lifetimes import extra_bytes
 from bitplan.analysis.memory.measure import measure_memory
@@ -29,10 +29,10 @@ from bitplan.analysis.memory.step import (
     Phase,
     RunMemory,
     TrainingStep,
-    call_of,
     plan_for,
+    split_call,
 )
-from bitplan.analysis.memory.workspaces import KEPT, PASSING
+from bitplan.analysis.memory.workspaces import RETURNED_WORKSPACES, TEMPORARY_BYTES
 from bitplan.compiler import torch_private
 from bitplan.compiler.backends import compile_packed
 from bitplan.compiler.torch_private import FakeTensor, TorchDispatchMode, tree_leaves, unset_fake_temporarily
@@ -42,87 +42,87 @@ from bitplan.plans import Plan
 from bitplan.plans.execution import ExecutionOptions
 from bitplan.runtime.attach import Attachment, attach
 
-# --- A training step on fake tensors, with every piece of memory that it would take followed from birth to death
+# --- Tracking of storages on fake tensors
 
 
-class Walk:
-    """Sees every tensor that an operation returns, and when its memory is released.
+class MemoryTracker:
+    """Tracks the storages of the tensors that operations return, from allocation to release.
 
-    What kernels take for themselves is not seen, but for what :mod:`bitplan.analysis.memory.workspaces` knows.
+    Of kernel workspaces only those in :mod:`bitplan.analysis.memory.workspaces` are counted.
     """
 
     def __init__(self) -> None:
-        #: Bytes that live now, and the most that ever did.
+        #: Bytes that are allocated now, and their maximum.
         self.live = self.peak = 0
         self.notes: dict[Phase, int] = {}
         self._storages: dict[int, weakref.ref[Any]] = {}
-        self._is_watching = False
-        self._looks_away = False
+        self._is_tracking = False
+        self._is_paused = False
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """See all operations inside."""
-        self._is_watching = True
+    def track(self) -> Iterator[None]:
+        """Track all operations inside."""
+        self._is_tracking = True
         self._mode = _Mode(self)
         try:
             with self._mode:
                 yield
         finally:
-            self._is_watching = False
+            self._is_tracking = False
 
     def note(self, phase: Phase) -> None:
-        """Note how much lives now; the last note of a phase counts."""
+        """Record the allocated bytes; the last record of a phase counts."""
         self.notes[phase] = self.live
 
-    def hold(self, size: int) -> None:
-        """Count so many bytes that live all the time."""
+    def add_permanent(self, size: int) -> None:
+        """Count bytes that stay allocated."""
         self.live += size
         self.peak = max(self.peak, self.live)
 
-    def allow(self, extra: int) -> None:
-        """Count so many bytes that live for a moment beside what lives now."""
-        if self._is_watching and not self._looks_away:
+    def add_temporary(self, extra: int) -> None:
+        """Count bytes that are allocated for a moment in addition to the current ones."""
+        if self._is_tracking and not self._is_paused:
             self.peak = max(self.peak, self.live + extra)
 
-    def see(self, values: Iterable[object]) -> None:
-        """Count the memory beneath the tensors among these values as alive, until it is released."""
-        if not self._is_watching or self._looks_away:
+    def add_tensors(self, values: Iterable[object]) -> None:
+        """Count the storages of the tensors among these values until they are released."""
+        if not self._is_tracking or self._is_paused:
             return
         for value in values:
-            # What a fake sparse tensor holds is not known: that of a batch is held from the start.
+            # The size of a fake sparse tensor is unknown; those of the batch are counted at the start.
             if isinstance(value, Tensor) and value.layout == torch.strided:
-                for part in parts_of(value):
-                    self._see(part.untyped_storage(), part.device)
+                for part in components(value):
+                    self._add_storage(part.untyped_storage(), part.device)
 
-    def _see(self, storage: torch.UntypedStorage, device: torch.device) -> None:
+    def _add_storage(self, storage: torch.UntypedStorage, device: torch.device) -> None:
         key = storage._cdata
         if key in self._storages:
             return
-        size = held(storage.nbytes(), device)
-        self._storages[key] = weakref.ref(storage, self._end_of(key, size))
-        self.hold(size)
+        size = allocated_bytes(storage.nbytes(), device)
+        self._storages[key] = weakref.ref(storage, self._on_release(key, size))
+        self.add_permanent(size)
 
-    def _end_of(self, key: int, size: int) -> Callable[[Any], None]:
-        def end(_: Any) -> None:
+    def _on_release(self, key: int, size: int) -> Callable[[Any], None]:
+        def release(_: Any) -> None:
             del self._storages[key]
             self.live -= size
 
-        return end
+        return release
 
     @contextmanager
-    def looking_away(self, extra: int) -> Iterator[None]:
-        """While something is at work whose own memory is known: `extra` bytes at most beyond what lives."""
-        self.allow(extra)
-        self._looks_away = True
+    def pause(self, extra: int) -> Iterator[None]:
+        """Do not track inside: at most `extra` bytes are allocated in addition to the current ones."""
+        self.add_temporary(extra)
+        self._is_paused = True
         try:
             yield
         finally:
-            self._looks_away = False
+            self._is_paused = False
 
     @contextmanager
-    def without_mode(self) -> Iterator[None]:
-        """While compiled code is called: torch.compile gives up, for good, on code that a dispatch mode watches."""
-        if not self._is_watching:
+    def leave_mode(self) -> Iterator[None]:
+        """Leave the dispatch mode for a call of compiled code: under a mode, torch.compile gives up on it for good."""
+        if not self._is_tracking:
             yield
             return
         self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -133,78 +133,78 @@ class Walk:
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What shows a walk the operations."""
+    """Passes the results of all operations to a tracker."""
 
-    def __init__(self, walk: Walk) -> None:
+    def __init__(self, tracker: MemoryTracker) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.walk = walk
+        self.tracker = tracker
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in KEPT:
-            result = KEPT[func](result, *args, **(kwargs or {}))
-        self.walk.see(tree_leaves(result))
-        if func in PASSING:
-            self.walk.allow(PASSING[func](result, *args, **(kwargs or {})))
+        if func in RETURNED_WORKSPACES:
+            result = RETURNED_WORKSPACES[func](result, *args, **(kwargs or {}))
+        self.tracker.add_tensors(tree_leaves(result))
+        if func in TEMPORARY_BYTES:
+            self.tracker.add_temporary(TEMPORARY_BYTES[func](result, *args, **(kwargs or {})))
         return result
 
 
-# --- Compiled models on fake tensors: what is kept is what the partitioned graph says
+# --- Compiled models on fake tensors: saved tensors are those of the partitioned graph
 
 
-def compiled_on_fakes(model: nn.Module, run: Attachment | None, walk: Walk) -> Callable[..., Any]:
-    """The model, compiled but for its kernels; it tells `walk` what its kernels would need."""
+def compile_on_fakes(model: nn.Module, run: Attachment | None, tracker: MemoryTracker) -> Callable[..., Any]:
+    """Compile the model without its kernels; `tracker` gets the memory that the kernels would need."""
 
-    @wraps(compile_packed)  # by whose name a packed model knows that its graphs are in the right hands
+    @wraps(compile_packed)  # packed execution recognizes its backend by this name
     def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> Any:
         partitioner = None if run is None else run.partitioner()
         settings = None if partitioner is None else {"custom_partitioner_fn": partitioner}
         return torch_private.compile_fx(
-            graph, list(example_inputs), inner_compile=_last_stage(walk), config_patches=settings
+            graph, list(example_inputs), inner_compile=_make_inner_compile(tracker), config_patches=settings
         )
 
     forward = torch.compile(model, backend=backend, fullgraph=True)
 
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            with raise_recompile_limit(), walk.without_mode():
+            with raise_recompile_limit(), tracker.leave_mode():
                 return forward(*args, **kwargs)
         except torch_private.Unsupported as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise MemoryEstimateError(
-                f"the model does not compile into one graph ({reason}), from which its memory is read: estimate it "
+                f"the model does not compile into one graph ({reason}), which the estimate needs: estimate it "
                 f"uncompiled, or measure."
             ) from error
 
-    return called
+    return call
 
 
-def _last_stage(walk: Walk) -> Callable[..., Any]:
-    def last_stage(graph: GraphModule, example_inputs: Sequence[Any], **settings: Any) -> Callable[..., Any]:
+def _make_inner_compile(tracker: MemoryTracker) -> Callable[..., Any]:
+    def inner_compile(graph: GraphModule, example_inputs: Sequence[Any], **settings: Any) -> Callable[..., Any]:
         extra = extra_bytes(graph, releases_inputs=bool(settings.get("is_backward")))
 
-        def on_fakes(inputs: list[Any]) -> Any:
+        def run_on_fakes(inputs: list[Any]) -> Any:
             arguments = list(inputs)
-            inputs.clear()  # the caller's list is what keeps the tensors of a backward pass
-            with walk.looking_away(extra):
+            inputs.clear()  # the caller's list keeps the saved tensors of a backward pass alive
+            with tracker.pause(extra):
                 outputs = graph(*arguments)
-            walk.see(tree_leaves(outputs))
+            tracker.add_tensors(tree_leaves(outputs))
             return outputs
 
-        on_fakes._boxed_call = True  # type: ignore[attr-defined]
-        return on_fakes
+        run_on_fakes._boxed_call = True  # type: ignore[attr-defined]
+        return run_on_fakes
 
-    return last_stage
+    return inner_compile
 
 
-#: The first step makes the optimizer's state, the second has it from its start.
+#: The first step creates the optimizer state; the second starts with it.
 _STEPS = 2
 
-#: Bytes for every value of a parameter that torchao's compiled step takes while it is at work on it, as the allocator
-#: counts them on a CPU with torch 2.13: for int8 and int4 the search in the lookup table leaves codes of 64 bits.
-_TAKEN_BY_STEP = {"int8": 8.0, "int4": 26.0, "e4m3": 8 / 256}
+#: Temporary bytes per element of a parameter in torchao's compiled optimizer step, measured by the allocator on a CPU
+#: with torch 2.13. For int8 and int4 the search in the lookup table produces 64-bit codes.
+_OPTIMIZER_STEP_BYTES = {"int8": 8.0, "int4": 26.0, "e4m3": 8 / 256}
 
 
 def estimate_memory(
@@ -219,50 +219,49 @@ def estimate_memory(
     autocast: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Memory:
-    """The bytes of a training step of `model` on `batch`, without running it.
+    """Estimate the bytes of a training step of `model` on `batch` without running it.
 
-    A copy of the model makes two steps on fake tensors, with the plan attached as it would be; each piece of memory is
-    followed from the operation that makes it until nothing holds it any more. So a model that does not fit can be
-    asked, also one made on the ``meta`` device. Compiled, what is kept for the backward pass is read from the
-    partitioned graph, and the peak is an estimate.
+    A copy of the model runs two steps on fake tensors with the plan attached. Each storage is tracked from allocation
+    to release. The model may be larger than the memory, or on the ``meta`` device. For compiled models the saved
+    tensors are those of the partitioned graph, and the peak is less exact.
 
-    :param batch: what the model takes, or (inputs, target) where the loss wants both.
+    :param batch: the model's input, or (inputs, target) for a loss that takes a target.
     :param optimizer: ``"sgd"`` (with momentum), ``"adamw"``, ``"none"``, or a function that makes one for the model; by
-        default SGD, and AdamW where the plan says what optimizer state is kept in.
-    :param execution: as :func:`bitplan.attach` takes it; by default that of the plan.
-    :param autocast: the type that autocast computes in; None is without autocast.
-    :param device: where the step is to run; by default where the model is.
+        default SGD, or AdamW if the plan has a rule for optimizer state.
+    :param execution: as in :func:`bitplan.attach`; by default that of the plan.
+    :param autocast: the dtype of autocast; None: no autocast.
+    :param device: the device of the step; by default that of the model.
     """
     fakes = Fakes(None if device is None else torch.device(device))
-    twin = fakes.model(model)
-    args, kwargs, expected = fakes.all(call_of(batch, loss))
+    replica = fakes.model(model)
+    args, kwargs, expected = fakes.all(split_call(batch, loss))
     sparse = storage_bytes(leaf for leaf in tree_leaves(batch) if _is_sparse(leaf))
-    walk = Walk()
+    tracker = MemoryTracker()
     run: Attachment | None = None
-    with told_of_missing_values(), rounding_in_two_parts(), fakes.mode, ExitStack() as at_the_end:
+    with report_data_dependence(), round_two_chunks(), fakes.mode, ExitStack() as stack:
         if (planned := plan_for(plan, optimizer)) is not None:
             inputs = fakes.inputs(args, kwargs)
             with unset_fake_temporarily():
-                run = at_the_end.enter_context(attach(twin, planned, example=inputs, execution=execution))
-        forward: Callable[..., Any] | None = compiled_on_fakes(twin, run, walk) if compile else None
+                run = stack.enter_context(attach(replica, planned, example=inputs, execution=execution))
+        forward: Callable[..., Any] | None = compile_on_fakes(replica, run, tracker) if compile else None
         planned_loss = loss
         if loss is not None and run is not None:
             with unset_fake_temporarily():
                 planned_loss = run.loss(loss)
-        step = TrainingStep(twin, (args, kwargs, expected), planned_loss, optimizer, run, forward, autocast)
+        step = TrainingStep(replica, (args, kwargs, expected), planned_loss, optimizer, run, forward, autocast)
         step.around_run = unset_fake_temporarily
         if step.compiles_optimizer():
-            step.around_optimizer = lambda: _uncompiled(step, walk)
+            step.around_optimizer = lambda: _run_optimizer_uncompiled(step, tracker)
         if compile:
-            step(lambda phase: None)  # compiles, which is not to be watched
-        with walk.watching():
-            walk.see([*step.weights(), *step.batch(), *_parts(step.optimizer_state())])
-            walk.hold(sparse)
+            step(lambda phase: None)  # compiles, which is not tracked
+        with tracker.track():
+            tracker.add_tensors([*step.weights(), *step.batch(), *_parts(step.optimizer_state())])
+            tracker.add_permanent(sparse)
             gradients = 0
 
             def note(phase: Any) -> None:
                 nonlocal gradients
-                walk.note(phase)
+                tracker.note(phase)
                 if phase == "backward":
                     gradients = storage_bytes(step.gradients())
 
@@ -271,52 +270,52 @@ def estimate_memory(
         return Memory.of(
             weights=storage_bytes(step.weights()),
             gradients=gradients,
-            activations=walk.notes["forward"] - walk.notes["start"],
+            activations=tracker.notes["forward"] - tracker.notes["start"],
             optimizer=storage_bytes(step.optimizer_state()),
-            peak=walk.peak,
+            peak=tracker.peak,
         )
 
 
 @contextmanager
-def _uncompiled(step: TrainingStep, walk: Walk) -> Iterator[None]:
-    """While an optimizer steps that compiles itself, which fake tensors cannot go through: uncompiled, its operations
-    take far more, and what the compiled ones take is known.
+def _run_optimizer_uncompiled(step: TrainingStep, tracker: MemoryTracker) -> Iterator[None]:
+    """Run an optimizer that compiles its step, which does not work on fake tensors, uncompiled. Its operations then
+    take far more memory; that of the compiled step is known.
     """
     assert step.run is not None
     assert step.run.plan.optimizer_rule is not None
     largest = max((parameter.numel() for parameter in step.model.parameters() if parameter.requires_grad), default=0)
-    extra = int(largest * _TAKEN_BY_STEP[step.run.plan.optimizer_rule.state])
-    with torch.compiler.set_stance("force_eager"), walk.looking_away(extra):
+    extra = int(largest * _OPTIMIZER_STEP_BYTES[step.run.plan.optimizer_rule.state])
+    with torch.compiler.set_stance("force_eager"), tracker.pause(extra):
         yield
-    walk.see(_parts(step.optimizer_state()))
+    tracker.add_tensors(_parts(step.optimizer_state()))
 
 
 def _parts(tensors: list[Tensor]) -> list[Tensor]:
-    return [part for tensor in tensors for part in parts_of(tensor)]
+    return [part for tensor in tensors for part in components(tensor)]
 
 
 def _is_sparse(value: object) -> bool:
     return isinstance(value, Tensor) and value.layout != torch.strided and not isinstance(value, FakeTensor)
 
 
-# --- The memory of a plan at work
+# --- The memory of an attached model
 
 
-def of_run(
+def estimate_run_memory(
     run: Attachment,
     batch: Any = None,
     loss: Loss | None = None,
     optimizer: OptimizerChoice = "default",
     compile: bool = False,
 ) -> RunMemory:
-    """The memory of a training step with the plan attached as it is.
+    """The memory of a training step with the attached plan.
 
-    Estimated from the shapes of `batch`, or of the first batch that the attachment has seen. Measured where a batch is
-    given, on a copy of the model, so that the run goes on as if nothing had been asked; else None.
+    Estimated from the shapes of `batch`, or of the first batch of the run. With a `batch` it is also measured, on a
+    copy of the model.
     """
     example = run._cost_tracker.inputs if batch is None else batch
     if example is None:
-        raise MemoryEstimateError("bitplan has not seen a batch yet: give one, or run the model once uncompiled.")
-    rest: tuple[Any, ...] = (loss, optimizer, run.plan, run.execution, compile)
-    measured = None if batch is None else measure_memory(run.model, batch, *rest)
-    return RunMemory(estimate_memory(run.model, example, *rest), measured)
+        raise MemoryEstimateError("bitplan has not recorded a batch yet: give one, or run the model once uncompiled.")
+    options = (loss, optimizer, run.plan, run.execution, compile)
+    measured = None if batch is None else measure_memory(run.model, batch, *options)
+    return RunMemory(estimate_memory(run.model, example, *options), measured)

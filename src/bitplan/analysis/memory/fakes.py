@@ -1,7 +1,6 @@
-"""A model and its batch without their data: copies on fake tensors, which have a shape, a type and a device only.
+"""Copies of a model and its batch on fake tensors, which have a shape, a dtype and a device but no data.
 
-A model that is larger than the memory of this machine can be copied so, and one that was made on the ``meta`` device
-becomes one on a real device.
+The model may be larger than the memory. A model on the ``meta`` device gets a real device.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ from bitplan.errors import MemoryEstimateError
 from bitplan.numerics import chunks
 from bitplan.runtime.module_state import remove_buffers
 
-# --- How many bytes tensors hold, each piece of memory counted once
+# --- Bytes of tensors, each storage counted once
 
 
-#: CUDA's caching allocator hands out multiples of this.
-_CUDA_GRAIN = 512
+#: CUDA's caching allocator rounds sizes up to a multiple of this.
+_CUDA_ALIGNMENT = 512
 
 
-def held(count: int, device: torch.device) -> int:
-    """The bytes that the device's allocator takes for a request of `count`."""
-    return -(-count // _CUDA_GRAIN) * _CUDA_GRAIN if device.type == "cuda" else count
+def allocated_bytes(count: int, device: torch.device) -> int:
+    """The bytes that the device's allocator uses for a request of `count`."""
+    return -(-count // _CUDA_ALIGNMENT) * _CUDA_ALIGNMENT if device.type == "cuda" else count
 
 
-def parts_of(tensor: Tensor) -> list[Tensor]:
-    """The tensors with memory of their own that make up `tensor`: itself, a sparse one's values and places, or what a
-    subclass such as a quantized optimizer state holds.
+def components(tensor: Tensor) -> list[Tensor]:
+    """The tensors with storages that make up `tensor`: itself, the values and indices of a sparse tensor, or the inner
+    tensors of a subclass such as a quantized optimizer state.
     """
-    made_of: Any = tensor
-    if is_traceable_wrapper_subclass(made_of):
-        return [part for name in made_of.__tensor_flatten__()[0] for part in parts_of(getattr(made_of, name))]
+    wrapper: Any = tensor
+    if is_traceable_wrapper_subclass(wrapper):
+        return [part for name in wrapper.__tensor_flatten__()[0] for part in components(getattr(wrapper, name))]
     if tensor.layout == torch.strided:
         return [tensor]
     if tensor.layout == torch.sparse_coo:
@@ -60,115 +59,115 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of all the memory that lies beneath the tensors."""
+    """Bytes of the storages of the tensors."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
-        for part in parts_of(tensor):
+        for part in components(tensor):
             storage = part.untyped_storage()
-            sizes[storage._cdata] = held(storage.nbytes(), part.device)
+            sizes[storage._cdata] = allocated_bytes(storage.nbytes(), part.device)
     return sum(sizes.values())
 
 
 class Fakes:
-    """One world of fake tensors, on one device."""
+    """Makes fake copies of tensors and models, in one fake mode and on one device."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         """
-        :param device: where all tensors are to be; by default where they are, and the CPU for those on ``meta``.
+        :param device: the device of all copies; by default that of the original, and the CPU for ``meta``.
         """
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.device = device
-        #: id of a tensor -> the tensor, which keeps its id taken, and its twin: a tensor that is given twice is one.
-        self._twins: dict[int, tuple[Tensor, Tensor]] = {}
+        #: id of a tensor -> the tensor, which keeps its id in use, and its only copy.
+        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}
 
     def tensor(self, real: Tensor) -> Tensor:
-        """A twin without data."""
-        if id(real) not in self._twins:
-            self._twins[id(real)] = real, self._twin_of(real)
-        return self._twins[id(real)][1]
+        """The fake copy of a tensor."""
+        if id(real) not in self._fakes:
+            self._fakes[id(real)] = real, self._make_fake(real)
+        return self._fakes[id(real)][1]
 
-    def _twin_of(self, real: Tensor) -> Tensor:
+    def _make_fake(self, real: Tensor) -> Tensor:
         device = self.device or (torch.device("cpu") if real.is_meta else real.device)
         if real.layout != torch.strided:
-            return self._sparse_twin_of(real)
+            return self._make_sparse_fake(real)
         with self.mode:
-            twin = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
+            replica = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
         if isinstance(real, nn.Parameter):
-            return nn.Parameter(twin, real.requires_grad)
-        return twin.requires_grad_(real.requires_grad)
+            return nn.Parameter(replica, real.requires_grad)
+        return replica.requires_grad_(real.requires_grad)
 
-    def _sparse_twin_of(self, real: Tensor) -> Tensor:
+    def _make_sparse_fake(self, real: Tensor) -> Tensor:
         if not isinstance(real, FakeTensor):
             return self.mode.from_tensor(real.detach())
-        with self.mode:  # one of another world, which has forgotten how many values it holds
-            places = torch.empty((real.dim(), 0), dtype=torch.int64, device=real.device)
+        with self.mode:  # from another fake mode, so the number of its values is unknown
+            indices = torch.empty((real.dim(), 0), dtype=torch.int64, device=real.device)
             values = torch.empty(0, dtype=real.dtype, device=real.device)
-            return torch.sparse_coo_tensor(places, values, real.shape)
+            return torch.sparse_coo_tensor(indices, values, real.shape)
 
     def all(self, real: Any) -> Any:
-        """Twins of the tensors in whatever structure they lie."""
+        """Fake copies of the tensors in a nested structure."""
         return tree_map_only(Tensor, self.tensor, real)
 
     def inputs(self, args: Any, kwargs: dict[str, Any]) -> FakeInputs:
-        """The arguments of a model's call, in this world."""
+        """Fake copies of the arguments of a model's call."""
         inputs = FakeInputs(self.all(args), self.all(kwargs))
         inputs.faker.mode = self.mode
         return inputs
 
     def model(self, real: nn.Module) -> nn.Module:
-        """A plain copy on fake tensors."""
-        twins = {id(tensor): self.tensor(tensor) for tensor in (*real.parameters(), *real.buffers())}
-        return plain_copy(real, twins)  # what deepcopy is told of it does not copy
+        """A copy of a model, without its plan, on fake tensors."""
+        fakes = {id(tensor): self.tensor(tensor) for tensor in (*real.parameters(), *real.buffers())}
+        return copy_without_plan(real, fakes)  # deepcopy does not copy what is in its memo
 
 
-def plain_copy(model: nn.Module, known: dict[int, Any] | None = None) -> nn.Module:
-    """A deep copy without gradients, and without the plan that may be at work on the model."""
+def copy_without_plan(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy without gradients and without an attached plan."""
     try:
-        twin = copy.deepcopy(unwrapped(model), known)
+        replica = copy.deepcopy(unwrapped(model), memo)
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise MemoryEstimateError(
-            f"the model cannot be copied ({reason}), and its memory is estimated and measured on a copy: let its "
-            f"attributes be such that copy.deepcopy(model) works."
+            f"the model cannot be copied ({reason}), and its memory is estimated and measured on a copy: make "
+            f"copy.deepcopy(model) work."
         ) from error
-    for module in twin.modules():
+    for module in replica.modules():
         if is_planned(module):
             uninstall([("", module)])
             remove_buffers(module)
-    for parameter in twin.parameters():
+    for parameter in replica.parameters():
         parameter.grad = None
-    return twin
+    return replica
 
 
 @contextmanager
-def rounding_in_two_parts() -> Iterator[None]:
-    """Rounding goes through a large tensor part by part: often hundreds of parts, each with its own small memory.
+def round_two_chunks() -> Iterator[None]:
+    """Round only the first two chunks of large fake tensors, which have no values.
 
-    Of a fake tensor, which has no values to be rounded, two parts do: all others take and give back the same memory.
+    Large tensors have hundreds of chunks, all of which allocate and release the same memory.
     """
-    whole = chunks.chunks_of
+    chunks_of = chunks.chunks_of
 
-    def first_parts(x: Tensor) -> tuple[Tensor, ...]:
+    def first_chunks(x: Tensor) -> tuple[Tensor, ...]:
         size = chunks.chunk_size_of(x)
         if not isinstance(x, FakeTensor) or x.numel() <= size:
-            return whole(x)
+            return chunks_of(x)
         return torch.split(chunks.in_memory_order(x).view(-1)[: 2 * size], size)
 
-    chunks.chunks_of = first_parts
+    chunks.chunks_of = first_chunks
     try:
         yield
     finally:
-        chunks.chunks_of = whole
+        chunks.chunks_of = chunks_of
 
 
 @contextmanager
-def told_of_missing_values() -> Iterator[None]:
-    """What cannot be done without data, in a sentence."""
+def report_data_dependence() -> Iterator[None]:
+    """Report operations that need data as one sentence."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
-        what = getattr(error, "func", None) or error
+        operation = getattr(error, "func", None) or error
         raise MemoryEstimateError(
-            f"the step looks into its tensors ({what}), and the estimate runs it on shapes without values: do that "
-            f"part before the model is called, or measure instead."
+            f"the step depends on the values of its tensors ({operation}), and the estimate has only shapes: move that "
+            f"part out of the model, or measure instead."
         ) from error

@@ -1,4 +1,4 @@
-"""Whether a step will fit, and with what plan: answered without running the model."""
+"""Whether a training step fits into memory, and with which plan, without running the model."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from bitplan.analysis.memory.estimate import estimate_memory
 from bitplan.analysis.memory.step import Memory, OptimizerChoice
 from bitplan.analysis.targets import Target
 
-#: What is tried where no plan is named: the plainest first, and each keeps fewer bits than the one before.
+#: Plans that are tried if none is named, with fewer bits from one to the next.
 LADDER: tuple[str | None, ...] = (None, "bf16-all", "fp8-all", "int4-all", "int2-all")
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One way to train, with what it would hold."""
+class PlanEstimate:
+    """The estimated memory of a step under a plan."""
 
-    #: What the user called the plan; None is without one.
+    #: The name of the plan; None: no plan.
     plan: str | None
     execution: str
     estimated: Memory
-    #: Whether the peak lies within the budget; None where there is no budget.
+    #: Whether the peak is within the budget; None without a budget.
     fits: bool | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -39,7 +39,7 @@ class Choice:
         }
 
 
-def choices(
+def estimate_plans(
     target: Target,
     plans: Iterable[str | None],
     execution: str,
@@ -49,20 +49,26 @@ def choices(
     compile: bool = False,
     autocast: torch.dtype | None = None,
     device: torch.device | None = None,
-) -> Iterator[Choice]:
-    """What each plan would hold, one after the other."""
+) -> Iterator[PlanEstimate]:
+    """Estimate the memory under each plan."""
     for plan in plans:
-        how = "emulate" if plan is None else execution
+        plan_execution = "emulate" if plan is None else execution
         estimated = estimate_memory(
-            *(target.model, target.batch, target.loss, optimizer, plan, how, compile),
+            target.model,
+            target.batch,
+            target.loss,
+            optimizer,
+            plan,
+            plan_execution,
+            compile,
             autocast=autocast,
             device=device,
         )
-        yield Choice(plan, how, estimated, None if budget is None else estimated.peak <= budget)
+        yield PlanEstimate(plan, plan_execution, estimated, None if budget is None else estimated.peak <= budget)
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that are free on a device; None where the system does not tell."""
+    """Free bytes of a device; None if the system does not report them."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:

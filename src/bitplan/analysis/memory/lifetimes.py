@@ -1,9 +1,9 @@
-"""How much memory a compiled graph needs beyond what lives when it starts: an estimate.
+"""Estimates the memory that a compiled graph needs beyond that at its start.
 
-Inductor fuses elementwise operations and reductions into kernels, and what stays inside a kernel takes no memory. So
-only these are counted: what a kernel of a library (a product, a convolution, attention) takes and makes, the results of
-reductions, and what the graph returns. An elementwise kernel whose result is as large as an operand that nobody needs
-any more writes in its place, as Inductor's do.
+Inductor fuses elementwise operations and reductions into kernels, and values inside a kernel take no memory. So only
+these are counted: inputs and outputs of library kernels (products, convolutions, attention), results of reductions, and
+outputs of the graph. As in Inductor, an elementwise kernel reuses the memory of an operand of the same size whose last
+use it is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bitplan.compiler.torch_private import tree_leaves
 _REDUCTIONS = frozenset(
     "sum mean amax amin max min prod var std var_mean std_mean argmax argmin any all logsumexp cumsum".split()  # noqa: SIM905
 )
-#: Elementwise for Inductor, though torch does not mark them so.
+#: Operations that Inductor fuses, though they have no pointwise tag.
 _ELEMENTWISE = frozenset(
     """
     convert_element_type _to_copy to clone copy copy_ full full_like empty zeros ones zeros_like ones_like arange iota
@@ -32,23 +32,23 @@ _ELEMENTWISE = frozenset(
 
 
 def extra_bytes(module: GraphModule, releases_inputs: bool) -> int:
-    """The most that lives at any moment, beyond what does at the start.
+    """The peak of allocated bytes beyond those at the start.
 
-    :param releases_inputs: of a backward pass, which lets go of what was kept for it as it goes along.
+    :param releases_inputs: whether inputs are released after their last use, as the saved tensors of a backward pass.
     """
-    return _Lifetimes(module.graph, releases_inputs).extra()
+    return _Lifetimes(module.graph, releases_inputs).peak()
 
 
 class _Lifetimes:
     def __init__(self, graph: Graph, releases_inputs: bool) -> None:
         self.nodes = list(graph.nodes)
         self.releases_inputs = releases_inputs
-        #: Node -> the node whose memory it is or looks at.
+        #: Node -> the node that owns its memory, for views their base.
         self.owner: dict[Node, Node] = {}
         for node in self.nodes:
             source = _source_of_view(node)
             self.owner[node] = node if source is None else self.owner[source]
-        self.real = {node for node in self.nodes if self._takes_memory(node)}
+        self.allocated = {node for node in self.nodes if self._takes_memory(node)}
 
     def _takes_memory(self, node: Node) -> bool:
         if node.op == "placeholder":
@@ -60,7 +60,7 @@ class _Lifetimes:
         return any(user.op == "output" or not _is_fused(user) for user in self._users(node))
 
     def _users(self, node: Node) -> Iterator[Node]:
-        """Those of a node, and of views of it."""
+        """The users of a node and of its views."""
         for user in node.users:
             if self.owner[user] is user or user.op == "output":
                 yield user
@@ -68,53 +68,53 @@ class _Lifetimes:
                 yield from self._users(user)
 
     def _operands(self, node: Node) -> set[Node]:
-        """The memory that a kernel reads: through views, and through all that is fused into it."""
+        """The allocated nodes that a kernel reads, through views and fused operations."""
         operands: set[Node] = set()
-        waiting = [self.owner[operand] for operand in node.all_input_nodes]
+        pending = [self.owner[operand] for operand in node.all_input_nodes]
         seen: set[Node] = set()
-        while waiting:
-            operand = waiting.pop()
+        while pending:
+            operand = pending.pop()
             if operand in seen:
                 continue
             seen.add(operand)
-            if operand in self.real:
+            if operand in self.allocated:
                 operands.add(operand)
             else:
-                waiting.extend(self.owner[further] for further in operand.all_input_nodes)
+                pending.extend(self.owner[source] for source in operand.all_input_nodes)
         return operands
 
-    def extra(self) -> int:
-        kernels = [node for node in self.nodes if node.op == "call_function" and node in self.real]
+    def peak(self) -> int:
+        kernels = [node for node in self.nodes if node.op == "call_function" and node in self.allocated]
         operands = {kernel: self._operands(kernel) for kernel in kernels}
         last_use: dict[Node, Node] = {}
         for kernel in kernels:
             last_use.update(dict.fromkeys(operands[kernel], kernel))
         output = self.nodes[-1]
         returned = self._operands(output)
-        live = most = 0
+        live = peak = 0
         for kernel in kernels:
-            size = _bytes_of(kernel)
+            size = _count_bytes(kernel)
             released = [
-                _bytes_of(operand)
+                _count_bytes(operand)
                 for operand in operands[kernel]
-                if last_use[operand] is kernel and operand not in returned and self._may_go(operand)
+                if last_use[operand] is kernel and operand not in returned and self._is_released(operand)
             ]
             if not (_is_elementwise(kernel) and size in released):
-                most = max(most, live + size)
+                peak = max(peak, live + size)
             live += size - sum(released)
-            most = max(most, live)
+            peak = max(peak, live)
             if kernel not in last_use and kernel not in returned:
                 live -= size
-        return most
+        return peak
 
-    def _may_go(self, node: Node) -> bool:
+    def _is_released(self, node: Node) -> bool:
         if node.op != "placeholder":
             return True
-        # A parameter or an input of the model that backward reads again lives on, and goes by its own name.
+        # Parameters and inputs of the model, which AOTAutograd names primals, stay allocated.
         return self.releases_inputs and not node.name.startswith("primals")
 
 
-def _name(node: Node) -> str:
+def _op_name(node: Node) -> str:
     target: Any = node.target
     packet = getattr(target, "overloadpacket", target)
     return str(getattr(packet, "__name__", packet))
@@ -123,19 +123,21 @@ def _name(node: Node) -> str:
 def _source_of_view(node: Node) -> Node | None:
     if node.op != "call_function":
         return None
-    is_view = node.target is operator.getitem or getattr(node.target, "is_view", False) or _name(node) == "_unsafe_view"
+    is_view = (
+        node.target is operator.getitem or getattr(node.target, "is_view", False) or _op_name(node) == "_unsafe_view"
+    )
     return node.all_input_nodes[0] if is_view and node.all_input_nodes else None
 
 
 def _is_elementwise(node: Node) -> bool:
     tags: Iterable[Any] = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags or _name(node) in _ELEMENTWISE
+    return torch.Tag.pointwise in tags or _op_name(node) in _ELEMENTWISE
 
 
 def _is_fused(node: Node) -> bool:
-    return _is_elementwise(node) or _name(node) in _REDUCTIONS
+    return _is_elementwise(node) or _op_name(node) in _REDUCTIONS
 
 
-def _bytes_of(node: Node) -> int:
+def _count_bytes(node: Node) -> int:
     values = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
     return sum(value.numel() * value.element_size() for value in values)

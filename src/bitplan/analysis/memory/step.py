@@ -1,4 +1,4 @@
-"""One training step, walked phase by phase: the same one for what is measured and for what is estimated."""
+"""A training step in phases, for measurement and for estimation, and the memory of its tensor classes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from bitplan.plans.spec import OptimizerRule
 from bitplan.runtime.attach import Attachment
 from bitplan.tables import html_table, plain_table
 
-# --- What a training step holds in memory, class by class
+# --- Memory by class of tensors
 
 
-#: What each figure means, in the order of the table.
+#: The meaning of each class, in the order of the table.
 MEANINGS = {
     "weights": "parameters and buffers",
     "optimizer": "optimizer state",
@@ -37,9 +37,9 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one training step: forward, loss, backward, optimizer.
+    """Bytes of a training step: forward, loss, backward, optimizer.
 
-    Weights and optimizer state live all the time. Activations die while gradients are born, so the two do not add up:
+    Weights and optimizer state are always allocated. Activations are released while gradients are allocated:
     ``peak = weights + optimizer + max(activations, gradients) + other``.
     """
 
@@ -56,24 +56,22 @@ class Memory:
             if not isinstance(value, int) or value < 0:
                 raise MemoryEstimateError(f"{field.name} are bytes, a whole number from 0, not {value!r}.")
         if self.peak != self.weights + self.optimizer + max(self.activations, self.gradients) + self.other:
-            raise MemoryEstimateError(
-                "these classes do not make up the peak: use Memory.of, which takes other from it."
-            )
+            raise MemoryEstimateError("the classes do not add up to the peak: use Memory.of, which computes other.")
 
     @classmethod
     def of(cls, weights: int, gradients: int, activations: int, optimizer: int, peak: int) -> Memory:
-        """With what remains of the peak as ``other``. (Sizes of a graph that was made for any batch are symbols.)"""
+        """Compute ``other`` from the peak. Sizes from graphs with dynamic shapes are symbolic and become integers."""
         parts: tuple[Any, ...] = (weights, gradients, activations, optimizer, peak)
         weights, gradients, activations, optimizer, peak = (
             int(size) if isinstance(size, torch.SymInt) else size for size in parts
         )
         accounted = weights + optimizer + max(activations, gradients)
-        # What is counted tensor by tensor is there at the peak; an allocator may say a few bytes less.
+        # The allocator may report a few bytes less than the sum over tensors.
         peak = max(peak, accounted)
         return cls(weights, gradients, activations, optimizer, peak - accounted, peak)
 
     def to_dict(self) -> dict[str, int]:
-        """Plain numbers of bytes by class, the peak among them."""
+        """Bytes by class, and the peak."""
         return asdict(self)
 
     def rows(self) -> list[tuple[str, int, str]]:
@@ -90,13 +88,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class RunMemory:
-    """The memory of a run's training step: estimated on fake tensors and, where a batch was given, measured."""
+    """The memory of a run's training step: estimated on fake tensors and, with a batch, measured."""
 
     estimated: Memory
     measured: Memory | None = None
 
     def to_dict(self) -> dict[str, dict[str, int] | None]:
-        """Plain numbers of bytes by class."""
+        """Bytes by class."""
         return {
             "estimated": self.estimated.to_dict(),
             "measured": None if self.measured is None else self.measured.to_dict(),
@@ -116,48 +114,48 @@ class RunMemory:
         return html_table(self._columns())
 
 
-#: What has just ended when a note is taken: nothing yet, the forward pass with the loss, the backward pass, all.
+#: The phase that has just ended: none, forward pass with loss, backward pass, optimizer step.
 Phase = Literal["start", "forward", "backward", "end"]
 
-Note = Callable[[Phase], None]
+OnPhase = Callable[[Phase], None]
 
 Loss = Callable[..., Tensor]
 
 #: An optimizer by name, a function that makes one for a model, or None: forward and backward only. ``"default"`` is
-#: SGD with momentum; AdamW where the plan says what an optimizer's state is kept in, for SGD has no such twin.
+#: SGD with momentum, or AdamW if the plan has a rule for optimizer state, for which there is no SGD.
 OptimizerChoice = str | Callable[[nn.Module], Optimizer] | None
 
 #: Learning rates do not matter for memory.
 _OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
-    "sgd": lambda model: torch.optim.SGD(_trained(model), lr=1e-3, momentum=0.9),
-    "adamw": lambda model: torch.optim.AdamW(_trained(model), lr=1e-4),
+    "sgd": lambda model: torch.optim.SGD(_trainable(model), lr=1e-3, momentum=0.9),
+    "adamw": lambda model: torch.optim.AdamW(_trainable(model), lr=1e-4),
 }
 
 OPTIMIZER_NAMES = (*_OPTIMIZERS, "none")
 
 
-def _trained(model: nn.Module) -> list[nn.Parameter]:
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def chosen_optimizer(choice: OptimizerChoice, *plans: Plan | None) -> OptimizerChoice:
-    """What ``"default"`` stands for with these plans; other choices as they are."""
+def resolve_optimizer(choice: OptimizerChoice, *plans: Plan | None) -> OptimizerChoice:
+    """The optimizer that ``"default"`` means with these plans; other choices are returned unchanged."""
     if choice != "default":
         return choice
     return "adamw" if any(plan is not None and plan.optimizer_rule is not None for plan in plans) else "sgd"
 
 
 def plan_for(plan: Plan | str | None, choice: OptimizerChoice) -> Plan | None:
-    """The plan to attach: what it says of optimizers is dropped where a step is asked for that has none."""
-    found_plan = None if plan is None else find_plan(plan)
-    if found_plan is None or found_plan.optimizer_rule is None or not (choice is None or choice == "none"):
-        return found_plan
-    return replace(found_plan, optimizer=OptimizerRule(KEEP))
+    """The plan to attach; its rule for optimizer state is dropped if the step has no optimizer."""
+    resolved = None if plan is None else find_plan(plan)
+    if resolved is None or resolved.optimizer_rule is None or not (choice is None or choice == "none"):
+        return resolved
+    return replace(resolved, optimizer=OptimizerRule(KEEP))
 
 
 def make_optimizer(choice: OptimizerChoice, model: nn.Module, run: Attachment | None = None) -> Optimizer | None:
-    """The optimizer that `choice` stands for, with its state as the plan at work wants it; None for none."""
-    plain = _plain_optimizer(chosen_optimizer(choice, None if run is None else run.plan), model)
+    """Make the chosen optimizer, with low-bit state if the attached plan has a rule for it; None for no optimizer."""
+    plain = _plain_optimizer(resolve_optimizer(choice, None if run is None else run.plan), model)
     return plain if plain is None or run is None else run.optimizer(plain)
 
 
@@ -173,8 +171,8 @@ def _plain_optimizer(choice: OptimizerChoice, model: nn.Module) -> Optimizer | N
     return choice(model)
 
 
-def call_of(batch: Any, loss: Loss | None) -> tuple[Any, dict[str, Any], Any]:
-    """(args, kwargs) of the model's call, and what the loss expects of it."""
+def split_call(batch: Any, loss: Loss | None) -> tuple[Any, dict[str, Any], Any]:
+    """Arguments and keyword arguments of the model's call, and the target of the loss."""
     if isinstance(batch, FakeInputs):
         return batch.args, batch.kwargs, None
     inputs, expected = split_batch(batch, loss)
@@ -183,9 +181,9 @@ def call_of(batch: Any, loss: Loss | None) -> tuple[Any, dict[str, Any], Any]:
 
 
 class TrainingStep:
-    """A model with its batch, loss and optimizer; calling it makes one step.
+    """A model with its batch, loss and optimizer; calling it runs a training step.
 
-    Only the loss is held when the forward pass has ended, so what lives then is what autograd keeps.
+    At the end of the forward pass only the loss is referenced, so the allocated activations are the saved tensors.
     """
 
     def __init__(
@@ -199,12 +197,12 @@ class TrainingStep:
         autocast: torch.dtype | None = None,
     ) -> None:
         """
-        :param call: what the model is called with and what the loss expects, see :func:`call_of`.
-        :param run: the plan at work on the model, which is told of every step.
-        :param forward: what is called instead of the model, such as the model compiled.
+        :param call: arguments of the model and target of the loss, see :func:`split_call`.
+        :param run: the plan attached to the model.
+        :param forward: called instead of the model, such as the compiled model.
         """
         self.model = model
-        #: Looked up once: going through a model's modules takes as long as launching some kernels.
+        #: Listed once: traversing the modules takes as long as launching some kernels.
         self._parameters = list(model.parameters())
         self.args, self.kwargs, self.expected = call
         self.loss = loss
@@ -212,22 +210,22 @@ class TrainingStep:
         self.run = run
         self.forward: Callable[..., Any] = model if forward is None else forward
         self.autocast = autocast
-        #: Shown every step's loss, where someone wants to see it.
+        #: Called with the loss of every step.
         self.on_loss: Callable[[Tensor], None] | None = None
-        #: Entered around what the plan at work does between two steps: its tables hold real numbers.
+        #: Entered around ``run.step()``, which works on real tensors.
         self.around_run: Callable[[], AbstractContextManager[Any]] = nullcontext
         #: Entered around every step of the optimizer.
         self.around_optimizer: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    def __call__(self, note: Note) -> None:
-        note("start")
+    def __call__(self, on_phase: OnPhase) -> None:
+        on_phase("start")
         loss = self.loss_of_batch()
-        note("forward")
+        on_phase("forward")
         if self.on_loss is not None:
             self.on_loss(loss.detach())
         loss.backward()  # type: ignore[no-untyped-call]
         del loss
-        note("backward")
+        on_phase("backward")
         if self.optimizer is not None:
             with self.around_optimizer():
                 self.optimizer.step()
@@ -235,15 +233,15 @@ class TrainingStep:
             with self.around_run():
                 self.run.step()
         self.forget_gradients()
-        note("end")
+        on_phase("end")
 
     def loss_of_batch(self) -> Tensor:
-        """The forward pass with its loss."""
-        with self._precision():
+        """The forward pass with the loss."""
+        with self._autocast():
             output = self.forward(*self.args, **self.kwargs)
-            return _size_of(output) if self.loss is None else call_loss(self.loss, output, self.expected)
+            return _mean_square(output) if self.loss is None else call_loss(self.loss, output, self.expected)
 
-    def _precision(self) -> AbstractContextManager[Any]:
+    def _autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
 
     @property
@@ -254,7 +252,7 @@ class TrainingStep:
         for parameter in self._parameters:
             parameter.grad = None
 
-    # --- what is counted tensor by tensor ---
+    # --- tensors by class ---
 
     def weights(self) -> list[Tensor]:
         return [*self.model.parameters(), *self.model.buffers()]
@@ -267,7 +265,7 @@ class TrainingStep:
         return [tensor for state in states.values() for tensor in tree_leaves(state) if isinstance(tensor, Tensor)]
 
     def compiles_optimizer(self) -> bool:
-        """Whether the optimizer compiles itself, as those do that keep their state in few bits."""
+        """Whether the optimizer compiles its step, as those with low-bit state do."""
         return self.run is not None and self.run.plan.optimizer_rule is not None and self.optimizer is not None
 
     def batch(self) -> list[Tensor]:
@@ -275,9 +273,9 @@ class TrainingStep:
         return [tensor for tensor in leaves if isinstance(tensor, Tensor)]
 
 
-def _size_of(output: Any) -> Tensor:
-    """A number that depends on every output, for a model that comes without a loss."""
+def _mean_square(output: Any) -> Tensor:
+    """A scalar that depends on every output, for models without a loss."""
     floats = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not floats:
-        raise MemoryEstimateError("nothing that the model returns depends on its parameters: give a loss.")
+        raise MemoryEstimateError("no output of the model depends on its parameters: give a loss.")
     return torch.stack([tensor.float().square().mean() for tensor in floats]).sum()

@@ -42,24 +42,24 @@ def memory_saving(op: str, func: Callable[..., Any]) -> Callable[..., Any]:
     return _recomputed(func) if op in RECOMPUTED else func
 
 
-# --- One bit per element ---------------------------------------------------------------------------------------
+# --- One bit per element
 
 
-#: Times this, eight bytes of 0 or 1 that are one number have their bits side by side in its highest byte: byte i is
-#: shifted by 56 - 7 i and by nothing else that stays in range, and no two shifts meet.
+#: Multiplying an int64 of eight bytes, each 0 or 1, by this gathers the bits in its highest byte: byte i is shifted
+#: left by 56 - 7 i, all other shifted copies fall outside of the highest byte, and no two of them overlap.
 _GATHER = 0x0102040810204080
-#: Bit i of byte i, of a byte that stands in all eight places.
+#: Selects bit i of byte i, of a byte that is repeated eight times.
 _SPREAD = 0x8040201008040201 - (1 << 64)
 
 
 class Bits:
-    """A mask in a bit for each element, packed eight at a time."""
+    """A boolean mask with one bit per element."""
 
     def __init__(self, mask: Tensor) -> None:
         self.shape, self.stride = mask.shape, mask.stride()
-        flat = mask.as_strided((mask.numel(),), (1,), mask.storage_offset())  # in the order of memory
-        if missing := -flat.numel() % 8:
-            flat = torch.nn.functional.pad(flat, (0, missing))
+        flat = mask.as_strided((mask.numel(),), (1,), mask.storage_offset())  # in memory order
+        if padding := -flat.numel() % 8:
+            flat = torch.nn.functional.pad(flat, (0, padding))
         elif flat.storage_offset() % 8:
             flat = flat.clone()
         self.payload = ((flat.view(torch.int64) * _GATHER) >> 56).to(torch.uint8)
@@ -69,28 +69,28 @@ class Bits:
         return spread.view(torch.uint8).bool().as_strided(self.shape, self.stride)
 
     def where_set(self, x: Tensor) -> Tensor:
-        """`x`, and zero where the mask is not set."""
+        """`x` where the mask is set, otherwise zero."""
         return torch.where(self.mask(), x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
 class PositivePart:
-    """Where a ReLU passes its gradient on: a bit per element, or its packed result, once another operation saves it."""
+    """The mask of a ReLU's gradient: a bit per element, or the packed result once another operation saves it."""
 
     def __init__(self, y: Tensor) -> None:
         self.bits: Bits | None = Bits(~(y <= 0))
         self.copy: PackedCopy | None = None
 
-    def wait_for_copy(self, y: Tensor) -> None:
-        """`y` lies on a grid, so a packed copy of it has the same signs."""
+    def share_copy(self, y: Tensor) -> None:
+        """Replace the bits by a packed copy of `y`, which has the same signs, when there is one."""
         mark = packable(y)
         if mark is not None:
-            mark.on_packed.append(self._use)
+            mark.on_packed.append(self._use_copy)
 
-    def _use(self, copy: PackedCopy) -> None:
+    def _use_copy(self, copy: PackedCopy) -> None:
         self.copy, self.bits = copy, None
 
     def apply(self, x: Tensor) -> Tensor:
-        """`x`, with zeros where the ReLU was zero."""
+        """`x` where the result of the ReLU is positive, otherwise zero."""
         if self.bits is not None:
             return self.bits.where_set(x)
         assert self.copy is not None
@@ -122,7 +122,7 @@ def bit_relu(input: Tensor, inplace: bool = False) -> Tensor:
 
 
 class PackedGridRelu(torch.autograd.Function):
-    """ReLU of a tensor that lies on the grid, as its result does; the gradient is rounded."""
+    """ReLU of a tensor on the grid, so that the result is on it, too; the gradient is rounded."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, backward: RoundingOp, context: OpContext) -> Tensor:
@@ -130,7 +130,7 @@ class PackedGridRelu(torch.autograd.Function):
         y = torch.relu(x)
         ctx.positive = PositivePart(y)
         copy_mark(y, x)
-        ctx.positive.wait_for_copy(y)
+        ctx.positive.share_copy(y)
         return y
 
     @staticmethod
@@ -153,7 +153,7 @@ def rounded_bit_relu(x: Tensor, forward: RoundingOp | None, backward: RoundingOp
 
 
 class BitDropout(torch.autograd.Function):
-    """Dropout that saves which elements it has kept; random numbers are drawn as torch draws them."""
+    """Dropout that saves a bit per element, with the random numbers of torch's dropout."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
@@ -177,14 +177,14 @@ class BitDropout(torch.autograd.Function):
 
 def bit_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Dropout that saves one bit per element for its gradient."""
-    learns = torch.is_grad_enabled() and input.requires_grad
-    if not (learns and training and 0 < p < 1 and input.numel()):
+    needs_grad = torch.is_grad_enabled() and input.requires_grad
+    if not (needs_grad and training and 0 < p < 1 and input.numel()):
         return torch.nn.functional.dropout(input, p, training)
     y: Tensor = BitDropout.apply(input, p)  # type: ignore[no-untyped-call]
     return y
 
 
-# --- Recomputed ----------------------------------------------------------------------------------------------
+# --- Recomputed
 
 
 class Recomputed(torch.autograd.Function):
@@ -212,23 +212,24 @@ class Recomputed(torch.autograd.Function):
 
 
 class Call:
-    """A call of a torch function without its tensors, with the autocast and random state it was made under."""
+    """A call of a torch function without its tensors, with the autocast and random state of the call."""
 
     def __init__(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
         self.func = func
         self.args = [None if isinstance(value, Tensor) else value for value in args]
-        self.named = {key: None if isinstance(value, Tensor) else value for key, value in kwargs.items()}
-        self.places: list[int | str] = [at for at, value in enumerate(args) if isinstance(value, Tensor)]
-        self.places += [key for key, value in kwargs.items() if isinstance(value, Tensor)]
+        self.kwargs = {key: None if isinstance(value, Tensor) else value for key, value in kwargs.items()}
+        #: Positions and names of the tensor arguments.
+        self.tensor_arguments: list[int | str] = [at for at, value in enumerate(args) if isinstance(value, Tensor)]
+        self.tensor_arguments += [key for key, value in kwargs.items() if isinstance(value, Tensor)]
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         self.device = tensors[0].device
-        self.autocast = _autocast_now(self.device.type)
-        #: Only attention draws random numbers here; its fifth argument says how many.
-        self.draws = bool(kwargs.get("dropout_p") or (len(args) > 4 and func is _ATTENTION and args[4]))
+        self.autocast = _current_autocast(self.device.type)
+        #: Only attention draws random numbers; its fifth argument is the dropout probability.
+        self.is_random = bool(kwargs.get("dropout_p") or (len(args) > 4 and func is _ATTENTION and args[4]))
         self.state: Tensor | None = None
 
     def run(self, tensors: Any) -> Any:
-        if self.draws:
+        if self.is_random:
             self.state = _random_state(self.device)
         return self._call(tensors)
 
@@ -236,21 +237,21 @@ class Call:
         with self.autocast():
             if self.state is None:
                 return self._call(tensors)
-            now = _random_state(self.device)
+            current = _random_state(self.device)
             _set_random_state(self.device, self.state)
             try:
                 return self._call(tensors)
             finally:
-                _set_random_state(self.device, now)
+                _set_random_state(self.device, current)
 
     def _call(self, tensors: Any) -> Any:
-        args, named = list(self.args), dict(self.named)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            if isinstance(place, int):
-                args[place] = tensor
+        args, kwargs = list(self.args), dict(self.kwargs)
+        for argument, tensor in zip(self.tensor_arguments, tensors, strict=True):
+            if isinstance(argument, int):
+                args[argument] = tensor
             else:
-                named[place] = tensor
-        return self.func(*args, **named)
+                kwargs[argument] = tensor
+        return self.func(*args, **kwargs)
 
 
 def _recomputed(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -263,11 +264,11 @@ def _recomputed(func: Callable[..., Any]) -> Callable[..., Any]:
     return recomputed
 
 
-def _autocast_now(kind: str) -> Callable[[], AbstractContextManager[Any]]:
-    if not torch.is_autocast_enabled(kind):
+def _current_autocast(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
+    if not torch.is_autocast_enabled(device_type):
         return nullcontext
-    dtype = torch.get_autocast_dtype(kind)
-    return lambda: torch.autocast(kind, dtype)
+    dtype = torch.get_autocast_dtype(device_type)
+    return lambda: torch.autocast(device_type, dtype)
 
 
 def _random_state(device: torch.device) -> Tensor:

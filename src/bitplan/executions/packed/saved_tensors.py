@@ -1,6 +1,6 @@
 """Tensors that autograd saves for the backward pass, stored in their low-precision form (eager execution ``packed``).
 
-Autograd passes every tensor that it saves to a pair of hooks. A tensor that a plan has rounded lies on its format's
+Autograd passes every tensor that it saves to a pair of hooks. A tensor that a plan has rounded is on its format's
 grid (:mod:`bitplan.runtime.rounded_mark`), so it is stored in the format's own bits and restored bit for bit. All other
 tensors are saved unchanged, among them parameters and the model's inputs, which are in memory anyway. One packed copy
 serves all operations that save the same tensor.
@@ -46,7 +46,7 @@ class PackedCopy:
             with chunked_on_gpu():
                 float8 = _float8_dtype(mark, whole)
                 if float8 is not None:
-                    # The quotient is next to a number of the grid, so that torch's cast gives that number's code.
+                    # The quotient is within one ulp of a grid point, so torch's cast gives the code of that point.
                     self.scale = mark.scales[0].clone()
                     self.cast = divide(whole, self.scale).to(float8)
                 else:
@@ -78,7 +78,7 @@ class PackedCopy:
 
 
 def _float8_dtype(mark: Packable, whole: Tensor) -> torch.dtype | None:
-    """torch's dtype for the codes of a tensor with one scale that is packed in one go; None where there is none.
+    """The float8 dtype for a tensor with one scale that is packed in one chunk; None if it does not apply.
 
     The quotient takes as much memory as the tensor, so large tensors are packed in chunks instead.
     """
@@ -92,7 +92,7 @@ def _float8_dtype(mark: Packable, whole: Tensor) -> torch.dtype | None:
 
 @dataclass
 class PackedRef:
-    """What a hook gives to autograd instead of a tensor: the packed copy, and which part of it the tensor was."""
+    """The value that a hook returns to autograd for a saved tensor: the packed copy, and the tensor's view of it."""
 
     copy: PackedCopy
     shape: torch.Size
@@ -120,7 +120,7 @@ class UnpackedRef:
 
 
 class SavedTensorPacker:
-    """The hooks of one attached plan, and the bytes that they hold."""
+    """The saved-tensor hooks of an attached plan, and the bytes of the packed copies."""
 
     def __init__(self) -> None:
         #: Bytes of all packed copies that exist.
@@ -131,10 +131,10 @@ class SavedTensorPacker:
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """Pack what is saved inside, unless somebody else's hooks are active.
+        """Pack the tensors that are saved inside, unless other hooks are active.
 
-        Checkpointing has hooks of its own, in forward and in recomputation: hooks inside of those would disable it.
-        The user is warned of all others, because nothing is packed then.
+        Activation checkpointing has its own hooks, in forward and in recomputation; hooks inside of those would disable
+        it. For all other hooks the user is warned, because nothing is packed then.
         """
         others: Any = top_saved_tensors_hooks(False)
         if others is not None or not torch.is_grad_enabled():
@@ -156,12 +156,12 @@ class SavedTensorPacker:
             yield
 
     def pack(self, tensor: Tensor) -> PackedRef | UnpackedRef:
-        # A user's autograd function, or checkpointing, saves tensors inside a module's scope, which would take packing
-        # for operations of the model and round them.
+        # Autograd functions of users, and checkpointing, save tensors inside a module's scope, which would treat the
+        # operations of packing as the model's and round them.
         with DisableTorchFunction():
-            return self._packed(tensor)
+            return self._pack(tensor)
 
-    def _packed(self, tensor: Tensor) -> PackedRef | UnpackedRef:
+    def _pack(self, tensor: Tensor) -> PackedRef | UnpackedRef:
         mark = packable(tensor)
         if mark is None:
             return UnpackedRef(tensor)
@@ -185,7 +185,7 @@ class SavedTensorPacker:
 
 
 def unpack(saved: PackedRef | UnpackedRef) -> Tensor:
-    """The tensor that :meth:`SavedTensorPacker.pack` was given, bit for bit."""
+    """Restore the argument of :meth:`SavedTensorPacker.pack`, bit for bit."""
     if isinstance(saved, UnpackedRef):
         return saved.unpack()
     if torch.is_grad_enabled():

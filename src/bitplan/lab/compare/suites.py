@@ -16,7 +16,7 @@ from bitplan.lab.task_planners import assign_task
 from bitplan.lab.tasks.task import Task
 from bitplan.planners.assign.assign import LOSS_SCALE, AssignRequest
 from bitplan.planners.assign.levels import PAPER, Formats
-from bitplan.planners.cpt import Widths, equal_cost_plan, mean_bit_operations, operations_of, plan_of
+from bitplan.planners.cpt import Widths, equal_cost_plan, make_plan, mean_bit_operations, record_operations
 from bitplan.plans import Plan
 from bitplan.plans.schedules import TEN, Deficit, RunPoint, Schedule, Static, schedule
 from bitplan.plans.schedules.cyclic import DEFAULT_CYCLES
@@ -31,7 +31,7 @@ _BASELINES = {"operator": "operator", "uniform low": "uniform-low"}
 
 def assign_choices(task: Task, ratios: tuple[float, ...] = RATIOS, formats: Formats = PAPER) -> tuple[Choice, ...]:
     """FP32, the operator baseline, everything low without promotion, and assignments with promotion."""
-    scale = (f"loss_scale={LOSS_SCALE:g}",) if formats.wants_loss_scale else ()
+    scale = (f"loss_scale={LOSS_SCALE:g}",) if formats.needs_loss_scale else ()
     requests = {label: AssignRequest(baseline=name) for label, name in _BASELINES.items()}
     requests |= {f"r = {ratio:g}": AssignRequest(ratio=ratio) for ratio in ratios}
     made = {label: assign_task(task, request, formats).plan for label, request in requests.items()}
@@ -102,7 +102,7 @@ def deficit_choices(task: Task) -> tuple[Choice, ...]:
         "gradients": Widths(high, high, first),
     }
     choices += [
-        Choice(f"half from 0%, {part} only", plan_of(operations, widths, name=f"half from 0%, {part} only"))
+        Choice(f"half from 0%, {part} only", make_plan(operations, widths, name=f"half from 0%, {part} only"))
         for part, widths in parts.items()
     ]
     return tuple(choices)
@@ -116,12 +116,12 @@ def _half(start: str) -> Deficit:
 
 def _operations(task: Task) -> list[Operation]:
     target = task.target()
-    return operations_of(target.model, target.batch, target.loss)
+    return record_operations(target.model, target.batch, target.loss)
 
 
 def _plan(operations: list[Operation], moving: Schedule, name: str, q_agg: bool = False) -> Plan:
     widths = Widths(moving, moving, Static(moving.highest))
-    return plan_of(operations, widths, name=name, quantized_aggregation=q_agg)
+    return make_plan(operations, widths, name=name, quantized_aggregation=q_agg)
 
 
 def _static(operations: list[Operation], bits: int, name: str | None = None, q_agg: bool = False) -> Plan:

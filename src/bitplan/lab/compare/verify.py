@@ -12,7 +12,7 @@ from bitplan.lab.compare.compare import compare, slug
 from bitplan.lab.compare.folder import Choice
 from bitplan.lab.compare.workers import Update
 from bitplan.lab.train import RunFolder, Summary
-from bitplan.planners.advise import Advice, plan_of
+from bitplan.planners.advise import Advice, make_plan
 from bitplan.plans import Plan, QuantizerSpec
 
 #: Default number of steps of each run.
@@ -87,7 +87,7 @@ def verify(
 def uniform_plan(advice: Advice, name: str) -> Plan:
     """Every operand that the advice covers in one format, with a scale per tensor."""
     spec = QuantizerSpec(name, scale="tensor")
-    return plan_of([replace(slot, spec=spec) for slot in advice.slots], {"planner": "advise", "uniform": name})
+    return make_plan([replace(slot, spec=spec) for slot in advice.slots], {"planner": "advise", "uniform": name})
 
 
 def final_loss(summary: Summary) -> float:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from bitplan.analysis.targets import in_words, named_file
+from bitplan.analysis.targets import describe_error, parse_file_name
 from bitplan.errors import BitplanError, RunError, TaskError
 from bitplan.lab.tasks.registry import find_task
 from bitplan.lab.tasks.task import Task
@@ -131,10 +131,10 @@ class Trainer:
         except BitplanError:
             raise
         except Exception as error:
-            task_file = named_file(self.setting.task)
+            task_file = parse_file_name(self.setting.task)
             if task_file is None:
                 raise
-            message = in_words(error, task_file[0])
+            message = describe_error(error, task_file[0])
             raise TaskError(f"{self.setting.task} failed under {job.label}, seed {job.seed}: {message}") from error
 
     def task(self, seed: int, settings: tuple[str, ...] = ()) -> Task:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from bitplan.analysis.targets import in_words, module_sha256, named_file, public_name, run_file
+from bitplan.analysis.targets import describe_error, find_callable, import_file, module_sha256, parse_file_name
 from bitplan.errors import BitplanError, TaskError, nearest_names
 from bitplan.lab.tasks.detection import DigitDetection
 from bitplan.lab.tasks.graph import Graph
@@ -172,7 +172,7 @@ def task_names() -> list[str]:
 
 def task_class(text: str) -> type[Task]:
     """The class of a task: a built-in one, or ``my_task.py:MyTask``, a file that is **executed**."""
-    named = named_file(text)
+    named = parse_file_name(text)
     if named is not None:
         return _class_in_file(*named)[0]
     for task in TASKS:
@@ -195,7 +195,7 @@ def find_task(text: str, settings: Sequence[str] = (), seed: int = 0) -> Task:
         trust.
     :param settings: changes to the task's recipe, as ``key=value``.
     """
-    named = named_file(text)
+    named = parse_file_name(text)
     if named is not None:
         own_class, sha256 = _class_in_file(*named)
         own = own_task(own_class, named[0], settings, seed)
@@ -217,16 +217,16 @@ def own_task(task: type[Task], path: Path, settings: Sequence[str] = (), seed: i
     except BitplanError:
         raise
     except Exception as error:
-        raise TaskError(f"{path}:{task.__name__} failed: {in_words(error, path)}") from error
+        raise TaskError(f"{path}:{task.__name__} failed: {describe_error(error, path)}") from error
 
 
 def _class_in_file(path: Path, name: str) -> tuple[type[Task], str]:
     """The task of that name in a file, and the SHA-256 of the file's contents."""
     if not path.is_file():
         raise TaskError(f"there is no file {path}: a task is {', '.join(task_names())} or my_task.py:MyTask.")
-    module = run_file(path, TaskError)
+    module = import_file(path, TaskError)
     if name:
-        task_class = public_name(module, path, name, "task", TaskError)
+        task_class = find_callable(module, path, name, "task", TaskError)
         if not isinstance(task_class, type) or not issubclass(task_class, Task):
             raise TaskError(f"{path}:{name} is not a task: derive it from bitplan.lab.tasks.Task.")
         return task_class, module_sha256(module)

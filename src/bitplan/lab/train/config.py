@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bitplan._version import __version__
-from bitplan.analysis.targets import file_sha256, named_file
+from bitplan.analysis.targets import file_sha256, parse_file_name
 from bitplan.errors import RunError
 from bitplan.files import strict
 from bitplan.lab.task_planners import AssignOptions
@@ -232,7 +232,7 @@ def config_of(
 
 def _task_sha256(task: Task, source: str) -> str | None:
     """The SHA-256 of the task's file: of the source that was executed, or else of the file as it is now."""
-    task_file = named_file(source)
+    task_file = parse_file_name(source)
     if task_file is None:
         return None
     return task.source_sha256 or (file_sha256(task_file[0]) if task_file[0].is_file() else None)

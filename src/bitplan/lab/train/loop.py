@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from bitplan.analysis.cost import Cost
-from bitplan.analysis.targets import named_file
+from bitplan.analysis.targets import parse_file_name
 from bitplan.errors import BitplanWarning, RunError
 from bitplan.lab.tasks.task import Task
 from bitplan.lab.train.checkpoint import Checkpoint, newest_whole, remove_older, save_tensors
@@ -192,7 +192,7 @@ def resume_command(folder: Path, task_source: str) -> str:
     >>> resume_command(Path("runs/mine"), "my_task.py:MyTask")
     'bitplan train --resume runs/mine --task my_task.py:MyTask'
     """
-    task = [] if named_file(task_source) is None else ["--task", task_source]
+    task = [] if parse_file_name(task_source) is None else ["--task", task_source]
     return shlex.join(["bitplan", "train", "--resume", str(folder), *task])
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from bitplan.analysis.measure.candidate import PLANNED, Candidate
 from bitplan.analysis.measure.probe import Probe
-from bitplan.analysis.measure.result import Row, averaged
-from bitplan.analysis.measure.watch import Alarm, Watchman, alarm_from, watched_figures
+from bitplan.analysis.measure.result import Row, average_rows
+from bitplan.analysis.measure.watch import Alarm, AlarmMonitor, alarm_from_dict, select_watched
 from bitplan.gemm.sampling import Sampling
 from bitplan.lab.train.folder import Journal, read_lines
 from bitplan.lab.train.session import Session
@@ -37,7 +37,7 @@ class Monitor:
         self.every = every
         self.events = events
         self.journal = Journal(file, session.step)
-        self.watchman = Watchman()
+        self.watchman = AlarmMonitor()
         #: The last alarm, and the worst error of the plan's formats (without a plan: of E4M3) in the last measurement.
         self.alarm: Alarm | None = None
         self.worst: float | None = None
@@ -54,8 +54,8 @@ class Monitor:
         now = plan.at(Position(step, self.session.task.settings.all_steps), fixed=True) if plan.all_rules else None
         probe = Probe(CANDIDATES, Sampling(seed=self.session.task.seed), "live", step, now)
         self.session.look(probe)
-        rows = averaged(probe.rows)
-        seen = watched_figures(rows)
+        rows = average_rows(probe.rows)
+        seen = select_watched(rows)
         alarm = self.watchman.look(step, seen)
         line = {
             "step": step,
@@ -72,7 +72,7 @@ class Monitor:
         self.watchman.look(step, [(site, float(figure), float(amax)) for site, figure, amax in line["watched"]])
         self._last = step
         if line["alarm"] is not None:
-            self.alarm = alarm_from(line["alarm"])
+            self.alarm = alarm_from_dict(line["alarm"])
 
     def _note(self, step: int, rows: Iterable[Row], alarm: Alarm | None) -> None:
         self._last = step

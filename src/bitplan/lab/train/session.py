@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from bitplan.analysis.measure.measure import look_at_step
+from bitplan.analysis.measure.measure import probe_step
 from bitplan.analysis.measure.probe import Probe
 from bitplan.capture.decompositions import is_decomposed
 from bitplan.capture.recording import call_arguments
@@ -309,7 +309,7 @@ class Session:
         """Run the passes of the next step on a copy of the model under `probe`, in the task's own precision."""
         with preserve_rng_state():
             _seed(self.task.seed, self.step, TRAINING, self.device)
-            look_at_step(self.model, self.next_batch(), self.task.loss, probe)
+            probe_step(self.model, self.next_batch(), self.task.loss, probe)
 
     # --- state ---
 

@@ -1,6 +1,6 @@
-"""Assignments: which tensors get a low precision under a ratio or a budget (Lee, Sharma & Aiken 2023)."""
+"""Assignments: which tensors are stored in low precision, for a ratio or a memory budget (Lee, Sharma & Aiken 2023)."""
 
-from bitplan.planners.assign.assign import AssignRequest, assign, assignment, chosen_formats
+from bitplan.planners.assign.assign import AssignRequest, assign, choose_formats, make_assignment
 from bitplan.planners.assign.assignment import BASELINES, Assignment
 from bitplan.planners.assign.levels import FORMATS, ORDERS, Formats, Level
 
@@ -13,6 +13,6 @@ __all__ = [
     "Formats",
     "Level",
     "assign",
-    "assignment",
-    "chosen_formats",
+    "choose_formats",
+    "make_assignment",
 ]

@@ -1,7 +1,8 @@
-"""Assignments under a budget: which tensors get a low precision, so that memory is saved where it costs least.
+"""Assignments: which tensors of a training step are stored in low precision, for a ratio or a memory budget.
 
-Lee, Sharma & Aiken 2023 (arXiv 2301.13464): the tensors of a step lie in groups, cut at products; groups go down to the
-low precision one after the other, the largest first, until the ratio of low values is reached.
+Lee, Sharma & Aiken 2023 (arXiv 2301.13464): the tensors of a step are partitioned into groups that begin at products.
+Groups are demoted to the low precision one after the other, the largest first, until the ratio of low values is
+reached.
 """
 
 from __future__ import annotations
@@ -15,36 +16,43 @@ from torch import Tensor, nn
 
 from bitplan.analysis.memory.step import OptimizerChoice
 from bitplan.errors import PlanError
-from bitplan.numerics.formats import BlockFormat
-from bitplan.planners.assign.assignment import Assignment, cut_for_ratio
-from bitplan.planners.assign.assignment import baseline as baseline_of
+from bitplan.planners.assign.assignment import Assignment, count_moves_for_ratio, make_baseline
 from bitplan.planners.assign.budget import Budget, Step, fit
-from bitplan.planners.assign.groups import Account, account_of
-from bitplan.planners.assign.levels import Formats, Level, Move, formats_of, moves_by_damage, moves_of, require_order
-from bitplan.planners.assign.probe import BATCHES, WARM, Probe, probe
+from bitplan.planners.assign.groups import StepTensors, count_tensors
+from bitplan.planners.assign.levels import (
+    Formats,
+    Level,
+    Move,
+    is_scaled,
+    order_moves,
+    order_moves_by_sensitivity,
+    require_order,
+    resolve_formats,
+)
+from bitplan.planners.assign.probe import Probe, probe
 from bitplan.plans import Plan
 from bitplan.plans.spec import DEFAULT_OVERFLOW
 
-#: What a budget in bytes is met with, where no formats are named: types that memory and hardware have.
+#: Default formats for a memory budget: dtypes that hardware supports.
 BUDGET_FORMATS = "bf16/e4m3+e5m2"
-#: The share of values that become zero, from which on a tensor with a scale is promoted.
+#: A scaled tensor is promoted when at least this share of its values underflows to zero.
 PROMOTED_UNDERFLOW = 0.05
-#: The loss scale that the paper's runs begin with.
+#: Initial loss scale of the paper's runs.
 LOSS_SCALE = 65536.0
 
 
 @dataclass(frozen=True)
 class AssignRequest:
-    """What an assignment is to be. One of ratio, budget and baseline is given."""
+    """The options of an assignment. Exactly one of ratio, budget and baseline is set."""
 
     ratio: float | None = None
-    #: ``6GiB``, a number of bytes, or a share of today's peak such as ``70%``.
+    #: ``6GiB``, a number of bytes, or a share of the peak without a plan such as ``70%``.
     budget: str | int | Budget | None = None
     baseline: str | None = None
     order: str = "largest"
-    #: Of the order random, and of what a probe draws.
+    #: Seed of the random order and of the sensitivity measurement.
     seed: int = 0
-    #: The share from which on a tensor is promoted; True: the default of the request, see :meth:`share`.
+    #: Promotion threshold; True: the default of the request, see :meth:`promotion_threshold`.
     promotion: float | bool = True
 
     def __post_init__(self) -> None:
@@ -59,29 +67,28 @@ class AssignRequest:
         if not isinstance(self.promotion, bool) and not 0 < self.promotion <= 1:
             raise PlanError(f"promotion is {self.promotion:g}; it must be a share above 0, at most 1, or False.")
 
-    def share(self, formats: Formats) -> float | None:
-        """The share from which on a tensor is promoted: where scales leave nothing to overflow, one that becomes zero.
+    def promotion_threshold(self, formats: Formats) -> float | None:
+        """The share of values that overflow (scaled formats: underflow) at which a tensor is promoted; None: never.
 
-        Under a budget nothing is promoted unless that is asked for: a promoted tensor takes more memory.
+        Under a budget the default is never, because a promoted tensor takes more memory.
         """
         if not isinstance(self.promotion, bool):
             return self.promotion
         if not self.promotion or self.budget is not None or self.baseline is not None:
             return None
         low = formats.levels[-1].activation
-        is_scaled = low is not None and (low.scale is not None or isinstance(low.target, BlockFormat))
-        return PROMOTED_UNDERFLOW if is_scaled else DEFAULT_OVERFLOW
+        return PROMOTED_UNDERFLOW if low is not None and is_scaled(low) else DEFAULT_OVERFLOW
 
-    def story(self, formats: Formats) -> dict[str, Any]:
-        """For the plan's ``made_by``."""
-        story: dict[str, Any] = {"formats": formats.name, "order": self.order}
+    def provenance(self, formats: Formats) -> dict[str, Any]:
+        """Entries of the plan's ``made_by``."""
+        provenance: dict[str, Any] = {"formats": formats.name, "order": self.order}
         if self.order == "random":
-            story["seed"] = self.seed
+            provenance["seed"] = self.seed
         if self.ratio is not None:
-            story["ratio"] = self.ratio
-        if (share := self.share(formats)) is not None:
-            story["promotion"] = share
-        return story
+            provenance["ratio"] = self.ratio
+        if (threshold := self.promotion_threshold(formats)) is not None:
+            provenance["promotion"] = threshold
+        return provenance
 
 
 def assign(
@@ -104,34 +111,38 @@ def assign(
     batches: Iterable[Any] | None = None,
     promotion: float | bool = True,
 ) -> Plan:
-    """A plan that gives `model` a low precision where a ratio or a budget asks for it.
+    """Choose the tensors of a training step that are stored in low precision, for a ratio or a memory budget.
 
-    Nothing is run, but for the order ``sensitivity``; a model on the ``meta`` device can be planned. `batch` and `loss`
-    as :func:`bitplan.list_sites` takes them.
+    Only the order ``sensitivity`` runs the model; for the others it may be on the ``meta`` device. `batch` and `loss`
+    are as in :func:`bitplan.list_sites`.
 
-    :param ratio: the share of all values of a step that are to be low, 0 to 1.
-    :param budget: what the peak of a packed step may be: ``"6GiB"``, bytes, or a share of the peak without a plan,
-        ``"70%"``. Weights, optimizer state and all else that lives is counted in.
-    :param baseline: in place of both, one of :data:`bitplan.planners.assign.assignment.BASELINES`.
+    :param ratio: the share of a step's values that are low, 0 to 1.
+    :param budget: the peak memory of a packed step: ``"6GiB"``, bytes, or a share of the peak without a plan,
+        ``"70%"``. Weights, gradients and optimizer state are included.
+    :param baseline: instead of both, one of :data:`bitplan.planners.assign.assignment.BASELINES`.
     :param formats: ``paper`` (the default with a ratio), ``bf16/e4m3+e5m2`` (the default with a budget),
         ``bf16/mxfp8``, or levels of your own as in ``bf16/8/4``.
-    :param levels: the same as a list; or `low` and `high`, the two ends.
-    :param order: which groups go down first: ``largest``, ``smallest``, ``random`` (by `seed`), or ``sensitivity``,
-        which measures the damage of each group's rounding per byte that it saves.
-    :param optimizer: for a budget, as :func:`bitplan.estimate_memory` takes it; for the order ``sensitivity`` a
-        function that makes one, with which a copy is warmed up before anything is measured.
-    :param compile: the budget is for the model compiled.
-    :param batches: what sensitivity is measured on; by default `batch` alone.
-    :param promotion: from which share of values on that overflow (with a scale: that become zero) a low tensor gets the
-        highest level for the rest of the run. By default 0.01 (0.05) with a ratio, and never with a budget.
+    :param levels: the same as a list; or the lowest and the highest as `low` and `high`.
+    :param order: which groups are demoted first: ``largest``, ``smallest``, ``random`` (by `seed`), or ``sensitivity``,
+        which measures the gradient error of each group's rounding for each byte saved.
+    :param optimizer: for a budget, as in :func:`bitplan.estimate_memory`; for the order ``sensitivity`` a function
+        that makes the optimizer of the warm-up steps.
+    :param compile: the budget is that of the compiled model.
+    :param batches: for the warm-up and the measurement of sensitivity; by default only `batch`.
+    :param promotion: a low tensor is promoted to the highest level for the rest of the run when this share of its
+        values overflows (scaled formats: underflows to zero). By default 0.01 (0.05) with a ratio, never with a budget.
 
     >>> net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> assign(net, torch.randn(4, 8), ratio=0.5).made_by["demoted"]
     1
     """
     request = AssignRequest(ratio, budget, baseline, order, seed, promotion)
-    return assignment(
-        *(model, batch, loss, request, chosen_formats(request, formats, levels, low, high)),
+    return make_assignment(
+        model,
+        batch,
+        loss,
+        request,
+        choose_formats(request, formats, levels, low, high),
         optimizer=optimizer,
         compile=compile,
         device=device,
@@ -139,20 +150,20 @@ def assign(
     ).plan
 
 
-def chosen_formats(
+def choose_formats(
     request: AssignRequest,
     formats: str | Formats | None = None,
     levels: Sequence[str | Level] | None = None,
     low: str | Level | None = None,
     high: str | Level | None = None,
 ) -> Formats:
-    """The named formats, or the defaults of the request."""
+    """The formats that were passed, or the default of the request."""
     if request.budget is not None and formats is None and levels is None and low is None and high is None:
         formats = BUDGET_FORMATS
-    return formats_of(formats, levels, low, high)
+    return resolve_formats(formats, levels, low, high)
 
 
-def assignment(
+def make_assignment(
     model: nn.Module,
     batch: Any,
     loss: Callable[..., Tensor] | None,
@@ -163,80 +174,91 @@ def assignment(
     compile: bool = False,
     device: torch.device | str | None = None,
     batches: Iterable[Any] | None = None,
-    tell: Callable[[str], None] | None = None,
-    checks: bool | None = None,
+    report: Callable[[str], None] | None = None,
+    check_peak: bool | None = None,
 ) -> Assignment:
-    """:func:`assign` with the groups, their order and the figures beside the plan.
+    """Like :func:`assign`; returns the groups, their order and the statistics with the plan.
 
-    :param tell: told in sentences what is found on the way.
-    :param checks: measure what a budget promises, and go further down where it does not hold; by default where the
-        model is compiled, for whose peak there is an estimate only, and has weights.
+    :param report: called with progress messages.
+    :param check_peak: measure the peak of a step and demote more groups while it exceeds the budget. By default only
+        for compiled models, whose estimates are less exact. Without real weights nothing is measured.
     """
-    account = account_of(model, batch, loss, opens_loss=formats.opens_loss)
+    step_tensors = count_tensors(model, batch, loss, decompose_loss=formats.decompose_loss)
     if request.baseline is not None:
-        return baseline_of(request.baseline, account, formats)
-    story = request.story(formats)
+        return make_baseline(request.baseline, step_tensors, formats)
+    provenance = request.provenance(formats)
     if request.order == "sensitivity":
-        damage = _probed(
-            model, [batch] if batches is None else batches, loss, account, formats, optimizer, request.seed
+        probe_result = _measure_sensitivity(
+            model, [batch] if batches is None else batches, loss, step_tensors, formats, optimizer, request.seed
         )
-        moves = moves_by_damage(damage.damages, _savings(account, formats))
-        story |= {"probe": {"passes": damage.passes, "warm_steps": damage.warm}}
-        if tell is not None:
-            tell(f"sensitivity was measured by {damage.passes} forward and backward passes after {damage.warm} steps.")
+        moves = order_moves_by_sensitivity(probe_result.sensitivities, _bytes_saved(step_tensors, formats))
+        provenance |= {"probe": {"passes": probe_result.passes, "warm_steps": probe_result.warmup_steps}}
+        if report is not None:
+            report(
+                f"sensitivity was measured by {probe_result.passes} forward and backward passes after "
+                f"{probe_result.warmup_steps} steps."
+            )
     else:
-        moves = moves_of(request.order, account.groups, formats.low, request.seed)
+        moves = order_moves(request.order, step_tensors.groups, formats.low, request.seed)
 
-    def after(made: int) -> Assignment:
-        return Assignment.after(account, formats, moves, made, story, request.share(formats))
+    def after(moves_made: int) -> Assignment:
+        threshold = request.promotion_threshold(formats)
+        return Assignment.after(step_tensors, formats, moves, moves_made, provenance, threshold)
 
     if request.budget is None:
         assert request.ratio is not None
-        return after(cut_for_ratio(account, formats, moves, request.ratio))
-    budget = Budget.of(request.budget)
+        return after(count_moves_for_ratio(step_tensors, formats, moves, request.ratio))
+    budget = Budget.parse(request.budget)
     step = Step(model, batch, loss, optimizer, compile, device)
-    fitted = fit(budget, step, lambda made: after(made).plan, len(moves), tell, compile if checks is None else checks)
-    story |= {
+    fitted = fit(
+        budget,
+        step,
+        lambda moves_made: after(moves_made).plan,
+        len(moves),
+        report,
+        compile if check_peak is None else check_peak,
+    )
+    provenance |= {
         "budget": str(budget),
         "budget_bytes": fitted.limit,
-        "peak_today": fitted.today,
+        "peak_today": fitted.baseline_peak,
         "peak_predicted": fitted.peak,
         "compile": compile,
-        **({} if fitted.measured is None else {"peak_measured": fitted.measured}),
+        **({} if fitted.measured_peak is None else {"peak_measured": fitted.measured_peak}),
     }
-    return after(fitted.made)
+    return after(fitted.moves_made)
 
 
-def _probed(
+def _measure_sensitivity(
     model: nn.Module,
     batches: Iterable[Any],
     loss: Callable[..., Tensor] | None,
-    account: Account,
+    step_tensors: StepTensors,
     formats: Formats,
     optimizer: OptimizerChoice,
     seed: int,
 ) -> Probe:
     if loss is None:
-        raise PlanError("damage is measured in gradients: give a loss.")
-    moves = moves_of("largest", account.groups, formats.low)
+        raise PlanError("sensitivity is measured on gradients: give a loss.")
+    moves = order_moves("largest", step_tensors.groups, formats.low)
     return probe(
-        *(model, batches, loss),
-        lambda made: Assignment.after(account, formats, made, len(made), {}).plan,
+        model,
+        batches,
+        loss,
+        lambda demoted: Assignment.after(step_tensors, formats, demoted, len(demoted), {}).plan,
         moves,
         optimizer=optimizer if callable(optimizer) else None,
-        measured=BATCHES,
-        warm=WARM,
-        loss_scale=LOSS_SCALE if formats.wants_loss_scale else 1.0,
+        loss_scale=LOSS_SCALE if formats.needs_loss_scale else 1.0,
         seed=seed,
     )
 
 
-def _savings(account: Account, formats: Formats) -> dict[Move, float]:
-    """Bytes that each move saves of all tensors of its group."""
+def _bytes_saved(step_tensors: StepTensors, formats: Formats) -> dict[Move, float]:
+    """The bytes that each move saves over all tensors of its group."""
     savings: dict[Move, float] = {}
-    for tensor in account.tensors:
+    for tensor in step_tensors.tensors:
         for level in range(1, formats.low + 1):
-            before, now = (formats.levels[number].bits(tensor.role) for number in (level - 1, level))
+            bits_saved = formats.levels[level - 1].bits(tensor.role) - formats.levels[level].bits(tensor.role)
             move = Move(tensor.group, level)
-            savings[move] = savings.get(move, 0.0) + tensor.elements * (before - now) / 8
+            savings[move] = savings.get(move, 0.0) + tensor.elements * bits_saved / 8
     return savings

@@ -1,4 +1,4 @@
-"""An assignment: the precision of every tensor of a training step, what share of them is low, and the plan for it."""
+"""An assignment: the precision of every tensor of a training step, the share of low values, and the plan."""
 
 from __future__ import annotations
 
@@ -8,136 +8,135 @@ from functools import cached_property
 from typing import Any
 
 from bitplan.errors import PlanError, nearest_names
-from bitplan.planners.assign.groups import Account, Unit, is_product, place_of
+from bitplan.planners.assign.groups import OperationKey, StepTensors, Unit, is_product, operation_key
 from bitplan.planners.assign.levels import Formats, Move
-from bitplan.planners.assign.rules import rules_of
+from bitplan.planners.assign.rules import write_rules
 from bitplan.plans import Plan
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What every unit of an account gets."""
+    """The level of every unit of a training step's tensors."""
 
-    account: Account
+    step_tensors: StepTensors
     formats: Formats
     #: The level of each unit; None: nothing is rounded at all.
     levels: tuple[int, ...] | None
-    #: The level of each group, where groups decided.
+    #: The level of each group; None where units were chosen one by one.
     group_levels: tuple[int, ...] | None = None
-    #: How it came about, for the plan's ``made_by``.
-    story: Mapping[str, Any] = field(default_factory=dict)
-    #: The moves in their order, and how many of them were made.
+    #: Planner options and results for the plan's ``made_by``.
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    #: The moves in order, and how many of them were made.
     moves: tuple[Move, ...] = ()
-    made: int = 0
-    #: The share of values that overflow (with a scale: that become zero) from which on a low tensor is promoted to the
-    #: highest level; None: none is.
+    moves_made: int = 0
+    #: The share of values that overflow (scaled formats: underflow to zero) at which a low tensor is promoted to the
+    #: highest level; None: never.
     promotion: float | None = None
 
     @classmethod
     def after(
         cls,
-        account: Account,
+        step_tensors: StepTensors,
         formats: Formats,
         moves: Sequence[Move],
-        made: int,
-        story: Mapping[str, Any],
+        moves_made: int,
+        provenance: Mapping[str, Any],
         promotion: float | None = None,
     ) -> Assignment:
-        """The assignment after the first `made` of the moves."""
-        groups = [0] * len(account.groups)
-        for move in moves[:made]:
+        """The assignment after the first `moves_made` moves."""
+        groups = [0] * len(step_tensors.groups)
+        for move in moves[:moves_made]:
             groups[move.group] = max(groups[move.group], move.level)
         # A unit of several groups gets the highest precision that any of them has.
-        levels = tuple(min(groups[number] for number in unit.groups) for unit in account.units)
-        return cls(account, formats, levels, tuple(groups), story, tuple(moves), made, promotion)
+        levels = tuple(min(groups[number] for number in unit.groups) for unit in step_tensors.units)
+        return cls(step_tensors, formats, levels, tuple(groups), provenance, tuple(moves), moves_made, promotion)
 
     @property
     def demoted(self) -> int:
-        """How many groups lie below the highest level."""
+        """The number of groups below the highest level."""
         return sum(level > 0 for level in self.group_levels or ())
 
     @property
     def selection_ratio(self) -> float:
-        """The share of all values that are low, their parameters' gradients with them.
+        """The share of low values among all, parameter gradients included.
 
-        With more than two levels: the saving as a share of the greatest possible one.
+        With more than two levels: the saving relative to the largest possible saving.
         """
         if self.levels is None:
             return 0.0
-        whole = self.group_levels is not None
         low = sum(
             tensor.elements * self.formats.gain(self.levels[tensor.unit])
-            for tensor in self.account.tensors
-            # Of single tensors, what stays in the high format is not low.
-            if whole or tensor.role != "grad_weight"
+            for tensor in self.step_tensors.tensors
+            # Where units were chosen one by one, parameter gradients stay in the high format.
+            if self.group_levels is not None or tensor.role != "grad_weight"
         )
-        return low / self.account.elements
+        return low / self.step_tensors.elements
 
     @property
     def reported_ratio(self) -> float:
         """2 (bits all high - bits now) / bits all high: 0 at the high level, 1 where every value has half its bits."""
-        high = sum(tensor.elements * self.formats.levels[0].bits(tensor.role) for tensor in self.account.tensors)
+        high = sum(tensor.elements * self.formats.levels[0].bits(tensor.role) for tensor in self.step_tensors.tensors)
         return 2 * (high - self.bits) / high
 
     @property
     def bits(self) -> float:
-        """Of all tensors together: an aggregate of a step, and no peak."""
+        """Bits of all tensors together: a sum over the step, not a peak."""
         if self.levels is None:
-            return 32.0 * self.account.elements
+            return 32.0 * self.step_tensors.elements
         levels = self.formats.levels
         return sum(
-            tensor.elements * levels[self.levels[tensor.unit]].bits(tensor.role) for tensor in self.account.tensors
+            tensor.elements * levels[self.levels[tensor.unit]].bits(tensor.role) for tensor in self.step_tensors.tensors
         )
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan that trains so."""
-        made_by = {"planner": "bitplan assign", **self.story, **self.facts()}
+        """The plan that trains with these levels."""
+        made_by = {"planner": "bitplan assign", **self.provenance, **self.facts()}
         if self.levels is None:
             return Plan(name=self.name, description=self._description, made_by=made_by)
-        names, rules = rules_of(self.account, self.formats, self.levels, self.promotion)
+        names, rules = write_rules(self.step_tensors, self.formats, self.levels, self.promotion)
         return Plan(tuple(rules), quantizers=names, name=self.name, description=self._description, made_by=made_by)
 
     @property
     def name(self) -> str:
-        """A short one, for tables and folders."""
-        if "baseline" in self.story:
-            return str(self.story["baseline"])
-        order = self.story.get("order", "largest")
-        shown = "" if order == "largest" else f"-{order}"
-        target = self.story.get("budget") or f"r{self.story.get('ratio', self.selection_ratio):g}"
-        return f"assign-{target}{shown}".replace("%", "pct")
+        """A short name for tables and directories."""
+        if "baseline" in self.provenance:
+            return str(self.provenance["baseline"])
+        order = self.provenance.get("order", "largest")
+        suffix = "" if order == "largest" else f"-{order}"
+        target = self.provenance.get("budget") or f"r{self.provenance.get('ratio', self.selection_ratio):g}"
+        return f"assign-{target}{suffix}".replace("%", "pct")
 
     @property
     def _description(self) -> str:
         if self.levels is None:
             return "Nothing is rounded."
-        named = " / ".join(map(str, self.formats.levels))
+        level_names = " / ".join(map(str, self.formats.levels))
         if self.group_levels is None:
-            return f"{self.selection_ratio:.1%} of all values are low: {named}."
+            return f"{self.selection_ratio:.1%} of all values are low: {level_names}."
         return (
-            f"{self.demoted} of {len(self.account.groups)} groups of tensors are low, with {self.selection_ratio:.1%} "
-            f"of all values: {named}."
+            f"{self.demoted} of {len(self.step_tensors.groups)} groups of tensors are low, with "
+            f"{self.selection_ratio:.1%} of all values: {level_names}."
         )
 
     def facts(self) -> dict[str, Any]:
-        """The figures of an assignment."""
+        """Statistics of the assignment."""
         return {
-            "parameters": self.account.parameters,
-            "tensors": len(self.account.tensors),
-            "groups": len(self.account.groups),
+            "parameters": self.step_tensors.parameters,
+            "tensors": len(self.step_tensors.tensors),
+            "groups": len(self.step_tensors.groups),
             "demoted": self.demoted,
             "selection_ratio": round(self.selection_ratio, 6),
             "reported_ratio": round(self.reported_ratio, 6),
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        """The groups in the order in which they go down: number, start, tensors, size, level and whether it is cut."""
+        """A row for each group, in the order of demotion."""
         rank: dict[int, int] = {}
         for position, move in enumerate(self.moves):
             rank.setdefault(move.group, position)
-        groups = sorted(self.account.groups, key=lambda group: (rank.get(group.number, 0), group.number))
-        total = self.account.elements
+        groups = sorted(self.step_tensors.groups, key=lambda group: (rank.get(group.number, 0), group.number))
+        total = self.step_tensors.elements
         levels = self.group_levels or (0,) * len(groups)
         return [
             {
@@ -153,81 +152,81 @@ class Assignment:
         ]
 
 
-def cut_for_ratio(account: Account, formats: Formats, moves: Sequence[Move], ratio: float) -> int:
-    """How many moves it takes until the selection ratio is at least `ratio`."""
+def count_moves_for_ratio(step_tensors: StepTensors, formats: Formats, moves: Sequence[Move], ratio: float) -> int:
+    """Count the moves until the selection ratio is at least `ratio`."""
     if not 0 <= ratio <= 1:
         raise PlanError(f"ratio is {ratio:g}; it must be a share from 0 to 1.")
     if ratio == 0:
         return 0
-    groups = [0] * len(account.groups)
-    elements = [0] * len(account.units)
-    for tensor in account.tensors:
+    group_levels = [0] * len(step_tensors.groups)
+    elements = [0] * len(step_tensors.units)
+    for tensor in step_tensors.tensors:
         elements[tensor.unit] += tensor.elements
-    members: list[list[int]] = [[] for _ in account.groups]
-    for number, unit in enumerate(account.units):
+    members: list[list[int]] = [[] for _ in step_tensors.groups]
+    for number, unit in enumerate(step_tensors.units):
         for group in unit.groups:
             members[group].append(number)
-    levels = [0] * len(account.units)
-    low, low_elements_needed = 0.0, ratio * account.elements
-    for made, move in enumerate(moves, start=1):
-        groups[move.group] = max(groups[move.group], move.level)
+    levels = [0] * len(step_tensors.units)
+    low, low_elements_needed = 0.0, ratio * step_tensors.elements
+    for moves_made, move in enumerate(moves, start=1):
+        group_levels[move.group] = max(group_levels[move.group], move.level)
         for number in members[move.group]:
-            level = min(groups[group] for group in account.units[number].groups)
+            level = min(group_levels[group] for group in step_tensors.units[number].groups)
             low += elements[number] * (formats.gain(level) - formats.gain(levels[number]))
             levels[number] = level
         if low >= low_elements_needed and ratio < 1:
-            return made
+            return moves_made
     return len(moves)
 
 
-# --- What assignments are compared with
-
-
 BASELINES = ("fp32", "all-high", "uniform-low", "operator", "operator-prime")
-#: What is said beside a baseline's name.
+#: Remarks on baselines, for ``made_by`` and the command line.
 REMARKS = {"operator-prime": "our reading: inputs and outputs of products low in both passes"}
 
 
-def baseline(name: str, account: Account, formats: Formats) -> Assignment:
-    """The assignment of that name."""
+def make_baseline(name: str, step_tensors: StepTensors, formats: Formats) -> Assignment:
+    """The baseline of this name, one of :data:`BASELINES`."""
     if name not in BASELINES:
         raise PlanError(f"there is no baseline {name!r}; {nearest_names(name, BASELINES)}")
-    story = {"baseline": name, "formats": formats.name}
+    provenance = {"baseline": name, "formats": formats.name}
     if name in REMARKS:
-        story["remark"] = REMARKS[name]
+        provenance["remark"] = REMARKS[name]
     if name == "fp32":
-        return Assignment(account, formats, None, story=story)
+        return Assignment(step_tensors, formats, None, provenance=provenance)
     if name in ("all-high", "uniform-low"):
         level = 0 if name == "all-high" else formats.low
-        groups = (level,) * len(account.groups)
-        return Assignment(account, formats, (level,) * len(account.units), groups, story)
-    low = _LowUnits(account, with_both_sides=name == "operator-prime")
-    levels = tuple(formats.low if low.has(unit) else 0 for unit in account.units)
-    return Assignment(account, formats, levels, story=story)
+        groups = (level,) * len(step_tensors.groups)
+        return Assignment(step_tensors, formats, (level,) * len(step_tensors.units), groups, provenance)
+    low_units = _ProductUnits(step_tensors, both_sides=name == "operator-prime")
+    levels = tuple(formats.low if unit in low_units else 0 for unit in step_tensors.units)
+    return Assignment(step_tensors, formats, levels, provenance=provenance)
 
 
-class _LowUnits:
-    """Which units are low because of the products they belong to."""
+class _ProductUnits:
+    """Units that products read or write, except those of the first product and of the last group.
 
-    def __init__(self, account: Account, with_both_sides: bool) -> None:
-        operations, group_of = account.operations, account.group_of
+    :param both_sides: inputs and outputs in both passes; otherwise inputs forward and outputs backward.
+    """
+
+    def __init__(self, step_tensors: StepTensors, both_sides: bool) -> None:
+        operations, group_of = step_tensors.operations, step_tensors.group_of
         products = [number for number, operation in enumerate(operations) if is_product(operation)]
         last = max(group_of)
         in_last = {number for number, group in enumerate(group_of) if group == last}
-        spared = {products[0]} | in_last | {source for number in in_last for source in operations[number].inputs}
-        read = {source for number in products for source in operations[number].inputs}
-        made = set(products)
-        forward = (read | made if with_both_sides else read) - spared
-        backward = (read | made if with_both_sides else made) - spared
-        self.forward = {place_of(operations[number]) for number in forward}
-        self.backward = {place_of(operations[number]) for number in backward}
-        self.weighted = {place_of(operations[number]) for number in made - {products[0]} - in_last}
+        excluded = {products[0]} | in_last | {source for number in in_last for source in operations[number].inputs}
+        inputs = {source for number in products for source in operations[number].inputs}
+        outputs = set(products)
+        forward = (inputs | outputs if both_sides else inputs) - excluded
+        backward = (inputs | outputs if both_sides else outputs) - excluded
+        self.forward = {operation_key(operations[number]) for number in forward}
+        self.backward = {operation_key(operations[number]) for number in backward}
+        self.weighted = {operation_key(operations[number]) for number in outputs - {products[0]} - in_last}
 
-    def has(self, unit: Unit) -> bool:
-        places = {
-            "input": set[tuple[str, str]](),
+    def __contains__(self, unit: Unit) -> bool:
+        low_operations = {
+            "input": set[OperationKey](),
             "activation": self.forward,
             "grad_activation": self.backward,
             "weight": self.weighted,
         }[unit.kind]
-        return all(place in places for place in unit.places)
+        return low_operations.issuperset(unit.operations)

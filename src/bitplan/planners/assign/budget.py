@@ -1,9 +1,8 @@
-"""Keeping the peak of a training step under a budget: the real one of packed execution, everything counted in.
+"""Memory budgets: the fewest moves that keep the peak memory of a packed training step within a budget.
 
-A ratio is an aggregate over all tensors of a step, which do not all live at once. A budget in bytes is about the *most*
-that lives at any moment: master weights, optimizer state, gradients, what is kept for the backward pass and what is on
-its way, as :func:`bitplan.estimate_memory` foresees it for the very plan, on tensors without data. Down the list of
-moves the peak falls, so the least cut under the budget is found by halving.
+A ratio is a sum over all tensors of a step, which are not all alive at once. A budget in bytes limits the *peak*:
+master weights, optimizer state, gradients, saved tensors and temporaries, as :func:`bitplan.estimate_memory` predicts
+it for the plan on fake tensors. The peak falls with every move, so the number of moves is found by bisection.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from bitplan.errors import PlanError
 from bitplan.files import byte_text, read_bytes
 from bitplan.plans import Plan
 
-#: An estimated peak has been up to a hundredth below what the allocator then counted, for kernels take memory of their
-#: own; a promise should hold, so this share of the budget is spared.
-_SPARE = 0.02
-#: So often a cut is measured, and a lower one tried.
-_CHECKS = 3
-#: Among known peaks: the one without a plan.
-_TODAY = -1
-#: Halving trusts that the peak falls from cut to cut; where it does not, so many neighbours are looked at as well.
-_NEIGHBOURS = 2
+#: Estimated peaks were up to 1 % below the allocator's, because of kernel workspaces; this share of the budget is
+#: reserved for them.
+_RESERVED_SHARE = 0.02
+#: Attempts to measure a plan and to demote more groups.
+_MAX_MEASUREMENTS = 3
+#: Key of the peak without a plan.
+_NO_PLAN = -1
+#: Bisection assumes that the peak falls with every move. If the last plan does not fit, this many before it are tried.
+_EXTRA_CANDIDATES = 2
 
 
 @dataclass(frozen=True)
@@ -43,15 +42,15 @@ class Budget:
 
     def __post_init__(self) -> None:
         if (self.bytes is None) == (self.share is None):
-            raise PlanError("a budget is either bytes or a share of today's peak.")
+            raise PlanError("a budget is either bytes or a share of the peak without a plan.")
         if self.share is not None and self.share <= 0:
-            raise PlanError("a share of today's peak is more than 0%: write it as 70%.")
+            raise PlanError("a share of the peak without a plan must be above 0%: write it as 70%.")
 
     @classmethod
-    def of(cls, value: str | int | Budget) -> Budget:
-        """What ``6GiB``, ``70%`` or a number of bytes means.
+    def parse(cls, value: str | int | Budget) -> Budget:
+        """Parse ``6GiB``, ``70%`` or a number of bytes.
 
-        >>> Budget.of("70%").share, Budget.of("1KiB").bytes
+        >>> Budget.parse("70%").share, Budget.parse("1KiB").bytes
         (0.7, 1024)
         """
         if isinstance(value, Budget):
@@ -60,9 +59,9 @@ class Budget:
             return cls(share=float(percent[1]) / 100)
         return cls(bytes=read_bytes(str(value)))
 
-    def limit(self, today: int) -> int:
-        """Bytes."""
-        return self.bytes if self.bytes is not None else int(today * (self.share or 0))
+    def limit(self, baseline_peak: int) -> int:
+        """The budget in bytes."""
+        return self.bytes if self.bytes is not None else int(baseline_peak * (self.share or 0))
 
     def __str__(self) -> str:
         return byte_text(self.bytes).replace(" ", "") if self.bytes is not None else f"{100 * (self.share or 0):g}%"
@@ -70,20 +69,22 @@ class Budget:
 
 @dataclass(frozen=True)
 class Fit:
-    """A cut whose peak lies within the budget."""
+    """A number of moves whose plan is within the budget."""
 
-    made: int
-    #: Estimated bytes: without a plan, and with the plan of the cut; and what the budget allows.
-    today: int
+    moves_made: int
+    #: Estimated peak without a plan, in bytes.
+    baseline_peak: int
+    #: Estimated peak with the plan.
     peak: int
+    #: The budget.
     limit: int
-    #: What was measured with the plan of the cut; None where nothing was.
-    measured: int | None = None
+    #: Measured peak with the plan; None if it was not measured.
+    measured_peak: int | None = None
 
 
 @dataclass(frozen=True)
 class Step:
-    """The training step whose memory is asked about."""
+    """The training step whose peak memory is estimated or measured."""
 
     model: nn.Module
     batch: Any
@@ -92,19 +93,19 @@ class Step:
     compile: bool = False
     device: torch.device | str | None = None
 
-    def measured(self, plan: Plan) -> int | None:
-        """The peak of a packed step that is really made; None where the model has no weights here."""
+    def measure_peak(self, plan: Plan) -> int | None:
+        """The peak of a packed step that is run; None if the model is on the meta device."""
         if any(parameter.is_meta for parameter in self.model.parameters()):
             return None
         return measure_memory(
-            *(self.model, self.batch, self.loss, self.optimizer, plan, "packed", self.compile), steps=2
+            self.model, self.batch, self.loss, self.optimizer, plan, "packed", self.compile, steps=2
         ).peak
 
-    def peak(self, plan: Plan | None) -> int:
-        """The estimated peak: packed under a plan, and as it is without one."""
+    def estimate_peak(self, plan: Plan | None) -> int:
+        """The estimated peak, with packed execution if there is a plan."""
         execution = "emulate" if plan is None else "packed"
         return estimate_memory(
-            *(self.model, self.batch, self.loss, self.optimizer, plan, execution, self.compile), device=self.device
+            self.model, self.batch, self.loss, self.optimizer, plan, execution, self.compile, device=self.device
         ).peak
 
 
@@ -113,76 +114,77 @@ def fit(
     step: Step,
     plan_after: Callable[[int], Plan],
     moves: int,
-    tell: Callable[[str], None] | None = None,
-    checks: bool = False,
+    report: Callable[[str], None] | None = None,
+    check_peak: bool = False,
 ) -> Fit:
-    """The smallest cut whose plan keeps the step's peak within the budget.
+    """Find the smallest number of moves whose plan keeps the peak of the step within the budget.
 
-    :param plan_after: the plan after so many moves.
-    :param tell: told of each estimate in a sentence.
-    :param checks: make the step as well, and go further down where its measured peak lies above the budget.
+    :param plan_after: the plan after a number of moves.
+    :param report: called with a message for each estimate and measurement.
+    :param check_peak: run the step as well, and demote more groups while its measured peak is above the budget.
     """
-    say = tell or (lambda sentence: None)
+    report = report or (lambda message: None)
     peaks: dict[int, int] = {}
-    cut = _estimated_fit(budget, step, plan_after, moves, say, peaks, 1 - _SPARE)
-    if not checks:
-        return cut
-    share, least = 1 - _SPARE, None
-    for _ in range(_CHECKS):
-        measured = step.measured(plan_after(cut.made))
+    share, smallest = 1 - _RESERVED_SHARE, None
+    estimate = _fit_estimates(budget, step, plan_after, moves, report, peaks, share)
+    if not check_peak:
+        return estimate
+    for _ in range(_MAX_MEASUREMENTS):
+        measured = step.measure_peak(plan_after(estimate.moves_made))
         if measured is None:
-            return cut
-        say(f"{cut.made} of {moves} moves: a peak of {byte_text(measured)}, measured.")
-        if measured <= cut.limit:
-            return replace(cut, measured=measured)
-        least = measured if least is None else min(least, measured)
-        if cut.made == moves:
+            return estimate
+        report(f"{estimate.moves_made} of {moves} moves: a peak of {byte_text(measured)}, measured.")
+        if measured <= estimate.limit:
+            return replace(estimate, measured_peak=measured)
+        smallest = measured if smallest is None else min(smallest, measured)
+        if estimate.moves_made == moves:
             break
-        # As much lower as the estimate was too low, and one move further at least.
-        share = min(share * cut.peak / measured, (cut.peak - 1) / cut.limit)
+        # Lower the target by the error of the estimate, and by one move at least.
+        share = min(share * estimate.peak / measured, (estimate.peak - 1) / estimate.limit)
         try:
-            cut = _estimated_fit(budget, step, plan_after, moves, say, peaks, share)
+            estimate = _fit_estimates(budget, step, plan_after, moves, report, peaks, share)
         except PlanError:
-            cut = replace(cut, made=moves, peak=peaks[moves])
+            estimate = replace(estimate, moves_made=moves, peak=peaks[moves])
     raise PlanError(
-        f"no assignment was found that keeps the measured peak within {byte_text(cut.limit)}: the least measured is "
-        f"{byte_text(least or 0)}. Raise the budget, choose formats without a scale per tensor, or leave the model "
-        f"uncompiled."
+        f"no assignment was found that keeps the measured peak within {byte_text(estimate.limit)}: the least measured "
+        f"is {byte_text(smallest or 0)}. Raise the budget, choose formats without a scale per tensor, or do not "
+        f"compile the model."
     )
 
 
-def _estimated_fit(
+def _fit_estimates(
     budget: Budget,
     step: Step,
     plan_after: Callable[[int], Plan],
     moves: int,
-    say: Callable[[str], None],
-    known: dict[int, int],
+    report: Callable[[str], None],
+    peaks: dict[int, int],
     share: float,
 ) -> Fit:
-    """The smallest cut whose estimated peak lies within a share of the budget; `known` are peaks estimated so far."""
-    if _TODAY not in known:
-        known[_TODAY] = step.peak(None)
-    today = known[_TODAY]
-    limit = budget.limit(today)
-    if len(known) == 1:
-        say(f"without a plan: a peak of {byte_text(today)}, estimated; the budget is {byte_text(limit)}.")
+    """The smallest number of moves whose estimated peak is within a share of the budget; `peaks` caches estimates."""
+    if _NO_PLAN not in peaks:
+        peaks[_NO_PLAN] = step.estimate_peak(None)
+    baseline_peak = peaks[_NO_PLAN]
+    limit = budget.limit(baseline_peak)
+    if len(peaks) == 1:
+        report(f"without a plan: a peak of {byte_text(baseline_peak)}, estimated; the budget is {byte_text(limit)}.")
 
-    def peak(made: int) -> int:
-        if made not in known:
-            known[made] = step.peak(plan_after(made))
-            say(f"{made} of {moves} moves: a peak of {byte_text(known[made])}, estimated.")
-        return known[made]
+    def peak(moves_made: int) -> int:
+        if moves_made not in peaks:
+            peaks[moves_made] = step.estimate_peak(plan_after(moves_made))
+            report(f"{moves_made} of {moves} moves: a peak of {byte_text(peaks[moves_made])}, estimated.")
+        return peaks[moves_made]
 
     allowed = int(limit * share)
     low, high = 0, moves
     if peak(0) <= allowed:
-        return Fit(0, today, peak(0), limit)
+        return Fit(0, baseline_peak, peak(0), limit)
     if peak(moves) > allowed:
-        fitting = [made for made in range(moves - 1, max(moves - 1 - _NEIGHBOURS, 0), -1) if peak(made) <= allowed]
+        candidates = range(moves - 1, max(moves - 1 - _EXTRA_CANDIDATES, 0), -1)
+        fitting = [moves_made for moves_made in candidates if peak(moves_made) <= allowed]
         if not fitting:
-            peaks = {made: bytes_ for made, bytes_ in known.items() if made != _TODAY}
-            raise PlanError(_impossible(limit, share, today, peaks, moves))
+            planned_peaks = {number: estimate for number, estimate in peaks.items() if number != _NO_PLAN}
+            raise PlanError(_no_fit_message(limit, share, baseline_peak, planned_peaks, moves))
         high = fitting[-1]
     while high - low > 1:
         middle = (low + high) // 2
@@ -190,18 +192,19 @@ def _estimated_fit(
             high = middle
         else:
             low = middle
-    return Fit(high, today, peak(high), limit)
+    return Fit(high, baseline_peak, peak(high), limit)
 
 
-def _impossible(limit: int, share: float, today: int, peaks: dict[int, int], moves: int) -> str:
-    best = min(peaks, key=lambda made: (peaks[made], made))
+def _no_fit_message(limit: int, share: float, baseline_peak: int, peaks: dict[int, int], moves: int) -> str:
+    best = min(peaks, key=lambda moves_made: (peaks[moves_made], moves_made))
     needed = math.ceil(peaks[best] / share) + 1
-    spared = (
-        f", and {1 - share:.0%} of a budget is spared for what an estimate may miss" if peaks[best] <= limit else ""
+    reserve = f", and {1 - share:.0%} of the budget is reserved for kernel workspaces" if peaks[best] <= limit else ""
+    condition = "with every group at the lowest level" if best == moves else f"after {best} of {moves} moves"
+    without_plan = (
+        f"; without a plan the peak is {byte_text(baseline_peak)}, which fits" if baseline_peak <= limit else ""
     )
-    how = "with every group at the lowest level" if best == moves else f"after {best} of {moves} moves"
-    beside = f"; without a plan the peak is {byte_text(today)}, which fits" if today <= limit else ""
     return (
         f"no assignment keeps the peak within {byte_text(limit)}: the least is {byte_text(peaks[best])}, "
-        f"{how}{spared}{beside}. Give a budget of {needed} bytes or more, add a lower level, or make the batch smaller."
+        f"{condition}{reserve}{without_plan}. Give a budget of {needed} bytes or more, add a lower level, or "
+        f"reduce the batch size."
     )

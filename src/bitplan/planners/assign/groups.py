@@ -1,28 +1,27 @@
-"""The tensors of a training step, counted and cut into groups as Lee, Sharma & Aiken 2023 do (arXiv 2301.13464).
+"""The tensors of a training step, counted and grouped as in Lee, Sharma & Aiken 2023 (arXiv 2301.13464).
 
-**Tensors.** Each operation's output v and its gradient dv, each parameter theta (biases, norms' too) and its gradient
-dtheta; a tensor that several operations read counts once. So the tensors are bitplan's sites of the four roles, with
-three additions that make the account the paper's:
+**Tensors.** Each operation's output v and its gradient dv, each parameter theta (biases and norm parameters included)
+and its gradient dtheta. A tensor that several operations read counts once. These are bitplan's sites of the four roles,
+with three additions from the paper:
 
-* the data x is a tensor, and so is its gradient, though nobody computes that one. A plan rounds x where products read
-  it, by their ``x`` slot; data that no product reads (tokens, or what a norm comes before) has no such place and is
-  left out.
-* a cross-entropy is two operations, log-softmax and negative log-likelihood, where the formats open it up.
-* what a tensor is split into (``chunk``, ``split``) counts. In torch these are views: they always have the precision of
-  the whole, and belong to its group. Other views, reshapes and permutations are no tensors.
+* The data x is a tensor, and so is its gradient, though it is never computed. A plan rounds x as the ``x`` operand of
+  the products that read it. Data that no product reads directly (token ids, the input of a norm) is not counted.
+* A cross-entropy is two operations, log-softmax and negative log-likelihood, where the formats decompose it.
+* The results of ``chunk`` and ``split`` count. In torch they are views: they have the precision of their base and
+  belong to its group. Other views, reshapes and permutations are not counted.
 
-Not counted are norms' statistics, the optimizer's state, master weights and workspaces; a budget in bytes does count
-them, see :mod:`bitplan.planners.assign.budget`.
+Norm statistics, optimizer state, master weights and workspaces are not counted. A budget in bytes does count them, see
+:mod:`bitplan.planners.assign.budget`.
 
-**Groups.** Operations in the order they run; a new group starts with the data, and with every product. v and dv belong
-to the group of their operation. theta and dtheta belong to the group of whatever made the operation's first input: a
-product's weight lies in the group *before* it, a batch norm's in that of its convolution. A product whose weight has
-begun a group before goes on with that one, so all steps of a recurrent layer are one group. Attention, which torch
-computes without keeping its scores, is one product.
+**Groups.** In execution order, a group starts with the data and with every product. v and dv belong to the group of
+their operation. theta and dtheta belong to the group that produced the operation's first input: a product's weight is
+in the group *before* it, a batch norm's in that of its convolution. A product whose weight already started a group
+continues that group, so all steps of a recurrent layer are one group. Attention, which torch computes without storing
+its scores, is one product.
 
-**Units.** A plan speaks of operations by name, and what has one name has one precision: the calls of a module that is
-called several times, a parameter of several operations, all parameters of an operation. Such a unit gets a low
-precision only if all its groups do.
+**Units.** Rules match operations by name, so tensors of the same name have the same precision: the calls of a module
+that is called several times, a parameter of several operations, all parameters of an operation. Such a unit is low only
+if all its groups are.
 """
 
 from __future__ import annotations
@@ -36,21 +35,23 @@ from torch import Tensor, nn
 from bitplan.capture.ops import FUSED, PRODUCTS
 from bitplan.capture.recording import Operation, record
 from bitplan.errors import PlanError, QuantizeError
+from bitplan.gemm.macs import RECURRENT
 from bitplan.numerics.wire_format import parameter_suffix
 
-#: What a unit is rounded as. ``input`` is the data, by the ``x`` of the products that read it.
+#: How a unit is rounded. ``input`` is the data, rounded as the ``x`` operand of the products that read it.
 Kind = Literal["input", "activation", "grad_activation", "weight"]
 
-_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-#: Products beside those whose operands bitplan can round one by one.
+#: Products whose operands bitplan cannot round separately.
 _OTHER_PRODUCTS = FUSED | {"sparse_matmul"}
-#: The group of the data, the first.
+#: The group of the data is the first.
 DATA = 0
+#: (module path, operation name with its number), as rules match it.
+OperationKey = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class CountedTensor:
-    """One tensor of the account."""
+    """A tensor of the training step."""
 
     #: A site's name; ``input`` for the data.
     name: str
@@ -59,36 +60,36 @@ class CountedTensor:
     elements: int
     #: The group whose size it adds to.
     group: int
-    #: Its unit's place in :attr:`Account.units`.
+    #: Index into :attr:`StepTensors.units`.
     unit: int
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Tensors that have one precision."""
+    """Tensors that must have the same precision."""
 
     kind: Kind
-    #: (module, numbered operation) of the operations that round it; of the data, its readers.
-    places: tuple[tuple[str, str], ...]
-    #: All groups that have a part in it.
+    #: The operations that round it; for the data, the products that read it.
+    operations: tuple[OperationKey, ...]
+    #: The groups of its tensors.
     groups: frozenset[int]
 
 
 @dataclass(frozen=True)
 class Group:
-    """A stretch of operations from one product to the next."""
+    """The operations from one product to the next."""
 
     number: int
-    #: What began it: an operation's label, or ``input``.
+    #: The label of its first operation, or ``input``.
     start: str
-    #: Elements of all its tensors.
+    #: Elements of its tensors.
     size: int
     tensors: int
 
 
 @dataclass(frozen=True)
-class Account:
-    """All tensors of a step, their units and groups."""
+class StepTensors:
+    """All tensors of a training step, their units and groups."""
 
     operations: tuple[Operation, ...]
     tensors: tuple[CountedTensor, ...]
@@ -96,65 +97,65 @@ class Account:
     groups: tuple[Group, ...]
     #: The group of each operation.
     group_of: tuple[int, ...]
-    #: Values of all parameters of the model.
+    #: Elements of all parameters of the model.
     parameters: int
 
     @property
     def elements(self) -> int:
-        """Of all tensors."""
+        """Elements of all tensors."""
         return sum(tensor.elements for tensor in self.tensors)
 
 
-def account_of(
-    model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None = None, *, opens_loss: bool = True
-) -> Account:
-    """The account of one training step on fake tensors; `batch` and `loss` as :func:`bitplan.list_sites` takes them.
+def count_tensors(
+    model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None = None, *, decompose_loss: bool = True
+) -> StepTensors:
+    """Count the tensors of a training step on fake tensors; `batch` and `loss` are as in :func:`bitplan.list_sites`.
 
-    :param opens_loss: write a cross-entropy out.
+    :param decompose_loss: count a cross-entropy as two operations.
     """
-    operations = _recorded(model, batch, loss, opens_loss)
+    operations = _record(model, batch, loss, decompose_loss)
     if not any(map(is_product, operations)):
         raise PlanError("this model has no product (convolution, linear, attention, ...): there is nothing to assign.")
-    return _Counting(operations).account(sum(parameter.numel() for parameter in model.parameters()))
+    return _TensorCounter(operations).count(sum(parameter.numel() for parameter in model.parameters()))
 
 
-def _recorded(
-    model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None, opens_loss: bool
+def _record(
+    model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None, decompose_loss: bool
 ) -> tuple[Operation, ...]:
-    """Recurrent layers opened up, and the loss; what refuses to be (packed sequences, label smoothing) stays whole."""
-    of_loss = ("cross_entropy",) if opens_loss else ()
-    for opened in ((*_RECURRENT, *of_loss), _RECURRENT, of_loss):
+    """Record with recurrent layers and the loss decomposed, except packed sequences and label smoothing."""
+    loss_ops = ("cross_entropy",) if decompose_loss else ()
+    for decomposed in ((*RECURRENT, *loss_ops), RECURRENT, loss_ops):
         try:
-            return tuple(record(model, batch, loss, opens=_opening(opened)))
+            return tuple(record(model, batch, loss, opens=_is_op_among(decomposed)))
         except QuantizeError:
             continue
     return tuple(record(model, batch, loss))
 
 
-def _opening(opened: tuple[str, ...]) -> Callable[[str, str], bool]:
-    return lambda path, op: op in opened
+def _is_op_among(names: tuple[str, ...]) -> Callable[[str, str], bool]:
+    return lambda path, op: op in names
 
 
 def is_product(operation: Operation) -> bool:
-    """Whether a group begins there."""
+    """Whether the operation starts a group."""
     return (operation.op in PRODUCTS and operation.operands is not None) or operation.op in _OTHER_PRODUCTS
 
 
-def place_of(operation: Operation) -> tuple[str, str]:
-    """How a plan finds the operation: its module, and its name with its number."""
+def operation_key(operation: Operation) -> OperationKey:
+    """The module and numbered name by which rules match the operation."""
     return operation.module, f"{operation.op}.{operation.index}"
 
 
-class _Counting:
-    """The walk through the operations of a step."""
+class _TensorCounter:
+    """Counts the tensors of a step's operations and assigns them to units and groups."""
 
     def __init__(self, operations: tuple[Operation, ...]) -> None:
         self.operations = operations
-        self.starts, self.group_of = _groups(operations)
+        self.starts, self.group_of = _split_groups(operations)
         self.units: list[Unit] = []
         self.tensors: list[CountedTensor] = []
 
-    def account(self, parameters: int) -> Account:
+    def count(self, parameters: int) -> StepTensors:
         self._count_data()
         self._count_activations()
         self._count_parameters()
@@ -166,34 +167,34 @@ class _Counting:
             Group(number, start, size, count)
             for number, (start, size, count) in enumerate(zip(self.starts, sizes, counts, strict=True))
         )
-        return Account(
+        return StepTensors(
             self.operations, tuple(self.tensors), tuple(self.units), groups, tuple(self.group_of), parameters
         )
 
-    def _count(self, name: str, role: str, tensors: Iterable[Tensor], group: int, unit: int) -> None:
+    def _add_tensors(self, name: str, role: str, tensors: Iterable[Tensor], group: int, unit: int) -> None:
         for tensor in tensors:
             self.tensors.append(CountedTensor(name, role, tensor.numel(), group, unit))
 
-    def _unit(self, kind: Kind, places: Iterable[tuple[str, str]], groups: Iterable[int]) -> int:
-        self.units.append(Unit(kind, tuple(dict.fromkeys(places)), frozenset(groups)))
+    def _add_unit(self, kind: Kind, operations: Iterable[OperationKey], groups: Iterable[int]) -> int:
+        self.units.append(Unit(kind, tuple(dict.fromkeys(operations)), frozenset(groups)))
         return len(self.units) - 1
 
     def _count_data(self) -> None:
         tensors: dict[int, Tensor] = {}
-        readers: dict[int, list[tuple[str, str]]] = {}
+        readers: dict[int, list[OperationKey]] = {}
         for operation in self.operations:
-            # Steps of an opened recurrent layer begin with a constant state, which is no data.
-            x = None if operation.operands is None or operation.inside in _RECURRENT else operation.operands[0]
+            # The first step of a decomposed recurrent layer reads a constant state, which is not data.
+            x = None if operation.operands is None or operation.inside in RECURRENT else operation.operands[0]
             if x is None or id(x) in operation.origins or not x.is_floating_point():
                 continue
             if any(x is parameter for _, parameter in operation.parameters):
                 continue
             tensors[id(x)] = x
-            readers.setdefault(id(x), []).append(place_of(operation))
+            readers.setdefault(id(x), []).append(operation_key(operation))
         for key, x in tensors.items():
-            unit = self._unit("input", readers[key], [DATA])
+            unit = self._add_unit("input", readers[key], [DATA])
             for role in ("activation", "grad_activation"):
-                self._count("input", role, [x], DATA, unit)
+                self._add_tensors("input", role, [x], DATA, unit)
 
     def _count_activations(self) -> None:
         calls: dict[str, list[int]] = {}
@@ -205,12 +206,12 @@ class _Counting:
             has_gradient = any(self.operations[number].needs_grad for number in numbers)
             roles: tuple[Kind, ...] = ("activation", "grad_activation")
             for role in roles[: 1 + has_gradient]:
-                unit = self._unit(role, [place_of(first)], groups)
+                unit = self._add_unit(role, [operation_key(first)], groups)
                 for number in numbers:
                     operation = self.operations[number]
                     if role == "activation" or operation.needs_grad:
-                        made = [*operation.outputs, *operation.parts]
-                        self._count(f"{label}:{role}", role, made, self.group_of[number], unit)
+                        outputs = [*operation.outputs, *operation.parts]
+                        self._add_tensors(f"{label}:{role}", role, outputs, self.group_of[number], unit)
 
     def _count_parameters(self) -> None:
         users: dict[str, list[int]] = {}
@@ -218,50 +219,46 @@ class _Counting:
             for name, tensor in operation.parameters:
                 if tensor.is_floating_point():
                     users.setdefault(name, []).append(number)
-        for names in _shared_out(users, self.operations):
+        for names in _tie_parameters(users, self.operations):
             numbers = sorted({number for name in names for number in users[name]})
-            sources = {name: self._sources(users[name]) for name in names}
-            places = [place_of(self.operations[number]) for number in numbers]
-            unit = self._unit("weight", places, (group for groups in sources.values() for group in groups))
+            sources = {name: self._source_groups(users[name]) for name in names}
+            keys = [operation_key(self.operations[number]) for number in numbers]
+            unit = self._add_unit("weight", keys, (group for groups in sources.values() for group in groups))
             for name in names:
                 operation = self.operations[users[name][0]]
-                whole = operation.wholes.get(name, dict(operation.parameters)[name])
-                short = name.rpartition(".")[2]
-                shown = f"weight{parameter_suffix(short)}"
-                home = sources[name][0]
-                self._count(f"{operation.label}:{shown}", "weight", [whole], home, unit)
-                if whole.requires_grad:
-                    self._count(f"{operation.label}:grad_{shown}", "grad_weight", [whole], home, unit)
+                parameter = operation.wholes.get(name, dict(operation.parameters)[name])
+                site = f"weight{parameter_suffix(name.rpartition('.')[2])}"
+                group = sources[name][0]
+                self._add_tensors(f"{operation.label}:{site}", "weight", [parameter], group, unit)
+                if parameter.requires_grad:
+                    self._add_tensors(f"{operation.label}:grad_{site}", "grad_weight", [parameter], group, unit)
 
-    def _sources(self, numbers: Sequence[int]) -> list[int]:
-        """The groups that made the first inputs of the operations that use a parameter."""
-        sources = [self._source(self.operations[number]) for number in numbers]
+    def _source_groups(self, numbers: Sequence[int]) -> list[int]:
+        """The groups that produced the first inputs of the operations that use a parameter."""
+        sources = [self._source_group(self.operations[number]) for number in numbers]
         with_source = [group for group in sources if group is not None]
-        # A recurrent layer's first step reads a constant, which is in no group.
-        return (
-            with_source
-            if with_source and self.operations[numbers[0]].inside in _RECURRENT
-            else [g or DATA for g in sources]
-        )
+        # The first step of a recurrent layer reads a constant, which is in no group.
+        if with_source and self.operations[numbers[0]].inside in RECURRENT:
+            return with_source
+        return [group or DATA for group in sources]
 
-    def _source(self, operation: Operation) -> int | None:
+    def _source_group(self, operation: Operation) -> int | None:
         if operation.operands is not None:
-            first = next(
-                (t for t in operation.operands if not any(t is whole for _, whole in operation.parameters)), None
-            )
-            maker = None if first is None else operation.origins.get(id(first))
+            parameters = [parameter for _, parameter in operation.parameters]
+            first = next((x for x in operation.operands if not any(x is parameter for parameter in parameters)), None)
+            producer = None if first is None else operation.origins.get(id(first))
         else:
-            maker = operation.inputs[0] if operation.inputs else None
-        return None if maker is None else self.group_of[maker]
+            producer = operation.inputs[0] if operation.inputs else None
+        return None if producer is None else self.group_of[producer]
 
 
-def _groups(operations: Sequence[Operation]) -> tuple[list[str], list[int]]:
-    """(what began each group, the group of each operation)."""
+def _split_groups(operations: Sequence[Operation]) -> tuple[list[str], list[int]]:
+    """(first operation of each group, group of each operation)."""
     starts, group_of, number_of = ["input"], [], dict[str, int]()
     current = DATA
     for operation in operations:
         if is_product(operation):
-            key = _weight_of(operation) or operation.label
+            key = _weight_name(operation) or operation.label
             if key not in number_of:
                 starts.append(operation.label)
                 number_of[key] = len(starts) - 1
@@ -270,26 +267,26 @@ def _groups(operations: Sequence[Operation]) -> tuple[list[str], list[int]]:
     return starts, group_of
 
 
-def _weight_of(operation: Operation) -> str | None:
-    """The name of the parameter that a product multiplies by."""
+def _weight_name(operation: Operation) -> str | None:
+    """The name of the parameter that is an operand of the product."""
     if operation.operands is None:
         return operation.parameters[0][0] if operation.parameters else None
     return next((name for name, t in operation.parameters if any(t is operand for operand in operation.operands)), None)
 
 
-def _shared_out(users: dict[str, list[int]], operations: Sequence[Operation]) -> list[list[str]]:
-    """Parameters that must have one precision: of one operation, and of all calls that have its name."""
-    leader: dict[str, str] = {}
+def _tie_parameters(users: dict[str, list[int]], operations: Sequence[Operation]) -> list[list[str]]:
+    """Sets of parameters that must have the same precision, because operations of the same label use them."""
+    parent: dict[str, str] = {}
 
     def find(key: str) -> str:
-        while leader.setdefault(key, key) != key:
-            key = leader[key]
+        while parent.setdefault(key, key) != key:
+            key = parent[key]
         return key
 
     for name, numbers in users.items():
         for number in numbers:
-            leader[find(f"op {operations[number].label}")] = find(f"parameter {name}")
-    together: dict[str, list[str]] = {}
+            parent[find(f"op {operations[number].label}")] = find(f"parameter {name}")
+    tied: dict[str, list[str]] = {}
     for name in users:
-        together.setdefault(find(f"parameter {name}"), []).append(name)
-    return list(together.values())
+        tied.setdefault(find(f"parameter {name}"), []).append(name)
+    return list(tied.values())

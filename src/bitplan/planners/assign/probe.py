@@ -1,17 +1,18 @@
-"""The damage of a low precision, measured: what a group's rounding does to the gradient that the optimizer sees.
+"""Measured sensitivity: the error that rounding a group adds to the gradient of the parameters.
 
-A copy of the model computes the gradient of all parameters on some batches: once with everything at the highest level,
-and once for every move, with that one group at that level. The damage of a move is the squared distance of the two
-gradients over the squared length of the first, averaged over the batches. It holds the rounding of forward and backward
-tensors against each other in one unit, and needs no guess about either.
+A copy of the model computes the gradient of all parameters on a few batches: once with all tensors at the highest
+level, and once for every move, with only that group at that level. The sensitivity of a move is the squared distance of
+the two gradients relative to the squared norm of the first, averaged over the batches. So the rounding of forward and
+backward tensors is compared in the same unit.
 
-**What it costs.** For G groups, L levels and B batches: B (1 + G (L - 1)) forward and backward passes, after `warm`
-training steps. ResNet-18 with two levels and two batches: 46 passes, as much as 46 training steps, once.
+**Cost.** For G groups, L levels and B batches: B (1 + G (L - 1)) forward and backward passes after the warm-up steps.
+ResNet-18 with two levels and two batches: 46 passes, about the time of 46 training steps.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,17 +27,17 @@ from bitplan.planners.assign.levels import Move
 from bitplan.plans import Plan
 from bitplan.runtime.attach import attach
 
-#: Batches that damage is measured on, and training steps before.
-BATCHES, WARM = 2, 8
+#: Batches on which sensitivity is measured, and training steps before.
+BATCHES, WARMUP_STEPS = 2, 8
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What was measured, and what it took."""
+    """The sensitivity of every move, and the cost of the measurement."""
 
-    damages: dict[Move, float]
+    sensitivities: dict[Move, float]
     passes: int
-    warm: int
+    warmup_steps: int
 
 
 def probe(
@@ -47,62 +48,47 @@ def probe(
     moves: Sequence[Move],
     *,
     optimizer: Callable[[nn.Module], Optimizer] | None = None,
-    measured: int = BATCHES,
-    warm: int = WARM,
     loss_scale: float = 1.0,
     seed: int = 0,
-    on_pass: Callable[[int, int], None] | None = None,
 ) -> Probe:
-    """The damage of every move, on copies: the model stays as it is.
+    """Measure the sensitivity of every move on a copy of the model.
 
-    :param batches: as :func:`bitplan.list_sites` takes them; the first `warm` are trained on, at the highest level, the
-        next `measured` are what damage is measured on. Where there are fewer, they are gone through again.
-    :param plan_for: the plan in which these moves alone were made.
-    :param optimizer: makes the optimizer of the warm-up for the copy; without one there is no warm-up.
-    :param loss_scale: the loss is multiplied by it, and the gradients divided.
+    :param batches: as in :func:`bitplan.list_sites`: first :data:`WARMUP_STEPS` batches for training at the highest
+        level, then :data:`BATCHES` for the measurement. If there are fewer, they are repeated.
+    :param plan_for: the plan in which only these moves are made.
+    :param optimizer: makes the optimizer of the warm-up; None: no warm-up.
+    :param loss_scale: the loss is multiplied by it, and the gradients are divided by it.
     """
     batch_list = list(batches)
     if not batch_list:
-        raise PlanError("there is no batch to measure damage on.")
-    if loss is None:
-        raise PlanError("damage is measured in gradients: give a loss.")
+        raise PlanError("there is no batch to measure sensitivity on.")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise PlanError("the order sensitivity runs the model: give one with real weights.")
-    warm = warm if optimizer is not None else 0
+    warmup_steps = 0 if optimizer is None else WARMUP_STEPS
     with torch.random.fork_rng(range(torch.cuda.device_count())):
-        twin = copy.deepcopy(model)
+        replica = copy.deepcopy(model)
         high = plan_for(())
         if optimizer is not None:
-            _train(
-                twin,
-                [batch_list[step % len(batch_list)] for step in range(warm)],
-                loss,
-                high,
-                optimizer,
-                loss_scale,
-                seed,
-            )
-        chosen = [batch_list[(warm + number) % len(batch_list)] for number in range(max(measured, 1))]
-        total = len(chosen) * (1 + len(moves))
-        damages = dict.fromkeys(moves, 0.0)
-        passes = 0
-        for batch in chosen:
-            exact = _gradient(twin, batch, loss, high, loss_scale, seed)
-            length = float(exact.square().sum())
-            passes += 1
+            warmup = [batch_list[step % len(batch_list)] for step in range(warmup_steps)]
+            _train(replica, warmup, loss, high, optimizer, loss_scale, seed)
+        sensitivities = dict.fromkeys(moves, 0.0)
+        for number in range(BATCHES):
+            batch = batch_list[(warmup_steps + number) % len(batch_list)]
+            reference = _compute_gradient(replica, batch, loss, high, loss_scale, seed)
+            squared_norm = float(reference.square().sum())
             for move in moves:
-                rough = _gradient(twin, batch, loss, plan_for([move]), loss_scale, seed)
-                error = float((rough - exact).square().sum()) / max(length, 1e-30)
-                # A gradient that is not finite is no gradient: it comes last.
-                damages[move] += error if error == error else float("inf")
-                passes += 1
-                if on_pass is not None:
-                    on_pass(passes, total)
-    return Probe({move: damage / len(chosen) for move, damage in damages.items()}, passes, warm)
+                rounded = _compute_gradient(replica, batch, loss, plan_for([move]), loss_scale, seed)
+                error = float((rounded - reference).square().sum()) / max(squared_norm, 1e-30)
+                # Moves with a gradient that is not finite come last.
+                sensitivities[move] += float("inf") if math.isnan(error) else error
+    averages = {move: total / BATCHES for move, total in sensitivities.items()}
+    return Probe(averages, BATCHES * (1 + len(moves)), warmup_steps)
 
 
-def _gradient(model: nn.Module, batch: Any, loss: Callable[..., Tensor], plan: Plan, scale: float, seed: int) -> Tensor:
-    """All parameters' gradients in one row; dropout and the like draw the same numbers every time."""
+def _compute_gradient(
+    model: nn.Module, batch: Any, loss: Callable[..., Tensor], plan: Plan, scale: float, seed: int
+) -> Tensor:
+    """The gradients of all parameters as a vector; dropout draws the same numbers in every call."""
     torch.manual_seed(seed)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.zero_grad(set_to_none=True)
@@ -110,7 +96,7 @@ def _gradient(model: nn.Module, batch: Any, loss: Callable[..., Tensor], plan: P
         _backward(model, split_batch(batch, loss), run.loss(loss), scale)
     gradients = [parameter.grad.flatten() / scale for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad(set_to_none=True)
-    with torch.no_grad():  # norms have counted this batch
+    with torch.no_grad():  # undo the update of running statistics
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
     return torch.cat(gradients).double()
@@ -128,19 +114,17 @@ def _train(
     batches: Sequence[Any],
     loss: Callable[..., Tensor],
     plan: Plan,
-    make: Callable[[nn.Module], Optimizer],
+    make_optimizer: Callable[[nn.Module], Optimizer],
     scale: float,
     seed: int,
 ) -> None:
-    if not batches:
-        return
     torch.manual_seed(seed)
-    optimizer = make(model)
+    optimizer = make_optimizer(model)
     with attach(model, plan, example=split_batch(batches[0], loss)[0], seed=seed) as run:
-        planned = run.loss(loss)
+        rounded_loss = run.loss(loss)
         for batch in batches:
             optimizer.zero_grad(set_to_none=True)
-            _backward(model, split_batch(batch, loss), planned, scale)
+            _backward(model, split_batch(batch, loss), rounded_loss, scale)
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.grad /= scale
