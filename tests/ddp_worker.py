@@ -80,3 +80,42 @@ def watch(rank: int, store: str, results: Any) -> None:
 class Doubled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * 2
+
+
+class Inside(nn.Module):
+    """A model inside the module that is wrapped; batch norm has buffers that are broadcast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.BatchNorm1d(6, affine=False), nn.Linear(6, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.model[1](x) + self.model[0](x).sum()
+        return result
+
+
+def observe(rank: int, store: str, results: Any) -> None:
+    """Two micro-batches a step, the larger one on rank 1; put down the largest magnitude in the history."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    delayed = {"format": "int8", "scale": "tensor", "history": 4}
+    plan = bitplan.Plan.from_dict({"version": 1, "rules": [{"match": "*", "op": "linear", "x": delayed}]})
+    try:
+        result = []
+        for attaches in ("before", "after", "inside"):
+            module = Inside()
+            if attaches == "after":
+                wrapped = DistributedDataParallel(module)
+                run = bitplan.attach(wrapped, plan)
+            else:
+                run = bitplan.attach(module if attaches == "before" else module.model, plan)
+                wrapped = DistributedDataParallel(module)
+            for value in (1000.0 if rank else 4.0, 2.0):
+                wrapped(torch.tensor([[value] * 6, [1.0] * 6])).sum().backward()
+            run.step()
+            history = module.model[1]._buffers["_bitplan_reach"]
+            assert history is not None
+            result.append(history.max().item())
+        results.put((rank, result))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()

@@ -16,7 +16,7 @@ class Watcher:
     def __init__(self) -> None:
         self.seen: list[Optimizer] = []
 
-    def note(self, optimizer: Optimizer) -> None:
+    def note(self, optimizer: Optimizer, has_closure: bool) -> None:
         self.seen.append(optimizer)
 
 

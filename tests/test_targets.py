@@ -141,12 +141,11 @@ def test_a_target_is_checked_when_it_is_made() -> None:
         Target("resnet20", torch.ones(2))  # type: ignore[arg-type]
 
 
-def test_a_model_that_looks_at_values_is_told_in_a_sentence_why_it_cannot_be_listed() -> None:
+def test_a_model_that_looks_at_values_is_listed_where_the_batch_has_any() -> None:
     class Looks(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x[x > 0]
+            return torch.tanh(x[x > 0])
 
-    with pytest.raises(
-        TargetError, match=r"the model looks into its tensors \(aten\.\S+\), and listing runs it on shapes"
-    ):
-        list_sites(Looks(), torch.randn(4))
+    assert "/tanh.0:activation" in {site.name for site in list_sites(Looks(), torch.randn(4))}
+    with pytest.raises(TargetError, match=r"the model looks into its tensors \(aten\.\S+\)"):
+        list_sites(Looks(), torch.randn(4, device="meta"))

@@ -9,6 +9,7 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,6 +182,33 @@ def probe_checkpoint_generator() -> None:
         torch.utils.checkpoint.checkpoint(torch.exp, x, use_reentrant=False).sum().backward()
     assert calls
     assert issubclass(torch.utils.checkpoint.CheckpointFunction, torch.autograd.Function)
+
+
+def probe_ddp_buffers() -> None:
+    wrapper = SimpleNamespace(module=torch.nn.BatchNorm1d(2), parameters_to_ignore={"num_batches_tracked"})
+    torch_private.ddp_assign_buffers(wrapper)  # type: ignore[arg-type]
+    assert list(wrapper.named_module_buffers) == ["running_mean", "running_var"]
+    assert wrapper.modules_buffers == list(wrapper.named_module_buffers.values())
+    assert torch_private.DDP_ASSIGN_BUFFERS in vars(torch.nn.parallel.DistributedDataParallel)
+
+
+def probe_transforms() -> None:
+    def keys() -> list[str]:
+        assert torch_private.are_transforms_active()
+        return [level.key().name for level in torch_private.transform_stack() or []]
+
+    seen: list[list[str]] = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(keys())
+        return x.sum()
+
+    assert not torch_private.are_transforms_active()
+    assert not torch_private.transform_stack()
+    torch.func.grad(function)(torch.ones(2))
+    torch.func.vmap(torch.func.grad(function))(torch.ones(2, 2))
+    assert seen == [["Grad"], ["Vmap", "Grad"]]
+    assert torch_private.TransformType.Grad.name == "Grad"
 
 
 def probe_tracing_context() -> None:
@@ -380,6 +408,10 @@ PROBES: dict[str, Callable[[], None]] = {
     "is_profiler_enabled": probe_profiler,
     "ProfilerEventType": probe_profiler,
     "checkpoint_generator": probe_checkpoint_generator,
+    "ddp_assign_buffers": probe_ddp_buffers,
+    "are_transforms_active": probe_transforms,
+    "transform_stack": probe_transforms,
+    "TransformType": probe_transforms,
     "TracingContext": probe_tracing_context,
     "dynamo_config": probe_dynamo_config,
     "TorchDynamoException": probe_dynamo_errors,

@@ -1,17 +1,22 @@
 """Recording a model: every operation of one forward pass, in the order they happen.
 
 The model runs once on fake tensors (shapes and types, no data), so that a model that does not fit into memory can be
-listed, priced and planned. An interceptor that changes nothing remembers what each operation was given and has made.
+listed, priced and planned; one that needs values runs on those of the batch. An interceptor that changes nothing
+remembers what each operation was given and has made.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -21,6 +26,7 @@ from bitplan.capture.decompositions import DECOMPOSITIONS
 from bitplan.capture.ops import FUSED, PRODUCTS
 from bitplan.capture.scopes import Interceptor, Scope, followed, innermost_scope, loss_holder, state_of
 from bitplan.compiler.torch_private import (
+    FAKE_TENSOR_LOGGER,
     DataDependentOutputException,
     DisableTorchFunction,
     DynamicOutputShapeException,
@@ -28,9 +34,10 @@ from bitplan.compiler.torch_private import (
     FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
+    tree_leaves,
     tree_map,
 )
-from bitplan.errors import TargetError
+from bitplan.errors import BitplanError, TargetError
 from bitplan.numerics.wire_format import op_site, site_path
 from bitplan.plans.match import ancestors
 
@@ -231,14 +238,14 @@ class Recorder(Interceptor):
     tags_constants = True
 
     def __init__(
-        self, parameter_names: dict[int, str], opens: Callable[[str, str], bool] | None, nonzeros: dict[int, int]
+        self, parameters: dict[str, Tensor], opens: Callable[[str, str], bool] | None, nonzeros: dict[int, int]
     ) -> None:
         self.opens = opens
         self.nonzeros = nonzeros
         self.operations: list[Operation] = []
         #: id of a parameter or of a view of one -> its name.
-        self.parameter_names = dict(parameter_names)
-        self.whole_parameters: dict[str, Tensor] = {}
+        self.parameter_names = {id(tensor): name for name, tensor in parameters.items()}
+        self.whole_parameters = dict(parameters)
         #: id of a tensor -> index of the operation that made it; the tensors are kept, so that no id is used again.
         self.made_by: dict[int, int] = {}
         self.kept: list[Any] = []
@@ -269,10 +276,28 @@ class Recorder(Interceptor):
                 self.operations[source].parts.extend(_tensors(result))
         return result
 
+    def _note_parameters(self, module: nn.Module) -> None:
+        """Parameters of a running module may be other objects than before: sharded and offloaded ones are."""
+        for own_name, tensor in module._parameters.items():
+            if tensor is not None and id(tensor) not in self.parameter_names:
+                name = f"{state_of(module).path}.{own_name}".lstrip(".")
+                self.parameter_names[id(tensor)] = name
+                self.whole_parameters[name] = tensor
+                self.kept.append(tensor)
+
+    def on_weight(self, path: str, weight: Any) -> Any:
+        name = ".".join(part for part in path.split(".") if part != "parametrizations")
+        for tensor in _tensors(weight):
+            self.parameter_names[id(tensor)] = name
+            self.whole_parameters[name] = tensor
+            self.kept.append(tensor)
+        return weight
+
     def on_operation(
         self, scope: Scope, op: str, index: int, kind: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         given = _tensors((args, list(kwargs.values())))
+        self._note_parameters(scope.module)
         self.is_in_operation = True
         with ProductWatch() as watch:
             result = func(*args, **kwargs)
@@ -348,10 +373,34 @@ def record(
     loss: Callable[..., Tensor] | None = None,
     opens: Callable[[str, str], bool] | None = None,
 ) -> list[Operation]:
-    """Every operation of one forward pass (and of the loss), run on fake tensors. The model is left untouched.
+    """Every operation of one forward pass (and of the loss). The model is left untouched.
+
+    The model runs on fake tensors. One that needs values, such as a mask that it counts or an operation that torch has
+    for real tensors only, runs once on the values of `batch` instead.
 
     :param opens: of a module's path and a fused operation, whether it is written out; without, none is.
     """
+    try:
+        if _has_values(batch) and any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+            return _record_on_values(model, batch, loss, opens)  # hooks of fully_shard gather values
+        with _without_logs_of_failures():
+            return _record_on_fakes(model, batch, loss, opens)
+    except BitplanError:
+        raise
+    except Exception as error:  # of whatever kind: the model's own code has run on tensors without values
+        if not _has_values(batch):
+            raise _missing_values(error) from error
+        try:
+            return _record_on_values(model, batch, loss, opens)
+        except Exception:
+            if any(parameter.is_meta for parameter in model.parameters()):
+                raise _missing_values(error) from error
+            raise
+
+
+def _record_on_fakes(
+    model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None, opens: Callable[[str, str], bool] | None
+) -> list[Operation]:
     faker = batch.faker if isinstance(batch, FakeInputs) else Faker()
     fake = faker.fake
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -359,45 +408,136 @@ def record(
     fakes = {name: twins.setdefault(id(tensor), fake(tensor)) for name, tensor in parameters.items()}
     held = dict(model.named_buffers(remove_duplicate=False))
     buffers = {name: twins.setdefault(id(tensor), fake(tensor)) for name, tensor in held.items()}
-    names: dict[int, str] = {}
-    for name, tensor in fakes.items():
-        names.setdefault(id(tensor), name)
-    recorder = Recorder(names, opens, faker.nonzeros)
-    recorder.whole_parameters = {names[id(tensor)]: tensor for tensor in fakes.values()}
     if isinstance(batch, FakeInputs):
         arguments, target = (batch.args, batch.kwargs), None
     else:
         inputs, target = split_batch(tree_map(fake, batch), loss)
         arguments = call_arguments(inputs)
-    kept = _recurrent_weights_kept(model)
-    hidden = nullcontext() if scripted_modules(model) else HiddenProducts(recorder)
-    with _told_of_missing_values(), without_scopes(model), kept, faker.mode, hidden, followed(model, recorder):
-        output = torch.func.functional_call(model, {**fakes, **buffers}, *arguments)
-        if loss is not None:
-            with Scope(recorder, loss_holder(recorder)):
-                call_loss(loss, output, target)
+    recorder = Recorder(_first_names(fakes), opens, faker.nonzeros)
+    with faker.mode:
+        _run(model, recorder, {**fakes, **buffers}, arguments, loss, target)
     return recorder.operations
 
 
+def _record_on_values(
+    model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None, opens: Callable[[str, str], bool] | None
+) -> list[Operation]:
+    twins: dict[int, Tensor] = {}
+    held = dict(model.named_buffers(remove_duplicate=False))
+    buffers = {name: twins.setdefault(id(tensor), tensor.clone()) for name, tensor in held.items()}
+    inputs, target = split_batch(tree_map(_copy, batch), loss)
+    recorder = Recorder(_first_names(dict(model.named_parameters(remove_duplicate=False))), opens, {})
+    for tensor in (*tree_leaves(inputs), *buffers.values()):
+        if isinstance(tensor, Tensor) and tensor.layout != torch.strided:
+            recorder.nonzeros[id(tensor)] = tensor._nnz()
+    with torch.enable_grad(), _random_states_kept():
+        _run(model, recorder, buffers, call_arguments(inputs), loss, target)
+    for module in model.modules():
+        if isinstance(getattr(type(module), "reshard", None), FunctionType):
+            module.reshard()  # type: ignore[operator]  # fully_shard leaves the outermost parameters whole until the backward pass
+    return _without_values(recorder)
+
+
+def _run(
+    model: nn.Module,
+    recorder: Recorder,
+    tensors: dict[str, Tensor],
+    arguments: tuple[Any, ...],
+    loss: Callable[..., Tensor] | None,
+    target: Any,
+) -> None:
+    hidden = nullcontext() if scripted_modules(model) else HiddenProducts(recorder)
+    with hidden, without_scopes(model), _attributes_kept(model), followed(model, recorder):
+        output = torch.func.functional_call(model, tensors, *arguments)
+        if loss is not None:
+            with Scope(recorder, loss_holder(recorder)):
+                call_loss(loss, output, target)
+
+
+def _first_names(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters by name, a shared one by the first of its names."""
+    names: dict[int, str] = {}
+    for name, tensor in parameters.items():
+        names.setdefault(id(tensor), name)
+    return {name: parameters[name] for name in names.values()}
+
+
+def _copy(value: Any) -> Any:
+    """A copy of a tensor, which the model may write into."""
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _without_values(recorder: Recorder) -> list[Operation]:
+    """The operations with fake tensors in the place of real ones, whose memory is freed."""
+    faker = Faker()
+    twins: dict[int, Any] = {}
+
+    def fake(value: Any) -> Any:
+        if id(value) not in twins:
+            twins[id(value)] = faker.fake(value)
+        return twins[id(value)] if isinstance(value, Tensor) else value
+
+    kept = {id(tensor): tensor for tensor in recorder.kept}
+    for operation in recorder.operations:
+        operation.outputs, operation.parts = [*map(fake, operation.outputs)], [*map(fake, operation.parts)]
+        operation.parameters = [(name, fake(tensor)) for name, tensor in operation.parameters]
+        operation.wholes = {name: fake(tensor) for name, tensor in operation.wholes.items()}
+        operation.operands = tree_map(fake, operation.operands)
+        operation.details = tree_map(fake, operation.details)
+        operation.origins = {id(fake(kept[key])): made_by for key, made_by in operation.origins.items()}
+        operation.nonzeros = {id(fake(kept[key])): count for key, count in operation.nonzeros.items()}
+    return recorder.operations
+
+
+def _has_values(batch: Any) -> bool:
+    if isinstance(batch, FakeInputs):
+        return False
+    return not any(isinstance(t, FakeTensor) or t.is_meta for t in tree_leaves(batch) if isinstance(t, Tensor))
+
+
+def _missing_values(error: Exception) -> Exception:
+    """The error of a model that needs values, where there are none; any other error as it is."""
+    if not isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        return error
+    return TargetError(
+        f"the model looks into its tensors ({error.func}), and was run on shapes without values: give a batch with "
+        f"values, in attach() as example=."
+    )
+
+
 @contextmanager
-def _recurrent_weights_kept(model: nn.Module) -> Iterator[None]:
-    """Recurrent layers list their weights; those of a functional call would stay there, and cost a recompilation."""
-    layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
-    lists = ("_flat_weights", "_flat_weight_refs")
-    kept = [{name: layer.__dict__[name] for name in lists if name in layer.__dict__} for layer in layers]
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Restore attributes that modules set while they run: caches, counters, the weights of recurrent layers."""
+    before = [(module, dict(module.__dict__)) for module in model.modules()]
     try:
         yield
     finally:
-        for layer, content in zip(layers, kept, strict=True):
-            layer.__dict__.update(content)
+        for module, attributes in before:
+            for name in [name for name in module.__dict__ if name not in attributes]:
+                del module.__dict__[name]
+            for name, value in attributes.items():
+                if module.__dict__.get(name) is not value:  # a write would make torch.compile check its guards again
+                    module.__dict__[name] = value
 
 
 @contextmanager
-def _told_of_missing_values() -> Iterator[None]:
+def _random_states_kept() -> Iterator[None]:
+    """Restore torch's, NumPy's and Python's random numbers."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+@contextmanager
+def _without_logs_of_failures() -> Iterator[None]:
+    """torch logs operations that fail on fake tensors, twenty lines each, and the model then runs on real ones."""
+    logger = logging.getLogger(FAKE_TENSOR_LOGGER)
+    was_disabled, logger.disabled = logger.disabled, True
     try:
         yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise TargetError(
-            f"the model looks into its tensors ({error.func}), and listing runs it on shapes without values: do that "
-            f"part before the model is called."
-        ) from error
+    finally:
+        logger.disabled = was_disabled

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,7 +66,10 @@ if TYPE_CHECKING:
     from torch.utils._pytree import tree_map_only as tree_map_only
 
     ProfilerEventType = torch._C._profiler._EventType
+    TransformType = torch._C._functorch.TransformType
+    are_transforms_active = torch._C._are_functorch_transforms_active
     checkpoint_generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    ddp_assign_buffers = torch.nn.parallel.DistributedDataParallel._assign_modules_buffers
     dynamo_config = torch._dynamo.config
     foreach_copy_ = torch._foreach_copy_
     functorch_config = torch._functorch.config
@@ -77,6 +81,7 @@ if TYPE_CHECKING:
     top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
     torch_function_mode_at = torch._C._get_function_stack_at
     torch_function_stack_depth = torch._C._len_torch_function_stack
+    transform_stack = torch._C._functorch.get_interpreter_stack
 
 SUPPORTED_VERSIONS = "2.11 to 2.13"
 
@@ -113,6 +118,12 @@ SYMBOLS: dict[str, str] = {
     "ProfilerEventType": "torch._C._profiler:_EventType",
     # Behind checkpoint(use_reentrant=False): patched, so that recomputed functions keep the scope of their module.
     "checkpoint_generator": "torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
+    # Which buffers DistributedDataParallel broadcasts before every forward: patched, so that those of a plan stay.
+    "ddp_assign_buffers": "torch.nn.parallel:DistributedDataParallel._assign_modules_buffers",
+    # Whether code runs inside torch.func.grad, vmap and the like, and inside which of them.
+    "are_transforms_active": "torch._C:_are_functorch_transforms_active",
+    "transform_stack": "torch._C._functorch:get_interpreter_stack",
+    "TransformType": "torch._C._functorch:TransformType",
     # torch.compile's tracer: whether it runs, its limits, its errors, which backend a graph goes to, which functions it
     # shows to modes, how it reads a tensor's attributes and traces autograd functions, and the backend registry.
     "TracingContext": "torch._guards:TracingContext",
@@ -161,6 +172,8 @@ FUNCTORCH_MODULES = "torch._functorch"
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 #: The attribute of torch.utils.checkpoint that holds ``checkpoint_generator``.
 CHECKPOINT_GENERATOR = SYMBOLS["checkpoint_generator"].partition(":")[2]
+#: The attribute of DistributedDataParallel that holds ``ddp_assign_buffers``.
+DDP_ASSIGN_BUFFERS = SYMBOLS["ddp_assign_buffers"].rpartition(".")[2]
 #: The attribute that torch.compiler.assume_constant_result sets on a function; calling that imports ``torch._dynamo``.
 CONSTANT_MARK = "_dynamo_marked_constant"
 
@@ -179,7 +192,7 @@ def resolve(path: str) -> Any:
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-        return getattr(module, attribute) if attribute else module
+        return attrgetter(attribute)(module) if attribute else module
     except (ImportError, AttributeError) as error:
         raise TorchVersionError(
             f"torch {torch.__version__} has no {path.replace(':', '.')}, which bitplan uses: install a torch version "

@@ -8,13 +8,17 @@ import re
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from bitplan.compiler import torch_private
 from bitplan.compiler.torch_patches import Undo, replace_attribute
 from bitplan.compiler.torch_private import TracingContext
+from bitplan.errors import QuantizeError
 
 # --- Tracing
 
@@ -90,6 +94,61 @@ def hide_custom_backward() -> Undo:
             state.torch_function_mode_enabled = was_enabled
 
     return replace_attribute(variable, name, trace_backward_graph)
+
+
+# --- torch.func: what its transforms demand of an autograd function
+
+
+class _SavedContext(SimpleNamespace):
+    """Stands for the context of an autograd function while its forward runs."""
+
+    saved: tuple[Any, ...] = ()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved = tensors
+
+
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)``, also inside ``torch.func.grad`` and ``torch.func.vjp``.
+
+    They demand ``setup_context``, with which torch inspects the signature of ``forward`` at every call: several
+    microseconds, that no other call has to pay.
+    """
+    if not torch.compiler.is_compiling() and torch_private.are_transforms_active():
+        require_supported_transform()
+        return _with_setup_context(function).apply(*args, _SavedContext())  # type: ignore[no-untyped-call]
+    return function.apply(*args)  # type: ignore[no-untyped-call]
+
+
+@cache
+def _with_setup_context(function: Any) -> type[torch.autograd.Function]:
+    def forward(*args: Any) -> Any:
+        return function.forward(args[-1], *args[:-1])
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        context: _SavedContext = inputs[-1]
+        ctx.save_for_backward(*context.saved)
+        for name, value in vars(context).items():
+            if name != "saved":
+                setattr(ctx, name, value)
+
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        require_supported_transform()
+        return (*function.backward(ctx, *grads), None)
+
+    own = {"forward": forward, "setup_context": setup_context, "backward": backward}
+    return type(function.__name__, (torch.autograd.Function,), {name: staticmethod(f) for name, f in own.items()})
+
+
+def require_supported_transform() -> None:
+    """Raise inside of transforms that rounding does not support: all but one torch.func.grad or vjp."""
+    stack = torch_private.transform_stack() or []
+    if len(stack) > 1 or any(level.key() != torch_private.TransformType.Grad for level in stack):
+        names = ", ".join(level.key().name for level in stack)
+        raise QuantizeError(
+            f"a model with a plan runs inside one torch.func.grad or vjp, and not inside these transforms of "
+            f"torch.func: {names}; loop over samples or rows instead, or detach the plan."
+        )
 
 
 # --- Guards: one version per module

@@ -180,13 +180,26 @@ class Plan:
             raise PlanError(f"{where}: {error}") from None
 
     def decide(self, module: str, op: str) -> Decision:
-        """What the rules, later ones over earlier ones and place by place, say of `op` in the module at that path."""
+        """What the rules, later ones over earlier ones and place by place, say of `op` in the module at that path.
+
+        The same object wherever the same rules match.
+        """
+        matching = tuple(index for index, matches in enumerate(self._matchers) if matches(module, op))
+        if matching not in self._decisions:
+            self._decisions[matching] = self._decide(matching)
+        return self._decisions[matching]
+
+    @cached_property
+    def _decisions(self) -> dict[tuple[int, ...], Decision]:
+        """Indices of the rules that match -> what they decide."""
+        return {}
+
+    def _decide(self, matching: tuple[int, ...]) -> Decision:
         choices = dict.fromkeys(PLACES, Choice())
         grad_at: GradAt = "producer"
         constants = False
-        for index, (rule, matches) in enumerate(zip(self.all_rules, self._matchers, strict=True)):
-            if not matches(module, op):
-                continue
+        for index in matching:
+            rule = self.all_rules[index]
             if rule.keep:
                 choices = dict.fromkeys(PLACES, Choice(None, index))
             constants = not rule.keep and (constants or rule.constants)

@@ -8,23 +8,26 @@ bits. ``native`` multiplies the same operands on the hardware's low-precision un
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterable, Mapping
 from functools import partial
 from os import PathLike
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from bitplan.capture.decompositions import is_decomposed
 from bitplan.capture.recording import record
-from bitplan.capture.scopes import is_planned, unwrapped
-from bitplan.errors import PlanError
+from bitplan.capture.scopes import is_planned, state_of, uninstall, unwrapped
+from bitplan.errors import BitplanWarning, PlanError
 from bitplan.plans import Plan
 from bitplan.plans.execution import Emulate, ExecutionOptions, Native, execution_options
 from bitplan.plans.loading import find_plan
 from bitplan.runtime.attachment import Attachment
 from bitplan.runtime.clock import Total
+from bitplan.runtime.module_state import remove_buffers
 
 __all__ = ["Attachment", "attach"]
 
@@ -51,9 +54,9 @@ def attach(
         the optimizer's ``step()`` is not called; fused optimizers skip on the device, and their steps all count.
     :param steps: optimizer steps of the whole run, which a plan that changes over time needs; or ``"progress"``, where
         the loop reports its progress by :meth:`Attachment.progress`.
-    :param example: a batch, as the model takes it; with one, the plan is checked at once on fake tensors. Without, the
-        first forward pass records the operations, and a rule that matched none raises before the first optimizer step.
-        A model that is compiled from the start needs one.
+    :param example: a batch, as the model takes it; with one, the plan is checked at once on fake tensors, or on the
+        batch itself where the model needs values. Without, the first forward pass records the operations, and a rule
+        that matched none raises before the first optimizer step. A model that is compiled from the start needs one.
     :param seed: of stochastic rounding.
     :param mutable_formats: every float and integer format may be changed during the run, see
         :meth:`Attachment.set_format`.
@@ -68,8 +71,11 @@ def attach(
         raise PlanError(f"a plan is attached to a torch.nn.Module, not to {type(model).__name__}.")
     resolved = find_plan(plan)
     options = options or resolved.declared_execution or Emulate()
+    _release_copy(model)
     if any(is_planned(module) for module in model.modules()):
         raise PlanError("a plan is attached to this model already: detach it first.")
+    if resolved.all_rules:
+        _check_weights(model)
     optimizers = _optimizers(optimizer, model)
     is_strict = isinstance(options, Native) and options.strict
     if is_strict and example is None:
@@ -95,6 +101,38 @@ def attach(
         raise
     log.info("plan attached, execution %s: %s", options.kind, options.summary)
     return run
+
+
+def _release_copy(model: nn.Module) -> None:
+    """A copy of a model with a plan follows that plan, and has no attachment to detach: it follows the new plan."""
+    for module in model.modules():
+        if is_planned(module) and module in state_of(module).copies():
+            remove_buffers(module)
+            uninstall([module])
+
+
+def _check_weights(model: nn.Module) -> None:
+    """Raise where a weight handles functions itself, and warn where a hook makes a weight outside of ``forward``."""
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            handler = getattr(type(tensor).__torch_function__, "__func__", None) if tensor is not None else None
+            if handler not in (None, Tensor.__torch_function__.__func__) and not is_lazy(tensor):  # type: ignore[attr-defined]
+                raise PlanError(
+                    f"{prefix}{name} is a {type(tensor).__name__}, which handles torch functions itself, so that a "
+                    f"plan cannot: attach the plan to a model with ordinary tensors."
+                )
+        for name, value in module.__dict__.items():
+            sources = [key for key in (f"{name}_g", f"{name}_orig") if key in module._parameters]
+            if isinstance(value, Tensor) and sources:
+                warnings.warn(
+                    f"{prefix}{name} is made from {sources[0]} by a hook, outside of all forward() methods, so rules "
+                    f"about weights round {sources[0]} instead: use torch.nn.utils.parametrizations, or remove the "
+                    f"hook before attach().",
+                    BitplanWarning,
+                    stacklevel=3,
+                )
+                return
 
 
 def _optimizers(optimizer: Optimizer | Iterable[Optimizer] | None, model: nn.Module) -> list[Optimizer]:

@@ -46,6 +46,22 @@ if TYPE_CHECKING:
     from bitplan.compiler.torch_private import CustomPartitionerFn
 
 
+class PickledAttachment:
+    """An attachment as a pickle holds it: the state of the run, without the model and the patches of torch."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        #: What :meth:`Attachment.load_state_dict` takes.
+        self.state = state
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise PlanError(
+            f"a pickle holds no attached plan, so it has no {name}: attach the plan to the model that was loaded, and "
+            f"give the new attachment's load_state_dict() the `state` of this one."
+        )
+
+
 class Attachment:
     """A plan that is attached to a model. Made by :func:`attach`; as a context manager it detaches at the end."""
 
@@ -75,6 +91,8 @@ class Attachment:
         self._all_tables = self._installation.tables
         self._coverage = RuleCoverage(plan, scripted_modules(self.model))
         self._checked = not plan.all_rules
+        #: Whether the first optimizer step may have a closure that runs the model for the first time.
+        self._waits_for_closure = True
         self._cost_tracker = CostTracker(
             self.model, plan, self._all_tables.per_module, self._clock, self._all_tables.promotions
         )
@@ -108,6 +126,12 @@ class Attachment:
         self._remove_optimizer_hook()
         if self._step_counter is not None:
             self._step_counter.remove()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
+        return self  # a copy of the model follows the same plan, in the same run
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PickledAttachment, (self.state_dict(),)  # as the pickle of a model with a plan is the plain model
 
     def __enter__(self) -> Attachment:
         return self
@@ -228,14 +252,17 @@ class Attachment:
         if self._installation.modules:
             self._all_tables.write(self.seed, self._step)
 
-    def _before_optimizer_step(self, optimizer: Optimizer) -> None:
+    def _before_optimizer_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         if not self._optimizer_steps.is_of_model(optimizer):
             return
         self._optimizer_state.before_step(optimizer)
         self._check_coverage()
-        if not self._checked:
+        if not self._checked and has_closure and self._waits_for_closure:
+            self._waits_for_closure = False  # the first forward pass is inside this step
+        elif not self._checked:
             raise PlanError(
-                "compiled code cannot be watched for rules that match nothing: give attach() an example= batch."
+                "no forward pass ran uncompiled before this optimizer step, and compiled code cannot be watched for "
+                "rules that match nothing: give attach() an example= batch."
             )
         if self._step_counter is None:
             self._optimizer_steps.before_step(optimizer)
@@ -244,7 +271,7 @@ class Attachment:
 
     def _note_first_call(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Remember the shapes of the first batch: tables and costs are asked for later."""
-        if module is self.model:
+        if module is self.model and not torch_private.are_transforms_active():
             self._rounder.on_first_call = None
             self._cost_tracker.inputs = FakeInputs(args, kwargs)
 

@@ -120,6 +120,12 @@ class RuleCoverage:
             if message is not None:
                 warnings.warn(message, BitplanWarning, stacklevel=5)
 
+    def _only_infers(self) -> bool:
+        """Whether nothing has a gradient, as in inference, where the plan's other rules apply all the same."""
+        keys = (key for rule in self.plan.all_rules for key, _ in rule.quantizers)
+        has_gradients = any("grad_activation" in places for places in self.places.values())
+        return not has_gradients and not all(_GRADIENTS.issuperset(KEYS[key]) for key in keys)
+
     def _why_without_effect(self, rule: Rule, index: int) -> str | None:
         matches = compile_match(rule)
         # A fused operation that is decomposed may still be named by a rule.
@@ -133,7 +139,7 @@ class RuleCoverage:
         covered = {op: places for op, places in self.places.items() if op.is_matched_by(rule)}
         places = set().union(*covered.values())
         for key, _ in rule.quantizers:
-            if not places.intersection(KEYS[key]):
+            if not places.intersection(KEYS[key]) and not (self._only_infers() and _GRADIENTS.issuperset(KEYS[key])):
                 ops_text = ", ".join(dict.fromkeys(op.op.split(".")[0] for op in covered))
                 have = ", ".join(place for place in PLACES if place in places)
                 where = rule.where or f"rules[{index}]"
@@ -149,6 +155,12 @@ def unreachable_operands(path: str, op: str, aten_products: Iterable[str]) -> Pl
         f"operands: write it with linear, matmul, convolutions or einsum, or add "
         f"{{match: {path!r}, op: {op}, keep: true}} as the last rule."
     )
+
+
+#: Places that only a model that is trained has.
+_GRADIENTS = frozenset(
+    ("grad_activation", "grad_weight", *(slot for slot in SLOTS if OPERAND_OF_SLOT[slot].pass_ != FPROP))
+)
 
 
 def require_interceptable(plan: Plan, model: nn.Module) -> None:

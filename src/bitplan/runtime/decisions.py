@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.overrides
 
-from bitplan.capture.decompositions import DECOMPOSITIONS, decision_for, has_slots, is_decomposed
+from bitplan.capture.decompositions import DECOMPOSITIONS, has_slots, is_decomposed
 from bitplan.capture.ops import PRODUCTS, name_of
 from bitplan.numerics.formats import BlockFormat
 from bitplan.numerics.mutable_format import MutableFormat
@@ -91,19 +91,27 @@ class Decider:
 
     def actions(self, tables: ModuleTables) -> dict[str, Any]:
         """Operation -> action; under :data:`ANY` what every operation gets that is not named."""
-        path = tables.path
-        found: dict[str, Any] = {}
+        path, decide = tables.path, self.plan.decide
+        #: By decision and operation: products inside different fused operations mostly follow the same rules.
+        made: dict[tuple[int, str], OpRounding | None] = {}
+
+        def action(decision: Decision, op: str) -> OpRounding | None:
+            key = (id(decision), op)
+            if key not in made:
+                made[key] = self._action(decision, op, tables)
+            return made[key]
+
+        actions: dict[str, Any] = {}
         for op in dict.fromkeys([*PRODUCTS, *DECOMPOSITIONS, *self._named]):
-            found[op] = self._action(self.plan.decide(path, op), op.split(".")[0], tables)
+            actions[op] = action(decide(path, op), op.split(".")[0])
         for fused in DECOMPOSITIONS:
             # What is opened in any phase is opened in all, so that sites keep their names.
-            found[f"open {fused}"] = is_decomposed(self.whole.plan, path, fused)
-            if found[f"open {fused}"] and has_slots(self.plan.decide(path, fused)):
-                for op in PRODUCTS:
-                    decision = decision_for(self.plan.decide, path, op, inside=fused)
-                    found[inner_key(fused, op)] = self._action(decision, op, tables)
-        found[ANY] = self._action(self.plan.decide(path, ""), "", tables)
-        return found
+            actions[f"open {fused}"] = is_decomposed(self.whole.plan, path, fused)
+            around = decide(path, fused)
+            if actions[f"open {fused}"] and has_slots(around):
+                actions |= {inner_key(fused, op): action(around, op) for op in PRODUCTS}
+        actions[ANY] = action(decide(path, ""), "")
+        return actions
 
     def _action(self, decision: Decision, op: str, tables: ModuleTables) -> OpRounding | None:
         if decision.changes_nothing:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bitplan.capture.constants import CONSTANT, MASK, TAGS
 from bitplan.capture.decompositions import DECOMPOSITIONS
-from bitplan.capture.ops import PRODUCTS, inplace_position, out_of_place, works_in_place
+from bitplan.capture.ops import PRODUCTS, drops_nothing, inplace_position, out_of_place, works_in_place
 from bitplan.capture.recording import ProductWatch
 from bitplan.capture.scopes import Interceptor, Scope, state_of
 from bitplan.errors import QuantizeError
@@ -81,8 +81,14 @@ def context_of_parameter(context: OpContext, module: nn.Module, tensor: Tensor) 
     return context
 
 
+#: The attribute of a tensor that a parametrization has made: a weight, though no parameter.
+MADE_WEIGHT = "_bitplan_made_weight"
+
+
 def replaces_parameter(module: nn.Module, tensor: Tensor) -> bool:
-    """Whether `torch.func.functional_call` put the tensor in a parameter's place."""
+    """Whether a parametrization has made the tensor, or `torch.func.functional_call` put it in a parameter's place."""
+    if getattr(tensor, MADE_WEIGHT, False):
+        return True
     for own in module._parameters.values():  # noqa: SIM110 - tensors are compared by identity, under tracing too
         if own is tensor:
             return True
@@ -93,7 +99,9 @@ def contains_weight(value: Any) -> bool:
     """Whether a parameter, or a view of one, is among the values."""
     if isinstance(value, (list, tuple)):
         return any(map(contains_weight, value))
-    return isinstance(value, nn.Parameter) or getattr(value, WEIGHT_TAG, None) is not None
+    if isinstance(value, nn.Parameter) or getattr(value, WEIGHT_TAG, None) is not None:
+        return True
+    return getattr(value, MADE_WEIGHT, False)
 
 
 def weight_key(module: nn.Module, weight: Tensor) -> Tensor | None:
@@ -134,6 +142,8 @@ class Rounder(Interceptor):
         self, scope: Scope, op: str, index: int, kind: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         module = scope.module
+        if drops_nothing(op, args, kwargs):
+            return args[0]  # torch.compile would take it for another tensor
         action = self.rounding_of(module, op, index, scope.inside)
         if action is not None and kind == CONSTANT and not action.rounds_constants:
             return func(*args, **kwargs)
@@ -209,6 +219,11 @@ class Rounder(Interceptor):
             result = taggable(result)
             tag_views(result, func, args, kwargs)
         return result
+
+    def on_weight(self, path: str, weight: Any) -> Any:
+        if isinstance(weight, Tensor) and not isinstance(weight, nn.Parameter):
+            setattr(weight, MADE_WEIGHT, True)
+        return weight
 
     def tags_of(self, given: Any) -> dict[int, Any]:
         known: dict[int, Any] = {}

@@ -8,6 +8,7 @@ the attachment calls :meth:`Installation.move` when it changes.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 from bitplan.capture import scopes as checkpointing
 from bitplan.capture.constants import CONSTANT
 from bitplan.capture.recording import Operation
-from bitplan.capture.scopes import install, show_all_functions, state_of, uninstall
+from bitplan.capture.scopes import install, is_planned, show_all_functions, state_of, uninstall
 from bitplan.compiler import torch_patches
 from bitplan.compiler.torch_private import unset_fake_temporarily
 from bitplan.compiler.tracing import (
@@ -37,7 +38,13 @@ from bitplan.runtime.clock import ScheduleClock
 from bitplan.runtime.coverage import require_interceptable
 from bitplan.runtime.decisions import Decider
 from bitplan.runtime.dispatch import Rounder
-from bitplan.runtime.module_state import FormatRow, ModuleTables, remove_buffers, with_copies
+from bitplan.runtime.module_state import (
+    FormatRow,
+    ModuleTables,
+    keep_buffers_per_rank,
+    remove_buffers,
+    with_copies,
+)
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.rounding_op import OpRounding
 from bitplan.runtime.run_tables import RunTables, restore_rows
@@ -75,12 +82,14 @@ class Installation:
         """Install the plan in all modules of the model, with the random keys of that seed and step."""
         require_interceptable(self.plan, self.model)
         self.modules = install(self.model, self.rounder)
+        self.rounder.model, self.rounder.reported_gaps = weakref.ref(self.model), set()
         allow_functions_in_graph()
         self._release_patches = torch_patches.hold(self.rounder)
         torch_patches.apply(checkpointing.carry_scopes)
         torch_patches.apply(show_all_functions)
         torch_patches.apply(show_view_attributes)
         torch_patches.apply(hide_custom_backward)
+        torch_patches.apply(keep_buffers_per_rank)
         for path, module in self.modules:
             self.add(path, module, seed, step)
         self._allow_compiled_rnn()
@@ -93,9 +102,11 @@ class Installation:
         if self.modules:
             self.rounder.enabled = False  # for copies of the model, which stop rounding, too
             self.update_versions()
-            for tables in self.tables.per_module:
-                remove_buffers(tables.module)
-            uninstall(self.modules)
+            added = [module for module in self.model.modules() if is_planned(module)]  # parametrizations, say
+            for module in {*added, *(tables.module for tables in self.tables.per_module)}:
+                remove_buffers(module)
+                if is_planned(module):  # not the holder of a loss
+                    uninstall([module])
             self._release_patches()
         self.modules = []
         for allowance in self._allowances:
@@ -130,6 +141,7 @@ class Installation:
             signals=any(action.promotes for action in actions),
             amax=any(action.delays for action in actions),
         )
+        self.rounder.records_values = self.observes
         self.tables.install(tables, seed, step)
 
     def _planned(self, tables: ModuleTables, phase: Phase) -> dict[str, Any]:
@@ -171,7 +183,9 @@ class Installation:
         state.has_buffers = tables.has_table or bool(tables.records)
         tags = (rounder.tags_gradients, rounder.tags_weights, rounder.tags_constants)
         flags = (rounder.enabled, rounder.execution.facts(), *tags)
-        facts = tuple((op, _facts(action)) for op, action in state.actions.items())
+        distinct = {id(action): action for action in state.actions.values()}
+        facts_of = {key: _facts(action) for key, action in distinct.items()}
+        facts = tuple((op, facts_of[id(action)]) for op, action in state.actions.items())
         version = version_of((flags, state.has_buffers, facts))
         for module in with_copies(tables.module):
             if module.__dict__.get(VERSION) != version:  # a write would make torch check the whole dictionary again

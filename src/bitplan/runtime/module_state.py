@@ -15,14 +15,17 @@ from __future__ import annotations
 import math
 import operator
 import struct
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from bitplan.capture.scopes import state_of
-from bitplan.compiler.torch_private import foreach_copy_
+from bitplan.compiler import torch_private
+from bitplan.compiler.torch_patches import Undo, replace_attribute
+from bitplan.compiler.torch_private import DDP_ASSIGN_BUFFERS, foreach_copy_
 from bitplan.numerics.formats import Format
 from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.noise import keys_of
@@ -102,6 +105,8 @@ class ModuleTables:
         self.path = path
         self.module = module
         self.parameters = tuple(name for name, tensor in module._parameters.items() if tensor is not None)
+        #: Their names in the whole model, which random keys are made of; set when the tables are first installed.
+        self.full_names: tuple[str, ...] = ()
         self.formats: list[FormatRow] = []
         #: Index of a rule and place -> the row of its format.
         self.rows_by_rule: dict[tuple[int | None, str], int] = {}
@@ -175,6 +180,25 @@ def remove_buffers(module: nn.Module) -> None:
         module._non_persistent_buffers_set.discard(name)
 
 
+def keep_buffers_per_rank() -> Undo:
+    """A patch of torch: DistributedDataParallel broadcasts no buffers of a plan.
+
+    Every rank records its own tensors; :meth:`RunTables.fold` combines the records of all ranks.
+    """
+    assign_buffers = torch_private.ddp_assign_buffers
+
+    def assign_own_buffers(self: Any) -> None:
+        assign_buffers(self)  # type: ignore[no-untyped-call]
+        own = {name: buffer for name, buffer in self.named_module_buffers.items() if not _is_ours(name)}
+        self.named_module_buffers, self.modules_buffers = own, list(own.values())
+
+    return replace_attribute(nn.parallel.DistributedDataParallel, DDP_ASSIGN_BUFFERS, assign_own_buffers)
+
+
+def _is_ours(name: str) -> bool:
+    return name.rpartition(".")[2] in (TABLE, RECORD, AMAX_HISTORY_MAX)
+
+
 def write_amax_history_max(module: nn.Module, record: Tensor) -> None:
     """Update the module's AMAX_HISTORY_MAX buffer from its record."""
     values, buffer = amax_history_max(record), module._buffers.get(AMAX_HISTORY_MAX)
@@ -190,8 +214,7 @@ def write_amax_history_max(module: nn.Module, record: Tensor) -> None:
 class DeviceTables:
     """The tables of several modules in one tensor, which is copied to their buffers. Remade when formats are added."""
 
-    def __init__(self, per_module: Sequence[ModuleTables], parameter_names: Mapping[int, str]) -> None:
-        """`parameter_names`: id of a parameter -> its name in the whole model."""
+    def __init__(self, per_module: Sequence[ModuleTables]) -> None:
         self.per_module = per_module
         self.sizes = [1 + len(tables.parameters) + len(tables.formats) for tables in per_module]
         self.numbers = np.zeros((sum(self.sizes), ROW_FIELDS), np.int32)
@@ -200,9 +223,7 @@ class DeviceTables:
         self._formats: list[tuple[int, FormatRow]] = []
         first = 0
         for tables, size in zip(per_module, self.sizes, strict=True):
-            own = tables.module._parameters
-            full_names = (parameter_names.get(id(own[name]), name) for name in tables.parameters)
-            sites += [tables.path, *(parameter_key(name) for name in full_names)]
+            sites += [tables.path, *map(parameter_key, tables.full_names)]
             after_keys = first + 1 + len(tables.parameters)
             keys += range(first, after_keys)
             self._formats += list(enumerate(tables.formats, after_keys))

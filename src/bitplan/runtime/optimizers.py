@@ -199,19 +199,22 @@ _running = 0
 _unneeded: list[Any] = []
 
 
-def before_every_step(method: Callable[[Optimizer], None]) -> Callable[[], object]:
-    """Call a bound method before each step of any optimizer, until its object is gone or the result is called."""
+def before_every_step(method: Callable[[Optimizer, bool], None]) -> Callable[[], object]:
+    """Call a bound method before each step of any optimizer, until its object is gone or the result is called.
+
+    It is told whether the step has a closure, which runs the model.
+    """
     watcher = weakref.WeakMethod(method)
     watching_object: object = method.__self__  # type: ignore[attr-defined]
 
-    def hook(optimizer: Optimizer, *_: Any) -> None:
+    def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         global _running
         watching = watcher()
         if watching is None:
             return
         _running += 1
         try:
-            watching(optimizer)
+            watching(optimizer, any(map(callable, (*args[1:], kwargs.get("closure")))))
         finally:
             _running -= 1
 

@@ -10,14 +10,14 @@ import hashlib
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bitplan.compiler.tracing import is_traced
+from bitplan.compiler.tracing import apply_function, is_traced
 from bitplan.gemm.axes import resolve
 from bitplan.numerics import chunks
 from bitplan.numerics.chunks import chunked_on_gpu
@@ -240,6 +240,7 @@ class RoundingOp:
         digest = hashlib.blake2b(repr((*parts, self.has_records)).encode(), digest_size=16).hexdigest()
         return f"{self.op} {self.place} {digest}"
 
+    @cached_property
     def facts(self) -> Hashable:
         """All that tracing reads of it, see :mod:`bitplan.compiler.tracing`."""
         higher = None if self.higher is None else self.higher.key
@@ -269,7 +270,7 @@ class RoundingOp:
             return self._round_and_mark(x, context, weight_key)
         quantizer, bits, row, span, record = self._prepare(x, context, weight_key)
         if x.requires_grad and torch.is_grad_enabled():
-            rounded: Tensor = StraightThrough.apply(x, quantizer, bits, row, span, None)  # type: ignore[no-untyped-call]
+            rounded: Tensor = apply_function(StraightThrough, x, quantizer, bits, row, span, None)
         else:
             rounded = quantizer.round_values(x.detach(), bits, row, span)
         if record is not None and context.observing:
@@ -464,7 +465,7 @@ class OpRounding:
     def facts(self) -> Hashable:
         """All that tracing reads of it, see :mod:`bitplan.compiler.tracing`."""
         prepared = None if self.prepared is None else self.prepared.facts()
-        places = tuple((place, op.facts(), self.states[place].facts()) for place, op in self.places.items())
+        places = tuple((place, op.facts, self.states[place].facts()) for place, op in self.places.items())
         return self.at_consumer, self.rounds_constants, tuple(self.shared.items()), prepared, places
 
     def applies(self, place: str, training: bool) -> bool:

@@ -56,7 +56,7 @@ class RunTables:
         self._parameter_names = {id(tensor): without_wrappers(name) for name, tensor in model.named_parameters()}
 
     def device(self) -> torch.device:
-        return next(self.model.parameters(), torch.empty(0)).device
+        return _with_values(next(self.model.parameters(), torch.empty(0)).device)
 
     @property
     def promotes(self) -> bool:
@@ -73,17 +73,19 @@ class RunTables:
     def install(self, tables: ModuleTables, seed: int, step: int) -> None:
         """Give a module, and every copy that was made of it, its buffers."""
         self._device_tables = None
-        rows = DeviceTables([tables], self._parameter_names).at(seed, step)
+        if not tables.full_names:  # later, parameters may be other objects: those of to_empty() are
+            own = tables.module._parameters
+            tables.full_names = tuple(self._parameter_names.get(id(own[name]), name) for name in tables.parameters)
+        rows = DeviceTables([tables]).at(seed, step)
         for module in with_copies(tables.module):
             device = next(module.parameters(), torch.empty(0, device=self.device())).device
-            tables.install(rows, device, module)
+            with torch.inference_mode(False):  # or later steps could not write into them
+                tables.install(rows, _with_values(device), module)
 
     def write(self, seed: int, step: int) -> None:
         """The tables of the model, and of every copy that was made of it."""
         if self._device_tables is None:
-            self._device_tables = DeviceTables(
-                [tables for tables in self.per_module if tables.has_table], self._parameter_names
-            )
+            self._device_tables = DeviceTables([tables for tables in self.per_module if tables.has_table])
         if self._device_tables.per_module:
             self._device_tables.write(seed, step)
 
@@ -124,14 +126,7 @@ class RunTables:
             read = [(buffer, now) for buffer, now in pairs if buffer is not None]
             foreach_copy_([buffer for buffer, _ in read], [now for _, now in read])
         for (tables, _), record in zip(found, parts, strict=True):
-            for twin in state_of(tables.module).copies():  # a copy evaluates with the same ranges and promotions
-                known = twin._buffers.get(RECORD)
-                if known is not None and known.shape == record.shape:
-                    known.copy_(record)
-                else:
-                    twin.register_buffer(RECORD, record.clone(), persistent=False)
-                if AMAX_HISTORY_MAX in tables.module._buffers:
-                    write_amax_history_max(twin, record)
+            _write_copies(tables, record)
 
     def statistics(self) -> dict[str, Statistics]:
         """Per site and place, what rounding did to its values. Reading waits for the device."""
@@ -150,6 +145,12 @@ class RunTables:
         if tables is None or tables.module is not module:
             return None  # a copy of the model leaves no traces
         action.met.add(context.site)
+        with torch.inference_mode(False):  # the first call may be an evaluation
+            self._add_rows(tables, action, context)
+        return tables
+
+    def _add_rows(self, tables: ModuleTables, action: OpRounding, context: OpContext) -> None:
+        module = tables.module
         for place, place_action in action.places.items():
             limit = math.inf if place_action.promotion is None else promotion_limit(place_action.promotion)
             for part in _parts(place_action, module) if place_action.observes else ():
@@ -159,7 +160,9 @@ class RunTables:
                     *(place_action.spec.history or 0, place_action.spec.margin),
                 )
                 action.state_of(place).records[context.site + part] = row
-        return tables
+        record = module._buffers.get(RECORD)
+        if record is not None:
+            _write_copies(tables, record)
 
     def promotions(self) -> list[Promoted]:
         """The tensors that were promoted, in the order of time. Reading waits for the device."""
@@ -203,6 +206,24 @@ class RunTables:
         if self.delays:
             write_amax_history_max(tables.module, tables.module._buffers[RECORD])  # type: ignore[arg-type]
         restore_rows(tables)
+
+
+def _write_copies(tables: ModuleTables, record: Tensor) -> None:
+    """Give copies of a module the same record: they evaluate with the same ranges and promotions, and code that
+    averages or swaps weights expects the same buffers in both."""
+    for twin in state_of(tables.module).copies():
+        present = twin._buffers.get(RECORD)
+        if present is not None and present.shape == record.shape:
+            present.copy_(record)
+        else:
+            twin.register_buffer(RECORD, record.clone(), persistent=False)
+        if AMAX_HISTORY_MAX in tables.module._buffers:
+            write_amax_history_max(twin, record)
+
+
+def _with_values(device: torch.device) -> torch.device:
+    """Where tables of a module on that device are: the meta device keeps no values, and ``to_empty()`` moves them."""
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def restore_rows(tables: ModuleTables) -> None:

@@ -132,7 +132,7 @@ def copy_without_plan(model: nn.Module, memo: dict[int, Any] | None = None) -> n
         ) from error
     for module in replica.modules():
         if is_planned(module):
-            uninstall([("", module)])
+            uninstall([module])
             remove_buffers(module)
     for parameter in replica.parameters():
         parameter.grad = None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bitplan.capture.ops import works_in_place
 from bitplan.executions.packed.saved_tensors import PackedCopy
 from bitplan.runtime.autograd import rounded_both_ways
 from bitplan.runtime.op_context import OpContext
@@ -257,8 +258,9 @@ class Call:
 def _recomputed(func: Callable[..., Any]) -> Callable[..., Any]:
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
-            return func(*args, **kwargs)
+        overwrites = works_in_place(func) or kwargs.get("inplace") or kwargs.get("out") is not None
+        if overwrites or not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+            return func(*args, **kwargs)  # what was overwritten cannot be recomputed from
         return Recomputed.apply(Call(func, args, kwargs), *tensors)  # type: ignore[no-untyped-call]
 
     return recomputed
