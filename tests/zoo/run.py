@@ -13,9 +13,9 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -98,10 +98,8 @@ def run_all(models: list[ZooModel], checks: list[str], plans: list[str], jobs: i
         for zoo in models:
             yield run_model(zoo.name, checks, plans)
         return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), max_tasks_per_child=8) as pool:
-        tasks = [pool.submit(run_model, zoo.name, checks, plans) for zoo in models]
-        for task in tasks:
-            yield task.result()
+    with get_context("spawn").Pool(jobs, maxtasksperchild=8) as pool:
+        yield from pool.imap(partial(run_model, checks=checks, plans=plans), [zoo.name for zoo in models])
 
 
 def page(results: list[Result], models: list[ZooModel]) -> str:
