@@ -10,7 +10,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 INPUTS := pyproject.toml constraints.txt src/bitplan/_version.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest lint types unit goldens zoo wheel-check bench docs clean
+.PHONY: help demo test test-oldest lint types unit goldens zoo torture wheel-check bench docs clean
 
 help:
 	@echo "make demo         install bitplan into $(VENV), train digits under six plans, and write a page about it"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-oldest  probe private torch and run the goldens on torch $(OLDEST_TORCH), installed into $(OLDEST_VENV)"
 	@echo "make goldens      compare every golden run to its stored losses and weights (make test has a sample of them)"
 	@echo "make zoo          check foreign models (transformers, timm, torch_geometric) and write docs/zoo.md; an hour on one core"
+	@echo "make torture      ten minutes of kills, damaged run folders, fuzzed plans and fuzzed command lines, with counts"
 	@echo "make wheel-check  build the wheel, install it into a fresh environment and run it there"
 	@echo "make bench        install the peers and measure every number format against them"
 	@echo "make docs         install mkdocs-material and build the documentation into site/"
@@ -49,6 +50,10 @@ goldens: $(VENV)/.stamp-dev
 # Every model of tests/zoo under every check; make test has a sample of them.
 zoo: $(VENV)/.stamp-zoo
 	@$(BIN)/python tests/zoo/run.py --jobs 2 --out docs/zoo.md $(ZOO_ARGS)
+
+# make torture TORTURE_ARGS="--seconds 60 --seed 7" for another length and seed.
+torture: $(VENV)/.stamp-dev
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/torture/run.py --seconds 540 $(TORTURE_ARGS)
 
 # The fresh environment takes torch from $(VENV) instead of downloading it again; bitplan itself comes from the wheel.
 wheel-check: $(VENV)/.stamp-lab

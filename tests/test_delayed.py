@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bitplan
 from bitplan import Plan
-from bitplan.errors import PlanError
+from bitplan.errors import BitplanWarning, PlanError
 from bitplan.executions.native.backends import Float8Backend
 
 LATE: dict[str, Any] = {"format": "e4m3", "scale": "tensor", "history": 2, "margin": 1}
@@ -240,3 +240,19 @@ def test_a_checkpointed_model_is_the_same() -> None:
         run.detach()
     for ours, theirs in zip(*result, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_history_rule_that_matches_nothing_does_not_stop_the_others() -> None:
+    history = {"format": "e8m0", "scale": "tensor", "history": 1}
+    rules = [
+        {"match": "*", "dgrad.w": "e2m1"},
+        {"match": "*", "op": "conv2d", "fprop.w": history, "strict": False},
+    ]
+    model, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    plan = Plan.from_dict({"version": 1, "rules": rules})
+    with pytest.warns(BitplanWarning, match="conv2d"):
+        run = bitplan.attach(model, plan, example=x, stats=True)
+    model(x).sum().backward()
+    run.step()
+    assert list(run.stats())
+    run.detach()

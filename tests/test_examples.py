@@ -94,3 +94,10 @@ def test_out_of_memory_finds_a_plan_that_fits_and_really_does(folder: Path) -> N
     assert int(peak[1]) <= 13 * 2**20 < int(peak[0])
     (losses,) = re.findall(r"loss (\S+) -> (\S+) with activations in e4m3, packed", shown)
     assert float(losses[1]) < float(losses[0]) / 1.5
+
+
+def test_a_llama_of_transformers_learns_in_fp8(folder: Path) -> None:
+    shown = shown_by("hf_llama.py", folder)
+    plain, planned = map(float, re.findall(r"loss (\S+)", shown))
+    assert plain != planned
+    assert max(plain, planned) < 0.3

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from graph_backend import compile_without_inductor
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -101,8 +102,8 @@ def test_every_step_has_the_numbers_of_its_own_plan(plan: Plan, execution: str) 
     assert same(step_of(model), step_of(small()))
 
 
-@pytest.mark.parametrize(("name", "execution"), [("bits", "emulate"), ("switch", "emulate"), ("switch", "packed")])
-def test_compiled_steps_have_these_numbers_too(name: str, execution: str) -> None:
+@pytest.mark.parametrize(("name", "execution"), [("bits", "emulate"), ("switch", "packed")])
+def test_compiled_steps_have_these_numbers_too(name: str, execution: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     plan, model = PLANS[name], small()
     eager = small()
@@ -110,7 +111,8 @@ def test_compiled_steps_have_these_numbers_too(name: str, execution: str) -> Non
         attach(model, plan, steps=STEPS, example=X, execution=execution) as run,
         attach(eager, plan, steps=STEPS, example=X) as other,
     ):
-        called = run.compile()
+        # A switch makes another graph, which takes Inductor a while.
+        called = compile_without_inductor(run, model, monkeypatch) if execution == "packed" else run.compile()
         for _ in range(STEPS):
             for actual, expected in zip(step_of(model, called), step_of(eager), strict=True):
                 torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
@@ -142,8 +144,7 @@ def test_bits_move_without_a_recompilation_and_a_switch_with_one() -> None:
             counters.clear()
             for step in range(STEPS):
                 result = step_of(model, called)
-                if plan is BITS:
-                    assert same(result, standing_still(plan, step))
+                assert same(result, standing_still(plan, step))
                 run.step()
             assert counters["stats"]["unique_graphs"] == compilations  # at 50 %, and at step 9
     torch._dynamo.reset()

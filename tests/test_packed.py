@@ -136,7 +136,7 @@ def graph() -> tuple[nn.Module, tuple[Any, ...]]:
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
-    "resnet20": lambda: (cifar_resnet(20), (torch.randn(4, 3, 32, 32),)),
+    "resnet8": lambda: (cifar_resnet(8), (torch.randn(4, 3, 32, 32),)),
     "mobilenet": lambda: (MobileNetV2(10, 0.25), (torch.randn(4, 3, 32, 32),)),
     "gpt2": gpt2,
     "bert": bert,

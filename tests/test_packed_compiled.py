@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from graph_backend import compile_without_inductor
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -114,14 +115,24 @@ def compared(made: Made, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[G
     return emulated, packed
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_a_packed_graph_computes_the_same_bits_and_keeps_codes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "make"),
+    # The rows of the residual network are shorter than a block.
+    [*((name, transformer if name == "blocks" else residual) for name in PLANS), ("unscaled", transformer)],
+)
+def test_a_packed_graph_computes_the_same_bits_and_keeps_codes(
+    name: str, make: Callable[[], Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
-    made = transformer() if name == "blocks" else residual()  # whose rows are shorter than a block
+    made = make()
     emulated, packed = compared(made, PLANS[name], monkeypatch)
     small = sum(size for dtype, size in packed.types.items() if dtype.itemsize <= 2)
     assert small > 0.6 * packed.kept
     assert packed.kept < emulated.kept / (1.9 if name == "sixteen bits" else 3.5)
+    if name == "unscaled":  # at most two sevenths of float32
+        plain = Graphs(min_cut_rematerialization_partition)
+        trained(made, None, "emulate", plain)
+        assert packed.kept <= plain.kept / 3.5, f"{plain.kept / packed.kept:.2f}"
 
 
 @pytest.mark.parametrize("largest", [0, 1 << 20])
@@ -136,22 +147,9 @@ def test_casts_of_small_parameters_are_not_made_twice(largest: int, monkeypatch:
     assert packed.types.get(torch.bfloat16, 0) == (2 * (64 * 16 + 8 * 32) if largest else 0)
 
 
-@pytest.mark.parametrize("made", [residual, transformer])
-def test_eight_bits_keep_at_most_two_sevenths_of_float32(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    example = made()
-    plain = Graphs(min_cut_rematerialization_partition)
-    trained(example, None, "emulate", plain)
-    _, packed = compared(example, PLANS["unscaled"], monkeypatch)
-    assert packed.kept <= plain.kept / 3.5, f"{plain.kept / packed.kept:.2f}"
-
-
 def test_inductor_compiles_it_and_trains_alike() -> None:
     torch.manual_seed(0)
-    model, x = (
-        nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)),
-        torch.randn(16, 32),
-    )
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)), torch.randn(16, 32)
     results = []
     for execution in ("emulate", "packed"):
         torch.compiler.reset()
@@ -184,7 +182,7 @@ def test_the_backend_goes_by_its_name() -> None:
         assert torch.equal(torch.compile(model, fullgraph=True, backend="bitplan")(x), expected)
 
 
-def test_a_format_that_is_changed_gets_a_graph_of_its_own_width() -> None:
+def test_a_format_that_is_changed_gets_a_graph_of_its_own_width(monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes of four bits cannot hold eight: the old graph would give NaN."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)), torch.randn(8, 16)
@@ -193,8 +191,8 @@ def test_a_format_that_is_changed_gets_a_graph_of_its_own_width() -> None:
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     with bitplan.attach(model, plan, example=x, execution="packed") as run:
-        compiled = run.compile()
+        compiled = compile_without_inductor(run, model, monkeypatch)
         for name in ("int4", "int8", "int3", "int8"):
             run.set_format("low", name)
-            torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-6)
+            assert torch.equal(compiled(x), model(x))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3

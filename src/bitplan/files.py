@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write and read them."""
+"""Files and texts: whole writes, strict JSON, text that is safe to print, and sizes in bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write_whole(path: Path, text: str) -> None:
         fresh.unlink(missing_ok=True)
 
 
-# --- JSON as RFC 8259 has it, which knows no NaN and no infinities: they are written as the strings ``"NaN"``,
+# --- JSON as RFC 8259 has it, which knows no NaN and no infinities: they are written as strings such as ``"NaN"``
 
 
 def json_text(content: Any) -> str:
@@ -56,6 +56,52 @@ def strict(content: Any) -> Any:
         return [strict(value) for value in content]
     return str(content) if isinstance(content, Path) else content
 
+
+#: Longer whole numbers are larger than any float.
+_MOST_DIGITS = 300
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The content of a JSON document that somebody else may have written; raises ValueError where it is none.
+
+    Nesting too deep to be read is a ValueError too, and so is a whole number that no float holds.
+
+    >>> parse_json('{"step": 3}')
+    {'step': 3}
+    """
+    try:
+        return json.loads(text, parse_int=_whole_number)
+    except RecursionError:
+        raise ValueError("the JSON is nested too deeply") from None
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits is too large")
+    return int(digits)
+
+
+# --- Text from files that somebody else wrote
+
+
+def printable(text: str) -> str:
+    """`text` with control characters escaped, so that it cannot change a terminal's colours, title or lines.
+
+    >>> printable("a\x1b[31m b")
+    'a\\x1b[31m b'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() or character in _LAYOUT else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
+#: Line breaks, tabs and spaces that are no ASCII: not "printable" for Python, but harmless.
+_LAYOUT = "\n\t\u00a0\u2009\u202f"
+
+# --- Sizes
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 #: What may stand behind a number -> bytes; the decimal units are what vendors print on a card.

@@ -75,7 +75,12 @@ SHAPES = list(itertools.product([1, 2], [False, True], [True, False]))
 
 def opened(model: nn.RNNBase, op: str) -> Any:
     """A plan that opens the layer and rounds to float32, that is, not at all."""
-    return attach(model, Plan.from_dict({"version": 1, "rules": [{"match": "*", "op": op, "x": "fp32"}]}))
+    return attach(
+        model,
+        Plan.from_dict(
+            {"version": 1, "rules": [{"match": "*", "op": op, "x": {"format": "fp32", "overflow": "saturate"}}]}
+        ),
+    )
 
 
 @pytest.mark.parametrize("op", LAYERS)
@@ -144,7 +149,12 @@ def test_multi_head_attention_is_looked_into_and_equals_torchs() -> None:
     x = torch.randn(2, 5, 8, requires_grad=True)
     mask = nn.Transformer.generate_square_subsequent_mask(5)
     expected = gradients(model(x, x, x, attn_mask=mask, need_weights=False)[0], x, *model.parameters())
-    plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "op": ["linear", "matmul"], "x": "fp32"}]})
+    plan = Plan.from_dict(
+        {
+            "version": 1,
+            "rules": [{"match": "*", "op": ["linear", "matmul"], "x": {"format": "fp32", "overflow": "saturate"}}],
+        }
+    )
     with attach(model, plan) as run:
         ours = gradients(model(x, x, x, attn_mask=mask, need_weights=False)[0], x, *model.parameters())
         run.step()  # which would raise if there were nothing inside

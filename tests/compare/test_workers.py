@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
 
 from bitplan.errors import RunError, TaskError
 from bitplan.lab.compare import Choice, Update, compare
-from bitplan.lab.compare.workers import Job, _next_job, cores, threads_per_worker
+from bitplan.lab.compare.workers import Job, _next_job, _Worker, cores, threads_per_worker
 from bitplan.lab.train import RunFolder
 from bitplan.plans import Plan
 
@@ -92,6 +93,28 @@ def test_a_worker_that_is_killed_is_told_in_a_sentence(
     monkeypatch.delenv("TINY_DIES_AT")
     summaries = compare(tiny, CHOICES, folder=tmp_path)
     assert {summary.status for summary in summaries} == {"finished"}
+
+
+class KilledProcess:
+    """The connection and the executor of a worker whose process was killed."""
+
+    def poll(self) -> bool:
+        return True
+
+    def recv(self) -> None:
+        raise ConnectionResetError
+
+    def submit(self, *arguments: object) -> None:
+        raise BrokenProcessPool
+
+
+def test_a_killed_process_breaks_neither_the_progress_nor_the_next_job(tmp_path: Path) -> None:
+    worker = object.__new__(_Worker)
+    worker.connection = worker.executor = KilledProcess()  # type: ignore[assignment]
+    worker._threads = 1
+    assert list(worker.new_progress()) == []
+    with pytest.raises(RunError, match=r"8 bits, seed 0 was killed"):
+        worker.submit(Job("8 bits", None, None, 0, tmp_path))
 
 
 def test_threads_are_shared_and_never_none() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from graph_backend import compile_without_inductor
 from torch import Tensor, nn
 
 import bitplan
@@ -62,9 +63,10 @@ def net() -> nn.Module:
     )
 
 
-def trained(model: nn.Module, x: Tensor, autocast: bool) -> list[Tensor]:
+def trained(model: nn.Module, x: Tensor, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    torch._dynamo.reset()
     with bitplan.attach(model, PLAN, example=x, execution="packed") as run:
-        called = run.compile()
+        called = compile_without_inductor(run, model, monkeypatch)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             y = called(x)
         y.float().square().mean().backward()
@@ -81,18 +83,15 @@ def assert_alike(ours: list[Tensor], plain: list[Tensor]) -> None:
 
 
 def test_a_packed_graph_has_them_fused(as_on_a_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
     x = torch.randn(4, 3, 8, 8)
-    fused = trained(net(), x, autocast=True)
+    fused = trained(net(), x, autocast=True, monkeypatch=monkeypatch)
     assert as_on_a_gpu == [2]
     monkeypatch.setattr(partitioning, "fuse_channel_stats", lambda graph: 0)
-    torch._dynamo.reset()
-    apart = trained(net(), x, autocast=True)
+    apart = trained(net(), x, autocast=True, monkeypatch=monkeypatch)
     assert_alike(fused, apart)
 
 
 def test_float32_is_left_as_it_is(as_on_a_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
     folded: list[int] = []
 
     def fold(graph: torch.fx.Graph) -> int:
@@ -100,7 +99,7 @@ def test_float32_is_left_as_it_is(as_on_a_gpu: list[int], monkeypatch: pytest.Mo
         return folded[-1]
 
     monkeypatch.setattr(partitioning, "fold_batch_norms", fold)
-    trained(net(), torch.randn(4, 3, 8, 8), autocast=False)
+    trained(net(), torch.randn(4, 3, 8, 8), autocast=False, monkeypatch=monkeypatch)
     assert (as_on_a_gpu, folded) == ([0], [0])
 
 
@@ -114,14 +113,12 @@ def test_batch_norm_is_a_factor_and_a_summand(monkeypatch: pytest.MonkeyPatch) -
         )
         return result
 
-    torch._dynamo.reset()
     x = torch.randn(4, 3, 8, 8)
     monkeypatch.setattr(partitioning, "fold_batch_norms", fold)
-    folded = trained(net(), x, autocast=True)
+    folded = trained(net(), x, autocast=True, monkeypatch=monkeypatch)
     assert kept == [{(1, 8, 1, 1), (1, 4, 1, 1)}]
     monkeypatch.setattr(partitioning, "fold_batch_norms", lambda graph: 0)
-    torch._dynamo.reset()
-    apart = trained(net(), x, autocast=True)
+    apart = trained(net(), x, autocast=True, monkeypatch=monkeypatch)
     assert_alike(folded, apart)
 
 

@@ -78,7 +78,7 @@ def _perceptron() -> Target:
 
 
 MODELS: dict[str, Callable[[], Target]] = {
-    "resnet20": lambda: _images(cifar_resnet(20), 8),
+    "resnet8": lambda: _images(cifar_resnet(8), 8),
     "mobilenet-v2": lambda: _images(MobileNetV2(10, width=0.25), 4),
     "gpt": lambda: _tokens(GPT(tokens=256, length=32, layers=2, heads=2, features=64), (4, 32)),
     "gpt2": lambda: _hugging_face("gpt2"),

@@ -345,13 +345,47 @@ def test_the_crossover_is_measured_once_and_remembered(tmp_path: Path, monkeypat
     assert crossover.load_crossover(torch.device("cpu"), torch.float32) == first
     assert crossover.load_crossover(torch.device("meta"), torch.float32).min_macs == crossover.NEVER
     assert len(json.loads((tmp_path / "crossover.json").read_text())) == 2
-    (tmp_path / "crossover.json").write_text("damaged")
+    key = next(iter(json.loads((tmp_path / "crossover.json").read_text())))
+    row = {"unit": "int8", "size": 8, "plain": 1.0, "native": 2.0}
+    for damage in (
+        *("damaged", "[]", "3", "[" * 100_000, json.dumps({key: 3}), json.dumps({key: [3]}), json.dumps({key: [{}]})),
+        *(json.dumps({key: [{**row, "size": size}]}) for size in ("8", 0, -5, 8.5, True, [], 10**400)),
+        *(json.dumps({key: [{**row, "plain": time}]}) for time in ("1", 0, -1.0, True, None)),
+    ):
+        (tmp_path / "crossover.json").write_text(damage)
+        with pytest.warns(BitplanWarning, match="is damaged: the crossover is measured again"):
+            assert not crossover._read(crossover.cache_file())
     won = [crossover.Crossing("int8", 8, 2.0, 1.0), crossover.Crossing("fp8", 8, 1.0, 2.0)]
     for table in ("measure_crossover", "measure_im2col_crossover"):
         monkeypatch.setattr(crossover, table, lambda *arguments: won)
-    result = crossover.load_crossover(torch.device("cpu"), torch.float32)
+    with pytest.warns(BitplanWarning, match="is damaged"):
+        result = crossover.load_crossover(torch.device("cpu"), torch.float32)
     assert result.min_macs_by_backend == (("int8", 512), ("fp8", crossover.NEVER))
     assert result.min_channels_by_backend == (("int8", 8), ("fp8", crossover.NEVER))
+
+
+def test_a_table_without_rows_is_measured_again_and_sends_nothing_to_the_units(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BITPLAN_CACHE", str(tmp_path))
+    measured: list[str] = []
+    for table in ("measure_crossover", "measure_im2col_crossover"):
+        monkeypatch.setattr(crossover, table, lambda *arguments, table=table: measured.append(table) or [])
+    for _ in range(2):
+        terms = crossover.load_crossover(torch.device("cpu"), torch.float32)
+    assert measured == 2 * ["measure_crossover", "measure_im2col_crossover"]
+    assert set(dict(terms.min_macs_by_backend).values()) == {crossover.NEVER}
+    assert set(dict(terms.min_channels_by_backend).values()) == {crossover.NEVER}
+
+
+def test_a_burst_of_other_work_does_not_decide_the_crossover(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native times of the first round are ten times too long."""
+    monkeypatch.setattr(crossover, "SIZES", {"cpu": (8, 16)})
+    monkeypatch.setattr(crossover, "backends_of", lambda device: [units.BACKENDS[0]])
+    times = iter([*(10.0, 2.0, 10.0, 2.0), *(1.0, 2.0, 1.0, 2.0), *(1.5, 2.5, 1.5, 2.5)])
+    monkeypatch.setattr(crossover, "milliseconds", lambda *arguments: next(times))
+    table = crossover.measure_crossover(torch.device("cpu"))
+    assert [(row.size, row.plain, row.native) for row in table] == [(8, 2.0, 1.0), (16, 2.0, 1.0)]
 
 
 def test_without_a_compiler_the_crossover_is_measured_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,3 +455,61 @@ def test_a_single_row_has_the_step_of_its_length() -> None:
     assert units._row_major(row).stride() == (16, 1)
     assert units._column_major(row.t()).stride() == (1, 16)
     assert units._column_major(torch.zeros(3, 4)).stride() == (1, 3)
+
+
+class Conv1D(nn.Module):
+    """A linear layer as GPT-2 writes it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(width, width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight).view_as(x)
+
+
+class EveryProduct(nn.Module):
+    """A linear layer, GPT-2's Conv1D, fused attention, a product of two activations and one by a custom function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.conv = nn.Linear(16, 16), Conv1D(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(self.enter(x))
+        x = nn.functional.scaled_dot_product_attention(x, x, x)
+        return torch.linalg.multi_dot([x[0], x[0].t(), x[0] @ x[0].t()])
+
+
+FUSED_SITES = ["enter/linear.0", "conv/addmm.0", "/scaled_dot_product_attention.0", "/matmul.0", "/linalg_multi_dot.0"]
+ROLE_RULE = {"match": "*", "weight": E4M3, "activation": E4M3}
+
+
+@pytest.mark.parametrize(
+    ("plan", "sites"),
+    [
+        ("int8-all", FUSED_SITES),
+        ("fp8-all", FUSED_SITES),
+        ({"version": 1, "rules": [ROLE_RULE, {"match": "", "op": "matmul", "x": E4M3}]}, None),
+        ("fp8-linear", ["conv/addmm.0"]),
+        ({"version": 1, "rules": [{"match": "enter", "activation": E4M3}]}, ["conv/addmm.0"]),
+        ({"version": 1, "rules": [{"match": "conv", "grad_activation": E4M3}]}, ["conv/addmm.0"]),
+    ],
+)
+def test_every_product_that_the_plan_rounds_is_native_or_a_fallback(plan: Any, sites: list[str] | None) -> None:
+    model, x = EveryProduct(), torch.randn(2, 4, 16)
+    with bitplan.attach(model, plan, example=x, execution=bitplan.Native(min_macs=0)) as run:
+        listed = list(dict.fromkeys(fallback.site for fallback in run.fallbacks()))
+    if sites is None:  # attention is decomposed: its two products are listed, and the one of the model
+        sites = ["enter/linear.0", "conv/addmm.0", "/matmul.0", "/matmul.1", "/matmul.2", "/linalg_multi_dot.0"]
+    assert listed == sites
+    with pytest.raises(PlanError, match=sites[0]):
+        bitplan.attach(model, plan, example=x, execution=bitplan.Native(min_macs=0, strict=True))
+
+
+def test_without_an_example_fallbacks_are_warned_of_at_the_first_step() -> None:
+    model, x = nn.Linear(8, 8), torch.randn(2, 8)
+    with bitplan.attach(model, "int8-all", execution="native") as run:
+        model(x).sum().backward()
+        with pytest.warns(BitplanWarning, match="1 products are emulated"):
+            run.step()

@@ -226,3 +226,19 @@ def test_gradients_are_rounded_per_consumer_of_the_parts_of_a_tensor() -> None:
             assert model.first.weight.grad is not None
             gradients.append(model.first.weight.grad.clone())
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_scales_at_the_extremes_of_a_dtype(dtype: torch.dtype) -> None:
+    """Rows: next to the largest value, a range wider than it, an infinity and a NaN."""
+    top = torch.finfo(dtype).max
+    rows = [
+        [top, 1.0, 0.3 * top],
+        [top, -top, 0.1 * top],
+        [0.99 * top, 0.9 * top, 0.0],
+        [math.inf, 1, 2],
+        [math.nan, 1, 2],
+    ]
+    scales: list[dict[str, Any]] = [{"scale": "vector", "axis": 1, "power_of_two": value} for value in (False, True)]
+    cases: list[Case] = [(name, "nearest", more) for name in ("int8", "uint8", "e4m3") for more in scales]
+    assert_compiled_equals_eager(torch.tensor(rows, dtype=dtype), [*cases, ("nvfp4", "nearest", {})])

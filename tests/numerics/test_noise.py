@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import bitplan
+from bitplan.errors import BitplanError
 from bitplan.numerics.formats import FloatFormat
 from bitplan.numerics.noise import random_bits, unit_interval
 
@@ -246,3 +247,23 @@ def test_compiled_bits_are_the_eager_ones_for_numbers_tensors_and_layouts() -> N
         for ours, expected in zip(compiled(x, now, number), both(x, now, number), strict=True):
             assert torch.equal(ours, expected), (step, number)
     assert counter.frame_count == 2  # one for the constant number, one for the symbol
+
+
+def test_seeds_beyond_32_bits_have_streams_of_their_own() -> None:
+    """5 and 5 + 2^32 - 0x9E3779B1 + 2^32 folded to the same 32 bits."""
+    seeds = [5, 5935498836, 5 + (1 << 32), 5 + (1 << 33), 5 + (1 << 62), -5 - (1 << 33), (1 << 63) - 1, -(1 << 63)]
+    streams = {tuple(stream(seed, count=64).tolist()) for seed in seeds}
+    assert len(streams) == len(seeds)
+    for seed in seeds:
+        assert torch.equal(stream(torch.tensor(seed), count=64), stream(seed, count=64))  # type: ignore[arg-type]
+    compiled = torch.compile(lambda x, seed: random_bits(x, seed), backend="aot_eager", dynamic=True)
+    for seed in seeds[:3]:
+        assert torch.equal(compiled(torch.empty(64), seed), stream(seed, count=64))
+
+
+@pytest.mark.parametrize("seed", [1 << 63, -(1 << 63) - 1, 10**400])
+def test_a_seed_of_more_than_64_bits_is_refused(seed: int) -> None:
+    with pytest.raises(BitplanError, match="64 bits"):
+        bitplan.quantize(torch.ones(2), "e4m3", "stochastic", seed=seed)
+    with pytest.raises(BitplanError, match="64 bits"):
+        bitplan.attach(torch.nn.Linear(2, 2), "int8-all", seed=seed)

@@ -393,3 +393,58 @@ def test_a_mistake_is_one_sentence_that_says_what_to_do(
         assert "\n" not in text
         assert ". " not in text
         assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("name", ["int8", "uint8", "e4m3"])
+@pytest.mark.parametrize("shape", [(5, 3), (3,), (), (2, 1)])
+def test_a_block_longer_than_its_axis_is_as_long_as_the_axis(name: str, shape: tuple[int, ...]) -> None:
+    """A block of 2^31 - 1 used to be padded to its length."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    whole = bitplan.quantize(x, name, scale="block", block=max([*shape, 1]))
+    longest = (1 << 31) - 1
+    assert torch.equal(bitplan.quantize(x, name, scale="block", block=longest), whole)
+    assert torch.equal(bitplan.pack(x, name, scale="block", block=longest).unpack(), whole)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("make", "layout"),
+    [
+        (lambda: torch.eye(3).to_sparse(), "sparse_coo"),
+        (lambda: torch.eye(3).to_sparse_csr(), "sparse_csr"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested"),
+        (lambda: torch.eye(3).to_mkldnn(), "mkldnn"),
+    ],
+)
+def test_tensors_that_are_not_dense_are_refused_in_a_sentence(make: Any, layout: str) -> None:
+    for name, options in KINDS:
+        for function in (bitplan.quantize, bitplan.pack):
+            with pytest.raises(BitplanError, match=layout):
+                function(make(), name, **options)
+
+
+def test_a_view_with_the_negative_bit_is_rounded_as_its_values() -> None:
+    negative = torch.randn(4, 6, dtype=torch.complex64).conj().imag
+    assert negative.is_neg()
+    for name, options in KINDS:
+        assert torch.equal(
+            bitplan.quantize(negative, name, **options), bitplan.quantize(negative.clone(), name, **options)
+        )
+        packed = bitplan.pack(negative, name, **options).unpack()
+        assert torch.equal(packed, bitplan.pack(negative.clone(), name, **options).unpack())
+
+
+def test_the_result_of_a_view_with_gaps_is_dense() -> None:
+    """As :func:`bitplan.quantize` says."""
+    x = torch.randn(8, 9)
+    assert bitplan.quantize(x.t(), "e4m3").stride() == (1, 9)
+    assert bitplan.quantize(x[::2, 1::3], "e4m3").stride() == (3, 1)
+
+
+@pytest.mark.parametrize(("name", "options"), [("mxfp8", {}), ("nvfp4", {}), ("int8", {"scale": "block", "block": 16})])
+def test_the_result_of_blocks_can_be_written_into(name: str, options: dict[str, Any]) -> None:
+    """As the output of any operation of a model, which an in-place operation may follow."""
+    for columns in (16, 32, 5, 40):
+        rounded = bitplan.quantize(torch.randn(4, columns, requires_grad=True), name, **options)
+        rounded.mul_(2.0).sum().backward()

@@ -325,3 +325,52 @@ def test_float64_blocks_beyond_float32_saturate_at_the_largest_scale() -> None:
 
 def test_a_power_of_two_has_its_own_exponent() -> None:
     assert [floor_log2(value) for value in (1.0, 1.99, 2.0, 3.0, 4.0, 448.0, 512.0)] == [0, 0, 1, 1, 2, 8, 9]
+
+
+# --- the extremes of a dtype ---
+
+
+def extremes(dtype: torch.dtype) -> Tensor:
+    """Rows whose largest value is, or is next to, the dtype's largest."""
+    info = torch.finfo(dtype)
+    top = torch.tensor(info.max, dtype=dtype)
+    shares = (1.0, 1 - info.eps, 0.999, 0.99, 0.97, 0.93, 0.875, 0.75, 0.51)
+    pairs = itertools.product(shares, (0.0, 1.0, -1.0, 0.5, -0.5))
+    rows = [(share, other * share, sign * share, 0.1) for share, other in pairs for sign in (-1.0, 0.3)]
+    return torch.stack([torch.stack([top * factor for factor in row]) for row in rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("rounding", ["nearest", "nearest-away", "toward-zero", "stochastic"])
+def test_no_finite_value_becomes_infinite_under_a_scale(dtype: torch.dtype, rounding: Any) -> None:
+    scales: list[dict[str, Any]] = [{"scale": "tensor"}, {"scale": "vector", "axis": 1}, {"scale": "block", "block": 2}]
+    formats = ("int8", "uint8", "int2", "uint1", "e4m3", "e5m2", "e2m1", "e4m0", "e3m0")
+    kinds: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in ("mxfp8", "mxfp4", "mxint8", "nvfp4")]
+    for name, scale, power_of_two in itertools.product(formats, scales, (False, True)):
+        kinds.append((name, {**scale, "power_of_two": power_of_two}))
+    x = extremes(dtype)
+    for name, options in kinds:
+        rounded = bitplan.quantize(x, name, rounding, seed=1, **options)
+        assert rounded.isfinite().all(), (name, options)
+        assert torch.equal(bitplan.pack(x, name, rounding, seed=1, **options).unpack(), rounded), (name, options)
+
+
+def test_the_values_at_the_extremes_saturate() -> None:
+    assert bitplan.quantize(torch.tensor([65504.0, 1.0]).half(), "int8", scale="tensor", power_of_two=True)[0] == 65504
+    largest = torch.finfo(torch.float32).max
+    by_tensor = bitplan.quantize(torch.tensor([largest, 1.0]), "int8", scale="tensor")
+    torch.testing.assert_close(by_tensor, torch.tensor([largest, 0.0]), rtol=1e-5, atol=0.0)
+    # A range that is wider than the dtype's largest value reaches that far from its lower end.
+    wide = bitplan.quantize(torch.tensor([3e38, -3e38, -2e38]), "uint8", scale="tensor")
+    torch.testing.assert_close(wide, torch.tensor([largest - 3e38, -3e38, -2e38]), rtol=5e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("broken", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("name", ["e4m0", "e4m3", "e5m2", "int8", "uint8"])
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_an_infinity_or_nan_makes_all_values_with_its_scale_nan(broken: float, name: str, power_of_two: bool) -> None:
+    x = torch.tensor([[1.0, broken], [2.0, 3.0]])
+    options: dict[str, Any] = {"scale": "channel", "axis": 0, "power_of_two": power_of_two}
+    for rounded in (bitplan.quantize(x, name, **options), bitplan.pack(x, name, **options).unpack()):
+        assert rounded[0].isnan().all()
+        assert rounded[1].isfinite().all()

@@ -420,3 +420,43 @@ def test_what_is_no_text_is_refused(text: Any) -> None:
     for read in (Plan.from_yaml, Plan.from_json):
         with pytest.raises(PlanError, match="the plan must be a text"):
             read(text)
+
+
+def nested_switches(levels: int) -> dict[str, Any]:
+    names = {f"q{n}": {"until": "50%", "use": f"q{n - 1}", "then": f"q{n - 1}"} for n in range(1, levels + 1)}
+    return {"q0": "e4m3", **names}
+
+
+def chain_of_names(length: int) -> dict[str, Any]:
+    return {"q0": "e4m3", **{f"q{n}": f"q{n - 1}" for n in range(1, length + 1)}}
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+@pytest.mark.parametrize(
+    ("quantizers", "allowed", "refused", "message"),
+    [
+        (nested_switches, 10, 40, "more than 1024 quantizers"),
+        (chain_of_names, 60, 70, "more than 64 names"),
+        (chain_of_names, 60, 3000, "more than 64 names"),
+    ],
+)
+def test_names_of_names_are_limited(
+    quantizers: Any, allowed: int, refused: int, message: str, is_reversed: bool
+) -> None:
+    """A plan of 1 kB could stand for 2^40 quantizers, and a chain of thousands of names exhaust the stack."""
+
+    def plan_of(size: int) -> Plan:
+        names = quantizers(size)
+        ordered = dict(reversed(names.items())) if is_reversed else names
+        rules = [{"match": "*", "weight": f"q{size}"}]
+        return Plan.from_dict({"version": 1, "quantizers": ordered, "rules": rules})
+
+    assert plan_of(allowed).decide("fc", "linear")["weight"].quantizer == QuantizerSpec("e4m3")
+    with pytest.raises(PlanError, match=message):
+        plan_of(refused)
+
+
+@pytest.mark.parametrize("number", [10**400, -(10**400)])
+def test_a_number_that_a_file_could_not_hold_is_refused(number: int) -> None:
+    with pytest.raises(PlanError, match=r"made_by\.n"):
+        Plan.from_dict({"version": 1, "made_by": {"n": number}})

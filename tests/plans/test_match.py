@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import pickle
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bitplan.errors import PlanError
 from bitplan.plans import QuantizerSpec, Rule, closest, compile_match, unmatched_message
+from bitplan.plans.regex import BoundedExpression
 
 PATHS = ["", "conv1", "layer1", "layer1.0", "layer1.0.conv1", "layer1.0.bn1", "layer10", "layer10.conv1", "head.fc"]
 
@@ -127,3 +131,56 @@ def test_where_nothing_is_close_some_names_are_shown() -> None:
 def test_a_module_and_an_operation_that_never_meet() -> None:
     message = unmatched_message(rule_of("head", op=("conv2d",)), PATHS, ["conv2d", "linear"])
     assert "no such operation runs in such a module" in message
+
+
+# --- regular expressions in bounded time ---
+
+
+LONG_PATH = "model.decoder.layers.11.self_attn.out_proj"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        r"(\w+\.?)+",
+        ".*" * 20,
+        r"(\w|\d|\.)*",
+        "(" * 30 + r"[\w.]+" + ")+" * 30,
+        r"((\w?){40}\.?){40}",
+        r"([a-z_.]|\d)*\b",
+    ],
+)
+def test_no_expression_hangs_on_an_ordinary_path(source: str) -> None:
+    """Each of them takes Python's own matcher minutes, or for ever, to refuse the path."""
+    assert compile_match(rule_of(f"re:{source}"))(LONG_PATH, "linear")
+    assert not compile_match(rule_of(f"re:{source}!"))(LONG_PATH, "linear")
+
+
+@pytest.mark.parametrize("source", [r"(a)\1", "(?>a)b", "a*+b", "(a)?(?(1)b|c)"])
+def test_what_cannot_be_matched_in_bounded_time_is_refused(source: str) -> None:
+    with pytest.raises(PlanError, match="regular expression"):
+        rule_of(f"re:{source}")
+
+
+def expressions() -> st.SearchStrategy[str]:
+    characters = st.sampled_from(["a", "b", r"\.", ".", "[ab]", r"\w", "[^a]", "1", r"\b", "^", "$"])
+    repeats = st.sampled_from(["*", "+", "?", "{2}", "{1,2}", "{0,3}", "{2,}", "*?", "+?"])
+    return st.recursive(
+        characters,
+        lambda inner: st.one_of(
+            st.tuples(inner, inner).map("".join),
+            st.tuples(inner, inner).map(lambda pair: f"({pair[0]}|{pair[1]})"),
+            st.tuples(inner, repeats).map(lambda pair: f"(?:{pair[0]}){pair[1]}"),
+            st.tuples(st.sampled_from(["?=", "?!", "?i:"]), inner).map(lambda pair: f"({pair[0]}{pair[1]})"),
+            st.tuples(st.sampled_from(["?<=", "?<!"]), characters).map(lambda pair: f"({pair[0]}{pair[1]})"),
+        ),
+        max_leaves=6,
+    )
+
+
+@given(expressions(), st.text("abA.1", max_size=6))
+def test_bounded_matching_agrees_with_python(source: str, text: str) -> None:
+    expected = re.compile(source).fullmatch(text) is not None
+    expression = BoundedExpression(source)
+    assert expression.fullmatch(text) == expected
+    assert pickle.loads(pickle.dumps(expression)) == expression

@@ -13,6 +13,7 @@ import pytest
 import bitplan
 from bitplan.errors import RunError
 from bitplan.lab.train import RunFolder, find_runs, fresh_folder, train
+from bitplan.lab.train.folder import DiskError
 from bitplan.plans import Plan
 
 SRC = Path(bitplan.__file__).parents[1]
@@ -102,7 +103,7 @@ def test_a_folder_of_another_version_is_refused(finished: Path, tiny: Any, noisy
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"bitplan_run": 1}'])
 def test_a_damaged_run_file_is_a_sentence(finished: Path, tiny: Any, noisy: Plan, text: str) -> None:
     (finished / "run.json").write_text(text)
-    with pytest.raises(RunError, match=r"run\.json is damaged: restore it, leave it out of a report, or begin anew"):
+    with pytest.raises(RunError, match=r"run\.json is damaged.*: restore it, leave it out of a report, or begin anew"):
         train(tiny("steps=3"), noisy, folder=finished)
 
 
@@ -177,3 +178,67 @@ def test_new_folders_have_names_that_are_free(tmp_path: Path) -> None:
     first.mkdir()
     assert fresh_folder("digits", None, 3, tmp_path) == tmp_path / "digits-fp32-s3-2"
     assert fresh_folder("a/b", "../c d", 0, tmp_path).parent == tmp_path
+
+
+# --- damaged and foreign folders ---
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    {
+        "task": (None, [], 3),
+        "settings": (None, [], {}, {"steps": "x"}, "x"),
+        "plan": ([], {}, True),
+        "seed": (None, True, 1.5, "x"),
+        "metric": (None, {}, {"name": "accuracy", "better": "more", "trivial": 0.1}),
+        "execution": (None, [], {}, "fast"),
+        "compile": (None, 1, "x"),
+        "log_every": (True, 0.5, "x"),
+        "machine": (None, [], "x"),
+        "crossover": ([], {}, {"min_macs": {"int8": -1}, "min_channels": {}}),
+    }.items(),
+)
+def test_entries_of_another_type_are_named(tmp_path: Path, write_run: Any, name: str, values: tuple[Any, ...]) -> None:
+    file = write_run(tmp_path / "run") / "run.json"
+    content = json.loads(file.read_text())
+    assert RunFolder(tmp_path / "run").config().task == "digits"
+    for value in values:
+        file.write_text(json.dumps({**content, name: value}))
+        with pytest.raises(RunError, match=rf"run\.json is damaged \({name} must be "):
+            RunFolder(tmp_path / "run").config()
+
+
+@pytest.mark.parametrize("name", ["run.json", "summary.json"])
+def test_json_that_is_nested_too_deeply_is_damaged(finished: Path, name: str) -> None:
+    (finished / name).write_text('{"bitplan_run": 1, "task": ' + "[" * 100_000)
+    with pytest.raises(RunError, match=rf"{name} is damaged"):
+        _ = RunFolder(finished).config(), RunFolder(finished).summary()
+
+
+def test_tensors_without_their_json_are_removed_by_the_next_run(tmp_path: Path, tiny: Any) -> None:
+    train(tiny(), folder=tmp_path / "run", stop=lambda: True)
+    left = tmp_path / "run" / "checkpoints" / "step-00000000.safetensors"
+    left.write_bytes(b"of a checkpoint whose JSON was removed before the process was killed")
+    train(tiny(), folder=tmp_path / "run")
+    assert not left.exists()
+
+
+def test_a_folder_that_is_renamed_while_training_is_a_sentence(tmp_path: Path, tiny: Any) -> None:
+    def rename(now: Any) -> None:
+        if now.step == 3:
+            (tmp_path / "run").rename(tmp_path / "elsewhere")
+
+    with pytest.raises(DiskError, match="checkpoints"):
+        train(tiny(), folder=tmp_path / "run", on_progress=rename)
+
+
+def test_times_without_seconds_and_odd_names_of_checkpoints_are_passed_over(tmp_path: Path, tiny: Any) -> None:
+    train(tiny(), folder=tmp_path / "run", stop=lambda: True)
+    (tmp_path / "run" / "times.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "run" / "checkpoints" / "step-\u00b2.json").write_text("{}")
+    assert train(tiny(), folder=tmp_path / "run").status == "finished"
+
+
+def test_a_truth_value_is_no_step(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": true}\n{"step": 2}\n')
+    assert RunFolder(tmp_path).metrics() == [{"step": 2}]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
-import signal
+import shutil
 import subprocess
 import sys
-import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,11 @@ import torch
 
 import bitplan
 from bitplan.errors import BitplanWarning, RunError
+from bitplan.executions.native.backends import Int8Backend
+from bitplan.executions.native.paths import NativeTerms
 from bitplan.lab.tasks.task import Settings
 from bitplan.lab.train import RunFolder, train
+from bitplan.lab.train.folder import DiskError
 from bitplan.plans import Plan
 
 SRC = Path(bitplan.__file__).parents[1]
@@ -93,13 +98,38 @@ def test_how_often_checkpoints_are_written_changes_nothing(
 # --- killed ---
 
 
-def command(tiny_file: Path, plan: Path, folder: Path, *more: str) -> list[str]:
-    task = [sys.executable, "-m", "bitplan", "train", f"{tiny_file}:Tiny", "--plan", str(plan), "--out", str(folder)]
-    return [*task, "--checkpoint-every", "4", *more]
+#: Trains once for each step of the first argument, in a process of its own that dies in that step (-1: it does not);
+#: prints exit codes and how the run stands. Forked before torch starts threads: importing torch takes longest.
+COMMANDS = """
+import os, sys
+import torch._dynamo  # as training does: once for all processes
+from bitplan import cli
+from bitplan.lab.train import RunFolder
+steps, folder = sys.argv[1:3]
+for step in steps.split():
+    child = os.fork()
+    if not child:
+        os.environ["TINY_DIES_AT"] = step
+        cli.main(["train", *sys.argv[3:], "--out", folder, "--checkpoint-every", "4"])
+    print("exit", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), RunFolder(folder).status(), flush=True)
+"""
 
 
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": str(torch.get_num_threads()), **more}
+def train_in_processes(folder: Path, task: Path, plan: Path, *steps: int, dies_of: str = "SIGKILL") -> tuple[str, str]:
+    """A line for each process, and what all wrote to stderr."""
+    processes = subprocess.run(
+        [sys.executable, "-c", COMMANDS, " ".join(map(str, steps)), str(folder), f"{task}:Tiny", "--plan", str(plan)],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(SRC),
+            "OMP_NUM_THREADS": str(torch.get_num_threads()),
+            "TINY_DIES_OF": dies_of,
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return "\n".join(line for line in processes.stdout.splitlines() if line.startswith("exit")), processes.stderr
 
 
 @pytest.fixture
@@ -114,19 +144,11 @@ def test_killed_at_three_random_steps_it_ends_like_an_undisturbed_run(
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(tiny(), str(plan_file), folder=whole, checkpoint_every=4)
-    drawn = random.SystemRandom().randrange(2**32)
-    steps = sorted(random.Random(drawn).sample(range(1, 24), 3))
-    text = f"killed in steps {steps}, drawn with seed {drawn}"
-    for step in steps:
-        killed = subprocess.run(
-            command(tiny_file, plan_file, parts),
-            env=environment(TINY_DIES_AT=str(step)),
-            capture_output=True,
-            check=False,
-        )
-        assert killed.returncode == -signal.SIGKILL, (text, killed.stderr)
-        assert RunFolder(parts).status() == "unfinished", text
-    subprocess.run(command(tiny_file, plan_file, parts), env=environment(), capture_output=True, check=True)
+    seed = random.SystemRandom().randrange(2**32)
+    steps = sorted(random.Random(seed).sample(range(1, 24), 3))
+    text = f"killed in steps {steps}, drawn with seed {seed}"
+    exits, stderr = train_in_processes(parts, tiny_file, plan_file, *steps, -1)
+    assert exits == "exit -9 unfinished\n" * 3 + "exit 0 finished", (text, stderr)
     assert fingerprint(parts) == fingerprint(whole), text
 
 
@@ -182,7 +204,7 @@ def test_a_damaged_checkpoint_is_passed_over(
         newest.unlink()
     else:
         newest.write_bytes((kept / "step-00000012.safetensors").read_bytes())
-    with pytest.warns(BitplanWarning, match="step-00000013.* The checkpoint before it is used"):
+    with pytest.warns(BitplanWarning, match="step-00000013.* The checkpoint of step 12 is used"):
         train(tiny(), noisy, folder=parts)
     assert fingerprint(parts) == fingerprint(whole)
 
@@ -192,40 +214,159 @@ def test_without_any_whole_checkpoint_it_starts_anew(tmp_path: Path, tiny: Any, 
     train(tiny(), noisy, folder=whole)
     train(tiny(), noisy, folder=parts, **stop_after(5))
     (parts / "checkpoints" / "step-00000005.json").write_text("{}")
-    with pytest.warns(BitplanWarning, match="checkpoint before it is used"):
+    with pytest.warns(BitplanWarning, match="No checkpoint is whole: the run starts again at step 0"):
         train(tiny(), noisy, folder=parts)
     assert fingerprint(parts) == fingerprint(whole)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_checkpoint_whose_numbers_were_edited_is_passed_over(tmp_path: Path, tiny: Any, version: int) -> None:
+    """Only version 2 has a checksum of its JSON; a version 1 without one is read as it is."""
+    train(tiny(), folder=tmp_path / "run", **stop_after(13))
+    file = tmp_path / "run" / "checkpoints" / "step-00000013.json"
+    content = json.loads(file.read_text())
+    content["bitplan_checkpoint"] = version
+    if version == 1:
+        del content["json_sha256"], content["run"]
+    content["state"]["optimizer"]["param_groups"][0]["momentum"] = 0.8
+    file.write_text(json.dumps(content))
+    if version == 1:
+        assert train(tiny(), folder=tmp_path / "run").status == "finished"
+        return
+    with pytest.warns(BitplanWarning, match="step-00000013.json is damaged.*step 12 is used"):
+        train(tiny(), folder=tmp_path / "run")
+
+
+@pytest.mark.parametrize(("change", "token"), [({"seed": 1}, "seed 1, not 0"), ({"lr": 0.5}, "lr=0.5, not 0.1")])
+@pytest.mark.parametrize("is_old", [False, True])
+def test_the_checkpoint_of_another_run_is_refused(
+    tmp_path: Path, tiny: Any, change: dict[str, Any], token: str, is_old: bool
+) -> None:
+    if is_old and "lr" in change:
+        pytest.skip("checkpoints of version 1 record the seed only")
+    own, other = tmp_path / "own", tmp_path / "other"
+    train(tiny(), folder=own, **stop_after(7))
+    settings = [f"{key}={value}" for key, value in change.items() if key != "seed"]
+    train(tiny(*settings, seed=change.get("seed", 0)), folder=other, **stop_after(13))
+    for file in (other / "checkpoints").iterdir():
+        if is_old and file.suffix == ".json":
+            content = json.loads(file.read_text()) | {"bitplan_checkpoint": 1}
+            del content["run"], content["json_sha256"]
+            file.write_text(json.dumps(content))
+        shutil.copy(file, own / "checkpoints")
+    with pytest.raises(RunError, match=token):
+        train(tiny(), folder=own)
+
+
+def test_a_run_file_whose_settings_were_edited_does_not_fit_its_checkpoints(tmp_path: Path, tiny: Any) -> None:
+    train(tiny(), folder=tmp_path / "run", **stop_after(13))
+    file = tmp_path / "run" / "run.json"
+    content = json.loads(file.read_text())
+    content["settings"]["lr"] = 0.2
+    file.write_text(json.dumps(content))
+    with pytest.raises(RunError, match=r"lr=0\.1, not 0\.2"):
+        train(tiny("lr=0.2"), folder=tmp_path / "run")  # as bitplan train --resume reads it
+
+
+def test_a_missing_checkpoint_folder_is_made_again(tmp_path: Path, tiny: Any, noisy: Plan, fingerprint: Any) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(tiny(), noisy, folder=whole)
+    train(tiny(), noisy, folder=parts, **stop_after(8))
+    shutil.rmtree(parts / "checkpoints")
+    train(tiny(), noisy, folder=parts)
+    assert fingerprint(parts) == fingerprint(whole)
+
+
+def test_checkpoints_removed_while_training_are_not_called_whole(tmp_path: Path, tiny: Any) -> None:
+    def remove(now: Any) -> None:
+        if now.step == 8:
+            shutil.rmtree(tmp_path / "run" / "checkpoints")
+
+    with pytest.raises(DiskError, match="The checkpoint of step 6 is gone") as reported:
+        train(tiny(), folder=tmp_path / "run", on_progress=remove)
+    assert "is whole" not in str(reported.value)
+
+
+def test_lost_lines_of_the_metrics_are_said(tmp_path: Path, tiny: Any) -> None:
+    train(tiny(), folder=tmp_path / "run", **stop_after(13))
+    file = tmp_path / "run" / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[2:]))  # of step 1, and the evaluation of step 6
+    with pytest.warns(BitplanWarning, match="metrics.jsonl has lost 2 lines from step 1 on"):
+        train(tiny(), folder=tmp_path / "run")
+
+
+def test_the_cost_that_is_shown_after_a_resume_is_that_of_the_steps_made(tmp_path: Path, tiny: Any) -> None:
+    def costs(folder: Path, *stops: int) -> dict[int, float]:
+        shown: dict[int, float] = {}
+        for stop in (*stops, 24):
+            train(
+                tiny(),
+                folder=folder,
+                on_progress=lambda now: shown.update({now.step: now.cost}),
+                stop=lambda stop=stop: bool(shown) and max(shown) >= stop,
+            )
+        return shown
+
+    whole, parts = costs(tmp_path / "whole"), costs(tmp_path / "parts", 18)
+    assert {step: cost for step, cost in parts.items() if step > 20} == pytest.approx(
+        {step: cost for step, cost in whole.items() if step > 20}
+    )
+
+
+def test_a_native_run_goes_on_with_the_crossover_that_it_was_started_with(
+    tmp_path: Path, tiny: Any, fingerprint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another table would send other products to the units, which accumulate in another order."""
+    int8 = {"format": "int8", "scale": "tensor"}
+    plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "op": "linear", "x": int8, "w": int8, "dy": int8}]})
+    module = import_module("bitplan.executions.native.execution")
+    monkeypatch.setattr(Int8Backend, "is_available", lambda self, device: device.type == "cpu")
+
+    def measured(min_macs: int) -> None:
+        terms = NativeTerms(min_macs_by_backend=(("int8", min_macs),))
+        monkeypatch.setattr(module, "load_crossover", lambda device, dtype: terms)
+
+    def run(folder: Path, **options: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*are emulated", BitplanWarning)
+            train(tiny(), plan, folder=folder, execution="native", **options)
+
+    whole, emulated, parts, old = (tmp_path / name for name in ("whole", "emulated", "parts", "old"))
+    measured(0)
+    run(whole)
+    run(parts, **stop_after(7))
+    run(old, **stop_after(7))
+    measured(1 << 40)
+    run(emulated)
+    assert fingerprint(emulated)[0] != fingerprint(whole)[0]  # the table decides the bits
+    run(parts)
+    assert fingerprint(parts) == fingerprint(whole)
+    assert RunFolder(parts).config().crossover == {"min_macs": {"int8": 0}, "min_channels": {}}
+    content = json.loads((old / "run.json").read_text())
+    del content["crossover"]
+    (old / "run.json").write_text(json.dumps(content))
+    for file in (old / "checkpoints").glob("*.json"):
+        content = json.loads(file.read_text()) | {"bitplan_checkpoint": 1}
+        del content["json_sha256"], content["run"]
+        file.write_text(json.dumps(content))
+    with pytest.warns(BitplanWarning, match="does not record from which size on"):
+        run(old)
 
 
 def test_a_signal_stops_after_the_step_and_says_how_to_go_on(
     tmp_path: Path, tiny: Any, tiny_file: Path, plan_file: Path, fingerprint: Any
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    long = ("--set", "steps=100000", "--set", "evaluate_every=50")
-    process = subprocess.Popen(
-        command(tiny_file, plan_file, parts, *long), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    try:
-        while len(RunFolder(parts).metrics()) < 4 and process.poll() is None:
-            time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
-        _, reported = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 128 + signal.SIGINT, reported
+    exits, stderr = train_in_processes(parts, tiny_file, plan_file, 9, dies_of="SIGINT")
+    assert exits == "exit 130 stopped", stderr
     summary = RunFolder(parts).summary()
     assert summary is not None
-    assert summary.status == "stopped"
-    assert f"stopped on request; go on with: bitplan train --resume {parts}" in reported.decode()
-    # The same many steps without a signal give the same state.
-    undisturbed = train(
-        tiny("steps=100000", "evaluate_every=50"),
-        str(plan_file),
-        folder=whole,
-        checkpoint_every=4,
-        **stop_after(summary.step),
-    )
-    assert undisturbed.step == summary.step
+    assert (summary.status, summary.step) == ("stopped", 10)
+    assert f"stopped on request; go on with: bitplan train --resume {parts}" in stderr
+    # As many steps without a signal give the same state.
+    undisturbed = train(tiny(), str(plan_file), folder=whole, checkpoint_every=4, **stop_after(10))
+    assert undisturbed.step == 10
     assert fingerprint(parts) == fingerprint(whole)
 
 

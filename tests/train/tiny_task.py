@@ -47,7 +47,7 @@ class Tiny(Task):
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         if step == int(os.environ.get("TINY_DIES_AT", -1)):
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.Signals[os.environ.get("TINY_DIES_OF", "SIGKILL")])
         epoch, position = divmod(step * self.settings.batch, SAMPLES)
         order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(1000 * self.seed + epoch))
         chosen = order[position : position + self.settings.batch]

@@ -454,8 +454,8 @@ TRANSFORMERS = [
             "num_heads": [2, 4],
             "window_size": 4,
             "drop_path_rate": 0.0,
+            "attn_implementation": "eager",  # as in T5: the bias is trained
         },
-        attentions=(),
     ),
     _transformer(
         "clip",

@@ -34,6 +34,8 @@ PRODUCTS: dict[Any, tuple[int, ...]] = {
     aten.convolution: (0, 1),
     aten.convolution_backward: (0, 1, 2),
 }
+#: Copies that torch makes by itself, of a transposed input that a linear layer flattens for instance.
+COPIES = {aten.clone, aten._unsafe_view}
 #: Operations that multiply inside, where nothing can be rounded.
 FUSED = {
     aten._scaled_dot_product_flash_attention_for_cpu,
@@ -193,16 +195,18 @@ class ProductSpy(TorchDispatchMode):
             self.products += 1
             self._report(packet, "its products", args[0])
         result = func(*args, **(kwargs or {}))
-        self._follow(args, kwargs, result)
+        self._follow(packet, args, kwargs, result)
         return result
 
-    def _follow(self, args: Any, kwargs: Any, result: Any) -> None:
+    def _follow(self, packet: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Floats that are computed from a dependent tensor are dependent."""
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self._alive.extend(results)
         sources = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         if any(_storage(tensor) in self._dependent for tensor in sources):
             self._dependent.update(_storage(tensor) for tensor in results if tensor.is_floating_point())
+        if packet in COPIES and _storage(args[0]) in self._inputs:
+            self._inputs.update(_storage(tensor) for tensor in results)
 
     def _look(self, packet: Any, operands: list[tuple[str, Tensor]]) -> None:
         if self.backward and not self._checks_backward:

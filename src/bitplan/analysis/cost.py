@@ -26,7 +26,6 @@ bits at 16 bits per value. 0 means all 16 bits, 1 all 8 bits, negative more than
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,11 +34,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from bitplan.analysis.sites import Site, sites_of_operations
-from bitplan.capture.decompositions import decision_for, is_decomposed
+from bitplan.capture.decompositions import is_decomposed
 from bitplan.capture.recording import Operation, record, scripted_modules
 from bitplan.errors import CostError
 from bitplan.gemm.macs import Multiplication, multiplications
-from bitplan.numerics.wire_format import OPERAND_OF_SLOT
+from bitplan.gemm.operand_quantizers import (
+    OperandQuantizers,
+    decisions_for,
+    operand_quantizers,
+    training_passes,
+)
 from bitplan.plans import ROLES, Decision, Plan
 from bitplan.plans.loading import find_plan
 from bitplan.plans.spec import QuantizerSpec
@@ -244,24 +248,19 @@ def step_cost(
     :param promoted: site -> quantizer of promoted tensors, which replaces that of `decide`.
     """
     promoted = {} if promoted is None else promoted
-    planned = [
-        decision_for(decide, operation.module, f"{operation.op}.{operation.index}", operation.inside, operation.kind)
-        for operation in operations
-    ]
+    planned = decisions_for(operations, decide)
     decisions = [
         _with_promoted(decision, operation.label, promoted)
         for operation, decision in zip(operations, planned, strict=True)
     ]
-    readers = Counter(source for operation in operations for source in operation.inputs)
     forward = training = bit_operations = 0
-    for number, (operation, decision) in enumerate(zip(operations, decisions, strict=True)):
-        bits = _OperandBits(operation, decision, decisions, readers[number])
+    for operation, operands in operand_quantizers(operations, decisions):
         for product in multiplications(operation):
-            passes = _passes(operation, product)
+            passes = training_passes(operation, product)
             forward += product.macs
             training += product.macs * len(passes)
             bit_operations += product.macs * sum(
-                bits.of(left, product) * bits.of(right, product) for left, right in passes
+                _bits(operands, left, product) * _bits(operands, right, product) for left, right in passes
             )
     labels = {operation.label: decision for operation, decision in zip(operations, planned, strict=True)}
     tensors = dict.fromkeys(ROLES, TensorCost())
@@ -300,54 +299,10 @@ def stored_bits(quantizer: QuantizerSpec) -> float:
     return quantizer.target.bits_per_value + share
 
 
-def _passes(operation: Operation, product: Multiplication) -> list[tuple[str, str]]:
-    """The passes of a product that exist in training, as pairs of slots."""
-    passes = [("fprop.x", "fprop.w")]
-    if not operation.needs_grad:
-        return passes
-    is_layer = any(product.w is tensor for _, tensor in operation.parameters)
-    if is_layer or product.x is None or product.x.requires_grad:
-        passes.append(("dgrad.dy", "dgrad.w"))
-    if product.w is None or product.w.requires_grad:
-        passes.append(("wgrad.dy", "wgrad.x"))
-    return passes
-
-
-class _OperandBits:
-    """The bits of each operand of an operation's products."""
-
-    def __init__(self, operation: Operation, decision: Decision, decisions: Sequence[Decision], readers: int) -> None:
-        self.operation = operation
-        self.decision = decision
-        self.decisions = decisions
-        self.readers = readers
-        self.parameters = {id(tensor) for _, tensor in operation.parameters}
-
-    def of(self, slot: str, product: Multiplication) -> int:
-        quantizer = self.decision[slot].quantizer
-        if quantizer is not None:
-            return quantizer.target.bits
-        operand = OPERAND_OF_SLOT[slot].tensor
-        if operand == "dy":
-            return self._gradient_bits(product)
-        return self._input_bits(product.x if operand == "x" else product.w)
-
-    def _input_bits(self, tensor: Tensor | None) -> int:
-        if tensor is None:
-            return _dtype_bits(self.operation.outputs[0])
-        quantizer = None
-        if id(tensor) in self.parameters:
-            quantizer = self.decision["weight"].quantizer
-        elif id(tensor) in self.operation.origins:
-            quantizer = self.decisions[self.operation.origins[id(tensor)]]["activation"].quantizer
-        return _dtype_bits(tensor) if quantizer is None else quantizer.target.bits
-
-    def _gradient_bits(self, product: Multiplication) -> int:
-        quantizer = self.decision["grad_activation"].quantizer if product.is_result else None
-        # Gradients that are rounded at each consumer are summed afterwards, and the sum is not rounded again.
-        is_sum = self.decision.grad_at == "consumer" and self.readers > 1
-        y = self.operation.outputs[0]
-        return _dtype_bits(y) if quantizer is None or is_sum else quantizer.target.bits
+def _bits(operands: OperandQuantizers, slot: str, product: Multiplication) -> int:
+    """How many bits an operand has when it is multiplied."""
+    quantizer = operands.of(slot, product)
+    return _dtype_bits(operands.tensor(slot, product)) if quantizer is None else quantizer.target.bits
 
 
 def _dtype_bits(tensor: Tensor) -> int:

@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from bitplan._version import __version__
+from bitplan.files import printable
 
 
 class Entry(NamedTuple):
@@ -49,6 +50,7 @@ COMMANDS: dict[str, Entry] = {
     "runs": Entry("runs", LAB, "List the runs in a folder."),
     "report": Entry("runs", LAB, "Write an HTML page about runs."),
     "demo": Entry("compare", LAB, "Train digits under six plans and write a page about it."),
+    "crossover": Entry("crossover", OTHER, "From which size on native GEMMs pay on this machine."),
     "env": Entry("env", OTHER, "Versions, processor and GPUs, for a bug report."),
 }
 
@@ -123,12 +125,19 @@ def _root(
         _show_log(logging.INFO if verbose == 1 else logging.DEBUG)
 
 
+class _SafeFormatter(logging.Formatter):
+    """Escapes control characters: messages may name what is in a run folder that somebody else made."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 def _show_log(level: int) -> None:
     log = logging.getLogger("bitplan")
     for handler in [handler for handler in log.handlers if handler.name == _LOG_HANDLER]:
         log.removeHandler(handler)
     handler = logging.StreamHandler(sys.stderr)
     handler.name = _LOG_HANDLER
-    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    handler.setFormatter(_SafeFormatter("%(name)s: %(message)s"))
     log.addHandler(handler)
     log.setLevel(level)

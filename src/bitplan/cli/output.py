@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import IO, Annotated, Any, Literal, NamedTuple, NoReturn
 
 import typer
 from rich import box
@@ -21,13 +21,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bitplan.cli import CLOSED_OUTPUT
 from bitplan.errors import BitplanError
-from bitplan.files import json_text, write_whole
+from bitplan.files import json_text, printable, write_whole
 
 __all__ = [
     "FittedTable",
     "JsonOption",
     "Output",
+    "OutputClosed",
     "command_output",
     "json_text",
     "make_folder",
@@ -39,6 +41,42 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 
 #: Piped output has no terminal to fit: wide enough that no table is folded.
 _PIPED_WIDTH = 200
+
+
+class OutputClosed(SystemExit):
+    """Nobody reads the output any longer, as in ``bitplan runs | head -1``."""
+
+    def __init__(self) -> None:
+        super().__init__(CLOSED_OUTPUT)
+
+
+class SafeConsole(Console):
+    """A console that prints no control characters: text may come from a run folder that somebody else made."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(safe(content) for content in objects), **options)
+
+    def on_broken_pipe(self) -> None:
+        """Discard further output, and end the command as shells expect it; rich would exit with 1."""
+        self.quiet = True
+        _close(self.file)
+
+
+def _close(stream: IO[str]) -> NoReturn:
+    """Discard what is written to `stream` from now on, and say so."""
+    discard = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(discard, stream.fileno())
+    os.close(discard)
+    raise OutputClosed
+
+
+def safe(content: Any) -> Any:
+    """A text without control characters; anything else as it is."""
+    if isinstance(content, str):
+        return printable(content)
+    if isinstance(content, Text) and not content.plain.isprintable():
+        return Text(printable(content.plain), style=content.style)
+    return content
 
 
 class Output:
@@ -73,7 +111,10 @@ def command_output(as_json: bool) -> Iterator[Output]:
         yield output
         (content,) = output.documents
         text = json_text(content)
-    typer.echo(text)
+    try:
+        typer.echo(text)
+    except BrokenPipeError:
+        _close(sys.stdout)
 
 
 def write_file(path: Path, text: str) -> None:
@@ -95,7 +136,7 @@ def make_folder(path: Path) -> None:
 
 
 def _console(stderr: bool) -> Console:
-    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    console = SafeConsole(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _PIPED_WIDTH
         console.soft_wrap = True  # a sentence stays on one line
@@ -154,10 +195,10 @@ class FittedTable:
 
     def add_column(self, heading: str, kind: Kind = "word", *, style: str = "", is_optional: bool = False) -> None:
         """Add a column; of the optional ones, the last is left out first."""
-        self._columns.append(_Column(heading, kind, style, is_optional))
+        self._columns.append(_Column(printable(heading), kind, style, is_optional))
 
     def add_row(self, *cells: Cell) -> None:
-        self._rows.append(cells)
+        self._rows.append(tuple(map(safe, cells)))
 
     def add_section(self) -> None:
         """Draw a line below the last row."""

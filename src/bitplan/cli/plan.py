@@ -161,6 +161,7 @@ def explanation_record(explanation: Explanation) -> dict[str, Any]:
     return {
         **site_record(explanation.site),
         "quantizer": explanation.words,
+        "reason": explanation.reason,
         "rule": explanation.rule,
         "where": explanation.where or None,
         "warning": explanation.warning,
@@ -191,12 +192,19 @@ def _print(explanations: Sequence[Explanation], output: Output) -> None:
     table.add_column("quantizer", "text")
     table.add_column("rule", "name")
     for explanation in explanations:
-        quantizer = explanation.words or "-"
+        quantizer = explanation.words or ("-" if explanation.reason is None else explanation.treatment)
         rule = "-" if explanation.rule is None else explanation.where or f"rules[{explanation.rule}]"
         table.add_row(explanation.site.name, shape_text(explanation.site), quantizer, rule)
     table.print(output.console)
     rounded = sum(explanation.quantizer is not None for explanation in explanations)
     output.console.print(f"{rounded} of {len(explanations)} are rounded.")
+    for kind, meaning in (
+        ("constant", "depend on no parameter and no floating-point input (constants: true in a rule rounds them)"),
+        ("mask", "have entries that stand for minus infinity"),
+    ):
+        count = sum(explanation.reason == kind for explanation in explanations)
+        if count:
+            output.console.print(f"{count} are left alone because they {meaning}.")
     for explanation in explanations:
         if explanation.warning is not None:
             output.console.print(f"{explanation.site.name}: {explanation.warning}")

@@ -18,7 +18,7 @@ from bitplan.lab.report.summaries import Experiment, Report
 from bitplan.lab.report.tables import COLUMNS_NOTE, csv_text, plan_columns, report_record
 from bitplan.lab.tasks.registry import CARDS, Card, task_class, task_names
 from bitplan.lab.tasks.task import Task
-from bitplan.lab.train.folder import DEFAULT_PARENT, RunFolder, find_runs
+from bitplan.lab.train.folder import DEFAULT_PARENT, RunFolder, find_runs, is_number
 
 
 def register(app: typer.Typer) -> None:
@@ -153,8 +153,7 @@ def run_record(run: RunFolder) -> dict[str, Any]:
         return {"folder": run.path, "status": "unreadable", "why": str(error)}
     lines = run.metrics()
     name = config.metric["name"]
-    values = [line[name] for line in lines if name in line]
-    costs = [line["cost"] for line in lines if "cost" in line]
+    values, costs = ([line[key] for line in lines if _is_figure(line.get(key))] for key in (name, "cost"))
     return {
         "folder": run.path,
         "task": config.task,
@@ -170,6 +169,11 @@ def run_record(run: RunFolder) -> dict[str, Any]:
         "command": config.command,
         **({} if summary is None or summary.why is None else {"why": summary.why}),
     }
+
+
+def _is_figure(value: Any) -> bool:
+    """Whether a value of a line is a number; those that are not finite are texts."""
+    return is_number(value) or value in ("NaN", "Infinity", "-Infinity")
 
 
 def _print_runs(records: list[dict[str, Any]], output: Output) -> None:
@@ -224,7 +228,10 @@ def report_command(
     with command_output(as_json) as output:
         file = measurement_file(runs)
         if file is not None:
-            measurement = Measurement.load(file)
+            try:
+                measurement = Measurement.load(file)
+            except RecursionError:
+                raise RunError(f"{file} is nested too deeply: name a file of bitplan measure -o.") from None
             write_measurement_page(measurement, page)
             output.document({"page": page, **measurement.to_dict()})
             if not as_json:

@@ -69,7 +69,7 @@ def schedules(
         ),
     ] = None,
     bits: Annotated[str, typer.Option(metavar="LOW-HIGH", help="The range of bits.")] = "3-8",
-    steps: Annotated[int, typer.Option(min=1, help="Steps of the whole run.")] = 64_000,
+    steps: Annotated[int, typer.Option(min=1, max=100_000_000, help="Steps of the whole run.")] = 64_000,
     cycles: Annotated[int, typer.Option(min=1, help="Cycles; of triangular ones, half triangles.")] = DEFAULT_CYCLES,
     saving: Annotated[
         float | None,

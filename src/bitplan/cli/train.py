@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 import warnings
 from collections import Counter
@@ -21,18 +22,19 @@ from rich.progress import Progress as Bar
 from bitplan.analysis.cost import estimate_cost
 from bitplan.analysis.explain import explain
 from bitplan.analysis.targets import describe_error, file_sha256, parse_file_name, target_errors
+from bitplan.cli import CLOSED_OUTPUT
 from bitplan.cli.arguments import ExecutionOption, OptionalTaskArgument, TaskSettingsOption, complete_plan
 from bitplan.cli.assign import FormatsOption, OrderOption
-from bitplan.cli.output import FittedTable, JsonOption, Output, command_output
+from bitplan.cli.output import FittedTable, JsonOption, Output, OutputClosed, command_output
 from bitplan.errors import BitplanError, BitplanWarning, RunError, TaskError
-from bitplan.files import byte_text
+from bitplan.files import byte_text, printable
 from bitplan.lab.task_planners import AssignOptions, assign_task
 from bitplan.lab.tasks.registry import find_task, task_names
 from bitplan.lab.tasks.task import Task
 from bitplan.lab.train import Progress, RunFolder, Summary, fresh_folder, train
 from bitplan.lab.train.checkpoint import checkpoints_in
 from bitplan.lab.train.config import command_of, plan_name, resolve_execution
-from bitplan.lab.train.loop import chosen_device, stop_on_signals
+from bitplan.lab.train.loop import StopRequest, chosen_device, stop_on_signals
 from bitplan.planners.assign.assign import LOSS_SCALE
 from bitplan.plans import ROLES, Plan
 from bitplan.plans.loading import find_plan
@@ -296,7 +298,7 @@ def _train(request: _RunRequest, output: Output) -> int:
             measure_every=request.measure_every,
             task_source=request.task_source,
             plan_source=request.plan_source,
-            on_progress=_with_alarms(progress, output),
+            on_progress=_until_closed(_with_alarms(progress, output), stop_request),
             stop=stop_request,
         )
     output.document(_record(request, summary))
@@ -311,6 +313,18 @@ def _train(request: _RunRequest, output: Output) -> int:
         return DIVERGED
     output.note(str(summary.why))
     return STOPPED + (stop_request.signal or 0)
+
+
+def _until_closed(show: Callable[[Progress], None], stop_request: StopRequest) -> Callable[[Progress], None]:
+    """A callback that stops the run, with a checkpoint, once nobody reads the output (``bitplan train ... | head``)."""
+
+    def on_progress(now: Progress) -> None:
+        try:
+            show(now)
+        except OutputClosed:
+            stop_request.signal = CLOSED_OUTPUT - STOPPED
+
+    return on_progress
 
 
 def _with_alarms(show: Callable[[Progress], None], output: Output) -> Callable[[Progress], None]:
@@ -339,7 +353,7 @@ def summary_sentence(request: _RunRequest, summary: Summary) -> str:
     reached = "" if value is None else f"{metric.name} {value:.4f} (the trivial predictor: {metric.trivial:.4g}) "
     return (
         f"{request.task.name}, {request.plan_label}, seed {request.task.seed}: {reached}after {summary.step} steps in "
-        f"{summary.seconds:.1f} s, {summary.cost['relative_to_fp32']:.1%} of FP32's bit operations, peak "
+        f"{summary.seconds:.1f} s, {summary.cost.get('relative_to_fp32', math.nan):.1%} of FP32's bit operations, peak "
         f"{byte_text(summary.peak)}; all of it in {summary.folder}"
     )
 
@@ -457,7 +471,7 @@ class RunProgress:
     def __init__(self, console: Console, metric: str, label: str = "") -> None:
         self.console = console
         self.metric = metric
-        self.label = label
+        self.label = printable(label)
         self._last: Progress | None = None
         self._bar: Bar | None = None
         if console.is_terminal:
@@ -470,7 +484,7 @@ class RunProgress:
                 console=console,
                 transient=True,
             )
-            self._task = self._bar.add_task(label, total=None, status="")
+            self._task = self._bar.add_task(self.label, total=None, status="")
 
     def __enter__(self) -> RunProgress:
         if self._bar is not None:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bitplan.compiler.tracing import is_traced
+from bitplan.errors import QuantizeError
 
 #: A constant, or a 0-d integer tensor that may change without recompilation.
 Counter = int | Tensor
@@ -136,9 +137,20 @@ def _mixed_counters(counters: Iterable[Counter], device: torch.device) -> tuple[
     low: Counter = 0
     high: Counter = 0x3C6EF372
     for counter in counters:
-        low = _mix(low, _word(counter, device))
+        word, upper = _words(counter, device)
+        low = _mix(low, word)
         high = _mix(high, low)
+        if upper is not None:
+            high = _int32(high ^ upper * _SECOND)
     return low, high
+
+
+def _int32(number: Counter) -> Counter:
+    """Wrapped, as tensors do by themselves."""
+    if isinstance(number, Tensor):
+        return number
+    number &= 0xFFFFFFFF
+    return number - (1 << 32) if number >> 31 else number
 
 
 def _mix(state: Counter, word: Counter) -> Counter:
@@ -146,21 +158,28 @@ def _mix(state: Counter, word: Counter) -> Counter:
     return _mix_tensor(mixed) if isinstance(mixed, Tensor) else _mix_int(mixed)
 
 
-def _word(counter: Counter, device: torch.device) -> Counter:
-    """The counter folded to 32 bits, as a signed number; unchanged if it fits."""
+def _words(counter: Counter, device: torch.device) -> tuple[Counter, Counter | None]:
+    """The counter folded to 32 bits, as a signed number (unchanged if it fits), and what lies above 32 bits.
+
+    The latter is None or 0 for a counter of 32 bits, signed or not.
+    """
     if not isinstance(counter, Tensor) and is_traced() and _is_symbol(counter):
         # A symbol would be carried through the whole mixing as one expression; the view stores it.
         low, high = torch.full((1,), counter, dtype=torch.int64, device=device).view(torch.int32)
-        folded: Tensor = low + high * _FOLD
-        return folded
+        return low + high * _FOLD, high - (high >> 31)
     if isinstance(counter, Tensor):
         if counter.dtype == torch.int32:
             # A negative number's upper half is all ones.
-            return counter + (counter >> 31) * _FOLD
+            return counter + (counter >> 31) * _FOLD, None
         wide = counter.to(torch.int64)
-        return (wide + (wide >> 32) * _FOLD).to(torch.int32)
-    word = (counter + (counter >> 32) * _FOLD) & 0xFFFFFFFF
-    return word - (1 << 32) if word >> 31 else word
+        upper = wide >> 32
+        return (wide + upper * _FOLD).to(torch.int32), (upper - (upper >> 63)).to(torch.int32)
+    if not -(1 << 63) <= counter < 1 << 63:
+        raise QuantizeError(
+            f"a seed has at most 64 bits with its sign, not {counter.bit_length() + 1}: take it modulo 2**63."
+        )
+    above = counter >> 32
+    return _int32(counter + above * _FOLD), above + 1 if above < 0 else above
 
 
 def _is_symbol(number: int) -> bool:

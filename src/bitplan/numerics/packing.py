@@ -24,7 +24,7 @@ from bitplan.numerics.dtypes import FLOAT32, carrier_of
 from bitplan.numerics.formats import BlockFormat, FloatFormat, Format, IntFormat, Overflow
 from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.noise import Counter
-from bitplan.numerics.quantizer import Encoded, Quantizer, make_quantizer
+from bitplan.numerics.quantizer import Encoded, Quantizer, make_quantizer, with_plain_bits
 from bitplan.numerics.reference import Rounding
 from bitplan.numerics.rounding import round_float, round_int
 from bitplan.numerics.scaling import Granularity, Range, Scaling, divide, multiply_by_power
@@ -301,7 +301,7 @@ def pack_with(
     """As :func:`pack`, with a quantizer."""
     quantizer.check(x)
     assert not isinstance(quantizer.format, MutableFormat)
-    source = x.detach()
+    source = with_plain_bits(x.detach())
     element = _element(quantizer.format)
     _require_codes(quantizer, element, source)
     if not source.numel():

@@ -17,7 +17,7 @@ from torch import Tensor
 from bitplan.compiler.tracing import apply_function, is_traced
 from bitplan.errors import FormatError, QuantizeError, nearest_names
 from bitplan.numerics import chunks
-from bitplan.numerics.dtypes import carrier_for, round_by_torch
+from bitplan.numerics.dtypes import TORCH_FLOAT8, carrier_for, round_by_torch
 from bitplan.numerics.formats import BlockFormat, FloatFormat, Format, IntFormat, Overflow, get_format
 from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.noise import Counter, random_bits
@@ -29,11 +29,11 @@ from bitplan.numerics.scaling import (
     Range,
     Scaling,
     amax_of,
-    amax_scale,
     block_amax,
     checked_axis,
     divide,
     floor_log2,
+    largest_finite,
     minmax_scale,
     multiply_by_power,
     reduced_dims,
@@ -124,10 +124,12 @@ def round_element(
     return round_float(t, target, rounding, overflow or target.default_overflow, bits)
 
 
-def encode_block(blocks: Tensor, target: BlockFormat, rounding: Rounding, bits: Tensor | None) -> Encoded:
+def encode_block(blocks: Tensor, target: BlockFormat, rounding: Rounding, bits: Tensor | None, limit: float) -> Encoded:
     """Elements and scales of values in blocks along the last axis.
 
     ``e8m0`` scales are powers of two (OCP MX); E4M3 scales come with one float for the whole tensor (NVFP4).
+
+    :param limit: the largest value that a float may have.
     """
     scales: tuple[Tensor, ...]
     if target.scale == "e8m0":
@@ -136,7 +138,7 @@ def encode_block(blocks: Tensor, target: BlockFormat, rounding: Rounding, bits: 
         ready = multiply_by_power(blocks, codes, -1) * (1.0 / target.unit)
     else:
         amax = block_amax(blocks)
-        tensor_scale = step_scale(amax.amax().reshape(1), 448.0 * target.element_max, power_of_two=False)
+        tensor_scale = step_scale(amax.amax().reshape(1), 448.0 * target.element_max, power_of_two=False, limit=limit)
         block_scale = divide(amax, tensor_scale * target.element_max)
         scales = (round_float(block_scale, _E4M3, "nearest", "saturate"), tensor_scale)
         effective = scales[0] * tensor_scale
@@ -206,11 +208,16 @@ class Quantizer:
         return isinstance(self.format, (IntFormat, MutableFormat)) and self.format.affine
 
     @property
+    def _is_float8(self) -> bool:
+        """Whether GPU kernels compute the same scales, which they do not limit: only powers of two would need it."""
+        return isinstance(self.format, FloatFormat) and self.format in TORCH_FLOAT8
+
+    @property
     def _name(self) -> str:
         return f"a live {self.format.kind}" if isinstance(self.format, MutableFormat) else self.format.name
 
     def quantize(self, x: Tensor, *, seed: Counter | None = None, step: Counter = 0, site: Counter = 0) -> Tensor:
-        """`x` rounded, in its own dtype, shape, strides and device; the gradient passes straight through."""
+        """`x` rounded, in its own dtype, shape, memory order and device; the gradient passes straight through."""
         self.check(x)
         return straight_through(self, x, self.noise(x, seed, step, site))
 
@@ -229,6 +236,7 @@ class Quantizer:
         """
         if not x.numel():
             return x.clone()
+        x = with_plain_bits(x)
         if self.scaling is None and isinstance(self.format, FloatFormat):
             by_torch = round_by_torch(x, self.format, self.rounding, self.overflow or self.format.default_overflow)
             if by_torch is not None:
@@ -249,6 +257,9 @@ class Quantizer:
         if not isinstance(x, Tensor) or x.dtype not in _DTYPES:
             actual = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise QuantizeError(f"only float32, bfloat16, float16 and float64 tensors can be rounded, not {actual}.")
+        if not is_traced() and (x.layout != torch.strided or x.is_nested):
+            layout = "nested" if x.is_nested else str(x.layout).removeprefix("torch.").strip("_")
+            raise QuantizeError(f"only dense tensors can be rounded, not {layout} ones: round their values or a copy.")
         if isinstance(self.format, MutableFormat):
             if (x.dtype == torch.float64) != (self.format.carrier.dtype == torch.float64):
                 raise QuantizeError(f"this live format was made for other inputs: make it with dtype={x.dtype}.")
@@ -309,28 +320,34 @@ class Quantizer:
             work = blocks.split(work, repeat_last=self._is_affine)
             bits = None if bits is None else blocks.split(bits)
         if isinstance(self.format, BlockFormat):
-            return encode_block(work, self.format, self.rounding, bits)
-        scales = self._scales(work, row, span)
+            return encode_block(work, self.format, self.rounding, bits, largest_finite(x.dtype, work.dtype))
+        scales = self._scales(work, row, span, x.dtype)
         return Encoded(self._elements(work, scales, bits, row, span), scales)
 
-    def _scales(self, work: Tensor, row: Tensor | None, span: Span | None) -> tuple[Tensor, ...]:
-        """Nothing, (scale,) or (scale, minimum) for values in the carrier's dtype, dimensions kept."""
+    def _scales(self, work: Tensor, row: Tensor | None, span: Span | None, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Nothing, (scale,) or (scale, minimum) for values in the carrier's dtype, dimensions kept.
+
+        :param dtype: that of the result.
+        """
         if self.scaling is None:
             return ()
         largest = self._largest(row)
+        limit = largest_finite(dtype, work.dtype)
+        amax_limit = None if self._is_float8 and work.dtype == torch.float32 else limit
+        power_of_two = self.scaling.power_of_two
         if isinstance(span, Tensor):
             current = amax_of(work, tuple(range(work.dim())))
             amax = torch.where(span > 0, span.to(current.dtype), current)
-            return (step_scale(amax, largest, self.scaling.power_of_two),)
+            return (step_scale(amax, largest, power_of_two, amax_limit),)
         shape = (1,) * work.dim()
         if span is not None:
             work = torch.stack(span).to(work.dtype).view(2, *shape)
         dims = reduced_dims(work, self.scaling) if span is None else (0,)
         scales: tuple[Tensor, ...]
         if self._is_affine:
-            scales = minmax_scale(work, largest, dims, self.scaling.power_of_two)
+            scales = minmax_scale(work, largest, dims, power_of_two, limit)
         else:
-            scales = (amax_scale(work, largest, dims, self.scaling.power_of_two),)
+            scales = (step_scale(amax_of(work, dims), largest, power_of_two, amax_limit),)
         return scales if span is None else tuple(scale.view(shape) for scale in scales)
 
     def _elements(
@@ -362,7 +379,7 @@ class Quantizer:
         extremes = (
             torch.stack(torch.aminmax(x)).to(carrier) if self.scaling is not None else x.new_empty(0, dtype=carrier)
         )
-        single = tuple(scale.reshape(()) for scale in self._scales(extremes, row, span))
+        single = tuple(scale.reshape(()) for scale in self._scales(extremes, row, span, x.dtype))
         scales = tuple(scale.reshape((1,) * x.dim()) for scale in single)
         pairs = tuple(chunks.paired_chunks(x, result))
         with chunks.unchunked():
@@ -387,18 +404,38 @@ class Quantizer:
         blocks = self.blocks(like)
         if blocks is not None:
             values = blocks.join(values, like.shape)
-        return _in_layout_of(like, values.to(like.dtype))
+        if self._may_exceed(like.dtype):
+            largest = torch.finfo(like.dtype).max
+            values = values.clamp(-largest, largest) if is_traced() else values.clamp_(-largest, largest)
+        values = values.to(like.dtype)
+        if blocks is not None and values.stride() == like.stride() and not is_traced():
+            return values.clone()  # joined blocks are a view, which autograd lets nobody write into
+        return _in_layout_of(like, values)
+
+    def _may_exceed(self, dtype: torch.dtype) -> bool:
+        """Whether a finite value may be decoded to more than the dtype's largest value: see :func:`largest_finite`.
+
+        Not where a float may overflow to infinity, which must stay.
+        """
+        if self._is_affine:
+            return True
+        if self.scaling is None or not self.scaling.power_of_two or not (self._is_float8 or dtype == torch.float16):
+            return False
+        if isinstance(self.format, FloatFormat):
+            return (self.overflow or self.format.default_overflow) == "saturate"
+        return isinstance(self.format, IntFormat) or self.format.kind == "int"
 
     def blocks(self, x: Tensor) -> Blocks | None:
-        """How `x` is split into blocks; None without blocks."""
+        """How `x` is split into blocks; None without blocks. A block is not longer than its axis."""
         if isinstance(self.format, BlockFormat):
             axis, size = self.axis, self.format.size
         elif self.scaling is not None and self.scaling.granularity == "block":
             axis, size = self.scaling.axis, self.scaling.block or 1
         else:
             return None
-        axis = -1 if axis is None else axis
-        return Blocks(checked_axis(axis, x) if x.dim() else 0, size)
+        axis = checked_axis(-1 if axis is None else axis, x) if x.dim() else 0
+        length = x.shape[axis] if x.dim() else 1
+        return Blocks(axis, max(length, 1) if length < size else size)
 
     def _carrier_dtype(self, x: Tensor) -> torch.dtype:
         if isinstance(self.format, MutableFormat):
@@ -415,6 +452,11 @@ class Quantizer:
             return round_float_by_row(t, row, self.rounding, bits)
         low, high = row[0], row[1]
         return torch.minimum(torch.maximum(round_to_whole(t, self.rounding, bits), low), high) + 0.0
+
+
+def with_plain_bits(x: Tensor) -> Tensor:
+    """`x`, copied where it is a view such as ``c.conj().imag``, which negates the bits in memory when it is read."""
+    return x if is_traced() or not x.is_neg() else x.resolve_neg()
 
 
 def _in_layout_of(like: Tensor, values: Tensor) -> Tensor:
@@ -486,7 +528,10 @@ def quantize(
     step: Counter = 0,
     site: Counter = 0,
 ) -> Tensor:
-    """`x` rounded to `format`, in its own dtype, shape, strides and device. The gradient is straight-through.
+    """`x` rounded to `format`, in its own dtype, shape and device. The gradient is straight-through.
+
+    The result has the strides of `x` where `x` fills its memory without gaps (channels last, transposed). Otherwise it
+    is a dense tensor in the same memory order.
 
     :param format: a name (:func:`bitplan.get_format`), a format, or a :class:`MutableFormat`.
     :param rounding: ``nearest`` (ties to even), ``nearest-away``, ``toward-zero`` or ``stochastic``.

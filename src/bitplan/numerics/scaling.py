@@ -8,6 +8,9 @@ With ``amax``, the largest magnitude of the elements that share a scale, and ``f
   floored at the smallest normal number only.
 * power of two: the scale is rounded *up* to one, so that nothing overflows.
 
+No finite value becomes infinite: a scale is limited so that the format's largest value times the scale is finite in
+the tensor's dtype, and values beyond saturate. An infinity or NaN makes the scale NaN, and all values that share it.
+
 =========  ===================================================================================
 tensor     one scale
 channel    one scale per index of `axis`
@@ -21,6 +24,7 @@ multiplying with its reciprocal, and Triton's plain division is approximate.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -119,26 +123,63 @@ def reduced_dims(x: Tensor, scaling: Scaling) -> tuple[int, ...]:
     return (axis,) if scaling.granularity == "vector" else tuple(d for d in range(x.dim()) if d != axis)
 
 
-def amax_scale(x: Tensor, largest: float | Tensor, dims: tuple[int, ...], power_of_two: bool) -> Tensor:
-    """amax / fmax, dimensions kept."""
-    return step_scale(amax_of(x, dims), largest, power_of_two)
-
-
-def minmax_scale(x: Tensor, steps: float | Tensor, dims: tuple[int, ...], power_of_two: bool) -> tuple[Tensor, Tensor]:
+def minmax_scale(
+    x: Tensor, steps: float | Tensor, dims: tuple[int, ...], power_of_two: bool, limit: float
+) -> tuple[Tensor, Tensor]:
     """The step between two codes and the value of code 0, dimensions kept."""
     low = _least(x, dims)
-    return step_scale(_largest(x, dims) - low, steps, power_of_two), low
+    # Halves: the difference of two finite numbers may be infinite. Halving is exact.
+    return step_scale(_largest(x, dims) * 0.5 - low * 0.5, steps * 0.5, power_of_two, limit * 0.5), low
 
 
-def step_scale(span: Tensor, steps: float | Tensor, power_of_two: bool) -> Tensor:
-    """span / steps, at least the smallest normal number, rounded up to a power of two if `power_of_two`."""
+def step_scale(span: Tensor, steps: float | Tensor, power_of_two: bool, limit: float | None = None) -> Tensor:
+    """span / steps, at least the smallest normal number, rounded up to a power of two if `power_of_two`.
+
+    :param limit: what `steps` times the scale must not exceed; then a span that is not finite gives NaN.
+    """
     carrier = carrier_of(span)
-    scale = divide(span, steps).clamp_min(torch.finfo(carrier.dtype).tiny)
+    tiny = torch.finfo(carrier.dtype).tiny
+    scale = divide(span, steps)
+    if limit is None:
+        scale = scale.clamp_min(tiny)
+    elif isinstance(steps, Tensor):
+        scale = torch.minimum(scale.clamp_min(tiny), _largest_scale_by_row(steps, limit, power_of_two))
+    else:
+        scale = scale.clamp(tiny, _largest_scale(steps, limit, power_of_two))
+    if power_of_two:
+        mantissa = (1 << carrier.mantissa_bits) - 1
+        raised = ((scale.view(carrier.int_dtype) + mantissa) & carrier.exponent_mask).view(carrier.dtype)
+        return raised.add_(scale if limit is None else span, alpha=0.0)  # NaN stays NaN
+    # Infinity times 0 is NaN. Inductor takes `scale + span * 0` for `scale`, but not this.
+    return scale if limit is None else scale.add_(span, alpha=0.0)
+
+
+#: Rounding the scale and its product with an element may each exceed the exact value by half a unit.
+_ROUNDING_MARGIN = 1 - 2.0**-20
+
+
+def _largest_scale(steps: float, limit: float, power_of_two: bool) -> float:
+    """The largest scale whose product with `steps` does not exceed `limit`."""
+    quotient = min(limit / steps, limit)
+    return 2.0 ** (math.frexp(quotient)[1] - 1) if power_of_two else quotient * _ROUNDING_MARGIN
+
+
+def _largest_scale_by_row(steps: Tensor, limit: float, power_of_two: bool) -> Tensor:
+    """As :func:`_largest_scale`, for a format in a tensor."""
+    quotient = torch.full_like(steps, limit) / steps
     if not power_of_two:
-        return scale
-    mantissa = (1 << carrier.mantissa_bits) - 1
-    raised = (scale.view(carrier.int_dtype) + mantissa) & carrier.exponent_mask
-    return raised.view(carrier.dtype) + scale * 0  # NaN stays NaN
+        return quotient * _ROUNDING_MARGIN
+    carrier = carrier_of(quotient)
+    return (quotient.view(carrier.int_dtype) & carrier.exponent_mask).view(carrier.dtype)
+
+
+def largest_finite(dtype: torch.dtype, carrier: torch.dtype) -> float:
+    """What a scale times a format's largest value must not exceed, for values of a dtype.
+
+    Not float16's own: a power of two that is limited so would be too small for many ordinary values, so these are
+    clamped when they are decoded.
+    """
+    return float(torch.finfo(torch.bfloat16 if dtype == torch.bfloat16 else carrier).max)
 
 
 def amax_of(x: Tensor, dims: tuple[int, ...]) -> Tensor:

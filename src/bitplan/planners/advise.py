@@ -24,7 +24,7 @@ from bitplan.capture.decompositions import is_decomposed
 from bitplan.errors import PlanError, nearest_names
 from bitplan.gemm.macs import RECURRENT
 from bitplan.numerics.formats import IntFormat
-from bitplan.numerics.wire_format import OPERAND_OF_SLOT
+from bitplan.numerics.wire_format import OPERAND_OF_SLOT, ROLES
 from bitplan.plans import Plan, QuantizerSpec, Rule
 from bitplan.plans.loading import find_plan
 from bitplan.plans.match import OPERANDS, PASSES, REGEX_PREFIX
@@ -329,15 +329,21 @@ def make_plan(
     uses_schedule = schedule is not None and any(spec.bits == SCHEDULE for spec in quantizers.values())
     schedules = {SCHEDULE: schedule} if uses_schedule and schedule is not None else {}
     flat = Plan() if base is None else base.flattened()
+    # The advice may override the base's rules for operands everywhere, which is no mistake here.
+    lenient = (replace(rule, strict=rule.strict and _rounds_classes_only(rule)) for rule in flat.rules)
     return replace(
         flat,
-        rules=(*flat.rules, *rules),
+        rules=(*lenient, *rules),
         quantizers={**flat.quantizers, **quantizers},
         schedules={**flat.schedules, **schedules},
         made_by=None if made_by is None else dict(made_by),
         name=None,
         origin=None,
     )
+
+
+def _rounds_classes_only(rule: Rule) -> bool:
+    return all(key in ROLES for key, _ in rule.quantizers)
 
 
 def _is_left_to_base(base: Plan, advice: SlotAdvice) -> bool:

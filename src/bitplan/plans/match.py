@@ -26,6 +26,7 @@ from typing import Literal, Protocol
 
 from bitplan.errors import PlanError
 from bitplan.numerics.wire_format import DGRAD, FPROP, ROLES, SLOTS, WGRAD
+from bitplan.plans.regex import BoundedExpression, compile_expression
 
 # --- Where a rule can round: the four roles, the six operand slots, and the shorthands that mean several of them
 
@@ -87,7 +88,7 @@ class Pattern:
 
     text: str
     #: None for a plain path, which is compared as it stands: plans that name every layer have thousands of these.
-    expression: re.Pattern[str] | None = None
+    expression: re.Pattern[str] | BoundedExpression | None = None
     with_everything_beneath: bool = True
 
     def __call__(self, path: str) -> bool:
@@ -117,7 +118,7 @@ def compile_pattern(text: str) -> Pattern:
         with warnings.catch_warnings():
             # Python only warns of what a later version will read differently; a plan should not be ambiguous.
             warnings.simplefilter("error")
-            return Pattern(text, re.compile(source), with_everything_beneath=False)
+            return Pattern(text, compile_expression(source), with_everything_beneath=False)
     except (re.error, Warning, RecursionError, OverflowError) as error:
         raise PlanError(f"{text!r} is not a regular expression: {error}.") from None
 

@@ -109,6 +109,8 @@ class Names:
 
     quantizers: Mapping[str, Use] = field(default_factory=dict)
     schedules: Mapping[str, Schedule] = field(default_factory=dict)
+    #: Name -> how many quantizers it stands for over time, and how long its longest chain of names is.
+    sizes: dict[str, tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
 
 
 def use_data(use: Use) -> Any:
@@ -128,19 +130,54 @@ def use_from_text(text: str) -> Use:
         return text
 
 
-def leaves(use: Use, names: Names, passed: tuple[str, ...] = ()) -> Iterator[QuantizerSpec | None]:
+#: Names for names, and cases over time by way of names, multiply: a short plan could stand for 2^1000 quantizers.
+MOST_CASES, LONGEST_CHAIN = 1024, 64
+
+
+def leaves(use: Use, names: Names) -> Iterator[QuantizerSpec | None]:
     """Every quantizer that `use` may ever stand for, in the order of the run; None for ``keep``."""
+    _size(use, names, ())
+    yield from _leaves(use, names, ())
+
+
+def _size(use: Use, names: Names, passed: tuple[str, ...]) -> tuple[int, int]:
+    """How many quantizers `use` stands for over time, and the length of its longest chain of names; both limited."""
+    if isinstance(use, (Switch, Choosing)):
+        sizes = [_size(case, names, passed) for case in use.cases]
+        count, chain = sum(count for count, _ in sizes), max(chain for _, chain in sizes)
+    elif isinstance(use, QuantizerSpec) or use == KEEP:
+        return 1, 0
+    elif use in names.sizes:
+        count, chain = names.sizes[use]
+    else:
+        named = _named(use, names, passed)
+        _require_short(len(passed) + 1, use)
+        count, chain = _size(named, names, (*passed, use))
+        chain += 1
+        _require_short(chain, use)
+        names.sizes[use] = count, chain
+    if count > MOST_CASES:
+        raise PlanError(f"this stands for more than {MOST_CASES} quantizers over time: nest fewer switches.")
+    return count, chain
+
+
+def _require_short(chain: int, name: str) -> None:
+    if chain > LONGEST_CHAIN:
+        raise PlanError(f"{name!r} is in a chain of more than {LONGEST_CHAIN} names: name a format instead.")
+
+
+def _leaves(use: Use, names: Names, passed: tuple[str, ...]) -> Iterator[QuantizerSpec | None]:
     if isinstance(use, QuantizerSpec):
         yield looked_up(use, names, passed)
     elif isinstance(use, (Switch, Choosing)):
         if isinstance(use, Choosing):
             use.check(names.schedules)
         for case in use.cases:
-            yield from leaves(case, names, passed)
+            yield from _leaves(case, names, passed)
     elif use == KEEP:
         yield None
     else:
-        yield from leaves(_named(use, names, passed), names, (*passed, use))
+        yield from _leaves(_named(use, names, passed), names, (*passed, use))
 
 
 def over_time(use: Use, names: Names) -> str | None:

@@ -11,8 +11,10 @@ import re
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import torch
+
 from bitplan.errors import BitplanError, FormatError, PlanError, nearest_names
-from bitplan.numerics.formats import NAMED, BlockFormat, Format, IntFormat, Overflow, get_format
+from bitplan.numerics.formats import NAMED, BlockFormat, FloatFormat, Format, IntFormat, Overflow, get_format
 from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.quantizer import Quantizer, make_quantizer
 from bitplan.numerics.reference import Rounding
@@ -22,8 +24,6 @@ from bitplan.plans.match import CONFLICTS, KEYS, GradAt, compile_match
 from bitplan.plans.schedules import Schedule
 from bitplan.plans.tree import Node
 
-if TYPE_CHECKING:
-    from bitplan.plans.quantizer_use import Use
 if TYPE_CHECKING:
     from bitplan.plans.quantizer_use import Use
 
@@ -336,6 +336,23 @@ class QuantizerSpec:
                 f"change bits or exponent_bits."
             )
         return get_format(f"e{exponent_bits}m{mantissa_bits}")
+
+    def holds_every_value_of(self, dtype: torch.dtype) -> bool:
+        """Whether every value of a dtype is one of the format's, so that rounding changes nothing.
+
+        >>> [QuantizerSpec(name).holds_every_value_of(torch.float32) for name in ("fp32", "bf16")]
+        [True, False]
+        """
+        if self.scale is not None or self.bits is not None or self.overflow == "saturate":
+            return False
+        target, info = self.target, torch.finfo(dtype)
+        return (
+            isinstance(target, FloatFormat)
+            and target.specials == "ieee"
+            and target.epsilon <= info.eps
+            and target.max >= info.max
+            and target.min_subnormal <= info.smallest_normal * info.eps
+        )
 
     @property
     def axis_meaning(self) -> Literal["kept", "summed"] | None:

@@ -159,6 +159,11 @@ def _from_yaml_node(node: yaml.Node, at: Node, line: int) -> Node:
     return Node(_plain_scalar(node.value, here) if is_plain else node.value, at.source, at.field, line)
 
 
+#: Python refuses to read integers of thousands of digits.
+_MOST_DIGITS = 400
+_TOO_LONG = "this number is too long."
+
+
 def _plain_scalar(text: str, at: Node) -> Scalar:
     if text in _NULLS:
         return None
@@ -166,8 +171,8 @@ def _plain_scalar(text: str, at: Node) -> Scalar:
         return _BOOLEANS[text]
     if not NUMBER.fullmatch(text):
         return text
-    if len(text) > 400:  # Python refuses to read integers of thousands of digits
-        raise at.error("this number is too long.")
+    if len(text) > _MOST_DIGITS:
+        raise at.error(_TOO_LONG)
     return int(text) if _INTEGER.fullmatch(text) else _finite(float(text), at)
 
 
@@ -242,6 +247,8 @@ def _from_data(data: object, at: Node, depth: int) -> Node:
         case float():
             value = _finite(float(data), at)
         case int():
+            if abs(data) >= 10 ** (_MOST_DIGITS - 1):  # with a sign, as many characters
+                raise at.error(_TOO_LONG)
             value = int(data)
         case str():
             value = str.__str__(data)

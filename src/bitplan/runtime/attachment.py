@@ -10,6 +10,7 @@ saved.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,17 +19,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bitplan.capture.recording import FakeInputs, Operation, call_arguments, scripted_modules
-from bitplan.capture.scopes import in_loss_scope, loss_holder, unwrapped
+from bitplan.capture.scopes import in_loss_scope, loss_holder, unwrapped, without_wrappers
 from bitplan.compiler import torch_private
 from bitplan.compiler.tracing import keep_guards
-from bitplan.errors import PlanError
+from bitplan.errors import BitplanError, PlanError
 from bitplan.numerics.wire_format import LOSS_PATH
 from bitplan.plans import Plan
 from bitplan.plans.execution import Native
 from bitplan.runtime.checkpoint_state import RunState
 from bitplan.runtime.clock import ScheduleClock, Total
 from bitplan.runtime.cost_tracker import CostTracker
-from bitplan.runtime.coverage import RuleCoverage
+from bitplan.runtime.coverage import ProductCoverage, RuleCoverage, product_coverage
 from bitplan.runtime.decisions import Decider
 from bitplan.runtime.dispatch import Rounder
 from bitplan.runtime.execution import CompilerSettings, Execution
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from bitplan.analysis.explain import Explanation
     from bitplan.analysis.memory import RunMemory
     from bitplan.compiler.torch_private import CustomPartitionerFn
+
+log = logging.getLogger("bitplan")
 
 
 class PickledAttachment:
@@ -89,7 +92,9 @@ class Attachment:
         decider = Decider(plan, mutable_formats, stats, execution)
         self._installation = Installation(self.model, self._rounder, decider, self._clock)
         self._all_tables = self._installation.tables
-        self._coverage = RuleCoverage(plan, scripted_modules(self.model))
+        self._coverage = RuleCoverage(plan, scripted_modules(self.model), not (mutable_formats or stats))
+        paths = [without_wrappers(path) for path, _ in self.model.named_modules(remove_duplicate=False)]
+        self._coverage.require_modules(paths)
         self._checked = not plan.all_rules
         #: Whether the first optimizer step may have a closure that runs the model for the first time.
         self._waits_for_closure = True
@@ -290,6 +295,7 @@ class Attachment:
         self._checked = not waiting
         if self._checked:
             self._rounder.on_site = self._rounder.on_product = self._rounder.on_first_call = None
+        log.info("%s", self.coverage())
         self._execution.check(operations, self._present_plan.decide, self._device)
 
     def _add_rows(self, module: nn.Module, action: OpRounding, context: OpContext) -> None:
@@ -301,6 +307,17 @@ class Attachment:
             self._coverage.require_effect()
             self._checked = True
             self._rounder.on_site = self._rounder.on_product = None
+            self._check_fallbacks()
+
+    def _check_fallbacks(self) -> None:
+        """Attached without an example: warn of products that native execution emulates, once operations are known."""
+        if not isinstance(self.execution, Native):
+            return
+        try:
+            operations = self._cost_tracker.operations()
+        except (BitplanError, RuntimeError):
+            return  # the model cannot be recorded; run.fallbacks() says why
+        self._execution.check(operations, self._present_plan.decide, self._device)
 
     def loss(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`function` with its tensors brought in as sites of the module path ``loss``."""
@@ -334,8 +351,15 @@ class Attachment:
 
         return estimate_run_memory(self, batch, loss, **options)
 
+    def coverage(self) -> ProductCoverage:
+        """How many of the model's products have operands that the plan rounds, and what share of multiplications."""
+        return product_coverage(self._cost_tracker.operations(), self.plan.decide)
+
     def fallbacks(self) -> Table[Any]:
-        """In native execution: the GEMMs that are emulated, and why. Empty where all run on low-precision units."""
+        """In native execution: the products that the plan rounds and that are emulated, and why.
+
+        Empty where all of them run on low-precision units.
+        """
         if not isinstance(self.execution, Native):
             raise PlanError("only native execution has fallbacks: attach with execution='native'.")
         return self._execution.fallbacks(self._cost_tracker.operations(), self._present_plan.decide, self._device)

@@ -1,27 +1,41 @@
-"""Rule coverage: which rules of a plan have an effect on the operations that ran or were recorded.
+"""Coverage: which rules of a plan have an effect on the operations of a model, and which products the plan rounds.
 
-A rule without effect is a mistake that would otherwise go unnoticed: one that matches no operation, or that names a
-tensor that no operation under it has. It raises, or for rules with ``strict: false`` it warns.
+A rule without effect is a mistake that would otherwise go unnoticed. It matches no operation, names a tensor that no
+operation under it has, is overridden by later rules for all of its tensors, or rounds tensors to a format that holds
+all values of their dtype. It raises, or for rules with ``strict: false`` it warns.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bitplan.capture.constants import CONSTANT, MASK
 from bitplan.capture.decompositions import decision_for, has_slots
 from bitplan.capture.ops import PRODUCTS
 from bitplan.capture.recording import Operation, scripted_modules
 from bitplan.capture.scopes import Scope, state_of
-from bitplan.errors import BitplanWarning, PlanError
+from bitplan.compiler.torch_private import tree_leaves
+from bitplan.errors import BitplanWarning, CostError, PlanError
+from bitplan.gemm.macs import Multiplication, multiplications
+from bitplan.gemm.operand_quantizers import (
+    Decide,
+    OperandQuantizers,
+    decisions_for,
+    operand_quantizers,
+    training_passes,
+)
 from bitplan.numerics.wire_format import FPROP, LOSS_PATH, OPERAND_OF_SLOT, op_site
-from bitplan.plans import KEYS, PLACES, SLOTS, Plan, Rule, compile_match, unmatched_message
+from bitplan.plans import KEYS, PLACES, SLOTS, Decision, Plan, Rule, compile_match, unmatched_message
+from bitplan.plans.quantizer_use import leaves
 from bitplan.runtime.dispatch import contains_weight
+
+# --- Rules without effect
 
 
 class CoveredOp(NamedTuple):
@@ -44,11 +58,19 @@ class CoveredOp(NamedTuple):
 class RuleCoverage:
     """Collects operations with the roles and slots that they have, and finds rules without effect on any of them."""
 
-    def __init__(self, plan: Plan, scripted: Iterable[str] = ()) -> None:
-        """`scripted`: paths of scripted modules, whose operations cannot be intercepted."""
+    def __init__(self, plan: Plan, scripted: Iterable[str] = (), formats_are_fixed: bool = True) -> None:
+        """
+        :param scripted: paths of scripted modules, whose operations cannot be intercepted.
+        :param formats_are_fixed: formats do not change during the run and are not there for statistics, so that one
+            that holds all values of a dtype is of no use.
+        """
         self.plan = plan
         self.scripted = tuple(scripted)
+        self.formats_are_fixed = formats_are_fixed
         self.places: dict[CoveredOp, set[str]] = {}
+        #: The floating-point dtypes that each operation works with.
+        self.dtypes: dict[CoveredOp, set[torch.dtype]] = {}
+        self._warned: set[int] = set()
 
     def note_call(self, scope: Scope, op: str, index: int, kind: str, arguments: Any) -> None:
         """Add an operation that is running."""
@@ -59,7 +81,8 @@ class RuleCoverage:
             places |= set(SLOTS)
         if torch.is_grad_enabled():
             places.add("grad_activation")
-        self._add(CoveredOp(state_of(scope.module).path, op_site(op, index), scope.inside), places)
+        tensors = [tensor for tensor in tree_leaves(arguments) if isinstance(tensor, Tensor)]
+        self._add(CoveredOp(state_of(scope.module).path, op_site(op, index), scope.inside), places, tensors)
 
     def note_products(self, scope: Scope, op: str, aten_products: Sequence[str]) -> None:
         """Raise where an operation that is running multiplies operands that rules round, but cannot reach."""
@@ -83,7 +106,8 @@ class RuleCoverage:
             if operation.operands is not None:
                 places.update(s for s in SLOTS if operation.needs_grad or OPERAND_OF_SLOT[s].pass_ == FPROP)
             site = op_site(operation.op, operation.index)
-            self._add(CoveredOp(operation.module, site, operation.inside), places)
+            tensors = [*parameters, *operation.outputs, *(operation.operands or ())]
+            self._add(CoveredOp(operation.module, site, operation.inside), places, tensors)
 
     def _require_reachable(self, operation: Operation) -> None:
         """Raise where rules round operands of an operation that multiplies, but not by a product that has operands."""
@@ -97,8 +121,10 @@ class RuleCoverage:
         site = op_site(operation.op, operation.index)
         return decision_for(self.plan.decide, operation.module, site, operation.inside).constants
 
-    def _add(self, op: CoveredOp, places: set[str]) -> None:
+    def _add(self, op: CoveredOp, places: set[str], tensors: Iterable[Tensor]) -> None:
         self.places.setdefault(op, set()).update(places)
+        dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+        self.dtypes.setdefault(op, set()).update(dtypes)
 
     def waits_for_loss(self, rule: Rule) -> bool:
         """Whether a rule may still match operations of a loss that is attached later."""
@@ -108,17 +134,22 @@ class RuleCoverage:
         """Whether a rule matches a module whose operations cannot be intercepted."""
         return any(map(compile_match(rule).matches_module, self.scripted))
 
+    def require_modules(self, paths: Sequence[str]) -> None:
+        """Raise (or warn) where a rule matches none of a model's modules, whatever operations run in them."""
+        for index, rule in enumerate(self.plan.all_rules):
+            if not any(map(compile_match(rule).matches_module, (*paths, LOSS_PATH))):
+                self._report(rule, index, unmatched_message(rule, paths, ()))
+
     def require_effect(self, waits: Callable[[Rule], bool] = lambda rule: False) -> None:
         """Raise (or, for rules with ``strict: false``, warn) where a rule has no effect.
 
         :param waits: whether a rule may still match operations that are not known yet.
         """
+        decisions = {op: self._decisions(op) for op in self.places}
         for index, rule in enumerate(self.plan.all_rules):
-            message = None if waits(rule) else self._why_without_effect(rule, index)
-            if message is not None and rule.strict:
-                raise PlanError(message)
+            message = None if waits(rule) else self._why_without_effect(rule, index, decisions)
             if message is not None:
-                warnings.warn(message, BitplanWarning, stacklevel=5)
+                self._report(rule, index, message)
 
     def _only_infers(self) -> bool:
         """Whether nothing has a gradient, as in inference, where the plan's other rules apply all the same."""
@@ -126,7 +157,19 @@ class RuleCoverage:
         has_gradients = any("grad_activation" in places for places in self.places.values())
         return not has_gradients and not all(_GRADIENTS.issuperset(KEYS[key]) for key in keys)
 
-    def _why_without_effect(self, rule: Rule, index: int) -> str | None:
+    def _report(self, rule: Rule, index: int, message: str) -> None:
+        if rule.strict:
+            raise PlanError(message)
+        if index not in self._warned:
+            self._warned.add(index)
+            warnings.warn(message, BitplanWarning, stacklevel=6)
+
+    def _decisions(self, op: CoveredOp, plan: Plan | None = None) -> list[Decision]:
+        """What a plan says of an operation, and of the fused operation that it is a part of."""
+        decide = (self.plan if plan is None else plan).decide
+        return [decide(op.path, name) for name in (op.op, op.inside) if name is not None]
+
+    def _why_without_effect(self, rule: Rule, index: int, decisions: dict[CoveredOp, list[Decision]]) -> str | None:
         matches = compile_match(rule)
         # A fused operation that is decomposed may still be named by a rule.
         names = {(op.path, op.op) for op in self.places}
@@ -137,14 +180,47 @@ class RuleCoverage:
             ops = {op.split(".")[0] for _, op in names}
             return unmatched_message(rule, sorted({path for path, _ in names}), sorted(ops))
         covered = {op: places for op, places in self.places.items() if op.is_matched_by(rule)}
+        if not covered:
+            return None  # a decomposed operation that is only named
         places = set().union(*covered.values())
+        where = rule.where or f"rules[{index}]"
+        ops_text = ", ".join(dict.fromkeys(op.op.split(".")[0] for op in covered))
         for key, _ in rule.quantizers:
             if not places.intersection(KEYS[key]) and not (self._only_infers() and _GRADIENTS.issuperset(KEYS[key])):
-                ops_text = ", ".join(dict.fromkeys(op.op.split(".")[0] for op in covered))
                 have = ", ".join(place for place in PLACES if place in places)
-                where = rule.where or f"rules[{index}]"
                 return f"{where}: nothing under the rule has {key!r}; its operations ({ops_text}) have {have}."
+        # The tensors that the rule speaks of; for keep: true, all.
+        spoken = set(PLACES) if rule.keep else {place for key, _ in rule.quantizers for place in KEYS[key]}
+        last = {decision[place].rule for op in covered for decision in decisions[op] for place in spoken & covered[op]}
+        if last and index not in last:
+            later = ", ".join(f"rules[{number}]" for number in sorted(n for n in last if n is not None))
+            return (
+                f"{where}: the rule has no effect, because {later} override it for every operation that it covers "
+                f"({ops_text}): drop it, or narrow what follows it."
+            )
+        if self._changes_nothing(rule, index, covered):
+            dtypes = sorted({str(dtype) for op in covered for dtype in self.dtypes[op]})
+            return (
+                f"{where}: the rule changes nothing, because the tensors are {' and '.join(dtypes)} already: "
+                f"drop it, or write keep: true to leave them alone."
+            )
         return None
+
+    def _changes_nothing(self, rule: Rule, index: int, covered: dict[CoveredOp, set[str]]) -> bool:
+        """Whether all formats of the rule hold every value of the tensors' dtypes, and it replaces no other format."""
+        specs = [spec for _, use in rule.quantizers for spec in leaves(use, self.plan.names) if spec is not None]
+        if not specs or not self.formats_are_fixed:
+            return False
+        if not all(spec.holds_every_value_of(dtype) for spec in specs for op in covered for dtype in self.dtypes[op]):
+            return False
+        before = replace(self.plan.flattened(), rules=self.plan.all_rules[:index])
+        spoken = {place for key, _ in rule.quantizers for place in KEYS[key]}
+        return all(
+            decision[place].quantizer is None
+            for op in covered
+            for decision in self._decisions(op, before)
+            for place in spoken & covered[op]
+        )
 
 
 def unreachable_operands(path: str, op: str, aten_products: Iterable[str]) -> PlanError:
@@ -173,3 +249,90 @@ def require_interceptable(plan: Plan, model: nn.Module) -> None:
                 f"matches {', '.join(covering[-1].match)} covers it: use the plan before scripting, or add "
                 f"{{match: {path!r}, keep: true}} as the last rule."
             )
+
+
+# --- Products whose operands a plan rounds
+
+
+@dataclass(frozen=True)
+class ProductCoverage:
+    """How many of a model's products have operands that the plan rounds, at any time of the run.
+
+    A product counts if any operand of its forward or backward products is rounded: by its slot, or as a weight,
+    activation or gradient. Multiplications are those of all passes of a training step, as costs count them.
+    """
+
+    products: int = 0
+    rounded_products: int = 0
+    #: Multiply-accumulates of a training step.
+    macs: int = 0
+    rounded_macs: int = 0
+    #: Sites of products whose operands the plan leaves alone, such as ``head/linear.0``.
+    unrounded: tuple[str, ...] = ()
+    #: Sites of operations that multiply in a way that bitplan cannot count.
+    uncounted: tuple[str, ...] = ()
+
+    @property
+    def share(self) -> float:
+        """The share of multiply-accumulates with a rounded operand, 0 to 1."""
+        return self.rounded_macs / self.macs if self.macs else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "share": self.share}
+
+    def __str__(self) -> str:
+        percent = 100 * self.share  # 99.9 must not read as all of it, nor 0.1 as nothing
+        shown = "under 1" if 0 < percent < 1 else "over 99" if 99 < percent < 100 else f"{percent:.0f}"
+        text = (
+            f"plan rounds operands of {self.rounded_products} of {self.products} products, {shown} % of multiplications"
+        )
+        if self.unrounded:
+            text += f"; not of {_shortened(self.unrounded)}"
+        if self.uncounted:
+            text += f"; not counted: {_shortened(self.uncounted)}"
+        return text
+
+
+def _shortened(sites: Sequence[str], most: int = 4) -> str:
+    return ", ".join(sites[:most]) + (f" and {len(sites) - most} more" if len(sites) > most else "")
+
+
+def rounded_slots(operands: OperandQuantizers, product: Multiplication) -> set[str]:
+    """The operands of a product, by slot, that are rounded to a coarser grid than their dtype's."""
+    slots = {slot for gemm_pass in training_passes(operands.operation, product) for slot in gemm_pass}
+    quantizers = {slot: operands.of(slot, product) for slot in slots}
+    return {
+        slot
+        for slot, spec in quantizers.items()
+        if spec is not None and not spec.holds_every_value_of(operands.tensor(slot, product).dtype)
+    }
+
+
+def counted_products(operation: Operation) -> list[Multiplication] | None:
+    """The products of an operation; None where bitplan cannot count them."""
+    try:
+        return multiplications(operation)
+    except CostError:
+        return None
+
+
+def product_coverage(operations: Sequence[Operation], decide: Decide) -> ProductCoverage:
+    """Which of the recorded products have operands that a plan (its ``decide``) rounds."""
+    products = rounded_products = macs = rounded_macs = 0
+    unrounded: list[str] = []
+    uncounted: list[str] = []
+    for operation, operands in operand_quantizers(operations, decisions_for(operations, decide)):
+        counted = counted_products(operation)
+        if counted is None:
+            uncounted.append(operation.label)
+        for product in counted or ():
+            slots = rounded_slots(operands, product)
+            passes = training_passes(operation, product)
+            products += 1
+            macs += product.macs * len(passes)
+            rounded_products += bool(slots)
+            rounded_macs += product.macs * sum(not slots.isdisjoint(gemm_pass) for gemm_pass in passes)
+            if not slots:
+                unrounded.append(operation.label)
+    sites = tuple(dict.fromkeys(unrounded))
+    return ProductCoverage(products, rounded_products, macs, rounded_macs, sites, tuple(uncounted))

@@ -124,7 +124,8 @@ class RunTables:
             buffers = [tables.module._buffers.get(AMAX_HISTORY_MAX) for tables, _ in found]
             pairs = zip(buffers, torch.split(amax_history_max(whole), list(map(len, parts))), strict=True)
             read = [(buffer, now) for buffer, now in pairs if buffer is not None]
-            foreach_copy_([buffer for buffer, _ in read], [now for _, now in read])
+            if read:  # torch takes no empty lists
+                foreach_copy_([buffer for buffer, _ in read], [now for _, now in read])
         for (tables, _), record in zip(found, parts, strict=True):
             _write_copies(tables, record)
 

@@ -3,7 +3,8 @@
 A linear layer's three GEMMs with their casts are timed against the same GEMMs in the model's precision, for square
 matrices of growing size. GEMMs with fewer multiply-accumulates than the smallest size from which on the backend always
 won are not native. Casts are compiled, as in a compiled model. On a GPU the calls are replayed as a CUDA graph, because
-a compiled model hides the host's time behind the device's.
+a compiled model hides the host's time behind the device's. The whole table is measured several times and the fastest
+times count, so that a short burst of other work does not decide it.
 
 Convolutions that need im2col are timed against torch's own in the same way, for 3x3 kernels with growing numbers of
 channels: the cost of im2col is amortised over the output channels.
@@ -14,25 +15,28 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bitplan.compiler import torch_private
 from bitplan.compiler.torch_private import unset_fake_temporarily
+from bitplan.errors import BitplanWarning
 from bitplan.executions.native.backends import GemmBackend, backends_of, supports_shape
 from bitplan.executions.native.convolution import ConvGemmLayout
 from bitplan.executions.native.float8_cast import FORMATS, INPUT_DTYPES, cast_float8
 from bitplan.executions.native.gemm import BY_ROW, Codes, GemmLayout, codes_of
 from bitplan.executions.native.paths import NativeTerms
-from bitplan.files import write_whole
+from bitplan.files import parse_json, write_whole
 from bitplan.gemm.products import Product
 from bitplan.machine import cpu_name
 from bitplan.numerics.noise import preserve_rng_state
@@ -49,6 +53,10 @@ IMAGES = {"cpu": (8, 14), "cuda": (64, 28)}
 NEVER = 1 << 62
 #: Part of the cache key: tables that were measured by another method are measured again.
 _METHOD = "three products, compiled"
+#: Measurements of the whole table, of which the fastest times count.
+ROUNDS = 3
+#: Timed calls of a size in each of them.
+_CALLS = 2
 #: Calls per CUDA graph, so that its launch does not count.
 _CALLS_PER_GRAPH = 10
 _FORMATS = {"int8": "int8", "fp8": "e4m3"}
@@ -63,6 +71,16 @@ class Crossing:
     size: int
     plain: float
     native: float
+
+    def __post_init__(self) -> None:
+        times = (self.plain, self.native)
+        if (
+            not isinstance(self.unit, str)
+            or type(self.size) is not int
+            or self.size < 1
+            or not all(type(value) in (int, float) and 0 < value < math.inf for value in times)
+        ):
+            raise ValueError(f"{self} is no row of a crossover table")
 
 
 def measure_crossover(device: torch.device, dtype: torch.dtype = torch.float32) -> list[Crossing]:
@@ -82,15 +100,35 @@ def _rows(
     dtype: torch.dtype,
 ) -> list[Crossing]:
     """All rows that fit into the device's free memory; the random number generators are left as they were."""
-    rows: list[Crossing | None] = []
-    with preserve_rng_state():
-        for backend in backends_of(device):
-            with contextlib.suppress(torch.OutOfMemoryError):
-                for size in sizes:
-                    rows.append(measure(backend, size, device, dtype))
+    rounds: list[list[Crossing]] = []
+    for _ in range(ROUNDS):
+        rows: list[Crossing | None] = []
+        with preserve_rng_state():
+            for backend in backends_of(device):
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    for size in sizes:
+                        rows.append(measure(backend, size, device, dtype))
+        rounds.append([row for row in rows if row is not None])
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the largest matrices take gigabytes, which torch would keep cached
-    return [row for row in rows if row is not None]
+    table = fastest(row for rows in rounds for row in rows)
+    if any(smallest_winning_sizes(rows) != smallest_winning_sizes(table) for rows in rounds):
+        log.info("repeated measurements of the crossover disagree: measure it again while the device is idle")
+    return table
+
+
+def fastest(rows: Iterable[Crossing]) -> list[Crossing]:
+    """One row for each backend and size, with the shortest times of all its measurements.
+
+    >>> fastest([Crossing("int8", 8, 1.0, 9.0), Crossing("int8", 8, 4.0, 2.0)])
+    [Crossing(unit='int8', size=8, plain=1.0, native=2.0)]
+    """
+    table: dict[tuple[str, int], Crossing] = {}
+    for row in rows:
+        before = table.get((row.unit, row.size), row)
+        shortest = min(before.plain, row.plain), min(before.native, row.native)
+        table[row.unit, row.size] = Crossing(row.unit, row.size, *shortest)
+    return list(table.values())
 
 
 def smallest_winning_macs(table: list[Crossing]) -> dict[str, int]:
@@ -117,29 +155,52 @@ def smallest_winning_sizes(table: list[Crossing]) -> dict[str, int]:
     return {backend: size for backend, (size, _) in smallest.items()}
 
 
+class CrossoverTables(NamedTuple):
+    """The tables of one device and dtype."""
+
+    linear: list[Crossing]
+    im2col: list[Crossing]
+
+    def terms(self, backends: Iterable[str]) -> NativeTerms:
+        """The sizes from which on these backends are used: never, where a table has no row of one."""
+        never = dict.fromkeys(backends, NEVER)
+        return NativeTerms(
+            min_macs_by_backend=tuple({**smallest_winning_macs(self.linear), **_missing(never, self.linear)}.items()),
+            min_channels_by_backend=tuple(
+                {**smallest_winning_sizes(self.im2col), **_missing(never, self.im2col)}.items()
+            ),
+        )
+
+
+def _missing(sizes: Mapping[str, int], table: Iterable[Crossing]) -> dict[str, int]:
+    measured = {row.unit for row in table}
+    return {backend: size for backend, size in sizes.items() if backend not in measured}
+
+
 def load_crossover(device: torch.device, dtype: torch.dtype) -> NativeTerms:
     """The sizes from which on backends are faster on this machine: from the cache file, or measured now."""
-    if not backends_of(device):
-        return NativeTerms(NEVER)
+    backends = [backend.name for backend in backends_of(device)]
+    return crossover_tables(device, dtype).terms(backends) if backends else NativeTerms(NEVER)
+
+
+def crossover_tables(device: torch.device, dtype: torch.dtype, measure_again: bool = False) -> CrossoverTables:
+    """The tables of a device that has backends: from the cache file, or measured now and written there."""
     file = cache_file()
     key = f"{_machine(device)}, {dtype}, torch {torch.__version__}, {torch.get_num_threads()} threads, {_METHOD}"
     cached = _read(file)
-    tables = {key: measure_crossover, f"{key}, 3x3": measure_im2col_crossover}
-    missing = {name: measure for name, measure in tables.items() if name not in cached}
+    measures = {key: measure_crossover, f"{key}, 3x3": measure_im2col_crossover}
+    missing = {name: measure for name, measure in measures.items() if measure_again or not cached.get(name)}
     if missing:
         with unset_fake_temporarily():  # a plan may be attached under a fake mode; times need real tensors
             for name, measure in missing.items():
-                cached[name] = [asdict(row) for row in measure(device, dtype)]
+                cached[name] = measure(device, dtype)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, json.dumps(cached, indent=2) + "\n")
+            content = {name: [asdict(row) for row in rows] for name, rows in cached.items()}
+            write_whole(file, json.dumps(content, indent=2) + "\n")
         except OSError as error:
             log.info("the crossover table is not cached, and will be measured again: %s", error)
-    linear, im2col = ([Crossing(**row) for row in cached[name]] for name in tables)
-    return NativeTerms(
-        min_macs_by_backend=tuple(smallest_winning_macs(linear).items()),
-        min_channels_by_backend=tuple(smallest_winning_sizes(im2col).items()),
-    )
+    return CrossoverTables(*(cached[name] for name in measures))
 
 
 def cache_file() -> Path:
@@ -150,15 +211,16 @@ def cache_file() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bitplan" / "crossover.json"
 
 
-def _read(file: Path) -> dict[str, list[dict[str, Any]]]:
+def _read(file: Path) -> dict[str, list[Crossing]]:
+    """All tables of the cache file; none, with a warning, where it is damaged."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        for rows in content.values():
-            for row in rows:
-                Crossing(**row)
-    except (OSError, ValueError, TypeError, AttributeError):
+        content = parse_json(file.read_text(encoding="utf-8"))
+        return {str(name): [Crossing(**row) for row in rows] for name, rows in content.items()}
+    except OSError:
         return {}
-    return dict(content)
+    except (ValueError, TypeError, AttributeError):
+        warnings.warn(f"{file} is damaged: the crossover is measured again.", BitplanWarning, stacklevel=4)
+        return {}
 
 
 def _machine(device: torch.device) -> str:
@@ -171,8 +233,8 @@ def _crossing(backend: GemmBackend, size: int, device: torch.device, dtype: torc
     def plain() -> tuple[Tensor, ...]:
         return x @ w.t(), dy @ w, dy.t() @ x
 
-    native = milliseconds(lambda: _three_gemms(backend, x, w, dy, GemmLayout()), device)
-    return Crossing(backend.name, size, milliseconds(plain, device), native)
+    native = milliseconds(lambda: _three_gemms(backend, x, w, dy, GemmLayout()), device, _CALLS)
+    return Crossing(backend.name, size, milliseconds(plain, device, _CALLS), native)
 
 
 def _crossing_im2col(backend: GemmBackend, channels: int, device: torch.device, dtype: torch.dtype) -> Crossing | None:
@@ -191,8 +253,8 @@ def _crossing_im2col(backend: GemmBackend, channels: int, device: torch.device, 
     def plain() -> tuple[Tensor, ...]:
         return product.forward(x, w, None), product.grad_x(dy, x, w), product.grad_w(dy, x, w)
 
-    native = milliseconds(lambda: _three_gemms(backend, x, w, dy, layout), device)
-    return Crossing(backend.name, channels, milliseconds(plain, device), native)
+    native = milliseconds(lambda: _three_gemms(backend, x, w, dy, layout), device, _CALLS)
+    return Crossing(backend.name, channels, milliseconds(plain, device, _CALLS), native)
 
 
 def _three_gemms(backend: GemmBackend, x: Tensor, w: Tensor, dy: Tensor, layout: GemmLayout) -> tuple[Tensor, ...]:
@@ -253,14 +315,14 @@ def _multiply(backend: GemmBackend, left: Codes, right: Codes, dtype: torch.dtyp
     return backend.multiply(left.values, right.values, (left.scale, right.scale), dtype)
 
 
-def milliseconds(call: Callable[[], object], device: torch.device) -> float:
-    """The fastest of five calls, after a warm-up on a GPU."""
+def milliseconds(call: Callable[[], object], device: torch.device, calls: int = 5) -> float:
+    """The fastest of several calls, after a warm-up on a GPU."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             replay = _capture(call)
-            return min(_device_milliseconds(replay) for _ in range(5)) / _CALLS_PER_GRAPH
+            return min(_device_milliseconds(replay) for _ in range(calls)) / _CALLS_PER_GRAPH
     best = float("inf")
-    for _ in range(5):
+    for _ in range(calls):
         began = time.perf_counter()
         call()
         best = min(best, time.perf_counter() - began)

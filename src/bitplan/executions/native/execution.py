@@ -44,6 +44,28 @@ class NativeCandidate:
         return tuple((key, tuple(backends.items())) for key, backends in self.passes.items()), self.keeps_codes
 
 
+@dataclass(frozen=True)
+class NativeWithCrossover(Native):
+    """Native execution with a crossover that was measured before, as a resumed run needs it."""
+
+    crossover: NativeTerms | None = None
+
+    @classmethod
+    def of(cls, options: Native, crossover: NativeTerms) -> NativeWithCrossover:
+        """`options` with that crossover instead of this machine's."""
+        return cls(options.min_macs, options.strict, options.fast_accumulation, options.recompute, crossover)
+
+
+def native_terms(options: Native, model: nn.Module) -> NativeTerms:
+    """From which size on GEMMs of `model` run natively: as the options say, or as measured on this machine."""
+    if options.min_macs is not None:
+        return NativeTerms(options.min_macs)
+    if isinstance(options, NativeWithCrossover) and options.crossover is not None:
+        return options.crossover
+    parameter = next(model.parameters(), torch.empty(0))
+    return load_crossover(parameter.device, parameter.dtype)
+
+
 class NativeExecution(EmulateExecution):
     """Runs products on low-precision backends, pass by pass."""
 
@@ -52,12 +74,7 @@ class NativeExecution(EmulateExecution):
     def __init__(self, options: Native, model: nn.Module) -> None:
         super().__init__(options)
         self.native = options
-        parameter = next(model.parameters(), torch.empty(0))
-        if options.min_macs is None:
-            terms = load_crossover(parameter.device, parameter.dtype)
-        else:
-            terms = NativeTerms(options.min_macs)
-        self.terms = terms._replace(fast_accumulation=options.fast_passes)
+        self.terms = native_terms(options, model)._replace(fast_accumulation=options.fast_passes)
         #: Operands (x, w) that compiled code casts again in its backward pass instead of saving their codes.
         self.recast_in_backward: tuple[str, ...] = ()
 
@@ -94,18 +111,22 @@ class NativeExecution(EmulateExecution):
 
     def fallbacks(self, operations: Sequence[Operation], decide: Decide, device: torch.device) -> Table[Fallback]:
         rows = fallbacks_of(operations, decide, backends_of(device), self.terms, device.type)
-        return Table(rows, FALLBACK_COLUMNS, empty="no fallbacks: every GEMM of the plan runs natively")
+        return Table(rows, FALLBACK_COLUMNS, empty="no fallbacks: every product of the plan runs natively")
 
     def check(self, operations: Sequence[Operation], decide: Decide, device: torch.device) -> None:
-        """Warn once, or raise where execution is strict, of GEMMs that are emulated."""
+        """Warn once, or raise where execution is strict, of products that the plan rounds and that are emulated."""
         fallbacks = list(self.fallbacks(operations, decide, device))
         if not fallbacks:
             return
+        if self.native.strict:
+            first, others = fallbacks[0], len(fallbacks) - 1
+            raise PlanError(
+                f"{first.site} does not run natively ({first.gemm_pass}: {first.reason}), nor do {others} other "
+                f"products of the plan: drop strict=True to emulate them."
+            )
         reasons = Counter(fallback.reason for fallback in fallbacks)
         listed = "; ".join(f"{reason} ({count}x)" if count > 1 else reason for reason, count in reasons.most_common(3))
         message = f"{len(fallbacks)} products are emulated: {listed}. run.fallbacks() lists them."
-        if self.native.strict:
-            raise PlanError(f"{message} Drop strict=True to run them so.")
         warnings.warn(message, BitplanWarning, stacklevel=4)
 
     def compiler_settings(self, ops: Iterable[RoundingOp], options: dict[str, Any]) -> CompilerSettings:

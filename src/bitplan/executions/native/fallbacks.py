@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bitplan.capture.decompositions import decision_for, has_slots
+from torch import Tensor
+
+from bitplan.capture.decompositions import has_slots
 from bitplan.capture.ops import PRODUCTS
 from bitplan.capture.recording import Operation
+from bitplan.compiler.torch_private import tree_leaves
 from bitplan.executions.native.backends import GemmBackend, supports_shape
 from bitplan.executions.native.convolution import ConvGemmLayout
 from bitplan.executions.native.gemm import GemmLayout, byte_of, varying_axes
@@ -21,6 +24,8 @@ from bitplan.executions.native.paths import (
     why_pass_not_native,
 )
 from bitplan.gemm.axes import resolve, summed_axes
+from bitplan.gemm.macs import Multiplication
+from bitplan.gemm.operand_quantizers import Decide, OperandQuantizers, decisions_for, operand_quantizers
 from bitplan.gemm.products import has_settings, product_of
 from bitplan.numerics.formats import IntFormat
 from bitplan.numerics.mutable_format import MutableFormat
@@ -29,6 +34,9 @@ from bitplan.numerics.wire_format import OPERAND_OF_SLOT
 from bitplan.plans import Decision
 from bitplan.plans.match import PASSES
 from bitplan.plans.spec import QuantizerSpec
+from bitplan.runtime.coverage import counted_products, rounded_slots
+
+_ONLY_LAYERS = "only linear layers and convolutions have a native path; this is emulated"
 
 
 @dataclass(frozen=True)
@@ -93,21 +101,34 @@ def passes_of(
 
 def fallbacks_of(
     operations: Sequence[Operation],
-    decide: Callable[[str, str], Decision],
+    decide: Decide,
     backends: Sequence[GemmBackend],
     terms: NativeTerms,
     device_type: str = "cpu",
 ) -> list[Fallback]:
-    """Every pass of every GEMM with operand slots that is emulated."""
+    """Every pass of every product that the plan rounds and that is emulated."""
     fallbacks = []
-    for operation in operations:
-        decision = decision_for(
-            decide, operation.module, f"{operation.op}.{operation.index}", operation.inside, operation.kind
-        )
-        if operation.op not in PRODUCTS or not has_slots(decision) or operation.operands is None:
-            continue
-        fallbacks += _fallbacks_of_operation(operation, decision, backends, terms, device_type)
+    for operation, operands in operand_quantizers(operations, decisions_for(operations, decide)):
+        if operation.op in PRODUCTS and operation.operands is not None and has_slots(operands.decision):
+            fallbacks += _fallbacks_of_operation(operation, operands.decision, backends, terms, device_type)
+        elif _is_rounded(operands):
+            fallbacks.append(Fallback(operation.label, "all passes", _why_no_native_path(operation.op)))
     return fallbacks
+
+
+def _is_rounded(operands: OperandQuantizers) -> bool:
+    """Whether a product of the operation has an operand that the plan rounds."""
+    products = counted_products(operands.operation)
+    if products is None:  # how it multiplies is unknown: each of its tensors may be an operand
+        tensors = [leaf for leaf in tree_leaves(operands.operation.details) if isinstance(leaf, Tensor)]
+        products = [Multiplication(0, tensor, tensor) for tensor in tensors if tensor.is_floating_point()]
+    return any(rounded_slots(operands, product) for product in products)
+
+
+def _why_no_native_path(op: str) -> str:
+    if op == "linear" or op.startswith("conv"):
+        return "rounded as weight, activation or gradient only; a native product needs operands (x, w, dy)"
+    return _ONLY_LAYERS
 
 
 def _fallbacks_of_operation(
@@ -116,8 +137,7 @@ def _fallbacks_of_operation(
     assert operation.operands is not None
     op, (x, w) = operation.op, operation.operands
     if op != "linear" and not op.startswith("conv"):
-        reason = "only linear layers and convolutions have a native path; this is emulated"
-        return [Fallback(operation.label, "all passes", reason)]
+        return [Fallback(operation.label, "all passes", _ONLY_LAYERS)]
     note = ""
     if op != "linear" and backends and keeps_codes(decision) and x.dim() == w.dim():
         note = "; emulated, its input is saved as codes"

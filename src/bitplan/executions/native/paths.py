@@ -7,6 +7,7 @@ reasons hold no sizes: a traced graph would depend on them.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -31,6 +32,25 @@ class NativeTerms(NamedTuple):
     min_channels_by_backend: tuple[tuple[str, int], ...] = ()
     #: Passes with fast accumulation, on backends that have it.
     fast_accumulation: tuple[str, ...] = ()
+
+    def crossover_record(self) -> dict[str, dict[str, int]]:
+        """The measured sizes, as JSON: a run that is resumed must send the same GEMMs to the same backends."""
+        return {"min_macs": dict(self.min_macs_by_backend), "min_channels": dict(self.min_channels_by_backend)}
+
+    @classmethod
+    def from_crossover_record(cls, record: Mapping[str, Any]) -> NativeTerms:
+        """The inverse of :meth:`crossover_record`; raises ValueError where `record` is none.
+
+        >>> NativeTerms.from_crossover_record({"min_macs": {"int8": 512}, "min_channels": {}}).min_macs_by_backend
+        (('int8', 512),)
+        """
+        parts = []
+        for name in ("min_macs", "min_channels"):
+            sizes = record.get(name)
+            if not isinstance(sizes, Mapping) or any(type(size) is not int or size < 0 for size in sizes.values()):
+                raise ValueError(f"{name} of a crossover gives a size of at least 0 for each backend, not {sizes!r}")
+            parts.append(tuple((str(backend), size) for backend, size in sizes.items()))
+        return cls(min_macs_by_backend=parts[0], min_channels_by_backend=parts[1])
 
 
 #: (device type, dimensions of x, whether it is a plain GEMM) -> pass -> backend.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,7 +76,7 @@ class Comparison:
 def read_comparison(folder: Path) -> Comparison | None:
     """The record of the comparison in a folder; None where there is none."""
     file = folder / COMPARE_FILE
-    if not file.is_file():
+    if not os.path.isfile(file):  # false where the folder may not be read
         return None
     content = read_object(file)
     if content.get("bitplan_compare") != VERSION:
@@ -85,7 +86,7 @@ def read_comparison(folder: Path) -> Comparison | None:
         )
     try:
         return _comparison(content)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise _damaged(file) from error
 
 

@@ -220,7 +220,7 @@ class _Worker:
 
     def submit(self, job: Job) -> None:
         self.job, self.graphs = job, job.graphs
-        with _threads_in_environment(self._threads):  # the first job starts the process
+        with _threads_in_environment(self._threads), _reported_kill(job):  # the first job starts the process
             self.future = self.executor.submit(_train_in_worker, job)
         self._process_end.close()
 
@@ -230,13 +230,20 @@ class _Worker:
                 yield self.connection.recv()
 
     def summary(self, job: Job) -> Summary:
-        try:
+        with _reported_kill(job):
             return self.future.result()
-        except BrokenProcessPool:
-            raise RunError(
-                f"the process that trained {job.label}, seed {job.seed} was killed (perhaps out of memory): run the "
-                f"same command again to continue, with fewer --jobs if memory is short."
-            ) from None
+
+
+@contextmanager
+def _reported_kill(job: Job) -> Iterator[None]:
+    """Report in a sentence that the process of a worker has gone."""
+    try:
+        yield
+    except BrokenProcessPool:
+        raise RunError(
+            f"the process that trained {job.label}, seed {job.seed} was killed (perhaps out of memory): run the same "
+            f"command again to continue, with fewer --jobs if memory is short."
+        ) from None
 
 
 @contextmanager

@@ -5,7 +5,6 @@ A run without a ``summary.json`` is *running* or *unfinished*, and its later val
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bitplan.errors import RunError
+from bitplan.files import parse_json
 from bitplan.lab.compare.folder import read_comparison
 from bitplan.lab.tasks.task import Metric
-from bitplan.lab.train.folder import RunFolder
+from bitplan.lab.train.folder import RunFolder, folders_in, read_text
 from bitplan.lab.train.summary import PromotionRecord
 
 #: The depth of runs beneath a named folder, at most: runs/comparison/run.
@@ -142,7 +142,7 @@ def read_run(path: Path, label: str | None = None) -> Run:
         status=folder.status(),
         settings=config.settings,
         plan=config.plan,
-        plan_text=_text(folder.plan_file) if folder.plan_file.exists() else None,
+        plan_text=folder.plan_text(),
         execution=config.execution,
         device=config.device,
         compiled=config.compile,
@@ -177,7 +177,7 @@ def _runs_beneath(path: Path, depth: int) -> Iterator[Run]:
     labels = {} if comparison is None else comparison.labels
     # The runs of a comparison in its order, then all others.
     order = {name: number for number, name in enumerate(labels)}
-    children = [child for child in sorted(path.iterdir()) if child.is_dir() and not child.name.startswith(".")]
+    children = [child for child in folders_in(path) if not child.name.startswith(".")]
     for child in sorted(children, key=lambda child: order.get(child.name, len(order))):
         if child.name in labels and RunFolder(child).is_run:
             yield read_run(child, labels[child.name])
@@ -197,7 +197,7 @@ def _sites(file: Path) -> list[SiteRecord]:
     if not file.exists():
         return []
     try:
-        return [_site(record) for record in json.loads(_text(file))]
+        return [_site(record) for record in parse_json(read_text(file))]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunError(f"{file} is damaged: restore it, or leave that run out.") from error
 
@@ -206,7 +206,7 @@ def _site(record: Mapping[str, Any]) -> SiteRecord:
     # A second weight of an operation has a role of its own: conv1/conv2d.0:weight(bias) is weight(bias).
     site, _, role = str(record["site"]).rpartition(":") if ":" in str(record["site"]) else ("", "", "")
     role = role if role.startswith(str(record["role"])) else str(record["role"])
-    texts = {key: None if (text := record.get(key)) is None else str(text) for key in ("format", "rule")}
+    texts = {key: str(text) if (text := record.get(key)) else None for key in ("format", "rule")}
     return SiteRecord(
         site=site or str(record["site"]),
         role=role,
@@ -224,13 +224,6 @@ def _metric(content: Mapping[str, Any], folder: RunFolder) -> Metric:
     if better not in ("higher", "lower"):
         raise RunError(f"{folder.run_file} is damaged: restore it, or leave that run out.")
     return Metric(str(content.get("name")), better, math.nan if trivial is None else trivial)
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"cannot read {file} ({error.strerror}): fix that, or leave that run out.") from error
 
 
 def _last(points: Sequence[Point], name: str) -> float | None:

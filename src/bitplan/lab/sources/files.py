@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import tarfile
 import zlib
 from abc import ABC, abstractmethod
@@ -50,6 +51,7 @@ class TarFiles(Files):
 
     def __init__(self, place: Path) -> None:
         super().__init__(place)
+        require_file(place)
         try:
             with tarfile.open(place, "r:") as archive:
                 members = [member for member in archive if member.isreg() and not member.issparse()]
@@ -128,17 +130,37 @@ def read_set(
     raise TaskError(f"{looked}: {sought.advice} and set data= to {sought.layout}, or set download=true.")
 
 
+#: Compressed files may grow to this many bytes, or by this factor; small files of zeros that fill the memory do more.
+_MOST_DECOMPRESSED, _MOST_GROWTH = 2**26, 200
+
+
 def read_bytes(path: Path) -> bytes:
     """The file's content, decompressed if its name ends in ``.gz``; raises an error if it cannot be read."""
+    require_file(path)
     try:
         content = path.read_bytes()
-        return gzip.decompress(content) if path.suffix == ".gz" else content
+        return _decompressed(path, content) if path.suffix == ".gz" else content
     except FileNotFoundError as error:
         raise TaskError(f"there is no file {path}, which belongs to the set: copy it there.") from error
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise TaskError(f"{path} is damaged ({error}): get it again.") from error
     except OSError as error:
         raise TaskError(f"cannot read {path} ({error.strerror}): set data= to a folder that you may read.") from error
+
+
+def require_file(path: Path) -> None:
+    """Raise where `path` is a pipe or a device, which could be read for ever."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise TaskError(f"{path} is a pipe or a device: set data= to a file or a folder.")
+
+
+def _decompressed(path: Path, content: bytes) -> bytes:
+    most = max(_MOST_DECOMPRESSED, _MOST_GROWTH * len(content))
+    with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
+        plain = file.read(most + 1)
+    if len(plain) > most:
+        raise TaskError(f"{path} decompresses to more than {most:,} bytes: decompress it yourself if you trust it.")
+    return plain
 
 
 def read_text(path: Path) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,14 @@ def read_npz(path: Path) -> GraphData:
     try:
         with np.load(path, allow_pickle=False) as file:
             return _graph(path, file)
-    except (OSError, ValueError, KeyError, IndexError, TypeError, EOFError, zipfile.BadZipFile) as error:
+    except MemoryError as error:
+        raise TaskError(
+            f"{path} holds arrays that do not fit into memory: make it smaller, or get it again."
+        ) from error
+    except (
+        *(OSError, ValueError, KeyError, IndexError, TypeError, EOFError, OverflowError),
+        *(NotImplementedError, zipfile.BadZipFile, zlib.error),
+    ) as error:
         if isinstance(error, TaskError):
             raise
         # numpy's message would suggest unpickling it, which executes code.
@@ -82,7 +90,10 @@ def _features(path: Path, file: Mapping[str, NDArray[Any]]) -> Tensor:
         return torch.from_numpy(file["x"].astype(np.float32))
     parts = ("data", "indices", "indptr", "shape")
     values, columns, ends, shape = (_first(path, file, f"x_{part}", f"attr_{part}") for part in parts)
-    dense = np.zeros(tuple(int(size) for size in shape), np.float32)
+    sizes = tuple(int(size) for size in shape)
+    if sizes and sizes[0] != len(ends) - 1:  # before the memory of a matrix of any size is asked for
+        raise TaskError(f"{path} is damaged: the shape of x has {sizes[0]} rows, and {len(ends) - 1} begin somewhere.")
+    dense = np.zeros(sizes, np.float32)
     np.add.at(dense, (_rows(path, ends, len(dense)), columns.astype(np.int64)), values.astype(np.float32))
     return torch.from_numpy(dense)
 

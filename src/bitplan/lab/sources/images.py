@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bitplan.errors import TaskError
-from bitplan.lab.sources.files import Sought, read_bytes
+from bitplan.lab.sources.files import Sought, read_bytes, require_file
 from bitplan.lab.sources.pickled import NotPlainData, bytes_array, plain_data
 from bitplan.lab.tasks.images import PictureData, Pictures, StoredPictures
 
@@ -204,13 +204,14 @@ class FiledPictures(Pictures):
 def read_image(path: Path, size: int) -> Tensor:
     """The central square of an image file, (3, size, size) bytes."""
     image_module = pillow()
+    require_file(path)
     try:
         with image_module.open(path) as opened:
             image = opened.convert("RGB")
             side = min(image.size)
             left, top = (image.width - side) // 2, (image.height - side) // 2
             square = image.resize((size, size), box=(left, top, left + side, top + side), reducing_gap=3.0)
-    except (OSError, ValueError, SyntaxError) as error:  # Pillow raises all three for damaged files
+    except (OSError, ValueError, SyntaxError, image_module.DecompressionBombError) as error:  # of damaged files
         raise TaskError(f"{path} is not an image that can be read ({error}): mend it or take it away.") from error
     return torch.from_numpy(np.asarray(square, dtype=np.uint8).copy()).permute(2, 0, 1).contiguous()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.errors import TaskError
+from bitplan.files import parse_json
 from bitplan.lab.sources.files import read_text
 from bitplan.lab.tasks.tokens import TextEncoder
 
@@ -81,10 +81,11 @@ class PretrainedFolder:
         file = self.path / name
         if not file.is_file():
             raise TaskError(f"{self.path} has no {name}, which says what the model is: name transformers' own folder.")
+        text = read_text(file)
         try:
-            content = json.loads(read_text(file))
-        except json.JSONDecodeError as error:
-            raise TaskError(f"{file} is not JSON ({error.msg}): get it again.") from error
+            content = parse_json(text)
+        except ValueError as error:
+            raise TaskError(f"{file} is not JSON ({error}): get it again.") from error
         if not isinstance(content, dict):
             raise TaskError(f"{file} is not a JSON object: get it again.")
         return content
@@ -184,7 +185,7 @@ def _tokenizer(folder: PretrainedFolder) -> Any:
             return tokenizer
         if vocabulary.is_file():
             settings = folder.path / "tokenizer_config.json"
-            lowers = json.loads(read_text(settings)).get("do_lower_case", True) if settings.is_file() else True
+            lowers = parse_json(read_text(settings)).get("do_lower_case", True) if settings.is_file() else True
             return BertWordPieceTokenizer(str(vocabulary), lowercase=bool(lowers))
     except TaskError:
         raise

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import json
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bitplan.errors import TaskError
+from bitplan.files import parse_json
 from bitplan.lab.sources.files import read_text
 from bitplan.lab.tasks.labelled_texts import LabelledTexts, Sample, TextData
 
@@ -299,9 +299,9 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise TaskError(f"{path}:{number} is not JSON ({error.msg}): mend it.") from error
+            row = parse_json(line)
+        except ValueError as error:
+            raise TaskError(f"{path}:{number} is not JSON ({error}): mend it.") from error
         if not isinstance(row, dict):
             raise TaskError(f"{path}:{number} is not a JSON object: every line is one.")
         yield number, row

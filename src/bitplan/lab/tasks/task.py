@@ -145,8 +145,10 @@ class Settings:
             raise TaskError(f"clip is {self.clip}; it must be at least 0 (which does not clip).")
         if self.hold < 0:
             raise TaskError(f"hold is {self.hold}; it must be at least 0.")
-        if not 0 <= self.loss_scale < float("inf"):
-            raise TaskError(f"loss_scale is {self.loss_scale}; it must be at least 0 (which does not scale).")
+        if not 0 <= self.loss_scale <= torch.finfo(torch.float32).max:
+            raise TaskError(
+                f"loss_scale is {self.loss_scale:g}; it must be at least 0 (which does not scale), and a float32."
+            )
         if self.scale_window < 0:
             raise TaskError(f"scale_window is {self.scale_window}; it must be at least 0 (which is an epoch).")
 
@@ -172,6 +174,8 @@ class Task(ABC):
     source_sha256: str | None = None
 
     def __init__(self, settings: Settings | None = None, seed: int = 0) -> None:
+        if not -(2**63) <= seed < 2**63:
+            raise TaskError(f"the seed is {seed}; it must be a whole number of 64 bits.")
         self.settings: Any = self.settings_class() if settings is None else settings
         self.seed = seed
         #: The state of a run besides model and optimizer, such as the best metric so far of a schedule that waits for a

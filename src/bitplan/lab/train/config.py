@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shlex
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ import torch
 from bitplan._version import __version__
 from bitplan.analysis.targets import file_sha256, parse_file_name
 from bitplan.errors import RunError
+from bitplan.executions.native.paths import NativeTerms
 from bitplan.files import strict
 from bitplan.lab.task_planners import AssignOptions
 from bitplan.lab.tasks.task import Task
 from bitplan.machine import describe_machine
 from bitplan.plans import Plan
-from bitplan.plans.execution import ExecutionOptions, execution_options
+from bitplan.plans.execution import EXECUTIONS, ExecutionOptions, execution_options
 
 # --- Versions and machine, for run folders and bug reports
 
@@ -143,6 +145,9 @@ class RunConfig:
     log_every: int = LOG_EVERY
     #: Steps between two measurements of every product (:mod:`bitplan.lab.train.monitor`); 0: none.
     measure_every: int = 0
+    #: The measured sizes from which on GEMMs run natively, as of ``NativeTerms.crossover_record``; None: nothing was
+    #: measured, or the run is older than this key.
+    crossover: Mapping[str, Any] | None = None
     #: The command that reproduces the run in a new folder.
     command: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -165,20 +170,120 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> RunConfig:
-        names = {entry.name for entry in fields(cls)}
-        return cls(**{key: value for key, value in content.items() if key in names})
+        """The inverse of :meth:`to_dict`; raises ValueError where an entry is missing or of another type."""
+        values = {entry.name: content[entry.name] for entry in fields(cls) if entry.name in content}
+        for name, (is_valid, expected) in _ENTRIES.items():
+            if name not in values and name in _OPTIONAL_ENTRIES:
+                continue
+            if name not in values:
+                raise ValueError(f"{name} is missing")
+            if not is_valid(values[name]):
+                raise ValueError(f"{name} must be {expected}, not {_short(values[name])}")
+        return cls(**values)
+
+    def identity(self, plan_text: str | None) -> dict[str, Any]:
+        """What decides the numbers of a run: equal identities give equal runs. Checkpoints hold it.
+
+        :param plan_text: the content of the run's ``plan.yaml``; None: no plan.
+        """
+        plan = None if plan_text is None else hashlib.sha256(plan_text.encode()).hexdigest()
+        return {**{key: getattr(self, key) for key in _DECISIVE}, "crossover": self.crossover, "plan_sha256": plan}
 
     def difference(self, other: RunConfig) -> str | None:
-        """The first difference that changes the numbers of a run, as text; None where there is none."""
-        for key in ("task", "seed", "execution", "device", "compile", "log_every", "measure_every"):
-            mine, theirs = getattr(self, key), getattr(other, key)
-            if mine != theirs:
-                return f"{key} {mine}, not {theirs}"
-        for key in {**self.settings, **other.settings}:
-            mine, theirs = self.settings.get(key), other.settings.get(key)
-            if mine != theirs:
-                return f"{key}={mine}, not {theirs}"
-        return None
+        """The first difference that changes the numbers of a run, as text; None where there is none.
+
+        Plans and crossovers are not compared: a plan is compared by its content, and a crossover is the recorded one.
+        """
+        mine, theirs = ({key: getattr(config, key) for key in _DECISIVE} for config in (self, other))
+        return first_difference(mine, theirs)
+
+
+#: Entries that decide the numbers of a run, besides its plan and its crossover.
+_DECISIVE = ("task", "seed", "execution", "device", "compile", "log_every", "measure_every", "settings")
+
+
+def first_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
+    """The first difference of two identities, as text; None where there is none.
+
+    >>> first_difference({"seed": 0, "settings": {"lr": 0.1}}, {"seed": 0, "settings": {"lr": 0.2}})
+    'lr=0.1, not 0.2'
+    """
+    for key in {**mine, **theirs}:
+        own, other = mine.get(key), theirs.get(key)
+        if own == other:
+            continue
+        if key == "settings" and isinstance(own, Mapping) and isinstance(other, Mapping):
+            name = next(name for name in {**own, **other} if own.get(name) != other.get(name))
+            return f"{name}={_short(own.get(name))}, not {_short(other.get(name))}"
+        return f"{key} {_short(own)}, not {_short(other)}"
+    return None
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_optional_text(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _is_settings(value: Any) -> bool:
+    return isinstance(value, Mapping) and type(value.get("steps")) is int
+
+
+def _is_metric(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("name"), str)
+        and value.get("better") in ("higher", "lower")
+        and (type(value.get("trivial")) in (int, float) or value.get("trivial") in ("NaN", "Infinity", "-Infinity"))
+    )
+
+
+def _is_crossover(value: Any) -> bool:
+    try:
+        return value is None or bool(NativeTerms.from_crossover_record(value))
+    except (ValueError, AttributeError):
+        return False
+
+
+#: Entry of run.json -> whether a value is valid, and what it must be.
+_ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "task": (_is_text, "a text"),
+    "task_source": (_is_text, "a text"),
+    "settings": (_is_settings, "a mapping with a whole number of steps"),
+    "plan": (_is_optional_text, "a text or null"),
+    "plan_source": (_is_optional_text, "a text or null"),
+    "seed": (_is_whole, "a whole number"),
+    "metric": (_is_metric, "a mapping of name, better (higher or lower) and trivial, a number"),
+    "task_sha256": (_is_optional_text, "a text or null"),
+    "execution": (lambda value: isinstance(value, str) and value in EXECUTIONS, f"one of {', '.join(EXECUTIONS)}"),
+    "device": (_is_text, "a text"),
+    "compile": (lambda value: isinstance(value, bool), "true or false"),
+    "log_every": (_is_whole, "a whole number"),
+    "measure_every": (_is_whole, "a whole number"),
+    "crossover": (_is_crossover, "null, or min_macs and min_channels, each a size for every backend"),
+    "command": (_is_text, "a text"),
+    "versions": (_is_mapping, "a mapping"),
+    "machine": (_is_mapping, "a mapping"),
+}
+#: Entries that older runs may lack.
+_OPTIONAL_ENTRIES = {
+    entry.name for entry in fields(RunConfig) if entry.default is not MISSING or entry.default_factory is not MISSING
+}
 
 
 def resolve_execution(plan: Plan | None, execution: str | None) -> ExecutionOptions:

@@ -18,20 +18,19 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal
 
 from bitplan.errors import BitplanError, RunError
-from bitplan.files import json_line, json_text
+from bitplan.files import json_line, json_text, parse_json
 from bitplan.lab.train.config import VERSION, RunConfig
 from bitplan.lab.train.summary import Status, Summary
 from bitplan.plans import Plan
@@ -110,6 +109,7 @@ class Journal:
     def __init__(self, path: Path, after: int) -> None:
         """Keep the lines up to step `after`; later ones and an incomplete line are removed."""
         self.path = path
+        require_regular(path)
         with writing(path):
             # Unbuffered, so that a killed process loses no line.
             self._file: FileIO = open(path, "ab", buffering=0)  # noqa: SIM115 - closed at the run's end
@@ -138,10 +138,13 @@ class Journal:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a journal, which may be growing; none where it does not exist."""
+    if not path.exists():
+        return []
+    require_regular(path)
     try:
         data = path.read_bytes()
-    except FileNotFoundError:
-        return []
+    except OSError as error:
+        raise RunError(f"cannot read {path} ({error.strerror}): fix that, or leave the run out.") from error
     lines = [_parsed(line) for line in data.splitlines(keepends=True)]
     return [line for line in lines if line is not None]
 
@@ -158,14 +161,19 @@ def _length_of(path: Path, after: int) -> int:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """The content of a line; None where it is incomplete."""
+    """The content of a line; None where it is incomplete or no line of a journal."""
     if not line.endswith(b"\n"):
         return None
     try:
-        content = json.loads(line)
+        content = parse_json(line)
     except ValueError:
         return None
-    return content if isinstance(content, dict) and isinstance(content.get("step"), int) else None
+    return content if isinstance(content, dict) and type(content.get("step")) is int else None
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a JSON file is a number; truth values are none."""
+    return type(value) in (int, float)
 
 
 log = logging.getLogger("bitplan")
@@ -178,6 +186,8 @@ _DEPTH = 3
 _TRIES = 5
 #: Names of the temporary files of bitplan and of safetensors.
 _HALF_WRITTEN = re.compile(r"\..*\.tmp|\.tmp\w+")
+#: Names of the tensors' files of checkpoints.
+_TENSORS = re.compile(r"step-[0-9]{8,}\.safetensors")
 #: Files that a process may leave that was killed before its run began.
 _REMAINS = re.compile(rf"lock|plan\.yaml|checkpoints|{_HALF_WRITTEN.pattern}")
 
@@ -206,7 +216,7 @@ class RunFolder:
 
     @property
     def is_run(self) -> bool:
-        return self.run_file.is_file()
+        return os.path.isfile(self.run_file)  # unlike pathlib's, false where the folder may not be read
 
     def config(self) -> RunConfig:
         """The configuration; raises where the folder holds no run, or one of another version."""
@@ -220,12 +230,21 @@ class RunFolder:
             )
         try:
             return RunConfig.from_dict(content)
-        except (TypeError, ValueError) as error:
-            raise _damaged(self.run_file) from error
+        except ValueError as error:
+            raise _damaged(self.run_file, str(error)) from error
+        except RunError as error:
+            raise _damaged(self.run_file, str(error).removesuffix(".")) from error
+
+    def plan_text(self) -> str | None:
+        """The content of ``plan.yaml``; None: no plan."""
+        return read_text(self.plan_file) if self.plan_file.exists() else None
 
     def plan(self) -> Plan | None:
         """The plan of the run."""
-        return Plan.load(self.plan_file) if self.plan_file.exists() else None
+        if not self.plan_file.exists():
+            return None
+        require_regular(self.plan_file)
+        return Plan.load(self.plan_file)
 
     def summary(self) -> Summary | None:
         """The result of the run; None while it is running, and where it was killed."""
@@ -233,7 +252,7 @@ class RunFolder:
             return None
         try:
             return Summary.from_dict(self.path, read_object(self.summary_file))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RunError) as error:
             raise _damaged(self.summary_file) from error
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -283,8 +302,9 @@ class RunFolder:
     def _clear(self, existed: bool) -> None:
         self.lock_file.unlink(missing_ok=True)
         self.plan_file.unlink(missing_ok=True)
-        if not existed and not any(self.path.iterdir()):
-            self.path.rmdir()
+        with suppress(OSError):  # somebody else may have removed or renamed the folder
+            if not existed and not any(self.path.iterdir()):
+                self.path.rmdir()
 
     # --- writing ---
 
@@ -299,8 +319,7 @@ class RunFolder:
             return False
         recorded = self.config()
         difference = recorded.difference(config)
-        text = self.plan_file.read_text(encoding="utf-8") if self.plan_file.exists() else None
-        if difference is None and text != _plan_text(plan):
+        if difference is None and self.plan_text() != _plan_text(plan):
             difference = (
                 f"the plan {recorded.plan or 'none'}, whose content differs from that of {config.plan or 'none'}"
             )
@@ -335,12 +354,13 @@ class RunFolder:
         write_durably(self.summary_file, json_text(summary.to_dict()) + "\n")
 
     def sweep(self) -> None:
-        """Remove temporary files of a killed process."""
-        for folder in (self.path, self.checkpoints):
-            for left in folder.glob(".*"):
-                if _HALF_WRITTEN.fullmatch(left.name):
-                    with writing(left):
-                        left.unlink(missing_ok=True)
+        """Remove what a killed process has left: temporary files, and tensors of a checkpoint without its JSON."""
+        left = [path for folder in (self.path, self.checkpoints) for path in folder.glob(".*")]
+        left = [path for path in left if _HALF_WRITTEN.fullmatch(path.name)]
+        tensors = (path for path in self.checkpoints.glob("step-*") if _TENSORS.fullmatch(path.name))
+        for path in [*left, *(path for path in tensors if not path.with_suffix(".json").exists())]:
+            with writing(path):
+                path.unlink(missing_ok=True)
 
     def forget_summary(self) -> None:
         """Remove the summary of a run that is resumed."""
@@ -370,8 +390,17 @@ def _runs_beneath(path: Path, depth: int) -> Iterator[RunFolder]:
     if folder.is_run:
         yield folder
     elif depth:
-        for child in sorted(entry for entry in path.iterdir() if entry.is_dir()):
+        for child in folders_in(path):
             yield from _runs_beneath(child, depth - 1)
+
+
+def folders_in(path: Path) -> list[Path]:
+    """The folders in a folder, by name; none where it may not be read."""
+    try:
+        return sorted(entry for entry in path.iterdir() if os.path.isdir(entry))
+    except OSError as error:
+        log.info("%s is left out: %s", path, error)
+        return []
 
 
 def _plan_text(plan: Plan | None) -> str | None:
@@ -405,9 +434,7 @@ def _locked(file: IO[Any]) -> bool:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; raises where it cannot be read."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RunError(f"cannot read {path} ({error.strerror}): fix that, or name another folder.") from error
+        content = parse_json(read_text(path))
     except ValueError as error:
         raise _damaged(path) from error
     if not isinstance(content, dict):
@@ -415,5 +442,25 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def _damaged(path: Path) -> BitplanError:
-    return RunError(f"{path} is damaged: restore it, leave it out of a report, or begin anew in another folder.")
+def read_text(path: Path) -> str:
+    """The text of a file; raises where it cannot be read."""
+    require_regular(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"cannot read {path} ({error.strerror}): fix that, or name another folder.") from error
+    except ValueError as error:
+        raise _damaged(path) from error
+
+
+def require_regular(path: Path) -> None:
+    """Raise where `path` is a folder, or a pipe or device that could be read for ever."""
+    if path.exists() and not path.is_file():
+        raise _damaged(path, "not a regular file")
+
+
+def _damaged(path: Path, detail: str = "") -> BitplanError:
+    reason = f" ({detail})" if detail else ""
+    return RunError(
+        f"{path} is damaged{reason}: restore it, leave it out of a report, or begin anew in another folder."
+    )

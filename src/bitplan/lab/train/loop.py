@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,11 +26,12 @@ import torch
 from bitplan.analysis.cost import Cost
 from bitplan.analysis.targets import parse_file_name
 from bitplan.errors import BitplanWarning, RunError
+from bitplan.executions.native.paths import NativeTerms
 from bitplan.lab.tasks.task import Task
 from bitplan.lab.train.checkpoint import Checkpoint, newest_whole, remove_older, save_tensors
 from bitplan.lab.train.config import LOG_EVERY, RunConfig, config_of, resolve_execution
 from bitplan.lab.train.fault import find_fault
-from bitplan.lab.train.folder import DiskError, Journal, RunFolder, read_lines
+from bitplan.lab.train.folder import DiskError, Journal, RunFolder, is_number, make_folder, read_lines
 from bitplan.lab.train.monitor import Monitor
 from bitplan.lab.train.session import Session, repeatable
 from bitplan.lab.train.summary import (
@@ -150,7 +152,8 @@ def train(
         summary = place.summary() if is_known else None
         if summary is not None and summary.status != "stopped":
             return summary
-        if is_known and config.task_sha256 is not None and place.config().task_sha256 is None:
+        recorded = place.config() if is_known else config
+        if config.task_sha256 is not None and recorded.task_sha256 is None:
             warnings.warn(
                 f"{place} has no SHA-256 of its task's file, so {config.task_source} cannot be compared with the file "
                 f"that the run was started with; it is resumed with that file because you named it.",
@@ -159,10 +162,21 @@ def train(
             )
         with repeatable(chosen):
             options = resolve_execution(resolved, execution)
-            session = Session(task, resolved or Plan(), execution=options, device=chosen, compile=compile)
+            crossover = None if recorded.crossover is None else NativeTerms.from_crossover_record(recorded.crossover)
+            session = Session(
+                *(task, resolved or Plan()), execution=options, device=chosen, compile=compile, crossover=crossover
+            )
             try:
                 if not is_known:
-                    place.begin(config, resolved)
+                    measured = None if session.crossover is None else session.crossover.crossover_record()
+                    place.begin(replace(config, crossover=measured), resolved)
+                elif session.crossover is not None and crossover is None:
+                    warnings.warn(
+                        f"{place} does not record from which size on GEMMs ran natively, so this machine's crossover "
+                        f"is used: if it has changed since the run was started, its last bits differ.",
+                        BitplanWarning,
+                        stacklevel=2,
+                    )
                 every = task.settings.evaluate_every if checkpoint_every is None else checkpoint_every
                 return _Loop(place, place.config(), session, every, on_progress, stop).go()
             finally:
@@ -214,6 +228,8 @@ class _Loop:
     ) -> None:
         self.place = place
         self.config = config
+        #: What checkpoints of this run are known by.
+        self.identity = config.identity(place.plan_text())
         self.session = session
         self.steps: int = session.task.settings.all_steps
         self.checkpoint_every = checkpoint_every
@@ -238,15 +254,17 @@ class _Loop:
     # --- steps ---
 
     def go(self) -> Summary:
+        make_folder(self.place.checkpoints)
         self._resume()
         self.place.sweep()
         self.place.forget_summary()
         self.place.write_sites(planned_sites(self.session.run))
         step = self.session.step
         self.journal = Journal(self.place.metrics_file, step)
+        self._warn_of_gaps()
         self.times = Journal(self.place.times_file, step)
-        earlier = read_lines(self.place.times_file)
-        self.began = time.perf_counter() - (float(earlier[-1]["seconds"]) if earlier else 0.0)
+        earlier = [line["seconds"] for line in read_lines(self.place.times_file) if is_number(line.get("seconds"))]
+        self.began = time.perf_counter() - (earlier[-1] if earlier else 0.0)
         self.events: Events = open_events(self.place.events, step)
         every = self.config.measure_every
         if every:
@@ -281,15 +299,21 @@ class _Loop:
             raise _Diverged
         rate = session.apply()
         step = session.step
-        if step == 1 or step % self.config.log_every == 0 or step == self.steps:
+        if self._is_logged(step):
             self._log(rate)
             if session.scale.is_lost:
                 raise _Diverged
-        if step % session.task.settings.evaluate_every == 0 or step == self.steps:
+        if self._is_evaluated(step):
             self._evaluate()
         if step == self.steps or (self.checkpoint_every and step % self.checkpoint_every == 0):
             self._save()
         self._report("training")
+
+    def _is_logged(self, step: int) -> bool:
+        return step == 1 or step % self.config.log_every == 0 or step == self.steps
+
+    def _is_evaluated(self, step: int) -> bool:
+        return step % self.session.task.settings.evaluate_every == 0 or step == self.steps
 
     def _log(self, rate: float) -> None:
         cost = self.session.run.cost()
@@ -341,7 +365,7 @@ class _Loop:
     # --- checkpoints ---
 
     def _resume(self) -> None:
-        checkpoint = newest_whole(self.place.checkpoints)
+        checkpoint = newest_whole(self.place.checkpoints, self.identity)
         if checkpoint is None:
             return
         step, state = checkpoint
@@ -354,10 +378,30 @@ class _Loop:
                 stacklevel=2,
             )
         self.session.load(step, state)
+        own = state.get("loop", {})
+        if not isinstance(own, dict) or not set(own) >= set(_OWN_STATE):
+            raise RunError(f"the checkpoint of step {step} in {self.place} is incomplete: remove it to use another.")
         for name in _OWN_STATE:
-            setattr(self, name, state["loop"][name])
-        self._logged_at = step
+            setattr(self, name, own[name])
+        # The cost is that of the last line, which may be of an earlier step.
+        self._logged_at = next((logged for logged in range(step, 0, -1) if self._is_logged(logged)), 0)
         self.saved = step
+
+    def _warn_of_gaps(self) -> None:
+        """Warn where lines of metrics.jsonl are lost that were written before the checkpoint."""
+        present = {(line["step"], bool(line.get("evaluation"))) for line in self.place.metrics()}
+        steps = range(1, self.session.step + 1)
+        expected = [(step, False) for step in steps if self._is_logged(step)]
+        expected += [(step, True) for step in steps if self._is_evaluated(step)]
+        lost = sorted(line for line in expected if line not in present)
+        if lost:
+            warnings.warn(
+                f"{self.place.metrics_file} has lost {len(lost)} lines from step {lost[0][0]} on, before the "
+                f"checkpoint of step {self.session.step}: the run goes on, but reports show a gap unless you restore "
+                f"the file.",
+                BitplanWarning,
+                stacklevel=2,
+            )
 
     def _save(self) -> None:
         """Write a checkpoint, unless a weight is not finite: a run can be resumed from every checkpoint on disk."""
@@ -370,13 +414,15 @@ class _Loop:
         if self.monitor is not None:
             self.monitor.journal.sync()
         own = {name: getattr(self, name) for name in _OWN_STATE}
-        Checkpoint(self.place.checkpoints, step).save({**self.session.state(), "loop": own})
+        Checkpoint(self.place.checkpoints, step).save({**self.session.state(), "loop": own}, self.identity)
         self.saved = step
         remove_older(self.place.checkpoints, step)
 
     def _way_back(self) -> str:
         if self.saved < 0:
             return "No checkpoint was written yet."
+        if not Checkpoint(self.place.checkpoints, self.saved).exists():
+            return f"The checkpoint of step {self.saved} is gone, too."
         return f"The checkpoint of step {self.saved} is whole; go on from it with: {self._resume_command()}"
 
     def _resume_command(self) -> str:

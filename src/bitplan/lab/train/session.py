@@ -23,11 +23,13 @@ from bitplan.capture.decompositions import is_decomposed
 from bitplan.capture.recording import call_arguments
 from bitplan.compiler.torch_private import tree_map_only
 from bitplan.errors import RunError, TaskError
+from bitplan.executions.native.execution import NativeWithCrossover, native_terms
+from bitplan.executions.native.paths import NativeTerms
 from bitplan.lab.tasks.task import Task
 from bitplan.numerics.noise import key_of, preserve_rng_state
 from bitplan.numerics.wire_format import EVALUATION, TRAINING
 from bitplan.plans import Plan
-from bitplan.plans.execution import ExecutionOptions, execution_options
+from bitplan.plans.execution import ExecutionOptions, Native, execution_options
 from bitplan.runtime.attach import Attachment, attach
 from bitplan.runtime.optimizers import load_plain_state, plain_state, set_rate
 
@@ -183,12 +185,21 @@ class Session:
     """The model, plan and optimizer of a run, at some step."""
 
     def __init__(
-        self, task: Task, plan: Plan, *, execution: str | ExecutionOptions, device: torch.device, compile: bool
+        self,
+        task: Task,
+        plan: Plan,
+        *,
+        execution: str | ExecutionOptions,
+        device: torch.device,
+        compile: bool,
+        crossover: NativeTerms | None = None,
     ) -> None:
+        """
+        :param crossover: the measured sizes from which on GEMMs run natively; None: those of this machine.
+        """
         execution = execution_options(execution)
         self.task = task
         self.device = device
-        self._execution = execution
         self._first_memory = dict(task.memory)
         #: Steps made.
         self.step = 0
@@ -199,6 +210,12 @@ class Session:
         layout = layout_for(plain, device.type, execution.kind)
         self.model: nn.Module = lay_out(plain, layout)
         self._there = Copies(lambda tensor: laid_out(tensor.to(device, non_blocking=True), layout))
+        #: The measured sizes from which on GEMMs run natively; None where nothing was measured.
+        self.crossover: NativeTerms | None = None
+        if isinstance(execution, Native) and execution.min_macs is None:
+            self.crossover = crossover or native_terms(execution, self.model)
+            execution = NativeWithCrossover.of(execution, self.crossover)
+        self._execution = execution
         self.run: Attachment = attach(
             self.model,
             plan,

@@ -171,6 +171,12 @@ class PromotionRecord:
     def of(cls, promoted: Promoted) -> PromotionRecord:
         return cls(promoted.site, promoted.step, promoted.measure, promoted.share, promoted.to)
 
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> PromotionRecord:
+        """The inverse of ``dataclasses.asdict``."""
+        texts = {name: str(content[name]) for name in ("site", "measure", "to")}
+        return cls(step=int(content["step"]), share=float(content["share"]), **texts)
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -224,7 +230,10 @@ class Summary:
 
     @classmethod
     def from_dict(cls, folder: Path, content: Mapping[str, Any]) -> Summary:
-        """The summary from the JSON of :meth:`to_dict`."""
+        """The summary from the JSON of :meth:`to_dict`; raises ValueError or KeyError where it is damaged."""
+        for name in ("why", "site"):
+            if not isinstance(content.get(name, ""), str):
+                raise ValueError(f"{name} must be a text")
         return cls(
             folder=folder,
             status=content["status"],
@@ -238,14 +247,21 @@ class Summary:
             seconds=float(content["seconds"]),
             why=content.get("why"),
             site=content.get("site"),
-            promotions=tuple(PromotionRecord(**promotion) for promotion in content.get("promotions", ())),
+            promotions=tuple(map(PromotionRecord.from_dict, content.get("promotions", ()))),
         )
 
 
 def _number(value: Any) -> Any:
-    """Values that are not finite are strings in JSON, which ``float`` reads."""
-    return float(value) if isinstance(value, str) else value
+    """A number or null; values that are not finite are strings in JSON, which ``float`` reads."""
+    if value is None or type(value) in (int, float):
+        return value
+    if value in ("NaN", "Infinity", "-Infinity"):
+        return float(value)
+    raise ValueError(f"{value!r} is no number")
 
 
 def _numbers(content: Mapping[str, Any]) -> dict[str, float]:
-    return {name: _number(value) for name, value in content.items()}
+    numbers = {name: _number(value) for name, value in content.items()}
+    if None in numbers.values():
+        raise ValueError("null is no number")
+    return numbers

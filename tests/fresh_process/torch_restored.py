@@ -1,4 +1,7 @@
-"""Once no plan is attached to any model, torch is as it was, whether plans were detached or models just dropped."""
+"""Once no plan is attached to any model, torch is as it was, whether plans were detached or models just dropped.
+
+Run by tests/test_fresh_process.py.
+"""
 
 from __future__ import annotations
 
