@@ -17,7 +17,7 @@ from zoo_spy import ProductSpy, is_on_float_grid, is_on_integer_grid
 
 #: Quick, and of different kinds: rotary attention, tied weights and addmm, an encoder, a masked attention of one's own,
 #: convolutions, batch norm, index arithmetic on graphs, a decomposed recurrent layer.
-SAMPLE = ["llama", "gpt2", "nanogpt", "resnet", "gcn", "lstm"]
+SAMPLE = ["phi", "gpt2", "nanogpt", "resnet", "gcn", "lstm"]
 #: By model, because compiling is most of the zoo's time.
 COMPILED = ["nanogpt"]
 

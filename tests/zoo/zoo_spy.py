@@ -16,7 +16,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["ConstantSpy", "OffGrid", "ProductSpy", "SoftmaxSpy", "is_on_float_grid", "is_on_integer_grid"]
+__all__ = [
+    "ConstantSpy",
+    "IntegerProducts",
+    "OffGrid",
+    "ProductSpy",
+    "SoftmaxSpy",
+    "is_on_float_grid",
+    "is_on_integer_grid",
+]
 
 aten = torch.ops.aten
 
@@ -269,4 +277,16 @@ class ConstantSpy(TorchDispatchMode):
         place = {aten.embedding: 1, aten.cos: 0, aten.sin: 0}.get(func.overloadpacket)
         if place is not None:
             self.constants.append((func.overloadpacket.__name__, args[place].detach().clone()))
+        return func(*args, **(kwargs or {}))
+
+
+class IntegerProducts(TorchDispatchMode):
+    """Counts products of integer matrix units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket is aten._int_mm
         return func(*args, **(kwargs or {}))
