@@ -10,13 +10,14 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 INPUTS := pyproject.toml constraints.txt src/bitplan/_version.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest lint types unit goldens torture wheel-check bench docs clean
+.PHONY: help demo test test-oldest lint types unit goldens zoo torture wheel-check bench docs clean
 
 help:
 	@echo "make demo         install bitplan into $(VENV), train digits under six plans, and write a page about it"
 	@echo "make test         install with the dev extra, then ruff, mypy --strict and every test"
 	@echo "make test-oldest  probe private torch and run the goldens on torch $(OLDEST_TORCH), installed into $(OLDEST_VENV)"
 	@echo "make goldens      compare every golden run to its stored losses and weights (make test has a sample of them)"
+	@echo "make zoo          check foreign models (transformers, timm, torch_geometric) and write docs/zoo.md; an hour on one core"
 	@echo "make torture      ten minutes of kills, damaged run folders, fuzzed plans and fuzzed command lines, with counts"
 	@echo "make wheel-check  build the wheel, install it into a fresh environment and run it there"
 	@echo "make bench        install the peers and measure every number format against them"
@@ -45,6 +46,10 @@ unit: $(VENV)/.stamp-dev
 # Every case of tests/golden; make.py in that folder says how they were made.
 goldens: $(VENV)/.stamp-dev
 	@BITPLAN_GOLDENS=all OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal tests/golden $(PYTEST_ARGS)
+
+# Every model of tests/zoo under every check; make test has a sample of them.
+zoo: $(VENV)/.stamp-zoo
+	@$(BIN)/python tests/zoo/run.py --jobs 2 --out docs/zoo.md $(ZOO_ARGS)
 
 # make torture TORTURE_ARGS="--seconds 60 --seed 7" for another length and seed.
 torture: $(VENV)/.stamp-dev
@@ -94,6 +99,11 @@ $(VENV)/.stamp-base: $(VENV)/.stamp-venv $(INPUTS)
 $(VENV)/.stamp-dev: $(VENV)/.stamp-base
 	@echo "== installing the dev extra"
 	@$(PIP_INSTALL) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.stamp-zoo: $(VENV)/.stamp-dev
+	@echo "== installing timm and torch_geometric"
+	@$(PIP_INSTALL) -e '.[zoo]'
 	@touch $@
 
 $(VENV)/.stamp-lab: $(VENV)/.stamp-base

@@ -1,0 +1,107 @@
+"""A sample of the zoo, and its instrument; ``make zoo`` runs all of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo_checks import CHECKS, PLANS, attached
+from zoo_models import MODELS
+from zoo_spy import ProductSpy, is_on_float_grid, is_on_integer_grid
+
+#: Quick, and of different kinds: rotary attention, tied weights and addmm, an encoder, a masked attention of one's own,
+#: convolutions, batch norm, index arithmetic on graphs, a decomposed recurrent layer.
+SAMPLE = ["phi", "gpt2", "nanogpt", "resnet", "gcn", "lstm"]
+#: By model, because compiling is most of the zoo's time.
+COMPILED = ["nanogpt"]
+
+
+def _cases() -> list[tuple[str, str, str]]:
+    return [
+        (model, check.name, plan.name)
+        for model in SAMPLE
+        for check in CHECKS.values()
+        for plan in check.plans
+        if check.applies(MODELS[model]) and (check.name != "compiled" or model in COMPILED)
+    ]
+
+
+@pytest.mark.parametrize(("model", "check", "plan"), _cases())
+def test_sample(model: str, check: str, plan: str) -> None:
+    zoo = MODELS[model]
+    if zoo.library in ("timm", "torch_geometric", "transformers") and importlib.util.find_spec(zoo.library) is None:
+        pytest.skip(f"{zoo.library} is not installed")
+    plans = {item.name: item for item in CHECKS[check].plans}
+    CHECKS[check].function(zoo, plans[plan])
+
+
+# --- the instrument ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float_grids_are_recognised_at_any_scale(dtype: torch.dtype) -> None:
+    values = torch.randn(200, generator=torch.Generator().manual_seed(0)).to(dtype).float()
+    for scale in (1.0, 2.0**-12, 2.0**9):
+        assert is_on_float_grid(values * scale, dtype, power_of_two=True)
+    assert is_on_float_grid(values * 0.013, dtype, power_of_two=False)
+    assert not is_on_float_grid(values * 0.013, dtype, power_of_two=True)
+    # A slice without the largest value is on the grid as well, and one value off the grid is enough.
+    assert is_on_float_grid(values[values.abs() < 0.5] * 4, dtype, power_of_two=True)
+    values[17] *= 1.01
+    assert not is_on_float_grid(values, dtype, power_of_two=True)
+    assert not is_on_float_grid(values * 0.013, dtype, power_of_two=False)
+
+
+def test_integer_grids_are_recognised_per_tensor_and_per_row() -> None:
+    codes = torch.randint(0, 256, (6, 50), generator=torch.Generator().manual_seed(0)).float()
+    rows = codes * torch.rand(6, 1) - torch.rand(6, 1)
+    assert is_on_integer_grid(codes * 0.37 - 11.0)
+    assert is_on_integer_grid(rows)
+    assert is_on_integer_grid(rows.T)
+    rows[3, 4] += 0.003
+    assert not is_on_integer_grid(rows)
+    assert not is_on_integer_grid(torch.randn(6, 50))
+
+
+def _spy(model: nn.Module, x: Tensor) -> ProductSpy:
+    spy = ProductSpy(model, x, PLANS["operands"].is_on_grid, inputs_are_rounded=True, reports_fused=True)
+    with spy:
+        loss = model(x).sum()
+        spy.backward = True
+        loss.backward()
+    return spy
+
+
+def test_the_spy_sees_products_that_are_not_rounded() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    assert {(found.op, found.backward) for found in _spy(model, x).off_grid} >= {("addmm", False), ("mm", True)}
+    with attached(model, PLANS["operands"]):
+        model(x)
+        assert not _spy(model, x).off_grid
+
+
+def test_the_spy_leaves_products_of_constants_alone() -> None:
+    class Rotary(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            angles = torch.arange(4.0)[:, None] @ torch.logspace(0, -2, 8)[None]
+            return x * angles.cos()
+
+    spy = _spy(Rotary(), torch.randn(4, 8, requires_grad=True))
+    assert spy.products == 0
+
+
+def test_the_runner_prints_and_writes_a_table(tmp_path: Path) -> None:
+    page = tmp_path / "zoo.md"
+    command = [sys.executable, str(Path(__file__).with_name("run.py")), "--only", "lstm", "--check", "save"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    ran = subprocess.run([*command, "--out", str(page)], capture_output=True, text=True, env=environment, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    assert "lstm: 1 of 1 pass" in ran.stdout
+    assert "| lstm | torch |" in page.read_text()
