@@ -173,8 +173,11 @@ def test_a_finer_format_leaves_a_smaller_error(name: str, places: tuple[str, ...
     model, inputs = made(name)
     exact = step_of(model, inputs)
     result = []
+    rounds_operands = set(places) - {"activation", "weight"}
+    # The operands of a sparse product cannot be rounded: without this rule, the plan raises.
+    kept = [{"match": "*", "op": "sparse_matmul", "keep": True}] if name == "gcn" and rounds_operands else []
     for target in ("e5m2", "fp16"):
-        with attached(model, {"match": "*", **dict.fromkeys(places, target)}):
+        with attached(model, {"match": "*", **dict.fromkeys(places, target)}, *kept):
             seen = step_of(model, inputs)
         gradients = [torch.cat([grad.flatten() for grad in item[1:]]) for item in (seen, exact)]
         result.append((error(seen[0], exact[0]), error(*gradients)))

@@ -464,7 +464,7 @@ def test_the_contents_of_a_checkpoint(tmp_path: Path) -> None:
     plan = Plan.from_dict({"version": 1, "rules": [{"match": "0", "activation": quantizer}]})
     train(find_task(_TINY, ["steps=2"], 5), plan, folder=tmp_path)
     content = json.loads((tmp_path / "checkpoints" / "step-00000002.json").read_text())
-    assert list(content) == ["bitplan_checkpoint", "step", "sha256", "state"]
+    assert list(content) == ["bitplan_checkpoint", "step", "sha256", "run", "state", "json_sha256"]
     assert list(content["state"]) == ["model", "optimizer", "attachment", "memory", "loss_scale", "loop"]
     assert list(content["state"]["loop"]) == ["loss", "metrics", "best", "told", "bits", "cost"]
     assert list(content["state"]["attachment"]) == [

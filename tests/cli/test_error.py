@@ -83,7 +83,7 @@ def test_a_bar_is_as_long_as_its_logarithm() -> None:
         ("--nu 3 nan", "nu is at least 0.1"),
         ("--distribution cauchy", "use student-t"),
         ("--scale row", "there is no scale 'row'"),
-        ("--formats int8 mxfp4", "brings scales of its own"),
+        ("--formats int8 mxfp4", "block format"),
         ("--formats e4m", "e4m"),
         ("--rounding up", "there is no rounding 'up'"),
     ],

@@ -145,7 +145,7 @@ def test_a_plan_of_cyclic_precision_training(bitplan: Callable[..., Any], tmp_pa
     assert bitplan("plan", "check", file, "resnet20").code == 0
     cost = bitplan("cost", "resnet20", "--plan", file, "--steps", 100, "--json").json
     assert cost["steps"] == 100
-    assert "whole run" in bitplan("cost", "resnet20", "--plan", file).err
+    assert "number of steps" in bitplan("cost", "resnet20", "--plan", file).err
     wrong = bitplan("plan", "cpt", "resnet20", "--bits", "nine")
     assert (wrong.code, len(wrong.err.splitlines())) == (2, 1)
 

@@ -282,14 +282,14 @@ def test_promotions_raise_the_cost_and_are_told_in_the_table() -> None:
     assert row.quantizer == bitplan.plans.QuantizerSpec("e6m9b0")
 
 
-def test_in_emulate_a_promotion_recompiles_nothing() -> None:
+def test_in_emulate_a_promotion_recompiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
     counters.clear()
     torch._dynamo.config.error_on_recompile = True
     try:
-        _, run, _ = train("compiled", plan_of(RULE), 5)
+        _, run, _ = train("compiled", plan_of(RULE), 5, monkeypatch=monkeypatch)
     finally:
         torch._dynamo.config.error_on_recompile = False
     assert run.promotions()

@@ -120,7 +120,7 @@ def drops_nothing(op: str, args: Any, kwargs: dict[str, Any]) -> bool:
         return False
     probability = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
     training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
-    return bool(args) and (probability == 0 or not training)
+    return len(args) > 0 and (probability == 0 or not training)
 
 
 def traceable(func: Callable[..., Any]) -> Callable[..., Any]:
