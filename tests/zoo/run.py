@@ -44,7 +44,7 @@ plans for classes of tensors also the inputs of the model and the inside of fuse
 ## Results
 
 {table}
-An empty cell: the check does not apply to the model.
+An empty cell: the check does not apply to the model. A model that does not compile without a plan passes `compiled`.
 
 ## Failures
 
@@ -88,8 +88,8 @@ def run_check(check: Check, zoo: ZooModel, plan: ZooPlan) -> str:
     except Failure as failure:
         return str(failure)
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        return f"{type(error).__name__}: {lines[0][:160]}"
+        lines = " ".join(str(error).split("\n")[:2])
+        return f"{type(error).__name__}: {lines[:160]}"
     return ""
 
 
