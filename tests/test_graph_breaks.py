@@ -61,3 +61,29 @@ def test_compiled_code_around_a_graph_break_has_the_numbers_of_eager_code(plan: 
     for eager, traced in zip(*results, strict=True):
         assert torch.equal(eager, traced)
     assert not torch.equal(results[0][0], plain)
+
+
+def test_steps_after_the_first_compile_nothing_and_draw_the_bits_of_eager_steps() -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    stochastic = {"format": "e4m3", "scale": "tensor", "rounding": "stochastic"}
+    model, x = Around(), torch.randn(8, 16)
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    plan = {"version": 1, "rules": [{"match": "*", "activation": stochastic}]}
+    losses = []
+    for is_compiled in (False, True):
+        with bp.attach(model, plan, example=x) as run:
+            called = torch.compile(model, backend=backend) if is_compiled else model
+            counts = []
+            for _ in range(4):
+                losses.append(called(x).square().sum().item())
+                run.step()
+                counts.append(len(graphs))
+    assert counts == counts[:1] * 4
+    assert losses[:4] == losses[4:]
+    assert len(set(losses)) == 4

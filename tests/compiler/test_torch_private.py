@@ -291,6 +291,28 @@ def probe_autograd_function_variable() -> None:
     assert states == [True]
 
 
+def probe_frame_strategy() -> None:
+    def inner(x: Tensor) -> Tensor:
+        return x.sin()
+
+    def outer(x: Tensor) -> Tensor:
+        return inner(x) + 1
+
+    skip = torch_private.FrameExecStrategy(torch_private.FrameAction.SKIP, torch_private.FrameAction.SKIP)
+    torch_private.set_code_exec_strategy(inner.__code__, skip)
+    graphs: list[str] = []
+
+    def backend(graph: fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(str(graph.code))
+        return graph.forward
+
+    torch.compile(inner, backend=backend)(torch.ones(2))
+    assert graphs == []
+    torch.compile(outer, backend=backend, fullgraph=True)(torch.ones(2))
+    assert len(graphs) == 1
+    assert "sin" in graphs[0]
+
+
 def probe_backend_registry() -> None:
     torch_private.register_backend(lambda graph, inputs: graph.forward, "bitplan_probe")
     assert "bitplan_probe" in torch_private.list_backends(exclude_tags=())
@@ -420,6 +442,9 @@ PROBES: dict[str, Callable[[], None]] = {
     "get_overridable_functions": probe_overridable_functions,
     "TensorVariable": probe_tensor_variable,
     "AutogradFunctionApplyVariable": probe_autograd_function_variable,
+    "FrameAction": probe_frame_strategy,
+    "FrameExecStrategy": probe_frame_strategy,
+    "set_code_exec_strategy": probe_frame_strategy,
     "list_backends": probe_backend_registry,
     "register_backend": probe_backend_registry,
     "functorch_config": probe_functorch_config,

@@ -59,7 +59,13 @@ from bitplan.compiler.torch_private import (
     torch_function_mode_at,
     torch_function_stack_depth,
 )
-from bitplan.compiler.tracing import VERSION, constant_when_traced, guard_on, require_supported_transform
+from bitplan.compiler.tracing import (
+    VERSION,
+    compile_only_inside_graphs,
+    constant_when_traced,
+    guard_on,
+    require_supported_transform,
+)
 from bitplan.errors import BitplanWarning, PlanError, QuantizeError
 from bitplan.numerics.wire_format import LOSS_PATH
 
@@ -160,6 +166,7 @@ class Scope(TorchFunctionMode):
     Scopes are nested as the modules are; the innermost handles an operation, and the others do not see it.
     """
 
+    @compile_only_inside_graphs
     def __init__(self, interceptor: Interceptor, module: nn.Module, counts: dict[str, int] | int | None = None) -> None:
         super().__init__()
         self.interceptor = interceptor
@@ -172,6 +179,7 @@ class Scope(TorchFunctionMode):
         #: Inside an opened operation: the operation whose rules its products follow.
         self.inside: str | None = None
 
+    @compile_only_inside_graphs
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

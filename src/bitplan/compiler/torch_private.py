@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     checkpoint_generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
     ddp_assign_buffers = torch.nn.parallel.DistributedDataParallel._assign_modules_buffers
     dynamo_config = torch._dynamo.config
+    FrameAction = torch._C._dynamo.eval_frame._FrameAction
+    FrameExecStrategy = torch._C._dynamo.eval_frame._FrameExecStrategy
     foreach_copy_ = torch._foreach_copy_
     functorch_config = torch._functorch.config
     inductor_config = torch._inductor.config
@@ -79,6 +81,7 @@ if TYPE_CHECKING:
     is_vnni_supported = torch.cpu._is_vnni_supported
     scaled_mm = torch._scaled_mm
     top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+    set_code_exec_strategy = torch._C._dynamo.eval_frame.set_code_exec_strategy
     torch_function_mode_at = torch._C._get_function_stack_at
     torch_function_stack_depth = torch._C._len_torch_function_stack
     transform_stack = torch._C._functorch.get_interpreter_stack
@@ -134,6 +137,10 @@ SYMBOLS: dict[str, str] = {
     "get_overridable_functions": "torch._dynamo.variables.torch:get_overridable_functions",
     "TensorVariable": "torch._dynamo.variables.tensor:TensorVariable",
     "AutogradFunctionApplyVariable": "torch._dynamo.variables.higher_order_ops:AutogradFunctionApplyVariable",
+    # Which frames torch.compile leaves alone when they are called outside of a graph.
+    "FrameAction": "torch._C._dynamo.eval_frame:_FrameAction",
+    "FrameExecStrategy": "torch._C._dynamo.eval_frame:_FrameExecStrategy",
+    "set_code_exec_strategy": "torch._C._dynamo.eval_frame:set_code_exec_strategy",
     "list_backends": "torch._dynamo.backends.registry:list_backends",
     "register_backend": "torch._dynamo.backends.registry:register_backend",
     # Cutting a joint graph into forward and backward, and the partitioner's classification of operations.

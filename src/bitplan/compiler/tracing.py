@@ -8,7 +8,7 @@ import re
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, wraps
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bitplan.compiler import torch_private
 from bitplan.compiler.torch_patches import Undo, replace_attribute
-from bitplan.compiler.torch_private import TracingContext, are_transforms_active
+from bitplan.compiler.torch_private import DisableTorchFunction, TracingContext, are_transforms_active
 from bitplan.errors import QuantizeError
 
 # --- Tracing
@@ -27,6 +27,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 #: Functions that :func:`allow_functions_in_graph` has yet to pass to torch.compiler.allow_in_graph. That imports
 #: ``torch._dynamo``, which takes more than a second and which eager code does not need.
 _pending_functions: list[Callable[..., Any]] = []
+#: Functions that are compiled inside of graphs only.
+_uncompiled_functions: list[Any] = []
 
 
 def is_traced() -> bool:
@@ -43,14 +45,36 @@ def constant_when_traced(function: F) -> F:
 def opaque_in_graph(function: F) -> F:
     """Under torch.compile, do not trace into `function`; AOTAutograd traces it instead.
 
-    Its arguments are tensors and constants. Takes effect at the next :func:`allow_functions_in_graph`.
+    Its arguments are tensors and constants. Takes effect at the next :func:`allow_functions_in_graph`. A backend may
+    run it inside the scope of an outer module, after a graph break: that must not intercept its operations.
     """
-    _pending_functions.append(function)
+
+    @wraps(function)
+    def without_modes(*args: Any, **kwargs: Any) -> Any:
+        with DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    _pending_functions.append(without_modes)
+    return without_modes  # type: ignore[return-value]
+
+
+def compile_only_inside_graphs(function: F) -> F:
+    """Let torch.compile trace `function` inside of graphs only: called outside of one, it is not compiled.
+
+    After a graph break, operations around a graph are intercepted in Python, and torch.compile would compile functions
+    of ours one by one, with the number of the operation as a constant. Takes effect at the next
+    :func:`allow_functions_in_graph`.
+    """
+    _uncompiled_functions.append(function)
     return function
 
 
 def allow_functions_in_graph() -> None:
-    """Register the functions that torch.compile does not trace into; call before compiling anything."""
+    """Register the functions that torch.compile treats in a special way; call before compiling anything."""
+    action = torch_private.FrameAction
+    for function in _uncompiled_functions:  # each time: torch.compiler.reset() forgets it
+        strategy = torch_private.FrameExecStrategy(action.SKIP, action.SKIP)
+        torch_private.set_code_exec_strategy(function.__code__, strategy)
     while _pending_functions:
         torch.compiler.allow_in_graph(_pending_functions.pop())  # type: ignore[no-untyped-call]
 
