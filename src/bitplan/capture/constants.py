@@ -92,6 +92,10 @@ def kind_of_result(
 
     :param buffers: names of the module's floating-point buffers.
     """
+    first: Any = args[0] if args else None
+    is_known = op in _KEEPS_MASK or not isinstance(first, Tensor) or getattr(first, _CONSTANT_TAG, None) is not None
+    if not is_known and first.is_floating_point() and not _is_buffer(module, buffers, first):
+        return ACTIVATION, 0  # most operations are given an activation first
     tensors = _float_tensors(args, kwargs)
     is_constant = True
     for tensor in tensors:
@@ -143,6 +147,11 @@ def tag_result(result: Any, kind: str, mask: int) -> Any:
 
 def _view_when_traced(part: Any) -> Any:
     return part.view_as(part) if isinstance(part, Tensor) and torch.compiler.is_compiling() else part
+
+
+def has_tags(tensor: Any) -> bool:
+    """Whether a tensor is known to be a constant or a mask."""
+    return getattr(tensor, _CONSTANT_TAG, None) is not None or getattr(tensor, _MASK_TAG, None) is not None
 
 
 def clear_tags(result: Any) -> None:

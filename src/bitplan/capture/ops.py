@@ -159,7 +159,12 @@ def works_in_place(func: Callable[..., Any]) -> bool:
     >>> works_in_place(torch.relu_), works_in_place(torch.Tensor.__iadd__), works_in_place(torch.relu)
     (True, True, False)
     """
-    name = getattr(func, "__name__", "").partition(".")[0]
+    return _names_in_place(getattr(func, "__name__", ""))
+
+
+@lru_cache(maxsize=4096)
+def _names_in_place(name: str) -> bool:
+    name = name.partition(".")[0]
     if name.startswith("__"):
         return name.startswith("__i") and name.strip("_") in _SPELLINGS
     return name.endswith("_")

@@ -37,6 +37,7 @@ from bitplan.capture.constants import (
     ACTIVATION,
     CONSTANT,
     clear_tags,
+    has_tags,
     kind_of_result,
     mask_arguments,
     tag_made_of_integers,
@@ -189,7 +190,19 @@ class Scope(TorchFunctionMode):
                 else:
                     decomposition = None
             if is_ours and decomposition is None and op not in REGIONS:
-                return self._intercept(op, traceable(func), args, named)
+                func = traceable(func)
+                module, tags = self.module, interceptor.tags_constants
+                buffers = state_of(module).float_buffers
+                if op is None:
+                    result = interceptor.on_view(func, args, named)
+                    return tag_view(module, buffers, func, args, named, result) if tags else result
+                if op == "einsum" and len(args) == 2 and isinstance(args[1], (list, tuple)):
+                    args = (args[0], *args[1])  # the operands as one list
+                kind, mask = kind_of_result(module, buffers, op, args, named) if tags else (ACTIVATION, 0)
+                result = interceptor.on_operation(self, op, self._number(op), kind, func, args, named)
+                if tags and kind != CONSTANT and args and has_tags(args[0]) and works_in_place(func):
+                    clear_tags(args[0])
+                return tag_result(result, kind, mask) if mask or kind != ACTIVATION else result
         # Other modes may want to see the rest, factories of tensors among them.
         if not is_ours:
             result = func(*args, **named)
@@ -203,24 +216,6 @@ class Scope(TorchFunctionMode):
         inner.inside = self.inside if op in TRANSPARENT else op
         with inner:
             return decomposition(*args, **named)
-
-    def _intercept(self, op: str | None, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Hand an operation to the interceptor, or a function that makes no values of its own."""
-        interceptor, module = self.interceptor, self.module
-        buffers = state_of(module).float_buffers
-        if op is None:
-            result = interceptor.on_view(func, args, kwargs)
-            return tag_view(module, buffers, func, args, kwargs, result) if interceptor.tags_constants else result
-        if op == "einsum" and len(args) == 2 and isinstance(args[1], (list, tuple)):
-            args = (args[0], *args[1])  # the operands as one list
-        index = self._number(op)
-        if not interceptor.tags_constants:
-            return interceptor.on_operation(self, op, index, ACTIVATION, func, args, kwargs)
-        kind, mask = kind_of_result(module, buffers, op, args, kwargs)
-        result = interceptor.on_operation(self, op, index, kind, func, args, kwargs)
-        if kind != CONSTANT and args and works_in_place(func):
-            clear_tags(args[0])
-        return tag_result(result, kind, mask)
 
     def _number(self, op: str) -> int:
         """The operation's number among its equals."""
@@ -316,7 +311,7 @@ class _Planned:
         if state is None:  # detached; the method was bound to the module before, as Accelerate's wrappers do
             return type(self).forward(self, *args, **kwargs)
         interceptor = state.interceptor
-        if interceptor.tags_constants:
+        if interceptor.tags_constants and state.mask_arguments:
             args, kwargs = with_mask_tags(state.mask_arguments, args, kwargs)
         if torch.compiler.is_compiling():
             guard_on(self.__dict__[VERSION])

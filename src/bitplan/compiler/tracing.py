@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bitplan.compiler import torch_private
 from bitplan.compiler.torch_patches import Undo, replace_attribute
-from bitplan.compiler.torch_private import TracingContext
+from bitplan.compiler.torch_private import TracingContext, are_transforms_active
 from bitplan.errors import QuantizeError
 
 # --- Tracing
@@ -108,20 +108,20 @@ class _SavedContext(SimpleNamespace):
         self.saved = tensors
 
 
-def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply(*args)``, also inside ``torch.func.grad`` and ``torch.func.vjp``.
+def transformable(function: type[torch.autograd.Function]) -> Any:
+    """An autograd function whose ``apply`` also works inside ``torch.func.grad`` and ``torch.func.vjp``.
 
     They demand ``setup_context``, with which torch inspects the signature of ``forward`` at every call: several
     microseconds, that no other call has to pay.
     """
-    if not torch.compiler.is_compiling() and torch_private.are_transforms_active():
+    if are_transforms_active() and not torch.compiler.is_compiling():
         require_supported_transform()
-        return _with_setup_context(function).apply(*args, _SavedContext())  # type: ignore[no-untyped-call]
-    return function.apply(*args)  # type: ignore[no-untyped-call]
+        return _with_setup_context(function)
+    return function
 
 
 @cache
-def _with_setup_context(function: Any) -> type[torch.autograd.Function]:
+def _with_setup_context(function: Any) -> SimpleNamespace:
     def forward(*args: Any) -> Any:
         return function.forward(args[-1], *args[:-1])
 
@@ -137,7 +137,8 @@ def _with_setup_context(function: Any) -> type[torch.autograd.Function]:
         return (*function.backward(ctx, *grads), None)
 
     own = {"forward": forward, "setup_context": setup_context, "backward": backward}
-    return type(function.__name__, (torch.autograd.Function,), {name: staticmethod(f) for name, f in own.items()})
+    derived: Any = type(function.__name__, (torch.autograd.Function,), {n: staticmethod(f) for n, f in own.items()})
+    return SimpleNamespace(apply=lambda *args: derived.apply(*args, _SavedContext()))
 
 
 def require_supported_transform() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitplan.compiler.tracing import apply_function
+from bitplan.compiler.tracing import transformable
 from bitplan.errors import QuantizeError
 
 
@@ -143,7 +143,7 @@ class SlotProduct(torch.autograd.Function):
 def slot_product(x: Tensor, w: Tensor, bias: Tensor | None, product: Product, slots: Any) -> Tensor:
     """y = x w with the six slots rounded by `slots`."""
     is_unbatched = product.op.startswith("conv") and x.dim() == w.dim() - 1
-    y: Tensor = apply_function(SlotProduct, x.unsqueeze(0) if is_unbatched else x, w, bias, product, slots)
+    y: Tensor = transformable(SlotProduct).apply(x.unsqueeze(0) if is_unbatched else x, w, bias, product, slots)
     return y.squeeze(0) if is_unbatched else y
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from bitplan.compiler.tracing import apply_function, is_traced
+from bitplan.compiler.tracing import is_traced, transformable
 from bitplan.errors import FormatError, QuantizeError, nearest_names
 from bitplan.numerics import chunks
 from bitplan.numerics.dtypes import TORCH_FLOAT8, carrier_for, round_by_torch
@@ -84,7 +84,7 @@ def straight_through(
 ) -> Tensor:
     """The rounded `x`; its gradient passes through unchanged."""
     if x.requires_grad and torch.is_grad_enabled():
-        straight: Tensor = apply_function(StraightThrough, x, quantizer, bits, row, span, between)
+        straight: Tensor = transformable(StraightThrough).apply(x, quantizer, bits, row, span, between)
         return straight
     return quantizer.round_values(x.detach(), bits, row, span, between)
 

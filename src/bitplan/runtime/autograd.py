@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitplan.compiler.tracing import apply_function, is_traced, opaque_in_graph
+from bitplan.compiler.tracing import is_traced, opaque_in_graph, transformable
 from bitplan.gemm.products import Product, slot_product
 from bitplan.numerics.wire_format import OPERAND_OF_SLOT
 from bitplan.plans import SLOTS
@@ -251,9 +251,9 @@ def _both_ways(
     if backward is None:
         return x if forward is None else forward.round(x, context, weight_key)
     if forward is None or forward.changes_nothing_in(x):
-        passed: Tensor = apply_function(RoundedGradient, x, backward, back)
+        passed: Tensor = transformable(RoundedGradient).apply(x, backward, back)
     else:
-        passed = apply_function(RoundedBothWays, x, forward, backward, context, back, weight_key)
+        passed = transformable(RoundedBothWays).apply(x, forward, backward, context, back, weight_key)
     return passed if forward is None else mark_rounded(passed, forward.grid)
 
 
@@ -264,5 +264,5 @@ def _relu(
         return _both_ways(torch.relu(x), forward, backward, context, back, None)
     if backward is None:
         return mark_rounded(torch.relu(x), forward.grid)
-    y: Tensor = apply_function(GridRelu, x, backward, back)
+    y: Tensor = transformable(GridRelu).apply(x, backward, back)
     return mark_rounded(y, forward.grid)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bitplan.compiler.tracing import apply_function, is_traced
+from bitplan.compiler.tracing import is_traced, transformable
 from bitplan.gemm.axes import resolve
 from bitplan.numerics import chunks
 from bitplan.numerics.chunks import chunked_on_gpu
@@ -270,7 +270,7 @@ class RoundingOp:
             return self._round_and_mark(x, context, weight_key)
         quantizer, bits, row, span, record = self._prepare(x, context, weight_key)
         if x.requires_grad and torch.is_grad_enabled():
-            rounded: Tensor = apply_function(StraightThrough, x, quantizer, bits, row, span, None)
+            rounded: Tensor = transformable(StraightThrough).apply(x, quantizer, bits, row, span, None)
         else:
             rounded = quantizer.round_values(x.detach(), bits, row, span)
         if record is not None and context.observing:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitplan.compiler.tracing import apply_function, is_traced, opaque_in_graph
+from bitplan.compiler.tracing import is_traced, opaque_in_graph, transformable
 from bitplan.executions.native.backends import backend_named, supports_shape
 from bitplan.executions.native.convolution import ConvGemmLayout, is_channels_last
 from bitplan.executions.native.float8_cast import FORMATS, INPUT_DTYPES, cast_float8
@@ -220,5 +220,5 @@ def _native_product_in_graph(
 
 
 def _multiply(x: Tensor, w: Tensor, bias: Tensor | None, layout: GemmLayout, slots: NativeSlots) -> Tensor:
-    y: Tensor = apply_function(NativeProduct, x, w, bias, layout, slots)
+    y: Tensor = transformable(NativeProduct).apply(x, w, bias, layout, slots)
     return y
