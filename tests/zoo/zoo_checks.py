@@ -133,13 +133,15 @@ def _step(zoo: ZooModel, model: nn.Module, returned: Any, loss: Tensor) -> Step:
     return Step(loss.detach().clone(), gradients, zoo.output(returned).detach().clone())
 
 
-def train(zoo: ZooModel, model: nn.Module, run: Any, steps: int = 2, forward: Any = None) -> list[Step]:
+def train(
+    zoo: ZooModel, model: nn.Module, run: Any, steps: int = 2, forward: Any = None, batch: Batch | None = None
+) -> list[Step]:
     """Training steps with SGD; `forward` is a compiled model."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     done = []
     for _ in range(steps):
         optimizer.zero_grad()
-        returned = zoo.run(forward or model)
+        returned = zoo.run(forward or model, batch)
         loss = zoo.loss(returned)
         loss.backward()
         done.append(_step(zoo, model, returned, loss))
@@ -243,33 +245,40 @@ def _require_near(planned: Step, plain: Step, where: str = "") -> None:
         raise Failure(f"the output is off by {error:.0%}{where}")
 
 
-def _require_close(zoo: ZooModel, plan: ZooPlan, ours: Step, theirs: Step, where: str) -> None:
-    """Gradients are as close as those of weights that differ in the last bit of float32.
+def _require_close(zoo: ZooModel, plan: ZooPlan, ours: Step, theirs: Step, number: int, where: str = "") -> None:
+    """Gradients of a step are as close as those of weights that differ in the last bit of float32.
 
     A value near the midpoint of two neighbours then rounds to the other one, which deep networks amplify.
     """
     error = gradient_distance(ours.gradients, theirs.gradients)
-    if error > 0.02 and error > 3 * (noise := _noise(zoo, plan)):
+    if error > 0.02 and error > 3 * (noise := _noise(zoo, plan)[number]):
         raise Failure(f"gradients{where} differ by {error:.1%} (rounding noise {noise:.1%})")
 
 
 @cache
-def _noise(zoo: ZooModel, plan: ZooPlan) -> float:
-    """What a relative change of the weights by 1e-7 does to the gradients, at most, in both layouts of images."""
-    distances = []
+def _noise(zoo: ZooModel, plan: ZooPlan) -> list[float]:
+    """What a relative change of the weights by 1e-7 does to the gradients of each of three steps, at most."""
+    distances = [0.0] * 3
     for layout in (torch.contiguous_format, torch.channels_last):
-        gradients = []
-        for size in (0.0, 1e-7):
+        runs = []
+        for seed in (None, 3, 4):
             model = zoo.make().to(memory_format=layout)
-            generator = torch.Generator().manual_seed(3)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(1 + size * torch.randn(parameter.shape, generator=generator))
-            with attached(model, plan):
+            if seed is not None:
+                _perturb(model, seed)
+            with attached(model, plan) as run:
                 batch = tree_map_only(Tensor, partial(_in_layout, layout), zoo.make_batch())
-                gradients.append(train_step(zoo, model, batch).gradients)
-        distances.append(gradient_distance(gradients[1], gradients[0]))
-    return max(distances)
+                runs.append(train(zoo, model, run, 3, batch=batch))
+        for perturbed in runs[1:]:
+            for number, (ours, theirs) in enumerate(zip(perturbed, runs[0], strict=True)):
+                distances[number] = max(distances[number], gradient_distance(ours.gradients, theirs.gradients))
+    return distances
+
+
+def _perturb(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 1e-7 * torch.randn(parameter.shape, generator=generator))
 
 
 def _in_layout(layout: torch.memory_format, tensor: Tensor) -> Tensor:
@@ -301,7 +310,7 @@ def check_compiled(zoo: ZooModel, plan: ZooPlan) -> None:
         raise
     for number, (ours, theirs) in enumerate(zip(step, expected, strict=True)):
         _require_finite(ours, f" in step {number}")
-        _require_close(zoo, plan, ours, theirs, f" of compiled step {number}")
+        _require_close(zoo, plan, ours, theirs, number, f" of compiled step {number}")
     if graphs[1:] != [graphs[0]] * 2:
         _, plain_graphs = _compiled(zoo, None)
         if plain_graphs[1:] == [plain_graphs[0]] * 2:
@@ -504,7 +513,7 @@ def check_native(zoo: ZooModel, plan: ZooPlan) -> None:
         raise Failure("no product runs natively")
     _require_finite(expected, " in emulation")
     _require_finite(native)
-    _require_close(zoo, plan, native, expected, "")
+    _require_close(zoo, plan, native, expected, 0)
 
 
 @dataclass(frozen=True)
