@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -113,6 +114,22 @@ def test_a_mask_that_is_an_argument(plan: Any, need_weights: bool) -> None:
     assert 1e-4 < (rounded - plain).abs().max() < 0.2
     assert torch.equal(mask, before)
     assert not [name for name in vars(mask) if "bitplan" in name]
+
+
+@pytest.mark.parametrize("is_set_on_the_instance", [False, True])
+def test_a_mask_by_the_name_of_an_argument(is_set_on_the_instance: bool) -> None:
+    class Masked(nn.Module):
+        def forward(self, scores: Tensor, attention_mask: Tensor) -> Tensor:
+            return torch.softmax(scores + attention_mask, -1)
+
+    model = Masked()
+    if is_set_on_the_instance:
+        model.forward = functools.wraps(model.forward)(lambda *args, **kwargs: Masked.forward(model, *args, **kwargs))  # type: ignore[method-assign]
+    scores, mask = 3 * torch.randn(4, 6), torch.zeros(6).masked_fill(torch.arange(6) > 3, -1e9)
+    plain = model(scores, mask)
+    with bp.attach(model, "fp8-all"):
+        rounded = model(scores, attention_mask=mask)
+    assert 0 < (rounded - plain).abs().max() < 0.1
 
 
 class Positions(nn.Module):

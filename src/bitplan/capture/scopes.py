@@ -439,6 +439,8 @@ def _call_in_scope(module: nn.Module, function: Callable[..., Any], args: Any, k
     if state is None:
         return function(*args, **kwargs)
     interceptor = state.interceptor
+    if interceptor.tags_constants and state.mask_arguments:
+        args, kwargs = with_mask_tags(state.mask_arguments, args, kwargs)
     is_outermost = False
     if torch.compiler.is_compiling():
         guard_on(module.__dict__[VERSION])
