@@ -30,7 +30,7 @@ TEXT = """# Foreign models
 
 `make zoo` attaches plans to {models} small models of other libraries and checks each combination; `make test` has a
 sample. `python tests/zoo/run.py --only llama` runs one model, `--check packed` one check. {passed} of {cases}
-combinations pass (torch {torch}, one CPU thread, models of one or two layers and random weights).
+combinations pass{missing} (torch {torch}, one CPU thread, models of one or two layers and random weights).
 
 {checks}
 The plan `operands` rounds `x` and `w` of every product to E4M3 and `dy` to E5M2, with power-of-two scales.
@@ -105,6 +105,7 @@ def run_all(models: list[ZooModel], checks: list[str], plans: list[str], jobs: i
 def page(results: list[Result], models: list[ZooModel]) -> str:
     """The page of the documentation: model by check, then a sentence for each failure."""
     failures = [result for result in results if result.message]
+    missing = sum(len(check.plans) for zoo in models for check in CHECKS.values() if check.applies(zoo)) - len(results)
     cases = {(result.model, result.check) for result in results}
     failed = {(result.model, result.check) for result in failures}
     rows = [
@@ -121,6 +122,7 @@ def page(results: list[Result], models: list[ZooModel]) -> str:
         models=len(models),
         cases=len(results),
         passed=len(results) - len(failures),
+        missing=f", {missing} were not run" if missing else "",
         torch=torch.__version__.split("+")[0],
         checks=_table(["check", "holds if", "plans"], checks),
         table=_table(["model", "library", *CHECKS], rows),
@@ -146,8 +148,8 @@ def merge(path: Path | None, results: list[Result]) -> list[Result]:
     if path is None:
         return results
     stored = [Result(**fields) for fields in json.loads(path.read_text())] if path.exists() else []
-    cases = {(result.model, result.check, result.plan) for result in results}
-    merged = [result for result in stored if (result.model, result.check, result.plan) not in cases] + results
+    # The last result of a case replaces those before it.
+    merged = [*{(result.model, result.check, result.plan): result for result in [*stored, *results]}.values()]
     path.write_text(json.dumps([asdict(result) for result in merged], indent=0))
     return merged
 
