@@ -132,6 +132,17 @@ def test_a_mask_by_the_name_of_an_argument(is_set_on_the_instance: bool) -> None
     assert 0 < (rounded - plain).abs().max() < 0.1
 
 
+def test_features_of_a_mask_are_activations() -> None:
+    class Segmenter(nn.Module):
+        def forward(self, queries: Tensor, mask_features: Tensor) -> Tensor:
+            return queries + mask_features
+
+    queries, features = torch.randn(2, 4, 6).unbind()
+    with bp.attach(Segmenter(), {"version": 1, "rules": [{"match": "*", "activation": "e4m3"}]}) as run:
+        total = run.model(queries, features)
+    assert torch.equal(total, (queries + features).to(torch.float8_e4m3fn).float())
+
+
 class Positions(nn.Module):
     """Angles from a buffer and positions, as rotary embeddings compute them; offsets from counts, as experts do."""
 

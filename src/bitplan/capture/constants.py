@@ -52,7 +52,7 @@ _BOUNDS = frozenset(("clamp", "clamp_min", "clamp_max"))
 
 
 def mask_arguments(module: nn.Module) -> tuple[tuple[int, str], ...]:
-    """Positions and names of the arguments of ``forward`` that are called masks.
+    """Positions and names of the arguments of ``forward`` that are masks: ``attention_mask``, not ``mask_features``.
 
     >>> mask_arguments(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8), 1))
     ((1, 'mask'), (2, 'src_key_padding_mask'))
@@ -61,7 +61,7 @@ def mask_arguments(module: nn.Module) -> tuple[tuple[int, str], ...]:
         parameters = inspect.signature(module.forward).parameters
     except (TypeError, ValueError):  # not written in Python
         return ()
-    return tuple((position, name) for position, name in enumerate(parameters) if "mask" in name)
+    return tuple((position, name) for position, name in enumerate(parameters) if name.endswith("mask"))
 
 
 def with_mask_tags(names: tuple[tuple[int, str], ...], args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
