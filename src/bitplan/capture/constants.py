@@ -1,4 +1,4 @@
-"""Results of operations that are no activations: constants, and attention scores under a mask.
+"""Results of operations that are no activations: constants, attention scores under a mask, and statistics of norms.
 
 A *constant* depends on no parameter and on no floating-point input of the model: positions, rotary angles, expert
 offsets, masks. A tensor is one where it is made of integers and Python numbers (``arange``, a cast of indices), of a
@@ -8,7 +8,12 @@ A *mask* has entries that stand for minus infinity: -inf, ``torch.finfo(dtype).m
 of a rounded tensor: all other values would become 0, or NaN. A tensor is one from the operation that writes such a
 number until the operation (a softmax, usually) that makes ordinary numbers of it.
 
-Both are known by an attribute of the tensor, which eager and traced tensors can have.
+A *statistic* of a norm is a mean or sum of squares, a variance, a standard deviation or a vector norm with
+``keepdim=True``, and what is computed of statistics and numbers alone: ``variance + eps``, its ``rsqrt``. With a scale
+per tensor, the variance of a small row would be rounded to 0, and the row divided by it. The squares are activations
+(a squared ReLU is one), but a statistic is computed of the values that they had before they were rounded.
+
+All are known by attributes of the tensor, which eager and traced tensors can have.
 """
 
 from __future__ import annotations
@@ -24,12 +29,15 @@ from bitplan.capture.ops import FACTORIES_LIKE, name_of, works_in_place
 from bitplan.compiler.tracing import constant_when_traced
 
 #: What the result of an operation is.
-ACTIVATION, CONSTANT, MASK = "activation", "constant", "mask"
+ACTIVATION, CONSTANT, MASK, SQUARE, STATISTIC = "activation", "constant", "mask", "square", "statistic"
 
 _CONSTANT_TAG = "_bitplan_constant"
 _MASK_TAG = "_bitplan_mask"
-#: All attributes that this module gives to tensors.
-TAGS = (_CONSTANT_TAG, _MASK_TAG)
+_STATISTIC_TAG = "_bitplan_statistic"
+#: Its value: the squares before they were rounded, or True where they are not rounded.
+_SQUARE_TAG = "_bitplan_square"
+#: The attributes that a checkpointed region's arguments keep.
+TAGS = (_CONSTANT_TAG, _MASK_TAG, _STATISTIC_TAG)
 
 #: Values of the mask's tag. An argument of ``forward`` that is called a mask may be added to scores, or multiply them
 #: by 0 and 1: only a sum with it is a mask for certain.
@@ -49,6 +57,20 @@ _KEEPS_MASK = frozenset(
 _MULTIPLIES = frozenset(("mul", "div"))
 #: Those whose numbers are bounds, and no entries.
 _BOUNDS = frozenset(("clamp", "clamp_min", "clamp_max"))
+
+#: Reductions of squares -> the position of ``keepdim`` among their arguments.
+_REDUCES_SQUARES = {"mean": 2, "sum": 2}
+#: Reductions of any tensor that are statistics -> the same.
+_MAKES_STATISTIC = {"var": 3, "std": 3, "var_mean": 3, "std_mean": 3, "norm": 3, "linalg_vector_norm": 3}
+#: Operations whose result is a statistic if all of their operands are, or constants.
+_KEEPS_STATISTIC = frozenset(
+    """
+    add sub mul div neg pow sqrt rsqrt reciprocal clamp clamp_min clamp_max maximum minimum max min abs mean sum
+    """.split()  # noqa: SIM905 - a paragraph of names reads better than a page of quotes
+)
+_MAY_SQUARE = frozenset(("pow", "square", "mul"))
+#: Operations whose result is more than an activation, though their first argument is one.
+_MAY_BE_SPECIAL = _KEEPS_MASK | _KEEPS_STATISTIC | _MAY_SQUARE | _MAKES_STATISTIC.keys()
 
 
 def mask_arguments(module: nn.Module) -> tuple[tuple[int, str], ...]:
@@ -93,7 +115,7 @@ def kind_of_result(
     :param buffers: names of the module's floating-point buffers.
     """
     first: Any = args[0] if args else None
-    is_known = op in _KEEPS_MASK or not isinstance(first, Tensor) or getattr(first, _CONSTANT_TAG, None) is not None
+    is_known = op in _MAY_BE_SPECIAL or not isinstance(first, Tensor) or getattr(first, _CONSTANT_TAG, None) is not None
     if not is_known and first.is_floating_point() and not _is_buffer(module, buffers, first):
         return ACTIVATION, 0  # most operations are given an activation first
     tensors = _float_tensors(args, kwargs)
@@ -107,7 +129,53 @@ def kind_of_result(
         mask = _mask_of(op, tensors, args, kwargs, is_constant)
     if is_constant:
         return CONSTANT, mask
-    return (MASK if mask == _BY_VALUE else ACTIVATION), mask
+    if mask == _BY_VALUE:
+        return MASK, mask
+    if op in _MAY_SQUARE and _is_square(op, args, kwargs):
+        return SQUARE, mask
+    return (STATISTIC if _is_statistic(op, tensors, args, kwargs) else ACTIVATION), mask
+
+
+def _is_square(op: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation squares a tensor that is no statistic."""
+    if not args or getattr(args[0], _STATISTIC_TAG, None) is not None:
+        return False
+    other = args[1] if len(args) > 1 else kwargs.get("exponent", kwargs.get("other"))
+    if op == "pow":
+        return isinstance(args[0], Tensor) and isinstance(other, (int, float)) and other == 2
+    return op == "square" or args[0] is other
+
+
+def _is_statistic(op: str, tensors: list[Tensor], args: Any, kwargs: dict[str, Any]) -> bool:
+    if op in _MAKES_STATISTIC and _keeps_dim(_MAKES_STATISTIC[op], args, kwargs):
+        return True
+    if op in _REDUCES_SQUARES and getattr(tensors[0], _SQUARE_TAG, None) is not None:
+        return _keeps_dim(_REDUCES_SQUARES[op], args, kwargs)
+    if op not in _KEEPS_STATISTIC:
+        return False
+    is_statistic = False
+    for tensor in tensors:
+        if getattr(tensor, _STATISTIC_TAG, None) is not None:
+            is_statistic = True
+        elif getattr(tensor, _CONSTANT_TAG, None) is None:
+            return False
+    return is_statistic
+
+
+def _keeps_dim(position: int, args: Any, kwargs: dict[str, Any]) -> bool:
+    value = args[position] if len(args) > position else kwargs.get("keepdim", kwargs.get("keepdims"))
+    return value is True
+
+
+def keep_unrounded(squares: Tensor, unrounded: Tensor) -> None:
+    """Remember the values that `squares`, which are rounded, had before."""
+    setattr(squares, _SQUARE_TAG, unrounded)
+
+
+def with_unrounded_squares(args: Any) -> Any:
+    """The arguments of an operation that makes a statistic, with squares as they were before they were rounded."""
+    unrounded = getattr(args[0], _SQUARE_TAG, None) if args else None
+    return (unrounded, *args[1:]) if isinstance(unrounded, Tensor) else args
 
 
 def _mask_of(op: str, tensors: list[Tensor], args: Any, kwargs: dict[str, Any], is_constant: bool) -> int:
@@ -140,6 +208,10 @@ def tag_result(result: Any, kind: str, mask: int) -> Any:
     if isinstance(result, Tensor) and result.is_floating_point():
         if kind == CONSTANT:
             setattr(result, _CONSTANT_TAG, True)
+        elif kind == STATISTIC:
+            setattr(result, _STATISTIC_TAG, True)
+        elif kind == SQUARE and getattr(result, _SQUARE_TAG, None) is None:
+            setattr(result, _SQUARE_TAG, True)
         if mask:
             setattr(result, _MASK_TAG, mask)
     return result
@@ -150,13 +222,16 @@ def _view_when_traced(part: Any) -> Any:
 
 
 def has_tags(tensor: Any) -> bool:
-    """Whether a tensor is known to be a constant or a mask."""
-    return getattr(tensor, _CONSTANT_TAG, None) is not None or getattr(tensor, _MASK_TAG, None) is not None
+    """Whether a tensor is known to be more than an activation."""
+    for tag in (*TAGS, _SQUARE_TAG):  # noqa: SIM110 - a loop costs a third of a generator
+        if getattr(tensor, tag, None) is not None:
+            return True
+    return False
 
 
 def clear_tags(result: Any) -> None:
     """Forget what is known of a tensor that an activation was written into."""
-    for tag in TAGS:
+    for tag in (*TAGS, _SQUARE_TAG):
         if getattr(result, tag, None) is not None:
             setattr(result, tag, None)
 
@@ -183,7 +258,9 @@ def tag_view(
         return result
     is_constant = getattr(args[0], _CONSTANT_TAG, None) is not None or _is_buffer(module, buffers, args[0])
     mask = _BY_VALUE if _has_minus_infinity(args[1:], kwargs) else getattr(args[0], _MASK_TAG, None) or 0
-    return tag_result(result, CONSTANT if is_constant else ACTIVATION, mask)
+    if is_constant:
+        return tag_result(result, CONSTANT, mask)
+    return tag_result(result, STATISTIC if getattr(args[0], _STATISTIC_TAG, None) is not None else ACTIVATION, mask)
 
 
 def tag_made_of_integers(args: Any, kwargs: dict[str, Any], result: Any) -> Any:

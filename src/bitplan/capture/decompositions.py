@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bitplan.capture.constants import ACTIVATION, CONSTANT, MASK, named_mask
+from bitplan.capture.constants import ACTIVATION, CONSTANT, MASK, STATISTIC, named_mask
 from bitplan.capture.ops import PRODUCTS
 from bitplan.errors import QuantizeError
 from bitplan.plans import PLACES, SLOTS, Decision, Plan, Rule, compile_match
@@ -419,7 +419,7 @@ def decision_for(
 
     :param op: may carry its number, as in ``relu.1``.
     :param inside: the decomposed operation that it is a part of.
-    :param kind: what it returns: constants and masks are left alone.
+    :param kind: what it returns: constants, masks and statistics are left alone.
     """
     decision = decide(module, op)
     if inside is not None and op.split(".")[0] in PRODUCTS:
@@ -427,4 +427,6 @@ def decision_for(
         decision = around if has_slots(around) else decision
     if kind == CONSTANT and not decision.constants:
         return decision.without(PLACES)
+    if kind == STATISTIC:
+        return decision.without(("activation", "grad_activation"))
     return decision.without(("activation",)) if kind == MASK else decision

@@ -209,7 +209,7 @@ class Operation:
     parameters: list[tuple[str, Tensor]]
     outputs: list[Tensor]
     needs_grad: bool
-    #: An activation, a constant or a mask, see :mod:`bitplan.capture.constants`.
+    #: An activation, a constant, a mask, ... see :mod:`bitplan.capture.constants`.
     kind: str = ACTIVATION
     #: For products: x, w and the settings that matter for counting.
     operands: tuple[Tensor, Tensor] | None = None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.capture.constants import CONSTANT, MASK, TAGS
+from bitplan.capture.constants import CONSTANT, MASK, SQUARE, STATISTIC, TAGS, keep_unrounded, with_unrounded_squares
 from bitplan.capture.decompositions import DECOMPOSITIONS
 from bitplan.capture.ops import PRODUCTS, drops_nothing, inplace_position, out_of_place, works_in_place
 from bitplan.capture.recording import ProductWatch
@@ -153,10 +153,13 @@ class Rounder(Interceptor):
             return func(*args, **kwargs)
         context = OpContext(op_site(op, index), module, action)
         context.is_mask = kind == MASK
+        rounds_output = action is not None and kind != STATISTIC and action.rounds_output(context.training)
+        if kind == STATISTIC:
+            args = with_unrounded_squares(args)
         is_product = op in PRODUCTS and (op != "einsum" or len(args) == 3)
         has_slots = is_product and action is not None and action.has_slots
         target = None
-        if has_slots or self.tags_gradients or (action is not None and action.rounds_output(context.training)):
+        if has_slots or self.tags_gradients or rounds_output:
             target, func, args, kwargs = _returning(func, args, kwargs)
         overwritten = _overwritten_arguments(op, target, args)
         if self.tags_gradients:
@@ -176,7 +179,7 @@ class Rounder(Interceptor):
             _require_room_under_autocast(action, args)
         if has_slots:
             return _written(target, self._product(module, op, action, context, func, args, kwargs))
-        if op == "relu" and action.rounds_output(context.training) and not action.at_consumer:
+        if op == "relu" and rounds_output and not action.at_consumer:
             x = args[0] if args else kwargs["input"]
             return _written(target, self.execution.relu(x, *self._ways(action, context, x), context))
         args, kwargs = self._rounded_weights(module, action, context, args, kwargs)
@@ -186,12 +189,14 @@ class Rounder(Interceptor):
             self.on_product(scope, op, watch.seen)
         else:
             result = func(*args, **kwargs)
-        if action.rounds_output(context.training):
-            main = _largest(result, Tensor)
+        if rounds_output:
+            main, unrounded = _largest(result, Tensor), result
             other = context.unrecorded(follows=action.promotes_together)
             result = map_tensors(
                 lambda t: self._rounded_output(action, context if t is main else other, t, args), result
             )
+            if kind == SQUARE and target is None and result is not unrounded:
+                keep_unrounded(result, unrounded)
         return _written(target, result)
 
     def around_call(self) -> AbstractContextManager[None]:
