@@ -145,6 +145,8 @@ class Rounder(Interceptor):
         if drops_nothing(op, args, kwargs):
             return args[0]  # torch.compile would take it for another tensor
         action = self.rounding_of(module, op, index, scope.inside)
+        if kind == STATISTIC:
+            args = with_unrounded_squares(args)
         if action is not None and kind == CONSTANT and not action.rounds_constants:
             return func(*args, **kwargs)
         if self.on_site is not None and not torch.compiler.is_compiling():
@@ -154,8 +156,6 @@ class Rounder(Interceptor):
         context = OpContext(op_site(op, index), module, action)
         context.is_mask = kind == MASK
         rounds_output = action is not None and kind != STATISTIC and action.rounds_output(context.training)
-        if kind == STATISTIC:
-            args = with_unrounded_squares(args)
         is_product = op in PRODUCTS and (op != "einsum" or len(args) == 3)
         has_slots = is_product and action is not None and action.has_slots
         target = None
