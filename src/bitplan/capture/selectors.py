@@ -246,6 +246,15 @@ class OperationGraph:
         }
 
     @cached_property
+    def read_nonlinearly(self) -> set[int]:
+        """What a nonlinear function reads, perhaps after linear ones: ``sigmoid(1.702 * x)``."""
+        sources: set[int] = set()
+        for number, operation in enumerate(self.operations):
+            if operation.op in POINTWISE and operation.op not in LINEAR_POINTWISE:
+                sources |= {self._root_of(read, self.pointwise_roots)[0] for read in self.activations(number)}
+        return {number for number in sources if number >= 0}
+
+    @cached_property
     def saved(self) -> set[int]:
         saved = {n for n, operation in enumerate(self.operations) if operation.op in SAVES_OUTPUT}
         saved = {number for number in saved if self.operations[number].needs_grad}
@@ -281,6 +290,7 @@ _PREDICATES: dict[str, Callable[[OperationGraph], set[int]]] = {
     "residual": lambda graph: graph.residual_sums,
     "saved": lambda graph: graph.saved,
     "pointwise-readers": lambda graph: graph.read_pointwise,
+    "nonlinear-readers": lambda graph: graph.read_nonlinearly,
     "norm-readers": lambda graph: graph.normed,
 }
 #: Selectors that a module that is called several times fulfils in every call, not in any.

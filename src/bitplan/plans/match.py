@@ -78,6 +78,7 @@ SELECTORS: dict[str, str] = {
     "residual": "a sum of a tensor and of a branch that was computed from it",
     "saved": "kept for the backward pass, if nothing is planned",
     "pointwise-readers": "read by pointwise operations only, such as gelu or mul, and not by a norm",
+    "nonlinear-readers": "read by a nonlinear pointwise function, such as gelu, relu or silu",
     "norm-readers": "read by a norm, fused or written out",
 }
 
