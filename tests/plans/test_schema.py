@@ -206,12 +206,21 @@ def test_the_loader_and_the_schema_agree_on_quantizers(quantizer: dict[str, Any]
     st.dictionaries(st.sampled_from([*KEYS]), st.sampled_from(["e4m3", "keep", {"format": "int8"}]), max_size=4),
     st.fixed_dictionaries(
         {},
-        optional={"keep": st.booleans(), "grad_at": st.sampled_from(["producer", "consumer"]), "strict": st.booleans()},
+        optional={
+            "keep": st.booleans(),
+            "grad_at": st.sampled_from(["producer", "consumer"]),
+            "strict": st.booleans(),
+            "select": st.sampled_from(["gate", ["saved", "not gate"], "not", "gates", [], 3]),
+            "max_elements": st.sampled_from([0, 1, 2**62, 2**63, 1.5, "9"]),
+        },
     ),
+    st.booleans(),
 )
 @settings(max_examples=600)
-def test_the_loader_and_the_schema_agree_on_rules(places: dict[str, Any], more: dict[str, Any]) -> None:
+def test_the_loader_and_the_schema_agree_on_rules(places: dict[str, Any], more: dict[str, Any], matches: bool) -> None:
     data = with_rule(**places, **more)
+    if not matches:
+        del data["rules"][0]["match"]
     assert VALIDATOR.is_valid(data) == loads(data)
 
 
