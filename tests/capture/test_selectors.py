@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ from torch.nn import functional as F
 
 import bitplan as bp
 from bitplan.analysis.explain import explain_selections
-from bitplan.capture.recording import record
+from bitplan.capture.recording import Operation, record
 from bitplan.capture.selectors import OperationGraph, expand_plan, expand_selectors, fold_sites, plan_for_model
 from bitplan.errors import PlanError
-from bitplan.plans import Plan
+from bitplan.lab.targets import load_target
+from bitplan.plans import PLACES, Plan
 from bitplan.plans.match import SELECTORS
 
 
@@ -484,3 +486,30 @@ def test_the_expansion_of_hundreds_of_modules_compares_whole_paths() -> None:
 
 def test_folding_keeps_names_with_digits_apart() -> None:
     assert fold_sites(["a.0.b1/x.0", "a.1.b1/x.0", "a.1.b2/x.0", "/x.1"]) == ["a.*.b1/x.0 (2)", "a.1.b2/x.0", "/x.1"]
+
+
+# --- the plans of the benchmarks, which name layers, and the presets, which do not
+
+
+@pytest.mark.parametrize(
+    ("preset", "file", "target", "differs"),
+    [
+        ("packed-fp8", "packed-cnn", "resnet20", set()),
+        # The sum of the embeddings begins the residual stream, and is no residual sum.
+        ("packed-fp8-mlp", "packed-gpt", "gpt-tiny", {"/add.0"}),
+        ("fp8-train-small", "native-fp8-gpt", "gpt-tiny", {"/add.0"}),
+    ],
+)
+def test_presets_decide_as_the_plans_of_the_benchmarks(preset: str, file: str, target: str, differs: set[str]) -> None:
+    loaded = load_target(target, shapes_only=True)
+    by_name = Plan.load(Path(__file__).parents[2] / "benchmarks" / "plans" / f"{file}.yaml")
+    by_select, operations = expand_plan(Plan.preset(preset), loaded.model, loaded.batch, loaded.loss)
+    assert by_select.optimizer_rule == by_name.optimizer_rule
+
+    def quantizers(plan: Plan, operation: Operation) -> list[Any]:
+        decision = plan.decide(operation.module, f"{operation.op}.{operation.index}")
+        return [decision[place].quantizer for place in PLACES]
+
+    others = {op.label for op in operations if quantizers(by_select, op) != quantizers(by_name, op)}
+    assert others == differs
+    assert any(spec is not None for op in operations for spec in quantizers(by_select, op))
