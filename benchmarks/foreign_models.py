@@ -42,10 +42,10 @@ def _causal(samples: int, tokens: int, **settings: Any) -> Target:
 
 
 def llama_2048() -> Target:
-    """8 layers of width 2048, 8 x 2048 tokens."""
+    """8 layers of width 2048 with a vocabulary of bytes, 8 x 2048 tokens."""
     return _causal(
         *(8, 2048),
-        vocab_size=32000,
+        vocab_size=256,
         hidden_size=2048,
         intermediate_size=8192,
         num_hidden_layers=8,
@@ -55,10 +55,10 @@ def llama_2048() -> Target:
 
 
 def llama_4096() -> Target:
-    """4 layers of width 4096 with the shapes of Llama 3 8B, 4 x 4096 tokens."""
+    """4 layers of width 4096 with the shapes of Llama 3 8B and a vocabulary of bytes, 4 x 4096 tokens."""
     return _causal(
         *(4, 4096),
-        vocab_size=32000,
+        vocab_size=256,
         hidden_size=4096,
         intermediate_size=14336,
         num_hidden_layers=4,
