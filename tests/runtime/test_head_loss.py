@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from head_losses import LargestTensor
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from bitplan.errors import BitplanError
@@ -18,24 +18,6 @@ from bitplan.runtime.head_loss import linear_cross_entropy
 from bitplan.runtime.head_loss_ops import chunk_size
 
 TOKENS, FEATURES, VOCABULARY = 21, 16, 50
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the most elements of any tensor that an operation returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        loop = getattr(head_loss_ops, f"_{func._opname}", None) if func.namespace == "bitplan" else None
-        if loop is None:
-            result = func(*args, **(kwargs or {}))
-        else:
-            with self:  # inside of our operations, too
-                result = loop(*args)
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result
 
 
 def operands(dtype: torch.dtype = torch.float64, bias: bool = True) -> list[Any]:
