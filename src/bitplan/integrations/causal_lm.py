@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -110,14 +111,14 @@ def _forward_of(plain: Any) -> Callable[..., Any]:
         labels = kwargs.get("labels")
         if labels is None or not self.training:
             return plain.forward(self, *args, **kwargs)
-        from transformers.modeling_outputs import CausalLMOutput
-
         layout: CausalLMLayout = self.__dict__[_LAYOUT]
         names = ("labels", "num_items_in_batch", "shift_labels")
         arguments = {name: value for name, value in kwargs.items() if name not in names}
         hidden = layout.hidden(self, args, arguments)
         loss = layout.loss(self, hidden, *(kwargs.get(name) for name in names))
-        return CausalLMOutput(loss=loss) if kwargs.get("return_dict") is not False else (loss,)
+        if kwargs.get("return_dict") is False:
+            return (loss,)
+        return import_module("transformers.modeling_outputs").CausalLMOutput(loss=loss)
 
     forward.__signature__ = inspect.signature(plain.forward)  # type: ignore[attr-defined]  # trainers read it
     return forward
