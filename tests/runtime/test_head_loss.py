@@ -241,3 +241,27 @@ def test_targets_of_another_shape() -> None:
     hidden, weight, _ = operands()
     with pytest.raises(BitplanError, match="targets"):
         linear_cross_entropy(hidden, weight, targets().flatten())
+
+
+def test_a_head_that_does_more_than_a_product() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 2
+
+    hidden, _, _ = operands(torch.float32)
+    with pytest.raises(BitplanError, match="Scaled"):
+        linear_cross_entropy(hidden, Scaled(FEATURES, VOCABULARY), targets())
+    head = nn.Linear(FEATURES, VOCABULARY)
+    loss = linear_cross_entropy(hidden, head, targets(), chunk=4)
+    torch.testing.assert_close(loss, reference(hidden, head.weight, targets(), head.bias))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_torch_func_grad(reduction: str) -> None:
+    hidden, weight, bias = (tensor.detach() for tensor in operands())
+
+    def loss(function: Callable[..., Tensor], weight: Tensor) -> Tensor:
+        return function(hidden, weight, targets(), bias=bias, reduction=reduction).sum()
+
+    actual = torch.func.grad(lambda weight: loss(linear_cross_entropy, weight))(weight)
+    torch.testing.assert_close(actual, torch.func.grad(lambda weight: loss(reference, weight))(weight))

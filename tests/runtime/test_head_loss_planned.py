@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from head_losses import RULES, VECTOR, ChunkedLoss, Model, WholeLoss, assert_same, batch, trained
+from head_losses import CHUNK, RULES, VECTOR, ChunkedLoss, Model, WholeLoss, assert_same, batch, trained
+from torch import Tensor, nn
 
 import bitplan
 from bitplan.errors import PlanError
+from bitplan.runtime.head_loss import linear_cross_entropy
 
 
 @pytest.mark.parametrize("execution", ["emulate", "packed"])
@@ -95,3 +97,30 @@ def test_a_plan_without_rules_for_the_head_leaves_it_alone() -> None:
         rounded = ChunkedLoss(model)(*batch())
     assert 0 < abs(float(rounded - expected)) < 0.01
     assert torch.equal(ChunkedLoss(model)(*batch()), expected)
+
+
+class RawWeight(nn.Module):
+    """A head whose weight is a parameter of the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(16, 32)
+        self.weight = nn.Parameter(torch.randn(64, 32))
+
+    def forward(self, x: Tensor, classes: Tensor) -> Tensor:
+        return linear_cross_entropy(self.body(x), self.weight, classes, chunk=CHUNK)
+
+
+def test_rules_do_not_reach_a_plain_weight() -> None:
+    torch.manual_seed(0)
+    model = RawWeight()
+    expected = model(*batch())
+    everywhere = {"version": 1, "rules": [{"match": "body", "x": "e4m3"}, {"match": "*", "op": "linear", "w": "e4m3"}]}
+    with bitplan.attach(model, everywhere), pytest.raises(PlanError, match=r"nn\.Linear"):
+        model(*batch())
+    below = {"version": 1, "rules": [{"match": "*", "activation": "bf16"}]}  # no part of the loss is an activation
+    with bitplan.attach(model, below):
+        hidden = model.body(batch()[0])
+        actual = model(*batch())
+    assert torch.equal(actual, linear_cross_entropy(hidden, model.weight, batch()[1], chunk=CHUNK))
+    assert not torch.equal(actual, expected)

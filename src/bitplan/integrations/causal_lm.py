@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from bitplan.capture.scopes import is_planned
 from bitplan.errors import PlanError
-from bitplan.runtime.head_loss import linear_cross_entropy
+from bitplan.runtime.head_loss import is_plain_linear, linear_cross_entropy
 
 #: Attributes of a config that say what logits are multiplied by, and divided by.
 _SCALES, _DIVISORS = ("logit_scale", "lm_head_multiplier"), ("logits_scaling",)
@@ -167,7 +167,7 @@ def _checked_layout(model: nn.Module, example: Mapping[str, Any], chunk: int | N
     body_path = getattr(model, "base_model_prefix", "")
     find_head = getattr(model, "get_output_embeddings", None)
     head = find_head() if find_head is not None else None
-    if not isinstance(head, nn.Linear) or not isinstance(getattr(model, body_path or " ", None), nn.Module):
+    if not is_plain_linear(head) or not isinstance(getattr(model, body_path or " ", None), nn.Module):
         raise PlanError(
             f"{name} is no causal language model of transformers with a linear head: compute its hidden states and "
             f"call bitplan.runtime.head_loss.linear_cross_entropy."

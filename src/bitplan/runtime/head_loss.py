@@ -22,9 +22,10 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from bitplan.capture.scopes import run_operation
+from bitplan.capture.scopes import innermost_scope, original_class, run_operation, state_of
+from bitplan.compiler.torch_private import DisableTorchFunction
 from bitplan.compiler.tracing import opaque_in_graph, transformable
-from bitplan.errors import QuantizeError
+from bitplan.errors import PlanError, QuantizeError
 from bitplan.numerics.formats import BlockFormat
 from bitplan.numerics.wire_format import OPERAND_OF_SLOT
 from bitplan.plans import SLOTS
@@ -116,14 +117,44 @@ def linear_cross_entropy(
     if shift:
         targets = nn.functional.pad(targets[..., 1:], (0, 1), value=ignore_index)
     settings = LogitLoss(ignore_index, float(label_smoothing), float(logit_scale), logit_softcap, chunk)
-    if not isinstance(weight, nn.Module):
-        return HeadLoss(targets, settings, reduction)(hidden, weight, bias)
-    if bias is not None or not isinstance(getattr(weight, "weight", None), Tensor):
-        raise QuantizeError("a head that is a module has a weight, and its own bias: leave out bias=.")
-    loss: Tensor = run_operation(
-        weight, "linear", HeadLoss(targets, settings, reduction), (hidden, weight.weight, weight.bias)
-    )
-    return loss
+    function = HeadLoss(targets, settings, reduction)
+    if isinstance(weight, nn.Module):
+        if bias is not None or not is_plain_linear(weight):
+            raise QuantizeError(
+                f"a head is an nn.Linear with its own bias, not a {type(weight).__name__} with bias=: give the weight "
+                f"and the bias as tensors."
+            )
+        loss: Tensor = run_operation(weight, "linear", function, (hidden, weight.weight, weight.bias))
+        return loss
+    if not torch.compiler.is_compiling():
+        _require_no_rules()
+    with DisableTorchFunction():  # in the scope of a planned module, parts of the loss are no operations of that module
+        return function(hidden, weight, bias)
+
+
+def is_plain_linear(head: object) -> bool:
+    """Whether a module computes ``F.linear`` of its weight and bias, and nothing else; with or without a plan.
+
+    >>> is_plain_linear(nn.Linear(2, 2)), is_plain_linear(nn.LazyLinear(2)), is_plain_linear(nn.Identity())
+    (True, False, False)
+    """
+    if not isinstance(head, nn.Linear) or isinstance(head, nn.LazyLinear) or "forward" in head.__dict__:
+        return False
+    return original_class(type(head)).forward is nn.Linear.forward
+
+
+def _require_no_rules() -> None:
+    """Raise in the scope of a planned module whose rules round operands of its linear products."""
+    scope = innermost_scope()
+    rounding_of = None if scope is None else getattr(scope.interceptor, "rounding_of", None)
+    if scope is None or rounding_of is None:
+        return
+    rounding = rounding_of(scope.module, "linear", 0)
+    if rounding is not None and (rounding.has_slots or rounding.rounds_weights):
+        raise PlanError(
+            f"the plan rounds linear products of {state_of(scope.module).path or 'the model'}, and would not reach the "
+            f"one in linear_cross_entropy: give it the head itself, an nn.Linear, instead of a weight."
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -351,6 +382,12 @@ def _product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
+def _needs_grad(ctx: Any, bias: Tensor | None) -> list[bool]:
+    """Which of x, w and bias have a gradient; inside transforms of torch.func that is not known."""
+    x, w, has_bias = getattr(ctx, "needs_input_grad", (True, True, True))[:3]
+    return [x, w, bias is not None and has_bias]
+
+
 class _ReducedLoss(torch.autograd.Function):
     """The sum of all losses times a factor, with gradients that the forward pass computes."""
 
@@ -359,7 +396,7 @@ class _ReducedLoss(torch.autograd.Function):
         ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, targets: Tensor, factor: Tensor, settings: LogitLoss
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        needs_grad = [*ctx.needs_input_grad[:2], bias is not None and ctx.needs_input_grad[2]]
+        needs_grad = _needs_grad(ctx, bias)
         ctx.shape, ctx.needs_grad = x.shape, needs_grad
         losses: Tensor
         if any(needs_grad):
@@ -387,10 +424,9 @@ class _RowLosses(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, targets: Tensor, settings: LogitLoss, slots: HeadSlots
     ) -> Tensor:
-        needs_x, needs_w = ctx.needs_input_grad[:2]
-        needs_grad = [needs_x, needs_w, bias is not None and ctx.needs_input_grad[2]]
+        needs_grad = _needs_grad(ctx, bias)
         dtype = _product_dtype(x)
-        operands = slots.head_operands(x, w, dtype, needs_x, needs_w)
+        operands = slots.head_operands(x, w, dtype, *needs_grad[:2])
         dtypes = [x.dtype, w.dtype, dtype if bias is None else bias.dtype]
         bias = None if bias is None else bias.to(dtype)
         dy_range = any(needs_grad) and slots.needs_dy_range
