@@ -124,3 +124,27 @@ def test_rules_do_not_reach_a_plain_weight() -> None:
         actual = model(*batch())
     assert torch.equal(actual, linear_cross_entropy(hidden, model.weight, batch()[1], chunk=CHUNK))
     assert not torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    "execution", ["packed", bitplan.Native(min_macs=0, recompute="inputs")], ids=["packed", "native"]
+)
+def test_no_partitioner_recomputes_chunks(execution: Any) -> None:
+    """Each operation of ours runs once in a step, whatever else is recomputed."""
+    torch.compiler.reset()
+    model = Model()
+    activations = {"match": "body", "activation": "e4m3", "grad_activation": "e5m2"}
+    for rule, expected in (
+        (activations, {"bitplan::head_loss_and_grads": 1}),
+        (
+            {"match": "head", "x": "e4m3", "w": "e4m3", "dy": "e5m2"},
+            {"bitplan::head_losses": 1, "bitplan::head_grads": 1},
+        ),
+    ):
+        with bitplan.attach(model, {"version": 1, "rules": [rule]}, example=batch()[0], execution=execution) as run:
+            step = run.compile(ChunkedLoss(model))
+            step(*batch()).backward()
+            with torch.profiler.profile() as profile:
+                step(*batch()).backward()
+        events = {event.key: event.count for event in profile.key_averages()}
+        assert {name: count for name, count in events.items() if name.startswith("bitplan::head")} == expected
