@@ -303,17 +303,31 @@ class RoundingOp:
             self._observe(record, quantizer, x, rounded, rounded, row, span)
         return encoded, quantizer
 
-    def _prepare(
-        self, x: Tensor, context: OpContext, weight_key: Tensor | None
-    ) -> tuple[Quantizer, Tensor | None, Tensor | None, Span | None, Tensor | None]:
-        """The quantizer, its random bits, the row of a format that may change, a range from the past, and the row of
-        the record."""
+    def rounds_value_by_value(self, context: OpContext) -> bool:
+        """Whether rounding a value depends on that value alone, and nothing is counted: it can be done in place."""
+        is_fixed = self.stored_format is None and self.mutable_kind is None
+        is_scaled = self.spec.scale is not None or (is_fixed and isinstance(self.spec.target, BlockFormat))
+        is_counted = self.observes or self.promotion is not None
+        return (
+            is_fixed and not (is_scaled or self.is_stochastic or is_counted) and (self.top is None or context.training)
+        )
+
+    def quantizer_of(self, x: Tensor) -> Quantizer:
+        """The quantizer for tensors with as many dimensions as `x` has."""
         quantizer = self._quantizers.get(x.dim())
         if quantizer is None:
             quantizer = resolve(self.spec, self.place, self.op, x.dim(), self.mutable_format)
         if x.dtype not in self._checked_dtypes:
             quantizer.check(x)
             self._checked_dtypes.add(x.dtype)
+        return quantizer
+
+    def _prepare(
+        self, x: Tensor, context: OpContext, weight_key: Tensor | None
+    ) -> tuple[Quantizer, Tensor | None, Tensor | None, Span | None, Tensor | None]:
+        """The quantizer, its random bits, the row of a format that may change, a range from the past, and the row of
+        the record."""
+        quantizer = self.quantizer_of(x)
         bits: Tensor | None = None
         if self.is_stochastic:
             assert context.table is not None
