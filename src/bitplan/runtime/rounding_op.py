@@ -334,12 +334,7 @@ class RoundingOp:
             first, second = _salt(place_key(context.salt if weight_key is None else "", self.place))
             key = context.table[0] if weight_key is None else weight_key
             bits = bits_of_key(x, key[0] ^ first, key[1] ^ second)
-        row: Tensor | None = None
-        if self.mutable_kind is not None:
-            assert context.table is not None
-            row = context.table[self.row]
-            if self.mutable_kind == "int":
-                row = row.view(torch.float32)
+        row = None if self.mutable_kind is None else self.format_row(context)
         if not self.observes:
             return quantizer, bits, row, None, None
         record, history_max = self.remembered(context)
@@ -347,6 +342,19 @@ class RoundingOp:
         if record is not None and self.uses_mean_range and not context.training:
             span = mean_range(record, x)
         return quantizer, bits, row, span, record
+
+    def quantizer(self, dims: int) -> Quantizer:
+        """The quantizer of a tensor with that number of dimensions."""
+        quantizer = self._quantizers.get(dims)
+        return resolve(self.spec, self.place, self.op, dims, self.mutable_format) if quantizer is None else quantizer
+
+    def format_row(self, context: OpContext) -> Tensor | None:
+        """The row of a format that may change."""
+        if self.mutable_kind is None:
+            return None
+        assert context.table is not None
+        row = context.table[self.row]
+        return row.view(torch.float32) if self.mutable_kind == "int" else row
 
     def remembered(self, context: OpContext) -> tuple[Tensor | None, Tensor | None]:
         """The row of the record, and where past steps decide the scale, the magnitude for which it makes room."""
