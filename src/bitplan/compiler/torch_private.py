@@ -184,6 +184,9 @@ DDP_ASSIGN_BUFFERS = SYMBOLS["ddp_assign_buffers"].rpartition(".")[2]
 #: The attribute that torch.compiler.assume_constant_result sets on a function; calling that imports ``torch._dynamo``.
 CONSTANT_MARK = "_dynamo_marked_constant"
 
+#: The key of a node's metadata by which Inductor stores the node's result in memory, with the strides it was traced with.
+REALIZE_TO_STRIDES = "inductor_realize_to_strides"
+
 
 def __getattr__(name: str) -> Any:
     """Resolve a symbol of :data:`SYMBOLS` when it is first read."""
