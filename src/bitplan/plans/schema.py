@@ -16,7 +16,17 @@ from typing import Any
 
 from bitplan.numerics.formats import NAMED, BlockFormat, FloatFormat, get_format
 from bitplan.plans.fields import Schema
-from bitplan.plans.grammar import CHOOSING, GRAD_QUANTIZER, PLAN, PROMOTION, QUANTIZER, RULE, SWITCH, schedule_schema
+from bitplan.plans.grammar import (
+    APPLIES_BY,
+    CHOOSING,
+    GRAD_QUANTIZER,
+    PLAN,
+    PROMOTION,
+    QUANTIZER,
+    RULE,
+    SWITCH,
+    schedule_schema,
+)
 from bitplan.plans.match import CONFLICTS, KEYS
 from bitplan.plans.spec import DEFAULT_EXPONENT_BITS, MEASURES, QuantizerSpec, any_case, is_format
 
@@ -95,6 +105,7 @@ def _rule() -> Schema:
     shape["dependentRequired"] = {"grad_at": ["grad_activation"]}
     has_at = {"type": "object", "required": ["at"]}
     nested_at = {"required": ["grad_activation"], "properties": {"grad_activation": has_at}}
+    shape["anyOf"] = [{"required": [key]} for key in APPLIES_BY]
     shape["allOf"] = [
         *({"not": {"required": [first, second]}} for first, second in CONFLICTS),
         _if(keeps, _without(*KEYS), {"anyOf": [{"required": [key]} for key in KEYS]}),

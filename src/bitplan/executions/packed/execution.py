@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from bitplan.capture.ops import PRODUCTS
-from bitplan.compiler.backends import BACKEND, refuse_other_backends, register_backend
+from bitplan.compiler.backends import (
+    BACKEND,
+    compile_packed_aggressively,
+    refuse_other_backends,
+    register_backend,
+)
 from bitplan.executions.emulate import EmulateExecution
 from bitplan.executions.packed.recompute import memory_saving, rounded_bit_relu
 from bitplan.executions.packed.saved_tensors import SavedTensorPacker
@@ -29,6 +34,7 @@ class PackedExecution(EmulateExecution):
 
     def __init__(self, options: Packed) -> None:
         super().__init__(options)
+        self.packed = options
         self.packer = SavedTensorPacker()
         register_backend()
 
@@ -54,6 +60,8 @@ class PackedExecution(EmulateExecution):
     def compiler_settings(self, ops: Iterable[RoundingOp], options: dict[str, Any]) -> CompilerSettings:
         from bitplan.compiler.partitioning import PackedPartitioner
 
+        if self.packed.recompute is not None:
+            return CompilerSettings(compile_packed_aggressively, PackedPartitioner(is_aggressive=True), options)
         return CompilerSettings(BACKEND, PackedPartitioner(), options)
 
 
