@@ -29,8 +29,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from bitplan.compiler import batch_norm_fusion
+from bitplan.compiler import batch_norm_fusion, memory_order
 from bitplan.compiler.batch_norm_fusion import ALWAYS_SAVED, fold_batch_norms, fuse_channel_stats
+from bitplan.compiler.memory_order import save_in_memory_order
 from bitplan.compiler.torch_private import (
     CustomPartitionerFn,
     functorch_config,
@@ -81,12 +82,12 @@ class PackedPartitioner(CustomPartitionerFn):
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         if fuse_channel_stats(forward.graph):
             forward.recompile()
+        save_in_memory_order(forward, backward, kwargs["num_fwd_outputs"])
         return forward, backward
 
     def uuid(self) -> Any:
-        return get_hash_for_files(
-            (__file__, batch_norm_fusion.__file__), f"{LONGEST_CHAIN} {LARGEST_CAST} {self.is_aggressive}"
-        )
+        settings = f"{LONGEST_CHAIN} {LARGEST_CAST} {self.is_aggressive}"
+        return get_hash_for_files((__file__, batch_norm_fusion.__file__, memory_order.__file__), settings)
 
 
 def mark_saved_nodes(graph: fx.Graph) -> None:
@@ -256,10 +257,11 @@ class RecomputePartitioner(CustomPartitionerFn):
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         if self.policy.codes and fuse_channel_stats(forward.graph):
             forward.recompile()
+        save_in_memory_order(forward, backward, kwargs["num_fwd_outputs"])
         return forward, backward
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__, batch_norm_fusion.__file__), str(self.policy))
+        return get_hash_for_files((__file__, batch_norm_fusion.__file__, memory_order.__file__), str(self.policy))
 
 
 def mark_recomputed_inputs(graph: fx.Graph) -> None:
