@@ -139,6 +139,11 @@ class Plan:
         return (*self.base.all_rules, *self.rules) if self.base else self.rules
 
     @cached_property
+    def has_selectors(self) -> bool:
+        """Whether a rule chooses tensors by what they are: the rules must then be expanded for a model."""
+        return any(rule.has_selectors for rule in self.all_rules)
+
+    @cached_property
     def all_quantizers(self) -> dict[str, Use]:
         """Every name that rules may use. The plan's own replace the base's, in the base's rules too."""
         return {**(self.base.all_quantizers if self.base else {}), **self.quantizers}
@@ -166,6 +171,12 @@ class Plan:
 
     @cached_property
     def _matchers(self) -> tuple[Matcher, ...]:
+        for rule in self.all_rules:
+            if rule.has_selectors:
+                raise PlanError(
+                    f"{rule.where or 'a rule'}: the tensors that are {rule.selection} are known from a model's "
+                    f"operations only: expand the plan with bitplan.capture.selectors.expand_selectors() first."
+                )
         return tuple(map(compile_match, self.all_rules))
 
     def quantizer(self, use: Use) -> QuantizerSpec | None:

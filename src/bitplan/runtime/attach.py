@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from bitplan.capture.decompositions import is_decomposed
 from bitplan.capture.recording import record
 from bitplan.capture.scopes import is_planned, state_of, uninstall, unwrapped
+from bitplan.capture.selectors import expand_plan
 from bitplan.errors import BitplanWarning, PlanError
 from bitplan.plans import Plan
 from bitplan.plans.execution import Emulate, ExecutionOptions, Native, execution_options
@@ -56,7 +57,8 @@ def attach(
         the loop reports its progress by :meth:`Attachment.progress`.
     :param example: a batch, as the model takes it; with one, the plan is checked at once on fake tensors, or on the
         batch itself where the model needs values. Without, the first forward pass records the operations, and a rule
-        that matched none raises before the first optimizer step. A model that is compiled from the start needs one.
+        that matched none raises before the first optimizer step. A model that is compiled from the start needs one, and
+        so does a plan that chooses tensors by ``select``: the attachment's plan has plain rules in their place.
     :param seed: of stochastic rounding.
     :param mutable_formats: every float and integer format may be changed during the run, see
         :meth:`Attachment.set_format`.
@@ -80,10 +82,17 @@ def attach(
     is_strict = isinstance(options, Native) and options.strict
     if is_strict and example is None:
         raise PlanError("Native(strict=True) needs to know the GEMMs: give attach() an example= batch.")
+    if resolved.has_selectors and example is None:
+        raise PlanError(
+            "the plan chooses tensors by select, which needs the model's operations: give attach() an example= batch."
+        )
     operations = None
     if example is not None and resolved.all_rules:
         try:
-            operations = record(unwrapped(model), example, opens=partial(is_decomposed, resolved))
+            if resolved.has_selectors:
+                resolved, operations = expand_plan(resolved, unwrapped(model), example)
+            else:
+                operations = record(unwrapped(model), example, opens=partial(is_decomposed, resolved))
         except RuntimeError as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise PlanError(
