@@ -116,8 +116,10 @@ def run_model(zoo: ZooModel, cases: Iterable[tuple[Check, ZooPlan]], store: Call
     """Checks of one model; every result is stored at once."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    checksum = code_checksum()
+    checksum, parent = code_checksum(), os.getppid()
     for check, plan in cases:
+        if os.getppid() != parent:
+            return  # the run was killed
         start = time.process_time()
         message, is_unchecked = run_check(check, zoo, plan)
         seconds = round(time.process_time() - start, 2)
