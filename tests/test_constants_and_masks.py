@@ -355,8 +355,9 @@ def test_an_explanation_lists_statistics() -> None:
     assert rows["/mul.0:activation"].startswith("e4m3")
 
 
-def test_a_rule_for_nothing_but_statistics_has_no_effect() -> None:
-    plan = {"version": 1, "rules": [{"match": "*", "op": "rsqrt", "activation": "e4m3"}]}
+@pytest.mark.parametrize("op", ["rsqrt", "pow"])
+def test_a_rule_for_nothing_but_statistics_has_no_effect(op: str) -> None:
+    plan = {"version": 1, "rules": [{"match": "*", "op": op, "activation": "e4m3"}]}
     with pytest.raises(bp.BitplanError, match="rules"):
         bp.attach(Norm(rms_norm), plan, example=torch.ones(2, 16))
 

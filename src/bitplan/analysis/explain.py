@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bitplan.analysis.sites import Site, sites_of_operations
-from bitplan.capture.constants import ACTIVATION, SQUARE, STATISTIC
+from bitplan.capture.constants import ACTIVATION
 from bitplan.capture.decompositions import decision_for, is_decomposed
 from bitplan.capture.ops import SAVES_FACTORS, SAVES_INPUT
 from bitplan.capture.recording import Operation, record, scripted_modules
@@ -231,7 +231,6 @@ def explain_selections(
 
 def explain_operations(plan: Plan, operations: Sequence[Operation]) -> list[Explanation]:
     """:func:`explain` for recorded operations."""
-    operations = _with_kinds_of_squares(operations)
     by_label = {operation.label: operation for operation in operations}
     warnings = find_cancelled_savings(plan, operations)
     rows = []
@@ -240,18 +239,6 @@ def explain_operations(plan: Plan, operations: Sequence[Operation]) -> list[Expl
         row = _explain_site(plan, site, by_label[label])
         rows.append(replace(row, warning=warnings.get(label)) if site.role == "activation" else row)
     return rows
-
-
-def _with_kinds_of_squares(operations: Sequence[Operation]) -> Sequence[Operation]:
-    """The operations; squares that statistics alone are computed of are statistics themselves, others activations."""
-    read_otherwise = {source for op in operations if op.kind != STATISTIC for source in op.inputs}
-    read_at_all = {source for op in operations for source in op.inputs}
-    return [
-        replace(op, kind=STATISTIC if number in read_at_all - read_otherwise else ACTIVATION)
-        if op.kind == SQUARE
-        else op
-        for number, op in enumerate(operations)
-    ]
 
 
 def _explain_site(plan: Plan, site: Site, operation: Operation) -> Explanation:
