@@ -16,7 +16,7 @@ import importlib.util
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from bitplan.analysis.memory import estimate_memory
 from bitplan.analysis.memory.step import OptimizerChoice, make_optimizer
 from bitplan.analysis.targets import Target
 from bitplan.capture.recording import Operation, record
+from bitplan.capture.selectors import OperationGraph
 from bitplan.errors import BitplanError, PlanError
 from bitplan.executions.native.crossover import cache_file, machine_name
 from bitplan.files import byte_text, parse_json, write_whole
@@ -60,6 +61,10 @@ log = logging.getLogger("bitplan")
 
 #: The model without a plan, and with recomputation.
 PLAIN, RECOMPUTE = "no plan", "no plan, recompute"
+#: The model in its own precision, with its loss in chunks.
+CHUNKED = "no plan, loss in chunks"
+#: Logits of at least this share of the largest activation are worth computing in chunks.
+_LEAST_LOGITS = 0.5
 #: Rounds of candidates that a knapsack chooses for a memory budget.
 _MOST_ROUNDS = 3
 #: The share of the budget that such a candidate aims at, compiled and eager: predictions are not exact.
@@ -176,6 +181,7 @@ class _Search:
         self.fingerprint = _fingerprint(problem, self.operations)
         self.sites = [SiteKey(op.module, op_site(op.op, op.index)) for op in self.operations]
         groups = activation_groups(self.operations, problem.compile)
+        self.chunks_loss = self._can_chunk_loss()
         self.products = self._time_products()
         self.report(f"scoring the damage of rounding {sum(len(g.bytes_by_site) for g in groups)} activations")
         damage = self._damage([site for g in groups for site, _ in g.bytes_by_site])
@@ -192,6 +198,23 @@ class _Search:
             self._verify(steps, seeds)
 
     # --- candidates ---
+
+    def _can_chunk_loss(self) -> bool:
+        """Whether the model is a language model whose loss can be computed in chunks, with logits that matter."""
+        from bitplan.integrations.causal_lm import compute_loss_in_chunks  # built on top of planners
+
+        batch, model = self.problem.target.batch, self.problem.target.model
+        last = OperationGraph(self.operations).numbers("last-product")
+        sizes = {number: sum(t.nbytes for t in op.outputs) for number, op in enumerate(self.operations)}
+        is_large = sum(sizes[number] for number in last) >= _LEAST_LOGITS * max(sizes.values(), default=0)
+        if not isinstance(batch, Mapping) or "labels" not in batch or not is_large:
+            return False
+        try:
+            compute_loss_in_chunks(model, batch)()
+        except BitplanError as error:
+            log.info("the loss is not computed in chunks: %s", error)
+            return False
+        return True
 
     def _time_products(self) -> list[TimedProducts]:
         groups = product_groups(self.operations)
@@ -215,6 +238,8 @@ class _Search:
         candidates: list[Candidate] = []
         if self.problem.compile:
             candidates.append(make_candidate(RECOMPUTE, "packed", (), recompute="aggressive"))
+        if self.chunks_loss:
+            candidates.append(make_candidate(CHUNKED, "emulate", (), chunks_loss=True))
         backend, products = self._native_products()
         sets = levels(self.items)
         for name, items in sets if products else ():
@@ -226,7 +251,7 @@ class _Search:
             candidates.append(
                 self._native(f"{backend} with last product + {sets[0][0]}", sets[0][1], [*products, *last])
             )
-        for name, items in sets:
+        for name, items in [*sets[1:2], *sets[3:4]] if products else sets:
             candidates.append(self._packed(f"packed {name}", items))
         if self.lower_items:
             candidates.append(self._packed(f"packed {sets[-1][0]}, {LOWER}", self.lower_items))
@@ -253,13 +278,19 @@ class _Search:
             *(name, "native", items, products, backend or "fp8"),
             recompute="inputs",
             optimizer_state=state,
+            chunks_loss=self.chunks_loss,
             all_sites=self.sites,
         )
 
     def _packed(
         self, name: str, items: Sequence[Item], products: Sequence[ProductGroup] = (), state: str | None = None
     ) -> Candidate:
-        return make_candidate(name, "packed", items, optimizer_state=state, all_sites=self.sites)
+        return make_candidate(
+            *(name, "packed", items),
+            optimizer_state=state,
+            chunks_loss=self.chunks_loss,
+            all_sites=self.sites,
+        )
 
     def _has_small_state(self) -> bool:
         """Whether the optimizer's state can be kept in 8 bits."""

@@ -14,8 +14,8 @@ import statistics
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from multiprocessing.connection import Connection
@@ -33,8 +33,14 @@ from bitplan.capture.recording import split_batch
 from bitplan.compiler.torch_private import tree_map_only
 from bitplan.compiler.tracing import raise_recompile_limit
 from bitplan.errors import BitplanError, BitplanWarning, PlanError
+from bitplan.executions.native.crossover import cache_file
 from bitplan.plans import Plan
 from bitplan.runtime.attach import Attachment, attach
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system
+    fcntl = None  # type: ignore[assignment]
 
 #: Steps before anything is measured: the first compiles, the second may compile its last graph, delayed scales settle.
 _WARM_UP = 3
@@ -107,6 +113,24 @@ def failure_of(error: Exception) -> Failure:
     return Failure(first if isinstance(error, BitplanError) else f"{type(error).__name__}: {first}")
 
 
+@contextmanager
+def device_shared(device: torch.device, *, alone: bool = False) -> Iterator[None]:
+    """Use a GPU beside other trials, or alone: times are measured while no other trial of this user runs on it."""
+    if device.type != "cuda" or fcntl is None:
+        yield
+        return
+    path = cache_file().with_name(f"gpu{device.index or 0}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError:
+        yield  # a cache that cannot be written: other trials are not waited for
+        return
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
+
+
 class CandidateStep:
     """A model under a plan, ready to make training steps."""
 
@@ -133,13 +157,18 @@ class CandidateStep:
         loss = target.loss if target.loss is None or self.run is None else self.run.loss(target.loss)
         call = split_call(target.batch, target.loss)
         self.step = TrainingStep(self.model, call, loss, problem.optimizer, self.run, forward, problem.autocast)
-        for _ in range(_WARM_UP):
-            self.step(lambda phase: None)
-        self.release_cache()
+        with device_shared(problem.device):
+            for _ in range(_WARM_UP):
+                self.step(lambda phase: None)
+            self.release_cache()
         self.first_seconds = time.perf_counter() - began
 
     def measure(self) -> Trial:
         """Peak and time of a step."""
+        with device_shared(self.problem.device, alone=True):
+            return self._measure()
+
+    def _measure(self) -> Trial:
         memory = measure_step(self.step, 2, warm_up=False)
         seconds = self._seconds(1)
         steps = max(1, min(50, round(_TURN_SECONDS / max(seconds, 1e-4))))
@@ -180,12 +209,11 @@ class CandidateStep:
         self.step.optimizer = make_optimizer(optimizer, self.model, self.run)
         losses: list[Tensor] = []
         self.step.on_loss = losses.append
-        batch_at = _batches(self.problem, steps, seed)
-        for number in range(steps):
-            self.step.args, self.step.kwargs, self.step.expected = split_call(
-                batch_at(number), self.problem.target.loss
-            )
-            self.step(lambda phase: None)
+        batch_at, loss = _batches(self.problem, steps, seed), self.problem.target.loss
+        with device_shared(self.problem.device):
+            for number in range(steps):
+                self.step.args, self.step.kwargs, self.step.expected = split_call(batch_at(number), loss)
+                self.step(lambda phase: None)
         self.step.on_loss = None
         return statistics.fmean(map(float, losses[-max(1, round(steps * _FINAL_SHARE)) :]))
 
