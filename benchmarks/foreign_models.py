@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.real_data import TextStream, stream_for
 from bitplan.analysis.targets import Target
 from bitplan.planners.auto import Problem
 
@@ -192,5 +193,22 @@ MODELS: dict[str, Callable[[], Target]] = {
 
 
 def load_problem(name: str) -> Problem:
-    """The forward and backward pass of a model, compiled."""
-    return Problem(MODELS[name](), compile=True)
+    """The forward and backward pass of a model, compiled, and real data in its shape where there is any."""
+    target = MODELS[name]()
+    return Problem(target, data=_data_for(target), compile=True)
+
+
+def _data_for(target: Target) -> Callable[[int], Any] | None:
+    batch = target.batch
+    if not isinstance(batch, dict):
+        images = stream_for(target)
+        return None if images is None else images.batch
+    if set(batch) != {"input_ids", "labels"} or batch["input_ids"].shape != batch["labels"].shape:
+        return None
+    text = TextStream(batch["input_ids"], seed=0)
+
+    def tokens_of(step: int) -> dict[str, Tensor]:
+        tokens, _ = text.batch(step)
+        return {"input_ids": tokens, "labels": tokens}
+
+    return tokens_of

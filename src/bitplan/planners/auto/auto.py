@@ -53,7 +53,16 @@ from bitplan.planners.auto.damage import measure_damage
 from bitplan.planners.auto.groups import ProductGroup, SiteKey, activation_groups, product_groups
 from bitplan.planners.auto.products import TimedProducts, time_products
 from bitplan.planners.auto.result import AutoResult, TriedPlan, no_plan
-from bitplan.planners.auto.trials import Batches, Failure, LocalTrials, Outcome, Problem, Trial, Trials
+from bitplan.planners.auto.trials import (
+    Batches,
+    Failure,
+    LocalTrials,
+    Outcome,
+    Problem,
+    Trial,
+    Trials,
+    device_shared,
+)
 from bitplan.planners.auto.verify import measure_loss_gap
 from bitplan.plans import Plan
 
@@ -223,12 +232,14 @@ class _Search:
         parameter = next(self.problem.target.model.parameters())
         dtype = self.problem.autocast or parameter.dtype
         self.report(f"timing {len({group.shape for group in groups})} shapes of linear layers")
-        return time_products(groups, self.problem.device, dtype, self.report)
+        with device_shared(self.problem.device, alone=True):
+            return time_products(groups, self.problem.device, dtype, self.report)
 
     def _damage(self, sites: Sequence[SiteKey]) -> dict[SiteKey, dict[str, float]]:
         quantizers = {name: make_quantizer(**options) for name, options in ACTIVATION_QUANTIZERS.items()}
         try:
-            return measure_damage(self.problem.target, frozenset(sites), quantizers, self.problem.autocast)
+            with device_shared(self.problem.device):
+                return measure_damage(self.problem.target, frozenset(sites), quantizers, self.problem.autocast)
         except torch.OutOfMemoryError:
             self.report("there is no memory to score damage: all activations count alike")
             return {}
