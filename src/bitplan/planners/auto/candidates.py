@@ -176,7 +176,6 @@ def make_candidate(
     backend: str = "fp8",
     *,
     recompute: str | None = None,
-    optimizer_state: str | None = None,
     chunks_loss: bool = False,
     all_sites: Iterable[SiteKey] = (),
 ) -> Candidate:
@@ -204,12 +203,10 @@ def make_candidate(
         for op, patterns in _patterns(members, sites).items():
             rules.append({"match": patterns, "op": op, "activation": quantizer})
     document: dict[str, Any] = {"version": 1, "quantizers": quantizers, "execution": execution, "rules": rules}
-    if optimizer_state is not None:
-        document["optimizer"] = {"state": optimizer_state}
     if chunks_loss:
         document["loss"] = "chunked"
     plan = Plan.from_dict({key: value for key, value in document.items() if value or key == "rules"})
-    kind = family if rules or optimizer_state else "recompute"
+    kind = family if rules else "recompute"
     return Candidate(name, plan, sum(item.saving for item in items), sum(item.damage for item in items), kind)
 
 
