@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.real_data import TextStream, stream_for
 from bitplan.analysis.targets import Target
+from bitplan.planners.auto import Problem
 
 DTYPE = torch.bfloat16
 
@@ -29,16 +31,27 @@ def _loss(output: Any) -> Tensor:
     return loss
 
 
-def _causal(samples: int, tokens: int, **settings: Any) -> Target:
-    """A Llama of transformers, which computes its loss itself."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _of_transformers(kind: str, config: Any, batch: Callable[[], dict[str, Tensor]]) -> Target:
+    """A model of transformers, which computes its loss itself; its code has too few types to be checked."""
+    import transformers
 
     torch.manual_seed(0)
-    config = LlamaConfig(max_position_embeddings=tokens, use_cache=False, **settings)
     with torch.device(_device()):
-        model = LlamaForCausalLM(config).to(DTYPE)
-        ids = torch.randint(config.vocab_size, (samples, tokens))
-    return Target(model, {"input_ids": ids, "labels": ids}, _loss)
+        model = getattr(transformers, kind)(config).to(DTYPE)
+        return Target(model, batch(), _loss)
+
+
+def _causal(samples: int, tokens: int, **settings: Any) -> Target:
+    """A Llama."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(max_position_embeddings=tokens, use_cache=False, **settings)
+    return _of_transformers("LlamaForCausalLM", config, lambda: _labelled(config.vocab_size, samples, tokens))
+
+
+def _labelled(vocabulary: int, samples: int, tokens: int) -> dict[str, Tensor]:
+    ids = torch.randint(vocabulary, (samples, tokens))
+    return {"input_ids": ids, "labels": ids}
 
 
 def llama_2048() -> Target:
@@ -84,52 +97,42 @@ def llama_1b() -> Target:
 
 def gpt2() -> Target:
     """GPT-2 (124 million parameters), 16 x 1024 tokens."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2Config
 
-    torch.manual_seed(0)
     config = GPT2Config(use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    with torch.device(_device()):
-        model = GPT2LMHeadModel(config).to(DTYPE)
-        ids = torch.randint(config.vocab_size, (16, 1024))
-    return Target(model, {"input_ids": ids, "labels": ids}, _loss)
+    return _of_transformers("GPT2LMHeadModel", config, lambda: _labelled(config.vocab_size, 16, 1024))
 
 
 def bert_base() -> Target:
     """BERT-base with its masked-language-modelling head, 64 x 512 tokens."""
-    from transformers import BertConfig, BertForMaskedLM
+    from transformers import BertConfig
 
-    torch.manual_seed(0)
     config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    with torch.device(_device()):
-        model = BertForMaskedLM(config).to(DTYPE)
-        ids = torch.randint(config.vocab_size, (64, 512))
-    return Target(model, {"input_ids": ids, "labels": ids}, _loss)
+    return _of_transformers("BertForMaskedLM", config, lambda: _labelled(config.vocab_size, 64, 512))
 
 
 def t5_small() -> Target:
     """T5-small, 64 x 512 tokens in, 64 x 128 out."""
-    from transformers import T5Config, T5ForConditionalGeneration
+    from transformers import T5Config
 
-    torch.manual_seed(0)
-    config = T5Config(
-        d_model=512, d_ff=2048, num_layers=6, num_heads=8, dropout_rate=0.0, decoder_start_token_id=0, use_cache=False
-    )
-    with torch.device(_device()):
-        model = T5ForConditionalGeneration(config).to(DTYPE)
+    config = T5Config(d_model=512, d_ff=2048, num_layers=6, num_heads=8, dropout_rate=0.0, use_cache=False)
+    config.decoder_start_token_id = 0
+
+    def batch() -> dict[str, Tensor]:
         ids, labels = torch.randint(config.vocab_size, (64, 512)), torch.randint(config.vocab_size, (64, 128))
-    return Target(model, {"input_ids": ids, "labels": labels}, _loss)
+        return {"input_ids": ids, "labels": labels}
+
+    return _of_transformers("T5ForConditionalGeneration", config, batch)
 
 
 def whisper_tiny() -> Target:
     """Whisper-tiny, 32 spectrograms of 30 seconds."""
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
+    from transformers import WhisperConfig
 
-    torch.manual_seed(0)
-    with torch.device(_device()):
-        model = WhisperForConditionalGeneration(WhisperConfig(use_cache=False)).to(DTYPE)
-        sound = torch.randn(32, 80, 3000, dtype=DTYPE)
-        labels = torch.randint(50000, (32, 128))
-    return Target(model, {"input_features": sound, "labels": labels}, _loss)
+    def batch() -> dict[str, Tensor]:
+        return {"input_features": torch.randn(32, 80, 3000, dtype=DTYPE), "labels": torch.randint(50000, (32, 128))}
+
+    return _of_transformers("WhisperForConditionalGeneration", WhisperConfig(use_cache=False), batch)
 
 
 def _images(make: Callable[[], nn.Module], samples: int) -> Target:
@@ -189,6 +192,23 @@ MODELS: dict[str, Callable[[], Target]] = {
 }
 
 
-def load(name: str) -> Target:
-    """The target of that name."""
-    return MODELS[name]()
+def load_problem(name: str) -> Problem:
+    """The forward and backward pass of a model, compiled, and real data in its shape where there is any."""
+    target = MODELS[name]()
+    return Problem(target, data=_data_for(target), compile=True)
+
+
+def _data_for(target: Target) -> Callable[[int], Any] | None:
+    batch = target.batch
+    if not isinstance(batch, dict):
+        images = stream_for(target)
+        return None if images is None else images.batch
+    if set(batch) != {"input_ids", "labels"} or batch["input_ids"].shape != batch["labels"].shape:
+        return None
+    text = TextStream(batch["input_ids"], seed=0)
+
+    def tokens_of(step: int) -> dict[str, Tensor]:
+        tokens, _ = text.batch(step)
+        return {"input_ids": tokens, "labels": tokens}
+
+    return tokens_of

@@ -183,3 +183,18 @@ def test_the_cost_of_the_head_is_counted() -> None:
     compute_loss_in_chunks(model, batch())
     chunked = bitplan.estimate_cost(model, plan, batch())
     assert chunked.to_dict()["macs"] == whole.to_dict()["macs"]
+
+
+def test_presets_know_the_head_of_such_a_model() -> None:
+    """`fp8-train` leaves the last product alone, also if its result is a loss."""
+    results = []
+    for chunked in (False, True):
+        model = build("llama", **MODELS["llama"]).train()
+        if chunked:
+            compute_loss_in_chunks(model, batch(), chunk=8)
+        with bitplan.attach(model, "fp8-train", example=batch(), execution="emulate"):
+            loss = model(**batch()).loss
+            results.append((float(loss), gradients(model, loss)))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
+    for name, gradient in results[1][1].items():
+        assert float((gradient - results[0][1][name]).norm()) <= 1e-5 * float(gradient.norm()), name

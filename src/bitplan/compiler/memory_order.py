@@ -111,7 +111,7 @@ def _passes_images(user: fx.Node, node: fx.Node, images: set[fx.Node]) -> bool:
 
 def _order_of(value: Tensor) -> tuple[int, ...]:
     """The dimensions of a tensor from the outermost to the innermost in memory."""
-    return tuple(sorted(range(value.dim()), key=lambda dim: (-value.stride(dim), dim)))
+    return tuple(sorted(range(value.dim()), key=lambda dim: (-value.stride()[dim], dim)))
 
 
 def _is_dense(node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ import importlib.util
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from bitplan.analysis.memory import estimate_memory
 from bitplan.analysis.memory.step import OptimizerChoice, make_optimizer
 from bitplan.analysis.targets import Target
 from bitplan.capture.recording import Operation, record
+from bitplan.capture.selectors import OperationGraph
 from bitplan.errors import BitplanError, PlanError
 from bitplan.executions.native.crossover import cache_file, machine_name
 from bitplan.files import byte_text, parse_json, write_whole
@@ -52,14 +53,30 @@ from bitplan.planners.auto.damage import measure_damage
 from bitplan.planners.auto.groups import ProductGroup, SiteKey, activation_groups, product_groups
 from bitplan.planners.auto.products import TimedProducts, time_products
 from bitplan.planners.auto.result import AutoResult, TriedPlan, no_plan
-from bitplan.planners.auto.trials import Batches, Failure, LocalTrials, Outcome, Problem, Trial, Trials
+from bitplan.planners.auto.trials import (
+    Batches,
+    Failure,
+    LocalTrials,
+    Outcome,
+    Problem,
+    Trial,
+    Trials,
+    device_alone,
+)
 from bitplan.planners.auto.verify import measure_loss_gap
 from bitplan.plans import Plan
+from bitplan.plans.spec import OptimizerRule
 
 log = logging.getLogger("bitplan")
 
 #: The model without a plan, and with recomputation.
 PLAIN, RECOMPUTE = "no plan", "no plan, recompute"
+#: The model in its own precision, with its loss in chunks.
+CHUNKED = "no plan, loss in chunks"
+#: Logits of at least this share of the largest activation are worth computing in chunks.
+_LEAST_LOGITS = 0.5
+#: Packed candidates are tried unless a native one takes less than this share of the plain time.
+_FASTER = 0.97
 #: Rounds of candidates that a knapsack chooses for a memory budget.
 _MOST_ROUNDS = 3
 #: The share of the budget that such a candidate aims at, compiled and eager: predictions are not exact.
@@ -176,22 +193,41 @@ class _Search:
         self.fingerprint = _fingerprint(problem, self.operations)
         self.sites = [SiteKey(op.module, op_site(op.op, op.index)) for op in self.operations]
         groups = activation_groups(self.operations, problem.compile)
+        self.chunks_loss = self._can_chunk_loss()
         self.products = self._time_products()
         self.report(f"scoring the damage of rounding {sum(len(g.bytes_by_site) for g in groups)} activations")
         damage = self._damage([site for g in groups for site, _ in g.bytes_by_site])
         self.items = make_items(groups, damage)
         self.lower_items = [] if problem.compile else lowered(self.items, damage)
-        self._measure([Candidate(PLAIN, None)])
-        plain = self.rows[0]
-        if isinstance(plain.outcome, Failure) and not problem.compile:
-            raise BitplanError(f"the model does not train without a plan ({plain.outcome.reason}): fix that first.")
-        self._measure(self._first_candidates())
+        native = self._native_candidates()
+        self._measure([Candidate(PLAIN, None), *self._own_precision(), *(native or self._packed_candidates())])
+        if native and not self._is_native_faster():
+            self._measure(self._packed_candidates())
+        if self._has_small_state():
+            self._measure([self._with_small_state()])
         if self.limits.memory is not None:
             self._fit_budget()
         if steps != 0:
             self._verify(steps, seeds)
 
     # --- candidates ---
+
+    def _can_chunk_loss(self) -> bool:
+        """Whether the model is a language model whose loss can be computed in chunks, with logits that matter."""
+        from bitplan.integrations.causal_lm import compute_loss_in_chunks  # built on top of planners
+
+        batch, model = self.problem.target.batch, self.problem.target.model
+        last = OperationGraph(self.operations).numbers("last-product")
+        sizes = {number: sum(t.nbytes for t in op.outputs) for number, op in enumerate(self.operations)}
+        is_large = sum(sizes[number] for number in last) >= _LEAST_LOGITS * max(sizes.values(), default=0)
+        if not isinstance(batch, Mapping) or "labels" not in batch or not is_large:
+            return False
+        try:
+            compute_loss_in_chunks(model, batch)()
+        except BitplanError as error:
+            log.info("the loss is not computed in chunks: %s", error)
+            return False
+        return True
 
     def _time_products(self) -> list[TimedProducts]:
         groups = product_groups(self.operations)
@@ -200,7 +236,8 @@ class _Search:
         parameter = next(self.problem.target.model.parameters())
         dtype = self.problem.autocast or parameter.dtype
         self.report(f"timing {len({group.shape for group in groups})} shapes of linear layers")
-        return time_products(groups, self.problem.device, dtype, self.report)
+        with device_alone(self.problem.device):
+            return time_products(groups, self.problem.device, dtype, self.report)
 
     def _damage(self, sites: Sequence[SiteKey]) -> dict[SiteKey, dict[str, float]]:
         quantizers = {name: make_quantizer(**options) for name, options in ACTIVATION_QUANTIZERS.items()}
@@ -210,32 +247,48 @@ class _Search:
             self.report("there is no memory to score damage: all activations count alike")
             return {}
 
-    def _first_candidates(self) -> list[Candidate]:
-        """Growing sets of rounded activations, packed and, where units pay, native."""
-        candidates: list[Candidate] = []
-        if self.problem.compile:
-            candidates.append(make_candidate(RECOMPUTE, "packed", (), recompute="aggressive"))
+    def _own_precision(self) -> list[Candidate]:
+        """The model without rounding: with recomputation, and with its loss in chunks."""
+        candidates = [make_candidate(RECOMPUTE, "packed", (), recompute="aggressive")] if self.problem.compile else []
+        return candidates + ([make_candidate(CHUNKED, "emulate", (), chunks_loss=True)] if self.chunks_loss else [])
+
+    def _native_candidates(self) -> list[Candidate]:
+        """Products on low-precision units, and growing sets of rounded activations."""
         backend, products = self._native_products()
-        sets = levels(self.items)
-        for name, items in sets if products else ():
-            candidates.append(self._native(f"{backend} + {name}", items, products))
-        if products and not sets:
-            candidates.append(self._native(backend, (), products))
+        if not products:
+            return []
+        sets = levels(self.items) or [("", [])]
+        candidates = [self._native(f"{backend} + {name}".rstrip(" +"), items, products) for name, items in sets]
         last = [timed.group for timed in self.products if timed.group.is_last and timed.is_worth_a_trial]
-        if products and last and sets:
-            candidates.append(
-                self._native(f"{backend} with last product + {sets[0][0]}", sets[0][1], [*products, *last])
-            )
-        for name, items in sets:
-            candidates.append(self._packed(f"packed {name}", items))
-        if self.lower_items:
-            candidates.append(self._packed(f"packed {sets[-1][0]}, {LOWER}", self.lower_items))
-        if self._has_small_state():
-            items = sets[-1][1] if sets else []
-            make = self._native if products else self._packed
-            name = candidates[-1].name if sets else "packed"
-            candidates.append(make(f"{name}, 8-bit optimizer", items, products, "int8"))
+        if last:
+            name = f"{backend} with last product + {sets[0][0]}".rstrip(" +")
+            candidates.append(self._native(name, sets[0][1], [*products, *last]))
         return candidates
+
+    def _packed_candidates(self) -> list[Candidate]:
+        """Growing sets of rounded activations; in eager code also all of them in fewer bits."""
+        sets = levels(self.items)
+        candidates = [self._packed(f"packed {name}", items) for name, items in sets]
+        if self.lower_items and sets:
+            candidates.append(self._packed(f"packed {sets[-1][0]}, {LOWER}", self.lower_items))
+        return candidates
+
+    def _is_native_faster(self) -> bool:
+        """Whether a native candidate is faster than the model as it is, so that packed ones are no better."""
+        plain = self.rows[0].trial
+        native = [row.trial.milliseconds for row in self.rows if row.family == "native" and row.trial]
+        return plain is None or min(native, default=float("inf")) < _FASTER * plain.milliseconds
+
+    def _with_small_state(self) -> Candidate:
+        """The smallest candidate so far, with the optimizer's state in 8 bits."""
+        planned = [row for row in self.rows if row.trial and row.family in ("packed", "native")]
+        smallest = min(planned, key=_peak, default=None)
+        name = "8-bit optimizer" if smallest is None else f"{smallest.name}, 8-bit optimizer"
+        base = no_plan() if smallest is None or smallest.plan is None else smallest.plan
+        before = self.candidates.get(smallest.name) if smallest else None
+        plan = replace(base, optimizer=OptimizerRule("int8"))
+        kind = "packed" if smallest is None else smallest.family
+        return Candidate(name, plan, before.saved_bytes if before else 0, before.damage if before else 0.0, kind)
 
     def _native_products(self) -> tuple[str, list[ProductGroup]]:
         """The backend and the products that run on it: all but the last, if they are worth a trial."""
@@ -245,21 +298,17 @@ class _Search:
         backend = timed[0].backend or ""
         return backend, [product.group for product in timed if product.backend == backend]
 
-    def _native(
-        self, name: str, items: Sequence[Item], products: Sequence[ProductGroup], state: str | None = None
-    ) -> Candidate:
+    def _native(self, name: str, items: Sequence[Item], products: Sequence[ProductGroup]) -> Candidate:
         backend = next(timed.backend for timed in self.products if timed.is_worth_a_trial)
         return make_candidate(
             *(name, "native", items, products, backend or "fp8"),
             recompute="inputs",
-            optimizer_state=state,
+            chunks_loss=self.chunks_loss,
             all_sites=self.sites,
         )
 
-    def _packed(
-        self, name: str, items: Sequence[Item], products: Sequence[ProductGroup] = (), state: str | None = None
-    ) -> Candidate:
-        return make_candidate(name, "packed", items, optimizer_state=state, all_sites=self.sites)
+    def _packed(self, name: str, items: Sequence[Item], products: Sequence[ProductGroup] = ()) -> Candidate:
+        return make_candidate(name, "packed", items, chunks_loss=self.chunks_loss, all_sites=self.sites)
 
     def _has_small_state(self) -> bool:
         """Whether the optimizer's state can be kept in 8 bits."""

@@ -176,12 +176,13 @@ def make_candidate(
     backend: str = "fp8",
     *,
     recompute: str | None = None,
-    optimizer_state: str | None = None,
+    chunks_loss: bool = False,
     all_sites: Iterable[SiteKey] = (),
 ) -> Candidate:
     """The candidate that rounds these activations and runs these products natively.
 
     :param recompute: of the execution; see :class:`bitplan.Packed` and :class:`bitplan.Native`.
+    :param chunks_loss: the loss of a language model is computed in chunks of tokens.
     :param all_sites: every operation of the model, so that a pattern for all layers covers nothing else.
     """
     sites = list(all_sites)
@@ -202,10 +203,10 @@ def make_candidate(
         for op, patterns in _patterns(members, sites).items():
             rules.append({"match": patterns, "op": op, "activation": quantizer})
     document: dict[str, Any] = {"version": 1, "quantizers": quantizers, "execution": execution, "rules": rules}
-    if optimizer_state is not None:
-        document["optimizer"] = {"state": optimizer_state}
+    if chunks_loss:
+        document["loss"] = "chunked"
     plan = Plan.from_dict({key: value for key, value in document.items() if value or key == "rules"})
-    kind = family if rules or optimizer_state else "recompute"
+    kind = family if rules else "recompute"
     return Candidate(name, plan, sum(item.saving for item in items), sum(item.damage for item in items), kind)
 
 
