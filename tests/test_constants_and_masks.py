@@ -178,6 +178,26 @@ def test_constants_are_left_alone(plan: Any, is_compiled: bool) -> None:
         assert torch.equal(constant, plain)
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_indices_that_are_cast_to_the_dtype_of_an_activation_are_constants(is_compiled: bool) -> None:
+    """As in DeBERTa's buckets of relative positions, which compiled code rounded."""
+
+    class Buckets(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            indices = torch.arange(12)
+            self.buckets = torch.where(indices < 3, indices.type_as(x), indices.to(x) * 1.37)
+            return x + self.buckets
+
+    torch.compiler.reset()
+    model, x = Buckets(), torch.randn(2, 12, generator=torch.Generator().manual_seed(0))
+    model(x)
+    expected = model.buckets
+    with bp.attach(model, "fp8-all"):
+        y = (torch.compile(model, backend="aot_eager") if is_compiled else model)(x)
+        assert torch.equal(model.buckets, expected)
+    assert not torch.equal(y, x + expected)
+
+
 def test_constants_are_rounded_where_a_rule_says_so() -> None:
     model, x, tokens = Positions(), torch.randn(1, 64, 16), torch.randint(32, (64,))
     _, cosines, _ = model(x, tokens)

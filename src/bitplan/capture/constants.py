@@ -46,6 +46,9 @@ _BY_NAME, _BY_VALUE = 1, 2
 #: Numbers from here down stand for minus infinity: BERT's -10000 is the largest in use.
 _MINUS_INFINITY = -1e4
 
+#: Functions that cast their first argument, to the dtype of another tensor perhaps.
+_CASTS = frozenset(("to", "type_as"))
+
 #: Operations that add a mask, or keep the mask of an operand.
 _KEEPS_MASK = frozenset(
     """
@@ -262,6 +265,8 @@ def tag_view(
         tag_result(args[0], kind, mask)
         return result
     is_constant = getattr(args[0], _CONSTANT_TAG, None) is not None or _is_buffer(module, buffers, args[0])
+    if name in _CASTS and not args[0].is_floating_point() and not args[0].is_complex():
+        is_constant = True  # indices.type_as(activation)
     mask = _BY_VALUE if _has_minus_infinity(args[1:], kwargs) else getattr(args[0], _MASK_TAG, None) or 0
     if is_constant:
         return tag_result(result, CONSTANT, mask)
