@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from bitplan.capture.constants import ACTIVATION, is_constant
 from bitplan.capture.decompositions import DECOMPOSITIONS
-from bitplan.capture.ops import FUSED, PRODUCTS
+from bitplan.capture.ops import FACTORIES_LIKE, FUSED, PRODUCTS
 from bitplan.capture.scopes import Interceptor, Scope, followed, innermost_scope, loss_holder, state_of
 from bitplan.compiler.torch_private import (
     FAKE_TENSOR_LOGGER,
@@ -198,6 +198,12 @@ def without_scopes(model: nn.Module) -> Iterator[None]:
 _SPLITS = frozenset({"chunk", "split", "split_with_sizes", "tensor_split"})
 
 
+#: Functions whose result says which values are the largest.
+_RANKINGS = frozenset({"topk", "argmax", "argmin", "argsort", "sort"})
+
+#: Functions that write into their first argument and make no values of their own.
+_WRITES = frozenset({"__setitem__", "copy_"})
+
 #: A part of a tensor, by the offsets of the views that cut it out; () is all of it.
 Part = tuple[int, ...]
 
@@ -242,6 +248,8 @@ class Operation:
     reads: list[Read] = field(default_factory=list)
     #: Whether its result, or a view of it, is among the model's outputs.
     is_output: bool = False
+    #: Whether the model asks which of its results are the largest.
+    is_ranked: bool = False
 
     @property
     def label(self) -> str:
@@ -295,7 +303,7 @@ class Recorder(Interceptor):
                     self.kept.append(tensor)
             if getattr(func, "__name__", "") in _SPLITS:
                 self.operations[source].parts.extend(_tensors(result))
-        self._note_parts(_tensors(args), _tensors(result))
+        self._note_parts(getattr(func, "__name__", ""), _tensors(args), _tensors(result))
         return result
 
     def _is_fixed(self, tensor: Tensor) -> bool:
@@ -310,27 +318,42 @@ class Recorder(Interceptor):
             self.kept.append(tensor)
         return self.read_as[id(tensor)]
 
-    def _note_parts(self, given: list[Tensor], results: list[Tensor]) -> None:
+    def _note_parts(self, name: str, given: list[Tensor], results: list[Tensor]) -> None:
         """Views and casts are what they were made of, or a part of it."""
         source = next((t for t in given if id(t) in self.made_by), given[0] if given else None)
-        if source is None or self._is_fixed(source):
-            self.fixed.update(id(tensor) for tensor in results if source is not None)
-            self.kept.extend(results)
+        if source is None:
             return
-        whole = self._read(source)
-        for tensor in results:
-            if id(tensor) not in self.read_as:
-                is_cut = tensor.numel() < source.numel() and tensor.layout == torch.strided
-                offset = (int(tensor.storage_offset()),) if is_cut else ()
-                self.read_as[id(tensor)] = Read(whole.source, whole.part + offset)
-                self.kept.append(tensor)
+        if name in _WRITES:
+            self._note_write(given)
+        elif self._is_fixed(source) or name in FACTORIES_LIKE:
+            self.fixed.update(map(id, results))
+            self.kept.extend(results)
+        else:
+            whole = self._read(source)
+            if name in _RANKINGS and whole.source >= 0:
+                self.operations[whole.source].is_ranked = True
+            for tensor in results:
+                if id(tensor) not in self.read_as:
+                    is_cut = tensor.numel() < source.numel() and tensor.layout == torch.strided
+                    offset = (int(tensor.storage_offset()),) if is_cut else ()
+                    self.read_as[id(tensor)] = Read(whole.source, whole.part + offset)
+                    self.kept.append(tensor)
+
+    def _note_write(self, given: list[Tensor]) -> None:
+        """A buffer that an activation is written into holds that activation from then on."""
+        target, value = given[0], given[-1]
+        if value is not target and value.is_floating_point() and not self._is_fixed(value) and self._is_fixed(target):
+            self.fixed.discard(id(target))
+            self.read_as[id(target)] = Read(self._read(value).source)
+            self.kept.append(target)
 
     def note_outputs(self, output: Any) -> None:
         """Mark the operations whose results the model returns."""
         values = output if isinstance(output, (Tensor, list, tuple, dict)) else getattr(output, "__dict__", ())
         for tensor in _tensors(values):
-            if id(tensor) in self.made_by:
-                self.operations[self.made_by[id(tensor)]].is_output = True
+            read = self.read_as.get(id(tensor))
+            if read is not None and read.source >= 0:
+                self.operations[read.source].is_output = True
 
     def _note_parameters(self, module: nn.Module) -> None:
         """Parameters of a running module may be other objects than before: sharded and offloaded ones are."""
@@ -390,6 +413,7 @@ class Recorder(Interceptor):
         for tensor in fresh:
             self.made_by[id(tensor)] = len(self.operations) - 1
             self.read_as[id(tensor)] = Read(len(self.operations) - 1)
+            self.fixed.discard(id(tensor))
             self.kept.append(tensor)
         self.kept.extend(given)
         return result

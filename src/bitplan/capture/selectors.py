@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from bitplan.capture.constants import CONSTANT, MASK
 from bitplan.capture.decompositions import DECOMPOSITIONS, is_decomposed
@@ -42,6 +42,9 @@ from bitplan.plans.quantizer_use import leaves
 _REDUCTIONS = frozenset("mean sum var std var_mean std_mean norm linalg_vector_norm".split())  # noqa: SIM905
 #: Of these, the ones that square their input themselves.
 _SQUARING_REDUCTIONS = _REDUCTIONS - {"mean", "sum"}
+
+
+_SOFTMAXES = frozenset({"softmax", "log_softmax"})
 
 
 class OperationGraph:
@@ -108,6 +111,32 @@ class OperationGraph:
         last = self.weight_products - above
         # Where functions out of sight separate products from the model's output, the last one that ran.
         return last & reaching or set(sorted(last)[-1:])
+
+    @cached_property
+    def widening_products(self) -> set[int]:
+        return {
+            number
+            for number in self.weight_products
+            if self.operations[number].outputs[0].numel() > self._activation_operand(self.operations[number]).numel()
+        }
+
+    def _activation_operand(self, operation: Operation) -> Tensor:
+        assert operation.operands is not None
+        x, w = operation.operands
+        return w if any(x is tensor for _, tensor in operation.parameters) else x
+
+    @cached_property
+    def routers(self) -> set[int]:
+        """Products whose values, perhaps normalised by a softmax, the model ranks."""
+        stack = [number for number, operation in enumerate(self.operations) if operation.is_ranked]
+        seen: set[int] = set()
+        while stack:
+            number = stack.pop()
+            if number not in seen and number >= 0:
+                seen.add(number)
+                if self.operations[number].op in POINTWISE | _SOFTMAXES:
+                    stack += [read.source for read in self.activations(number)]
+        return seen & self.weight_products
 
     # --- activations ---
 
@@ -246,6 +275,15 @@ class OperationGraph:
         }
 
     @cached_property
+    def read_nonlinearly(self) -> set[int]:
+        """What a nonlinear function reads, perhaps after linear ones: ``sigmoid(1.702 * x)``."""
+        sources: set[int] = set()
+        for number, operation in enumerate(self.operations):
+            if operation.op in POINTWISE and operation.op not in LINEAR_POINTWISE:
+                sources |= {self._root_of(read, self.pointwise_roots)[0] for read in self.activations(number)}
+        return {number for number in sources if number >= 0}
+
+    @cached_property
     def saved(self) -> set[int]:
         saved = {n for n, operation in enumerate(self.operations) if operation.op in SAVES_OUTPUT}
         saved = {number for number in saved if self.operations[number].needs_grad}
@@ -278,9 +316,12 @@ _PREDICATES: dict[str, Callable[[OperationGraph], set[int]]] = {
     "first-product": lambda graph: graph.first_products,
     "last-product": lambda graph: graph.last_products,
     "gate": lambda graph: graph.gates,
+    "widening": lambda graph: graph.widening_products,
+    "router": lambda graph: graph.routers,
     "residual": lambda graph: graph.residual_sums,
     "saved": lambda graph: graph.saved,
     "pointwise-readers": lambda graph: graph.read_pointwise,
+    "nonlinear-readers": lambda graph: graph.read_nonlinearly,
     "norm-readers": lambda graph: graph.normed,
 }
 #: Selectors that a module that is called several times fulfils in every call, not in any.
@@ -349,13 +390,12 @@ def _choose(plan: Plan, operations: Sequence[Operation]) -> dict[int, list[_Call
     for number, operation in enumerate(operations):
         if operation.outputs:
             numbers.setdefault(operation.label, []).append(number)
-    chosen: dict[int, list[_Calls]] = {}
-    for index, rule in enumerate(plan.all_rules):
-        if rule.has_selectors:
-            is_chosen = partial(_is_chosen, rule, graph)
-            calls = [[operations[n] for n in same] for same in numbers.values() if is_chosen(same)]
-            chosen[index] = calls
-    return chosen
+    calls = {label: [operations[number] for number in same] for label, same in numbers.items()}
+    return {
+        index: [calls[label] for label, same in numbers.items() if _is_chosen(rule, graph, same)]
+        for index, rule in enumerate(plan.all_rules)
+        if rule.has_selectors
+    }
 
 
 def _is_chosen(rule: Rule, graph: OperationGraph, calls: list[int]) -> bool:
@@ -391,24 +431,24 @@ def expand_selectors(plan: Plan, operations: Sequence[Operation]) -> Plan:
     chosen = _choose(plan, operations)
     expanded: list[Rule] = []
     for index, rule in reversed(list(enumerate(plan.all_rules))):
-        expanded[:0] = _plain_rules(plan, index, chosen[index], expanded) if index in chosen else [rule]
+        expanded[:0] = _plain_rules(plan, index, chosen, expanded) if index in chosen else [rule]
     if not expanded:
         asked = "; ".join(f"{_where(plan, i)}: {rule.selection}" for i, rule in enumerate(plan.all_rules))
         raise PlanError(f"no tensor of the model is what a rule of the plan asks for ({asked}): use another plan.")
     return replace(plan.flattened(), rules=tuple(expanded))
 
 
-def _plain_rules(plan: Plan, index: int, chosen: list[_Calls], later: Sequence[Rule]) -> list[Rule]:
+def _plain_rules(plan: Plan, index: int, chosen: dict[int, list[_Calls]], later: Sequence[Rule]) -> list[Rule]:
     """The plain rules of a rule with selectors; `later` are all rules that come after it."""
     rule = plan.all_rules[index]
     where = _where(plan, index)
-    if not chosen:
+    if not chosen[index]:
         if rule.strict:
             raise PlanError(
                 f"{where}: no tensor of the model is {rule.selection}: drop the rule, or give it strict: false."
             )
         return []
-    effective = [calls for calls in chosen if _has_effect(plan, index, calls, later)]
+    effective = [calls for calls in chosen[index] if _has_effect(plan, index, calls, later, chosen)]
     if not effective:
         if rule.strict:
             raise PlanError(
@@ -446,23 +486,32 @@ def _places(calls: _Calls) -> set[str]:
     return {"activation", "grad_activation"} | weights | slots
 
 
-def _has_effect(plan: Plan, index: int, calls: _Calls, later: Sequence[Rule]) -> bool:
+def _has_effect(plan: Plan, index: int, calls: _Calls, later: Sequence[Rule], chosen: dict[int, list[_Calls]]) -> bool:
     """Whether a rule does anything to an operation that later rules do not undo."""
     rule = plan.all_rules[index]
-    spoken = set(PLACES) if rule.keep else {place for key, _ in rule.quantizers for place in KEYS[key]}
-    left = spoken & _places(calls)
+    left = _spoken(rule) & _places(calls)
     if rule.constants:
         return bool(left)
+    site = calls[0].module, op_site(calls[0].op, calls[0].index)
     for other in later:
-        if left and compile_match(other)(calls[0].module, op_site(calls[0].op, calls[0].index)):
-            left -= set(PLACES) if other.keep else {place for key, _ in other.quantizers for place in KEYS[key]}
-    if left == {"activation"} and not rule.strict and not rule.keep:
-        # The residual sums of a bf16 model are bf16 already: an optional rule leaves them alone without a warning.
-        specs = list(leaves(dict(rule.quantizers)["activation"], plan.names))
-        dtypes = {tensor.dtype for operation in calls for tensor in operation.outputs}
-        is_held = all(spec is not None and spec.holds_every_value_of(dtype) for spec in specs for dtype in dtypes)
-        return not is_held or any(not earlier.keep for earlier in plan.all_rules[:index])
-    return bool(left)
+        if left and compile_match(other)(*site):
+            left -= _spoken(other)
+    if left != {"activation"} or rule.strict or rule.keep:
+        return bool(left)
+    # The residual sums of a bf16 model are bf16 already: an optional rule leaves them alone without a warning.
+    earlier = ((i, other) for i, other in enumerate(plan.all_rules[:index]) if "activation" in _spoken(other))
+    if any(
+        any(calls is same for same in chosen[i]) if i in chosen else compile_match(other)(*site) for i, other in earlier
+    ):
+        return True
+    specs = list(leaves(dict(rule.quantizers)["activation"], plan.names))
+    dtypes = {tensor.dtype for operation in calls for tensor in operation.outputs}
+    return not all(spec is not None and spec.holds_every_value_of(dtype) for spec in specs for dtype in dtypes)
+
+
+def _spoken(rule: Rule) -> set[str]:
+    """The places that a rule decides, where an operation has them."""
+    return set(PLACES) if rule.keep else {place for key, _ in rule.quantizers for place in KEYS[key]}
 
 
 def expand_plan(

@@ -155,7 +155,7 @@ def execution_options(execution: object) -> ExecutionOptions:
     """The options object for a name, or the object itself.
 
     >>> execution_options("packed")
-    Packed()
+    Packed(recompute=None)
     """
     if isinstance(execution, (Emulate, Packed, Native)):
         return execution

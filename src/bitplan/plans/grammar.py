@@ -15,7 +15,7 @@ from bitplan.numerics.formats import Overflow
 from bitplan.numerics.reference import ROUNDINGS
 from bitplan.numerics.scaling import LONGEST_HISTORY, MOST_MARGIN, Granularity, Range
 from bitplan.numerics.wire_format import ROLES
-from bitplan.plans.document import VERSION
+from bitplan.plans.document import LOSSES, VERSION
 from bitplan.plans.execution import Executing
 from bitplan.plans.fields import (
     Anything,
@@ -407,6 +407,10 @@ PLAN = Record(
         ),
         "optimizer": Optimizing("What the optimizer's state is kept in, by torchao's optimizers."),
         "execution": Executing("How the plan is computed where attach() does not say: emulate, packed or native."),
+        "loss": Choice(
+            "chunked: a language model of transformers computes its loss in chunks of tokens and returns no logits.",
+            LOSSES,
+        ),
         "rules": Listing("Ordered rules.", _Rules("")),
     },
     required=("version",),

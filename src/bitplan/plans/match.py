@@ -75,9 +75,12 @@ SELECTORS: dict[str, str] = {
     "first-product": "returned by a product with a parameter that none comes before",
     "last-product": "returned by a product with a parameter that none comes after: a head, a classifier",
     "gate": "a half of a gate: two products of one tensor, or two parts of one product, multiplied with each other",
+    "widening": "returned by a product, and larger than what was multiplied with the weight",
+    "router": "returned by a product, and ranked by topk or argmax, as the scores of experts are",
     "residual": "a sum of a tensor and of a branch that was computed from it",
     "saved": "kept for the backward pass, if nothing is planned",
     "pointwise-readers": "read by pointwise operations only, such as gelu or mul, and not by a norm",
+    "nonlinear-readers": "read by a nonlinear pointwise function, such as gelu, relu or silu",
     "norm-readers": "read by a norm, fused or written out",
 }
 

@@ -2,9 +2,10 @@
 
 Fields and their kinds come from the tables that the loader reads by (:mod:`bitplan.plans.grammar`), conflicts between
 keys from :mod:`bitplan.plans.match`. Added here is what goes with what inside a quantizer; a test lets the schema and
-the loader judge the same random plans. Four things only the loader knows: whether a name or a file exists, whether a
-regular expression is one, whether a schedule's numbers fit together and fit their quantizers, and a few floats that fit
-the pattern but have no value but zero or too large a bias.
+the loader judge the same random plans. Five things only the loader knows: whether a name or a file exists, whether a
+regular expression is one, whether a schedule's numbers fit together and fit their quantizers, whether selectors and
+sizes of a rule exclude each other, and a few floats that fit the pattern but have no value but zero or too large a
+bias.
 """
 
 from __future__ import annotations

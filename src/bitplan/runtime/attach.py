@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from bitplan.capture.decompositions import is_decomposed
-from bitplan.capture.recording import record
+from bitplan.capture.recording import Operation, record
 from bitplan.capture.scopes import is_planned, state_of, uninstall, unwrapped
 from bitplan.capture.selectors import expand_plan
 from bitplan.errors import BitplanWarning, PlanError
@@ -86,20 +86,16 @@ def attach(
         raise PlanError(
             "the plan chooses tensors by select, which needs the model's operations: give attach() an example= batch."
         )
-    operations = None
-    if example is not None and resolved.all_rules:
-        try:
-            if resolved.has_selectors:
-                resolved, operations = expand_plan(resolved, unwrapped(model), example)
-            else:
-                operations = record(unwrapped(model), example, opens=partial(is_decomposed, resolved))
-        except RuntimeError as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise PlanError(
-                f"the model does not run on the example ({reason}): give a batch as the model takes it."
-            ) from error
-    run = Attachment(model, resolved, make_execution(options, model), steps, seed, mutable_formats, stats)
+    undo_loss = _chunk_loss(unwrapped(model), example) if resolved.declared_loss == "chunked" else None
     try:
+        resolved, operations = _record(model, resolved, example)
+        run = Attachment(model, resolved, make_execution(options, model), steps, seed, mutable_formats, stats)
+    except BaseException:
+        if undo_loss is not None:
+            undo_loss()
+        raise
+    try:
+        run.after_detach = undo_loss
         if example is not None:
             run.expect(example)
         if operations is not None:
@@ -110,6 +106,33 @@ def attach(
         raise
     log.info("plan attached, execution %s: %s", options.kind, options.summary)
     return run
+
+
+def _chunk_loss(model: nn.Module, example: Any) -> Callable[[], None]:
+    """Let a language model compute its loss in chunks; returns the function that undoes it."""
+    from bitplan.integrations.causal_lm import compute_loss_in_chunks  # built on top of the runtime
+
+    if not isinstance(example, Mapping):
+        raise PlanError(
+            "the plan computes the loss in chunks, which is compared with the model's own: give attach() an example= "
+            "batch with labels, as a mapping of the model's arguments."
+        )
+    return compute_loss_in_chunks(model, example)
+
+
+def _record(model: nn.Module, plan: Plan, example: Any) -> tuple[Plan, list[Operation] | None]:
+    """The plan without selectors, and the operations of the model; None without an example."""
+    if example is None or not plan.all_rules:
+        return plan, None
+    try:
+        if plan.has_selectors:
+            return expand_plan(plan, unwrapped(model), example)
+        return plan, record(unwrapped(model), example, opens=partial(is_decomposed, plan))
+    except RuntimeError as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise PlanError(
+            f"the model does not run on the example ({reason}): give a batch as the model takes it."
+        ) from error
 
 
 def _release_copy(model: nn.Module) -> None:

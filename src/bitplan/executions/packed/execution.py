@@ -17,7 +17,7 @@ from bitplan.compiler.backends import (
     register_backend,
 )
 from bitplan.executions.emulate import EmulateExecution
-from bitplan.executions.packed.recompute import memory_saving, rounded_bit_relu
+from bitplan.executions.packed.recompute import memory_saving, rounded_bit_relu, sequential_convolution
 from bitplan.executions.packed.saved_tensors import SavedTensorPacker
 from bitplan.plans.execution import Packed
 from bitplan.runtime.dispatch import map_tensors
@@ -47,6 +47,8 @@ class PackedExecution(EmulateExecution):
     def eager_function(self, op: str, func: Callable[..., Any]) -> Callable[..., Any]:
         if op not in PRODUCTS:
             return memory_saving(op, func)
+        if op.startswith("conv"):
+            func = sequential_convolution(op, func)
         return lambda *args, **kwargs: func(
             *map_tensors(_cast_by_autocast, args),
             **{key: map_tensors(_cast_by_autocast, value) for key, value in kwargs.items()},
