@@ -111,9 +111,7 @@ def _vit() -> tuple[Any, dict[str, Any]]:
     import timm
     import torch
 
-    model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=64, depth=4, embed_dim=64, num_heads=4, num_classes=10
-    )
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=4, embed_dim=64, num_heads=4, num_classes=10)
     return model, {"x": torch.randn(2, 3, 64, 64)}
 
 
@@ -317,7 +315,9 @@ def main() -> None:
             "threads": 1,
             "repeats": options.repeats,
             "medians": medians(rows),
-            "rows": [{**asdict(row.contender), **{k: v for k, v in asdict(row).items() if k != "contender"}} for row in rows],
+            "rows": [
+                {**asdict(row.contender), **{k: v for k, v in asdict(row).items() if k != "contender"}} for row in rows
+            ],
         }
         options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 

@@ -67,7 +67,7 @@ class RoundedBothWays(torch.autograd.Function):
         weight_key: Tensor | None,
     ) -> Tensor:
         ctx.action, ctx.context = backward, back
-        return forward.round(x.detach(), context, weight_key)
+        return forward.round(x if is_traced() else x.detach(), context, weight_key)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
