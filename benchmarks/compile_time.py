@@ -64,9 +64,9 @@ class Row:
 
 
 def _llama() -> tuple[Any, dict[str, Any]]:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    transformers: Any = importlib.import_module("transformers")
 
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=128,
         hidden_size=64,
         intermediate_size=128,
@@ -75,23 +75,23 @@ def _llama() -> tuple[Any, dict[str, Any]]:
         num_key_value_heads=2,
         use_cache=False,
     )
-    return LlamaForCausalLM(config), _tokens()
+    return transformers.LlamaForCausalLM(config), _tokens()
 
 
 def _gpt2() -> tuple[Any, dict[str, Any]]:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    transformers: Any = importlib.import_module("transformers")
 
-    config = GPT2Config(vocab_size=128, n_embd=64, n_layer=4, n_head=4, n_positions=64, use_cache=False)
-    return GPT2LMHeadModel(config), _tokens()
+    config = transformers.GPT2Config(vocab_size=128, n_embd=64, n_layer=4, n_head=4, n_positions=64, use_cache=False)
+    return transformers.GPT2LMHeadModel(config), _tokens()
 
 
 def _bert() -> tuple[Any, dict[str, Any]]:
-    from transformers import BertConfig, BertForMaskedLM
+    transformers: Any = importlib.import_module("transformers")
 
-    config = BertConfig(
+    config = transformers.BertConfig(
         vocab_size=128, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=128
     )
-    return BertForMaskedLM(config), _tokens()
+    return transformers.BertForMaskedLM(config), _tokens()
 
 
 def _tokens() -> dict[str, Any]:
@@ -197,7 +197,7 @@ def _count(model: Any, run: Any, contender: Contender, step: Callable[[Any], flo
     counts = {"dynamo_nodes": 0, "aot_nodes": 0, "kernels": 0, "guards": 0}
     if contender.compiler == "inductor":
         torch.compiler.reset()
-        metrics.reset()  # type: ignore[no-untyped-call]
+        metrics.reset()
         step(_compile(model, run, contender.compiler))
         counts["kernels"] = metrics.generated_kernel_count
     if contender.execution != "emulate":
@@ -214,7 +214,7 @@ def _count(model: Any, run: Any, contender: Contender, step: Callable[[Any], flo
 
     def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
         counts["dynamo_nodes"] += len(gm.graph.nodes)
-        return lower(gm, inputs)  # type: ignore[no-untyped-call]
+        return lower(gm, inputs)
 
     def count_guards(guards: Sequence[Any]) -> Sequence[bool]:
         is_kept = [True] * len(guards) if run is None else keep_guards(guards)

@@ -82,7 +82,8 @@ class Rounder(Interceptor):
             way = way_of(module.__dict__[VERSION], op, index, scope.inside, kind, module.training, len(args))
             if way == PLAIN:
                 return func(*args, **kwargs)
-            if way != GENERAL and not _works_in_place(func, args, kwargs):
+            writes = (kwargs or inplace_argument(func) != -1) and _works_in_place(func, args, kwargs)
+            if way != GENERAL and not writes:
                 return traced_operation(way, scope, op, index, kind, func, args, kwargs)
         action = rounding_of(state_of(module).actions, op, index, scope.inside)
         if action is not None and kind == CONSTANT and not action.rounds_constants:

@@ -52,15 +52,16 @@ def traced_operation(
         text = rounding_text(version, op, index, inside, training, places, x.requires_grad, record is not None, True)
         return relu_in_graph(x, text, table, record, history_max) if text else func(*args, **kwargs)
     draws = draws_bits(version, op, index, inside)
+    result: Any
     if way == OPERANDS:
         result = _product(call, module, func, args, kwargs, draws)
     else:
         if rounds_weights(version, op, index, inside):
             args, kwargs = _with_rounded_weights(call, module, args, kwargs, draws)
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor):
+        if may_return_input(op) and isinstance(result, Tensor):
             for value in args:
-                if isinstance(value, Tensor) and result is value:  # some functions return what they were given
+                if isinstance(value, Tensor) and result is value:
                     return result
     if isinstance(result, Tensor):
         return _rounded(call, result, places, result.requires_grad) if result.dtype.is_floating_point else result
@@ -103,13 +104,18 @@ def _with_rounded_weights(
         return _rounded(call, tensor, "weight grad_weight", tensor.requires_grad, key)
 
     rounded_args = []
+    has_parameters = len(module._parameters) > 0
     for value in args:
         if isinstance(value, Tensor):
-            value = rounded_weight(value)
+            # Most tensors are no weights; this is rounded_weight() without a call.
+            if has_parameters or isinstance(value, nn.Parameter) or getattr(value, WEIGHT_TAG, None) is not None:
+                value = rounded_weight(value)
         elif isinstance(value, (list, tuple)):
             value = map_tensors(rounded_weight, value)
         rounded_args.append(value)
-    return rounded_args, {name: map_tensors(rounded_weight, value) for name, value in kwargs.items()}
+    if kwargs:
+        kwargs = {name: map_tensors(rounded_weight, value) for name, value in kwargs.items()}
+    return rounded_args, kwargs
 
 
 def _product(
@@ -161,6 +167,22 @@ def way_of(version: str, op: str, index: int, inside: str | None, kind: str, tra
 def inplace_argument(func: Callable[..., Any]) -> int:
     """The position of a function's argument ``inplace``; -1 where it has none, -2 where it always works in place."""
     return -2 if works_in_place(func) else inplace_position(func)
+
+
+#: Common operations whose result is always a new tensor.
+_RETURN_NEW_TENSORS = frozenset(
+    """
+    add sub mul div neg pow rsqrt sqrt exp log sin cos tanh sigmoid silu gelu relu softmax log_softmax layer_norm
+    rms_norm group_norm batch_norm embedding mean sum var cat stack matmul bmm linear addmm baddbmm conv1d conv2d conv3d
+    max_pool2d avg_pool2d adaptive_avg_pool2d scaled_dot_product_attention cross_entropy mse_loss
+    """.split()  # noqa: SIM905 - a paragraph of names reads better than a page of quotes
+)
+
+
+@constant_when_traced
+def may_return_input(op: str) -> bool:
+    """Whether an operation may return the very tensor that it was given."""
+    return op not in _RETURN_NEW_TENSORS
 
 
 @constant_when_traced

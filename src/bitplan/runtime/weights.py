@@ -62,7 +62,8 @@ def context_of_parameter(context: OpContext, module: nn.Module, tensor: Tensor) 
 
 def replaces_parameter(module: nn.Module, tensor: Tensor) -> bool:
     """Whether `torch.func.functional_call` has put the tensor, which is no parameter, in a parameter's place."""
-    for own in module._parameters.values():
+    parameters: dict[str, Any] = module._parameters
+    for own in parameters.values():  # noqa: SIM110 - a generator takes long to trace
         # A parameter is not compared: tracing takes long to compare tensors.
         if own is not None and not isinstance(own, nn.Parameter) and own is tensor:
             return True
