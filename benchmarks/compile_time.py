@@ -293,7 +293,7 @@ def main() -> None:
     parser.add_argument("--compiler", action="append", choices=COMPILERS)
     parser.add_argument("--plan", action="append", choices=PLANS)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("-o", "--output", type=Path, help="rows of other contenders in the file stay")
     parser.add_argument("--contender", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.contender:
@@ -309,17 +309,25 @@ def main() -> None:
     for median in medians(rows):
         print(f"median {median['compiler']:9} {median['plan']:11} {median['execution']:8} {median['ratio']:6.2f}")
     if options.output:
+        rows = [*stored_rows(options.output, chosen), *rows]
         document = {
             "benchmark": "compile-time",
             "machine": describe_machine(torch.device("cpu")),
             "threads": 1,
             "repeats": options.repeats,
             "medians": medians(rows),
-            "rows": [
-                {**asdict(row.contender), **{k: v for k, v in asdict(row).items() if k != "contender"}} for row in rows
-            ],
+            "rows": [asdict(row) for row in rows],
         }
         options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def stored_rows(path: Path, without: Sequence[Contender]) -> list[Row]:
+    """The rows of an earlier run, without those that were measured again."""
+    if not path.exists():
+        return []
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    stored = [Row(**{**row, "contender": Contender(**row["contender"])}) for row in rows]
+    return [row for row in stored if row.contender not in without]
 
 
 if __name__ == "__main__":

@@ -315,7 +315,9 @@ class RoundingOp:
             quantizer.check(x)
             self._checked_dtypes.add(x.dtype)
         bits: Tensor | None = None
-        if self.is_stochastic and not (is_traced_below_dynamo() and needs_shapes_only(x)):
+        if self.is_stochastic and is_traced_below_dynamo() and needs_shapes_only(x):
+            bits = torch.empty_like(x, dtype=torch.int32)
+        elif self.is_stochastic:
             assert context.table is not None
             first, second = _salt(place_key(context.salt if weight_key is None else "", self.place))
             key = context.table[0] if weight_key is None else weight_key
