@@ -26,14 +26,14 @@ from bitplan.compiler.tracing import constant_when_traced
 #: What the result of an operation is.
 ACTIVATION, CONSTANT, MASK = "activation", "constant", "mask"
 
-_CONSTANT_TAG = "_bitplan_constant"
-_MASK_TAG = "_bitplan_mask"
-#: All attributes that this module gives to tensors.
-TAGS = (_CONSTANT_TAG, _MASK_TAG)
+#: The attribute of a tensor that is a constant, a mask or both; one, because tracing takes long to read an attribute.
+TAG = "_bitplan_kind"
 
-#: Values of the mask's tag. An argument of ``forward`` that is called a mask may be added to scores, or multiply them
-#: by 0 and 1: only a sum with it is a mask for certain.
-_BY_NAME, _BY_VALUE = 1, 2
+#: Two bits of the tag belong to masks. An argument of ``forward`` that is called a mask may be added to scores, or
+#: multiply them by 0 and 1: only a sum with it is a mask for certain.
+_BY_NAME, _BY_VALUE, _MASK_BITS = 1, 2, 3
+#: The bit of a constant.
+_IS_CONSTANT = 4
 
 #: Numbers from here down stand for minus infinity: BERT's -10000 is the largest in use.
 _MINUS_INFINITY = -1e4
@@ -76,13 +76,16 @@ def with_mask_tags(names: tuple[tuple[int, str], ...], args: Any, kwargs: dict[s
 
 def named_mask(value: Any) -> Any:
     """An alias of a floating-point tensor that is called a mask, tagged so; other values as they are."""
-    if not isinstance(value, Tensor) or not value.is_floating_point() or getattr(value, _MASK_TAG, None) is not None:
+    if not isinstance(value, Tensor) or not value.is_floating_point() or _tag(value) & _MASK_BITS:
         return value
     alias = value.view_as(value)
-    if getattr(value, _CONSTANT_TAG, None) is not None:
-        setattr(alias, _CONSTANT_TAG, True)
-    setattr(alias, _MASK_TAG, _BY_NAME)
+    setattr(alias, TAG, _tag(value) | _BY_NAME)
     return alias
+
+
+def _tag(tensor: Tensor) -> int:
+    """The tag of a tensor; 0: none."""
+    return getattr(tensor, TAG, None) or 0
 
 
 def kind_of_result(
@@ -93,13 +96,21 @@ def kind_of_result(
     :param buffers: names of the module's floating-point buffers.
     """
     first: Any = args[0] if args else None
-    is_known = op in _KEEPS_MASK or not isinstance(first, Tensor) or getattr(first, _CONSTANT_TAG, None) is not None
-    if not is_known and first.is_floating_point() and not _is_buffer(module, buffers, first):
-        return ACTIVATION, 0  # most operations are given an activation first
+    is_untagged = isinstance(first, Tensor) and getattr(first, TAG, None) is None and first.dtype.is_floating_point
+    if is_untagged and not (buffers and _is_buffer(module, buffers, first)):  # an activation first, as mostly
+        if op not in _KEEPS_MASK:
+            return ACTIVATION, 0
+        if len(args) == 2 and not kwargs:
+            second = args[1]
+            if isinstance(second, Tensor):
+                if getattr(second, TAG, None) is None:
+                    return ACTIVATION, 0
+            elif isinstance(second, (int, float)) and second > _MINUS_INFINITY:
+                return ACTIVATION, 0
     tensors = _float_tensors(args, kwargs)
     is_constant = True
     for tensor in tensors:
-        if getattr(tensor, _CONSTANT_TAG, None) is None and not _is_buffer(module, buffers, tensor):
+        if not _tag(tensor) & _IS_CONSTANT and not _is_buffer(module, buffers, tensor):
             is_constant = False
             break
     mask = 0
@@ -115,11 +126,11 @@ def _mask_of(op: str, tensors: list[Tensor], args: Any, kwargs: dict[str, Any], 
     tag = 0
     is_sum_with_other = False
     for tensor in tensors:
-        own = getattr(tensor, _MASK_TAG, None)
-        if own is None:
-            is_sum_with_other = is_sum_with_other or getattr(tensor, _CONSTANT_TAG, None) is None
-        elif own > tag:
-            tag = own
+        own = _tag(tensor)
+        if not own & _MASK_BITS:
+            is_sum_with_other = is_sum_with_other or not own & _IS_CONSTANT
+        else:
+            tag = max(tag, own & _MASK_BITS)
     if op not in _BOUNDS and _has_minus_infinity(args, kwargs):
         return _BY_VALUE
     if tag == _BY_NAME and not is_constant and is_sum_with_other:
@@ -138,10 +149,9 @@ def tag_result(result: Any, kind: str, mask: int) -> Any:
             tag_result(part, kind, mask)
         return tuple(parts) if torch.compiler.is_compiling() else result
     if isinstance(result, Tensor) and result.is_floating_point():
-        if kind == CONSTANT:
-            setattr(result, _CONSTANT_TAG, True)
-        if mask:
-            setattr(result, _MASK_TAG, mask)
+        tag = _tag(result)
+        constant = _IS_CONSTANT if kind == CONSTANT else tag & _IS_CONSTANT
+        setattr(result, TAG, constant | (mask or tag & _MASK_BITS))
     return result
 
 
@@ -151,19 +161,18 @@ def _view_when_traced(part: Any) -> Any:
 
 def has_tags(tensor: Any) -> bool:
     """Whether a tensor is known to be a constant or a mask."""
-    return getattr(tensor, _CONSTANT_TAG, None) is not None or getattr(tensor, _MASK_TAG, None) is not None
+    return getattr(tensor, TAG, None) is not None
 
 
 def is_constant(tensor: Tensor) -> bool:
     """Whether a tensor is known to be a constant."""
-    return getattr(tensor, _CONSTANT_TAG, None) is not None
+    return bool(_tag(tensor) & _IS_CONSTANT)
 
 
 def clear_tags(result: Any) -> None:
     """Forget what is known of a tensor that an activation was written into."""
-    for tag in TAGS:
-        if getattr(result, tag, None) is not None:
-            setattr(result, tag, None)
+    if has_tags(result):
+        setattr(result, TAG, None)
 
 
 def tag_view(
@@ -175,33 +184,49 @@ def tag_view(
     result: Any,
 ) -> Any:
     """The result of a function that makes no values of its own, with the tags of its source."""
-    name = getattr(func, "__name__", "")
-    if name in FACTORIES_LIKE:
+    use = _use_of_source(func)
+    if use == _NONE:
         return tag_result(result, CONSTANT, _BY_VALUE if _has_minus_infinity(args, kwargs) else 0)
-    if not args or not isinstance(args[0], Tensor):
+    first = args[0] if args else None
+    if not isinstance(first, Tensor):
         return result
-    if _writes(func):
+    if use == _WRITES:
         kind, mask = kind_of_result(module, buffers, "where", args, kwargs)
         if kind != CONSTANT:
-            clear_tags(args[0])
-        tag_result(args[0], kind, mask)
+            clear_tags(first)
+        tag_result(first, kind, mask)
         return result
-    is_constant = getattr(args[0], _CONSTANT_TAG, None) is not None or _is_buffer(module, buffers, args[0])
-    mask = _BY_VALUE if _has_minus_infinity(args[1:], kwargs) else getattr(args[0], _MASK_TAG, None) or 0
-    return tag_result(result, CONSTANT if is_constant else ACTIVATION, mask)
+    tag = getattr(first, TAG, None) or 0
+    if buffers and _is_buffer(module, buffers, first):
+        tag |= _IS_CONSTANT
+    if use == _PADS and _has_minus_infinity(args[1:], kwargs):
+        tag = tag & _IS_CONSTANT | _BY_VALUE
+    return tag_result(result, CONSTANT if tag & _IS_CONSTANT else ACTIVATION, tag & _MASK_BITS) if tag else result
 
 
 def tag_made_of_integers(args: Any, kwargs: dict[str, Any], result: Any) -> Any:
     """The result of a function that was given no floating-point tensor: a constant."""
+    if isinstance(result, Tensor):
+        if not result.dtype.is_floating_point:
+            return result
+    elif not isinstance(result, (tuple, list)):
+        return result
     return tag_result(result, CONSTANT, _BY_VALUE if _has_minus_infinity(args, kwargs) else 0)
 
 
+#: What a function that makes no values of its own does with its first argument: takes only its shape, writes into it,
+#: pads it with a number, or returns its values.
+_NONE, _WRITES, _PADS, _RETURNS = "none", "writes", "pads", "returns"
+
+
 @constant_when_traced
-def _writes(func: Callable[..., Any]) -> bool:
-    """Whether a function that makes no values of its own writes some into its first argument."""
-    return getattr(func, "__name__", "") in ("__setitem__", "copy_", "fill_", "zero_") or (
-        name_of(func) is not None and works_in_place(func)
-    )
+def _use_of_source(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", "")
+    if name in FACTORIES_LIKE:
+        return _NONE
+    if name in ("__setitem__", "copy_", "fill_", "zero_") or (name_of(func) is not None and works_in_place(func)):
+        return _WRITES
+    return _PADS if name in ("pad", "constant_pad_nd") else _RETURNS
 
 
 def _float_tensors(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:

@@ -36,6 +36,26 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
+def is_traced_below_dynamo() -> bool:
+    """Whether this code runs as it is while a graph is made: Dynamo calls it, or AOTAutograd records its operations."""
+    return not torch.compiler.is_dynamo_compiling() and is_traced()
+
+
+def needs_shapes_only(x: Tensor) -> bool:
+    """Where :func:`is_traced_below_dynamo`: whether no operation is recorded, so that only a result's shape matters.
+
+    Dynamo, and AOTAutograd before it makes a graph, run every function of ours in this way.
+    """
+    is_recorded = torch_private.get_proxy_mode() is not None
+    return not is_recorded and isinstance(x, (torch_private.FakeTensor, torch_private.FunctionalTensor))
+
+
+def below_autograd() -> Any:
+    """A context without autograd, which otherwise records a ``detach`` for every view of another dtype."""
+    key, key_set = torch_private.DispatchKey, torch_private.DispatchKeySet
+    return torch_private.ExcludeDispatchKeyGuard(key_set(key.AutogradFunctionality) | key_set(key.ADInplaceOrView))
+
+
 def constant_when_traced(function: F) -> F:
     """Under torch.compile, call `function` while tracing and use its result as a constant."""
     setattr(function, torch_private.CONSTANT_MARK, True)

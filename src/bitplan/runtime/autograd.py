@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bitplan.compiler.tracing import is_traced, opaque_in_graph, transformable
+from bitplan.compiler.tracing import constant_when_traced, is_traced, opaque_in_graph, transformable
 from bitplan.gemm.products import Product, slot_product
 from bitplan.numerics.wire_format import OPERAND_OF_SLOT
 from bitplan.plans import SLOTS
@@ -65,7 +67,7 @@ class RoundedBothWays(torch.autograd.Function):
         weight_key: Tensor | None,
     ) -> Tensor:
         ctx.action, ctx.context = backward, back
-        return forward.round(x.detach(), context, weight_key)
+        return forward.round(x if is_traced() else x.detach(), context, weight_key)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -127,21 +129,41 @@ def call_constants(context: OpContext) -> CallConstants:
     return context.site, context.salt, context.training, context.observing
 
 
+@constant_when_traced
+def call_text(forward: OpRef, backward: OpRef, call: CallConstants) -> str:
+    """The constants of a rounding as one text: an argument of a graph's node that Dynamo handles quickly."""
+    return repr((forward, backward, call))
+
+
+@lru_cache(maxsize=4096)
+def _constants_of(text: str) -> tuple[OpRef, OpRef, CallConstants]:
+    constants: tuple[OpRef, OpRef, CallConstants] = ast.literal_eval(text)
+    return constants
+
+
 @opaque_in_graph
-def _both_ways_in_graph(
+def rounded_in_graph(
     x: Tensor,
-    forward: OpRef,
-    backward: OpRef,
-    call: CallConstants,
-    buffers: Buffers,
+    text: str,
+    table: Tensor | None,
+    record: Tensor | None,
+    amax_history_max: Tensor | None,
     weight_key: Tensor | None,
 ) -> Tensor:
+    """:func:`rounded_both_ways` for a graph."""
+    forward, backward, call = _constants_of(text)
+    buffers = table, record, amax_history_max
     context, back = (OpContext.in_graph(call, ref[1], buffers) for ref in (forward, backward))
     return _both_ways(x, _op(forward), _op(backward), context, back, weight_key)
 
 
 @opaque_in_graph
-def _relu_in_graph(x: Tensor, forward: OpRef, backward: OpRef, call: CallConstants, buffers: Buffers) -> Tensor:
+def relu_in_graph(
+    x: Tensor, text: str, table: Tensor | None, record: Tensor | None, amax_history_max: Tensor | None
+) -> Tensor:
+    """:func:`rounded_relu` for a graph."""
+    forward, backward, call = _constants_of(text)
+    buffers = table, record, amax_history_max
     context, back = (OpContext.in_graph(call, ref[1], buffers) for ref in (forward, backward))
     return _relu(x, _op(forward), _op(backward), context, back)
 
@@ -196,10 +218,8 @@ def rounded_both_ways(
         return x
     if not torch.compiler.is_compiling():
         return _both_ways(x, forward, backward, context, context, weight_key)
-    return _both_ways_in_graph(
-        *(x, op_ref(forward, context), op_ref(backward, context), call_constants(context)),
-        *(call_buffers(context), weight_key),
-    )
+    text = call_text(op_ref(forward, context), op_ref(backward, context), call_constants(context))
+    return rounded_in_graph(x, text, context.table, context.record, context.amax_history_max, weight_key)
 
 
 def rounded_relu(x: Tensor, forward: RoundingOp | None, backward: RoundingOp | None, context: OpContext) -> Tensor:
@@ -207,9 +227,8 @@ def rounded_relu(x: Tensor, forward: RoundingOp | None, backward: RoundingOp | N
     forward, backward = _after_promotion(forward, context), _after_promotion(backward, context)
     if not torch.compiler.is_compiling():
         return _relu(x, forward, backward, context, context)
-    return _relu_in_graph(
-        x, op_ref(forward, context), op_ref(backward, context), call_constants(context), call_buffers(context)
-    )
+    text = call_text(op_ref(forward, context), op_ref(backward, context), call_constants(context))
+    return relu_in_graph(x, text, context.table, context.record, context.amax_history_max)
 
 
 def rounded_product(
