@@ -171,3 +171,18 @@ def test_both_products_of_a_shared_operand_see_the_same_random_bits(shared: bool
         y.backward(torch.eye(8))  # so that the weight's gradient is x as the product saw it
     assert not torch.equal(y, x)
     assert torch.equal(model.weight.grad, y.detach()) is shared
+
+
+@pytest.mark.parametrize("execution", ["emulate", "packed"])
+def test_an_operand_is_shared_also_beside_operands_that_are_not(execution: str) -> None:
+    model, x = nn.Linear(8, 8), torch.rand(8, 8)
+    nn.init.eye_(model.weight)
+    noisy = {"format": "e2m1", "rounding": "stochastic"}
+    with attached(model, {"match": "*", "x": noisy, "dy": noisy, "dgrad.w": "e4m3"}, execution=execution):
+        y = model(x)
+        y.backward(torch.eye(8) * 0.9)
+    rounded_x = y.detach() - model.bias.detach()
+    rounded_dy = bitplan.quantize(model.bias.grad, "e2m1")  # one element each
+    assert set(rounded_dy.tolist()) <= {0.5, 1.0}
+    torch.testing.assert_close(model.weight.grad, (rounded_x.T * rounded_dy).T, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(y, x + model.bias)

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from bitplan.capture.ops import FACTORIES_LIKE, name_of, works_in_place
+from bitplan.compiler.torch_private import FakeTensor
 from bitplan.compiler.tracing import constant_when_traced
 
 #: What the result of an operation is.
@@ -85,38 +86,68 @@ def named_mask(value: Any) -> Any:
     return alias
 
 
-def kind_of_result(
-    module: nn.Module, buffers: tuple[str, ...], op: str, args: Any, kwargs: dict[str, Any]
-) -> tuple[str, int]:
-    """What an operation will return, and the tag of its mask (0: none).
+class FloatBuffers(NamedTuple):
+    """Names of a module's floating-point buffers, whose values are constants."""
 
-    :param buffers: names of the module's floating-point buffers.
-    """
+    names: tuple[str, ...]
+    #: Those that hold a number that stands for minus infinity, as the mask of causal attention does.
+    masks: tuple[str, ...]
+
+
+def float_buffers(module: nn.Module) -> FloatBuffers:
+    buffers = {
+        name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_floating_point()
+    }
+    return FloatBuffers(
+        tuple(buffers), tuple(name for name, buffer in buffers.items() if _holds_minus_infinity(buffer))
+    )
+
+
+def _holds_minus_infinity(buffer: Tensor) -> bool:
+    has_values = not buffer.is_meta and not isinstance(buffer, FakeTensor)
+    if not has_values or buffer.layout != torch.strided or not buffer.numel():
+        return False
+    with torch.no_grad():
+        return bool((buffer <= _MINUS_INFINITY).any())
+
+
+def kind_of_result(
+    module: nn.Module, buffers: FloatBuffers, op: str, args: Any, kwargs: dict[str, Any]
+) -> tuple[str, int]:
+    """What an operation will return, and the tag of its mask (0: none)."""
     first: Any = args[0] if args else None
     is_known = op in _KEEPS_MASK or not isinstance(first, Tensor) or getattr(first, _CONSTANT_TAG, None) is not None
-    if not is_known and first.is_floating_point() and not _is_buffer(module, buffers, first):
+    if not is_known and first.is_floating_point() and not _is_buffer(module, buffers.names, first):
         return ACTIVATION, 0  # most operations are given an activation first
     tensors = _float_tensors(args, kwargs)
     is_constant = True
     for tensor in tensors:
-        if getattr(tensor, _CONSTANT_TAG, None) is None and not _is_buffer(module, buffers, tensor):
+        if getattr(tensor, _CONSTANT_TAG, None) is None and not _is_buffer(module, buffers.names, tensor):
             is_constant = False
             break
     mask = 0
     if is_constant or op in _KEEPS_MASK:
-        mask = _mask_of(op, tensors, args, kwargs, is_constant)
+        mask = _mask_of(module, buffers.masks, op, tensors, args, kwargs, is_constant)
     if is_constant:
         return CONSTANT, mask
     return (MASK if mask == _BY_VALUE else ACTIVATION), mask
 
 
-def _mask_of(op: str, tensors: list[Tensor], args: Any, kwargs: dict[str, Any], is_constant: bool) -> int:
+def _mask_of(
+    module: nn.Module,
+    masks: tuple[str, ...],
+    op: str,
+    tensors: list[Tensor],
+    args: Any,
+    kwargs: dict[str, Any],
+    is_constant: bool,
+) -> int:
     """The mask's tag of a result."""
     tag = 0
     is_sum_with_other = False
     for tensor in tensors:
-        own = getattr(tensor, _MASK_TAG, None)
-        if own is None:
+        own = _own_mask(module, masks, tensor)
+        if own == 0:
             is_sum_with_other = is_sum_with_other or getattr(tensor, _CONSTANT_TAG, None) is None
         elif own > tag:
             tag = own
@@ -125,6 +156,14 @@ def _mask_of(op: str, tensors: list[Tensor], args: Any, kwargs: dict[str, Any], 
     if tag == _BY_NAME and not is_constant and is_sum_with_other:
         return 0 if op in _MULTIPLIES else _BY_VALUE
     return tag
+
+
+def _own_mask(module: nn.Module, masks: tuple[str, ...], tensor: Tensor) -> int:
+    """The mask's tag of a tensor."""
+    own = getattr(tensor, _MASK_TAG, None)
+    if own is None:
+        return _BY_VALUE if masks and _is_buffer(module, masks, tensor) else 0
+    return own  # type: ignore[no-any-return]
 
 
 def tag_result(result: Any, kind: str, mask: int) -> Any:
@@ -163,7 +202,7 @@ def clear_tags(result: Any) -> None:
 
 def tag_view(
     module: nn.Module,
-    buffers: tuple[str, ...],
+    buffers: FloatBuffers,
     func: Callable[..., Any],
     args: Any,
     kwargs: dict[str, Any],
@@ -181,8 +220,8 @@ def tag_view(
             clear_tags(args[0])
         tag_result(args[0], kind, mask)
         return result
-    is_constant = getattr(args[0], _CONSTANT_TAG, None) is not None or _is_buffer(module, buffers, args[0])
-    mask = _BY_VALUE if _has_minus_infinity(args[1:], kwargs) else getattr(args[0], _MASK_TAG, None) or 0
+    is_constant = getattr(args[0], _CONSTANT_TAG, None) is not None or _is_buffer(module, buffers.names, args[0])
+    mask = _BY_VALUE if _has_minus_infinity(args[1:], kwargs) else _own_mask(module, buffers.masks, args[0])
     return tag_result(result, CONSTANT if is_constant else ACTIVATION, mask)
 
 

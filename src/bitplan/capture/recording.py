@@ -24,7 +24,15 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from bitplan.capture.constants import ACTIVATION
 from bitplan.capture.decompositions import DECOMPOSITIONS
 from bitplan.capture.ops import FUSED, PRODUCTS
-from bitplan.capture.scopes import Interceptor, Scope, followed, innermost_scope, loss_holder, state_of
+from bitplan.capture.scopes import (
+    Interceptor,
+    Scope,
+    followed,
+    innermost_scope,
+    loss_holder,
+    reentrant_regions_called_once,
+    state_of,
+)
 from bitplan.compiler.torch_private import (
     FAKE_TENSOR_LOGGER,
     DataDependentOutputException,
@@ -447,7 +455,8 @@ def _run(
     target: Any,
 ) -> None:
     hidden = nullcontext() if scripted_modules(model) else HiddenProducts(recorder)
-    with hidden, without_scopes(model), _attributes_kept(model), followed(model, recorder):
+    checkpointing = reentrant_regions_called_once()
+    with hidden, without_scopes(model), _attributes_kept(model), checkpointing, followed(model, recorder):
         output = torch.func.functional_call(model, tensors, *arguments)
         if loss is not None:
             with Scope(recorder, loss_holder(recorder)):

@@ -59,11 +59,6 @@ class NativeSlots(Slots):
         self.recast_in_backward = recast_in_backward
         self.features = features
 
-    def shares(self, operand: str) -> bool:
-        """Whether an operand is rounded once for both of its GEMMs."""
-        ops = [self.chosen[slot][0] for slot in OPERANDS[operand] if slot in self.chosen]
-        return len(ops) == 2 and ops[0] is ops[1]
-
     def saved_operand(self, x: Tensor) -> SavedOperand | None:
         """The input for an emulated wgrad, one byte per element; None where its format does not fit a byte."""
         if "wgrad.x" not in self.chosen or not x.numel():
