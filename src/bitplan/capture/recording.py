@@ -11,7 +11,7 @@ import inspect
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -422,8 +422,7 @@ def _record_on_fakes(
         inputs, target = split_batch(tree_map(fake, batch), loss)
         arguments = call_arguments(inputs)
     recorder = Recorder(_first_names(fakes), opens, faker.nonzeros)
-    with faker.mode:
-        _run(model, recorder, {**fakes, **buffers}, arguments, loss, target)
+    _run(model, recorder, {**fakes, **buffers}, arguments, loss, target, faker.mode)
     return recorder.operations
 
 
@@ -453,10 +452,12 @@ def _run(
     arguments: tuple[Any, ...],
     loss: Callable[..., Tensor] | None,
     target: Any,
+    fake_mode: AbstractContextManager[Any] = nullcontext(),
 ) -> None:
     hidden = nullcontext() if scripted_modules(model) else HiddenProducts(recorder)
     checkpointing = reentrant_regions_called_once()
-    with hidden, without_scopes(model), _attributes_kept(model), checkpointing, followed(model, recorder):
+    # Interception looks for masks in the values of buffers, before they are fake.
+    with without_scopes(model), _attributes_kept(model), checkpointing, followed(model, recorder), fake_mode, hidden:
         output = torch.func.functional_call(model, tensors, *arguments)
         if loss is not None:
             with Scope(recorder, loss_holder(recorder)):
