@@ -452,7 +452,7 @@ def _run(
     arguments: tuple[Any, ...],
     loss: Callable[..., Tensor] | None,
     target: Any,
-    fake_mode: AbstractContextManager[Any] = nullcontext(),
+    fake_mode: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - without state
 ) -> None:
     hidden = nullcontext() if scripted_modules(model) else HiddenProducts(recorder)
     checkpointing = reentrant_regions_called_once()

@@ -17,7 +17,7 @@ from bitplan.executions.native.float8_cast import FORMATS, INPUT_DTYPES, cast_fl
 from bitplan.executions.native.gemm import BY_ROW, Codes, GemmLayout, NativeProduct, SavedOperand, byte_of, codes_of
 from bitplan.gemm.products import Product
 from bitplan.numerics.wire_format import OPERAND_OF_SLOT
-from bitplan.plans import OPERANDS, SLOTS
+from bitplan.plans import SLOTS
 from bitplan.plans.match import PASSES
 from bitplan.plans.spec import QuantizerSpec
 from bitplan.runtime.autograd import (
