@@ -193,6 +193,11 @@ def has_tags(tensor: Any) -> bool:
     return getattr(tensor, _CONSTANT_TAG, None) is not None or getattr(tensor, _MASK_TAG, None) is not None
 
 
+def is_constant(tensor: Tensor) -> bool:
+    """Whether a tensor is known to be a constant."""
+    return getattr(tensor, _CONSTANT_TAG, None) is not None
+
+
 def clear_tags(result: Any) -> None:
     """Forget what is known of a tensor that an activation was written into."""
     for tag in TAGS:

@@ -29,8 +29,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from bitplan.compiler import batch_norm_fusion
+from bitplan.compiler import batch_norm_fusion, memory_order
 from bitplan.compiler.batch_norm_fusion import ALWAYS_SAVED, fold_batch_norms, fuse_channel_stats
+from bitplan.compiler.memory_order import save_in_memory_order
 from bitplan.compiler.torch_private import (
     CustomPartitionerFn,
     functorch_config,
@@ -63,7 +64,13 @@ _TRACED_ARGUMENTS = "eager_input_vals"
 
 
 class PackedPartitioner(CustomPartitionerFn):
-    """Torch's min-cut partitioner, with nodes marked to be saved or recomputed."""
+    """Torch's min-cut partitioner, with nodes marked to be saved or recomputed.
+
+    :param is_aggressive: what is not marked is recomputed wherever torch can, as by its ``aggressive_recomputation``.
+    """
+
+    def __init__(self, is_aggressive: bool = False) -> None:
+        self.is_aggressive = is_aggressive
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -71,14 +78,16 @@ class PackedPartitioner(CustomPartitionerFn):
         if fold_batch_norms(gm.graph):
             gm.recompile()
         mark_saved_nodes(gm.graph)
-        with functorch_config.patch(PARTITIONER_OPTIONS):
+        with functorch_config.patch({**PARTITIONER_OPTIONS, "aggressive_recomputation": self.is_aggressive}):
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         if fuse_channel_stats(forward.graph):
             forward.recompile()
+        save_in_memory_order(forward, backward, kwargs["num_fwd_outputs"])
         return forward, backward
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__, batch_norm_fusion.__file__), f"{LONGEST_CHAIN} {LARGEST_CAST}")
+        settings = f"{LONGEST_CHAIN} {LARGEST_CAST} {self.is_aggressive}"
+        return get_hash_for_files((__file__, batch_norm_fusion.__file__, memory_order.__file__), settings)
 
 
 def mark_saved_nodes(graph: fx.Graph) -> None:
@@ -248,10 +257,11 @@ class RecomputePartitioner(CustomPartitionerFn):
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         if self.policy.codes and fuse_channel_stats(forward.graph):
             forward.recompile()
+        save_in_memory_order(forward, backward, kwargs["num_fwd_outputs"])
         return forward, backward
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__, batch_norm_fusion.__file__), str(self.policy))
+        return get_hash_for_files((__file__, batch_norm_fusion.__file__, memory_order.__file__), str(self.policy))
 
 
 def mark_recomputed_inputs(graph: fx.Graph) -> None:
