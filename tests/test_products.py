@@ -101,6 +101,20 @@ def test_the_bias_beside_slots_gets_its_whole_gradient() -> None:
     torch.testing.assert_close(model.bias.grad, dy.sum((0, 2, 3)))
 
 
+@pytest.mark.parametrize(("function", "x", "w"), [(torch.addmm, (6, 8), (8, 5)), (torch.baddbmm, (2, 6, 8), (2, 8, 5))])
+def test_the_sum_of_a_product_is_rounded_to_bfloat16_once(
+    function: Callable[..., Tensor], x: tuple[int, ...], w: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    model, bias = Apply(lambda bias, x, w: function(bias, x, w), *w).bfloat16(), torch.randn(*x[:-1], w[-1]).bfloat16()
+    inputs = torch.randn(x).bfloat16().requires_grad_()
+    with attached(model, {"match": "*", "dgrad.w": "e2m1"}):
+        y = model(bias, inputs)
+        y.sum().backward()
+    assert torch.equal(y, function(bias, inputs, model.weight))
+    assert torch.equal(inputs.grad, torch.ones_like(y) @ q(model.weight, "e2m1").mT)
+
+
 def test_an_einsum_that_takes_a_diagonal_says_that_its_slots_cannot_be_told_apart() -> None:
     model = Apply(lambda x, w: torch.einsum("ii,ij->j", x, w), 3, 4)
     with (

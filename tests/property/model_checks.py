@@ -222,7 +222,8 @@ def check(case: Case, compiled: str | None = None) -> str:
 def _all_have_effect(run: Run) -> bool:
     for number, rule in enumerate(run.rules):
         keys = [key for key in rule if key not in ("match", "op", "keep", "grad_at", "strict")]
-        if number not in run.used or any((number, key) not in run.present for key in keys):
+        is_used = number in run.used or number in run.without_tensors - run.with_tensors
+        if not is_used or any((number, key) not in run.present for key in keys):
             return False
     return True
 

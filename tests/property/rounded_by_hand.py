@@ -47,6 +47,9 @@ class Run:
         self.rules = rules
         #: Rules that decided something that exists.
         self.used: set[int] = set()
+        #: Rules that match something without any tensor to round (masked scores without a gradient), and others.
+        self.without_tensors: set[int] = set()
+        self.with_tensors: set[int] = set()
         #: (rule, key) pairs that name something that exists.
         self.present: set[tuple[int, str]] = set()
         self._amax: dict[str, list[float]] = {}
@@ -306,8 +309,8 @@ class Hand:
                 self.run.present |= {(number, key) for key, places in keys.items() if present & {*places}}
                 spoken = present if rule.get("keep") else {place for places in keys.values() for place in places}
                 last |= dict.fromkeys(spoken & present, number)
-                if not present:  # masked scores without a gradient
-                    self.run.used.add(number)
+                self.run.without_tensors |= set() if present else {number}
+                self.run.with_tensors |= {number} if spoken & present else set()
         self.run.used |= set(last.values())
 
 
