@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from bitplan.capture.ops import FACTORIES_LIKE, name_of, works_in_place
+from bitplan.compiler.torch_private import FakeTensor
 from bitplan.compiler.tracing import constant_when_traced
 
 #: What the result of an operation is.
@@ -110,34 +111,57 @@ def _tag(tensor: Tensor) -> int:
     return getattr(tensor, TAG, None) or 0
 
 
-def kind_of_result(
-    module: nn.Module, buffers: tuple[str, ...], op: str, args: Any, kwargs: dict[str, Any]
-) -> tuple[str, int]:
-    """What an operation will return, and the tag of its mask (0: none).
+class FloatBuffers(NamedTuple):
+    """Names of a module's floating-point buffers, whose values are constants."""
 
-    :param buffers: names of the module's floating-point buffers.
-    """
+    names: tuple[str, ...]
+    #: Those that hold a number that stands for minus infinity, as the mask of causal attention does.
+    masks: tuple[str, ...]
+
+
+def float_buffers(module: nn.Module) -> FloatBuffers:
+    buffers = {
+        name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_floating_point()
+    }
+    return FloatBuffers(
+        tuple(buffers), tuple(name for name, buffer in buffers.items() if _holds_minus_infinity(buffer))
+    )
+
+
+def _holds_minus_infinity(buffer: Tensor) -> bool:
+    has_values = not buffer.is_meta and not isinstance(buffer, FakeTensor)
+    if not has_values or buffer.layout != torch.strided or not buffer.numel():
+        return False
+    with torch.no_grad():
+        return bool((buffer <= _MINUS_INFINITY).any())
+
+
+def kind_of_result(
+    module: nn.Module, buffers: FloatBuffers, op: str, args: Any, kwargs: dict[str, Any]
+) -> tuple[str, int]:
+    """What an operation will return, and the tag of its mask (0: none)."""
     first: Any = args[0] if args else None
     is_untagged = isinstance(first, Tensor) and getattr(first, TAG, None) is None and first.dtype.is_floating_point
-    if is_untagged and not (buffers and _is_buffer(module, buffers, first)):  # an activation first, as mostly
+    names, masks = buffers
+    if is_untagged and not (names and _is_buffer(module, names, first)):  # an activation first, as mostly
         if op not in _MAY_BE_SPECIAL:
             return ACTIVATION, 0
         if len(args) == 2 and not kwargs and op in _KEEPS_MASK and op not in _MAY_SQUARE:
             second = args[1]
             if isinstance(second, Tensor):
-                if getattr(second, TAG, None) is None:
+                if getattr(second, TAG, None) is None and not (masks and _is_buffer(module, masks, second)):
                     return ACTIVATION, 0
             elif isinstance(second, (int, float)) and second > _MINUS_INFINITY:
                 return ACTIVATION, 0
     tensors = _float_tensors(args, kwargs)
     is_constant = True
     for tensor in tensors:
-        if not _tag(tensor) & _IS_CONSTANT and not _is_buffer(module, buffers, tensor):
+        if not _tag(tensor) & _IS_CONSTANT and not _is_buffer(module, names, tensor):
             is_constant = False
             break
     mask = 0
     if is_constant or op in _KEEPS_MASK:
-        mask = _mask_of(op, tensors, args, kwargs, is_constant)
+        mask = _mask_of(module, buffers.masks, op, tensors, args, kwargs, is_constant)
     if is_constant:
         return CONSTANT, mask
     if mask == _BY_VALUE:
@@ -190,21 +214,35 @@ def with_unrounded_squares(args: Any) -> Any:
     return (unrounded, *args[1:]) if isinstance(unrounded, Tensor) else args
 
 
-def _mask_of(op: str, tensors: list[Tensor], args: Any, kwargs: dict[str, Any], is_constant: bool) -> int:
+def _mask_of(
+    module: nn.Module,
+    masks: tuple[str, ...],
+    op: str,
+    tensors: list[Tensor],
+    args: Any,
+    kwargs: dict[str, Any],
+    is_constant: bool,
+) -> int:
     """The mask's tag of a result."""
     tag = 0
     is_sum_with_other = False
     for tensor in tensors:
-        own = _tag(tensor)
-        if not own & _MASK_BITS:
-            is_sum_with_other = is_sum_with_other or not own & _IS_CONSTANT
-        else:
-            tag = max(tag, own & _MASK_BITS)
+        own = _own_mask(module, masks, tensor)
+        if own == 0:
+            is_sum_with_other = is_sum_with_other or not _tag(tensor) & _IS_CONSTANT
+        elif own > tag:
+            tag = own
     if op not in _BOUNDS and _has_minus_infinity(args, kwargs):
         return _BY_VALUE
     if tag == _BY_NAME and not is_constant and is_sum_with_other:
         return 0 if op in _MULTIPLIES else _BY_VALUE
     return tag
+
+
+def _own_mask(module: nn.Module, masks: tuple[str, ...], tensor: Tensor) -> int:
+    """The mask's tag of a tensor."""
+    own = _tag(tensor) & _MASK_BITS
+    return own or (_BY_VALUE if masks and _is_buffer(module, masks, tensor) else 0)
 
 
 def tag_result(result: Any, kind: str, mask: int) -> Any:
@@ -251,7 +289,7 @@ def clear_tags(result: Any) -> None:
 
 def tag_view(
     module: nn.Module,
-    buffers: tuple[str, ...],
+    buffers: FloatBuffers,
     func: Callable[..., Any],
     args: Any,
     kwargs: dict[str, Any],
@@ -271,8 +309,8 @@ def tag_view(
         tag_result(first, kind, mask)
         return result
     tag = getattr(first, TAG, None) or 0
-    if buffers and _is_buffer(module, buffers, first):
-        tag |= _IS_CONSTANT
+    if buffers.names and _is_buffer(module, buffers.names, first):
+        tag |= _IS_CONSTANT | _own_mask(module, buffers.masks, first)
     if use == _PADS and _has_minus_infinity(args[1:], kwargs):
         tag = tag & ~_MASK_BITS | _BY_VALUE
     if not tag:

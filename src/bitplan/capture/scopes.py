@@ -37,6 +37,7 @@ from bitplan.capture.constants import (
     ACTIVATION,
     CONSTANT,
     clear_tags,
+    float_buffers,
     kind_of_result,
     mask_arguments,
     tag_made_of_integers,
@@ -80,10 +81,7 @@ class ModuleState:
     def __init__(self, interceptor: Interceptor, path: str, module: nn.Module) -> None:
         self.interceptor = interceptor
         self.path = path
-        #: Names of its floating-point buffers, whose values are constants.
-        self.float_buffers = tuple(
-            name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_floating_point()
-        )
+        self.float_buffers = float_buffers(module)
         #: Positions and names of the arguments of ``forward`` that are masks.
         self.mask_arguments = mask_arguments(module)
         self.actions: dict[str, Any] = {}
@@ -810,6 +808,24 @@ def carry_scopes() -> Undo:
         restore_reentrant()
 
     return undo
+
+
+class _CalledOnce:
+    """In the place of torch's reentrant checkpointing: the function is called, with gradients, and never again."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+@contextmanager
+def reentrant_regions_called_once() -> Iterator[None]:
+    """Reentrant regions run without gradients until the backward pass, which recording does not have."""
+    restore = replace_attribute(torch_checkpoint, "CheckpointFunction", _CalledOnce)
+    try:
+        yield
+    finally:
+        restore()
 
 
 # --- A loss function as a part of the model: its tensors are sites of the module path ``loss``

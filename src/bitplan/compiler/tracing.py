@@ -105,6 +105,8 @@ def allow_functions_in_graph() -> None:
 
 #: Attributes of a tensor that are views of it -> the method that returns the same view of a real tensor.
 _VIEW_ATTRIBUTES = {"T": "t", "mT": "adjoint", "H": "adjoint", "mH": "adjoint", "data": "detach"}
+#: Those that tensors of any number of dimensions have; the others are for matrices.
+_OF_BATCHES = ("mT", "mH")
 
 
 def show_view_attributes() -> Undo:
@@ -117,8 +119,10 @@ def show_view_attributes() -> Undo:
     def var_getattr(self: Any, tx: Any, name: str) -> Any:
         method = _VIEW_ATTRIBUTES.get(name)
         is_seen = method is not None and tx.symbolic_torch_function_state.in_torch_function_mode()
-        if is_seen and self.dtype is not None and self.dtype.is_floating_point and (name == "data" or self.ndim == 2):
-            return self.call_method(tx, method, [], {})
+        if is_seen and self.dtype is not None and self.dtype.is_floating_point:
+            has_method = name == "data" or self.ndim == 2 or (name in _OF_BATCHES and self.ndim > 2)
+            if has_method:
+                return self.call_method(tx, method, [], {})
         return original(self, tx, name)
 
     return replace_attribute(torch_private.TensorVariable, "var_getattr", var_getattr)

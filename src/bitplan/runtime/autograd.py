@@ -12,7 +12,7 @@ from torch import Tensor
 from bitplan.compiler.tracing import constant_when_traced, is_traced, opaque_in_graph, transformable
 from bitplan.gemm.products import Product, slot_product
 from bitplan.numerics.wire_format import OPERAND_OF_SLOT
-from bitplan.plans import SLOTS
+from bitplan.plans import OPERANDS, SLOTS
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.rounded_mark import mark_rounded
 from bitplan.runtime.rounding_op import OpRounding, RoundingOp, op_of_key, packs_eagerly
@@ -28,6 +28,11 @@ class Slots:
         self.weight_key = weight_key
         #: Whether x is kept as the weight's gradient wants it, rounded and packed, rather than as it came.
         self.keeps_rounded_x = "wgrad.x" in chosen and packs_eagerly(chosen["wgrad.x"][0])
+
+    def shares(self, operand: str) -> bool:
+        """Whether an operand is rounded once for both of its GEMMs."""
+        ops = [self.chosen[slot][0] for slot in OPERANDS[operand] if slot in self.chosen]
+        return len(ops) == 2 and ops[0] is ops[1]
 
     def round(self, slot: str, tensor: Tensor) -> Tensor:
         if slot not in self.chosen:
@@ -241,10 +246,13 @@ def rounded_product(
     weight_key: Tensor | None,
 ) -> Tensor:
     """y = x w with the six slots rounded as the action says."""
-    asked = {
-        slot: _after_promotion(action.places[slot], context) for slot in SLOTS if action.applies(slot, context.training)
-    }
-    applied = {slot: place for slot, place in asked.items() if place is not None}
+    applied: dict[str, RoundingOp] = {}
+    for slot in SLOTS:
+        place = action.shared.get(OPERAND_OF_SLOT[slot].tensor, slot)
+        if action.applies(place, context.training):
+            op = _after_promotion(action.places[place], context)
+            if op is not None:
+                applied[slot] = op
     if not torch.compiler.is_compiling():
         slots = Slots({slot: (place, context) for slot, place in applied.items()}, weight_key)
         return slot_product(x, w, bias, product, slots)

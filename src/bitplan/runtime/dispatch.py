@@ -93,7 +93,8 @@ class Rounder(Interceptor):
             args = with_unrounded_squares(args)
         if action is not None and kind == CONSTANT and not action.rounds_constants:
             return func(*args, **kwargs)
-        if self.on_site is not None and not torch.compiler.is_compiling():
+        # Tracing must not read the hooks: compiled code would be guarded by them, and they change after the first step.
+        if not torch.compiler.is_compiling() and self.on_site is not None:
             self.on_site(scope, op, index, kind, (args, tuple(kwargs.values())))
         if action is None and not self.tags_gradients:
             return func(*args, **kwargs)
@@ -127,7 +128,7 @@ class Rounder(Interceptor):
             x = args[0] if args else kwargs["input"]
             return _written(target, self.execution.relu(x, *self._ways(action, context, x), context))
         args, kwargs = self._rounded_weights(module, action, context, args, kwargs)
-        if action.has_slots and self.on_product is not None and not torch.compiler.is_compiling():
+        if action.has_slots and not torch.compiler.is_compiling() and self.on_product is not None:
             with ProductWatch() as watch:
                 result = func(*args, **kwargs)
             self.on_product(scope, op, watch.seen)
@@ -150,7 +151,7 @@ class Rounder(Interceptor):
         self.execution.check_compilation()
 
     def on_call(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if self.on_first_call is not None and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self.on_first_call is not None:
             self.on_first_call(module, args, kwargs)
 
     def on_view(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
