@@ -33,7 +33,7 @@ def make() -> tuple[nn.Module, dict[str, Tensor], Callable[[Any], Tensor]]:
         num_key_value_heads=2,
         max_position_embeddings=64,
     )
-    rows = torch.stack([DIGITS.roll(shift).repeat(4) for shift in range(6)])
+    rows = torch.stack([DIGITS.roll(shift).repeat(8) for shift in range(6)]).repeat(4, 1)
     return LlamaForCausalLM(config), {"input_ids": rows, "labels": rows}, lambda output: output.loss
 
 

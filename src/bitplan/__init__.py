@@ -2,9 +2,10 @@
 
 A :class:`Plan` says which tensors get which number format; :func:`attach` runs a model under it, emulated,
 :class:`Packed` or :class:`Native`. :func:`list_sites`, :func:`explain`, :func:`estimate_cost`, :func:`estimate_memory`
-and :func:`measure` say what a plan does before it is trained with; :func:`assign`, :func:`advise` and
-:func:`range_test` choose one. :func:`get_format`, :func:`quantize` and :func:`pack` work on single tensors. Everything
-else is imported from its submodule: errors from :mod:`bitplan.errors`, for example.
+and :func:`measure` say what a plan does before it is trained with; :func:`auto` finds one, measured and verified, and
+:func:`assign`, :func:`advise` and :func:`range_test` choose one by a single criterion. :func:`get_format`,
+:func:`quantize` and :func:`pack` work on single tensors. Everything else is imported from its submodule: errors from
+:mod:`bitplan.errors`, for example.
 """
 
 import logging
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from bitplan.numerics.formats import Format, get_format
     from bitplan.numerics.packing import PackedTensor, pack
     from bitplan.numerics.quantizer import Quantizer, quantize
-    from bitplan.planners import advise, assign, range_test
+    from bitplan.planners import advise, assign, auto, range_test
     from bitplan.plans import Plan
     from bitplan.plans.execution import Native, Packed
     from bitplan.plans.schedules import Schedule, schedule
@@ -45,6 +46,7 @@ __all__ = [
     "advise",
     "assign",
     "attach",
+    "auto",
     "estimate_cost",
     "estimate_memory",
     "explain",
@@ -68,7 +70,7 @@ _EXPORTS = {
     "bitplan.numerics.formats": ("Format", "get_format"),
     "bitplan.numerics.packing": ("PackedTensor", "pack"),
     "bitplan.numerics.quantizer": ("Quantizer", "quantize"),
-    "bitplan.planners": ("advise", "assign", "range_test"),
+    "bitplan.planners": ("advise", "assign", "auto", "range_test"),
     "bitplan.plans": ("Plan",),
     "bitplan.plans.execution": ("Native", "Packed"),
     "bitplan.plans.schedules": ("Schedule", "schedule"),

@@ -161,3 +161,34 @@ def test_a_plan_for_a_task_with_other_settings(bitplan: Callable[..., Any], tmp_
         2,
         "bitplan: gcn is a model as it is, and only tasks have settings: drop --set model=sage.\n",
     )
+
+
+SELECTING = """\
+version: 1
+rules:
+- {select: [weight-product, not last-product], x: e4m3}
+- {select: gate, activation: e4m3, strict: false}
+"""
+
+
+def test_explain_shows_what_each_selector_found(bitplan: Bitplan, own: str) -> None:
+    Path("select.yaml").write_text(SELECTING)
+    out = bitplan("plan", "explain", "select.yaml", "gpt-tiny").out
+    lines = [line for line in out.replace("\n  ", " ").splitlines() if line.startswith("select.yaml:")]
+    assert "(weight-product, not last-product): blocks.*.attention.qkv/linear.0 (2)," in " ".join(lines)
+    assert "select.yaml:4: rules[1] (gate): nothing" in out
+    sites = bitplan("plan", "explain", "select.yaml", "gpt-tiny", "--json").json
+    by = {site["name"]: site["selected_by"] for site in sites if site["role"] == "fprop.x"}
+    assert by["blocks.0.up/linear.0:fprop.x"] == ["select.yaml:3: rules[0]"]
+    assert by["head/linear.0:fprop.x"] == []
+    assert bitplan("plan", "explain", own, "gpt-tiny", "--json").json[0]["selected_by"] == []
+
+
+def test_check_cost_and_memory_take_a_plan_with_selectors(bitplan: Bitplan, own: str) -> None:
+    Path("select.yaml").write_text(SELECTING)
+    assert bitplan("plan", "check", "select.yaml").code == 0
+    assert bitplan("plan", "check", "select.yaml", "gpt-tiny", "--json").json["rounded"] == 16  # x in two products
+    assert bitplan("cost", "gpt-tiny", "--plan", "select.yaml").code == 0
+    assert bitplan("memory", "gpt-tiny", "--plan", "select.yaml", "--estimate-only").code == 0
+    Path("wrong.yaml").write_text(SELECTING.replace("gate,", "gates,"))
+    assert "did you mean gate" in bitplan("plan", "check", "wrong.yaml").err

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -595,3 +596,9 @@ def test_private_uses_are_found(source: str) -> None:
 def test_public_uses_are_not_reported() -> None:
     source = '"""About torch._dynamo."""\nimport torch\ntorch.__version__\ntorch.ops.aten._scaled_mm\ntorch.nn.Linear'
     assert list(private_uses(source)) == []
+
+
+def test_inductor_reads_the_key_that_makes_it_store_a_result() -> None:
+    from torch._inductor.graph import GraphLowering
+
+    assert torch_private.REALIZE_TO_STRIDES in inspect.getsource(GraphLowering.run_node)

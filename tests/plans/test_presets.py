@@ -7,10 +7,15 @@ import pytest
 from bitplan.errors import PlanError
 from bitplan.plans import PLACES, Plan, preset_names, preset_text
 
-EXPECTED = [
+#: Listed first: they choose by what tensors are.
+SELECTING = ["fp8-train", "fp8-train-small", "packed-fp8", "packed-fp8-mlp"]
+
+NAMING = [
     *("bf16-all", "fp8-all", "fp8-linear", "int2-all", "int4-all", "int6-all", "int8-all", "int8-linear"),
     *("int8-minmax", "mxfp8-linear", "paper-low"),
 ]
+
+EXPECTED = SELECTING + NAMING
 
 
 def formats_of(name: str, op: str) -> dict[str, str]:
@@ -26,7 +31,7 @@ def test_the_presets_are_those_promised() -> None:
 def test_a_preset_describes_itself_does_something_and_round_trips(name: str) -> None:
     plan = Plan.preset(name)
     assert plan.description
-    assert not plan.decide("layer", "linear").changes_nothing
+    assert plan.has_selectors or not plan.decide("layer", "linear").changes_nothing
     assert Plan.from_yaml(plan.to_yaml()) == plan
     assert Plan.from_yaml(preset_text(name)) == plan
     assert (files("bitplan.plans") / "presets" / f"{name}.yaml").is_file()
@@ -35,6 +40,15 @@ def test_a_preset_describes_itself_does_something_and_round_trips(name: str) -> 
 @pytest.mark.parametrize("name", [name for name in EXPECTED if name.endswith("-linear")])
 def test_the_linear_presets_leave_other_operations_alone(name: str) -> None:
     assert formats_of(name, "conv2d") == {}
+
+
+@pytest.mark.parametrize("name", SELECTING)
+def test_the_presets_to_train_with_name_no_layer_and_no_operation(name: str) -> None:
+    plan = Plan.preset(name)
+    assert all(rule.select and rule.match == ("*",) and not rule.op for rule in plan.all_rules)
+    assert plan.declared_execution is not None
+    assert plan.description is not None
+    assert plan.description.count("\n") == 0
 
 
 def test_fp8_linear_rounds_each_operand_once() -> None:

@@ -53,6 +53,8 @@ def test_presets_are_valid_also_with_everything_spelt_out(name: str) -> None:
         {"version": 1},
         with_rule(weight="e3m2", activation={"format": "int8", "scale": "tensor"}),
         with_rule(keep=True, strict=False),
+        with_rule(select=["saved", "not gate"], min_elements=1, max_elements=10, activation="e4m3"),
+        {"version": 1, "rules": [{"select": "residual", "activation": "bf16"}, {"max_elements": 9, "keep": True}]},
         with_rule(grad_activation={"format": "e5m2", "at": "consumer"}),
         with_rule(grad_activation="e5m2", grad_at="consumer"),
         with_rule(x="keep", op=["conv*"]),
@@ -114,6 +116,11 @@ def test_both_accept(data: Any) -> None:
         {"version": 1, "rules": [{"weight": "bf16"}]},
         with_rule(),
         with_rule(match=[]),
+        with_rule(select=[], weight="bf16"),
+        with_rule(select="gates", weight="bf16"),
+        with_rule(select="not  gate", weight="bf16"),
+        with_rule(min_elements=0, weight="bf16"),
+        with_rule(max_elements="many", weight="bf16"),
         with_rule(match=3, weight="bf16"),
         with_rule(keep=False),
         with_rule(keep=True, weight="bf16"),
@@ -199,12 +206,21 @@ def test_the_loader_and_the_schema_agree_on_quantizers(quantizer: dict[str, Any]
     st.dictionaries(st.sampled_from([*KEYS]), st.sampled_from(["e4m3", "keep", {"format": "int8"}]), max_size=4),
     st.fixed_dictionaries(
         {},
-        optional={"keep": st.booleans(), "grad_at": st.sampled_from(["producer", "consumer"]), "strict": st.booleans()},
+        optional={
+            "keep": st.booleans(),
+            "grad_at": st.sampled_from(["producer", "consumer"]),
+            "strict": st.booleans(),
+            "select": st.sampled_from(["gate", ["saved", "not gate"], "not", "gates", [], 3]),
+            "max_elements": st.sampled_from([0, 1, 2**62, 2**63, 1.5, "9"]),
+        },
     ),
+    st.booleans(),
 )
 @settings(max_examples=600)
-def test_the_loader_and_the_schema_agree_on_rules(places: dict[str, Any], more: dict[str, Any]) -> None:
+def test_the_loader_and_the_schema_agree_on_rules(places: dict[str, Any], more: dict[str, Any], matches: bool) -> None:
     data = with_rule(**places, **more)
+    if not matches:
+        del data["rules"][0]["match"]
     assert VALIDATOR.is_valid(data) == loads(data)
 
 

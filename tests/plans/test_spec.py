@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 
@@ -233,3 +234,26 @@ def test_a_plan_can_be_copied_and_pickled_also_after_use() -> None:
     again = pickle.loads(pickle.dumps(plan))
     assert again == plan
     assert again.decide("a", "linear") == plan.decide("a", "linear")
+
+
+def test_a_rule_with_selectors_needs_no_match_and_is_written_without_it() -> None:
+    data = {"select": ["saved", "not gate"], "min_elements": 4, "activation": "e4m3", "strict": False}
+    (rule,) = Plan.from_dict({"version": 1, "rules": [data]}).rules
+    assert rule.match == ("*",)
+    assert rule.has_selectors
+    assert rule.selection == "saved, not gate, min_elements: 4"
+    assert rule.to_data() == data
+    assert Rule(("fc",), select=("gate",), keep=True).to_data() == {"match": "fc", "select": "gate", "keep": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"select": ("gates",)}, "did you mean gate"),
+        ({"select": ("gate", "not gate")}, "both 'gate' and 'not gate'"),
+        ({"min_elements": 2, "max_elements": 1}, "swap them"),
+    ],
+)
+def test_selectors_that_nothing_can_fulfil_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Rule(("*",), keep=True, **options)

@@ -50,6 +50,19 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     assert fingerprint(parts) == fingerprint(whole)
 
 
+def test_a_run_under_selectors_records_and_resumes_the_plan_as_it_was_written(
+    tmp_path: Path, tiny: Any, fingerprint: Any
+) -> None:
+    stochastic = {"format": "e4m3", "scale": "tensor", "rounding": "stochastic"}
+    plan = Plan.from_dict({"version": 1, "rules": [{"select": ["product", "not last-product"], "x": stochastic}]})
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(tiny(), plan, folder=whole)
+    train(tiny(), plan, folder=parts, **stop_after(7))
+    assert train(tiny(), plan, folder=parts).status == "finished"
+    assert fingerprint(parts) == fingerprint(whole)
+    assert "not last-product" in (RunFolder(whole).plan_text() or "")
+
+
 def test_the_fingerprint_notices_what_a_resumed_run_may_lose(
     tmp_path: Path, tiny: Any, noisy: Plan, fingerprint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

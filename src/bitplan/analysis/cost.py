@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from bitplan.analysis.sites import Site, sites_of_operations
 from bitplan.capture.decompositions import is_decomposed
 from bitplan.capture.recording import Operation, record, scripted_modules
+from bitplan.capture.selectors import plan_for_model
 from bitplan.errors import CostError
 from bitplan.gemm.macs import Multiplication, multiplications
 from bitplan.gemm.operand_quantizers import (
@@ -229,6 +230,7 @@ def estimate_cost(
         raise CostError(f"steps is {steps}; a run has at least 1.")
     if resolved.moves and steps is None:
         raise CostError("this plan changes over time: pass the number of steps of the run.")
+    resolved = plan_for_model(resolved, model, batch, loss)
     operations = record(model, batch, loss, opens=partial(is_decomposed, resolved))
     if not resolved.moves:
         return step_cost(operations, resolved.decide).times(steps or 1)

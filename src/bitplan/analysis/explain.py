@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from bitplan.analysis.sites import Site, sites_of_operations
 from bitplan.capture.constants import ACTIVATION
 from bitplan.capture.decompositions import decision_for, is_decomposed
+from bitplan.capture.ops import SAVES_FACTORS, SAVES_INPUT
 from bitplan.capture.recording import Operation, record, scripted_modules
+from bitplan.capture.selectors import Selection, expand_plan, find_selections, plan_for_model
 from bitplan.executions.packed.recompute import RECOMPUTED
 from bitplan.numerics.packing import is_smaller
 from bitplan.plans import OPERANDS, SLOTS, Choice, Decision, Plan
@@ -28,15 +30,8 @@ from bitplan.tables import Table
 # --- Copies of a tensor that packed execution saves, and readers that cancel the plan's saving
 
 
-#: Operations, other than products, that save their input for the backward pass.
-_SAVES_INPUT = RECOMPUTED | frozenset(
-    """
-    gelu silu mish softplus hardswish leaky_relu prelu layer_norm rms_norm group_norm batch_norm instance_norm
-    square log
-    """.split()  # noqa: SIM905 - a paragraph of names reads better than a page of quotes
-)
-#: Operations that save an input if another input needs a gradient.
-_SAVES_FACTORS = frozenset(("mul", "div"))
+#: Operations, other than products, that save their input for the backward pass in packed execution.
+_SAVES_INPUT = RECOMPUTED | SAVES_INPUT
 
 
 @dataclass
@@ -99,7 +94,7 @@ def find_cancelled_savings(plan: Plan, operations: Sequence[Operation]) -> dict[
         if operation.operands is not None:
             _add_product_forms(operation, decision, operations, decisions, forms_by_operation)
         elif operation.op in _SAVES_INPUT or (
-            operation.op in _SAVES_FACTORS and len(operation.inputs) + len(operation.parameters) > 1
+            operation.op in SAVES_FACTORS and len(operation.inputs) + len(operation.parameters) > 1
         ):
             for source in operation.inputs:
                 if source in forms_by_operation:
@@ -215,13 +210,23 @@ def explain(
 
     Fused operations that the plan decomposes are listed by their parts.
     """
-    resolved = find_plan(plan)
+    resolved = plan_for_model(find_plan(plan), model, batch, loss)
     require_interceptable(resolved, model)
     operations = record(model, batch, loss, opens=partial(is_decomposed, resolved))
     coverage = RuleCoverage(resolved, scripted_modules(model))
     coverage.note_recorded(operations)
     coverage.require_effect(waits=coverage.covers_scripted_module)
     return explanation_table(explain_operations(resolved, operations))
+
+
+def explain_selections(
+    model: nn.Module, plan: Plan | str, batch: Any, loss: Callable[..., Tensor] | None = None
+) -> list[Selection]:
+    """The tensors that each rule with ``select`` chooses; arguments as in :func:`explain`."""
+    resolved = find_plan(plan)
+    if not resolved.has_selectors:
+        return []
+    return find_selections(resolved, expand_plan(resolved, model, batch, loss)[1])
 
 
 def explain_operations(plan: Plan, operations: Sequence[Operation]) -> list[Explanation]:

@@ -164,6 +164,11 @@ def has_tags(tensor: Any) -> bool:
     return getattr(tensor, TAG, None) is not None
 
 
+def is_constant(tensor: Tensor) -> bool:
+    """Whether a tensor is known to be a constant."""
+    return _tag(tensor) & _IS_CONSTANT != 0
+
+
 def clear_tags(result: Any) -> None:
     """Forget what is known of a tensor that an activation was written into."""
     if has_tags(result):

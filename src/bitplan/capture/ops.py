@@ -102,6 +102,51 @@ FUSED = frozenset(
     {"scaled_dot_product_attention", "multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu"}
 )
 
+#: Operations whose values depend on the same position of their inputs only.
+POINTWISE = frozenset(
+    """
+    add sub mul div neg abs sign pow float_power square sqrt rsqrt reciprocal exp exp2 expm1 log log1p log2 log10 sin
+    cos tan tanh sinh cosh atan erf erfc erfinv sigmoid logit relu relu6 gelu silu mish softplus softsign tanhshrink
+    elu celu selu leaky_relu prelu rrelu hardtanh hardswish hardsigmoid hardshrink softshrink threshold logsigmoid
+    log_sigmoid glu clamp clamp_min clamp_max clip minimum maximum where masked_fill lerp addcmul addcdiv nan_to_num
+    remainder fmod round floor ceil trunc dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout
+    feature_alpha_dropout
+    """.split()  # noqa: SIM905 - a paragraph of names reads better than a page of quotes
+)
+#: Those that are linear in each of their inputs.
+LINEAR_POINTWISE = frozenset(
+    "add sub mul div neg dropout dropout1d dropout2d dropout3d feature_dropout where masked_fill lerp addcmul".split()  # noqa: SIM905
+)
+
+#: Norms as single operations.
+NORMS = frozenset(
+    """
+    layer_norm rms_norm group_norm batch_norm instance_norm local_response_norm normalize native_layer_norm
+    native_group_norm native_batch_norm
+    """.split()  # noqa: SIM905 - a paragraph of names reads better than a page of quotes
+)
+
+#: Operations, other than products, that save their input for the backward pass.
+SAVES_INPUT = NORMS | frozenset(
+    """
+    gelu silu mish softplus softsign hardswish hardsigmoid hardshrink softshrink hardtanh relu6 leaky_relu prelu rrelu
+    elu celu selu threshold logsigmoid log_sigmoid glu erf logit square pow abs log log1p log2 log10 sin cos clamp
+    clamp_min clamp_max clip minimum maximum amax amin norm linalg_vector_norm var std var_mean std_mean prod cumprod
+    logsumexp max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d avg_pool1d
+    avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d nll_loss mse_loss l1_loss
+    smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div scaled_dot_product_attention
+    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    """.split()  # noqa: SIM905 - a paragraph of names reads better than a page of quotes
+)
+#: Operations that save an input if another input needs a gradient.
+SAVES_FACTORS = frozenset(("mul", "div", "addcmul", "addcdiv", "lerp"))
+#: Operations that save their result.
+SAVES_OUTPUT = frozenset(
+    """
+    relu sigmoid tanh tan softmax softmin log_softmax exp exp2 expm1 sqrt rsqrt reciprocal scaled_dot_product_attention
+    """.split()  # noqa: SIM905 - a paragraph of names reads better than a page of quotes
+)
+
 #: Whole regions that torch.compile shows to modes as one call; the first argument is the region's function.
 REGIONS = frozenset({"tag_activation_checkpoint", "wrap_activation_checkpoint"})
 

@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from bitplan.capture.constants import ACTIVATION
+from bitplan.capture.constants import ACTIVATION, is_constant
 from bitplan.capture.decompositions import DECOMPOSITIONS
-from bitplan.capture.ops import FUSED, PRODUCTS
+from bitplan.capture.ops import FACTORIES_LIKE, FUSED, PRODUCTS
 from bitplan.capture.scopes import Interceptor, Scope, followed, innermost_scope, loss_holder, state_of
 from bitplan.compiler.torch_private import (
     FAKE_TENSOR_LOGGER,
@@ -198,6 +198,24 @@ def without_scopes(model: nn.Module) -> Iterator[None]:
 _SPLITS = frozenset({"chunk", "split", "split_with_sizes", "tensor_split"})
 
 
+#: Functions whose result says which values are the largest.
+_RANKINGS = frozenset({"topk", "argmax", "argmin", "argsort", "sort"})
+
+#: Functions that write into their first argument and make no values of their own.
+_WRITES = frozenset({"__setitem__", "copy_"})
+
+#: A part of a tensor, by the offsets of the views that cut it out; () is all of it.
+Part = tuple[int, ...]
+
+
+class Read(NamedTuple):
+    """A tensor that an operation was given."""
+
+    #: The number of the operation that made it; below 0 for the model's inputs, which have numbers, too.
+    source: int
+    part: Part = ()
+
+
 @dataclass
 class Operation:
     """One call of one operation, as it was seen."""
@@ -226,6 +244,12 @@ class Operation:
     wholes: dict[str, Tensor] = field(default_factory=dict)
     #: What its result was split into. These are views, and no sites, but some accounts of memory count them.
     parts: list[Tensor] = field(default_factory=list)
+    #: Every tensor that it was given, in order, but for parameters, buffers and constants that no operation made.
+    reads: list[Read] = field(default_factory=list)
+    #: Whether its result, or a view of it, is among the model's outputs.
+    is_output: bool = False
+    #: Whether the model asks which of its results are the largest.
+    is_ranked: bool = False
 
     @property
     def label(self) -> str:
@@ -249,6 +273,11 @@ class Recorder(Interceptor):
         #: id of a tensor -> index of the operation that made it; the tensors are kept, so that no id is used again.
         self.made_by: dict[int, int] = {}
         self.kept: list[Any] = []
+        #: id of a tensor -> what it is, or is a part of, for everything that is read.
+        self.read_as: dict[int, Read] = {}
+        #: ids of buffers and of views of parameters and buffers.
+        self.fixed: set[int] = set()
+        self._data_count = 0
         self.is_in_operation = False
 
     def decomposition_of(self, scope: Scope, op: str) -> Callable[..., Any] | None:
@@ -274,7 +303,57 @@ class Recorder(Interceptor):
                     self.kept.append(tensor)
             if getattr(func, "__name__", "") in _SPLITS:
                 self.operations[source].parts.extend(_tensors(result))
+        self._note_parts(getattr(func, "__name__", ""), _tensors(args), _tensors(result))
         return result
+
+    def _is_fixed(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter, a buffer, or a constant that no operation made."""
+        key = id(tensor)
+        return key in self.parameter_names or key in self.fixed or (is_constant(tensor) and key not in self.made_by)
+
+    def _read(self, tensor: Tensor) -> Read:
+        if id(tensor) not in self.read_as:
+            self._data_count += 1
+            self.read_as[id(tensor)] = Read(-self._data_count)
+            self.kept.append(tensor)
+        return self.read_as[id(tensor)]
+
+    def _note_parts(self, name: str, given: list[Tensor], results: list[Tensor]) -> None:
+        """Views and casts are what they were made of, or a part of it."""
+        source = next((t for t in given if id(t) in self.made_by), given[0] if given else None)
+        if source is None:
+            return
+        if name in _WRITES:
+            self._note_write(given)
+        elif self._is_fixed(source) or name in FACTORIES_LIKE:
+            self.fixed.update(map(id, results))
+            self.kept.extend(results)
+        else:
+            whole = self._read(source)
+            if name in _RANKINGS and whole.source >= 0:
+                self.operations[whole.source].is_ranked = True
+            for tensor in results:
+                if id(tensor) not in self.read_as:
+                    is_cut = tensor.numel() < source.numel() and tensor.layout == torch.strided
+                    offset = (int(tensor.storage_offset()),) if is_cut else ()
+                    self.read_as[id(tensor)] = Read(whole.source, whole.part + offset)
+                    self.kept.append(tensor)
+
+    def _note_write(self, given: list[Tensor]) -> None:
+        """A buffer that an activation is written into holds that activation from then on."""
+        target, value = given[0], given[-1]
+        if value is not target and value.is_floating_point() and not self._is_fixed(value) and self._is_fixed(target):
+            self.fixed.discard(id(target))
+            self.read_as[id(target)] = Read(self._read(value).source)
+            self.kept.append(target)
+
+    def note_outputs(self, output: Any) -> None:
+        """Mark the operations whose results the model returns."""
+        values = output if isinstance(output, (Tensor, list, tuple, dict)) else getattr(output, "__dict__", ())
+        for tensor in _tensors(values):
+            read = self.read_as.get(id(tensor))
+            if read is not None and read.source >= 0:
+                self.operations[read.source].is_output = True
 
     def _note_parameters(self, module: nn.Module) -> None:
         """Parameters of a running module may be other objects than before: sharded and offloaded ones are."""
@@ -309,6 +388,7 @@ class Recorder(Interceptor):
             return result
         parameters = [(self.parameter_names[id(t)], t) for t in given if id(t) in self.parameter_names]
         sources = [self.made_by[id(t)] for t in given if id(t) in self.made_by]
+        reads = [self._read(t) for t in given if not self._is_fixed(t)]
         operands = _operands(op, args, kwargs)
         self.operations.append(
             Operation(
@@ -327,10 +407,13 @@ class Recorder(Interceptor):
                 nonzeros={id(t): self.nonzeros[id(t)] for t in given if id(t) in self.nonzeros},
                 aten_products=tuple(watch.seen),
                 wholes={name: self.whole_parameters[name] for name, _ in parameters if name in self.whole_parameters},
+                reads=reads,
             )
         )
         for tensor in fresh:
             self.made_by[id(tensor)] = len(self.operations) - 1
+            self.read_as[id(tensor)] = Read(len(self.operations) - 1)
+            self.fixed.discard(id(tensor))
             self.kept.append(tensor)
         self.kept.extend(given)
         return result
@@ -414,6 +497,7 @@ def _record_on_fakes(
         inputs, target = split_batch(tree_map(fake, batch), loss)
         arguments = call_arguments(inputs)
     recorder = Recorder(_first_names(fakes), opens, faker.nonzeros)
+    recorder.fixed.update(map(id, buffers.values()))
     with faker.mode:
         _run(model, recorder, {**fakes, **buffers}, arguments, loss, target)
     return recorder.operations
@@ -427,6 +511,7 @@ def _record_on_values(
     buffers = {name: twins.setdefault(id(tensor), tensor.clone()) for name, tensor in held.items()}
     inputs, target = split_batch(tree_map(_copy, batch), loss)
     recorder = Recorder(_first_names(dict(model.named_parameters(remove_duplicate=False))), opens, {})
+    recorder.fixed.update(map(id, buffers.values()))
     for tensor in (*tree_leaves(inputs), *buffers.values()):
         if isinstance(tensor, Tensor) and tensor.layout != torch.strided:
             recorder.nonzeros[id(tensor)] = tensor._nnz()
@@ -449,6 +534,7 @@ def _run(
     hidden = nullcontext() if scripted_modules(model) else HiddenProducts(recorder)
     with hidden, without_scopes(model), _attributes_kept(model), followed(model, recorder):
         output = torch.func.functional_call(model, tensors, *arguments)
+        recorder.note_outputs(output)
         if loss is not None:
             with Scope(recorder, loss_holder(recorder)):
                 call_loss(loss, output, target)

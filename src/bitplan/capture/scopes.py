@@ -481,6 +481,21 @@ def _call_in_scope(module: nn.Module, function: Callable[..., Any], args: Any, k
         return function(*args, **kwargs)
 
 
+def run_operation(module: nn.Module, op: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Call `function` as the operation `op` of `module`, as if the module's own forward had called that operation."""
+    if not is_planned(module):
+        return function(*args)
+
+    def run(*args: Any) -> Any:
+        scope = Scope(state_of(module).interceptor, module)
+        with DisableTorchFunction():
+            if not scope.interceptor.enabled:
+                return function(*args)
+            return scope.interceptor.on_operation(scope, op, 0, ACTIVATION, function, args, {})
+
+    return _call_in_scope(module, run, args, {})
+
+
 def _own_forward(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function as it was set, without a scope."""
     if isinstance(function, MethodType):

@@ -40,6 +40,7 @@ COMMANDS: dict[str, Entry] = {
     "measure": Entry("measure", UNDERSTAND, "Rounding error of every GEMM of a model, by format."),
     "formats": Entry("formats", UNDERSTAND, "Range, spacing and special codes of number formats."),
     "error": Entry("formats", UNDERSTAND, "Rounding error of products of random matrices, by format."),
+    "auto": Entry("auto", CHOOSE, "Find a plan for limits on memory, time and loss, measured and verified."),
     "assign": Entry("assign", CHOOSE, "Make a plan for a memory budget or a share of low precision."),
     "advise": Entry("measure", CHOOSE, "Make a plan from measured errors, with reasons."),
     "range-test": Entry("schedules", CHOOSE, "Find the lowest bit width at which a task still learns."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import tempfile
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from bitplan.analysis.measure import DEFAULT_CANDIDATES, Measurement, measure
 from bitplan.analysis.measure.candidate import check_candidates
 from bitplan.analysis.measure.result import Row
 from bitplan.analysis.targets import parse_file_name, target_errors
+from bitplan.capture.selectors import plan_for_model
 from bitplan.cli.arguments import TargetArgument, TaskSettingsOption, complete_plan
 from bitplan.cli.compare import CompareProgress
 from bitplan.cli.output import FittedTable, JsonOption, Output, command_output, make_folder
@@ -34,6 +36,7 @@ from bitplan.lab.tasks.task import Task
 from bitplan.lab.train.loop import stop_on_signals
 from bitplan.lab.train.stages import STAGES, STEPS, measure_task
 from bitplan.planners.advise import UNSEEN, Advice, add_reference, advise_on
+from bitplan.plans import Plan
 from bitplan.plans.loading import find_plan
 from bitplan.plans.schedules import Schedule
 from bitplan.plans.schedules import schedule as schedule_named
@@ -295,7 +298,7 @@ def advise_command(
         request = MeasureRequest(
             target, stages, steps, candidate_texts if candidates else None, rows, terms, tuple(settings or ()), seed
         )
-        base_plan = None if base is None else find_plan(base)
+        base_plan = None if base is None else _plan_for_target(find_plan(base), target, settings or ())
         bit_schedule = _schedule(schedule, bits, cycles)
         if check and request.task() is None:
             raise MetricError(f"{target} is a model without data to train on: --verify needs a task, such as digits.")
@@ -321,6 +324,15 @@ def advise_command(
         output.document(document)
         if out is not None:
             output.note(f"wrote {out}: train under it with: bitplan train {target} --plan {out}")
+
+
+def _plan_for_target(plan: Plan, target: str, settings: Sequence[str]) -> Plan:
+    """The plan with plain rules in the place of those with selectors."""
+    if not plan.has_selectors:
+        return plan
+    loaded = load_target(target, shapes_only=True, settings=settings)
+    with target_errors(target):
+        return plan_for_model(plan, loaded.model, loaded.batch, loaded.loss)
 
 
 def _schedule(name: str | None, bits: str, cycles: int) -> Schedule | None:

@@ -11,9 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from bitplan.analysis.explain import Explanation
+from bitplan.analysis.explain import Explanation, explain_selections
 from bitplan.analysis.explain import explain as explained
 from bitplan.analysis.targets import target_errors
+from bitplan.capture.selectors import Selection
 from bitplan.cli.arguments import OptionalTargetArgument, PlanArgument, SettingsOption, TargetArgument
 from bitplan.cli.model import shape_text, site_record
 from bitplan.cli.output import FittedTable, JsonOption, Output, command_output
@@ -96,14 +97,21 @@ def explain(
 ) -> None:
     """Show the format of every tensor of TARGET under PLAN, and the rule that sets it.
 
-    With --json: a list of objects, operand slots included.
+    Above the table are the tensors that each rule with select chooses. With --json: a list of objects, operand slots
+    included; selected_by names the rules whose select chooses the operation.
     """
     with command_output(as_json) as output:
         loaded = find_plan(plan)
         with _warnings_as_notes(output):
             sites = _explained(loaded, target, settings or ())
-        output.document([explanation_record(site) for site in sites])
+        selections = _selections(loaded, target, settings or ())
+        output.document([explanation_record(site, selections) for site in sites])
         if not as_json:
+            for selection in selections:
+                tensors = ", ".join(selection.folded) or "nothing"
+                output.console.print(
+                    f"{selection.where or f'rules[{selection.rule}]'} ({selection.selection}): {tensors}"
+                )
             # An operand without a rule takes the tensor as it is: nothing to show.
             _print([site for site in sites if site.site.role in ROLES or site.rule is not None], output)
             rule = loaded.optimizer_rule
@@ -156,8 +164,9 @@ def cpt(
             typer.echo(plan.to_yaml(), nl=False)
 
 
-def explanation_record(explanation: Explanation) -> dict[str, Any]:
+def explanation_record(explanation: Explanation, selections: Sequence[Selection] = ()) -> dict[str, Any]:
     """A site under a plan as JSON."""
+    operation = f"{explanation.site.module}/{explanation.site.op}"
     return {
         **site_record(explanation.site),
         "quantizer": explanation.words,
@@ -165,6 +174,7 @@ def explanation_record(explanation: Explanation) -> dict[str, Any]:
         "rule": explanation.rule,
         "where": explanation.where or None,
         "warning": explanation.warning,
+        "selected_by": [selection.where for selection in selections if operation in selection.sites],
     }
 
 
@@ -172,6 +182,12 @@ def _explained(plan: Plan, target: str, settings: Sequence[str] = ()) -> Sequenc
     loaded = load_target(target, shapes_only=True, settings=settings)
     with target_errors(target):
         return explained(loaded.model, plan, loaded.batch, loaded.loss)
+
+
+def _selections(plan: Plan, target: str, settings: Sequence[str]) -> Sequence[Selection]:
+    loaded = load_target(target, shapes_only=True, settings=settings)
+    with target_errors(target):
+        return explain_selections(loaded.model, plan, loaded.batch, loaded.loss)
 
 
 @contextmanager

@@ -33,6 +33,15 @@ def compile_packed(
     return _compile(gm, example_inputs, mode, options, PackedPartitioner())
 
 
+def compile_packed_aggressively(
+    gm: fx.GraphModule, example_inputs: Any, mode: str | None = None, options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
+    """The same, recomputing whatever pointwise operations and reductions can restore."""
+    from bitplan.compiler.partitioning import PackedPartitioner
+
+    return _compile(gm, example_inputs, mode, options, PackedPartitioner(is_aggressive=True))
+
+
 @cache
 def native_backend(policy: RecomputePolicy) -> Callable[..., Callable[..., Any]]:
     """The backend of a policy; cached, because torch reuses graphs only of the same backend object."""
@@ -73,7 +82,7 @@ def _is_packed_backend() -> bool:
     for _ in range(8):  # torch wraps backends in each other
         if compiler is None or getattr(compiler, "compiler_name", None) == BACKEND:
             return compiler is not None
-        if getattr(compiler, "__name__", None) == compile_packed.__name__:
+        if getattr(compiler, "__name__", None) in (compile_packed.__name__, compile_packed_aggressively.__name__):
             return True
         compiler = next(
             (

@@ -14,6 +14,7 @@ from bitplan.plans import Decision
 from bitplan.plans.execution import Emulate, ExecutionOptions
 from bitplan.runtime.autograd import rounded_relu
 from bitplan.runtime.execution import CompilerSettings, Decide, PreparedProduct
+from bitplan.runtime.head_loss import HeadLoss
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.rounding_op import OpRounding, RoundingOp
 from bitplan.tables import Table
@@ -58,6 +59,18 @@ class EmulateExecution:
         weight_key: Tensor | None,
     ) -> Tensor | None:
         return None
+
+    def head_loss(
+        self,
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        loss: HeadLoss,
+        rounding: OpRounding,
+        context: OpContext,
+        weight_key: Tensor | None,
+    ) -> Tensor:
+        return loss.rounded(x, w, bias, rounding, context, weight_key)
 
     def check(self, operations: Sequence[Operation], decide: Decide, device: torch.device) -> None:
         pass

@@ -84,6 +84,8 @@ def _count_matmul(operation: Operation) -> Iterator[Multiplication]:
         macs = _count_stored(operation, x) * (w.numel() // w.shape[0])
     elif is_sparse == [False, True]:
         macs = _count_stored(operation, w) * (x.numel() // x.shape[-1])
+    elif operation.op == "linear" and w.dim() == 2:  # not by its result, which is a loss if that is computed in chunks
+        macs = x.numel() * w.shape[0]
     else:
         macs = operation.outputs[0].numel() * x.shape[-1]
     yield Multiplication(macs, x, w)

@@ -6,6 +6,7 @@ If the plan rounds an operand once for both of its products, autograd on the rou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +42,7 @@ class Product:
         if self.op == "linear":
             return torch.matmul(dy, w)
         if self.op.startswith("conv"):
-            return self._convolution_backward(dy, x, w, (True, False))[0]
+            return self.gradients(dy, x, w, (True, False, False))[0]
         if self.op == "einsum":
             left, right, out = self.settings
             return _einsum_gradient(f"{out},{right}", left, dy, w, x)
@@ -54,7 +55,7 @@ class Product:
         if self.op == "linear":
             return torch.matmul(dy.reshape(-1, dy.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
         if self.op.startswith("conv"):
-            return self._convolution_backward(dy, x, w, (False, True))[1]
+            return self.gradients(dy, x, w, (False, True, False))[1]
         if self.op == "einsum":
             left, right, out = self.settings
             return _einsum_gradient(f"{left},{out}", right, x, dy, w)
@@ -68,12 +69,33 @@ class Product:
             return dy.sum([axis for axis in range(dy.dim()) if axis != 1])
         return dy.sum_to_size(bias.shape)
 
-    def _convolution_backward(self, dy: Tensor, x: Tensor, w: Tensor, output_mask: tuple[bool, bool]) -> list[Tensor]:
+    def gradients(self, dy: Tensor, x: Tensor, w: Tensor, needed: tuple[bool, bool, bool]) -> list[Tensor]:
+        """The gradients of a convolution's input, weight and bias that are needed."""
         stride, padding, dilation, transposed, output_padding, groups = self.settings
+        bias_size = [w.shape[1] * groups if transposed else w.shape[0]]
         gradients: list[Tensor] = torch.ops.aten.convolution_backward(
-            dy, x, w, None, stride, padding, dilation, transposed, output_padding, groups, [*output_mask, False]
+            dy, x, w, bias_size, stride, padding, dilation, transposed, output_padding, groups, list(needed)
         )
         return gradients
+
+    def output_padding_of(self, x: Sequence[int], w: Sequence[int]) -> list[int] | None:
+        """The output padding of the transposed convolution that maps dy to the size of x; None where there is none."""
+        stride, padding, dilation, is_transposed, _, _ = self.settings
+        if is_transposed:
+            return None
+        spans = [d * (size - 1) + 1 for d, size in zip(dilation, w[2:], strict=True)]
+        left = [(size + 2 * p - span) % s for size, p, span, s in zip(x[2:], padding, spans, stride, strict=True)]
+        is_possible = all(size + 2 * p >= span for size, p, span in zip(x[2:], padding, spans, strict=True))
+        return left if is_possible else None
+
+    def grad_x_by_transposition(self, dy: Tensor, x: Sequence[int], w: Tensor) -> Tensor:
+        """The gradient of a convolution's input, for which the input itself is not needed."""
+        stride, padding, dilation, _, _, groups = self.settings
+        output_padding = self.output_padding_of(x, w.shape)
+        assert output_padding is not None
+        settings = (stride, padding, dilation, True, output_padding, groups)
+        gradient: Tensor = torch.ops.aten.convolution(dy, w, None, *settings)
+        return gradient
 
 
 def _add_row_axis(tensor: Tensor, x: Tensor) -> Tensor:

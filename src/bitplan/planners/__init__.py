@@ -2,7 +2,8 @@
 
 from bitplan.planners.advise import Advice, advise, advise_on
 from bitplan.planners.assign import assign
+from bitplan.planners.auto import AutoResult, auto
 from bitplan.planners.cpt import cpt_plan
 from bitplan.planners.range_test import RangeTest, range_test
 
-__all__ = ["Advice", "RangeTest", "advise", "advise_on", "assign", "cpt_plan", "range_test"]
+__all__ = ["Advice", "AutoResult", "RangeTest", "advise", "advise_on", "assign", "auto", "cpt_plan", "range_test"]

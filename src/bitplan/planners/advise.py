@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from itertools import product as cartesian_product
 from typing import Any, Literal, get_args
 
@@ -19,8 +20,10 @@ from torch import Tensor, nn
 
 from bitplan.analysis.cost import stored_bits
 from bitplan.analysis.measure import DEFAULT_CANDIDATES, Candidate, Measurement, Row, measure
+from bitplan.analysis.measure.measure import MAX_BATCHES
 from bitplan.analysis.measure.pass_metrics import OperandMetrics
 from bitplan.capture.decompositions import is_decomposed
+from bitplan.capture.selectors import plan_for_model
 from bitplan.errors import PlanError, nearest_names
 from bitplan.gemm.macs import RECURRENT
 from bitplan.numerics.formats import IntFormat
@@ -487,6 +490,9 @@ def advise(
     :param base: a plan that the advice is added to.
     :param schedule: a schedule that the bits of integer operands follow.
     """
+    if base is not None and (base := find_plan(base)).has_selectors:
+        batches = list(islice(batches, MAX_BATCHES))
+        base = plan_for_model(base, model, batches[0], loss) if batches else base
     measurement = measure(model, batches, loss, add_reference(candidates), **options)
     return advise_on(measurement, tau=tau, cost=cost, base=base, schedule=schedule)
 
@@ -511,7 +517,8 @@ def advise_on(
     :param cost: the cost that is minimised: ``bitops``, ``memory`` or ``time``.
     :param base: a plan that the advice is added to, such as an assignment for a memory budget. Its rules stay. Operands
         that it rounds to as few bits get no rule, and fused operations that it does not decompose stay fused, because
-        decomposed ones save more tensors.
+        decomposed ones save more tensors. A base with selectors must be expanded for the model before
+        (:func:`bitplan.capture.selectors.plan_for_model`).
     :param schedule: the schedule of the bits of integer slots, such as ``bitplan.schedule("CR", low=4, high=8)``.
     """
     kind = parse_cost(cost)

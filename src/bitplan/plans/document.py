@@ -82,6 +82,10 @@ class Decision:
         return all(choice.quantizer is None for choice in self.choices.values())
 
 
+#: ``chunked``: the head's product and the cross-entropy are computed in chunks of tokens, and logits are not returned.
+LOSSES = ("chunked", "whole")
+
+
 @dataclass(frozen=True)
 class Plan:
     """Which tensors of a training run get which number format.
@@ -109,6 +113,8 @@ class Plan:
     optimizer: OptimizerRule | None = None
     #: How the plan is computed where ``attach()`` does not say; the plan's own replaces the base's. None: emulated.
     execution: ExecutionOptions | None = None
+    #: How the loss of a language model is computed: one of :data:`LOSSES`; the plan's own replaces the base's.
+    loss: str | None = None
     #: The file it was loaded from.
     origin: Path | None = field(default=None, compare=False, repr=False)
 
@@ -121,6 +127,8 @@ class Plan:
         object.__setattr__(self, "schedules", dict(self.schedules))
         if self.execution is not None:
             object.__setattr__(self, "execution", execution_options(self.execution))
+        if self.loss not in (None, *LOSSES):
+            raise PlanError(f"loss is {' or '.join(LOSSES)}, not {self.loss!r}.")
         for name in self.schedules:
             check_name(name)
         if self.made_by is not None:
@@ -137,6 +145,11 @@ class Plan:
     def all_rules(self) -> tuple[Rule, ...]:
         """The rules that count, in order: the base's, then the plan's own."""
         return (*self.base.all_rules, *self.rules) if self.base else self.rules
+
+    @cached_property
+    def has_selectors(self) -> bool:
+        """Whether a rule chooses tensors by what they are: the rules must then be expanded for a model."""
+        return any(rule.has_selectors for rule in self.all_rules)
 
     @cached_property
     def all_quantizers(self) -> dict[str, Use]:
@@ -166,6 +179,12 @@ class Plan:
 
     @cached_property
     def _matchers(self) -> tuple[Matcher, ...]:
+        for rule in self.all_rules:
+            if rule.has_selectors:
+                raise PlanError(
+                    f"{rule.where or 'a rule'}: the tensors that are {rule.selection} are known from a model's "
+                    f"operations only: expand the plan with bitplan.capture.selectors.expand_selectors() first."
+                )
         return tuple(map(compile_match, self.all_rules))
 
     def quantizer(self, use: Use) -> QuantizerSpec | None:
@@ -213,6 +232,11 @@ class Plan:
                     grad_at = rule.grad_at or "producer"
         return Decision(_without_lonely_shares(choices), grad_at, constants)
 
+    @property
+    def declared_loss(self) -> str | None:
+        """How the plan, or else its base, says that the loss is computed; None where neither does."""
+        return self.loss or (self.base.declared_loss if self.base else None)
+
     def flattened(self) -> Plan:
         """The same plan with nothing to extend: a text that stands alone."""
         return replace(
@@ -222,6 +246,7 @@ class Plan:
             schedules=self.all_schedules,
             optimizer=self.optimizer_rule,
             execution=self.declared_execution,
+            loss=self.declared_loss,
             extends=None,
             base=None,
         )
@@ -354,6 +379,8 @@ class Plan:
             data["optimizer"] = self.optimizer.to_data()
         if self.execution is not None:
             data["execution"] = self.execution.to_data()
+        if self.loss is not None:
+            data["loss"] = self.loss
         data["rules"] = [rule.to_data() for rule in self.rules]
         return data
 

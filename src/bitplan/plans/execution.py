@@ -16,6 +16,9 @@ from bitplan.plans.fields import Choice, Flag, Kind, OneOrMore, Record, Schema, 
 from bitplan.plans.match import PASSES
 from bitplan.plans.tree import Node
 
+#: What compiled packed execution may recompute: everything that is not a product, random or a copy.
+AGGRESSIVE = "aggressive"
+
 
 @dataclass(frozen=True)
 class Emulate:
@@ -30,13 +33,31 @@ class Emulate:
 
 @dataclass(frozen=True)
 class Packed:
-    """Compute the same numbers as emulation and save tensors for the backward pass in the format's own bits."""
+    """Compute the same numbers as emulation and save tensors for the backward pass in the format's own bits.
+
+    :param recompute: ``"aggressive"``: the graphs of :meth:`~bitplan.Attachment.compile` recompute in the backward pass
+        whatever pointwise operations and reductions can restore (torch's ``aggressive_recomputation``). A plan without
+        rules then trains in the model's own precision with less memory and more time.
+
+    >>> Packed("aggressive").to_data()
+    {'kind': 'packed', 'recompute': 'aggressive'}
+    """
 
     kind: ClassVar[str] = "packed"
     summary: ClassVar[str] = "values are rounded, and tensors saved for the backward pass are packed."
 
-    def to_data(self) -> str:
-        return self.kind
+    recompute: str | Iterable[str] | None = None
+
+    def __post_init__(self) -> None:
+        recompute = self.recompute
+        if isinstance(recompute, (tuple, list)) and len(recompute) <= 1:  # as a plan names it
+            recompute = recompute[0] if recompute else None
+            object.__setattr__(self, "recompute", recompute)
+        if recompute not in (None, AGGRESSIVE):
+            raise PlanError(f"recompute of packed execution is {AGGRESSIVE!r} or None, not {recompute!r}.")
+
+    def to_data(self) -> str | dict[str, str]:
+        return self.kind if self.recompute is None else {"kind": self.kind, "recompute": AGGRESSIVE}
 
 
 #: What compiled native execution may recompute in the backward pass, and what each choice stands for.
@@ -134,7 +155,7 @@ def execution_options(execution: object) -> ExecutionOptions:
     """The options object for a name, or the object itself.
 
     >>> execution_options("packed")
-    Packed()
+    Packed(recompute=None)
     """
     if isinstance(execution, (Emulate, Packed, Native)):
         return execution
@@ -186,7 +207,10 @@ EXECUTION = Record(
         "min_macs": Whole("GEMMs of at least this many multiply-accumulates run natively.", 0, 2**63 - 1),
         "strict": Flag("Raise where a GEMM that the plan gives formats would be emulated."),
         "fast_accumulation": _Passes("Passes whose FP8 GEMMs accumulate in reduced precision; true: all three."),
-        "recompute": OneOrMore("What the backward pass recomputes instead of saving it.", Choice("", tuple(RECOMPUTE))),
+        "recompute": OneOrMore(
+            "What the backward pass recomputes instead of saving it; packed: aggressive.",
+            Choice("", (*RECOMPUTE, AGGRESSIVE)),
+        ),
     },
     required=("kind",),
 )
@@ -201,8 +225,13 @@ class Executing(Kind[ExecutionOptions]):
             return EXECUTIONS[_KIND.read(node)]()
         values = EXECUTION.read(node)
         kind = values.pop("kind")
-        if kind == Native.kind:
-            return Native(**values)
+        try:
+            if kind == Native.kind:
+                return Native(**values)
+            if kind == Packed.kind and set(values) == {"recompute"}:
+                return Packed(**values)
+        except PlanError as error:
+            raise node.value["recompute"].error(str(error)) from None
         for option in values:
             raise node.value[option].error(
                 f"{option} is an option of native execution: drop it, or write kind: native."
@@ -212,5 +241,11 @@ class Executing(Kind[ExecutionOptions]):
     def shape(self) -> Schema:
         native = EXECUTION.shape()
         native["properties"]["kind"] = {"const": Native.kind}
-        plain = Record("", {"kind": Choice("", tuple(name for name in EXECUTIONS if name != Native.kind))}, ("kind",))
-        return {"anyOf": [_KIND.shape(), native, plain.shape()]}
+        native["properties"]["recompute"] = OneOrMore("", Choice("", tuple(RECOMPUTE))).shape()
+        emulate, packed = (Choice("", (options.kind,)) for options in (Emulate, Packed))
+        recompute = OneOrMore("", Choice("", (AGGRESSIVE,)))
+        others = (
+            Record("", {"kind": emulate}, ("kind",)),
+            Record("", {"kind": packed, "recompute": recompute}, ("kind",)),
+        )
+        return {"anyOf": [_KIND.shape(), native, *(record.shape() for record in others)]}

@@ -15,7 +15,7 @@ from bitplan.numerics.formats import Overflow
 from bitplan.numerics.reference import ROUNDINGS
 from bitplan.numerics.scaling import LONGEST_HISTORY, MOST_MARGIN, Granularity, Range
 from bitplan.numerics.wire_format import ROLES
-from bitplan.plans.document import VERSION
+from bitplan.plans.document import LOSSES, VERSION
 from bitplan.plans.execution import Executing
 from bitplan.plans.fields import (
     Anything,
@@ -32,7 +32,7 @@ from bitplan.plans.fields import (
     Whole,
     entries_of,
 )
-from bitplan.plans.match import KEYS, OPERANDS, PASSES, GradAt, compile_pattern
+from bitplan.plans.match import KEYS, OPERANDS, PASSES, SELECTIONS, GradAt, compile_pattern
 from bitplan.plans.quantizer_use import Choosing, Switch, Use, use_from_text
 from bitplan.plans.schedules import SCHEDULE_NAMES, TEN, RunPoint, Schedule, schedule_from_data
 from bitplan.plans.schedules.base import LEAST_BITS, MOST_BITS
@@ -331,6 +331,12 @@ RULE = Record(
             f"Module paths: {_PATTERN_TEXT}, or a list of these.", Text("", may_be_empty=True, check=compile_pattern)
         ),
         "op": OneOrMore("Operations such as conv2d or linear; all if not given.", Text("", check=compile_pattern)),
+        "select": OneOrMore(
+            "What the tensor that the operation returns must be, all of the list; with it, match may be left out.",
+            Choice("", SELECTIONS),
+        ),
+        "min_elements": Whole("The fewest elements of that tensor.", 1, 2**62),
+        "max_elements": Whole("The most elements of that tensor.", 1, 2**62),
         **{
             key: Quantizing(_about(key), GRAD_QUANTIZER, "grad_quantizer")
             if key == "grad_activation"
@@ -342,27 +348,34 @@ RULE = Record(
         "strict": Flag("false: warn, instead of raising, where the rule matches nothing."),
         "constants": Flag("true: round constants, such as positions and rotary angles, like activations."),
     },
-    required=("match",),
 )
+
+#: Keys of which a rule has at least one: where it applies.
+APPLIES_BY = ("match", "select", "min_elements", "max_elements")
 
 
 @dataclass(frozen=True)
 class _Rules(Kind[Rule]):
     def read(self, node: Node) -> Rule:
         values = RULE.read(node)
+        if not any(key in values for key in APPLIES_BY):
+            raise node.error("the key 'match' is missing: add it.")
         placed: dict[str, _Placed] = {key: values[key] for key in KEYS if key in values}
         nested_at = placed["grad_activation"].at if "grad_activation" in placed else None
         if nested_at is not None and "grad_at" in values:
             raise node.error("grad_at and grad_activation.at both say where grad_activation rounds: drop one of them.")
         try:
             return Rule(
-                values["match"],
+                values.get("match", ("*",)),
                 values.get("op", ()),
                 tuple((key, placed_use.use) for key, placed_use in placed.items()),
                 values.get("grad_at", nested_at),
                 values.get("keep", False),
                 values.get("strict", True),
                 values.get("constants", False),
+                values.get("select", ()),
+                values.get("min_elements"),
+                values.get("max_elements"),
                 where=node.where,
             )
         except PlanError as error:
@@ -394,6 +407,10 @@ PLAN = Record(
         ),
         "optimizer": Optimizing("What the optimizer's state is kept in, by torchao's optimizers."),
         "execution": Executing("How the plan is computed where attach() does not say: emulate, packed or native."),
+        "loss": Choice(
+            "chunked: a language model of transformers computes its loss in chunks of tokens and returns no logits.",
+            LOSSES,
+        ),
         "rules": Listing("Ordered rules.", _Rules("")),
     },
     required=("version",),

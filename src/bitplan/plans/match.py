@@ -65,6 +65,32 @@ CONFLICTS: tuple[tuple[str, str], ...] = tuple(
 GradAt = Literal["producer", "consumer"]
 
 
+# --- Which tensors a rule chooses by what they are in the model's graph, see bitplan.capture.selectors
+
+
+#: What may be said of the tensor that an operation returns.
+SELECTORS: dict[str, str] = {
+    "product": "returned by a matrix product: linear, convolution, matmul, addmm, einsum",
+    "weight-product": "returned by a product of an activation with a parameter",
+    "first-product": "returned by a product with a parameter that none comes before",
+    "last-product": "returned by a product with a parameter that none comes after: a head, a classifier",
+    "gate": "a half of a gate: two products of one tensor, or two parts of one product, multiplied with each other",
+    "widening": "returned by a product, and larger than what was multiplied with the weight",
+    "router": "returned by a product, and ranked by topk or argmax, as the scores of experts are",
+    "residual": "a sum of a tensor and of a branch that was computed from it",
+    "saved": "kept for the backward pass, if nothing is planned",
+    "pointwise-readers": "read by pointwise operations only, such as gelu or mul, and not by a norm",
+    "nonlinear-readers": "read by a nonlinear pointwise function, such as gelu, relu or silu",
+    "norm-readers": "read by a norm, fused or written out",
+}
+
+#: In front of a selector: the opposite.
+NOT = "not "
+
+#: All that `select` may hold.
+SELECTIONS: tuple[str, ...] = (*SELECTORS, *(f"{NOT}{name}" for name in SELECTORS))
+
+
 #: What makes a pattern a regular expression.
 REGEX_PREFIX = "re:"
 
@@ -144,12 +170,14 @@ class Matcher:
     modules: tuple[Pattern, ...]
     #: Nothing here means every operation.
     operations: tuple[Pattern, ...]
+    #: Whole paths, of regular expressions that are nothing but one: plans may list hundreds of modules.
+    paths: frozenset[str] = frozenset()
 
     def __call__(self, module: str, op: str) -> bool:
         return self.matches_module(module) and self.matches_operation(op)
 
     def matches_module(self, path: str) -> bool:
-        return any(pattern(path) for pattern in self.modules)
+        return path in self.paths or any(pattern(path) for pattern in self.modules)
 
     def matches_operation(self, op: str) -> bool:
         if not self.operations:
@@ -160,7 +188,32 @@ class Matcher:
 
 def compile_match(rule: Matching) -> Matcher:
     """The question ``(module path, operation) -> does the rule speak of it``."""
-    return Matcher(tuple(map(compile_pattern, rule.match)), tuple(map(compile_pattern, rule.op)))
+    return _matcher(rule.match, rule.op)
+
+
+@lru_cache(maxsize=4096)
+def _matcher(modules: tuple[str, ...], operations: tuple[str, ...]) -> Matcher:
+    exact = {text: _only_path(text) for text in modules}
+    return Matcher(
+        tuple(compile_pattern(text) for text in modules if exact[text] is None),
+        tuple(map(compile_pattern, operations)),
+        frozenset(path for path in exact.values() if path is not None),
+    )
+
+
+def exact_pattern(path: str) -> str:
+    """The pattern of one module and nothing beneath it.
+
+    >>> exact_pattern("layers.0.mlp")
+    're:layers\\\\.0\\\\.mlp'
+    """
+    return REGEX_PREFIX + re.escape(path)
+
+
+def _only_path(text: str) -> str | None:
+    """The path that a pattern of :func:`exact_pattern` was made of; None for every other pattern."""
+    path = re.sub(r"\\(.)", r"\1", text.removeprefix(REGEX_PREFIX), flags=re.DOTALL)
+    return path if text == exact_pattern(path) else None
 
 
 def closest(pattern: str, names: Iterable[str], most: int = 3) -> list[str]:

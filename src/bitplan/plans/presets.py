@@ -12,9 +12,14 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _SUFFIX = ".yaml"
 
 
+#: The presets to train with: they choose tensors by what they are, and so fit models of all kinds.
+_FIRST = ("fp8-train", "fp8-train-small", "packed-fp8", "packed-fp8-mlp")
+
+
 def preset_names() -> list[str]:
-    """All names, sorted."""
-    return sorted(file.name.removesuffix(_SUFFIX) for file in _folder().iterdir() if file.name.endswith(_SUFFIX))
+    """All names: those to train with first, the others sorted."""
+    names = {file.name.removesuffix(_SUFFIX) for file in _folder().iterdir() if file.name.endswith(_SUFFIX)}
+    return [*_FIRST, *sorted(names.difference(_FIRST))]
 
 
 def is_preset_name(text: str) -> bool:

@@ -2,9 +2,10 @@
 
 Fields and their kinds come from the tables that the loader reads by (:mod:`bitplan.plans.grammar`), conflicts between
 keys from :mod:`bitplan.plans.match`. Added here is what goes with what inside a quantizer; a test lets the schema and
-the loader judge the same random plans. Four things only the loader knows: whether a name or a file exists, whether a
-regular expression is one, whether a schedule's numbers fit together and fit their quantizers, and a few floats that fit
-the pattern but have no value but zero or too large a bias.
+the loader judge the same random plans. Five things only the loader knows: whether a name or a file exists, whether a
+regular expression is one, whether a schedule's numbers fit together and fit their quantizers, whether selectors and
+sizes of a rule exclude each other, and a few floats that fit the pattern but have no value but zero or too large a
+bias.
 """
 
 from __future__ import annotations
@@ -16,7 +17,17 @@ from typing import Any
 
 from bitplan.numerics.formats import NAMED, BlockFormat, FloatFormat, get_format
 from bitplan.plans.fields import Schema
-from bitplan.plans.grammar import CHOOSING, GRAD_QUANTIZER, PLAN, PROMOTION, QUANTIZER, RULE, SWITCH, schedule_schema
+from bitplan.plans.grammar import (
+    APPLIES_BY,
+    CHOOSING,
+    GRAD_QUANTIZER,
+    PLAN,
+    PROMOTION,
+    QUANTIZER,
+    RULE,
+    SWITCH,
+    schedule_schema,
+)
 from bitplan.plans.match import CONFLICTS, KEYS
 from bitplan.plans.spec import DEFAULT_EXPONENT_BITS, MEASURES, QuantizerSpec, any_case, is_format
 
@@ -95,6 +106,7 @@ def _rule() -> Schema:
     shape["dependentRequired"] = {"grad_at": ["grad_activation"]}
     has_at = {"type": "object", "required": ["at"]}
     nested_at = {"required": ["grad_activation"], "properties": {"grad_activation": has_at}}
+    shape["anyOf"] = [{"required": [key]} for key in APPLIES_BY]
     shape["allOf"] = [
         *({"not": {"required": [first, second]}} for first, second in CONFLICTS),
         _if(keeps, _without(*KEYS), {"anyOf": [{"required": [key]} for key in KEYS]}),

@@ -7,6 +7,7 @@ it into a :class:`bitplan.numerics.quantizer.Quantizer` once the axis is known.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -20,7 +21,7 @@ from bitplan.numerics.quantizer import Quantizer, make_quantizer
 from bitplan.numerics.reference import Rounding
 from bitplan.numerics.scaling import LONGEST_HISTORY, MOST_MARGIN, Granularity, Range
 from bitplan.plans.fields import Kind, Record, Schema
-from bitplan.plans.match import CONFLICTS, KEYS, GradAt, compile_match
+from bitplan.plans.match import CONFLICTS, KEYS, NOT, SELECTIONS, GradAt, compile_match
 from bitplan.plans.schedules import Schedule
 from bitplan.plans.tree import Node
 
@@ -486,12 +487,18 @@ class Rule:
     strict: bool = True
     #: Whether constants (positions, rotary angles, ...) are rounded like activations.
     constants: bool = False
+    #: What the tensor must be in the model's graph, all of it; see :data:`bitplan.plans.match.SELECTORS`.
+    select: tuple[str, ...] = ()
+    #: Bounds on the number of elements of the tensor.
+    min_elements: int | None = None
+    max_elements: int | None = None
     #: File, line and field, for messages.
     where: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.match:
             raise PlanError("match is empty: give a module path or a pattern; '*' is everything.")
+        self._check_selection()
         compile_match(self)  # a broken regular expression is noticed now
         quantizers = dict(self.quantizers)
         for key in quantizers:
@@ -520,11 +527,38 @@ class Rule:
             raise PlanError(f"grad_at is 'producer' or 'consumer', not {self.grad_at!r}.")
         object.__setattr__(self, "quantizers", tuple((key, quantizers[key]) for key in KEYS if key in quantizers))
 
+    @property
+    def has_selectors(self) -> bool:
+        """Whether it chooses tensors by what they are, which only the operations of a model tell."""
+        return bool(self.select) or self.min_elements is not None or self.max_elements is not None
+
+    @property
+    def selection(self) -> str:
+        """What the tensors must be, for messages."""
+        bounds = {"min_elements": self.min_elements, "max_elements": self.max_elements}
+        return ", ".join([*self.select, *(f"{key}: {bound}" for key, bound in bounds.items() if bound is not None)])
+
+    def _check_selection(self) -> None:
+        for name in self.select:
+            if name not in SELECTIONS:
+                raise PlanError(f"there is no selector {name!r}; {nearest_names(name, SELECTIONS)}")
+            if f"{NOT}{name}" in self.select:
+                raise PlanError(f"no tensor is both {name!r} and {NOT + name!r}: drop one of them.")
+        if (self.min_elements or 0) > (self.max_elements or math.inf):
+            raise PlanError(f"min_elements is {self.min_elements} and max_elements is {self.max_elements}: swap them.")
+
     def to_data(self) -> dict[str, Any]:
         """As a plan writes it, without what is default."""
-        data: dict[str, Any] = {"match": _one_or_list(self.match)}
+        data: dict[str, Any] = {}
+        if not self.has_selectors or self.match != ("*",):
+            data["match"] = _one_or_list(self.match)
         if self.op:
             data["op"] = _one_or_list(self.op)
+        if self.select:
+            data["select"] = _one_or_list(self.select)
+        for name in ("min_elements", "max_elements"):
+            if getattr(self, name) is not None:
+                data[name] = getattr(self, name)
         for key, use in self.quantizers:
             data[key] = use if isinstance(use, str) else use.to_data()
         if self.grad_at == "consumer":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -19,8 +19,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from bitplan.capture.decompositions import is_decomposed
-from bitplan.capture.recording import record
+from bitplan.capture.recording import Operation, record
 from bitplan.capture.scopes import is_planned, state_of, uninstall, unwrapped
+from bitplan.capture.selectors import expand_plan
 from bitplan.errors import BitplanWarning, PlanError
 from bitplan.plans import Plan
 from bitplan.plans.execution import Emulate, ExecutionOptions, Native, execution_options
@@ -56,7 +57,8 @@ def attach(
         the loop reports its progress by :meth:`Attachment.progress`.
     :param example: a batch, as the model takes it; with one, the plan is checked at once on fake tensors, or on the
         batch itself where the model needs values. Without, the first forward pass records the operations, and a rule
-        that matched none raises before the first optimizer step. A model that is compiled from the start needs one.
+        that matched none raises before the first optimizer step. A model that is compiled from the start needs one, and
+        so does a plan that chooses tensors by ``select``: the attachment's plan has plain rules in their place.
     :param seed: of stochastic rounding.
     :param mutable_formats: every float and integer format may be changed during the run, see
         :meth:`Attachment.set_format`.
@@ -80,17 +82,20 @@ def attach(
     is_strict = isinstance(options, Native) and options.strict
     if is_strict and example is None:
         raise PlanError("Native(strict=True) needs to know the GEMMs: give attach() an example= batch.")
-    operations = None
-    if example is not None and resolved.all_rules:
-        try:
-            operations = record(unwrapped(model), example, opens=partial(is_decomposed, resolved))
-        except RuntimeError as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise PlanError(
-                f"the model does not run on the example ({reason}): give a batch as the model takes it."
-            ) from error
-    run = Attachment(model, resolved, make_execution(options, model), steps, seed, mutable_formats, stats)
+    if resolved.has_selectors and example is None:
+        raise PlanError(
+            "the plan chooses tensors by select, which needs the model's operations: give attach() an example= batch."
+        )
+    undo_loss = _chunk_loss(unwrapped(model), example) if resolved.declared_loss == "chunked" else None
     try:
+        resolved, operations = _record(model, resolved, example)
+        run = Attachment(model, resolved, make_execution(options, model), steps, seed, mutable_formats, stats)
+    except BaseException:
+        if undo_loss is not None:
+            undo_loss()
+        raise
+    try:
+        run.after_detach = undo_loss
         if example is not None:
             run.expect(example)
         if operations is not None:
@@ -101,6 +106,33 @@ def attach(
         raise
     log.info("plan attached, execution %s: %s", options.kind, options.summary)
     return run
+
+
+def _chunk_loss(model: nn.Module, example: Any) -> Callable[[], None]:
+    """Let a language model compute its loss in chunks; returns the function that undoes it."""
+    from bitplan.integrations.causal_lm import compute_loss_in_chunks  # built on top of the runtime
+
+    if not isinstance(example, Mapping):
+        raise PlanError(
+            "the plan computes the loss in chunks, which is compared with the model's own: give attach() an example= "
+            "batch with labels, as a mapping of the model's arguments."
+        )
+    return compute_loss_in_chunks(model, example)
+
+
+def _record(model: nn.Module, plan: Plan, example: Any) -> tuple[Plan, list[Operation] | None]:
+    """The plan without selectors, and the operations of the model; None without an example."""
+    if example is None or not plan.all_rules:
+        return plan, None
+    try:
+        if plan.has_selectors:
+            return expand_plan(plan, unwrapped(model), example)
+        return plan, record(unwrapped(model), example, opens=partial(is_decomposed, plan))
+    except RuntimeError as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise PlanError(
+            f"the model does not run on the example ({reason}): give a batch as the model takes it."
+        ) from error
 
 
 def _release_copy(model: nn.Module) -> None:

@@ -106,6 +106,8 @@ class Attachment:
         self._remove_optimizer_hook: Callable[[], object] = lambda: None
         #: Counts the steps of the optimizers that :func:`attach` was given; None: the loop calls :meth:`step`.
         self._step_counter: StepCounter | None = None
+        #: Undoes a change of the model that is no rounding, such as a loss in chunks.
+        self.after_detach: Callable[[], None] | None = None
         if plan.all_rules:
             self._install()
         if plan.all_rules or plan.optimizer_rule is not None:
@@ -131,6 +133,9 @@ class Attachment:
         self._remove_optimizer_hook()
         if self._step_counter is not None:
             self._step_counter.remove()
+        if self.after_detach is not None:
+            self.after_detach()
+            self.after_detach = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
         return self  # a copy of the model follows the same plan, in the same run

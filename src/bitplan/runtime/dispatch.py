@@ -26,13 +26,14 @@ from bitplan.capture.ops import (
 from bitplan.capture.recording import ProductWatch
 from bitplan.capture.scopes import Interceptor, Scope, state_of
 from bitplan.compiler.tracing import VERSION
-from bitplan.errors import QuantizeError
+from bitplan.errors import PlanError, QuantizeError
 from bitplan.gemm.products import product_of
 from bitplan.numerics.wire_format import op_site
 from bitplan.plans import SLOTS
 from bitplan.runtime.autograd import rounded, rounded_both_ways, rounded_gradient, rounded_product
 from bitplan.runtime.decisions import rounding_of
 from bitplan.runtime.execution import Execution
+from bitplan.runtime.head_loss import HeadLoss, why_not_in_chunks
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.rounded_mark import copy_mark
 from bitplan.runtime.rounding_op import OpRounding, RoundingOp, is_finer
@@ -76,6 +77,8 @@ class Rounder(Interceptor):
         self, scope: Scope, op: str, index: int, kind: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         module = scope.module
+        if isinstance(func, HeadLoss):
+            return self._head_loss(scope, op, index, kind, func, args)
         if op in DROPOUTS and drops_nothing(args, kwargs):
             return args[0]  # torch.compile would take it for another tensor
         if torch.compiler.is_compiling() and not self.tags_gradients:
@@ -85,7 +88,7 @@ class Rounder(Interceptor):
             writes = (kwargs or inplace_argument(func) != -1) and _works_in_place(func, args, kwargs)
             if way != GENERAL and not writes:
                 return traced_operation(way, scope, op, index, kind, func, args, kwargs)
-        action = rounding_of(state_of(module).actions, op, index, scope.inside)
+        action = self.rounding_of(module, op, index, scope.inside)
         if action is not None and kind == CONSTANT and not action.rounds_constants:
             return func(*args, **kwargs)
         if self.on_site is not None and not torch.compiler.is_compiling():
@@ -184,6 +187,11 @@ class Rounder(Interceptor):
             for tag, value in what.items():
                 setattr(with_tags[position], tag, value)
         return with_tags
+
+    @staticmethod
+    def rounding_of(module: nn.Module, op: str, index: int, inside: str | None = None) -> OpRounding | None:
+        """What happens to the operation of that number, which may lie inside an opened one."""
+        return rounding_of(state_of(module).actions, op, index, inside)
 
     def decomposition_of(self, scope: Scope, op: str) -> Callable[..., Any] | None:
         return DECOMPOSITIONS[op] if op in DECOMPOSITIONS and state_of(scope.module).actions[f"open {op}"] else None
@@ -284,6 +292,33 @@ class Rounder(Interceptor):
             if "dy" in shared and torch.is_grad_enabled() and result.requires_grad:
                 result = rounded_gradient(result, places["dgrad.dy"], context)
         return self._rounded_output(action, context, result, ()) if action.rounds_output(context.training) else result
+
+    def _head_loss(self, scope: Scope, op: str, index: int, kind: str, loss: HeadLoss, args: Any) -> Tensor:
+        """The product of a head whose loss is computed in chunks of tokens."""
+        module = scope.module
+        action = self.rounding_of(module, op, index, scope.inside)
+        if self.on_site is not None and not torch.compiler.is_compiling():
+            self.on_site(scope, op, index, kind, (args, ()))
+        context = OpContext(op_site(op, index), module, action)
+        if self.tags_gradients:
+            args = map_tensors(lambda tensor: self._from_consumer(tensor, context), args)
+        if action is None:
+            return loss(*args)
+        reason = why_not_in_chunks(action, context.training)
+        if reason is not None:
+            raise PlanError(
+                f"the plan's rules for {state_of(module).path}/{context.site} do not allow its loss to be computed in "
+                f"chunks of tokens: {reason}; change these rules, or compute logits and loss separately."
+            )
+        if not torch.compiler.is_compiling() and self.on_new_site is not None and context.site not in action.met:
+            self.on_new_site(module, action, context)
+        _require_room_under_autocast(action, args)
+        weight = args[1]
+        key = weight_key(module, weight) if action.needs_key and isinstance(weight, nn.Parameter) else None
+        (x, w, bias), _ = self._rounded_weights(module, action, context, args, {})
+        if not action.has_slots:
+            return loss(x, w, bias)
+        return self.execution.head_loss(x, w, bias, loss, action, context, key)
 
 
 #: In-place functions that fill a tensor with random numbers, and have no twin that returns a new one.

@@ -22,6 +22,7 @@ from bitplan.tables import Table
 
 if TYPE_CHECKING:
     from bitplan.compiler.torch_private import CustomPartitionerFn
+    from bitplan.runtime.head_loss import HeadLoss
     from bitplan.runtime.rounding_op import OpRounding, RoundingOp
 
 Decide = Callable[[str, str], Decision]
@@ -94,6 +95,19 @@ class Execution(Protocol):
         weight_key: Tensor | None,
     ) -> Tensor | None:
         """The product of a call with its operands rounded; None: it is emulated. Called for prepared products."""
+        ...
+
+    def head_loss(
+        self,
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        loss: HeadLoss,
+        rounding: OpRounding,
+        context: OpContext,
+        weight_key: Tensor | None,
+    ) -> Tensor:
+        """The loss of a head in chunks of tokens, with the operands of its product rounded."""
         ...
 
     def check(self, operations: Sequence[Operation], decide: Decide, device: torch.device) -> None:

@@ -303,17 +303,31 @@ class RoundingOp:
             self._observe(record, quantizer, x, rounded, rounded, row, span)
         return encoded, quantizer
 
-    def _prepare(
-        self, x: Tensor, context: OpContext, weight_key: Tensor | None
-    ) -> tuple[Quantizer, Tensor | None, Tensor | None, Span | None, Tensor | None]:
-        """The quantizer, its random bits, the row of a format that may change, a range from the past, and the row of
-        the record."""
+    def rounds_value_by_value(self, context: OpContext) -> bool:
+        """Whether rounding a value depends on that value alone, and nothing is counted: it can be done in place."""
+        is_fixed = self.stored_format is None and self.mutable_kind is None
+        is_scaled = self.spec.scale is not None or (is_fixed and isinstance(self.spec.target, BlockFormat))
+        is_counted = self.observes or self.promotion is not None
+        return (
+            is_fixed and not (is_scaled or self.is_stochastic or is_counted) and (self.top is None or context.training)
+        )
+
+    def quantizer_of(self, x: Tensor) -> Quantizer:
+        """The quantizer for tensors with as many dimensions as `x` has."""
         quantizer = self._quantizers.get(x.dim())
         if quantizer is None:
             quantizer = resolve(self.spec, self.place, self.op, x.dim(), self.mutable_format)
         if x.dtype not in self._checked_dtypes:
             quantizer.check(x)
             self._checked_dtypes.add(x.dtype)
+        return quantizer
+
+    def _prepare(
+        self, x: Tensor, context: OpContext, weight_key: Tensor | None
+    ) -> tuple[Quantizer, Tensor | None, Tensor | None, Span | None, Tensor | None]:
+        """The quantizer, its random bits, the row of a format that may change, a range from the past, and the row of
+        the record."""
+        quantizer = self.quantizer_of(x)
         bits: Tensor | None = None
         if self.is_stochastic and is_traced_below_dynamo() and needs_shapes_only(x):
             bits = torch.empty_like(x, dtype=torch.int32)
@@ -322,12 +336,7 @@ class RoundingOp:
             first, second = _salt(place_key(context.salt if weight_key is None else "", self.place))
             key = context.table[0] if weight_key is None else weight_key
             bits = bits_of_key(x, key[0] ^ first, key[1] ^ second)
-        row: Tensor | None = None
-        if self.mutable_kind is not None:
-            assert context.table is not None
-            row = context.table[self.row]
-            if self.mutable_kind == "int":
-                row = row.view(torch.float32)
+        row = None if self.mutable_kind is None else self.format_row(context)
         if not self.observes:
             return quantizer, bits, row, None, None
         record, history_max = self.remembered(context)
@@ -335,6 +344,19 @@ class RoundingOp:
         if record is not None and self.uses_mean_range and not context.training:
             span = mean_range(record, x)
         return quantizer, bits, row, span, record
+
+    def quantizer(self, dims: int) -> Quantizer:
+        """The quantizer of a tensor with that number of dimensions."""
+        quantizer = self._quantizers.get(dims)
+        return resolve(self.spec, self.place, self.op, dims, self.mutable_format) if quantizer is None else quantizer
+
+    def format_row(self, context: OpContext) -> Tensor | None:
+        """The row of a format that may change."""
+        if self.mutable_kind is None:
+            return None
+        assert context.table is not None
+        row = context.table[self.row]
+        return row.view(torch.float32) if self.mutable_kind == "int" else row
 
     def remembered(self, context: OpContext) -> tuple[Tensor | None, Tensor | None]:
         """The row of the record, and where past steps decide the scale, the magnitude for which it makes room."""

@@ -17,6 +17,7 @@ import json
 import logging
 import math
 import os
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,6 +58,8 @@ _METHOD = "three products, compiled"
 ROUNDS = 3
 #: Timed calls of a size in each of them.
 _CALLS = 2
+#: Alternating measurements of a single product.
+_TURNS = 7
 #: Calls per CUDA graph, so that its launch does not count.
 _CALLS_PER_GRAPH = 10
 _FORMATS = {"int8": "int8", "fp8": "e4m3"}
@@ -186,7 +189,7 @@ def load_crossover(device: torch.device, dtype: torch.dtype) -> NativeTerms:
 def crossover_tables(device: torch.device, dtype: torch.dtype, measure_again: bool = False) -> CrossoverTables:
     """The tables of a device that has backends: from the cache file, or measured now and written there."""
     file = cache_file()
-    key = f"{_machine(device)}, {dtype}, torch {torch.__version__}, {torch.get_num_threads()} threads, {_METHOD}"
+    key = f"{machine_name(device)}, {dtype}, torch {torch.__version__}, {torch.get_num_threads()} threads, {_METHOD}"
     cached = _read(file)
     measures = {key: measure_crossover, f"{key}, 3x3": measure_im2col_crossover}
     missing = {name: measure for name, measure in measures.items() if measure_again or not cached.get(name)}
@@ -223,7 +226,8 @@ def _read(file: Path) -> dict[str, list[Crossing]]:
         return {}
 
 
-def _machine(device: torch.device) -> str:
+def machine_name(device: torch.device) -> str:
+    """The processor or GPU, as its maker calls it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
@@ -235,6 +239,54 @@ def _crossing(backend: GemmBackend, size: int, device: torch.device, dtype: torc
 
     native = milliseconds(lambda: _three_gemms(backend, x, w, dy, GemmLayout()), device, _CALLS)
     return Crossing(backend.name, size, milliseconds(plain, device, _CALLS), native)
+
+
+@dataclass(frozen=True)
+class ProductTime:
+    """Milliseconds of a linear layer's three GEMMs, in the model's precision and on a backend with casts."""
+
+    plain: float
+    native: float
+    #: Interquartile range of the ratio of both over its median, from turns that alternate.
+    spread: float
+
+
+def time_product(
+    backend: GemmBackend, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype
+) -> ProductTime | None:
+    """Time a linear layer of (tokens, inputs, outputs); None where the backend does not support its shape.
+
+    Both ways take turns, so that a busy machine slows down both alike.
+    """
+    tokens, inputs, outputs = shape
+    layout = GemmLayout()
+    shapes = (torch.Size((tokens, inputs)), torch.Size((outputs, inputs)))
+    if not all(supports_shape(backend.name, device.type, layout.gemm_shape(name, *shapes)) for name in PASSES):
+        return None
+    with preserve_rng_state(), unset_fake_temporarily():
+        x, w, dy = (torch.randn(size, device=device, dtype=dtype) for size in (*shapes, (tokens, outputs)))
+        plain_call, native_call = (
+            _timer(call, device)
+            for call in (
+                lambda: (x @ w.t(), dy @ w, dy.t() @ x),
+                lambda: _three_gemms(backend, x, w, dy, layout),
+            )
+        )
+        turns = [(plain_call(), native_call()) for _ in range(_TURNS)]
+    ratios = [native / plain for plain, native in turns]
+    quarters = statistics.quantiles(ratios, n=4)
+    plain, native = (statistics.median(times) for times in zip(*turns, strict=True))
+    return ProductTime(plain, native, (quarters[2] - quarters[0]) / statistics.median(ratios))
+
+
+def _timer(call: Callable[[], object], device: torch.device) -> Callable[[], float]:
+    """A function that makes the call and returns its milliseconds."""
+    if device.type != "cuda":
+        call()  # compiles the casts
+        return lambda: milliseconds(call, device, 1)
+    with torch.cuda.device(device):
+        replay = _capture(call)
+    return lambda: _device_milliseconds(replay) / _CALLS_PER_GRAPH
 
 
 def _crossing_im2col(backend: GemmBackend, channels: int, device: torch.device, dtype: torch.dtype) -> Crossing | None:

@@ -18,12 +18,14 @@ from bitplan.executions.emulate import EmulateExecution
 from bitplan.executions.native.backends import GemmBackend, backends_of
 from bitplan.executions.native.crossover import load_crossover
 from bitplan.executions.native.fallbacks import FALLBACK_COLUMNS, Fallback, fallbacks_of, keeps_codes, passes_of
+from bitplan.executions.native.head_loss import backends_of_chunks
 from bitplan.executions.native.paths import NativeTerms, Passes, backends_for_passes
 from bitplan.executions.native.product import native_product
 from bitplan.gemm.products import has_settings, product_of
 from bitplan.plans import Decision
 from bitplan.plans.execution import Native
 from bitplan.runtime.execution import CompilerSettings, Decide
+from bitplan.runtime.head_loss import HeadLoss
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.rounding_op import OpRounding, RoundingOp
 from bitplan.tables import Table
@@ -108,6 +110,22 @@ class NativeExecution(EmulateExecution):
         if not backends and not saves_codes:
             return None
         return native_product(x, w, bias, product, backends, rounding, context, weight_key, self.recast_in_backward)
+
+    def head_loss(
+        self,
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        loss: HeadLoss,
+        rounding: OpRounding,
+        context: OpContext,
+        weight_key: Tensor | None,
+    ) -> Tensor:
+        backends: dict[str, str] = {}
+        if isinstance(rounding.prepared, NativeCandidate):
+            backends = backends_for_passes(rounding.prepared.passes, "linear", (), x, w, self.terms)
+        chunks = backends_of_chunks(backends, x, w, loss, rounding, context)
+        return loss.rounded(x, w, bias, rounding, context, weight_key, chunks)
 
     def fallbacks(self, operations: Sequence[Operation], decide: Decide, device: torch.device) -> Table[Fallback]:
         rows = fallbacks_of(operations, decide, backends_of(device), self.terms, device.type)

@@ -88,7 +88,7 @@ class NativeSlots(Slots):
         operand = OPERAND_OF_SLOT[slots[0]]
         dtype = self.backends[operand.pass_].code_dtype(op.spec.target)
         assert dtype is not None
-        if _is_plain_cast(op, tensor, dtype):
+        if is_plain_cast(op, tensor, dtype):
             return self._cast(slots, tensor, dtype, after)
         encoded, _ = op.encode(tensor, context, self.weight_key if operand.tensor == "w" else None)
         return [codes_of(encoded, dtype, self.features)] * len(slots)
@@ -126,7 +126,7 @@ class NativeSlots(Slots):
         return [Codes(cast.rows if is_by_row else cast.columns.t(), cast.scale) for is_by_row in by_row]
 
 
-def _is_plain_cast(op: RoundingOp, x: Tensor, dtype: torch.dtype) -> bool:
+def is_plain_cast(op: RoundingOp, x: Tensor, dtype: torch.dtype) -> bool:
     """Whether codes of that dtype are made by one scale for the whole tensor and rounding to nearest."""
     if dtype not in FORMATS or x.dtype not in INPUT_DTYPES or op.is_stochastic or op.mutable_kind is not None:
         return False

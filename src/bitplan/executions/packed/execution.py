@@ -10,9 +10,14 @@ import torch
 from torch import Tensor
 
 from bitplan.capture.ops import PRODUCTS
-from bitplan.compiler.backends import BACKEND, refuse_other_backends, register_backend
+from bitplan.compiler.backends import (
+    BACKEND,
+    compile_packed_aggressively,
+    refuse_other_backends,
+    register_backend,
+)
 from bitplan.executions.emulate import EmulateExecution
-from bitplan.executions.packed.recompute import memory_saving, rounded_bit_relu
+from bitplan.executions.packed.recompute import memory_saving, rounded_bit_relu, sequential_convolution
 from bitplan.executions.packed.saved_tensors import SavedTensorPacker
 from bitplan.plans.execution import Packed
 from bitplan.runtime.execution import CompilerSettings
@@ -29,6 +34,7 @@ class PackedExecution(EmulateExecution):
 
     def __init__(self, options: Packed) -> None:
         super().__init__(options)
+        self.packed = options
         self.packer = SavedTensorPacker()
         register_backend()
 
@@ -41,6 +47,8 @@ class PackedExecution(EmulateExecution):
     def eager_function(self, op: str, func: Callable[..., Any]) -> Callable[..., Any]:
         if op not in PRODUCTS:
             return memory_saving(op, func)
+        if op.startswith("conv"):
+            func = sequential_convolution(op, func)
         return lambda *args, **kwargs: func(
             *map_tensors(_cast_by_autocast, args),
             **{key: map_tensors(_cast_by_autocast, value) for key, value in kwargs.items()},
@@ -54,6 +62,8 @@ class PackedExecution(EmulateExecution):
     def compiler_settings(self, ops: Iterable[RoundingOp], options: dict[str, Any]) -> CompilerSettings:
         from bitplan.compiler.partitioning import PackedPartitioner
 
+        if self.packed.recompute is not None:
+            return CompilerSettings(compile_packed_aggressively, PackedPartitioner(is_aggressive=True), options)
         return CompilerSettings(BACKEND, PackedPartitioner(), options)
 
 

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from bitplan.capture.ops import works_in_place
 from bitplan.executions.packed.saved_tensors import PackedCopy
+from bitplan.gemm.products import Product, has_settings, product_of
+from bitplan.numerics import chunks
 from bitplan.runtime.autograd import rounded_both_ways
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.rounded_mark import copy_mark, mark_rounded, packable
@@ -140,11 +142,36 @@ class PackedGridRelu(torch.autograd.Function):
         return mark_rounded(ctx.positive.apply(rounded), ctx.backward_op.grid), None, None
 
 
+class RoundedBitRelu(torch.autograd.Function):
+    """ReLU whose result is rounded in place, value by value, so that there is no second tensor of its size."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: RoundingOp, backward: RoundingOp | None, context: OpContext) -> Tensor:
+        ctx.backward_op, ctx.context = backward, context
+        y = torch.relu(x)
+        ctx.positive = PositivePart(y)
+        quantizer = forward.quantizer_of(y)
+        for chunk in chunks.chunks_of(y):
+            chunk.copy_(quantizer.round_values(chunk, None))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.backward_op is None:
+            return ctx.positive.apply(grads[0]), None, None, None
+        rounded = ctx.backward_op.round(grads[0], ctx.context)
+        return mark_rounded(ctx.positive.apply(rounded), ctx.backward_op.grid), None, None, None
+
+
 def rounded_bit_relu(x: Tensor, forward: RoundingOp | None, backward: RoundingOp | None, context: OpContext) -> Tensor:
     """ReLU that saves one bit per element, its output and its gradient rounded."""
     forward, backward = (None if op is None else op.after_promotion(context) for op in (forward, backward))
     if forward is None or not forward.changes_nothing_in(x):
-        return rounded_both_ways(bit_relu(x), forward, backward, context)
+        is_trained = torch.is_grad_enabled() and x.requires_grad
+        if forward is None or not is_trained or not forward.rounds_value_by_value(context):
+            return rounded_both_ways(bit_relu(x), forward, backward, context)
+        y = RoundedBitRelu.apply(x, forward, backward, context)  # type: ignore[no-untyped-call]
+        return mark_rounded(y, forward.grid, forward.quantizer_of(y))
     if backward is None:
         y = bit_relu(x)
         copy_mark(y, x)
@@ -183,6 +210,51 @@ def bit_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: b
         return torch.nn.functional.dropout(input, p, training)
     y: Tensor = BitDropout.apply(input, p)  # type: ignore[no-untyped-call]
     return y
+
+
+# --- Convolutions
+
+
+class SequentialConvolution(torch.autograd.Function):
+    """A convolution on a CPU whose two gradients are computed one after the other, that of the weight first.
+
+    torch computes both in one call, during which the unpacked input, its copy in oneDNN's layout and the input's
+    gradient are alive together: the peak of a packed step. The gradient of the input does not need the input, so it is
+    released before. oneDNN computes that gradient and a transposed convolution by the same primitive: the bits are
+    those of ``convolution_backward``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.product, ctx.size = product, x.shape
+        return product.forward(x, w, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,), product = grads, ctx.product
+        x, w = ctx.saved_tensors
+        _, grad_w, grad_bias = product.gradients(dy, x, w, (False, True, ctx.needs_input_grad[2]))
+        del x
+        return product.grad_x_by_transposition(dy, ctx.size, w), grad_w, grad_bias, None
+
+
+def sequential_convolution(op: str, func: Callable[..., Any]) -> Callable[..., Any]:
+    """The convolution `func` with its gradients one after the other, where its call has a simple form."""
+
+    def convolve(*args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else kwargs["input"]
+        w = args[1] if len(args) > 1 else kwargs["weight"]
+        is_simple = x.is_cpu and x.dtype == w.dtype and x.dim() == w.dim() and x.layout == torch.strided and x.numel()
+        needs_both = torch.is_grad_enabled() and x.requires_grad and w.requires_grad
+        if not is_simple or not needs_both or torch.is_autocast_enabled("cpu") or not has_settings(op, args, kwargs):
+            return func(*args, **kwargs)
+        product, bias = product_of(op, args, kwargs)
+        if product.output_padding_of(x.shape, w.shape) is None:
+            return func(*args, **kwargs)
+        return SequentialConvolution.apply(x, w, bias, product)  # type: ignore[no-untyped-call]
+
+    return convolve
 
 
 # --- Recomputed

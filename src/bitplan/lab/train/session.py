@@ -233,7 +233,7 @@ class Session:
         self._finite = {name for name, tensor in self._floats() if first_not_finite([(name, tensor)]) is None}
         # torch.compile cannot trace fused recurrent layers; those that a plan decomposes are plain operations.
         recurrent = [(path, module) for path, module in self.model.named_modules() if isinstance(module, nn.RNNBase)]
-        whole = all(is_decomposed(plan, path, layer.mode.lower()) for path, layer in recurrent)
+        whole = all(is_decomposed(self.run.plan, path, layer.mode.lower()) for path, layer in recurrent)
         # CUDA graphs save the launches that bound small models, but hold memory that packed execution should free, and
         # do not work with graph breaks.
         mode = "reduce-overhead" if device.type == "cuda" and execution.kind == "emulate" and whole else None

@@ -1,0 +1,103 @@
+"""``python benchmarks/auto.py``: ``bitplan auto`` on models of transformers, timm and torchvision.
+
+All searches run at the same time, each in processes of its own; trials wait for each other, so that one is measured at
+a time. Writes one JSON document with every candidate of every search, and prints a short table.
+
+    python benchmarks/auto.py --models vit_b resnet50 --jobs 3 --json benchmarks/results/auto-h200.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.foreign_models import MODELS, load_problem
+from bitplan.files import strict
+from bitplan.planners.assign.budget import Budget
+from bitplan.planners.auto import Limits, LocalTrials, ProcessTrials, search
+
+
+def search_one(model: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The search for one model; a memory limit may stand behind a colon."""
+    name, _, memory = model.partition(":")
+    limits = Limits(Budget.parse(memory) if memory else None, options.slowdown)
+    problem = load_problem(name)
+    trials = ProcessTrials(load_problem, (name,), options.jobs) if options.jobs > 1 else LocalTrials(problem)
+    result = search(problem, limits, trials, steps=options.steps, seeds=options.seeds, report=_note)
+    return {"model": name, "memory": memory or None, **result.to_dict()}
+
+
+def _note(sentence: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {sentence}", file=sys.stderr, flush=True)
+
+
+def start(model: str, options: argparse.Namespace) -> subprocess.Popen[bytes]:
+    """The search for one model, in a process of its own."""
+    command = [sys.executable, __file__, "--one", model, "--jobs", str(options.jobs), "--seeds", str(options.seeds)]
+    command += [] if options.steps is None else ["--steps", str(options.steps)]
+    command += ["--slowdown", str(options.slowdown)] if options.slowdown else []
+    with path_of(model, "json", options).open("wb") as out, path_of(model, "log", options).open("wb") as log:
+        return subprocess.Popen(command, stdout=out, stderr=log)
+
+
+def path_of(model: str, suffix: str, options: argparse.Namespace) -> Path:
+    folder: Path = options.folder
+    return folder / f"{model.replace(':', '-').replace('%', '')}.{suffix}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--models", nargs="+", default=list(MODELS), help="names, or NAME:MEMORY such as llama_2048:6GiB"
+    )
+    parser.add_argument("--one", metavar="MODEL", help="search for one model in this process, and print its JSON")
+    parser.add_argument("--jobs", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--slowdown", type=float)
+    parser.add_argument("--folder", type=Path, default=Path("auto-results"))
+    parser.add_argument("--json", type=Path, help="where to write all documents together")
+    options = parser.parse_args()
+    if options.one is not None:
+        print(json.dumps(strict(search_one(options.one, options))))
+        return
+    options.folder.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    searches = {model: start(model, options) for model in options.models}
+    documents: dict[str, Any] = {}
+    for model, process in searches.items():
+        process.wait()
+        text = path_of(model, "json", options).read_text(encoding="utf-8")
+        if not text:
+            print(f"== {model} failed: {path_of(model, 'log', options).read_text(encoding='utf-8')[-1500:]}")
+            continue
+        documents[model] = json.loads(text)
+        show(model, documents[model])
+    print(f"{time.perf_counter() - began:.0f} s in all")
+    if options.json is not None:
+        options.json.write_text(
+            json.dumps({"benchmark": "auto", "models": documents}, indent=1) + "\n", encoding="utf-8"
+        )
+
+
+def show(model: str, document: dict[str, Any]) -> None:
+    """The candidates of a model."""
+    print(f"== {model}: {document['summary']}")
+    for row in document["candidates"]:
+        trial, gap = row["trial"], row["loss_gap"]
+        figures = f"{row['failure']}"
+        if trial is not None:
+            figures = f"{trial['milliseconds']:8.2f} ms {trial['peak'] / 2**30:6.2f} GiB  spread {trial['spread']:.3f}"
+        shown_gap = "" if gap is None else f"  gap {gap['gap']:+.4f} ({gap['low']} {gap['high']})"
+        print(f"   {row['name'][:46]:46} {figures}{shown_gap}  {row['verdict']}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

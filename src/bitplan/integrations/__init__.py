@@ -1,0 +1,1 @@
+"""Parts for models and trainers of other libraries."""

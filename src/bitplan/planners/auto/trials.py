@@ -1,0 +1,409 @@
+"""Measuring candidates for real: peak memory, time and final loss of training steps under a plan.
+
+A trial trains a copy of the model. :class:`LocalTrials` runs one trial after the other in this process.
+:class:`ProcessTrials` gives each a process of its own, where the problem can be loaded by name: the processes compile
+side by side, then each is measured while the others wait, so that no trial disturbs the time of another, and stays
+ready to be trained.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import statistics
+import time
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from itertools import islice
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitplan.analysis.memory.fakes import copy_without_plan
+from bitplan.analysis.memory.measure import measure_step
+from bitplan.analysis.memory.step import OptimizerChoice, TrainingStep, make_optimizer, plan_for, split_call
+from bitplan.analysis.targets import Target
+from bitplan.capture.recording import split_batch
+from bitplan.compiler.torch_private import tree_map_only
+from bitplan.compiler.tracing import raise_recompile_limit
+from bitplan.errors import BitplanError, BitplanWarning, PlanError
+from bitplan.executions.native.crossover import cache_file
+from bitplan.plans import Plan
+from bitplan.runtime.attach import Attachment, attach
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system
+    fcntl = None  # type: ignore[assignment]
+
+#: Steps before anything is measured: the first compiles, the second may compile its last graph, delayed scales settle.
+_WARM_UP = 3
+#: Groups of steps whose mean times are compared, and the seconds that each takes at least.
+_TURNS, _TURN_SECONDS = 7, 0.25
+#: Further measurements where times spread, because another process was compiling, for example.
+_MOST_REPEATS = 2
+#: A spread of times (interquartile range over median) above this says that the machine is busy.
+WIDEST_SPREAD = 0.05
+#: The share of the steps, at the end, whose mean is the final loss.
+_FINAL_SHARE = 0.25
+
+#: Batches by step: a function of the step, or batches to go through.
+Batches = Callable[[int], Any] | Iterable[Any]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A training step, and the data to train on."""
+
+    target: Target
+    #: None: a step is the forward and backward pass.
+    optimizer: OptimizerChoice = None
+    #: None: the target's batch, again and again.
+    data: Batches | None = None
+    compile: bool = False
+    autocast: torch.dtype | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.target.model.parameters(), torch.empty(0)).device
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The measured training step of a candidate."""
+
+    #: Peak and saved tensors at the end of the forward pass, in bytes.
+    peak: int
+    saved: int
+    milliseconds: float
+    #: Interquartile range of the times over their median.
+    spread: float
+    #: Seconds of the first steps, compilation included.
+    first_seconds: float
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether repeated times agree, so that they may be remembered."""
+        return self.spread <= WIDEST_SPREAD
+
+    def to_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a candidate could not be measured."""
+
+    reason: str
+
+
+Outcome = Trial | Failure
+_OUT_OF_MEMORY = Failure("out of memory")
+#: How libraries other than torch's allocator say so.
+_OUT_OF_MEMORY_SIGNS = ("out of memory", "ALLOC_FAILED", "CUDNN_STATUS_INTERNAL_ERROR")
+
+
+def failure_of(error: Exception) -> Failure:
+    """An error in one line; running out of memory is expected of large candidates."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    if isinstance(error, torch.OutOfMemoryError) or any(sign in first for sign in _OUT_OF_MEMORY_SIGNS):
+        return _OUT_OF_MEMORY
+    return Failure(first if isinstance(error, BitplanError) else f"{type(error).__name__}: {first}")
+
+
+@contextmanager
+def device_alone(device: torch.device) -> Iterator[None]:
+    """Use a GPU while no other trial of this user is measured or trained on it; others may compile meanwhile."""
+    if device.type != "cuda" or fcntl is None:
+        yield
+        return
+    path = cache_file().with_name(f"gpu{device.index or 0}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError:
+        yield  # a cache that cannot be written: other trials are not waited for
+        return
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+class CandidateStep:
+    """A model under a plan, ready to make training steps."""
+
+    def __init__(self, problem: Problem, plan: Plan | None, *, copies: bool = True) -> None:
+        """
+        :param copies: the steps change a copy of the problem's model, not the model itself.
+        """
+        began = time.perf_counter()
+        target = problem.target
+        self.problem = problem
+        self.model = copy_without_plan(target.model) if copies else target.model
+        self._weights = {name: value.detach().to("cpu", copy=True) for name, value in self.model.state_dict().items()}
+        self.run: Attachment | None = None
+        planned = plan_for(plan, problem.optimizer)
+        if planned is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", BitplanWarning)  # of fallbacks: the time says whether they matter
+                self.run = attach(self.model, planned, example=split_batch(target.batch, target.loss)[0])
+        self._run_state = None if self.run is None else self.run.state_dict()
+        forward: Callable[..., Any] | None = None
+        if problem.compile:
+            is_plain = self.run is None or self.run.execution.kind == "emulate"
+            forward = torch.compile(self.model) if is_plain or self.run is None else self.run.compile(fullgraph=False)
+        loss = target.loss if target.loss is None or self.run is None else self.run.loss(target.loss)
+        call = split_call(target.batch, target.loss)
+        self.step = TrainingStep(self.model, call, loss, problem.optimizer, self.run, forward, problem.autocast)
+        for _ in range(_WARM_UP):
+            self.step(lambda phase: None)
+        self.release_cache()
+        self.first_seconds = time.perf_counter() - began
+
+    def measure(self) -> Trial:
+        """Peak and time of a step."""
+        with device_alone(self.problem.device):
+            memory = measure_step(self.step, 2, warm_up=False)
+            median, spread = self._time()
+            for _ in range(_MOST_REPEATS):
+                if spread <= WIDEST_SPREAD:
+                    break
+                median, spread = min((median, spread), self._time(), key=lambda time: time[1])
+            self.release_cache()
+        return Trial(memory.peak, memory.activations, 1e3 * median, spread, self.first_seconds)
+
+    def _time(self) -> tuple[float, float]:
+        """The median of seconds per step, and their spread."""
+        steps = max(1, min(50, round(_TURN_SECONDS / max(self._seconds(1), 1e-4))))
+        times = [self._seconds(steps) for _ in range(_TURNS)]
+        quarters, median = statistics.quantiles(times, n=4), statistics.median(times)
+        return median, (quarters[2] - quarters[0]) / median
+
+    def _seconds(self, steps: int) -> float:
+        self._synchronize()
+        began = time.perf_counter()
+        for _ in range(steps):
+            self.step(lambda phase: None)
+        self._synchronize()
+        return (time.perf_counter() - began) / steps
+
+    def _synchronize(self) -> None:
+        if self.step.device.type == "cuda":
+            torch.cuda.synchronize(self.step.device)
+
+    def release_cache(self) -> None:
+        """Return cached memory to the device, where other processes may need it."""
+        gc.collect()
+        if self.step.device.type == "cuda":
+            torch.cuda.synchronize(self.step.device)
+            torch.cuda.empty_cache()
+
+    def final_loss(self, steps: int, seed: int) -> float:
+        """The mean loss of the last of `steps` steps on the problem's data, from the weights it began with."""
+        torch.manual_seed(seed)
+        self.model.load_state_dict(self._weights)
+        if self.run is not None and self._run_state is not None:
+            self.run.load_state_dict(self._run_state)
+        choice = self.problem.optimizer
+        optimizer = "adamw" if choice in (None, "none") else choice  # a step without one does not learn
+        self.step.optimizer = make_optimizer(optimizer, self.model, self.run)
+        losses: list[Tensor] = []
+        self.step.on_loss = losses.append
+        batch_at, loss = _batches(self.problem, steps, seed), self.problem.target.loss
+        with device_alone(self.problem.device):
+            for number in range(steps):
+                self.step.args, self.step.kwargs, self.step.expected = split_call(batch_at(number), loss)
+                self.step(lambda phase: None)
+        self.step.on_loss = None
+        return statistics.fmean(map(float, losses[-max(1, round(steps * _FINAL_SHARE)) :]))
+
+
+def _batches(problem: Problem, steps: int, seed: int) -> Callable[[int], Any]:
+    """Step -> batch, on the model's device; every seed has other batches, or another order of them."""
+    data, device = problem.data, problem.device
+
+    def moved(batch: Any) -> Any:
+        return tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
+
+    if data is None:
+        return lambda step: problem.target.batch
+    if callable(data):
+        return lambda step: moved(data(seed * steps + step))
+    batches = list(islice(iter(data), steps))
+    if not batches:
+        raise PlanError("data= has no batches: give batches as the model and its loss take them.")
+    order = torch.randperm(len(batches), generator=torch.Generator().manual_seed(seed)).tolist()
+    return lambda step: moved(batches[order[step % len(batches)]])
+
+
+# --- Trials in this process, and in processes of their own
+
+
+class Trials(ABC):
+    """Measures and trains candidates of one problem."""
+
+    @abstractmethod
+    def measure(self, plans: Sequence[Plan | None]) -> list[Outcome]:
+        """Peak and time under each plan."""
+
+    @abstractmethod
+    def final_losses(self, plan: Plan | None, steps: int, seeds: int) -> list[float]:
+        """The final loss of each seed."""
+
+    def close(self) -> None:  # noqa: B027 - there is nothing to end in this process
+        """End what is still running."""
+
+
+class LocalTrials(Trials):
+    """One trial after the other, in this process."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    def measure(self, plans: Sequence[Plan | None]) -> list[Outcome]:
+        return [self._measure(plan) for plan in plans]
+
+    def _measure(self, plan: Plan | None) -> Outcome:
+        try:
+            return self._candidate(plan).measure()
+        except Exception as error:
+            return failure_of(error)
+
+    def _candidate(self, plan: Plan | None) -> CandidateStep:
+        gc.collect()
+        if self.problem.compile:
+            torch.compiler.reset()  # graphs of the trial before
+        with raise_recompile_limit(), torch.random.fork_rng(range(torch.cuda.device_count())):
+            return CandidateStep(self.problem, plan)
+
+    def final_losses(self, plan: Plan | None, steps: int, seeds: int) -> list[float]:
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            candidate = self._candidate(plan)
+            return [candidate.final_loss(steps, seed) for seed in range(seeds)]
+
+
+@dataclass
+class _Child:
+    """The process of a candidate."""
+
+    process: BaseProcess
+    connection: Connection
+
+    def ask(self, *request: Any) -> Any:
+        self.send(*request)
+        return self.receive()
+
+    def send(self, *request: Any) -> None:
+        with suppress(OSError):  # the answer says that it is gone
+            self.connection.send(request)
+
+    def receive(self) -> Any:
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError):
+            return Failure("its process was killed, for example because memory ran out")
+
+    def stop(self) -> None:
+        self.connection.close()
+        self.process.terminate()
+        self.process.join()
+
+
+class ProcessTrials(Trials):
+    """A process for each candidate; `most` of them prepare their step at a time."""
+
+    def __init__(self, load: Callable[..., Problem], arguments: tuple[Any, ...], most: int) -> None:
+        """
+        :param load: loads the problem in every process: a function of an importable module.
+        """
+        self.load, self.arguments, self.most = load, arguments, most
+        self._children: dict[str, _Child] = {}
+
+    def measure(self, plans: Sequence[Plan | None]) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for first in range(0, len(plans), self.most):
+            outcomes += self._measure_group(plans[first : first + self.most])
+        for index, plan in enumerate(plans):
+            if outcomes[index] == _OUT_OF_MEMORY and len(plans) > 1:  # perhaps because of the others
+                self.close()
+                (outcomes[index],) = self._measure_group([plan])
+        return outcomes
+
+    def _measure_group(self, plans: Sequence[Plan | None]) -> list[Outcome]:
+        children = [self._start(plan) for plan in plans]
+        for child in children:
+            child.send("prepare")
+        ready = [child.receive() for child in children]
+        return [
+            news if isinstance(news, Failure) else child.ask("measure")
+            for child, news in zip(children, ready, strict=True)
+        ]
+
+    def _start(self, plan: Plan | None) -> _Child:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        arguments = (self.load, self.arguments, None if plan is None else plan.to_dict(), theirs)
+        process = context.Process(target=_serve, args=arguments, daemon=True)
+        process.start()
+        theirs.close()
+        child = _Child(process, ours)
+        previous = self._children.pop(_key(plan), None)
+        if previous is not None:
+            previous.stop()
+        self._children[_key(plan)] = child
+        return child
+
+    def final_losses(self, plan: Plan | None, steps: int, seeds: int) -> list[float]:
+        child = self._children.get(_key(plan))
+        if child is None or not child.process.is_alive():
+            child = self._start(plan)
+            news = child.ask("prepare")
+            if isinstance(news, Failure):
+                raise PlanError(f"the candidate cannot be trained: {news.reason}.")
+        losses = child.ask("train", steps, seeds)
+        if isinstance(losses, Failure):
+            raise PlanError(f"the candidate cannot be trained: {losses.reason}.")
+        return list(losses)
+
+    def close(self) -> None:
+        for child in self._children.values():
+            child.stop()
+        self._children.clear()
+
+
+def _key(plan: Plan | None) -> str:
+    return "" if plan is None else plan.to_json()
+
+
+def _serve(
+    load: Callable[..., Problem], arguments: tuple[Any, ...], plan: dict[str, Any] | None, connection: Connection
+) -> None:
+    """The life of a child: answers requests until the parent closes the connection."""
+    candidate: CandidateStep | None = None
+    while True:
+        try:
+            request, *options = connection.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            if request == "prepare":
+                problem = load(*arguments)
+                candidate = CandidateStep(problem, None if plan is None else Plan.from_dict(plan), copies=False)
+                answer: Any = "ready"
+            elif request == "measure":
+                assert candidate is not None
+                answer = candidate.measure()
+            else:
+                assert candidate is not None
+                steps, seeds = options
+                answer = [candidate.final_loss(steps, seed) for seed in range(seeds)]
+                candidate.release_cache()
+        except Exception as error:
+            answer = failure_of(error)
+        connection.send(answer)
