@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -235,3 +236,143 @@ def test_decomposed_attention_of_rows_without_keys_is_zero_as_in_torch(is_float:
         strict=True,
     ):
         torch.testing.assert_close(first, second)
+
+
+# --- statistics of norms ---
+
+
+def rms_norm(x: Tensor) -> Tensor:  # as Llama writes it
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def layer_norm(x: Tensor) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred * centred).mean(-1, True).add(1e-6).sqrt()
+
+
+def norm_by_variance(x: Tensor) -> Tensor:
+    variance, mean = torch.var_mean(x, -1, keepdim=True, correction=0)
+    return (x - mean) / (variance + 1e-12) ** 0.5
+
+
+def norm_by_deviation(x: Tensor) -> Tensor:
+    return (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6)
+
+
+def unit_length(x: Tensor) -> Tensor:
+    return 4 * x / x.norm(dim=-1, keepdim=True).clamp(min=1e-6)
+
+
+def unit_length_by_squares(x: Tensor) -> Tensor:
+    return 4 * x / torch.square(x).sum(dim=-1, keepdim=True).clamp_min(1e-12).pow(0.5)
+
+
+NORMS = (rms_norm, layer_norm, unit_length, unit_length_by_squares)
+#: Those that divide a difference by a statistic of another tensor. The grid of int8-all has no 0, and the difference of
+#: a row of zeros from its mean is rounded to half a step of the grid, whatever the variance is.
+NORMS_OF_DIFFERENCES = (norm_by_variance, norm_by_deviation)
+
+
+class Norm(nn.Module):
+    def __init__(self, norm: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(16, 16)
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.fc(x))
+
+
+def rows_of_different_size() -> Tensor:
+    """Rows of ordinary values, of small ones and of zeros, as padding tokens have them."""
+    x = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
+    return x * torch.tensor([1.0, 1.0, 1e-2, 1e-3, 1e-3, 0.0])[:, None]
+
+
+@pytest.mark.parametrize(
+    ("plan", "norm"), [*itertools.product(ALL, NORMS), *itertools.product(["fp8-all"], NORMS_OF_DIFFERENCES)]
+)
+@pytest.mark.parametrize("way", ["emulate", "packed", "compiled"])
+def test_statistics_of_a_norm_are_left_alone(way: str, plan: str, norm: Callable[[Tensor], Tensor]) -> None:
+    model, x = Norm(norm), rows_of_different_size()
+    with torch.no_grad():
+        model.fc.bias.zero_()
+    with bp.attach(model, plan, execution="packed" if way == "packed" else "emulate"):
+        planned = torch.compile(model, backend="aot_eager") if way == "compiled" else model
+        y = planned(x)
+        y.square().mean().backward()
+    assert model.fc.weight.grad is not None
+    assert model.fc.weight.grad.isfinite().all()
+    hidden = model.fc(x).detach()
+    if plan == "fp8-all":  # an 8-bit integer of the whole tensor has no values for the small rows
+        assert 1e-3 < (y[:5].detach() - norm(hidden)[:5]).abs().max() < 0.5
+    assert (y[:2].detach() - norm(hidden)[:2]).abs().max() < 0.5
+    assert y.abs().max() < 5
+
+
+def test_a_norm_that_is_written_out_is_rounded_as_a_fused_one() -> None:
+    class Fused(Norm):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.rms_norm(self.fc(x), (16,), eps=1e-6)
+
+    x = rows_of_different_size()
+    gradients = []
+    for model in (Norm(rms_norm), Fused(rms_norm)):
+        with bp.attach(model, {"version": 1, "rules": [{"match": "*", "weight": "e4m3", "activation": "e4m3"}]}):
+            model(x).square().sum().backward()
+        gradients.append(model.fc.weight.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_squares_that_are_read_otherwise_are_activations() -> None:
+    class SquaredRelu(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.squares = F.relu(self.up(x)).square()
+            self.mean = self.squares.mean()
+            return self.down(self.squares)
+
+    torch.manual_seed(0)
+    model = SquaredRelu()
+    x = torch.randn(8, 4)
+    with bp.attach(model, {"version": 1, "rules": [{"match": "*", "activation": "e4m3"}]}):
+        model(x)
+    for tensor in (model.squares, model.mean):  # the mean over all values is no statistic of a norm
+        assert torch.equal(tensor, tensor.to(torch.float8_e4m3fn).float())
+    rows = {row.site.name: row.treatment for row in bp.explain(model, "fp8-all", x)}
+    assert rows["/square.0:activation"].startswith("e4m3")
+
+
+def test_an_explanation_lists_statistics() -> None:
+    rows = {row.site.name: row.treatment for row in bp.explain(Norm(rms_norm), "fp8-all", torch.ones(2, 16))}
+    for op in ("pow.0", "mean.0", "add.0", "rsqrt.0"):
+        for role in ("activation", "grad_activation"):
+            assert rows[f"/{op}:{role}"] == "left alone (statistic)"
+    assert rows["/mul.0:activation"].startswith("e4m3")
+
+
+@pytest.mark.parametrize("op", ["rsqrt", "pow"])
+def test_a_rule_for_nothing_but_statistics_has_no_effect(op: str) -> None:
+    plan = {"version": 1, "rules": [{"match": "*", "op": op, "activation": "e4m3"}]}
+    with pytest.raises(bp.BitplanError, match="rules"):
+        bp.attach(Norm(rms_norm), plan, example=torch.ones(2, 16))
+
+
+def test_what_is_written_into_squares_or_statistics_is_an_activation() -> None:
+    class Overwriting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            squares = x.square()
+            squares.mul_(3)
+            statistic = x.var(-1, keepdim=True)
+            statistic += x[:, :1]
+            return squares.mean(-1, keepdim=True) + statistic
+
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+    model = Overwriting()
+    with bp.attach(model, {"version": 1, "rules": [{"match": "*", "activation": "e4m3"}]}):
+        y = model(x)
+    assert torch.equal(y, y.to(torch.float8_e4m3fn).float())

@@ -318,6 +318,26 @@ def probe_autograd_function_variable() -> None:
     assert states == [True]
 
 
+def probe_output_graph() -> None:
+    flags = []
+    original = torch_private.OutputGraph.call_user_compiler
+
+    def log_flag(self: Any, gm: fx.GraphModule, *args: Any) -> Any:
+        flags.append(self.has_user_defined_allowed_in_graph)
+        allowed = [n for n in gm.graph.nodes if n.op == "call_function" and torch_private.is_callable_allowed(n.target)]
+        assert [node.target for node in allowed] == [double]
+        return original(self, gm, *args)
+
+    def double(x: Tensor) -> Tensor:
+        return 2 * x
+
+    torch.compiler.allow_in_graph(double)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_private.OutputGraph, "call_user_compiler", log_flag)
+        torch.compile(lambda x: double(x) + 1, backend="eager", fullgraph=True)(torch.ones(2))
+    assert flags == [True]
+
+
 def probe_frame_strategy() -> None:
     def inner(x: Tensor) -> Tensor:
         return x.sin()
@@ -471,6 +491,8 @@ PROBES: dict[str, Callable[[], None]] = {
     "TorchDynamoException": probe_dynamo_errors,
     "Unsupported": probe_dynamo_errors,
     "InstructionTranslator": probe_instruction_translator,
+    "OutputGraph": probe_output_graph,
+    "is_callable_allowed": probe_output_graph,
     "get_overridable_functions": probe_overridable_functions,
     "TensorVariable": probe_tensor_variable,
     "AutogradFunctionApplyVariable": probe_autograd_function_variable,

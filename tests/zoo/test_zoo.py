@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -11,9 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo_checks import CHECKS, PLANS, attached
+from zoo_checks import CHECKS, NATIVE, PLANS, UNSCALED, Failure, _Call, _layers, attached
 from zoo_models import MODELS
 from zoo_spy import ProductSpy, is_on_float_grid, is_on_integer_grid
+
+import bitplan as bp
 
 #: Quick, and of different kinds: rotary attention, tied weights and addmm, an encoder, a masked attention of one's own,
 #: convolutions, batch norm, index arithmetic on graphs, a decomposed recurrent layer.
@@ -97,11 +100,75 @@ def test_the_spy_leaves_products_of_constants_alone() -> None:
     assert spy.products == 0
 
 
-def test_the_runner_prints_and_writes_a_table(tmp_path: Path) -> None:
-    page = tmp_path / "zoo.md"
-    command = [sys.executable, str(Path(__file__).with_name("run.py")), "--only", "lstm", "--check", "save"]
+def test_a_copy_of_the_input_is_exempt_and_nothing_else_of_batch_first_attention() -> None:
+    """Attention with batch_first copies the model's input, which plans for classes of tensors do not round."""
+    torch.manual_seed(0)
+    model, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 5, 8)
+    plans = {
+        "rounded": {"version": 1, "rules": [{"match": "*", "weight": "e4m3", "activation": "e4m3"}]},
+        "without softmax": {
+            "version": 1,
+            "rules": [
+                {"match": "*", "weight": "e4m3", "activation": "e4m3"},
+                {"match": "*", "op": "softmax", "keep": True},
+            ],
+        },
+    }
+    reports = {}
+    for name, plan in plans.items():
+        for inputs_are_rounded in (False, True):
+            run = bp.attach(model, plan)
+            model(x, x, x)
+            spy = ProductSpy(
+                model,
+                x,
+                UNSCALED.is_on_grid,
+                inputs_are_rounded=inputs_are_rounded,
+                reports_fused=True,
+                checks_backward=False,
+            )
+            with spy:
+                model(x, x, x)
+            run.detach()
+            reports[name, inputs_are_rounded] = [(found.op, found.operand) for found in spy.off_grid]
+    assert reports["rounded", False] == []
+    assert reports["rounded", True] == [("mm", "left operand")]  # the input itself
+    assert reports["without softmax", False] == [("bmm", "left operand")]
+
+
+def test_a_native_product_that_differs_from_emulation_is_reported() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    layers = _layers(model)
+    with attached(model, NATIVE, execution=bp.Native(min_macs=0)):
+        call = _Call(model[2])
+        model(torch.randn(8, 16)).square().sum().backward()
+    gradient = model[2].weight.grad
+    call.require_same_by_itself(NATIVE, "2", layers["2"], gradient)
+    with pytest.raises(Failure, match="dw of 2"):
+        call.require_same_by_itself(NATIVE, "2", layers["2"], gradient * (1 + 1e-6))
+    with pytest.raises(Failure, match="output of 2"):
+        call.require_same_by_itself(NATIVE, "2", layers["0"], gradient)
+
+
+def _run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(Path(__file__).with_name("run.py")), "--only", "lstm", "--check", "save", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    ran = subprocess.run([*command, "--out", str(page)], capture_output=True, text=True, env=environment, timeout=300)
+    results = ["--results", str(tmp_path / "zoo.jsonl"), "--out", str(tmp_path / "zoo.md")]
+    return subprocess.run([*command, *results], capture_output=True, text=True, env=environment, timeout=300)
+
+
+def test_the_runner_writes_a_table_and_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    ran = _run(tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert "lstm: 1 of 1 pass" in ran.stdout
-    assert "| lstm | torch |" in page.read_text()
+    assert "| lstm | torch |" in (tmp_path / "zoo.md").read_text()
+    stored = tmp_path / "zoo.jsonl"
+    result = json.loads(stored.read_text())
+    # A stored failure is shown again without a run; one of other code, or a line that was cut off, is not.
+    stored.write_text(json.dumps({**result, "message": "stored"}) + "\n" + stored.read_text()[:20])
+    again = _run(tmp_path)
+    assert again.returncode == 1
+    assert "save, int8-all: stored" in again.stdout
+    stored.write_text(json.dumps({**result, "message": "stored", "checksum": "other"}) + "\n")
+    assert _run(tmp_path).returncode == 0

@@ -19,13 +19,17 @@ from zoo_spy import ConstantSpy, IntegerProducts, ProductSpy, SoftmaxSpy, is_on_
 
 import bitplan as bp
 
-__all__ = ["CHECKS", "PLANS", "Check", "Failure", "ZooPlan"]
+__all__ = ["CHECKS", "PLANS", "Check", "Failure", "NotChecked", "ZooPlan"]
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 class Failure(AssertionError):
     """A check that does not hold."""
+
+
+class NotChecked(Exception):
+    """A check that has nothing to compare with, and why."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,7 +231,7 @@ def check_values(zoo: ZooModel, plan: ZooPlan) -> None:
     for number, ((op, ours), (_, theirs)) in enumerate(zip(constants, plain_constants, strict=True)):
         if not torch.equal(ours, theirs):
             raise Failure(f"the plan changes the {'indices' if op == 'embedding' else 'angles'} of {op}.{number}")
-    _require_near(planned, plain)
+    _require_near(zoo, planned, plain)
 
 
 def _with_constants(zoo: ZooModel, model: nn.Module) -> tuple[list[tuple[str, Tensor]], Step]:
@@ -238,10 +242,10 @@ def _with_constants(zoo: ZooModel, model: nn.Module) -> tuple[list[tuple[str, Te
     return spy.constants, _step(zoo, model, returned, loss)
 
 
-def _require_near(planned: Step, plain: Step, where: str = "") -> None:
+def _require_near(zoo: ZooModel, planned: Step, plain: Step, where: str = "") -> None:
     """Rounding noise of eight bits changes a random network's output by up to half; one that is wrong, altogether."""
     error = distance(planned.output, plain.output)
-    if error > 0.8:
+    if error > zoo.output_tolerance:
         raise Failure(f"the output is off by {error:.0%}{where}")
 
 
@@ -251,7 +255,7 @@ def _require_close(zoo: ZooModel, plan: ZooPlan, ours: Step, theirs: Step, numbe
     A value near the midpoint of two neighbours then rounds to the other one, which deep networks amplify.
     """
     error = gradient_distance(ours.gradients, theirs.gradients)
-    if error > 0.02 and error > 3 * (noise := _noise(zoo, plan)[number]):
+    if error > 0.02 and error > 2 * (noise := _noise(zoo, plan)[number]):
         raise Failure(f"gradients{where} differ by {error:.1%} (rounding noise {noise:.1%})")
 
 
@@ -306,7 +310,7 @@ def check_compiled(zoo: ZooModel, plan: ZooPlan) -> None:
         step, graphs = _compiled(zoo, plan)
     except Exception:
         if not _compiles(zoo):
-            return
+            raise NotChecked("torch.compile fails without a plan, too") from None
         raise
     for number, (ours, theirs) in enumerate(zip(step, expected, strict=True)):
         _require_finite(ours, f" in step {number}")
@@ -448,7 +452,7 @@ def check_padding(zoo: ZooModel, plan: ZooPlan) -> None:
     for side, width in cases:
         _require_finite(planned[side, width], f" with {side} padding")
         error = distance(planned[side, width].output[0], plain[side, width].output[0])
-        if error > 0.8:
+        if error > zoo.output_tolerance:
             raise Failure(f"with {side} padding the row without padding is off by {error:.0%}")
         # Not where rows of the model depend on each other without a plan too.
         if plan.has_independent_rows and distance(plain[side, 3].output[0], plain[side, 5].output[0]) < 1e-5:
@@ -479,7 +483,7 @@ def check_attention(zoo: ZooModel, plan: ZooPlan) -> None:
             train_step(zoo, model)
             planned, weights = _with_weights(zoo, model)
         _require_finite(planned, where)
-        _require_near(planned, plain, where)
+        _require_near(zoo, planned, plain, where)
         if len(plain_weights) != len(weights):
             continue  # The plan decomposes fused attention; its output was compared.
         for ours, theirs in zip(weights, plain_weights, strict=True):
@@ -500,20 +504,83 @@ def _with_weights(zoo: ZooModel, model: nn.Module) -> tuple[Step, list[Tensor]]:
 
 
 def check_native(zoo: ZooModel, plan: ZooPlan) -> None:
-    """Native INT8 products run, and give what emulation gives, up to the order of accumulation."""
+    """Native INT8 products run; each of them, by itself, gives what emulation gives, to 1e-5; the model does, too."""
     steps = []
-    for execution in ("emulate", bp.Native(min_macs=0)):
+    calls: dict[str, _Call] = {}
+    for execution in ("emulate", _NATIVE):
         # Convolutions run natively with channels last.
         model = zoo.make().to(memory_format=torch.channels_last)
         batch = tree_map_only(Tensor, partial(_in_layout, torch.channels_last), zoo.make_batch())
+        layers = {} if execution == "emulate" else _layers(model)
         with attached(model, plan, execution=execution), IntegerProducts() as products:
+            for name in layers:
+                calls[name] = _Call(model.get_submodule(name))
             steps.append(train_step(zoo, model, batch))
     expected, native = steps
     if products.count == 0:
         raise Failure("no product runs natively")
     _require_finite(expected, " in emulation")
     _require_finite(native)
+    for name, call in calls.items():
+        call.require_same_by_itself(plan, name, layers[name], native.gradients.get(f"{name}.weight"))
     _require_close(zoo, plan, native, expected, 0)
+
+
+_NATIVE = bp.Native(min_macs=0)
+
+
+def _layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Copies of the layers that are one product, by their names, before a plan is attached."""
+    kinds = (nn.Linear, nn.Conv1d, nn.Conv2d)
+    return {
+        name: copy.deepcopy(layer)
+        for name, layer in model.named_modules()
+        if type(layer) in kinds and not layer._forward_hooks
+    }
+
+
+class _Call:
+    """The input, the output and the output's gradient of a layer in a training step."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.count = 0
+        self.x = self.y = self.dy = torch.empty(0)
+        layer.register_forward_hook(self._record)
+
+    def _record(self, layer: nn.Module, args: Any, y: Tensor) -> None:
+        self.count += 1
+        self.x, self.y = args[0].detach().clone(), y.detach().clone()
+        if y.requires_grad:
+            y.register_hook(self._record_gradient)
+
+    def _record_gradient(self, dy: Tensor) -> None:
+        self.dy = dy.detach().clone()
+
+    def require_same_by_itself(self, plan: ZooPlan, name: str, layer: nn.Module, weight_grad: Tensor | None) -> None:
+        """Repeat the call natively, which must give the same bits, and in emulation, which must be close.
+
+        In the whole model a sum that differs in its last bit makes a later value round to its other neighbour, and
+        batch norm over a few images amplifies that: no bound on the model's gradients would show a wrong product.
+        """
+        if self.count != 1 or self.dy.numel() == 0:
+            return
+        results = []
+        for execution in (_NATIVE, "emulate"):
+            alone = copy.deepcopy(layer)
+            x = self.x.clone().requires_grad_()
+            with attached(alone, plan, execution=execution):
+                y = alone(x)
+                y.backward(self.dy)
+            results.append({"output": y.detach(), "dx": x.grad, "dw": alone.weight.grad})
+        native, emulated = results
+        in_model = {"output": self.y, "dw": weight_grad}
+        for what, tensor in in_model.items():
+            if tensor is not None and not torch.equal(tensor, native[what]):
+                raise Failure(f"{what} of {name} is another one in the model than by itself")
+        for what, tensor in native.items():
+            error = distance(tensor, emulated[what])
+            if error > 1e-5:
+                raise Failure(f"{what} of {name} by itself differs from emulation by {error:.1e}")
 
 
 @dataclass(frozen=True)

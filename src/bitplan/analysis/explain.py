@@ -166,7 +166,7 @@ class Explanation:
     over_time: str | None = None
     #: Why packed execution saves more bits of the tensor than the plan promises; None if it does not.
     warning: str | None = None
-    #: Why a rule that matches leaves the tensor alone: it is a ``constant`` or a ``mask``.
+    #: Why a rule that matches leaves the tensor alone: it is a ``constant``, a ``mask`` or a ``statistic``.
     reason: str | None = None
 
     @property

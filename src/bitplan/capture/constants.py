@@ -1,4 +1,4 @@
-"""Results of operations that are no activations: constants, and attention scores under a mask.
+"""Results of operations that are no activations: constants, attention scores under a mask, and statistics of norms.
 
 A *constant* depends on no parameter and on no floating-point input of the model: positions, rotary angles, expert
 offsets, masks. A tensor is one where it is made of integers and Python numbers (``arange``, a cast of indices), of a
@@ -8,7 +8,12 @@ A *mask* has entries that stand for minus infinity: -inf, ``torch.finfo(dtype).m
 of a rounded tensor: all other values would become 0, or NaN. A tensor is one from the operation that writes such a
 number until the operation (a softmax, usually) that makes ordinary numbers of it.
 
-Both are known by an attribute of the tensor, which eager and traced tensors can have.
+A *statistic* of a norm is a mean or sum of squares, a variance, a standard deviation or a vector norm with
+``keepdim=True``, and what is computed of statistics and numbers alone: ``variance + eps``, its ``rsqrt``. With a scale
+per tensor, the variance of a small row would be rounded to 0, and the row divided by it. The squares are activations
+(a squared ReLU is one), but a statistic is computed of the values that they had before they were rounded.
+
+All are known by attributes of the tensor, which eager and traced tensors can have.
 """
 
 from __future__ import annotations
@@ -24,16 +29,19 @@ from bitplan.capture.ops import FACTORIES_LIKE, name_of, works_in_place
 from bitplan.compiler.tracing import constant_when_traced
 
 #: What the result of an operation is.
-ACTIVATION, CONSTANT, MASK = "activation", "constant", "mask"
+ACTIVATION, CONSTANT, MASK, SQUARE, STATISTIC = "activation", "constant", "mask", "square", "statistic"
 
-#: The attribute of a tensor that is a constant, a mask or both; one, because tracing takes long to read an attribute.
+#: The attribute of a tensor that is a constant, a mask or a statistic; one, because tracing takes long to read an
+#: attribute.
 TAG = "_bitplan_kind"
+#: The attribute of squares: their values before they were rounded, or True where they are not rounded.
+_SQUARE_TAG = "_bitplan_square"
 
 #: Two bits of the tag belong to masks. An argument of ``forward`` that is called a mask may be added to scores, or
 #: multiply them by 0 and 1: only a sum with it is a mask for certain.
 _BY_NAME, _BY_VALUE, _MASK_BITS = 1, 2, 3
-#: The bit of a constant.
-_IS_CONSTANT = 4
+#: The bits of a constant and of a statistic.
+_IS_CONSTANT, _IS_STATISTIC = 4, 8
 
 #: Numbers from here down stand for minus infinity: BERT's -10000 is the largest in use.
 _MINUS_INFINITY = -1e4
@@ -49,6 +57,20 @@ _KEEPS_MASK = frozenset(
 _MULTIPLIES = frozenset(("mul", "div"))
 #: Those whose numbers are bounds, and no entries.
 _BOUNDS = frozenset(("clamp", "clamp_min", "clamp_max"))
+
+#: Reductions of squares -> the position of ``keepdim`` among their arguments.
+_REDUCES_SQUARES = {"mean": 2, "sum": 2}
+#: Reductions of any tensor that are statistics -> the same.
+_MAKES_STATISTIC = {"var": 3, "std": 3, "var_mean": 3, "std_mean": 3, "norm": 3, "linalg_vector_norm": 3}
+#: Operations whose result is a statistic if all of their operands are, or constants.
+_KEEPS_STATISTIC = frozenset(
+    """
+    add sub mul div neg pow sqrt rsqrt reciprocal clamp clamp_min clamp_max maximum minimum max min abs mean sum
+    """.split()  # noqa: SIM905 - a paragraph of names reads better than a page of quotes
+)
+_MAY_SQUARE = frozenset(("pow", "square", "mul"))
+#: Operations whose result is more than an activation, though their first argument is one.
+_MAY_BE_SPECIAL = _KEEPS_MASK | _KEEPS_STATISTIC | _MAY_SQUARE | _MAKES_STATISTIC.keys()
 
 
 def mask_arguments(module: nn.Module) -> tuple[tuple[int, str], ...]:
@@ -98,9 +120,9 @@ def kind_of_result(
     first: Any = args[0] if args else None
     is_untagged = isinstance(first, Tensor) and getattr(first, TAG, None) is None and first.dtype.is_floating_point
     if is_untagged and not (buffers and _is_buffer(module, buffers, first)):  # an activation first, as mostly
-        if op not in _KEEPS_MASK:
+        if op not in _MAY_BE_SPECIAL:
             return ACTIVATION, 0
-        if len(args) == 2 and not kwargs:
+        if len(args) == 2 and not kwargs and op in _KEEPS_MASK and op not in _MAY_SQUARE:
             second = args[1]
             if isinstance(second, Tensor):
                 if getattr(second, TAG, None) is None:
@@ -118,7 +140,54 @@ def kind_of_result(
         mask = _mask_of(op, tensors, args, kwargs, is_constant)
     if is_constant:
         return CONSTANT, mask
-    return (MASK if mask == _BY_VALUE else ACTIVATION), mask
+    if mask == _BY_VALUE:
+        return MASK, mask
+    if op in _MAY_SQUARE and _is_square(op, args, kwargs):
+        return SQUARE, mask
+    return (STATISTIC if _is_statistic(op, tensors, args, kwargs) else ACTIVATION), mask
+
+
+def _is_square(op: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation squares a tensor that is no statistic."""
+    if not args or (isinstance(args[0], Tensor) and _tag(args[0]) & _IS_STATISTIC):
+        return False
+    other = args[1] if len(args) > 1 else kwargs.get("exponent", kwargs.get("other"))
+    if op == "pow":
+        return isinstance(args[0], Tensor) and isinstance(other, (int, float)) and other == 2
+    return op == "square" or args[0] is other
+
+
+def _is_statistic(op: str, tensors: list[Tensor], args: Any, kwargs: dict[str, Any]) -> bool:
+    if op in _MAKES_STATISTIC and _keeps_dim(_MAKES_STATISTIC[op], args, kwargs):
+        return True
+    if op in _REDUCES_SQUARES and getattr(tensors[0], _SQUARE_TAG, None) is not None:
+        return _keeps_dim(_REDUCES_SQUARES[op], args, kwargs)
+    if op not in _KEEPS_STATISTIC:
+        return False
+    is_statistic = False
+    for tensor in tensors:
+        tag = _tag(tensor)
+        if tag & _IS_STATISTIC:
+            is_statistic = True
+        elif not tag & _IS_CONSTANT:
+            return False
+    return is_statistic
+
+
+def _keeps_dim(position: int, args: Any, kwargs: dict[str, Any]) -> bool:
+    value = args[position] if len(args) > position else kwargs.get("keepdim", kwargs.get("keepdims"))
+    return value is True
+
+
+def keep_unrounded(squares: Tensor, unrounded: Tensor) -> None:
+    """Remember the values that `squares`, which are rounded, had before."""
+    setattr(squares, _SQUARE_TAG, unrounded)
+
+
+def with_unrounded_squares(args: Any) -> Any:
+    """The arguments of an operation that makes a statistic, with squares as they were before they were rounded."""
+    unrounded = getattr(args[0], _SQUARE_TAG, None) if args else None
+    return (unrounded, *args[1:]) if isinstance(unrounded, Tensor) else args
 
 
 def _mask_of(op: str, tensors: list[Tensor], args: Any, kwargs: dict[str, Any], is_constant: bool) -> int:
@@ -150,8 +219,12 @@ def tag_result(result: Any, kind: str, mask: int) -> Any:
         return tuple(parts) if torch.compiler.is_compiling() else result
     if isinstance(result, Tensor) and result.is_floating_point():
         tag = _tag(result)
-        constant = _IS_CONSTANT if kind == CONSTANT else tag & _IS_CONSTANT
-        setattr(result, TAG, constant | (mask or tag & _MASK_BITS))
+        if kind == SQUARE and getattr(result, _SQUARE_TAG, None) is None:
+            setattr(result, _SQUARE_TAG, True)
+        bit = {CONSTANT: _IS_CONSTANT, STATISTIC: _IS_STATISTIC}.get(kind, 0)
+        tag = bit | tag & (_IS_CONSTANT | _IS_STATISTIC) | (mask or tag & _MASK_BITS)
+        if tag:
+            setattr(result, TAG, tag)
     return result
 
 
@@ -160,19 +233,20 @@ def _view_when_traced(part: Any) -> Any:
 
 
 def has_tags(tensor: Any) -> bool:
-    """Whether a tensor is known to be a constant or a mask."""
-    return getattr(tensor, TAG, None) is not None
+    """Whether a tensor is known to be more than an activation."""
+    return getattr(tensor, TAG, None) is not None or getattr(tensor, _SQUARE_TAG, None) is not None
 
 
 def is_constant(tensor: Tensor) -> bool:
     """Whether a tensor is known to be a constant."""
-    return _tag(tensor) & _IS_CONSTANT != 0
+    return bool(_tag(tensor) & _IS_CONSTANT)
 
 
 def clear_tags(result: Any) -> None:
     """Forget what is known of a tensor that an activation was written into."""
-    if has_tags(result):
-        setattr(result, TAG, None)
+    for tag in (TAG, _SQUARE_TAG):
+        if getattr(result, tag, None) is not None:
+            setattr(result, tag, None)
 
 
 def tag_view(
@@ -200,8 +274,11 @@ def tag_view(
     if buffers and _is_buffer(module, buffers, first):
         tag |= _IS_CONSTANT
     if use == _PADS and _has_minus_infinity(args[1:], kwargs):
-        tag = tag & _IS_CONSTANT | _BY_VALUE
-    return tag_result(result, CONSTANT if tag & _IS_CONSTANT else ACTIVATION, tag & _MASK_BITS) if tag else result
+        tag = tag & ~_MASK_BITS | _BY_VALUE
+    if not tag:
+        return result
+    kind = CONSTANT if tag & _IS_CONSTANT else STATISTIC if tag & _IS_STATISTIC else ACTIVATION
+    return tag_result(result, kind, tag & _MASK_BITS)
 
 
 def tag_made_of_integers(args: Any, kwargs: dict[str, Any], result: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bitplan.capture.constants import ACTIVATION, CONSTANT, MASK, named_mask
+from bitplan.capture.constants import ACTIVATION, CONSTANT, MASK, STATISTIC, named_mask
 from bitplan.capture.ops import PRODUCTS
 from bitplan.errors import QuantizeError
 from bitplan.plans import PLACES, SLOTS, Decision, Plan, Rule, compile_match
@@ -344,8 +344,60 @@ multi_head_attention: Callable[..., Any] = FunctionType(
     F.multi_head_attention_forward.__defaults__,
 )
 
-#: Fused functions that only call others, and are looked into always.
-TRANSPARENT: dict[str, Callable[..., Any]] = {"multi_head_attention_forward": multi_head_attention}
+# --- Transformers' product of experts in compiled float32 code. The backward pass of its own operation reads offsets as
+# Python numbers, which no graph can hold, and its operands are none that rules know.
+
+
+@torch.library.custom_op(
+    "bitplan::grouped_mm", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor offsets) -> Tensor"
+)
+def _grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    y = x.new_zeros(x.shape[0], weight.shape[2])
+    for expert, rows in enumerate(_expert_rows(offsets)):
+        y[rows] = x[rows] @ weight[expert]
+    return y
+
+
+@torch.library.custom_op(
+    "bitplan::grouped_mm_of_rows", mutates_args=(), schema="(Tensor x, Tensor dy, Tensor offsets) -> Tensor"
+)
+def _grouped_mm_of_rows(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
+    """The gradient of the weight."""
+    return torch.stack([x[rows].T @ dy[rows] for rows in _expert_rows(offsets)])
+
+
+def _expert_rows(offsets: Tensor) -> list[slice]:
+    ends = offsets.tolist()
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+_grouped_mm.register_fake(lambda x, weight, offsets: x.new_empty(x.shape[0], weight.shape[2]))
+_grouped_mm_of_rows.register_fake(lambda x, dy, offsets: x.new_empty(offsets.shape[0], x.shape[1], dy.shape[1]))
+
+
+def _save_operands(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _grouped_mm_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, offsets = ctx.saved_tensors
+    dx = _grouped_mm(dy, weight.transpose(-2, -1), offsets) if ctx.needs_input_grad[0] else None
+    return dx, _grouped_mm_of_rows(x, dy, offsets) if ctx.needs_input_grad[1] else None, None
+
+
+_grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save_operands)
+
+
+def grouped_mm(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """``transformers::grouped_mm_fallback``: rows of `input`, up to each offset, times the weight of their expert."""
+    return torch.ops.bitplan.grouped_mm(input, weight, offs)  # type: ignore[no-any-return]
+
+
+#: Functions that are looked into always: they only call others, or are replaced by operations that rules know.
+TRANSPARENT: dict[str, Callable[..., Any]] = {
+    "multi_head_attention_forward": multi_head_attention,
+    "grouped_mm_fallback": grouped_mm,
+}
 
 #: Canonical operation name -> its open form.
 DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
@@ -419,7 +471,7 @@ def decision_for(
 
     :param op: may carry its number, as in ``relu.1``.
     :param inside: the decomposed operation that it is a part of.
-    :param kind: what it returns: constants and masks are left alone.
+    :param kind: what it returns: constants, masks and statistics are left alone.
     """
     decision = decide(module, op)
     if inside is not None and op.split(".")[0] in PRODUCTS:
@@ -427,4 +479,6 @@ def decision_for(
         decision = around if has_slots(around) else decision
     if kind == CONSTANT and not decision.constants:
         return decision.without(PLACES)
+    if kind == STATISTIC:
+        return decision.without(("activation", "grad_activation"))
     return decision.without(("activation",)) if kind == MASK else decision

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from bitplan.capture.constants import ACTIVATION, is_constant
+from bitplan.capture.constants import ACTIVATION, SQUARE, STATISTIC, is_constant
 from bitplan.capture.decompositions import DECOMPOSITIONS
 from bitplan.capture.ops import FACTORIES_LIKE, FUSED, PRODUCTS
 from bitplan.capture.scopes import Interceptor, Scope, followed, innermost_scope, loss_holder, state_of
@@ -227,7 +227,7 @@ class Operation:
     parameters: list[tuple[str, Tensor]]
     outputs: list[Tensor]
     needs_grad: bool
-    #: An activation, a constant or a mask, see :mod:`bitplan.capture.constants`.
+    #: An activation, a constant, a mask, ... see :mod:`bitplan.capture.constants`.
     kind: str = ACTIVATION
     #: For products: x, w and the settings that matter for counting.
     operands: tuple[Tensor, Tensor] | None = None
@@ -500,7 +500,7 @@ def _record_on_fakes(
     recorder.fixed.update(map(id, buffers.values()))
     with faker.mode:
         _run(model, recorder, {**fakes, **buffers}, arguments, loss, target)
-    return recorder.operations
+    return _with_kinds_of_squares(recorder.operations)
 
 
 def _record_on_values(
@@ -572,7 +572,17 @@ def _without_values(recorder: Recorder) -> list[Operation]:
         operation.details = tree_map(fake, operation.details)
         operation.origins = {id(fake(kept[key])): made_by for key, made_by in operation.origins.items()}
         operation.nonzeros = {id(fake(kept[key])): count for key, count in operation.nonzeros.items()}
-    return recorder.operations
+    return _with_kinds_of_squares(recorder.operations)
+
+
+def _with_kinds_of_squares(operations: list[Operation]) -> list[Operation]:
+    """The operations; squares that statistics alone are computed of are statistics themselves, others activations."""
+    read = {source for operation in operations for source in operation.inputs}
+    read_otherwise = {source for operation in operations if operation.kind != STATISTIC for source in operation.inputs}
+    for number, operation in enumerate(operations):
+        if operation.kind == SQUARE:
+            operation.kind = STATISTIC if number in read - read_otherwise else ACTIVATION
+    return operations
 
 
 def _has_values(batch: Any) -> bool:

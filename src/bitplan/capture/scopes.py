@@ -129,7 +129,7 @@ class Interceptor:
 
     #: Copies of a model outlive its detachment: they are plain from then on.
     enabled = True
-    #: Whether constants and masks are told apart from activations (:mod:`bitplan.capture.constants`).
+    #: Whether constants, masks and statistics are told apart from activations (:mod:`bitplan.capture.constants`).
     tags_constants = False
     #: Whether eager calls of the outermost module run inside :meth:`around_call`.
     wraps_calls = False
@@ -152,7 +152,7 @@ class Interceptor:
     ) -> Any:
         """Do what `func` does, or something else, and return its result.
 
-        :param kind: what the result is: an activation, a constant or a mask, see :mod:`bitplan.capture.constants`.
+        :param kind: what the result is: an activation, a constant, a mask, ... see :mod:`bitplan.capture.constants`.
         """
         return func(*args, **kwargs)
 

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from torch._dynamo.backends.registry import register_backend as register_backend
     from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
     from torch._dynamo.exc import Unsupported as Unsupported
+    from torch._dynamo.output_graph import OutputGraph as OutputGraph
     from torch._dynamo.symbolic_convert import InstructionTranslator as InstructionTranslator
+    from torch._dynamo.trace_rules import is_callable_allowed as is_callable_allowed
     from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable as AutogradFunctionApplyVariable
     from torch._dynamo.variables.tensor import TensorVariable as TensorVariable
     from torch._dynamo.variables.torch import get_overridable_functions as get_overridable_functions
@@ -133,8 +135,9 @@ SYMBOLS: dict[str, str] = {
     "transform_stack": "torch._C._functorch:get_interpreter_stack",
     "TransformType": "torch._C._functorch:TransformType",
     # torch.compile's tracer: whether it runs, its tensors, whether it writes operations down, its limits, its errors,
-    # which backend a graph goes to, which functions it shows to modes, how it reads a tensor's attributes and traces
-    # autograd functions, and the backend registry.
+    # which backend a graph goes to and what happens to one that it cannot compile, which functions of users graphs may
+    # call, which it shows to modes, how it reads a tensor's attributes and traces autograd functions, and the backend
+    # registry.
     "TracingContext": "torch._guards:TracingContext",
     "FunctionalTensor": "torch._subclasses.functional_tensor:FunctionalTensor",
     "get_proxy_mode": "torch.fx.experimental.proxy_tensor:get_proxy_mode",
@@ -145,6 +148,8 @@ SYMBOLS: dict[str, str] = {
     "TorchDynamoException": "torch._dynamo.exc:TorchDynamoException",
     "Unsupported": "torch._dynamo.exc:Unsupported",
     "InstructionTranslator": "torch._dynamo.symbolic_convert:InstructionTranslator",
+    "OutputGraph": "torch._dynamo.output_graph:OutputGraph",
+    "is_callable_allowed": "torch._dynamo.trace_rules:is_callable_allowed",
     "get_overridable_functions": "torch._dynamo.variables.torch:get_overridable_functions",
     "TensorVariable": "torch._dynamo.variables.tensor:TensorVariable",
     "AutogradFunctionApplyVariable": "torch._dynamo.variables.higher_order_ops:AutogradFunctionApplyVariable",

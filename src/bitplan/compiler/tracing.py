@@ -27,6 +27,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 #: Functions that :func:`allow_functions_in_graph` has yet to pass to torch.compiler.allow_in_graph. That imports
 #: ``torch._dynamo``, which takes more than a second and which eager code does not need.
 _pending_functions: list[Callable[..., Any]] = []
+#: Those that were passed to it, by id; graphs may call them.
+_functions_in_graph: dict[int, Callable[..., Any]] = {}
 #: Functions that are compiled inside of graphs only.
 _uncompiled_functions: list[Any] = []
 
@@ -96,7 +98,9 @@ def allow_functions_in_graph() -> None:
         strategy = torch_private.FrameExecStrategy(action.SKIP, action.SKIP)
         torch_private.set_code_exec_strategy(function.__code__, strategy)
     while _pending_functions:
-        torch.compiler.allow_in_graph(_pending_functions.pop())  # type: ignore[no-untyped-call]
+        function = _pending_functions.pop()
+        torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
+        _functions_in_graph[id(function)] = function
 
 
 #: Attributes of a tensor that are views of it -> the method that returns the same view of a real tensor.
@@ -138,6 +142,26 @@ def hide_custom_backward() -> Undo:
             state.torch_function_mode_enabled = was_enabled
 
     return replace_attribute(variable, name, trace_backward_graph)
+
+
+def fall_back_to_eager() -> Undo:
+    """A patch of torch: a graph that the backend cannot compile runs eagerly, as it would without a plan.
+
+    Such a graph reads values of tensors, as the backward pass of Transformers' experts does in float32. torch runs it
+    eagerly, unless the graph calls a function that somebody has passed to ``torch.compiler.allow_in_graph``; then it
+    raises. Our functions are no reason for that.
+    """
+    name = "call_user_compiler"
+    original = getattr(torch_private.OutputGraph, name)
+
+    def call_user_compiler(self: Any, gm: Any, *args: Any) -> Any:
+        targets = [node.target for node in gm.graph.nodes if node.op == "call_function"]
+        others = (target for target in targets if id(target) not in _functions_in_graph)
+        if not any(torch_private.is_callable_allowed(target) for target in others):
+            self.has_user_defined_allowed_in_graph = False
+        return original(self, gm, *args)
+
+    return replace_attribute(torch_private.OutputGraph, name, call_user_compiler)
 
 
 # --- torch.func: what its transforms demand of an autograd function

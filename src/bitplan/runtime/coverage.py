@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bitplan.capture.constants import CONSTANT, MASK
+from bitplan.capture.constants import CONSTANT, MASK, STATISTIC
 from bitplan.capture.decompositions import decision_for, has_slots
 from bitplan.capture.ops import PRODUCTS
 from bitplan.capture.recording import Operation, scripted_modules
@@ -74,12 +74,12 @@ class RuleCoverage:
 
     def note_call(self, scope: Scope, op: str, index: int, kind: str, arguments: Any) -> None:
         """Add an operation that is running."""
-        places = set() if kind == MASK else {"activation"}
+        places = set() if kind in (MASK, STATISTIC) else {"activation"}
         if contains_weight(arguments):
             places |= {"weight", "grad_weight"}
         if op in PRODUCTS and (op != "einsum" or len(arguments[0]) == 3):
             places |= set(SLOTS)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and kind != STATISTIC:
             places.add("grad_activation")
         tensors = [tensor for tensor in tree_leaves(arguments) if isinstance(tensor, Tensor)]
         self._add(CoveredOp(state_of(scope.module).path, op_site(op, index), scope.inside), places, tensors)
@@ -94,8 +94,8 @@ class RuleCoverage:
         for operation in operations:
             if operation.kind == CONSTANT and not self._rounds_constants(operation):
                 continue
-            places = {"activation"} if operation.outputs and operation.kind != MASK else set()
-            if operation.outputs and operation.needs_grad:
+            places = {"activation"} if operation.outputs and operation.kind not in (MASK, STATISTIC) else set()
+            if operation.outputs and operation.needs_grad and operation.kind != STATISTIC:
                 places.add("grad_activation")
             parameters = [tensor for _, tensor in operation.parameters if tensor.is_floating_point()]
             if parameters:

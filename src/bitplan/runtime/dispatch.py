@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.capture.constants import CONSTANT, MASK, TAG
+from bitplan.capture.constants import CONSTANT, MASK, SQUARE, STATISTIC, TAG, keep_unrounded, with_unrounded_squares
 from bitplan.capture.decompositions import DECOMPOSITIONS
 from bitplan.capture.ops import (
     DROPOUTS,
@@ -81,7 +81,7 @@ class Rounder(Interceptor):
             return self._head_loss(scope, op, index, kind, func, args)
         if op in DROPOUTS and drops_nothing(args, kwargs):
             return args[0]  # torch.compile would take it for another tensor
-        if torch.compiler.is_compiling() and not self.tags_gradients:
+        if torch.compiler.is_compiling() and not self.tags_gradients and kind not in (SQUARE, STATISTIC):
             way = way_of(module.__dict__[VERSION], op, index, scope.inside, kind, module.training, len(args))
             if way == PLAIN:
                 return func(*args, **kwargs)
@@ -89,6 +89,8 @@ class Rounder(Interceptor):
             if way != GENERAL and not writes:
                 return traced_operation(way, scope, op, index, kind, func, args, kwargs)
         action = self.rounding_of(module, op, index, scope.inside)
+        if kind == STATISTIC:
+            args = with_unrounded_squares(args)
         if action is not None and kind == CONSTANT and not action.rounds_constants:
             return func(*args, **kwargs)
         if self.on_site is not None and not torch.compiler.is_compiling():
@@ -97,10 +99,11 @@ class Rounder(Interceptor):
             return func(*args, **kwargs)
         context = OpContext(op_site(op, index), module, action)
         context.is_mask = kind == MASK
+        rounds_output = action is not None and kind != STATISTIC and action.rounds_output(context.training)
         is_product = op in PRODUCTS and (op != "einsum" or len(args) == 3)
         has_slots = is_product and action is not None and action.has_slots
         target = None
-        if has_slots or self.tags_gradients or (action is not None and action.rounds_output(context.training)):
+        if has_slots or self.tags_gradients or rounds_output:
             target, func, args, kwargs = _returning(func, args, kwargs)
         overwritten = _overwritten_arguments(op, target, args)
         if self.tags_gradients:
@@ -120,7 +123,7 @@ class Rounder(Interceptor):
             _require_room_under_autocast(action, args)
         if has_slots:
             return _written(target, self._product(module, op, action, context, func, args, kwargs))
-        if op == "relu" and action.rounds_output(context.training) and not action.at_consumer:
+        if op == "relu" and rounds_output and not action.at_consumer:
             x = args[0] if args else kwargs["input"]
             return _written(target, self.execution.relu(x, *self._ways(action, context, x), context))
         args, kwargs = self._rounded_weights(module, action, context, args, kwargs)
@@ -130,12 +133,14 @@ class Rounder(Interceptor):
             self.on_product(scope, op, watch.seen)
         else:
             result = func(*args, **kwargs)
-        if action.rounds_output(context.training):
-            main = largest(result, Tensor)
+        if rounds_output:
+            main, unrounded = largest(result, Tensor), result
             other = context.unrecorded(follows=action.promotes_together)
             result = map_tensors(
                 lambda t: self._rounded_output(action, context if t is main else other, t, args), result
             )
+            if kind == SQUARE and target is None and result is not unrounded:
+                keep_unrounded(result, unrounded)
         return _written(target, result)
 
     def around_call(self) -> AbstractContextManager[None]:

@@ -25,6 +25,7 @@ from bitplan.compiler.tracing import (
     VERSION,
     RaisedSetting,
     allow_functions_in_graph,
+    fall_back_to_eager,
     hide_custom_backward,
     show_view_attributes,
     version_of,
@@ -89,6 +90,7 @@ class Installation:
         torch_patches.apply(show_all_functions)
         torch_patches.apply(show_view_attributes)
         torch_patches.apply(hide_custom_backward)
+        torch_patches.apply(fall_back_to_eager)
         torch_patches.apply(keep_buffers_per_rank)
         for path, module in self.modules:
             self.add(path, module, seed, step)
