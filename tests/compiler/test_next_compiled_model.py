@@ -25,8 +25,11 @@ class Net(nn.Module):
 
 CONFIGS = dynamo_config, functorch_config, inductor_config
 
+def text(value):
+    return repr(sorted(value) if isinstance(value, (set, frozenset)) else value)
+
 def settings():
-    return [{name: repr(value) for name, value in config.get_config_copy().items()} for config in CONFIGS]
+    return [{name: text(value) for name, value in config.get_config_copy().items()} for config in CONFIGS]
 
 torch.set_num_threads(1)
 before = settings()

@@ -88,7 +88,7 @@ class Rounder(Interceptor):
             writes = (kwargs or inplace_argument(func) != -1) and _works_in_place(func, args, kwargs)
             if way != GENERAL and not writes:
                 return traced_operation(way, scope, op, index, kind, func, args, kwargs)
-        action = rounding_of(state_of(module).actions, op, index, scope.inside)
+        action = self.rounding_of(module, op, index, scope.inside)
         if kind == STATISTIC:
             args = with_unrounded_squares(args)
         if action is not None and kind == CONSTANT and not action.rounds_constants:
@@ -194,6 +194,11 @@ class Rounder(Interceptor):
                 setattr(with_tags[position], tag, value)
         return with_tags
 
+    @staticmethod
+    def rounding_of(module: nn.Module, op: str, index: int, inside: str | None = None) -> OpRounding | None:
+        """What happens to the operation of that number, which may lie inside an opened one."""
+        return rounding_of(state_of(module).actions, op, index, inside)
+
     def decomposition_of(self, scope: Scope, op: str) -> Callable[..., Any] | None:
         return DECOMPOSITIONS[op] if op in DECOMPOSITIONS and state_of(scope.module).actions[f"open {op}"] else None
 
@@ -297,7 +302,7 @@ class Rounder(Interceptor):
     def _head_loss(self, scope: Scope, op: str, index: int, kind: str, loss: HeadLoss, args: Any) -> Tensor:
         """The product of a head whose loss is computed in chunks of tokens."""
         module = scope.module
-        action = rounding_of(state_of(module).actions, op, index, scope.inside)
+        action = self.rounding_of(module, op, index, scope.inside)
         if self.on_site is not None and not torch.compiler.is_compiling():
             self.on_site(scope, op, index, kind, (args, ()))
         context = OpContext(op_site(op, index), module, action)

@@ -37,7 +37,7 @@ from bitplan.plans.document import Phase
 from bitplan.plans.schedules import Schedule
 from bitplan.runtime.clock import ScheduleClock
 from bitplan.runtime.coverage import require_interceptable
-from bitplan.runtime.decisions import Decider, rounding_of
+from bitplan.runtime.decisions import Decider
 from bitplan.runtime.dispatch import Rounder
 from bitplan.runtime.module_state import (
     FormatRow,
@@ -216,7 +216,7 @@ class Installation:
             module = by_path.get(operation.module)
             if module is None:
                 continue
-            action = rounding_of(state_of(module).actions, operation.op, operation.index, operation.inside)
+            action = self.rounder.rounding_of(module, operation.op, operation.index, operation.inside)
             is_left_alone = operation.kind == CONSTANT and action is not None and not action.rounds_constants
             if action is not None and not is_left_alone:
                 self.tables.add_rows(module, action, OpContext(op_site(operation.op, operation.index), module, action))

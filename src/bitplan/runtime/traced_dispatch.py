@@ -30,6 +30,9 @@ from bitplan.runtime.weights import WEIGHT_TAG, WeightView, largest, map_tensors
 #: product, too, once for all passes; or something else, which is not done here.
 PLAIN, ROLES, RELU, OPERANDS, GENERAL = "plain", "roles", "relu", "operands", "general"
 
+#: Of :func:`rounding_text`: a tensor is observed that the module's record has no row for.
+NO_RECORD = "no record"
+
 #: One operation in one call of a module: version, operation, number, the decomposed operation around it, training, and
 #: the module's buffers: table, record and amax_history_max.
 TracedCall = tuple[str, str, int, str | None, bool, Tensor | None, Tensor | None, Tensor | None]
@@ -50,6 +53,8 @@ def traced_operation(
     if way == RELU:
         x = args[0] if args else kwargs["input"]
         text = rounding_text(version, op, index, inside, training, places, x.requires_grad, record is not None, True)
+        if text == NO_RECORD:
+            raise missing_record(op_site(op, index))
         return relu_in_graph(x, text, table, record, history_max) if text else func(*args, **kwargs)
     draws = draws_bits(version, op, index, inside)
     result: Any
@@ -87,6 +92,8 @@ def _rounded(
     if not is_recorded:
         record = history_max = None
     text = rounding_text(version, op, index, inside, training, places, has_gradient, record is not None, is_recorded)
+    if text == NO_RECORD:  # raised in traced code: without fullgraph=True, torch.compile then runs it eagerly
+        raise missing_record(op_site(op, index))
     return rounded_in_graph(tensor, text, table, record, history_max, key) if text else tensor
 
 
@@ -220,6 +227,8 @@ def rounding_text(
 ) -> str:
     """The constants of a rounding, as :func:`bitplan.runtime.autograd.call_text` has them; empty: there is none.
 
+    :data:`NO_RECORD` where statistics have no room.
+
     :param places: those of the tensor and of its gradient; ``-``: none.
     :param has_gradient: whether the tensor has a gradient where gradients are computed.
     :param is_recorded: whether it is the one of several results whose statistics are kept.
@@ -234,15 +243,15 @@ def rounding_text(
         return ""
     observing = is_recorded and training and computes_gradients
 
-    def ref(rounding: RoundingOp | None) -> tuple[str, int]:
-        if rounding is None:
-            return "", -1
+    def row(rounding: RoundingOp) -> int:
         records = action.state_of(rounding.place).records if rounding.has_records and has_record else {}
-        if site not in records and observing and rounding.observes:
-            raise missing_record(site)
-        return rounding.key, records.get(site, -1)
+        return records.get(site, -1)
 
-    return call_text(ref(value), ref(gradient), (site, site, training, observing))
+    used = [rounding for rounding in (value, gradient) if rounding is not None]
+    if observing and any(rounding.observes and row(rounding) < 0 for rounding in used):
+        return NO_RECORD
+    refs = [("", -1) if rounding is None else (rounding.key, row(rounding)) for rounding in (value, gradient)]
+    return call_text(refs[0], refs[1], (site, site, training, observing))
 
 
 def _action(version: str, op: str, index: int, inside: str | None) -> OpRounding | None:
