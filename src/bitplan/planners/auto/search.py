@@ -52,6 +52,7 @@ from bitplan.planners.auto.groups import ProductGroup, SiteKey, activation_group
 from bitplan.planners.auto.products import TimedProducts, time_products
 from bitplan.planners.auto.result import AutoResult, TriedPlan, no_plan
 from bitplan.planners.auto.trials import (
+    OUT_OF_MEMORY,
     Batches,
     Failure,
     LocalTrials,
@@ -181,7 +182,6 @@ class _Search:
         self.rows: list[TriedPlan] = []
         self.candidates: dict[str, Candidate] = {}
         self.products: list[TimedProducts] = []
-        self.verified: str | None = None
         self.cache = TrialCache()
 
     def run(self, steps: int | None, seeds: int) -> None:
@@ -199,6 +199,9 @@ class _Search:
         self.lower_items = [] if problem.compile else lowered(self.items, damage)
         native = self._native_candidates()
         self._measure([Candidate(PLAIN, None), *self._own_precision(), *(native or self._packed_candidates())])
+        plain = self.rows[0].outcome
+        if isinstance(plain, Failure) and plain != OUT_OF_MEMORY:
+            raise BitplanError(f"the model does not train without a plan ({plain.reason}): fix that first.")
         if native and not self._is_native_faster():
             self._measure(self._packed_candidates())
         if self._has_small_state():
