@@ -133,6 +133,41 @@ def test_a_mask_by_the_name_of_an_argument(is_set_on_the_instance: bool) -> None
     assert 0 < (rounded - plain).abs().max() < 0.1
 
 
+@pytest.mark.parametrize("value", [-math.inf, torch.finfo(torch.float32).min, -1e4])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_mask_in_a_buffer(value: float, is_compiled: bool) -> None:
+    class Causal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("hidden", torch.full((8, 8), value).triu(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = x @ x.mT + self.hidden[: x.shape[1], : x.shape[1]]  # type: ignore[index]
+            return torch.softmax(scores, -1)
+
+    torch.compiler.reset()
+    model, x = Causal(), torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0)) / 3
+    plain = model(x)
+    rule = {"match": "*", "activation": {"format": "int8", "scale": "tensor"}}
+    with bp.attach(model, {"version": 1, "rules": [rule]}, example=x):
+        rounded = torch.compile(model, backend="aot_eager", fullgraph=True)(x) if is_compiled else model(x)
+    assert 1e-4 < (rounded - plain).abs().max() < 0.2
+
+
+def test_a_buffer_of_small_numbers_is_no_mask() -> None:
+    class Offset(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("offset", torch.full((8,), -9999.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.offset
+
+    model, x = Offset(), torch.randn(4, 8)
+    with bp.attach(model, {"version": 1, "rules": [{"match": "*", "activation": "bf16"}]}, example=x):
+        assert torch.equal(model(x), (x - 9999.0).bfloat16().float())
+
+
 def test_features_of_a_mask_are_activations() -> None:
     class Segmenter(nn.Module):
         def forward(self, queries: Tensor, mask_features: Tensor) -> Tensor:

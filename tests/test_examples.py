@@ -101,3 +101,10 @@ def test_a_llama_of_transformers_learns_in_fp8(folder: Path) -> None:
     plain, planned = map(float, re.findall(r"loss (\S+)", shown))
     assert plain != planned
     assert max(plain, planned) < 0.3
+
+
+def test_a_plan_is_found_for_a_budget(folder: Path) -> None:
+    shown = shown_by("fit_my_model.py", folder)
+    (share,) = re.findall(r"Peak .* instead of .* \((\d+)%\)", shown)
+    assert 20 < int(share) <= 80
+    assert "Chosen:" in shown

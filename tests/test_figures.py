@@ -370,3 +370,27 @@ def test_the_list_of_plans_that_memory_tries_is_described() -> None:
     shown = re.search(r"\(no plan, (.*?), packed\)", page("memory"), flags=re.DOTALL)
     assert shown is not None
     assert tuple(re.findall(r"`([\w-]+)`", shown[1])) == LADDER[1:]
+
+
+# docs/how-to/auto.md
+
+#: Row of the table of searches -> its search, and the candidate of its last columns.
+SEARCHES = {
+    "ConvNeXt-T, 128 images": ("convnext_t", "fp8 + gate"),
+    "MobileNet-v2, 256 images": ("mobilenet_v2", "packed product"),
+    "ResNet-50, 256 images": ("resnet50", "packed product"),
+    "Llama, 4 layers of 4096, 4 x 4096 tokens": ("llama_4096", "fp8 + gate + residual + product"),
+}
+
+
+@pytest.mark.parametrize("row", SEARCHES)
+def test_searches_are_those_of_the_file(row: str) -> None:
+    search, candidate = SEARCHES[row]
+    trials = {c["name"]: c["trial"] for c in measured("auto-h200.json")["searches"][search]["candidates"]}
+    (line,) = (line for line in page("auto").splitlines() if line.startswith(f"| {row} |"))
+    shown = [cell.replace("*", "") for cell in cells(line)]
+    for cell, name in zip(shown[1:4], ("no plan", "no plan, recompute", candidate), strict=True):
+        trial = trials.get(name)
+        expected = "" if trial is None else f"{trial['milliseconds']:.1f}, {trial['peak'] / 2**30:.2f}"
+        assert cell == expected
+    assert shown[4].startswith(candidate)

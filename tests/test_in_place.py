@@ -149,3 +149,74 @@ def test_the_backward_pass_of_a_custom_function_is_the_same_eager_and_compiled()
     twin = copy.deepcopy(model)
     for eager, compiled in zip(gradients(model, "emulate", x), gradients(twin, "compiled", x), strict=True):
         assert torch.equal(eager, compiled)
+
+
+@pytest.mark.parametrize("execution", ["emulate", "packed"])
+@pytest.mark.parametrize(
+    "overwrite",
+    [
+        lambda x: x.relu_(),
+        lambda x: F.relu(x, inplace=True),
+        lambda x: F.dropout(x, 0.5, True, True),
+        lambda x: F.dropout(x, 0.5, inplace=True),
+        lambda x: F.dropout(x.view(-1)[:64], 0.5, inplace=True),
+        lambda x: x[:, ::2].relu_(),
+    ],
+)
+def test_an_operation_that_is_not_rounded_still_writes_into_its_input(
+    overwrite: Callable[[Tensor], Tensor], execution: str
+) -> None:
+    def function(x: Tensor) -> Tensor:
+        y = x * 2
+        torch.manual_seed(0)
+        overwrite(y)  # its result is not used
+        return y
+
+    torch.manual_seed(1)
+    model, x = Around(function), torch.randn(16, 8)
+    expected = model(x)
+    expected.square().sum().backward()
+    gradient = model.first.weight.grad
+    model.zero_grad()
+    with bitplan.attach(model, {"version": 1, "rules": [{"match": "*", "w": "fp16"}]}, execution=execution):
+        actual = model(x)
+        actual.square().sum().backward()
+    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(model.first.weight.grad, gradient, rtol=1e-2, atol=1e-1)
+    assert not torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("execution", ["emulate", "packed", bitplan.Native(min_macs=0)])
+@pytest.mark.parametrize("op", ["linear", "einsum"])
+def test_the_result_of_a_product_may_be_overwritten(op: str, execution: Any) -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x) if op == "linear" else torch.einsum("btd,ed->bte", x, self.layer.weight)
+            return y.relu_()
+
+    int8 = {"format": "int8", "scale": "tensor"}
+    plan = {"version": 1, "rules": [{"match": "*", "op": op, "fprop.x": int8, "fprop.w": int8, "wgrad.x": "e4m3"}]}
+    model, x = Product(), torch.randn(2, 3, 8)
+    with bitplan.attach(model, plan, execution=execution):
+        y = model(x)
+        y.sum().backward()
+    assert 0 < (y - F.relu(model(x))).abs().max() < 0.1
+    assert model.layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_input_of_a_frozen_layer_is_not_saved(trained: bool) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(trained)), torch.randn(4, 8)
+    saved: list[Tensor] = []
+    with bitplan.attach(model, {"version": 1, "rules": [{"match": "1", "wgrad.x": "e4m3", "dgrad.w": "e4m3"}]}):
+        hidden = model[0](x)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda t: t):
+            y = model[1](hidden)
+        y.sum().backward()
+    assert any(tensor.data_ptr() == hidden.data_ptr() for tensor in saved) is trained
+    rounded = bitplan.quantize(model[1].weight.detach(), "e4m3")
+    assert torch.allclose(model[0].weight.grad, (torch.ones(4, 8) @ rounded).T @ x, atol=1e-5)

@@ -65,6 +65,7 @@ def test_the_public_names() -> None:
         "advise",
         "assign",
         "attach",
+        "auto",
         "estimate_cost",
         "estimate_memory",
         "explain",

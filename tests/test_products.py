@@ -101,6 +101,20 @@ def test_the_bias_beside_slots_gets_its_whole_gradient() -> None:
     torch.testing.assert_close(model.bias.grad, dy.sum((0, 2, 3)))
 
 
+@pytest.mark.parametrize(("function", "x", "w"), [(torch.addmm, (6, 8), (8, 5)), (torch.baddbmm, (2, 6, 8), (2, 8, 5))])
+def test_the_sum_of_a_product_is_rounded_to_bfloat16_once(
+    function: Callable[..., Tensor], x: tuple[int, ...], w: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    model, bias = Apply(lambda bias, x, w: function(bias, x, w), *w).bfloat16(), torch.randn(*x[:-1], w[-1]).bfloat16()
+    inputs = torch.randn(x).bfloat16().requires_grad_()
+    with attached(model, {"match": "*", "dgrad.w": "e2m1"}):
+        y = model(bias, inputs)
+        y.sum().backward()
+    assert torch.equal(y, function(bias, inputs, model.weight))
+    assert torch.equal(inputs.grad, torch.ones_like(y) @ q(model.weight, "e2m1").mT)
+
+
 def test_an_einsum_that_takes_a_diagonal_says_that_its_slots_cannot_be_told_apart() -> None:
     model = Apply(lambda x, w: torch.einsum("ii,ij->j", x, w), 3, 4)
     with (
@@ -171,3 +185,18 @@ def test_both_products_of_a_shared_operand_see_the_same_random_bits(shared: bool
         y.backward(torch.eye(8))  # so that the weight's gradient is x as the product saw it
     assert not torch.equal(y, x)
     assert torch.equal(model.weight.grad, y.detach()) is shared
+
+
+@pytest.mark.parametrize("execution", ["emulate", "packed"])
+def test_an_operand_is_shared_also_beside_operands_that_are_not(execution: str) -> None:
+    model, x = nn.Linear(8, 8), torch.rand(8, 8)
+    nn.init.eye_(model.weight)
+    noisy = {"format": "e2m1", "rounding": "stochastic"}
+    with attached(model, {"match": "*", "x": noisy, "dy": noisy, "dgrad.w": "e4m3"}, execution=execution):
+        y = model(x)
+        y.backward(torch.eye(8) * 0.9)
+    rounded_x = y.detach() - model.bias.detach()
+    rounded_dy = bitplan.quantize(model.bias.grad, "e2m1")  # one element each
+    assert set(rounded_dy.tolist()) <= {0.5, 1.0}
+    torch.testing.assert_close(model.weight.grad, (rounded_x.T * rounded_dy).T, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(y, x + model.bias)

@@ -63,6 +63,17 @@ def test_compiled_code_rounds_the_weight_behind_a_view(name: str, compiler: str)
     assert not torch.allclose(eager, plain)
 
 
+@pytest.mark.parametrize("name", ["mT", "mH"])
+def test_compiled_code_rounds_a_batch_of_weights_behind_a_view(name: str) -> None:
+    torch.compiler.reset()
+    model, x = Through(VIEWS[name]), torch.randn(3, 4, 8)
+    model.weight = nn.Parameter(torch.randn(3, 5, 8))
+    with bp.attach(model, WEIGHT, example=x):
+        actual = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(actual, x @ bp.quantize(model.weight.detach(), "e2m1").mT)
+    assert not torch.allclose(actual, model(x))
+
+
 def test_a_gradient_behind_a_transposition_is_rounded_in_compiled_code() -> None:
     class Transposed(nn.Module):
         def __init__(self) -> None:

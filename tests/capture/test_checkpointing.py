@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+from bitplan import quantize
 from bitplan.plans import SLOTS, Plan
 from bitplan.runtime.attach import attach
 
@@ -152,3 +153,22 @@ def test_checkpointing_of_models_without_a_plan_goes_on_as_ever() -> None:
             y.sum().backward()
             assert torch.equal(y, other(x) * 2)
             assert torch.equal(other.bias.grad, torch.full((6,), 6.0))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_region_has_gradients_when_it_is_recorded(use_reentrant: bool) -> None:
+    class Region(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.layer, x, use_reentrant=use_reentrant)  # type: ignore[no-any-return]
+
+    model, x = Region(), torch.randn(2, 4, requires_grad=True)
+    original = torch.utils.checkpoint.CheckpointFunction
+    with attach(model, Plan.from_dict({"version": 1, "rules": [{"match": "*", "dy": "e2m1"}]}), example=x):
+        dy = torch.randn(2, 4)
+        model(x).backward(dy)
+    assert torch.utils.checkpoint.CheckpointFunction is original
+    assert torch.equal(model.layer.bias.grad, quantize(dy, "e2m1").sum(0))

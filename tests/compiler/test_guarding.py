@@ -194,3 +194,17 @@ def test_run_compile_takes_a_module_around_the_model() -> None:
     with attach(model, ALL, example=X, execution="packed") as run:
         torch.testing.assert_close(run.compile(around)(X), around(X))
         assert not OF_THE_STATE.search(guards_of(around))
+
+
+@pytest.mark.filterwarnings("ignore::bitplan.errors.BitplanWarning")
+def test_a_rule_that_waits_for_a_loss_costs_no_second_graph() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
+    rules = [{"match": "*", "weight": "e4m3"}, {"match": "*", "op": "mse_loss", "activation": "e4m3", "strict": False}]
+    with attach(model, Plan.from_dict({"version": 1, "rules": rules}), example=x) as run:
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        for _ in range(3):
+            compiled(x).sum().backward()
+            run.step()
+    assert counters["stats"]["unique_graphs"] == 1

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
@@ -213,6 +215,31 @@ def probe_transforms() -> None:
 
 def probe_tracing_context() -> None:
     assert torch_private.TracingContext.try_get() is None
+
+
+def probe_recording() -> None:
+    """An opaque function runs on fake tensors, then on functional ones without and with a recorder."""
+    passes = []
+
+    def views_bits(x: Tensor) -> Tensor:
+        key, key_set = torch_private.DispatchKey, torch_private.DispatchKeySet
+        passes.append((type(x), torch_private.get_proxy_mode() is not None))
+        with torch_private.ExcludeDispatchKeyGuard(key_set(key.AutogradFunctionality) | key_set(key.ADInplaceOrView)):
+            return (x.detach() if x.requires_grad else x).view(torch.int32) & 1
+
+    targets: list[str] = []
+
+    def record_targets(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        targets.extend(str(node.target) for node in gm.graph.nodes if node.op == "call_function")
+        return gm.forward
+
+    torch.compiler.reset()
+    torch.compiler.allow_in_graph(views_bits)
+    backend = aot_autograd(fw_compiler=record_targets)
+    assert torch.compile(lambda x: views_bits(x), backend=backend)(torch.ones(2)).tolist() == [0, 0]
+    fake, functional = torch_private.FakeTensor, torch_private.FunctionalTensor
+    assert {(fake, False), (functional, False), (functional, True)} <= set(passes)
+    assert targets == ["aten.view.dtype", "aten.bitwise_and.Scalar"]
 
 
 def probe_dynamo_config() -> None:
@@ -455,6 +482,11 @@ PROBES: dict[str, Callable[[], None]] = {
     "transform_stack": probe_transforms,
     "TransformType": probe_transforms,
     "TracingContext": probe_tracing_context,
+    "FunctionalTensor": probe_recording,
+    "get_proxy_mode": probe_recording,
+    "ExcludeDispatchKeyGuard": probe_recording,
+    "DispatchKey": probe_recording,
+    "DispatchKeySet": probe_recording,
     "dynamo_config": probe_dynamo_config,
     "TorchDynamoException": probe_dynamo_errors,
     "Unsupported": probe_dynamo_errors,
@@ -586,3 +618,9 @@ def test_private_uses_are_found(source: str) -> None:
 def test_public_uses_are_not_reported() -> None:
     source = '"""About torch._dynamo."""\nimport torch\ntorch.__version__\ntorch.ops.aten._scaled_mm\ntorch.nn.Linear'
     assert list(private_uses(source)) == []
+
+
+def test_inductor_reads_the_key_that_makes_it_store_a_result() -> None:
+    from torch._inductor.graph import GraphLowering
+
+    assert torch_private.REALIZE_TO_STRIDES in inspect.getsource(GraphLowering.run_node)

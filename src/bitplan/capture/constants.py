@@ -20,34 +20,32 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from bitplan.capture.ops import FACTORIES_LIKE, name_of, works_in_place
+from bitplan.compiler.torch_private import FakeTensor
 from bitplan.compiler.tracing import constant_when_traced
 
 #: What the result of an operation is.
 ACTIVATION, CONSTANT, MASK, SQUARE, STATISTIC = "activation", "constant", "mask", "square", "statistic"
 
-_CONSTANT_TAG = "_bitplan_constant"
-_MASK_TAG = "_bitplan_mask"
-_STATISTIC_TAG = "_bitplan_statistic"
-#: Its value: the squares before they were rounded, or True where they are not rounded.
+#: The attribute of a tensor that is a constant, a mask or a statistic; one, because tracing takes long to read an
+#: attribute.
+TAG = "_bitplan_kind"
+#: The attribute of squares: their values before they were rounded, or True where they are not rounded.
 _SQUARE_TAG = "_bitplan_square"
-#: The attributes that a checkpointed region's arguments keep.
-TAGS = (_CONSTANT_TAG, _MASK_TAG, _STATISTIC_TAG)
 
-#: Values of the mask's tag. An argument of ``forward`` that is called a mask may be added to scores, or multiply them
-#: by 0 and 1: only a sum with it is a mask for certain.
-_BY_NAME, _BY_VALUE = 1, 2
+#: Two bits of the tag belong to masks. An argument of ``forward`` that is called a mask may be added to scores, or
+#: multiply them by 0 and 1: only a sum with it is a mask for certain.
+_BY_NAME, _BY_VALUE, _MASK_BITS = 1, 2, 3
+#: The bits of a constant and of a statistic.
+_IS_CONSTANT, _IS_STATISTIC = 4, 8
 
 #: Numbers from here down stand for minus infinity: BERT's -10000 is the largest in use.
 _MINUS_INFINITY = -1e4
-
-#: Functions that cast their first argument, to the dtype of another tensor perhaps.
-_CASTS = frozenset(("to", "type_as"))
 
 #: Operations that add a mask, or keep the mask of an operand.
 _KEEPS_MASK = frozenset(
@@ -101,35 +99,69 @@ def with_mask_tags(names: tuple[tuple[int, str], ...], args: Any, kwargs: dict[s
 
 def named_mask(value: Any) -> Any:
     """An alias of a floating-point tensor that is called a mask, tagged so; other values as they are."""
-    if not isinstance(value, Tensor) or not value.is_floating_point() or getattr(value, _MASK_TAG, None) is not None:
+    if not isinstance(value, Tensor) or not value.is_floating_point() or _tag(value) & _MASK_BITS:
         return value
     alias = value.view_as(value)
-    if getattr(value, _CONSTANT_TAG, None) is not None:
-        setattr(alias, _CONSTANT_TAG, True)
-    setattr(alias, _MASK_TAG, _BY_NAME)
+    setattr(alias, TAG, _tag(value) | _BY_NAME)
     return alias
 
 
-def kind_of_result(
-    module: nn.Module, buffers: tuple[str, ...], op: str, args: Any, kwargs: dict[str, Any]
-) -> tuple[str, int]:
-    """What an operation will return, and the tag of its mask (0: none).
+def _tag(tensor: Tensor) -> int:
+    """The tag of a tensor; 0: none."""
+    return getattr(tensor, TAG, None) or 0
 
-    :param buffers: names of the module's floating-point buffers.
-    """
+
+class FloatBuffers(NamedTuple):
+    """Names of a module's floating-point buffers, whose values are constants."""
+
+    names: tuple[str, ...]
+    #: Those that hold a number that stands for minus infinity, as the mask of causal attention does.
+    masks: tuple[str, ...]
+
+
+def float_buffers(module: nn.Module) -> FloatBuffers:
+    buffers = {
+        name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_floating_point()
+    }
+    return FloatBuffers(
+        tuple(buffers), tuple(name for name, buffer in buffers.items() if _holds_minus_infinity(buffer))
+    )
+
+
+def _holds_minus_infinity(buffer: Tensor) -> bool:
+    has_values = not buffer.is_meta and not isinstance(buffer, FakeTensor)
+    if not has_values or buffer.layout != torch.strided or not buffer.numel():
+        return False
+    with torch.no_grad():
+        return bool((buffer <= _MINUS_INFINITY).any())
+
+
+def kind_of_result(
+    module: nn.Module, buffers: FloatBuffers, op: str, args: Any, kwargs: dict[str, Any]
+) -> tuple[str, int]:
+    """What an operation will return, and the tag of its mask (0: none)."""
     first: Any = args[0] if args else None
-    is_known = op in _MAY_BE_SPECIAL or not isinstance(first, Tensor) or getattr(first, _CONSTANT_TAG, None) is not None
-    if not is_known and first.is_floating_point() and not _is_buffer(module, buffers, first):
-        return ACTIVATION, 0  # most operations are given an activation first
+    is_untagged = isinstance(first, Tensor) and getattr(first, TAG, None) is None and first.dtype.is_floating_point
+    names, masks = buffers
+    if is_untagged and not (names and _is_buffer(module, names, first)):  # an activation first, as mostly
+        if op not in _MAY_BE_SPECIAL:
+            return ACTIVATION, 0
+        if len(args) == 2 and not kwargs and op in _KEEPS_MASK and op not in _MAY_SQUARE:
+            second = args[1]
+            if isinstance(second, Tensor):
+                if getattr(second, TAG, None) is None and not (masks and _is_buffer(module, masks, second)):
+                    return ACTIVATION, 0
+            elif isinstance(second, (int, float)) and second > _MINUS_INFINITY:
+                return ACTIVATION, 0
     tensors = _float_tensors(args, kwargs)
     is_constant = True
     for tensor in tensors:
-        if getattr(tensor, _CONSTANT_TAG, None) is None and not _is_buffer(module, buffers, tensor):
+        if not _tag(tensor) & _IS_CONSTANT and not _is_buffer(module, names, tensor):
             is_constant = False
             break
     mask = 0
     if is_constant or op in _KEEPS_MASK:
-        mask = _mask_of(op, tensors, args, kwargs, is_constant)
+        mask = _mask_of(module, buffers.masks, op, tensors, args, kwargs, is_constant)
     if is_constant:
         return CONSTANT, mask
     if mask == _BY_VALUE:
@@ -141,7 +173,7 @@ def kind_of_result(
 
 def _is_square(op: str, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether an operation squares a tensor that is no statistic."""
-    if not args or getattr(args[0], _STATISTIC_TAG, None) is not None:
+    if not args or (isinstance(args[0], Tensor) and _tag(args[0]) & _IS_STATISTIC):
         return False
     other = args[1] if len(args) > 1 else kwargs.get("exponent", kwargs.get("other"))
     if op == "pow":
@@ -158,9 +190,10 @@ def _is_statistic(op: str, tensors: list[Tensor], args: Any, kwargs: dict[str, A
         return False
     is_statistic = False
     for tensor in tensors:
-        if getattr(tensor, _STATISTIC_TAG, None) is not None:
+        tag = _tag(tensor)
+        if tag & _IS_STATISTIC:
             is_statistic = True
-        elif getattr(tensor, _CONSTANT_TAG, None) is None:
+        elif not tag & _IS_CONSTANT:
             return False
     return is_statistic
 
@@ -181,14 +214,22 @@ def with_unrounded_squares(args: Any) -> Any:
     return (unrounded, *args[1:]) if isinstance(unrounded, Tensor) else args
 
 
-def _mask_of(op: str, tensors: list[Tensor], args: Any, kwargs: dict[str, Any], is_constant: bool) -> int:
+def _mask_of(
+    module: nn.Module,
+    masks: tuple[str, ...],
+    op: str,
+    tensors: list[Tensor],
+    args: Any,
+    kwargs: dict[str, Any],
+    is_constant: bool,
+) -> int:
     """The mask's tag of a result."""
     tag = 0
     is_sum_with_other = False
     for tensor in tensors:
-        own = getattr(tensor, _MASK_TAG, None)
-        if own is None:
-            is_sum_with_other = is_sum_with_other or getattr(tensor, _CONSTANT_TAG, None) is None
+        own = _own_mask(module, masks, tensor)
+        if own == 0:
+            is_sum_with_other = is_sum_with_other or not _tag(tensor) & _IS_CONSTANT
         elif own > tag:
             tag = own
     if op not in _BOUNDS and _has_minus_infinity(args, kwargs):
@@ -196,6 +237,12 @@ def _mask_of(op: str, tensors: list[Tensor], args: Any, kwargs: dict[str, Any], 
     if tag == _BY_NAME and not is_constant and is_sum_with_other:
         return 0 if op in _MULTIPLIES else _BY_VALUE
     return tag
+
+
+def _own_mask(module: nn.Module, masks: tuple[str, ...], tensor: Tensor) -> int:
+    """The mask's tag of a tensor."""
+    own = _tag(tensor) & _MASK_BITS
+    return own or (_BY_VALUE if masks and _is_buffer(module, masks, tensor) else 0)
 
 
 def tag_result(result: Any, kind: str, mask: int) -> Any:
@@ -209,14 +256,13 @@ def tag_result(result: Any, kind: str, mask: int) -> Any:
             tag_result(part, kind, mask)
         return tuple(parts) if torch.compiler.is_compiling() else result
     if isinstance(result, Tensor) and result.is_floating_point():
-        if kind == CONSTANT:
-            setattr(result, _CONSTANT_TAG, True)
-        elif kind == STATISTIC:
-            setattr(result, _STATISTIC_TAG, True)
-        elif kind == SQUARE and getattr(result, _SQUARE_TAG, None) is None:
+        tag = _tag(result)
+        if kind == SQUARE and getattr(result, _SQUARE_TAG, None) is None:
             setattr(result, _SQUARE_TAG, True)
-        if mask:
-            setattr(result, _MASK_TAG, mask)
+        bit = {CONSTANT: _IS_CONSTANT, STATISTIC: _IS_STATISTIC}.get(kind, 0)
+        tag = bit | tag & (_IS_CONSTANT | _IS_STATISTIC) | (mask or tag & _MASK_BITS)
+        if tag:
+            setattr(result, TAG, tag)
     return result
 
 
@@ -226,64 +272,80 @@ def _view_when_traced(part: Any) -> Any:
 
 def has_tags(tensor: Any) -> bool:
     """Whether a tensor is known to be more than an activation."""
-    for tag in (*TAGS, _SQUARE_TAG):  # noqa: SIM110 - a loop costs a third of a generator
-        if getattr(tensor, tag, None) is not None:
-            return True
-    return False
+    return getattr(tensor, TAG, None) is not None or getattr(tensor, _SQUARE_TAG, None) is not None
 
 
 def is_constant(tensor: Tensor) -> bool:
     """Whether a tensor is known to be a constant."""
-    return getattr(tensor, _CONSTANT_TAG, None) is not None
+    return bool(_tag(tensor) & _IS_CONSTANT)
 
 
 def clear_tags(result: Any) -> None:
     """Forget what is known of a tensor that an activation was written into."""
-    for tag in (*TAGS, _SQUARE_TAG):
+    for tag in (TAG, _SQUARE_TAG):
         if getattr(result, tag, None) is not None:
             setattr(result, tag, None)
 
 
 def tag_view(
     module: nn.Module,
-    buffers: tuple[str, ...],
+    buffers: FloatBuffers,
     func: Callable[..., Any],
     args: Any,
     kwargs: dict[str, Any],
     result: Any,
 ) -> Any:
     """The result of a function that makes no values of its own, with the tags of its source."""
-    name = getattr(func, "__name__", "")
-    if name in FACTORIES_LIKE:
+    use = _use_of_source(func)
+    if use == _NONE:
         return tag_result(result, CONSTANT, _BY_VALUE if _has_minus_infinity(args, kwargs) else 0)
-    if not args or not isinstance(args[0], Tensor):
+    first = args[0] if args else None
+    if not isinstance(first, Tensor):
         return result
-    if _writes(func):
+    if use == _WRITES:
         kind, mask = kind_of_result(module, buffers, "where", args, kwargs)
         if kind != CONSTANT:
-            clear_tags(args[0])
-        tag_result(args[0], kind, mask)
+            clear_tags(first)
+        tag_result(first, kind, mask)
         return result
-    is_constant = getattr(args[0], _CONSTANT_TAG, None) is not None or _is_buffer(module, buffers, args[0])
-    if name in _CASTS and not args[0].is_floating_point() and not args[0].is_complex():
-        is_constant = True  # indices.type_as(activation)
-    mask = _BY_VALUE if _has_minus_infinity(args[1:], kwargs) else getattr(args[0], _MASK_TAG, None) or 0
-    if is_constant:
-        return tag_result(result, CONSTANT, mask)
-    return tag_result(result, STATISTIC if getattr(args[0], _STATISTIC_TAG, None) is not None else ACTIVATION, mask)
+    tag = getattr(first, TAG, None) or 0
+    if buffers.names and _is_buffer(module, buffers.names, first):
+        tag |= _IS_CONSTANT | _own_mask(module, buffers.masks, first)
+    if use == _CASTS and not first.is_floating_point() and not first.is_complex():
+        tag |= _IS_CONSTANT  # indices.type_as(activation)
+    if use == _PADS and _has_minus_infinity(args[1:], kwargs):
+        tag = tag & ~_MASK_BITS | _BY_VALUE
+    if not tag:
+        return result
+    kind = CONSTANT if tag & _IS_CONSTANT else STATISTIC if tag & _IS_STATISTIC else ACTIVATION
+    return tag_result(result, kind, tag & _MASK_BITS)
 
 
 def tag_made_of_integers(args: Any, kwargs: dict[str, Any], result: Any) -> Any:
     """The result of a function that was given no floating-point tensor: a constant."""
+    if isinstance(result, Tensor):
+        if not result.dtype.is_floating_point:
+            return result
+    elif not isinstance(result, (tuple, list)):
+        return result
     return tag_result(result, CONSTANT, _BY_VALUE if _has_minus_infinity(args, kwargs) else 0)
 
 
+#: What a function that makes no values of its own does with its first argument: takes only its shape, writes into it,
+#: pads it with a number, or returns its values.
+_NONE, _WRITES, _PADS, _CASTS, _RETURNS = "none", "writes", "pads", "casts", "returns"
+
+
 @constant_when_traced
-def _writes(func: Callable[..., Any]) -> bool:
-    """Whether a function that makes no values of its own writes some into its first argument."""
-    return getattr(func, "__name__", "") in ("__setitem__", "copy_", "fill_", "zero_") or (
-        name_of(func) is not None and works_in_place(func)
-    )
+def _use_of_source(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", "")
+    if name in FACTORIES_LIKE:
+        return _NONE
+    if name in ("__setitem__", "copy_", "fill_", "zero_") or (name_of(func) is not None and works_in_place(func)):
+        return _WRITES
+    if name in ("to", "type_as"):
+        return _CASTS
+    return _PADS if name in ("pad", "constant_pad_nd") else _RETURNS
 
 
 def _float_tensors(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:

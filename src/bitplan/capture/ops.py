@@ -152,25 +152,18 @@ REGIONS = frozenset({"tag_activation_checkpoint", "wrap_activation_checkpoint"})
 
 
 #: Operations that return their input where they drop nothing.
-_DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"})
+DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"})
 
 
-def drops_nothing(op: str, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the operation is a dropout of probability 0, or in evaluation: torch then returns the input itself.
+def drops_nothing(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a dropout has probability 0, or is in evaluation: torch then returns the input itself.
 
-    >>> drops_nothing("dropout", (torch.ones(1), 0.0, True), {}), drops_nothing("dropout", (torch.ones(1),), {})
+    >>> drops_nothing((torch.ones(1), 0.0, True), {}), drops_nothing((torch.ones(1),), {})
     (True, False)
     """
-    if op not in _DROPOUTS:
-        return False
     probability = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
     training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
     return len(args) > 0 and (probability == 0 or not training)
-
-
-def traceable(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function in a form that torch.compile can follow when it is called by hand."""
-    return torch.unflatten if func is torch.Tensor.unflatten else func  # the method's body says super()
 
 
 @constant_when_traced

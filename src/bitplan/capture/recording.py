@@ -11,7 +11,7 @@ import inspect
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -24,7 +24,15 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from bitplan.capture.constants import ACTIVATION, SQUARE, STATISTIC, is_constant
 from bitplan.capture.decompositions import DECOMPOSITIONS
 from bitplan.capture.ops import FACTORIES_LIKE, FUSED, PRODUCTS
-from bitplan.capture.scopes import Interceptor, Scope, followed, innermost_scope, loss_holder, state_of
+from bitplan.capture.scopes import (
+    Interceptor,
+    Scope,
+    followed,
+    innermost_scope,
+    loss_holder,
+    reentrant_regions_called_once,
+    state_of,
+)
 from bitplan.compiler.torch_private import (
     FAKE_TENSOR_LOGGER,
     DataDependentOutputException,
@@ -498,8 +506,7 @@ def _record_on_fakes(
         arguments = call_arguments(inputs)
     recorder = Recorder(_first_names(fakes), opens, faker.nonzeros)
     recorder.fixed.update(map(id, buffers.values()))
-    with faker.mode:
-        _run(model, recorder, {**fakes, **buffers}, arguments, loss, target)
+    _run(model, recorder, {**fakes, **buffers}, arguments, loss, target, faker.mode)
     return _with_kinds_of_squares(recorder.operations)
 
 
@@ -530,9 +537,12 @@ def _run(
     arguments: tuple[Any, ...],
     loss: Callable[..., Tensor] | None,
     target: Any,
+    fake_mode: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - without state
 ) -> None:
     hidden = nullcontext() if scripted_modules(model) else HiddenProducts(recorder)
-    with hidden, without_scopes(model), _attributes_kept(model), followed(model, recorder):
+    checkpointing = reentrant_regions_called_once()
+    # Interception looks for masks in the values of buffers, before they are fake.
+    with without_scopes(model), _attributes_kept(model), checkpointing, followed(model, recorder), fake_mode, hidden:
         output = torch.func.functional_call(model, tensors, *arguments)
         recorder.note_outputs(output)
         if loss is not None:

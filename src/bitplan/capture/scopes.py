@@ -37,7 +37,7 @@ from bitplan.capture.constants import (
     ACTIVATION,
     CONSTANT,
     clear_tags,
-    has_tags,
+    float_buffers,
     kind_of_result,
     mask_arguments,
     tag_made_of_integers,
@@ -46,7 +46,7 @@ from bitplan.capture.constants import (
     with_mask_tags,
 )
 from bitplan.capture.decompositions import DECOMPOSITIONS, TRANSPARENT
-from bitplan.capture.ops import FUSED, REGIONS, name_of, traceable, works_in_place
+from bitplan.capture.ops import FUSED, REGIONS, name_of, works_in_place
 from bitplan.compiler import torch_private
 from bitplan.compiler.torch_patches import Undo, replace_attribute
 from bitplan.compiler.torch_private import (
@@ -81,10 +81,7 @@ class ModuleState:
     def __init__(self, interceptor: Interceptor, path: str, module: nn.Module) -> None:
         self.interceptor = interceptor
         self.path = path
-        #: Names of its floating-point buffers, whose values are constants.
-        self.float_buffers = tuple(
-            name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_floating_point()
-        )
+        self.float_buffers = float_buffers(module)
         #: Positions and names of the arguments of ``forward`` that are masks.
         self.mask_arguments = mask_arguments(module)
         self.actions: dict[str, Any] = {}
@@ -92,6 +89,13 @@ class ModuleState:
         self.has_buffers = True
         #: Copies that were made of the module; they follow the plan, and its changes reach them.
         self.twins: weakref.WeakSet[nn.Module] | None = None
+        self._peers = _Peers()
+
+    def set_version(self, version: str) -> None:
+        """Let :func:`state_of_version` find this state, or an equal one, as long as one of them exists."""
+        self._peers.states.discard(self)
+        self._peers = _PEERS.setdefault(version, _Peers())
+        self._peers.states.add(self)
 
     def copies(self) -> Sequence[nn.Module]:
         """Those of the copies that still exist."""
@@ -99,6 +103,23 @@ class ModuleState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
         return self  # a copy of the model follows the same plan, on its own weights
+
+
+class _Peers:
+    """The states of all modules with one version."""
+
+    def __init__(self) -> None:
+        self.states: weakref.WeakSet[ModuleState] = weakref.WeakSet()
+
+
+#: By version; the states hold them.
+_PEERS: weakref.WeakValueDictionary[str, _Peers] = weakref.WeakValueDictionary()
+
+
+def state_of_version(version: str) -> ModuleState | None:
+    """A state with that version; all that tracing reads of such states is equal."""
+    peers = _PEERS.get(version)
+    return None if peers is None else next(iter(peers.states), None)
 
 
 class Interceptor:
@@ -186,7 +207,10 @@ class Scope(TorchFunctionMode):
         named = kwargs or {}
         interceptor = self.interceptor
         with DisableTorchFunction():  # or every question about a tensor goes through all scopes around
-            has_float_tensor = interceptor.enabled and _has_float_tensor(args, named)
+            first = args[0] if args else None
+            has_float_tensor = interceptor.enabled and (
+                (isinstance(first, Tensor) and first.dtype.is_floating_point) or _has_float_tensor(args, named)
+            )
             if not has_float_tensor:
                 op, decomposition, is_ours = None, None, False
             else:
@@ -198,18 +222,24 @@ class Scope(TorchFunctionMode):
                 else:
                     decomposition = None
             if is_ours and decomposition is None and op not in REGIONS:
-                func = traceable(func)
                 module, tags = self.module, interceptor.tags_constants
-                buffers = state_of(module).float_buffers
+                buffers = module.__dict__[_STATE].float_buffers
                 if op is None:
+                    if func is Tensor.unflatten:  # the method's body says super(), which torch.compile cannot follow
+                        func = torch.unflatten
                     result = interceptor.on_view(func, args, named)
                     return tag_view(module, buffers, func, args, named, result) if tags else result
                 if op == "einsum" and len(args) == 2 and isinstance(args[1], (list, tuple)):
                     args = (args[0], *args[1])  # the operands as one list
                 kind, mask = kind_of_result(module, buffers, op, args, named) if tags else (ACTIVATION, 0)
-                result = interceptor.on_operation(self, op, self._number(op), kind, func, args, named)
-                if tags and kind != CONSTANT and args and has_tags(args[0]) and works_in_place(func):
-                    clear_tags(args[0])
+                counts = self.counts
+                if isinstance(counts, int):
+                    index = _count_when_traced(counts, op)
+                else:
+                    index = counts[op] = counts.get(op, -1) + 1
+                result = interceptor.on_operation(self, op, index, kind, func, args, named)
+                if tags and kind != CONSTANT and works_in_place(func):
+                    clear_tags(first)
                 return tag_result(result, kind, mask) if mask or kind != ACTIVATION else result
         # Other modes may want to see the rest, factories of tensors among them.
         if not is_ours:
@@ -224,14 +254,6 @@ class Scope(TorchFunctionMode):
         inner.inside = self.inside if op in TRANSPARENT else op
         with inner:
             return decomposition(*args, **named)
-
-    def _number(self, op: str) -> int:
-        """The operation's number among its equals."""
-        counts = self.counts
-        if isinstance(counts, int):
-            return _count_when_traced(counts, op)
-        counts[op] = counts.get(op, -1) + 1
-        return counts[op]
 
     def carried(self, function: Callable[..., Any], given: Any = ()) -> Callable[..., Any]:
         """`function` to be called in this scope, now and when it is recomputed after the scope was left.
@@ -467,7 +489,7 @@ def run_operation(module: nn.Module, op: str, function: Callable[..., Any], args
         with DisableTorchFunction():
             if not scope.interceptor.enabled:
                 return function(*args)
-            return scope.interceptor.on_operation(scope, op, scope._number(op), ACTIVATION, function, args, {})
+            return scope.interceptor.on_operation(scope, op, 0, ACTIVATION, function, args, {})
 
     return _call_in_scope(module, run, args, {})
 
@@ -786,6 +808,24 @@ def carry_scopes() -> Undo:
         restore_reentrant()
 
     return undo
+
+
+class _CalledOnce:
+    """In the place of torch's reentrant checkpointing: the function is called, with gradients, and never again."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+@contextmanager
+def reentrant_regions_called_once() -> Iterator[None]:
+    """Reentrant regions run without gradients until the backward pass, which recording does not have."""
+    restore = replace_attribute(torch_checkpoint, "CheckpointFunction", _CalledOnce)
+    try:
+        yield
+    finally:
+        restore()
 
 
 # --- A loss function as a part of the model: its tensors are sites of the module path ``loss``

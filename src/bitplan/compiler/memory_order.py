@@ -23,10 +23,18 @@ from bitplan.compiler.torch_private import REALIZE_TO_STRIDES
 
 _aten: Any = torch.ops.aten
 _convolution = torch.ops.aten.convolution.default
-#: Operations behind which a dimension means something else, or after which it is elsewhere.
+#: Operations after which the dimensions of an image are elsewhere, or mean something else. Not ``view.dtype``.
 _REARRANGING = frozenset(
-    getattr(torch.ops.aten, name)
-    for name in ("view", "reshape", "_unsafe_view", "permute", "transpose", "t", "as_strided", "select", "unsqueeze")
+    (
+        _aten.view.default,
+        _aten.reshape.default,
+        _aten._unsafe_view.default,
+        _aten.permute.default,
+        _aten.transpose.int,
+        _aten.as_strided.default,
+        _aten.select.int,
+        _aten.unsqueeze.default,
+    )
 )
 
 
@@ -44,8 +52,9 @@ def save_in_memory_order(forward: fx.GraphModule, backward: fx.GraphModule, num_
     images = _find_images(forward.graph)
     count = 0
     for position, node in enumerate(outputs[num_results:], num_results):
-        is_result = node in outputs[:num_results]
-        if is_result or node in images or not _is_dense(node) or not node < convolutions[-1]:
+        if not isinstance(node, fx.Node) or node.name not in placeholders or node in outputs[:num_results]:
+            continue
+        if node in images or not _is_dense(node) or not node < convolutions[-1]:
             continue
         order = _order_of(node.meta["val"])
         outputs[position] = _save_as_matrix(forward.graph, node, order)
@@ -97,7 +106,7 @@ def _find_images(graph: fx.Graph) -> set[fx.Node]:
         if _dims(node) == 4 and any(_passes_images(user, node, images) for user in node.users):
             images.add(node)
     for node in graph.nodes:
-        is_rearranged = _overload_packet(node) in _REARRANGING
+        is_rearranged = node.target in _REARRANGING
         if node.target is _convolution or (not is_rearranged and any(map(images.__contains__, node.all_input_nodes))):
             images.add(node)
     return images
@@ -106,12 +115,13 @@ def _find_images(graph: fx.Graph) -> set[fx.Node]:
 def _passes_images(user: fx.Node, node: fx.Node, images: set[fx.Node]) -> bool:
     if user.target is _convolution:
         return user.args[0] is node
-    return user in images and _overload_packet(user) not in _REARRANGING
+    return user in images and user.target not in _REARRANGING
 
 
 def _order_of(value: Tensor) -> tuple[int, ...]:
     """The dimensions of a tensor from the outermost to the innermost in memory."""
-    return tuple(sorted(range(value.dim()), key=lambda dim: (-value.stride()[dim], dim)))
+    strides = value.stride()
+    return tuple(sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim)))
 
 
 def _is_dense(node: fx.Node) -> bool:
@@ -126,7 +136,3 @@ def _is_dense(node: fx.Node) -> bool:
 def _dims(node: fx.Node) -> int:
     value = node.meta.get("val")
     return value.dim() if isinstance(value, Tensor) else 0
-
-
-def _overload_packet(node: fx.Node) -> Any:
-    return getattr(node.target, "_overloadpacket", None)

@@ -6,8 +6,10 @@ codes. :class:`PackedPartitioner` decides by the codes:
 
 * a code that only expensive operations can restore (a GEMM's rounded output) is saved;
 * pointwise results of saved codes, further codes among them, are recomputed;
-* after :data:`LONGEST_CHAIN` recomputed codes in a row the next one is saved. Without that, the backward pass of a
-  residual network would begin by recomputing it from the first layer on, with all of it in memory at once.
+* after :data:`LONGEST_CHAIN` recomputed codes in a row the next one is saved, if further codes are computed from it.
+  Without that, the backward pass of a residual network would begin by recomputing it from the first layer on, with all
+  of it in memory at once;
+* a code of a tensor that the backward pass reads in full precision (attention's result) is recomputed from that tensor.
 
 Reductions (means, scales) are small and saved, and so are casts of small parameters and inputs, as autocast makes them:
 launching their kernels again costs more than the bytes are worth. Everything else is left to torch.
@@ -94,7 +96,7 @@ def mark_saved_nodes(graph: fx.Graph) -> None:
     """Mark the nodes of a joint graph as saved or recomputed, with torch's selective-checkpointing metadata."""
     backward = backward_nodes(graph)
     forward = [node for node in graph.nodes if node not in backward and node.op == "call_function"]
-    recomputable = _Recomputable(forward)
+    recomputable = _Recomputable(forward, _read_unrounded(backward))
     pending = [source for node in backward for source in node.all_input_nodes if source not in backward]
     seen: set[fx.Node] = set()
     while pending:
@@ -113,24 +115,33 @@ def mark_saved_nodes(graph: fx.Graph) -> None:
 class _Recomputable:
     """The forward nodes that the backward pass can recompute cheaply, and through how many codes."""
 
-    def __init__(self, forward: list[fx.Node]) -> None:
+    def __init__(self, forward: list[fx.Node], read_unrounded: set[fx.Node]) -> None:
         self._kinds = get_default_op_list()
+        self._read_unrounded = read_unrounded
         #: Nodes that pointwise operations compute from saved ones -> codes in a row.
         self.levels: dict[fx.Node, int] = {}
-        #: Codes that are saved.
+        #: Codes that are saved, and unrounded results that have to be.
         self.saved: set[fx.Node] = set()
+        self._in_chains = self._find_chains(forward)
         for node in forward:
             self._classify(node)
 
+    def _find_chains(self, forward: list[fx.Node]) -> set[fx.Node]:
+        """The nodes from which pointwise operations compute further codes; saving others shortens no chain."""
+        in_chains: set[fx.Node] = set()
+        for node in reversed(forward):
+            if (node in in_chains or _is_code(node)) and not self._is_expensive(node):
+                in_chains.update(node.all_input_nodes)
+        return in_chains
+
     def _classify(self, node: fx.Node) -> None:
-        inputs = node.all_input_nodes
         is_code = _is_code(node)
         if not self._is_cheap(node):
-            if is_code:
+            if is_code or node in self._read_unrounded:
                 self.saved.add(node)
                 self.levels[node] = 0
             return
-        levels = [self._level(source) for source in inputs]
+        levels = [self._level(source) for source in node.all_input_nodes]
         cheap_levels = [level for level in levels if level is not None]
         if len(cheap_levels) < len(levels):  # an input can only be restored by expensive operations
             if is_code:
@@ -138,7 +149,7 @@ class _Recomputable:
                 self.levels[node] = 0
             return
         level = max(cheap_levels, default=0) + is_code
-        if level > LONGEST_CHAIN:
+        if level > LONGEST_CHAIN and node in self._in_chains:
             self.saved.add(node)
             level = 0
         self.levels[node] = level
@@ -153,7 +164,7 @@ class _Recomputable:
     def _is_cheap(self, node: fx.Node) -> bool:
         if node.target is operator.getitem:
             return node.args[0] in self.levels
-        if self._is_small(node) or self._kinds.is_compute_intensive(node) or self._kinds.is_random(node):
+        if self._is_expensive(node):
             return False
         if getattr(node.target, "_overloadpacket", None) in _REARRANGING:
             return True
@@ -161,13 +172,33 @@ class _Recomputable:
         is_single = isinstance(node.meta.get("val"), Tensor) or self._kinds.is_view(node)
         return is_single and bool(self._kinds.is_recomputable(node))
 
+    def _is_expensive(self, node: fx.Node) -> bool:
+        kinds = self._kinds
+        return self._is_small(node) or kinds.is_compute_intensive(node) or kinds.is_random(node)
+
     def _is_small(self, node: fx.Node) -> bool:
-        """Whether it is a reduction's result, which is saved."""
-        if not isinstance(node.meta.get("val"), Tensor) or self._kinds.is_view(node):
+        """Whether it is a reduction's result, which is saved; sums of integers put the bits of codes together."""
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor) or not value.is_floating_point() or self._kinds.is_view(node):
             return False
         producer = node.all_input_nodes[0] if node.target is operator.getitem else node
+        if self._kinds.is_compute_intensive(producer):  # a product with a weight that is larger than its input
+            return False
         largest = max((elements_of(source) for source in producer.all_input_nodes), default=0)
         return elements_of(node) <= largest * SMALL_SHARE
+
+
+def _read_unrounded(backward: dict[fx.Node, None]) -> set[fx.Node]:
+    """Forward results that expensive operations of the backward pass read as they are."""
+    kinds = get_default_op_list()
+    sources: set[fx.Node] = set()
+    for node in backward:
+        if node.op == "call_function" and not kinds.is_fusible(node) and node.target is not operator.getitem:
+            for source in node.all_input_nodes:
+                while kinds.is_view(source):
+                    source = source.all_input_nodes[0]
+                sources.add(source)
+    return sources - backward.keys()
 
 
 def _is_small_cast(node: fx.Node) -> bool:
@@ -178,9 +209,8 @@ def _is_small_cast(node: fx.Node) -> bool:
 
 
 def _is_code(node: fx.Node) -> bool:
-    """Whether it is the last node in a low-precision dtype before its values are converted back."""
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.dtype not in _CODE_TYPES:
+    """Whether it is the last node in a low-precision dtype before its values are converted back; views do not count."""
+    if _dtype(node) not in _CODE_TYPES or get_default_op_list().is_view(node):
         return False
     return any(_dtype(user) not in _CODE_TYPES for user in _users_behind_views(node))
 

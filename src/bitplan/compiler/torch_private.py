@@ -61,12 +61,17 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch._subclasses.fake_tensor import UnsupportedFakeTensorException as UnsupportedFakeTensorException
     from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
+    from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode as get_proxy_mode
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map as tree_map
     from torch.utils._pytree import tree_map_only as tree_map_only
 
+    DispatchKey = torch._C.DispatchKey
+    DispatchKeySet = torch._C.DispatchKeySet
+    ExcludeDispatchKeyGuard = torch._C._ExcludeDispatchKeyGuard
     ProfilerEventType = torch._C._profiler._EventType
     TransformType = torch._C._functorch.TransformType
     are_transforms_active = torch._C._are_functorch_transforms_active
@@ -129,10 +134,16 @@ SYMBOLS: dict[str, str] = {
     "are_transforms_active": "torch._C:_are_functorch_transforms_active",
     "transform_stack": "torch._C._functorch:get_interpreter_stack",
     "TransformType": "torch._C._functorch:TransformType",
-    # torch.compile's tracer: whether it runs, its limits, its errors, which backend a graph goes to and what happens to
-    # one that it cannot compile, which functions of users graphs may call, which it shows to modes, how it reads a
-    # tensor's attributes and traces autograd functions, and the backend registry.
+    # torch.compile's tracer: whether it runs, its tensors, whether it writes operations down, its limits, its errors,
+    # which backend a graph goes to and what happens to one that it cannot compile, which functions of users graphs may
+    # call, which it shows to modes, how it reads a tensor's attributes and traces autograd functions, and the backend
+    # registry.
     "TracingContext": "torch._guards:TracingContext",
+    "FunctionalTensor": "torch._subclasses.functional_tensor:FunctionalTensor",
+    "get_proxy_mode": "torch.fx.experimental.proxy_tensor:get_proxy_mode",
+    "ExcludeDispatchKeyGuard": "torch._C:_ExcludeDispatchKeyGuard",
+    "DispatchKey": "torch._C:DispatchKey",
+    "DispatchKeySet": "torch._C:DispatchKeySet",
     "dynamo_config": "torch._dynamo.config",
     "TorchDynamoException": "torch._dynamo.exc:TorchDynamoException",
     "Unsupported": "torch._dynamo.exc:Unsupported",

@@ -38,6 +38,26 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
+def is_traced_below_dynamo() -> bool:
+    """Whether this code runs as it is while a graph is made: Dynamo calls it, or AOTAutograd records its operations."""
+    return not torch.compiler.is_dynamo_compiling() and is_traced()
+
+
+def needs_shapes_only(x: Tensor) -> bool:
+    """Where :func:`is_traced_below_dynamo`: whether no operation is recorded, so that only a result's shape matters.
+
+    Dynamo, and AOTAutograd before it makes a graph, run every function of ours in this way.
+    """
+    is_recorded = torch_private.get_proxy_mode() is not None
+    return not is_recorded and isinstance(x, (torch_private.FakeTensor, torch_private.FunctionalTensor))
+
+
+def below_autograd() -> Any:
+    """A context without autograd, which otherwise records a ``detach`` for every view of another dtype."""
+    key, key_set = torch_private.DispatchKey, torch_private.DispatchKeySet
+    return torch_private.ExcludeDispatchKeyGuard(key_set(key.AutogradFunctionality) | key_set(key.ADInplaceOrView))
+
+
 def constant_when_traced(function: F) -> F:
     """Under torch.compile, call `function` while tracing and use its result as a constant."""
     setattr(function, torch_private.CONSTANT_MARK, True)
@@ -85,6 +105,8 @@ def allow_functions_in_graph() -> None:
 
 #: Attributes of a tensor that are views of it -> the method that returns the same view of a real tensor.
 _VIEW_ATTRIBUTES = {"T": "t", "mT": "adjoint", "H": "adjoint", "mH": "adjoint", "data": "detach"}
+#: Those that tensors of any number of dimensions have; the others are for matrices.
+_OF_BATCHES = ("mT", "mH")
 
 
 def show_view_attributes() -> Undo:
@@ -97,8 +119,10 @@ def show_view_attributes() -> Undo:
     def var_getattr(self: Any, tx: Any, name: str) -> Any:
         method = _VIEW_ATTRIBUTES.get(name)
         is_seen = method is not None and tx.symbolic_torch_function_state.in_torch_function_mode()
-        if is_seen and self.dtype is not None and self.dtype.is_floating_point and (name == "data" or self.ndim == 2):
-            return self.call_method(tx, method, [], {})
+        if is_seen and self.dtype is not None and self.dtype.is_floating_point:
+            has_method = name == "data" or self.ndim == 2 or (name in _OF_BATCHES and self.ndim > 2)
+            if has_method:
+                return self.call_method(tx, method, [], {})
         return original(self, tx, name)
 
     return replace_attribute(torch_private.TensorVariable, "var_getattr", var_getattr)

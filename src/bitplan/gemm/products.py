@@ -35,8 +35,10 @@ class Product:
         if self.op == "einsum":
             left, right, out = self.settings
             return torch.einsum(f"{left},{right}->{out}", x, w)
-        y = torch.matmul(x, w)
-        return y if bias is None else y + bias
+        if bias is None:
+            return torch.matmul(x, w)
+        add = torch.addmm if x.dim() == 2 else torch.baddbmm  # one rounding of product and sum, as in the model
+        return add(bias, x, w)
 
     def grad_x(self, dy: Tensor, x: Tensor, w: Tensor) -> Tensor:
         if self.op == "linear":
@@ -137,26 +139,47 @@ def _einsum_gradient(inputs: str, output: str, first: Tensor, second: Tensor, li
     return grad.expand(like.shape)
 
 
+def no_view(y: Tensor) -> Tensor:
+    """The result of an autograd function as a tensor that the model may change in place.
+
+    torch refuses that for a view that was made inside the function: ``F.linear`` of three dimensions returns one.
+    """
+    return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+
+
 class SlotProduct(torch.autograd.Function):
     """The three products, each of which rounds its two operands separately."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, product: Product, slots: Any) -> Tensor:
-        ctx.save_for_backward(slots.round("wgrad.x", x) if slots.keeps_rounded_x else x, w, bias)
+        # A frozen weight needs no input and a fixed input no weight: of these only the form is kept.
+        saved_x, saved_w = (x if ctx.needs_input_grad[1] else None), (w if ctx.needs_input_grad[0] else None)
+        if saved_x is not None and slots.keeps_rounded_x:
+            saved_x = slots.round("wgrad.x", x)
+        ctx.save_for_backward(saved_x, saved_w, bias)
+        ctx.forms = (x.shape, x.stride(), x.dtype), (w.shape, w.stride(), w.dtype)
         ctx.product, ctx.slots = product, slots
-        return product.forward(slots.round("fprop.x", x), slots.round("fprop.w", w), bias)
+        return no_view(product.forward(slots.round("fprop.x", x), slots.round("fprop.w", w), bias))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, w, bias = ctx.saved_tensors
+        (x_shape, x_stride, x_dtype), (w_shape, w_stride, w_dtype) = ctx.forms
         product, slots, dy = ctx.product, ctx.slots, grads[0]
         grad_x = grad_w = grad_bias = None
+        shares_dy = slots.shares("dy")
+        if shares_dy:  # a gradient that is rounded once is rounded for the bias, too
+            dy = slots.round("dgrad.dy", dy)
         if ctx.needs_input_grad[0]:
             rounded_w = slots.round("dgrad.w", w).to(dy.dtype)
-            grad_x = product.grad_x(slots.round("dgrad.dy", dy), x.to(dy.dtype), rounded_w).to(x.dtype)
+            dgrad_dy = dy if shares_dy else slots.round("dgrad.dy", dy)
+            like_x = dy.new_empty_strided(x_shape, x_stride) if x is None else x.to(dy.dtype)
+            grad_x = product.grad_x(dgrad_dy, like_x, rounded_w).to(x_dtype)
         if ctx.needs_input_grad[1]:
             rounded_x = (x if slots.keeps_rounded_x else slots.round("wgrad.x", x)).to(dy.dtype)
-            grad_w = product.grad_w(slots.round("wgrad.dy", dy), rounded_x, w.to(dy.dtype)).to(w.dtype)
+            wgrad_dy = dy if shares_dy else slots.round("wgrad.dy", dy)
+            like_w = dy.new_empty_strided(w_shape, w_stride) if w is None else w.to(dy.dtype)
+            grad_w = product.grad_w(wgrad_dy, rounded_x, like_w).to(w_dtype)
         if bias is not None and ctx.needs_input_grad[2]:
             grad_bias = product.grad_bias(dy, bias).to(bias.dtype)
         return grad_x, grad_w, grad_bias, None, None

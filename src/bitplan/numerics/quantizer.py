@@ -14,7 +14,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from bitplan.compiler.tracing import is_traced, transformable
+from bitplan.compiler.tracing import (
+    below_autograd,
+    is_traced,
+    is_traced_below_dynamo,
+    needs_shapes_only,
+    transformable,
+)
 from bitplan.errors import FormatError, QuantizeError, nearest_names
 from bitplan.numerics import chunks
 from bitplan.numerics.dtypes import TORCH_FLOAT8, carrier_for, round_by_torch
@@ -116,12 +122,20 @@ _E4M3 = FloatFormat(4, 3, specials="fn")
 
 
 def round_element(
-    t: Tensor, target: FloatFormat | IntFormat, rounding: Rounding, overflow: Overflow | None, bits: Tensor | None
+    t: Tensor,
+    target: FloatFormat | IntFormat,
+    rounding: Rounding,
+    overflow: Overflow | None,
+    bits: Tensor | None,
+    is_bounded: bool = False,
 ) -> Tensor:
-    """`t`, already divided by its scale, rounded to the grid of `target`; `bits` are those of stochastic rounding."""
+    """`t`, already divided by its scale, rounded to the grid of `target`; `bits` are those of stochastic rounding.
+
+    :param is_bounded: whether no magnitude is above the format's largest value by more than an error of the division.
+    """
     if isinstance(target, IntFormat):
         return round_int(t, target, rounding, bits) + 0.0  # an integer has no negative zero
-    return round_float(t, target, rounding, overflow or target.default_overflow, bits)
+    return round_float(t, target, rounding, overflow or target.default_overflow, bits, is_bounded)
 
 
 def encode_block(blocks: Tensor, target: BlockFormat, rounding: Rounding, bits: Tensor | None, limit: float) -> Encoded:
@@ -236,7 +250,16 @@ class Quantizer:
         """
         if not x.numel():
             return x.clone()
-        x = with_plain_bits(x)
+        if is_traced_below_dynamo():
+            if needs_shapes_only(x):
+                return torch.empty_like(x)
+            with below_autograd():  # otherwise autograd adds a node to the graph for every view
+                return self._round_values(x, bits, row, span, between)
+        return self._round_values(with_plain_bits(x), bits, row, span, between)
+
+    def _round_values(
+        self, x: Tensor, bits: Tensor | None, row: Tensor | None, span: Span | None, between: Between | None
+    ) -> Tensor:
         if self.scaling is None and isinstance(self.format, FloatFormat):
             by_torch = round_by_torch(x, self.format, self.rounding, self.overflow or self.format.default_overflow)
             if by_torch is not None:
@@ -245,7 +268,8 @@ class Quantizer:
             return self._round_in_chunks(x, row, span, between)
         encoded = self.encode(x, bits, row, span)
         rounded = self.decode(encoded if between is None else between(encoded), x)
-        if not is_traced():
+        is_new = self.scaling is not None and self.scaling.granularity != "block"  # a product with the scale
+        if is_new or not is_traced():
             return rounded
         # torch 2.11 drops the gradient of an autograd function whose result was modified in place; a clone, which
         # Inductor removes, was not modified. Its CPU convolutions reject a bias that is a view of another dtype; the
@@ -359,7 +383,9 @@ class Quantizer:
             work = work - scales[1]
         ready = divide(work, scales[0]) if scales else work
         if isinstance(self.format, (FloatFormat, IntFormat)):
-            return round_element(ready, self.format, self.rounding, self.overflow, bits)
+            # A scale that comes from these values and is not limited takes none of them above the largest value.
+            is_bounded = self._is_float8 and bool(scales) and span is None and work.dtype == torch.float32
+            return round_element(ready, self.format, self.rounding, self.overflow, bits, is_bounded)
         return self._round_to_row(ready, bits, row)
 
     # --- Large tensors, eager
@@ -464,7 +490,8 @@ def _in_layout_of(like: Tensor, values: Tensor) -> Tensor:
         return values
     # empty_like of a meta tensor would not keep the strides of axes of length one.
     own = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=values.device)
-    return (own if like.is_meta else torch.empty_like(like)).copy_(values)
+    copy = (own if like.is_meta else torch.empty_like(like)).copy_(values)
+    return copy.clone() if is_traced() else copy  # see Quantizer._round_values
 
 
 def _require_range(target: FloatFormat | IntFormat, dtype: torch.dtype, scaled: bool) -> None:

@@ -60,16 +60,24 @@ def round_int(x: Tensor, target: IntFormat, rounding: Rounding, bits: Tensor | N
 
 
 def round_float(
-    x: Tensor, target: FloatFormat, rounding: Rounding, overflow: Overflow, bits: Tensor | None = None
+    x: Tensor,
+    target: FloatFormat,
+    rounding: Rounding,
+    overflow: Overflow,
+    bits: Tensor | None = None,
+    is_bounded: bool = False,
 ) -> Tensor:
-    """`x`, in its carrier's dtype, rounded to the grid of `target`."""
+    """`x`, in its carrier's dtype, rounded to the grid of `target`.
+
+    :param is_bounded: whether no finite number of `x` rounds to more than the largest value.
+    """
     by_torch = round_by_torch(x, target, rounding, overflow)
     if by_torch is not None:
         return by_torch
     carrier = carrier_of(x)
     magic_is_exact = _magic_is_exact if is_traced() else _magic_is_exact_once
     if rounding in ("nearest", "nearest-away") and magic_is_exact(target, carrier):
-        return _magic_addition(x, target, carrier, overflow, away=rounding == "nearest-away")
+        return _magic_addition(x, target, carrier, overflow, rounding == "nearest-away", is_bounded)
     if rounding == "nearest" and _is_prefix(target, carrier):
         return _prefix_addition(x, target, carrier, overflow)
     if rounding == "toward-zero" and overflow == "special":  # finite numbers never become infinite or NaN
@@ -120,13 +128,15 @@ _magic_is_exact_once = lru_cache(maxsize=1024)(_magic_is_exact)
 _magic_constants_once = lru_cache(maxsize=1024)(_magic_constants)
 
 
-def _magic_addition(x: Tensor, target: FloatFormat, carrier: Carrier, overflow: Overflow, away: bool) -> Tensor:
+def _magic_addition(
+    x: Tensor, target: FloatFormat, carrier: Carrier, overflow: Overflow, away: bool, is_bounded: bool
+) -> Tensor:
     traced = is_traced()
     constants = _magic_constants if traced else _magic_constants_once
     lowest, highest, factor, lift, bound = constants(target, carrier, overflow)
     if traced:  # few operations, none in place: a large model compiles thousands of these
         exponent = x.view(carrier.int_dtype) & carrier.exponent_mask
-        power = exponent.clamp(lowest, highest)
+        power = exponent.clamp_min(lowest) if is_bounded and not away else exponent.clamp(lowest, highest)
         if lift:
             power = power + (((exponent - lowest) >> (carrier.bits - 1)) & lift)
         magic = power.view(carrier.dtype) * factor
@@ -134,7 +144,7 @@ def _magic_addition(x: Tensor, target: FloatFormat, carrier: Carrier, overflow: 
         signed = ((above + magic) - magic).copysign(x)  # x - x is +0
         if overflow == "special":
             return _to_special(signed, target, carrier)
-        return signed if away else signed.clamp(-bound, bound)
+        return signed if away or is_bounded else signed.clamp(-bound, bound)
     result = torch.empty_like(x)
     for part, rounded in chunks.paired_chunks(x, result):
         exponent = part.view(carrier.int_dtype) & carrier.exponent_mask

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bitplan.compiler.tracing import is_traced, opaque_in_graph, transformable
+from bitplan.compiler.tracing import constant_when_traced, is_traced, opaque_in_graph, transformable
 from bitplan.gemm.products import Product, slot_product
 from bitplan.numerics.wire_format import OPERAND_OF_SLOT
-from bitplan.plans import SLOTS
+from bitplan.plans import OPERANDS, SLOTS
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.rounded_mark import mark_rounded
 from bitplan.runtime.rounding_op import OpRounding, RoundingOp, op_of_key, packs_eagerly
@@ -26,6 +28,11 @@ class Slots:
         self.weight_key = weight_key
         #: Whether x is kept as the weight's gradient wants it, rounded and packed, rather than as it came.
         self.keeps_rounded_x = "wgrad.x" in chosen and packs_eagerly(chosen["wgrad.x"][0])
+
+    def shares(self, operand: str) -> bool:
+        """Whether an operand is rounded once for both of its GEMMs."""
+        ops = [self.chosen[slot][0] for slot in OPERANDS[operand] if slot in self.chosen]
+        return len(ops) == 2 and ops[0] is ops[1]
 
     def round(self, slot: str, tensor: Tensor) -> Tensor:
         if slot not in self.chosen:
@@ -65,7 +72,7 @@ class RoundedBothWays(torch.autograd.Function):
         weight_key: Tensor | None,
     ) -> Tensor:
         ctx.action, ctx.context = backward, back
-        return forward.round(x.detach(), context, weight_key)
+        return forward.round(x if is_traced() else x.detach(), context, weight_key)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -127,21 +134,41 @@ def call_constants(context: OpContext) -> CallConstants:
     return context.site, context.salt, context.training, context.observing
 
 
+@constant_when_traced
+def call_text(forward: OpRef, backward: OpRef, call: CallConstants) -> str:
+    """The constants of a rounding as one text: an argument of a graph's node that Dynamo handles quickly."""
+    return repr((forward, backward, call))
+
+
+@lru_cache(maxsize=4096)
+def _constants_of(text: str) -> tuple[OpRef, OpRef, CallConstants]:
+    constants: tuple[OpRef, OpRef, CallConstants] = ast.literal_eval(text)
+    return constants
+
+
 @opaque_in_graph
-def _both_ways_in_graph(
+def rounded_in_graph(
     x: Tensor,
-    forward: OpRef,
-    backward: OpRef,
-    call: CallConstants,
-    buffers: Buffers,
+    text: str,
+    table: Tensor | None,
+    record: Tensor | None,
+    amax_history_max: Tensor | None,
     weight_key: Tensor | None,
 ) -> Tensor:
+    """:func:`rounded_both_ways` for a graph."""
+    forward, backward, call = _constants_of(text)
+    buffers = table, record, amax_history_max
     context, back = (OpContext.in_graph(call, ref[1], buffers) for ref in (forward, backward))
     return _both_ways(x, _op(forward), _op(backward), context, back, weight_key)
 
 
 @opaque_in_graph
-def _relu_in_graph(x: Tensor, forward: OpRef, backward: OpRef, call: CallConstants, buffers: Buffers) -> Tensor:
+def relu_in_graph(
+    x: Tensor, text: str, table: Tensor | None, record: Tensor | None, amax_history_max: Tensor | None
+) -> Tensor:
+    """:func:`rounded_relu` for a graph."""
+    forward, backward, call = _constants_of(text)
+    buffers = table, record, amax_history_max
     context, back = (OpContext.in_graph(call, ref[1], buffers) for ref in (forward, backward))
     return _relu(x, _op(forward), _op(backward), context, back)
 
@@ -196,10 +223,8 @@ def rounded_both_ways(
         return x
     if not torch.compiler.is_compiling():
         return _both_ways(x, forward, backward, context, context, weight_key)
-    return _both_ways_in_graph(
-        *(x, op_ref(forward, context), op_ref(backward, context), call_constants(context)),
-        *(call_buffers(context), weight_key),
-    )
+    text = call_text(op_ref(forward, context), op_ref(backward, context), call_constants(context))
+    return rounded_in_graph(x, text, context.table, context.record, context.amax_history_max, weight_key)
 
 
 def rounded_relu(x: Tensor, forward: RoundingOp | None, backward: RoundingOp | None, context: OpContext) -> Tensor:
@@ -207,9 +232,8 @@ def rounded_relu(x: Tensor, forward: RoundingOp | None, backward: RoundingOp | N
     forward, backward = _after_promotion(forward, context), _after_promotion(backward, context)
     if not torch.compiler.is_compiling():
         return _relu(x, forward, backward, context, context)
-    return _relu_in_graph(
-        x, op_ref(forward, context), op_ref(backward, context), call_constants(context), call_buffers(context)
-    )
+    text = call_text(op_ref(forward, context), op_ref(backward, context), call_constants(context))
+    return relu_in_graph(x, text, context.table, context.record, context.amax_history_max)
 
 
 def rounded_product(
@@ -222,10 +246,13 @@ def rounded_product(
     weight_key: Tensor | None,
 ) -> Tensor:
     """y = x w with the six slots rounded as the action says."""
-    asked = {
-        slot: _after_promotion(action.places[slot], context) for slot in SLOTS if action.applies(slot, context.training)
-    }
-    applied = {slot: place for slot, place in asked.items() if place is not None}
+    applied: dict[str, RoundingOp] = {}
+    for slot in SLOTS:
+        place = action.shared.get(OPERAND_OF_SLOT[slot].tensor, slot)
+        if action.applies(place, context.training):
+            op = _after_promotion(action.places[place], context)
+            if op is not None:
+                applied[slot] = op
     if not torch.compiler.is_compiling():
         slots = Slots({slot: (place, context) for slot, place in applied.items()}, weight_key)
         return slot_product(x, w, bias, product, slots)

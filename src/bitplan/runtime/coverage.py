@@ -33,7 +33,7 @@ from bitplan.gemm.operand_quantizers import (
 from bitplan.numerics.wire_format import FPROP, LOSS_PATH, OPERAND_OF_SLOT, op_site
 from bitplan.plans import KEYS, PLACES, SLOTS, Decision, Plan, Rule, compile_match, unmatched_message
 from bitplan.plans.quantizer_use import leaves
-from bitplan.runtime.dispatch import contains_weight
+from bitplan.runtime.weights import contains_weight
 
 # --- Rules without effect
 

@@ -5,7 +5,7 @@ Compiled code must not search rules while it is traced, so the names that patter
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +16,7 @@ from bitplan.capture.decompositions import DECOMPOSITIONS, has_slots, is_decompo
 from bitplan.capture.ops import PRODUCTS, name_of
 from bitplan.numerics.formats import BlockFormat
 from bitplan.numerics.mutable_format import MutableFormat
+from bitplan.numerics.wire_format import op_site
 from bitplan.plans import Choice, Decision, Plan, compile_match
 from bitplan.plans.match import is_pattern
 from bitplan.plans.spec import QuantizerSpec
@@ -32,6 +33,18 @@ _HIGHEST_NUMBER = 64
 def inner_key(fused: str, op: str) -> str:
     """Under what name a product inside an opened operation finds its action."""
     return f"{op} in {fused}"
+
+
+def rounding_of(actions: Mapping[str, Any], op: str, index: int, inside: str | None = None) -> OpRounding | None:
+    """Of a module's actions that of the operation of that number, which may lie inside an opened one."""
+    if inside is not None:
+        inner: OpRounding | None = actions.get(inner_key(inside, op))
+        if inner is not None:
+            return inner
+    numbered = op_site(op, index)
+    if numbered in actions:
+        return actions[numbered]  # type: ignore[no-any-return]
+    return actions[op if op in actions else ANY]  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=1)

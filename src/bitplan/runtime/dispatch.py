@@ -13,108 +13,42 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.capture.constants import CONSTANT, MASK, SQUARE, STATISTIC, TAGS, keep_unrounded, with_unrounded_squares
+from bitplan.capture.constants import CONSTANT, MASK, SQUARE, STATISTIC, TAG, keep_unrounded, with_unrounded_squares
 from bitplan.capture.decompositions import DECOMPOSITIONS
-from bitplan.capture.ops import PRODUCTS, drops_nothing, inplace_position, out_of_place, works_in_place
+from bitplan.capture.ops import (
+    DROPOUTS,
+    PRODUCTS,
+    drops_nothing,
+    inplace_position,
+    out_of_place,
+    works_in_place,
+)
 from bitplan.capture.recording import ProductWatch
 from bitplan.capture.scopes import Interceptor, Scope, state_of
+from bitplan.compiler.tracing import VERSION
 from bitplan.errors import PlanError, QuantizeError
 from bitplan.gemm.products import product_of
 from bitplan.numerics.wire_format import op_site
 from bitplan.plans import SLOTS
 from bitplan.runtime.autograd import rounded, rounded_both_ways, rounded_gradient, rounded_product
-from bitplan.runtime.decisions import ANY, inner_key
+from bitplan.runtime.decisions import rounding_of
 from bitplan.runtime.execution import Execution
 from bitplan.runtime.head_loss import HeadLoss, why_not_in_chunks
-from bitplan.runtime.module_state import TABLE
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.rounded_mark import copy_mark
 from bitplan.runtime.rounding_op import OpRounding, RoundingOp, is_finer
-
-# --- Weights of a module: views of them, substitutes by functional_call, and the key that all uses of a weight share
-
-
-#: The attribute of a view of a weight that says how it was made.
-WEIGHT_TAG = "_bitplan_weight"
-
-
-class WeightView:
-    """How a view of a weight was made. The whole weight is rounded, and the same view is taken of the result."""
-
-    def __init__(
-        self, parent: Tensor, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], position: int | None
-    ) -> None:
-        self.parent = parent
-        self.func, self.args, self.kwargs = func, args, kwargs
-        #: Among several results, as of ``chunk``.
-        self.position = position
-
-    def of(self, rounded: Tensor) -> Tensor:
-        seen = self.func(rounded, *self.args, **self.kwargs)
-        return seen if self.position is None else seen[self.position]  # type: ignore[no-any-return]
-
-
-def tag_views(result: Any, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
-    """Record on every view that `func` made of a weight how it was made."""
-    if isinstance(result, Tensor):
-        if result is not args[0]:
-            setattr(result, WEIGHT_TAG, WeightView(args[0], func, args[1:], kwargs, None))
-    elif isinstance(result, (tuple, list)):
-        for position, tensor in enumerate(result):
-            if isinstance(tensor, Tensor):
-                setattr(tensor, WEIGHT_TAG, WeightView(args[0], func, args[1:], kwargs, position))
-
-
-def taggable(result: Any) -> Any:
-    """The result of a view function. Dynamo lets nothing be noted of one of several tensors, but of a view of it."""
-    if isinstance(result, (tuple, list)) and torch.compiler.is_compiling():
-        return tuple(part.view_as(part) if isinstance(part, Tensor) else part for part in result)
-    return result
-
-
-def context_of_parameter(context: OpContext, module: nn.Module, tensor: Tensor) -> OpContext:
-    """The place of one of an operation's weights; each is promoted by itself."""
-    while getattr(tensor, WEIGHT_TAG, None) is not None:
-        tensor = getattr(tensor, WEIGHT_TAG).parent
-    for name, own in module._parameters.items():
-        if own is tensor:
-            return context.of_parameter(name)
-    return context
-
-
-#: The attribute of a tensor that a parametrization has made: a weight, though no parameter.
-MADE_WEIGHT = "_bitplan_made_weight"
-
-
-def replaces_parameter(module: nn.Module, tensor: Tensor) -> bool:
-    """Whether a parametrization has made the tensor, or `torch.func.functional_call` put it in a parameter's place."""
-    if getattr(tensor, MADE_WEIGHT, False):
-        return True
-    for own in module._parameters.values():  # noqa: SIM110 - tensors are compared by identity, under tracing too
-        if own is tensor:
-            return True
-    return False
-
-
-def contains_weight(value: Any) -> bool:
-    """Whether a parameter, or a view of one, is among the values."""
-    if isinstance(value, (list, tuple)):
-        return any(map(contains_weight, value))
-    if isinstance(value, nn.Parameter) or getattr(value, WEIGHT_TAG, None) is not None:
-        return True
-    return getattr(value, MADE_WEIGHT, False)
-
-
-def weight_key(module: nn.Module, weight: Tensor) -> Tensor | None:
-    """The key that all uses of a parameter share; None for one that belongs to no module beneath this one."""
-    for owner in (module, *module.modules()):
-        names = [name for name, tensor in owner._parameters.items() if tensor is not None]
-        for position, name in enumerate(names):
-            if owner._parameters[name] is weight:
-                table = owner._buffers.get(TABLE)
-                return None if table is None else table[1 + position]
-    return None
-
+from bitplan.runtime.traced_dispatch import GENERAL, PLAIN, inplace_argument, traced_operation, way_of
+from bitplan.runtime.weights import (
+    WEIGHT_TAG,
+    WeightView,
+    context_of_parameter,
+    largest,
+    map_tensors,
+    replaces_parameter,
+    tag_views,
+    taggable,
+    weight_key,
+)
 
 #: The attribute of a tensor that says how its consumers' gradients are rounded.
 _GRAD_TAG = "_bitplan_grad"
@@ -145,14 +79,22 @@ class Rounder(Interceptor):
         module = scope.module
         if isinstance(func, HeadLoss):
             return self._head_loss(scope, op, index, kind, func, args)
-        if drops_nothing(op, args, kwargs):
+        if op in DROPOUTS and drops_nothing(args, kwargs):
             return args[0]  # torch.compile would take it for another tensor
+        if torch.compiler.is_compiling() and not self.tags_gradients and kind not in (SQUARE, STATISTIC):
+            way = way_of(module.__dict__[VERSION], op, index, scope.inside, kind, module.training, len(args))
+            if way == PLAIN:
+                return func(*args, **kwargs)
+            writes = (kwargs or inplace_argument(func) != -1) and _works_in_place(func, args, kwargs)
+            if way != GENERAL and not writes:
+                return traced_operation(way, scope, op, index, kind, func, args, kwargs)
         action = self.rounding_of(module, op, index, scope.inside)
         if kind == STATISTIC:
             args = with_unrounded_squares(args)
         if action is not None and kind == CONSTANT and not action.rounds_constants:
             return func(*args, **kwargs)
-        if self.on_site is not None and not torch.compiler.is_compiling():
+        # Tracing must not read the hooks: compiled code would be guarded by them, and they change after the first step.
+        if not torch.compiler.is_compiling() and self.on_site is not None:
             self.on_site(scope, op, index, kind, (args, tuple(kwargs.values())))
         if action is None and not self.tags_gradients:
             return func(*args, **kwargs)
@@ -186,14 +128,14 @@ class Rounder(Interceptor):
             x = args[0] if args else kwargs["input"]
             return _written(target, self.execution.relu(x, *self._ways(action, context, x), context))
         args, kwargs = self._rounded_weights(module, action, context, args, kwargs)
-        if action.has_slots and self.on_product is not None and not torch.compiler.is_compiling():
+        if action.has_slots and not torch.compiler.is_compiling() and self.on_product is not None:
             with ProductWatch() as watch:
                 result = func(*args, **kwargs)
             self.on_product(scope, op, watch.seen)
         else:
             result = func(*args, **kwargs)
         if rounds_output:
-            main, unrounded = _largest(result, Tensor), result
+            main, unrounded = largest(result, Tensor), result
             other = context.unrecorded(follows=action.promotes_together)
             result = map_tensors(
                 lambda t: self._rounded_output(action, context if t is main else other, t, args), result
@@ -209,34 +151,35 @@ class Rounder(Interceptor):
         self.execution.check_compilation()
 
     def on_call(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if self.on_first_call is not None and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self.on_first_call is not None:
             self.on_first_call(module, args, kwargs)
 
     def on_view(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
-        if not args or not isinstance(args[0], Tensor):
+        first = args[0] if args else None
+        if not isinstance(first, Tensor):
             return result
         if self.tags_gradients:
-            gradient = getattr(args[0], _GRAD_TAG, None)
+            gradient = getattr(first, _GRAD_TAG, None)
             if gradient is not None:
                 result = taggable(result)
                 for view in result if isinstance(result, (tuple, list)) else [result]:
                     if isinstance(view, Tensor):
                         setattr(view, _GRAD_TAG, gradient)
-        if self.tags_weights and contains_weight(args[0]):
+        if self.tags_weights and (isinstance(first, nn.Parameter) or getattr(first, WEIGHT_TAG, None) is not None):
             result = taggable(result)
             tag_views(result, func, args, kwargs)
         return result
 
     def on_weight(self, path: str, weight: Any) -> Any:
         if isinstance(weight, Tensor) and not isinstance(weight, nn.Parameter):
-            setattr(weight, MADE_WEIGHT, True)
+            setattr(weight, WEIGHT_TAG, True)
         return weight
 
     def tags_of(self, given: Any) -> dict[int, Any]:
         known: dict[int, Any] = {}
         for position, tensor in enumerate(given):
-            tags = {tag: getattr(tensor, tag) for tag in (_GRAD_TAG, WEIGHT_TAG, *TAGS) if hasattr(tensor, tag)}
+            tags = {tag: getattr(tensor, tag) for tag in (_GRAD_TAG, WEIGHT_TAG, TAG) if hasattr(tensor, tag)}
             if isinstance(tensor, nn.Parameter) or tags:
                 known[position] = tensor if isinstance(tensor, nn.Parameter) else tags
         return known
@@ -254,15 +197,7 @@ class Rounder(Interceptor):
     @staticmethod
     def rounding_of(module: nn.Module, op: str, index: int, inside: str | None = None) -> OpRounding | None:
         """What happens to the operation of that number, which may lie inside an opened one."""
-        actions = state_of(module).actions
-        if inside is not None:
-            inner = actions.get(inner_key(inside, op))
-            if inner is not None:
-                return inner  # type: ignore[no-any-return]
-        numbered = op_site(op, index)
-        if numbered in actions:
-            return actions[numbered]  # type: ignore[no-any-return]
-        return actions[op if op in actions else ANY]  # type: ignore[no-any-return]
+        return rounding_of(state_of(module).actions, op, index, inside)
 
     def decomposition_of(self, scope: Scope, op: str) -> Callable[..., Any] | None:
         return DECOMPOSITIONS[op] if op in DECOMPOSITIONS and state_of(scope.module).actions[f"open {op}"] else None
@@ -302,7 +237,7 @@ class Rounder(Interceptor):
     ) -> tuple[Any, dict[str, Any]]:
         if not action.rounds_weights:
             return args, kwargs
-        main = _largest((args, tuple(kwargs.values())), nn.Parameter)
+        main = largest((args, tuple(kwargs.values())), nn.Parameter)
 
         def rounded(tensor: Tensor) -> Tensor:
             if action.promotes:
@@ -313,11 +248,12 @@ class Rounder(Interceptor):
         return map_tensors(rounded, args), {key: map_tensors(rounded, value) for key, value in kwargs.items()}
 
     def _rounded_weight(self, module: nn.Module, action: OpRounding, context: OpContext, tensor: Tensor) -> Tensor:
-        view: WeightView | None = getattr(tensor, WEIGHT_TAG, None)
-        if view is not None:
-            return view.of(self._rounded_weight(module, action, context, view.parent))
-        if not isinstance(tensor, nn.Parameter) and not replaces_parameter(module, tensor):
-            return tensor
+        if not isinstance(tensor, nn.Parameter):
+            tag = getattr(tensor, WEIGHT_TAG, None)
+            if isinstance(tag, WeightView):
+                return tag.of(self._rounded_weight(module, action, context, tag.parent))
+            if tag is None and not replaces_parameter(module, tensor):
+                return tensor
         gradient = action.places.get("grad_weight") if torch.is_grad_enabled() and tensor.requires_grad else None
         value = action.places["weight"] if action.applies("weight", context.training) else None
         key = weight_key(module, tensor) if action.needs_key else None
@@ -395,6 +331,14 @@ class Rounder(Interceptor):
 _FILLERS = ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
 
 
+def _works_in_place(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call writes into one of its arguments."""
+    if kwargs and (kwargs.get("out") is not None or kwargs.get("inplace")):
+        return True
+    position = inplace_argument(func)
+    return position != -1 and (position == -2 or (position < len(args) and bool(args[position])))
+
+
 def _returning(
     func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, Callable[..., Any], Any, dict[str, Any]]:
@@ -449,30 +393,6 @@ def _written(target: Any, result: Any) -> Any:
     if tag is not None or hasattr(target, _GRAD_TAG):
         setattr(target, _GRAD_TAG, tag)
     return target
-
-
-def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`value` with `change` applied to every tensor in it, tuples and lists entered."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*[map_tensors(change, item) for item in value])
-    if isinstance(value, (list, tuple)):
-        return type(value)([map_tensors(change, item) for item in value])
-    return value
-
-
-def _largest(value: Any, kind: type) -> Any:
-    """Of the tensors of a kind in `value` the (first) one with most elements; None where there is none."""
-    if isinstance(value, kind):
-        return value
-    best = None
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            found = _largest(item, kind)
-            if found is not None and (best is None or found.numel() > best.numel()):
-                best = found
-    return best
 
 
 def _replaced(

@@ -189,6 +189,7 @@ class Installation:
         facts_of = {key: _facts(action) for key, action in distinct.items()}
         facts = tuple((op, facts_of[id(action)]) for op, action in state.actions.items())
         version = version_of((flags, state.has_buffers, facts))
+        state.set_version(version)
         for module in with_copies(tables.module):
             if module.__dict__.get(VERSION) != version:  # a write would make torch check the whole dictionary again
                 module.__dict__[VERSION] = version

@@ -94,9 +94,7 @@ class OpContext:
         if self.rounding is not None and op.has_records and self.record is not None:
             row = self.rounding.state_of(op.place).records.get(self.tensor)
         if row is None and self.observing and op.observes and torch.compiler.is_compiling():
-            raise QuantizeError(
-                f"compiled code cannot make room for what is observed at {self.site}: give attach() an example= batch."
-            )
+            raise missing_record(self.site)
         return row
 
     def is_promoted(self, place: str) -> bool:
@@ -126,3 +124,9 @@ class OpContext:
         back = OpContext(self.site, self.module, self.rounding)
         back.salt = consumer_site(self.site, consumer.site)
         return back
+
+
+def missing_record(site: str) -> QuantizeError:
+    return QuantizeError(
+        f"compiled code cannot make room for what is observed at {site}: give attach() an example= batch."
+    )

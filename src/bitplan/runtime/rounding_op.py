@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bitplan.compiler.tracing import is_traced, transformable
+from bitplan.compiler.tracing import is_traced, is_traced_below_dynamo, needs_shapes_only, transformable
 from bitplan.gemm.axes import resolve
 from bitplan.numerics import chunks
 from bitplan.numerics.chunks import chunked_on_gpu
@@ -272,7 +272,7 @@ class RoundingOp:
         if x.requires_grad and torch.is_grad_enabled():
             rounded: Tensor = transformable(StraightThrough).apply(x, quantizer, bits, row, span, None)
         else:
-            rounded = quantizer.round_values(x.detach(), bits, row, span)
+            rounded = quantizer.round_values(x if traced else x.detach(), bits, row, span)
         if record is not None and context.observing:
             self._observe(record, quantizer, x, rounded, rounded, row, span)
         return rounded if self.grid is None else mark_rounded(rounded, self.grid)
@@ -329,7 +329,9 @@ class RoundingOp:
         the record."""
         quantizer = self.quantizer_of(x)
         bits: Tensor | None = None
-        if self.is_stochastic:
+        if self.is_stochastic and is_traced_below_dynamo() and needs_shapes_only(x):
+            bits = torch.empty_like(x, dtype=torch.int32)
+        elif self.is_stochastic:
             assert context.table is not None
             first, second = _salt(place_key(context.salt if weight_key is None else "", self.place))
             key = context.table[0] if weight_key is None else weight_key

@@ -15,7 +15,7 @@ from torch import Tensor
 from bitplan.compiler.tracing import is_traced
 from bitplan.errors import PlanError
 from bitplan.executions.native.backends import BACKENDS
-from bitplan.gemm.products import Product
+from bitplan.gemm.products import Product, no_view
 from bitplan.numerics.formats import BlockFormat, IntFormat
 from bitplan.numerics.quantizer import Encoded, Quantizer
 from bitplan.plans.spec import QuantizerSpec
@@ -206,7 +206,7 @@ class NativeProduct(torch.autograd.Function):
         else:
             ctx.saved_operand, saved_x = saved_operand, saved_operand.release()
         ctx.save_for_backward(*saved_x, *w_codes.get("dgrad.w", (w, None)), bias)
-        return y
+        return no_view(y)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

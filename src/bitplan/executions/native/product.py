@@ -17,7 +17,7 @@ from bitplan.executions.native.float8_cast import FORMATS, INPUT_DTYPES, cast_fl
 from bitplan.executions.native.gemm import BY_ROW, Codes, GemmLayout, NativeProduct, SavedOperand, byte_of, codes_of
 from bitplan.gemm.products import Product
 from bitplan.numerics.wire_format import OPERAND_OF_SLOT
-from bitplan.plans import OPERANDS, SLOTS
+from bitplan.plans import SLOTS
 from bitplan.plans.match import PASSES
 from bitplan.plans.spec import QuantizerSpec
 from bitplan.runtime.autograd import (
@@ -58,11 +58,6 @@ class NativeSlots(Slots):
         self.backends = {gemm_pass: backend_named(name) for gemm_pass, name in backends.items()}
         self.recast_in_backward = recast_in_backward
         self.features = features
-
-    def shares(self, operand: str) -> bool:
-        """Whether an operand is rounded once for both of its GEMMs."""
-        ops = [self.chosen[slot][0] for slot in OPERANDS[operand] if slot in self.chosen]
-        return len(ops) == 2 and ops[0] is ops[1]
 
     def saved_operand(self, x: Tensor) -> SavedOperand | None:
         """The input for an emulated wgrad, one byte per element; None where its format does not fit a byte."""

@@ -20,11 +20,11 @@ from bitplan.executions.emulate import EmulateExecution
 from bitplan.executions.packed.recompute import memory_saving, rounded_bit_relu, sequential_convolution
 from bitplan.executions.packed.saved_tensors import SavedTensorPacker
 from bitplan.plans.execution import Packed
-from bitplan.runtime.dispatch import map_tensors
 from bitplan.runtime.execution import CompilerSettings
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.rounded_mark import copy_mark, packable
 from bitplan.runtime.rounding_op import RoundingOp
+from bitplan.runtime.weights import map_tensors
 
 
 class PackedExecution(EmulateExecution):

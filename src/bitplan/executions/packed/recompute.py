@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,10 +39,9 @@ RECOMPUTED = frozenset(
 
 def memory_saving(op: str, func: Callable[..., Any]) -> Callable[..., Any]:
     """A function with the result of `func` that saves less, where there is one; otherwise `func`."""
-    if op == "relu":
-        return bit_relu
-    if op == "dropout":
-        return bit_dropout
+    if op in ("relu", "dropout"):
+        saving = bit_relu if op == "relu" else bit_dropout
+        return partial(saving, inplace=True) if works_in_place(func) else saving
     return _recomputed(func) if op in RECOMPUTED else func
 
 
@@ -105,22 +105,23 @@ class BitRelu(torch.autograd.Function):
     """ReLU that saves the signs of its input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = torch.relu(x)
+    def forward(ctx: Any, x: Tensor, inplace: bool) -> Tensor:
+        y = torch.nn.functional.relu(x, inplace)
+        if inplace:
+            ctx.mark_dirty(x)
         ctx.positive = PositivePart(y)
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        passed: Tensor = ctx.positive.apply(grads[0])
-        return passed
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.positive.apply(grads[0]), None
 
 
 def bit_relu(input: Tensor, inplace: bool = False) -> Tensor:
     """ReLU that saves one bit per element for its gradient."""
     if not (torch.is_grad_enabled() and input.requires_grad):
-        return torch.relu(input)
-    y: Tensor = BitRelu.apply(input)  # type: ignore[no-untyped-call]
+        return torch.nn.functional.relu(input, inplace)
+    y: Tensor = BitRelu.apply(input, inplace)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -184,7 +185,7 @@ class BitDropout(torch.autograd.Function):
     """Dropout that saves a bit per element, with the random numbers of torch's dropout."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, p: float, inplace: bool) -> Tensor:
         ctx.p = p
         if x.is_cuda:
             y, passed = torch.native_dropout(x, p, True)
@@ -193,22 +194,25 @@ class BitDropout(torch.autograd.Function):
             passed = factors.bool()
             y = x * factors.div_(1 - p)
         ctx.passed = Bits(passed)
-        return y
+        if not inplace:
+            return y
+        ctx.mark_dirty(x)
+        return x.copy_(y)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         passed = ctx.passed.mask()
         if grads[0].is_cuda:
-            return torch.ops.aten.native_dropout_backward(grads[0], passed, 1 / (1 - ctx.p)), None
-        return grads[0] * passed.to(grads[0].dtype).div_(1 - ctx.p), None
+            return torch.ops.aten.native_dropout_backward(grads[0], passed, 1 / (1 - ctx.p)), None, None
+        return grads[0] * passed.to(grads[0].dtype).div_(1 - ctx.p), None, None
 
 
 def bit_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Dropout that saves one bit per element for its gradient."""
     needs_grad = torch.is_grad_enabled() and input.requires_grad
     if not (needs_grad and training and 0 < p < 1 and input.numel()):
-        return torch.nn.functional.dropout(input, p, training)
-    y: Tensor = BitDropout.apply(input, p)  # type: ignore[no-untyped-call]
+        return torch.nn.functional.dropout(input, p, training, inplace)
+    y: Tensor = BitDropout.apply(input, p, inplace)  # type: ignore[no-untyped-call]
     return y
 
 

@@ -78,6 +78,9 @@ def measure_damage(
             output = replica(*args, **kwargs)
             loss = output if target.loss is None else call_loss(target.loss, output, expected)
         (loss if loss.dim() == 0 else loss.float().square().mean()).backward()
+    replica.zero_grad(set_to_none=True)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # trials may run in other processes
     return {site: {name: _finite(total) for name, total in sums.items()} for site, sums in probe.sums.items()}
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from bitplan.executions.native.backends import backends_of
+from bitplan.executions.native.backends import GemmBackend, backends_of
 from bitplan.executions.native.crossover import ProductTime, cache_file, machine_name, time_product
 from bitplan.files import parse_json, write_whole
 from bitplan.planners.auto.groups import ProductGroup
@@ -51,7 +51,7 @@ def time_products(
     noisy = 0
     for group in groups:
         best: tuple[str, ProductTime] | None = None
-        for backend in backends_of(device):
+        for backend in _backends(device):
             key = f"{machine_name(device)}, {dtype}, torch {torch.__version__}, {backend.name}, {group.shape}"
             time = cached[key] if key in cached else time_product(backend, group.shape, device, dtype)
             cached[key] = time
@@ -71,6 +71,12 @@ def time_products(
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return timed
+
+
+def _backends(device: torch.device) -> tuple[GemmBackend, ...]:
+    """The backends worth timing: where there are FP8 units, INT8 has the same rate and no casts in one kernel."""
+    backends = backends_of(device)
+    return tuple(backend for backend in backends if backend.name == "fp8") or backends
 
 
 def _read_cache() -> dict[str, ProductTime | None]:

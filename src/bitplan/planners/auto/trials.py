@@ -104,14 +104,16 @@ class Failure:
 
 
 Outcome = Trial | Failure
-_OUT_OF_MEMORY = Failure("out of memory")
+OUT_OF_MEMORY = Failure("out of memory")
+#: How libraries other than torch's allocator say so.
+_OUT_OF_MEMORY_SIGNS = ("out of memory", "ALLOC_FAILED", "CUDNN_STATUS_INTERNAL_ERROR")
 
 
 def failure_of(error: Exception) -> Failure:
     """An error in one line; running out of memory is expected of large candidates."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return _OUT_OF_MEMORY
     first = (str(error).strip().splitlines() or [""])[0]
+    if isinstance(error, torch.OutOfMemoryError) or any(sign in first for sign in _OUT_OF_MEMORY_SIGNS):
+        return OUT_OF_MEMORY
     return Failure(first if isinstance(error, BitplanError) else f"{type(error).__name__}: {first}")
 
 
@@ -328,7 +330,7 @@ class ProcessTrials(Trials):
         for first in range(0, len(plans), self.most):
             outcomes += self._measure_group(plans[first : first + self.most])
         for index, plan in enumerate(plans):
-            if outcomes[index] == _OUT_OF_MEMORY and len(plans) > 1:  # perhaps because of the others
+            if outcomes[index] == OUT_OF_MEMORY and len(plans) > 1:  # perhaps because of the others
                 self.close()
                 (outcomes[index],) = self._measure_group([plan])
         return outcomes

@@ -11,14 +11,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,15 +26,16 @@ from bitplan._version import __version__
 from bitplan.analysis.memory import estimate_memory
 from bitplan.analysis.memory.step import OptimizerChoice, make_optimizer
 from bitplan.analysis.targets import Target
-from bitplan.capture.recording import Operation, record
+from bitplan.capture.recording import record
 from bitplan.capture.selectors import OperationGraph
 from bitplan.errors import BitplanError, PlanError
-from bitplan.executions.native.crossover import cache_file, machine_name
-from bitplan.files import byte_text, parse_json, write_whole
+from bitplan.executions.native.crossover import machine_name
+from bitplan.files import byte_text
 from bitplan.machine import describe_machine
 from bitplan.numerics.quantizer import make_quantizer
 from bitplan.numerics.wire_format import op_site
 from bitplan.planners.assign.budget import Budget
+from bitplan.planners.auto.cache import TrialCache, fingerprint_of
 from bitplan.planners.auto.candidates import (
     ACTIVATION_QUANTIZERS,
     LOWER,
@@ -54,6 +52,7 @@ from bitplan.planners.auto.groups import ProductGroup, SiteKey, activation_group
 from bitplan.planners.auto.products import TimedProducts, time_products
 from bitplan.planners.auto.result import AutoResult, TriedPlan, no_plan
 from bitplan.planners.auto.trials import (
+    OUT_OF_MEMORY,
     Batches,
     Failure,
     LocalTrials,
@@ -183,14 +182,13 @@ class _Search:
         self.rows: list[TriedPlan] = []
         self.candidates: dict[str, Candidate] = {}
         self.products: list[TimedProducts] = []
-        self.verified: str | None = None
-        self.cache = _TrialCache()
+        self.cache = TrialCache()
 
     def run(self, steps: int | None, seeds: int) -> None:
         problem = self.problem
         self.report("recording the model")
         self.operations = record(problem.target.model, problem.target.batch, problem.target.loss)
-        self.fingerprint = _fingerprint(problem, self.operations)
+        self.fingerprint = fingerprint_of(problem, self.operations)
         self.sites = [SiteKey(op.module, op_site(op.op, op.index)) for op in self.operations]
         groups = activation_groups(self.operations, problem.compile)
         self.chunks_loss = self._can_chunk_loss()
@@ -201,6 +199,9 @@ class _Search:
         self.lower_items = [] if problem.compile else lowered(self.items, damage)
         native = self._native_candidates()
         self._measure([Candidate(PLAIN, None), *self._own_precision(), *(native or self._packed_candidates())])
+        plain = self.rows[0].outcome
+        if isinstance(plain, Failure) and plain != OUT_OF_MEMORY:
+            raise BitplanError(f"the model does not train without a plan ({plain.reason}): fix that first.")
         if native and not self._is_native_faster():
             self._measure(self._packed_candidates())
         if self._has_small_state():
@@ -593,53 +594,3 @@ def _interpolate(measured: Sequence[tuple[int, int]], goal: int) -> int | None:
         return None
     (less, high), (more, low) = above, below
     return round(less + (more - less) * (high - goal) / (high - low))
-
-
-# --- Trials that were measured before
-
-
-def _fingerprint(problem: Problem, operations: Sequence[Operation]) -> str:
-    """Everything that decides the time and memory of a step but the plan."""
-    shapes = [
-        (operation.label, [(tuple(tensor.shape), str(tensor.dtype)) for tensor in operation.outputs])
-        for operation in operations
-    ]
-    weights = [
-        (name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in problem.target.model.state_dict().items()
-    ]
-    optimizer = problem.optimizer
-    kind = (
-        optimizer if optimizer is None or isinstance(optimizer, str) else type(optimizer(problem.target.model)).__name__
-    )
-    threads = torch.get_num_threads()
-    facts = (machine_name(problem.device), torch.__version__, __version__, kind, problem.compile, str(problem.autocast))
-    return hashlib.sha256(repr((shapes, weights, facts, threads)).encode()).hexdigest()
-
-
-class _TrialCache:
-    """Quiet trials by model, machine and plan, in a file beside the crossover tables."""
-
-    def __init__(self) -> None:
-        self.trials: dict[str, Trial] = {}
-        try:
-            content = parse_json(self._file().read_text(encoding="utf-8"))
-            self.trials = {key: Trial(**row) for key, row in content.items()}
-        except (OSError, ValueError, TypeError, AttributeError):
-            pass  # there is none, or it is damaged: everything is measured again
-
-    def key(self, fingerprint: str, plan: Plan | None) -> str:
-        text = "" if plan is None else json.dumps(plan.to_dict(), sort_keys=True)
-        return hashlib.sha256(f"{fingerprint} {text}".encode()).hexdigest()
-
-    def add(self, key: str, trial: Trial) -> None:
-        if key in self.trials or not trial.is_quiet:
-            return
-        self.trials[key] = trial
-        try:
-            self._file().parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self._file(), json.dumps({name: row.to_dict() for name, row in self.trials.items()}) + "\n")
-        except OSError as error:
-            log.info("trials are not cached, and will be measured again: %s", error)
-
-    def _file(self) -> Path:
-        return cache_file().with_name("trials.json")
