@@ -488,3 +488,26 @@ def test_an_empty_batch_passes() -> None:
         y.sum().backward()
     assert y.shape == (0, 4)
     assert model[0].weight.grad.eq(0).all()
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("kernel", [2, 3, 5])
+@pytest.mark.parametrize(("inputs", "outputs", "side"), [(1, 4, 7), (3, 16, 8), (16, 16, 8), (24, 5, 13), (64, 32, 4)])
+@pytest.mark.parametrize("is_biased", [False, True])
+def test_gradients_of_a_convolution_one_after_the_other_have_the_same_bits(
+    inputs: int, outputs: int, side: int, kernel: int, stride: int, is_biased: bool
+) -> None:
+    torch.manual_seed(inputs + outputs)
+    conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=is_biased)
+    model = nn.Sequential(nn.Conv2d(inputs, inputs, 1), conv)
+    plan = {"version": 1, "rules": [{"match": "*", "activation": "e4m3"}]}
+    gradients = []
+    for execution in ("emulate", "packed"):
+        for samples in (1, 3):
+            x = torch.randn(samples, inputs, side, side, generator=torch.Generator().manual_seed(1))
+            with bitplan.attach(model, plan, execution=execution):
+                model(x).square().sum().backward()
+            gradients.append([parameter.grad for parameter in model.parameters()])
+            model.zero_grad()
+    for emulated, packed in zip(gradients[:2], gradients[2:], strict=True):
+        assert all(torch.equal(*pair) for pair in zip(emulated, packed, strict=True))  # type: ignore[arg-type]

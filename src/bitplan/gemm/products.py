@@ -44,7 +44,7 @@ class Product:
         if self.op == "linear":
             return torch.matmul(dy, w)
         if self.op.startswith("conv"):
-            return self.gradients(dy, x, w, (True, False, False))[0]
+            return self._convolution_backward(dy, x, w, (True, False))[0]
         if self.op == "einsum":
             left, right, out = self.settings
             return _einsum_gradient(f"{out},{right}", left, dy, w, x)
@@ -57,7 +57,7 @@ class Product:
         if self.op == "linear":
             return torch.matmul(dy.reshape(-1, dy.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
         if self.op.startswith("conv"):
-            return self.gradients(dy, x, w, (False, True, False))[1]
+            return self._convolution_backward(dy, x, w, (False, True))[1]
         if self.op == "einsum":
             left, right, out = self.settings
             return _einsum_gradient(f"{left},{out}", right, x, dy, w)
@@ -71,12 +71,10 @@ class Product:
             return dy.sum([axis for axis in range(dy.dim()) if axis != 1])
         return dy.sum_to_size(bias.shape)
 
-    def gradients(self, dy: Tensor, x: Tensor, w: Tensor, needed: tuple[bool, bool, bool]) -> list[Tensor]:
-        """The gradients of a convolution's input, weight and bias that are needed."""
+    def _convolution_backward(self, dy: Tensor, x: Tensor, w: Tensor, output_mask: tuple[bool, bool]) -> list[Tensor]:
         stride, padding, dilation, transposed, output_padding, groups = self.settings
-        bias_size = [w.shape[1] * groups if transposed else w.shape[0]]
         gradients: list[Tensor] = torch.ops.aten.convolution_backward(
-            dy, x, w, bias_size, stride, padding, dilation, transposed, output_padding, groups, list(needed)
+            dy, x, w, None, stride, padding, dilation, transposed, output_padding, groups, [*output_mask, False]
         )
         return gradients
 
@@ -153,7 +151,8 @@ class SlotProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, product: Product, slots: Any) -> Tensor:
         # A frozen weight needs no input and a fixed input no weight: of these only the form is kept.
-        saved_x, saved_w = (x if ctx.needs_input_grad[1] else None), (w if ctx.needs_input_grad[0] else None)
+        needs_x, needs_w = getattr(ctx, "needs_input_grad", (True, True))[:2]  # transforms of torch.func do not say
+        saved_x, saved_w = (x if needs_w else None), (w if needs_x else None)
         if saved_x is not None and slots.keeps_rounded_x:
             saved_x = slots.round("wgrad.x", x)
         ctx.save_for_backward(saved_x, saved_w, bias)

@@ -224,23 +224,23 @@ class SequentialConvolution(torch.autograd.Function):
 
     torch computes both in one call, during which the unpacked input, its copy in oneDNN's layout and the input's
     gradient are alive together: the peak of a packed step. The gradient of the input does not need the input, so it is
-    released before. oneDNN computes that gradient and a transposed convolution by the same primitive: the bits are
-    those of ``convolution_backward``.
+    released before: a transposed convolution computes it, with the bits of ``convolution_backward`` for the shapes that
+    :func:`sequential_convolution` admits.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, product: Product) -> Tensor:
         ctx.save_for_backward(x, w)
         ctx.product, ctx.size = product, x.shape
-        return product.forward(x, w, bias)
+        return product.forward(x, w, None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,), product = grads, ctx.product
         x, w = ctx.saved_tensors
-        _, grad_w, grad_bias = product.gradients(dy, x, w, (False, True, ctx.needs_input_grad[2]))
+        grad_w = product.grad_w(dy, x, w)
         del x
-        return product.grad_x_by_transposition(dy, ctx.size, w), grad_w, grad_bias, None
+        return product.grad_x_by_transposition(dy, ctx.size, w), grad_w, None
 
 
 def sequential_convolution(op: str, func: Callable[..., Any]) -> Callable[..., Any]:
@@ -249,14 +249,16 @@ def sequential_convolution(op: str, func: Callable[..., Any]) -> Callable[..., A
     def convolve(*args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs["input"]
         w = args[1] if len(args) > 1 else kwargs["weight"]
-        is_simple = x.is_cpu and x.dtype == w.dtype and x.dim() == w.dim() and x.layout == torch.strided and x.numel()
+        # For other kernels, groups and layouts oneDNN was seen to sum the two in another order.
+        is_simple = x.is_cpu and x.dtype == w.dtype and x.dim() == 4 == w.dim() and x.is_contiguous() and x.numel()
+        is_simple = is_simple and w.is_contiguous() and min(w.shape[2:]) > 1 and w.shape[1] == x.shape[1] and len(x) > 1
         needs_both = torch.is_grad_enabled() and x.requires_grad and w.requires_grad
         if not is_simple or not needs_both or torch.is_autocast_enabled("cpu") or not has_settings(op, args, kwargs):
             return func(*args, **kwargs)
         product, bias = product_of(op, args, kwargs)
-        if product.output_padding_of(x.shape, w.shape) is None:
+        if bias is not None or product.output_padding_of(x.shape, w.shape) is None:
             return func(*args, **kwargs)
-        return SequentialConvolution.apply(x, w, bias, product)  # type: ignore[no-untyped-call]
+        return SequentialConvolution.apply(x, w, product)  # type: ignore[no-untyped-call]
 
     return convolve
 
