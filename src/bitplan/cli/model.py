@@ -160,7 +160,8 @@ def memory(
         ),
     ] = None,
     execution: Annotated[
-        str | None, typer.Option(help="emulate (the default), or packed (the default with --budget).")
+        str | None,
+        typer.Option(help="emulate, packed or native (default: as the plan says, else emulate; packed with --budget)."),
     ] = None,
     compile: Annotated[bool, typer.Option("--compile", help="Of the model compiled.")] = False,
     batch: Annotated[int | None, typer.Option(min=1, help="Samples a step, if not the target's own number.")] = None,
@@ -189,14 +190,13 @@ def memory(
         if optimizer is None:
             optimizer = str(resolve_optimizer("default", *map(find_plan, plans or ())))
         limit = None if budget is None else read_bytes(budget)
-        how = execution or ("packed" if limit is not None else "emulate")
         precision = torch.bfloat16 if autocast else None
         shapes = move_target(load_target(target, shapes_only=True), where, batch)
         tried_choices: list[PlanEstimate] = []
         tried: Sequence[str | None] = plans or (LADDER if limit is not None else (None,))
         with target_errors(target):
             for choice in estimate_plans(
-                *(shapes, tried, how, optimizer, limit), compile=compile, autocast=precision, device=where
+                *(shapes, tried, execution, optimizer, limit), compile=compile, autocast=precision, device=where
             ):
                 tried_choices.append(choice)
                 output.note(f"{_choice_name(choice)}: a peak of {byte_text(choice.estimated.peak)}, estimated.")
@@ -209,7 +209,9 @@ def memory(
             with target_errors(target):
                 measured = [
                     measure_memory(
-                        *(real.model, real.batch, real.loss, optimizer, choice.plan, choice.execution, compile),
+                        *(real.model, real.batch, real.loss, optimizer, choice.plan),
+                        None if choice.is_declared else choice.execution,
+                        compile,
                         autocast=precision,
                     )
                     for choice in tried_choices

@@ -13,6 +13,7 @@ import torch
 from bitplan.analysis.memory.estimate import estimate_memory
 from bitplan.analysis.memory.step import Memory, OptimizerChoice
 from bitplan.analysis.targets import Target
+from bitplan.plans.loading import find_plan
 
 #: Plans that are tried if none is named, with fewer bits from one to the next.
 LADDER: tuple[str | None, ...] = (None, "bf16-all", "fp8-all", "int4-all", "int2-all")
@@ -28,6 +29,8 @@ class PlanEstimate:
     estimated: Memory
     #: Whether the peak is within the budget; None without a budget.
     fits: bool | None
+    #: Whether the execution, with its options, is the plan's own.
+    is_declared: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -42,7 +45,7 @@ class PlanEstimate:
 def estimate_plans(
     target: Target,
     plans: Iterable[str | None],
-    execution: str,
+    execution: str | None,
     optimizer: OptimizerChoice,
     budget: int | None,
     *,
@@ -50,21 +53,28 @@ def estimate_plans(
     autocast: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> Iterator[PlanEstimate]:
-    """Estimate the memory under each plan."""
+    """Estimate the memory under each plan.
+
+    :param execution: None: as each plan says, otherwise packed with a budget and emulated without.
+    """
+    default = "emulate" if budget is None else "packed"
     for plan in plans:
-        plan_execution = "emulate" if plan is None else execution
+        declared = None if plan is None else find_plan(plan).declared_execution
+        uses_declared = execution is None and declared is not None
+        plan_execution = "emulate" if plan is None else execution or (declared.kind if declared else default)
         estimated = estimate_memory(
             target.model,
             target.batch,
             target.loss,
             optimizer,
             plan,
-            plan_execution,
+            None if uses_declared else plan_execution,  # the plan's own has options, too
             compile,
             autocast=autocast,
             device=device,
         )
-        yield PlanEstimate(plan, plan_execution, estimated, None if budget is None else estimated.peak <= budget)
+        fits = None if budget is None else estimated.peak <= budget
+        yield PlanEstimate(plan, plan_execution, estimated, fits, uses_declared)
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -243,6 +243,10 @@ class SequentialConvolution(torch.autograd.Function):
         return product.grad_x_by_transposition(dy, ctx.size, w), grad_w, None
 
 
+#: 1x1 kernels with fewer input channels are summed in another order.
+_LEAST_CHANNELS = 8
+
+
 def sequential_convolution(op: str, func: Callable[..., Any]) -> Callable[..., Any]:
     """The convolution `func` with its gradients one after the other, where its call has a simple form."""
 
@@ -251,7 +255,8 @@ def sequential_convolution(op: str, func: Callable[..., Any]) -> Callable[..., A
         w = args[1] if len(args) > 1 else kwargs["weight"]
         # For other kernels, groups and layouts oneDNN was seen to sum the two in another order.
         is_simple = x.is_cpu and x.dtype == w.dtype and x.dim() == 4 == w.dim() and x.is_contiguous() and x.numel()
-        is_simple = is_simple and w.is_contiguous() and min(w.shape[2:]) > 1 and w.shape[1] == x.shape[1] and len(x) > 1
+        is_simple = is_simple and w.is_contiguous() and w.shape[1] == x.shape[1] and len(x) > 1
+        is_simple = is_simple and (min(w.shape[2:]) > 1 or w.shape[1] >= _LEAST_CHANNELS)
         needs_both = torch.is_grad_enabled() and x.requires_grad and w.requires_grad
         if not is_simple or not needs_both or torch.is_autocast_enabled("cpu") or not has_settings(op, args, kwargs):
             return func(*args, **kwargs)
