@@ -471,9 +471,14 @@ def test_sharding_an_attached_model_and_detaching(tmp_path: Path) -> None:
 
 
 def test_a_lazy_module_keeps_the_plan_when_it_gets_its_class() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.LazyLinear(5))
+    plain(X)
+    torch.manual_seed(0)
     model = nn.Sequential(nn.LazyLinear(5))
     run = attached(model, {"match": "*", "weight": "e2m1"})
     y = model(X)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))  # initialised as without a plan
     rounded = [bitplan.quantize(parameter, "e2m1") for parameter in model.parameters()]
     assert torch.equal(y, torch.nn.functional.linear(X, *rounded))
     run.detach()

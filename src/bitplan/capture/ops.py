@@ -173,7 +173,10 @@ def name_of(func: Callable[..., Any]) -> str | None:
     >>> name_of(torch.Tensor.__iadd__), name_of(torch.relu_), name_of(torch.Tensor.view)
     ('add', 'relu', None)
     """
-    return _name_of_text(getattr(func, "__name__", "__get__"))
+    name = getattr(func, "__name__", "__get__")
+    if name[-1:] == "_" and getattr(func, "__module__", None) == "torch.nn.init":
+        return None  # a lazy module initialises its weights in the scope of the module around it
+    return _name_of_text(name)
 
 
 @lru_cache(maxsize=4096)
