@@ -103,6 +103,59 @@ def test_a_llama_of_transformers_learns_in_fp8(folder: Path) -> None:
     assert max(plain, planned) < 0.3
 
 
+def test_adapters_learn_on_a_base_in_4_bits(folder: Path) -> None:
+    pytest.importorskip("peft")
+    shown = shown_by("lora_4bit.py", folder)
+    before, after = (float(size) for size in re.findall(r"^weights .*: (\S+) MB$", shown, flags=re.M))
+    assert after < before / 3.5
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", shown, flags=re.M)]
+    assert losses[-1] < losses[0] - 1.5
+    (merged,) = re.findall(r"merged: LlamaForCausalLM, loss (\S+)", shown)
+    assert abs(float(merged) - losses[-1]) < 1
+
+
+def lines_changed(page: str, script: Path) -> tuple[int, str]:
+    """How many lines the diff of a how-to page adds to the plain script, and that script."""
+    text = script.read_text()
+    (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "how-to" / page).read_text(), flags=re.DOTALL)
+    added = 0
+    for block in re.findall(r"(?:^[-+].*\n)+", diff, flags=re.MULTILINE):
+        lines = block.splitlines()
+        new = "".join(f"{line[1:]}\n" for line in lines if line.startswith("+"))
+        assert text.count(new) == 1, new
+        text = text.replace(new, "".join(f"{line[1:]}\n" for line in lines if line.startswith("-")))
+        added += sum(1 for line in new.splitlines() if line)
+    return added, text
+
+
+@pytest.mark.parametrize(
+    ("script", "page"), [("lightning_module.py", "lightning.md"), ("accelerate_loop.py", "accelerate.md")]
+)
+def test_a_trainer_takes_a_plan_in_three_lines(script: str, page: str, folder: Path) -> None:
+    """The script runs with its plan, and without the lines of the diff it is the plain script."""
+    (planned,) = re.findall(r"held out: loss ([\d.]+)", shown_by(script, folder))
+    added, plain_text = lines_changed(page, folder / "examples" / script)
+    assert added <= 3
+    assert "integrations" not in plain_text
+    (folder / "examples" / script).write_text(plain_text)
+    (plain,) = re.findall(r"held out: loss ([\d.]+)", shown_by(script, folder))
+    assert planned != plain
+    assert float(planned) == pytest.approx(float(plain), abs=0.05)
+
+
+def test_the_trainer_of_transformers_takes_a_plan_in_three_lines(folder: Path) -> None:
+    shown = shown_by("hf_trainer.py", folder)
+    (loss,) = re.findall(r"evaluation loss ([\d.]+)", shown)
+    assert 1 < float(loss) < 3.5  # 5.5 before training
+    bits = [float(figure) for figure in re.findall(r"'bitplan/bits': '?([\d.]+)", shown)]
+    assert len(bits) == 3
+    assert all(8 < figure < 16 for figure in bits)  # FP8 in linear layers, FP32 in attention
+    added, plain_text = lines_changed("transformers.md", folder / "examples" / "hf_trainer.py")
+    assert added <= 3
+    assert "bitplan.integrations" not in plain_text
+    compile(plain_text, "hf_trainer.py", "exec")
+
+
 def test_a_plan_is_found_for_a_budget(folder: Path) -> None:
     shown = shown_by("fit_my_model.py", folder)
     (share,) = re.findall(r"Peak .* instead of .* \((\d+)%\)", shown)

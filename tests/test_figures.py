@@ -374,23 +374,52 @@ def test_the_list_of_plans_that_memory_tries_is_described() -> None:
 
 # docs/how-to/auto.md
 
-#: Row of the table of searches -> its search, and the candidate of its last columns.
+#: Row of the table of searches -> its search, and the candidates without rounding and of the last columns.
 SEARCHES = {
-    "ConvNeXt-T, 128 images": ("convnext_t", "fp8 + gate"),
-    "MobileNet-v2, 256 images": ("mobilenet_v2", "packed product"),
-    "ResNet-50, 256 images": ("resnet50", "packed product"),
-    "Llama, 4 layers of 4096, 4 x 4096 tokens": ("llama_4096", "fp8 + gate + residual + product"),
+    "Llama, 8 layers of 2048, 8 x 2048 tokens": (
+        *("llama_2048", "no plan, constant masks dropped", "fp8 + gate + product + other + residual"),
+    ),
+    "the same with `--memory 6GiB`": (
+        *("llama_2048:6GiB", "no plan, constant masks dropped"),
+        "fp8 + gate + residual + product, half of each gate recomputed",
+    ),
+    "Llama, 4 layers of 4096, 4 x 4096 tokens": (
+        *("llama_4096", "no plan, constant masks dropped", "fp8 + gate + residual + product + other"),
+    ),
+    "Llama-3.2-1B shape, 4 x 4096 tokens": ("llama_1b", "no plan, loss in chunks", "fp8 + gate + residual"),
+    "ConvNeXt-T, 128 images": ("convnext_t", "no plan, recompute", "fp8 + gate"),
+    "MobileNet-v2, 256 images": ("mobilenet_v2", "no plan, recompute", "packed product"),
+    "ResNet-50, 256 images": ("resnet50", "no plan, recompute", "packed product"),
 }
+
+
+#: Row of the README's table of searches -> its row here.
+README_SEARCHES = {
+    "Llama, 8 layers of 2048": "Llama, 8 layers of 2048, 8 x 2048 tokens",
+    "Llama, 8 layers of 2048, `--memory 6GiB`": "the same with `--memory 6GiB`",
+    "Llama, 4 layers of 4096": "Llama, 4 layers of 4096, 4 x 4096 tokens",
+}
+
+
+@pytest.mark.parametrize("row", README_SEARCHES)
+def test_searches_of_the_readme_are_those_of_the_page(row: str) -> None:
+    (line,) = (line for line in README.splitlines() if line.startswith(f"| {row} |"))
+    (other,) = (line for line in page("auto").splitlines() if line.startswith(f"| {README_SEARCHES[row]} |"))
+    shown, expected = ([cell.replace("*", "") for cell in cells(text)] for text in (line, other))
+    assert shown[1:4] == expected[1:4]
+    assert "(chosen)" in expected[4]
 
 
 @pytest.mark.parametrize("row", SEARCHES)
 def test_searches_are_those_of_the_file(row: str) -> None:
-    search, candidate = SEARCHES[row]
-    trials = {c["name"]: c["trial"] for c in measured("auto-h200.json")["searches"][search]["candidates"]}
+    search, own_precision, candidate = SEARCHES[row]
+    document = measured("auto-h200.json")["searches"][search]
+    trials = {c["name"]: c["trial"] for c in document["candidates"] if c["trial"] is not None}
+    rest = [t for name, t in trials.items() if name.startswith("no plan,")]
+    assert trials[own_precision] == min(rest, key=lambda trial: trial["milliseconds"])
     (line,) = (line for line in page("auto").splitlines() if line.startswith(f"| {row} |"))
     shown = [cell.replace("*", "") for cell in cells(line)]
-    for cell, name in zip(shown[1:4], ("no plan", "no plan, recompute", candidate), strict=True):
-        trial = trials.get(name)
-        expected = "" if trial is None else f"{trial['milliseconds']:.1f}, {trial['peak'] / 2**30:.2f}"
-        assert cell == expected
+    for cell, name in zip(shown[1:4], ("no plan", own_precision, candidate), strict=True):
+        assert cell == f"{trials[name]['milliseconds']:.1f}, {trials[name]['peak'] / 2**30:.2f}"
+    assert ("(chosen)" in shown[4]) == (document["chosen"] == candidate)
     assert shown[4].startswith(candidate)

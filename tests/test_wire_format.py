@@ -281,11 +281,13 @@ def _digest(names: list[str]) -> str:
         ("resnet74", 452, "16fd368a1ac90212", 227, "41b648b11cbc5ffc"),
         ("resnet110", 668, "5ec4ede099314ec6", 335, "e9efd56ee8c53891"),
         ("resnet152", 920, "d0b2ac0a909ea62e", 461, "dd957e17fffb2c78"),
+        ("resnet164", 983, "a6b3d9ff60a94caf", 494, "c863dda514dbbd24"),
         ("resnet18", 122, "9268dc0b58c121fa", 62, "0c180f3fc68950a8"),
         ("mobilenet-v2", 344, "5d2ccef2fd8a557f", 173, "dcb49fa479429cce"),
         ("squeezenet", 177, "31b375014a84d710", 102, "20d3c158869b68d0"),
         ("shufflenet-v2", 338, "b150d943f5d6d8a6", 170, "63a46c210d587bec"),
         ("resnet18-imagenet", 122, "9268dc0b58c121fa", 62, "0c180f3fc68950a8"),
+        ("resnet34-imagenet", 218, "dda2a3cd4cee8570", 110, "1f889f5d089dc3b2"),
         ("resnet50", 320, "1af8b678ba440de2", 161, "cf835085e25a0e54"),
         ("mobilenet-v2-imagenet", 314, "72bf9f3d3389115c", 158, "c80dbd58305d9edf"),
         ("gpt2-small", 149, "0ea61113748d706a", 148, "c0d3821c94716a57"),
@@ -294,6 +296,9 @@ def _digest(names: list[str]) -> str:
         ("gpt-tiny", 29, "82694c31693d8c00", 28, "22cd4f0a0a152518"),
         ("lstm", 7, "5f0c84e833ebbd33", 7, "5f0c84e833ebbd33"),
         ("gcn", 6, "310033f817449c70", 6, "310033f817449c70"),
+        ("gat", 8, "9833f0d2dd934134", 8, "9833f0d2dd934134"),
+        ("retinanet-resnet18", 156, "084ba1d4b277c467", 96, "18a92be7672f65be"),
+        ("retinanet-resnet101", 660, "bb8c4a17939d8595", 348, "2f163c308e58f81b"),
     ],
 )
 def test_order_and_names_of_parameters(

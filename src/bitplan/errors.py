@@ -58,6 +58,10 @@ class TorchVersionError(BitplanError, ImportError):
     """A private torch symbol that the installed torch version does not have."""
 
 
+class MissingPackageError(BitplanError, ImportError):
+    """A package that an integration needs and that is not installed."""
+
+
 class BitplanWarning(UserWarning):
     """Base of every warning bitplan issues, so that one filter can silence or raise them all."""
 

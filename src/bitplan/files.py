@@ -6,7 +6,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,43 @@ def write_whole(path: Path, text: str) -> None:
         fresh.unlink(missing_ok=True)
 
 
+@contextmanager
+def fresh_file(path: Path) -> Iterator[Path]:
+    """A temporary file that replaces `path` at the end, once it is on disk."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield fresh
+        sync(fresh)
+        fresh.replace(path)
+        sync(path.parent)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's contents, or a folder's entries, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 # --- JSON as RFC 8259 has it, which knows no NaN and no infinities: they are written as strings such as ``"NaN"``
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock file while other processes that want it wait; without POSIX locks nobody waits."""
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def json_text(content: Any) -> str:

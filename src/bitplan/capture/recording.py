@@ -252,6 +252,10 @@ class Operation:
     wholes: dict[str, Tensor] = field(default_factory=dict)
     #: What its result was split into. These are views, and no sites, but some accounts of memory count them.
     parts: list[Tensor] = field(default_factory=list)
+    #: For each of these parts, what a reader of it reads.
+    part_reads: list[Read] = field(default_factory=list)
+    #: What a product reads as x and as w; None for parameters, buffers and constants.
+    operand_reads: tuple[Read | None, Read | None] = (None, None)
     #: Every tensor that it was given, in order, but for parameters, buffers and constants that no operation made.
     reads: list[Read] = field(default_factory=list)
     #: Whether its result, or a view of it, is among the model's outputs.
@@ -309,9 +313,11 @@ class Recorder(Interceptor):
                 if id(tensor) not in self.made_by:
                     self.made_by[id(tensor)] = source
                     self.kept.append(tensor)
-            if getattr(func, "__name__", "") in _SPLITS:
-                self.operations[source].parts.extend(_tensors(result))
         self._note_parts(getattr(func, "__name__", ""), _tensors(args), _tensors(result))
+        if source is not None and getattr(func, "__name__", "") in _SPLITS:
+            split = self.operations[source]
+            split.parts.extend(_tensors(result))
+            split.part_reads.extend(self.read_as.get(id(tensor), Read(source)) for tensor in _tensors(result))
         return result
 
     def _is_fixed(self, tensor: Tensor) -> bool:
@@ -325,6 +331,13 @@ class Recorder(Interceptor):
             self.read_as[id(tensor)] = Read(-self._data_count)
             self.kept.append(tensor)
         return self.read_as[id(tensor)]
+
+    def _operand_reads(self, operands: tuple[Tensor, Tensor] | None) -> tuple[Read | None, Read | None]:
+        x, w = operands or (None, None)
+        return self._operand_read(x), self._operand_read(w)
+
+    def _operand_read(self, tensor: Any) -> Read | None:
+        return self._read(tensor) if isinstance(tensor, Tensor) and not self._is_fixed(tensor) else None
 
     def _note_parts(self, name: str, given: list[Tensor], results: list[Tensor]) -> None:
         """Views and casts are what they were made of, or a part of it."""
@@ -416,6 +429,7 @@ class Recorder(Interceptor):
                 aten_products=tuple(watch.seen),
                 wholes={name: self.whole_parameters[name] for name, _ in parameters if name in self.whole_parameters},
                 reads=reads,
+                operand_reads=self._operand_reads(operands),
             )
         )
         for tensor in fresh:

@@ -51,6 +51,7 @@ from bitplan.compiler import torch_private
 from bitplan.compiler.torch_patches import Undo, replace_attribute
 from bitplan.compiler.torch_private import (
     CHECKPOINT_GENERATOR,
+    COMPILED_CALL,
     DISPATCH_MODULES,
     FUNCTORCH_MODULES,
     DisableTorchFunction,
@@ -85,6 +86,8 @@ class ModuleState:
         #: Positions and names of the arguments of ``forward`` that are masks.
         self.mask_arguments = mask_arguments(module)
         self.actions: dict[str, Any] = {}
+        #: The attachment, where nothing but the module keeps it alive.
+        self.attachment: object = None
         #: Whether the module has buffers of ours, which tracing has to look for.
         self.has_buffers = True
         #: Copies that were made of the module; they follow the plan, and its changes reach them.
@@ -399,10 +402,14 @@ class _Planned:
             own[name] = moved
         return result
 
+    def _before_uninstall(self) -> None:
+        """Called before the module gets its own class back."""
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin: Any = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(_with_own_forward(self.__dict__), memo))
+        own = {key: value for key, value in self.__dict__.items() if key != COMPILED_CALL}  # it runs the original
+        twin.__dict__.update(copy.deepcopy(_with_own_forward(own), memo))
         if "forward" in twin.__dict__:
             twin.forward = twin.__dict__["forward"]
         state: ModuleState = self.__dict__[_STATE]
@@ -624,6 +631,11 @@ def _forward_signature(plain: type[nn.Module]) -> inspect.Signature:
         return inspect.signature(_Planned.forward)
 
 
+def register_planned_class(derived: type[nn.Module], plain: type[nn.Module]) -> None:
+    """Let :func:`original_class` know a class that was derived from an exchanged one."""
+    _WITHOUT_PLAN[derived] = plain
+
+
 def original_class(planned: type[nn.Module]) -> type[nn.Module]:
     """The class without a plan, also of a class that ``fully_shard`` or ``parametrize`` derived since."""
     if planned not in _WITHOUT_PLAN:
@@ -718,6 +730,7 @@ def without_wrappers(path: str) -> str:
 def uninstall(modules: Iterable[nn.Module]) -> None:
     """Give every module its own class and forward back."""
     for module in modules:
+        module._before_uninstall()  # type: ignore[operator]
         state: ModuleState = module.__dict__.pop(_STATE)
         if state.twins is not None:
             state.twins.discard(module)
@@ -760,7 +773,8 @@ def _has_float_tensor(args: Any, kwargs: dict[str, Any]) -> bool:
                 return True
         elif isinstance(value, (list, tuple)) and _contains_float_tensor(value):
             return True
-    return bool(kwargs) and _has_float_tensor(tuple(kwargs.values()), {})
+    # torch 2.11 cannot trace bool() of a dictionary with tensors: torch.diff(prepend=...) would break the graph.
+    return len(kwargs) > 0 and _has_float_tensor(tuple(kwargs.values()), {})
 
 
 def _has_several_operands(args: Any) -> bool:

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from bitplan.capture.recording import Operation
+from bitplan.gemm.products import Product
 from bitplan.plans import Decision
 from bitplan.plans.execution import Emulate, ExecutionOptions
 from bitplan.runtime.autograd import rounded_relu
 from bitplan.runtime.execution import CompilerSettings, Decide, PreparedProduct
+from bitplan.runtime.frozen import FrozenOperand
 from bitplan.runtime.head_loss import HeadLoss
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.rounding_op import OpRounding, RoundingOp
@@ -24,6 +26,7 @@ class EmulateExecution:
     """Rounds values and computes in the model's own precision."""
 
     packs_saved_tensors = False
+    stores_frozen_weights = False
     saves_activation_codes = False
 
     def __init__(self, options: ExecutionOptions = Emulate()) -> None:  # noqa: B008 - frozen
@@ -54,6 +57,19 @@ class EmulateExecution:
         kwargs: dict[str, Any],
         x: Tensor,
         w: Tensor,
+        rounding: OpRounding,
+        context: OpContext,
+        weight_key: Tensor | None,
+    ) -> Tensor | None:
+        return None
+
+    def frozen_product(
+        self,
+        product: Product,
+        x: Tensor,
+        bias: Tensor | None,
+        decoded: Tensor,
+        operand: FrozenOperand,
         rounding: OpRounding,
         context: OpContext,
         weight_key: Tensor | None,

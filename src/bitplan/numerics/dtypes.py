@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bitplan.compiler.tracing import constant_when_traced, is_traced
-from bitplan.numerics.formats import FloatFormat, Format, IntFormat, Overflow
+from bitplan.numerics.formats import ElementFormat, FloatFormat, Format, Overflow
 from bitplan.numerics.reference import Rounding
 
 #: The least resolution of the probabilities of stochastic rounding, in bits.
@@ -74,7 +74,7 @@ def carrier_of(x: Tensor) -> Carrier:
     return FLOAT64 if x.dtype == torch.float64 else FLOAT32
 
 
-def carrier_for(dtype: torch.dtype, target: FloatFormat | IntFormat, rounding: Rounding) -> Carrier:
+def carrier_for(dtype: torch.dtype, target: ElementFormat, rounding: Rounding) -> Carrier:
     """float32 wherever it is exact; float64 for float64 inputs and for formats beyond float32's normal numbers."""
     if dtype == torch.float64 or (isinstance(target, FloatFormat) and not _fits_float32(target, rounding)):
         return FLOAT64

@@ -1,25 +1,29 @@
 """Number formats as frozen values, and their names.
 
-There are three kinds, all available by name through :func:`bitplan.get_format`:
+There are four kinds, all available by name through :func:`bitplan.get_format`:
 
 * :class:`FloatFormat`: sign, exponent, mantissa. With ``X`` exponent bits, ``Y`` mantissa bits and an
   additional bias ``b`` a normal code means ``(-1)^s * 2^(E - (2^(X-1) - 1) - b) * (1 + f / 2^Y)``.
 * :class:`IntFormat`: whole numbers, symmetric about zero (``int8``: -127..127) or unsigned and affine
   (``uint8``: 0..255 steps above a minimum).
 * :class:`BlockFormat`: small elements sharing one stored scale per block: OCP MX and NVFP4.
+* :class:`CodebookFormat`: any list of up to 256 numbers; NF4 is one.
 
 This module has data and closed formulas only; :mod:`bitplan.numerics.rounding` rounds tensors to a format.
 
 Sources: IEEE 754-2019; OCP 8-bit Floating Point Specification (OFP8) 1.0; OCP Microscaling
-Formats (MX) 1.0; Lee, Sharma & Aiken 2023 (arXiv 2301.13464) for the additional bias.
+Formats (MX) 1.0; Lee, Sharma & Aiken 2023 (arXiv 2301.13464) for the additional bias; Dettmers et al.
+2023 (QLoRA, arXiv 2305.14314, appendix E) for NF4.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import struct
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Literal, cast
 
 from bitplan.compiler.tracing import is_traced
@@ -323,7 +327,95 @@ class BlockFormat:
         return self.name
 
 
-Format = FloatFormat | IntFormat | BlockFormat
+#: The fewest and the most values of a code book.
+FEWEST_CODES, MOST_CODES = 2, 256
+
+
+@dataclass(frozen=True)
+class CodebookFormat:
+    """A list of numbers, ascending; the code of a number is its position.
+
+    >>> CodebookFormat("three", (-1.0, 0.0, 1.0)).bits
+    2
+    """
+
+    name: str
+    #: Each is rounded to float32, in which the arithmetic is done.
+    book: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        try:
+            book = tuple(struct.unpack("<f", struct.pack("<f", value))[0] + 0.0 for value in self.book)
+        except (struct.error, OverflowError, TypeError):
+            raise FormatError(f"the values of {self.name} must be numbers that float32 can represent.") from None
+        if not FEWEST_CODES <= len(book) <= MOST_CODES:
+            raise FormatError(f"{self.name} needs {FEWEST_CODES} to {MOST_CODES} values, not {len(book)}.")
+        if not all(map(math.isfinite, book)):
+            raise FormatError(f"the values of {self.name} must be finite.")
+        if any(low >= high for low, high in pairwise(book)):
+            raise FormatError(f"the values of {self.name} must be distinct and ascending.")
+        object.__setattr__(self, "book", book)
+
+    @property
+    def kind(self) -> Literal["codebook"]:
+        return "codebook"
+
+    @property
+    def bits(self) -> int:
+        return (len(self.book) - 1).bit_length()
+
+    @property
+    def bits_per_value(self) -> float:
+        return float(self.bits)
+
+    @property
+    def max(self) -> float:
+        """The largest magnitude, to which an amax scale maps the amax."""
+        return max(abs(self.book[0]), abs(self.book[-1]))
+
+    @property
+    def min(self) -> float:
+        return self.book[0]
+
+    @property
+    def overflow_threshold(self) -> float:
+        """The largest magnitude and half of the distance to its neighbour."""
+        gap = self.book[-1] - self.book[-2] if self.book[-1] == self.max else self.book[1] - self.book[0]
+        return self.max + gap / 2
+
+    @property
+    def min_normal(self) -> float:
+        """The smallest magnitude that is not zero."""
+        return min(abs(value) for value in self.book if value)
+
+    @property
+    def min_subnormal(self) -> float:
+        return self.min_normal
+
+    @property
+    def epsilon(self) -> float:
+        """The smallest distance between neighbours."""
+        return min(high - low for low, high in pairwise(self.book))
+
+    @property
+    def default_overflow(self) -> Overflow:
+        return "saturate"
+
+    @property
+    def has_nan_code(self) -> bool:
+        return False
+
+    def values(self) -> tuple[float, ...]:
+        """Every value, ascending."""
+        return self.book
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Format = FloatFormat | IntFormat | BlockFormat | CodebookFormat
+#: Formats of single elements, which may have a scale.
+ElementFormat = FloatFormat | IntFormat | CodebookFormat
 
 
 def _listed(name: str, bits: int, decoded: list[float]) -> tuple[float, ...]:
@@ -369,6 +461,19 @@ _BLOCKS: dict[str, BlockFormat] = {
         BlockFormat("nvfp4", _E2M1, 16, "e4m3"),
     )
 }
+#: NormalFloat of 4 bits: quantiles of a normal distribution, scaled to [-1, 1], with an exact zero. The published
+#: values are those of float32.
+_NF4 = CodebookFormat(
+    "nf4",
+    (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ),
+)
+_CODEBOOKS: dict[str, CodebookFormat] = {_NF4.name: _NF4}
+
 #: Longer spellings of names in the table.
 _BLOCK_SPELLINGS = {"mxfp8e4m3": "mxfp8", "mxfp6e2m3": "mxfp6", "mxfp4e2m1": "mxfp4"}
 
@@ -377,6 +482,7 @@ NAMED: tuple[str, ...] = (
     *("fp32", "tf32", "bf16", "fp16", "e5m2", "e4m3", "e3m4", "e3m2", "e2m3", "e2m1"),
     *("int16", "int12", "int8", "int6", "int4", "int3", "int2"),
     *_BLOCKS,
+    *_CODEBOOKS,
 )
 
 _FLOAT = re.compile(r"e(?P<x>\d+)m(?P<y>\d+)(?:b(?P<bias>-?\d+))?(?P<specials>ieee|fn|none)?(?P<flush>ns)?")
@@ -390,7 +496,7 @@ def get_format(name: str | Format) -> Format:
     >>> get_format("e4m3").max, get_format("e8m7").name, get_format("e4m3b4").max
     (448.0, 'bf16', 30.0)
     """
-    if isinstance(name, (FloatFormat, IntFormat, BlockFormat)):
+    if isinstance(name, (FloatFormat, IntFormat, BlockFormat, CodebookFormat)):
         return name
     if not isinstance(name, str):
         raise FormatError(f"a format is given by its name, such as 'e4m3' or 'int8', not by {name!r}.")
@@ -404,6 +510,8 @@ def _parse(name: str) -> Format:
     block = _BLOCKS.get(_BLOCK_SPELLINGS.get(text, text))
     if block is not None:
         return block
+    if text in _CODEBOOKS:
+        return _CODEBOOKS[text]
     if match := _INT.fullmatch(text):
         return IntFormat(int(match["bits"]), affine=bool(match["affine"]))
     if match := _FLOAT.fullmatch(text):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bitplan.errors import FormatError
 from bitplan.numerics.dtypes import FLOAT32, FLOAT64, carrier_for
-from bitplan.numerics.formats import BlockFormat, FloatFormat, Format, IntFormat, Overflow, get_format
+from bitplan.numerics.formats import BlockFormat, CodebookFormat, FloatFormat, Format, IntFormat, Overflow, get_format
 from bitplan.numerics.rounding import row_from_tensor, row_values
 
 
@@ -40,6 +40,8 @@ class MutableFormat:
         initial = get_format(format)
         if isinstance(initial, BlockFormat):
             raise FormatError(f"{initial.name} cannot be live, only floats and integers can: give its element's name.")
+        if isinstance(initial, CodebookFormat):
+            raise FormatError(f"{initial.name} cannot be live, only floats and integers can: use it as it is.")
         self.kind: Literal["float", "int"] = initial.kind
         self.affine = isinstance(initial, IntFormat) and initial.affine
         self.carrier = FLOAT64 if dtype == torch.float64 else FLOAT32

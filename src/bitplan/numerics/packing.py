@@ -20,11 +20,20 @@ from bitplan.compiler.torch_private import FakeTensor
 from bitplan.compiler.tracing import is_traced
 from bitplan.errors import QuantizeError
 from bitplan.numerics import chunks
+from bitplan.numerics.codebook import codes_of_values, values_of_codes
 from bitplan.numerics.dtypes import FLOAT32, carrier_of
-from bitplan.numerics.formats import BlockFormat, FloatFormat, Format, IntFormat, Overflow
+from bitplan.numerics.formats import (
+    BlockFormat,
+    CodebookFormat,
+    ElementFormat,
+    FloatFormat,
+    Format,
+    IntFormat,
+    Overflow,
+)
 from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.noise import Counter
-from bitplan.numerics.quantizer import Encoded, Quantizer, make_quantizer, with_plain_bits
+from bitplan.numerics.quantizer import Encoded, Quantizer, make_quantizer, round_element, with_plain_bits
 from bitplan.numerics.reference import Rounding
 from bitplan.numerics.rounding import round_float, round_int
 from bitplan.numerics.scaling import Granularity, Range, Scaling, divide, multiply_by_power
@@ -105,12 +114,14 @@ def _require_width(width: int) -> None:
 # --- Codes: values of a format as bit patterns, and back
 
 
-def encode(elements: Tensor, target: FloatFormat | IntFormat) -> Tensor:
+def encode(elements: Tensor, target: ElementFormat) -> Tensor:
     """Numbers on the grid of `target` as int32 codes."""
     if isinstance(target, IntFormat):
         mask = (1 << target.bits) - 1
         codes = torch.nan_to_num(elements).to(torch.int32) & mask
         return codes if target.affine else torch.where(elements.isnan(), 1 << (target.bits - 1), codes)
+    if isinstance(target, CodebookFormat):
+        return codes_of_values(elements, target)
     carrier = carrier_of(elements)
     source = elements.view(carrier.int_dtype)
     cut = carrier.mantissa_bits - target.mantissa_bits
@@ -124,26 +135,28 @@ def encode(elements: Tensor, target: FloatFormat | IntFormat) -> Tensor:
     return (codes | (source < 0).to(codes.dtype) << (target.bits - 1)).to(torch.int32)
 
 
-def decode(codes: Tensor, target: FloatFormat | IntFormat, dtype: torch.dtype) -> Tensor:
+def decode(codes: Tensor, target: ElementFormat, dtype: torch.dtype) -> Tensor:
     """The values of codes of `target`; eager code looks up floats in a table."""
     return decoder(target, dtype, codes.device)(codes)
 
 
-def decoder(target: FloatFormat | IntFormat, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor]:
+def decoder(target: ElementFormat, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor]:
     """As :func:`decode`, for many tensors of one format: the table is made once."""
-    if is_traced() or isinstance(target, IntFormat):
+    if is_traced() or not isinstance(target, FloatFormat):
         return lambda codes: decode_without_table(codes.to(torch.int32), target, dtype)
     table = decode_without_table(torch.arange(1 << target.bits, dtype=torch.int32, device=device), target, dtype)
     return lambda codes: table[codes.to(torch.int32)]
 
 
-def decode_without_table(codes: Tensor, target: FloatFormat | IntFormat, dtype: torch.dtype) -> Tensor:
+def decode_without_table(codes: Tensor, target: ElementFormat, dtype: torch.dtype) -> Tensor:
     """As :func:`decode`, each value computed from its int32 code, as in compiled graphs."""
     if isinstance(target, IntFormat):
         if target.affine:
             return codes.to(dtype)
         half = 1 << (target.bits - 1)
         return torch.where(codes == half, math.nan, ((codes ^ half) - half).to(dtype))
+    if isinstance(target, CodebookFormat):
+        return values_of_codes(codes, target, dtype)
     if dtype == torch.float32 and target.min_exponent >= FLOAT32.min_exponent and target.max <= FLOAT32.max:
         return _decode_by_bits(codes, target)
     magnitude = codes & ((1 << (target.bits - 1)) - 1)
@@ -242,7 +255,7 @@ class PackedTensor:
             scales = (decode(scales[0], _E4M3, carrier), scales[1])
         return self.quantizer.decode(Encoded(decode(codes, element, carrier), scales), like)
 
-    def _unpack_in_chunks(self, element: FloatFormat | IntFormat, carrier: torch.dtype) -> Tensor:
+    def _unpack_in_chunks(self, element: ElementFormat, carrier: torch.dtype) -> Tensor:
         result = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
         single = tuple(scale.reshape(()) for scale in self.scales)
         values_of = decoder(element, carrier, self.device)
@@ -389,21 +402,21 @@ def _elements_of(quantizer: Quantizer, y: Tensor, scales: Sequence[Tensor]) -> T
     ready = divide(work if len(scales) == 1 else work - scales[1], scales[0])
     if isinstance(target, IntFormat):
         return round_int(ready, target, "nearest") + 0.0
-    return round_float(ready, target, "nearest", "saturate")
+    return round_element(ready, target, "nearest", "saturate", None)
 
 
-def _element(target: Format) -> FloatFormat | IntFormat:
+def _element(target: Format) -> ElementFormat:
     return target.element if isinstance(target, BlockFormat) else target
 
 
-def _require_codes(quantizer: Quantizer, element: FloatFormat | IntFormat, x: Tensor) -> None:
+def _require_codes(quantizer: Quantizer, element: ElementFormat, x: Tensor) -> None:
     if element.bits > MAX_PACKED_BITS:
         raise QuantizeError(
             f"{element.name} has {element.bits} bits and pack takes up to {MAX_PACKED_BITS}: leave it unpacked."
         )
-    if not isinstance(element, FloatFormat):
+    if isinstance(element, IntFormat):
         return
-    if quantizer.overflow == "special" and element.specials == "none":
+    if isinstance(element, FloatFormat) and quantizer.overflow == "special" and element.specials == "none":
         raise QuantizeError(f"{element.name} has no code for infinity: pack it with overflow='saturate'.")
     # With a scale, NaN makes the scale NaN and is restored; without one it needs a code of its own. A compiled graph
     # cannot check, so NaN becomes zero there; fake tensors have no values to check.

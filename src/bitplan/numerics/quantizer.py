@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,8 +24,18 @@ from bitplan.compiler.tracing import (
 )
 from bitplan.errors import FormatError, QuantizeError, nearest_names
 from bitplan.numerics import chunks
+from bitplan.numerics.codebook import round_to_book
 from bitplan.numerics.dtypes import TORCH_FLOAT8, carrier_for, round_by_torch
-from bitplan.numerics.formats import BlockFormat, FloatFormat, Format, IntFormat, Overflow, get_format
+from bitplan.numerics.formats import (
+    BlockFormat,
+    CodebookFormat,
+    ElementFormat,
+    FloatFormat,
+    Format,
+    IntFormat,
+    Overflow,
+    get_format,
+)
 from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.noise import Counter, random_bits
 from bitplan.numerics.reference import ROUNDINGS, Rounding
@@ -123,7 +134,7 @@ _E4M3 = FloatFormat(4, 3, specials="fn")
 
 def round_element(
     t: Tensor,
-    target: FloatFormat | IntFormat,
+    target: ElementFormat,
     rounding: Rounding,
     overflow: Overflow | None,
     bits: Tensor | None,
@@ -135,6 +146,8 @@ def round_element(
     """
     if isinstance(target, IntFormat):
         return round_int(t, target, rounding, bits) + 0.0  # an integer has no negative zero
+    if isinstance(target, CodebookFormat):
+        return round_to_book(t, target, rounding, bits)
     return round_float(t, target, rounding, overflow or target.default_overflow, bits, is_bounded)
 
 
@@ -382,9 +395,9 @@ class Quantizer:
         if len(scales) == 2:
             work = work - scales[1]
         ready = divide(work, scales[0]) if scales else work
-        if isinstance(self.format, (FloatFormat, IntFormat)):
+        if isinstance(self.format, (FloatFormat, IntFormat, CodebookFormat)):
             # A scale that comes from these values and is not limited takes none of them above the largest value.
-            is_bounded = self._is_float8 and bool(scales) and span is None and work.dtype == torch.float32
+            is_bounded = self._is_float8 and len(scales) > 0 and span is None and work.dtype == torch.float32
             return round_element(ready, self.format, self.rounding, self.overflow, bits, is_bounded)
         return self._round_to_row(ready, bits, row)
 
@@ -494,10 +507,16 @@ def _in_layout_of(like: Tensor, values: Tensor) -> Tensor:
     return copy.clone() if is_traced() else copy  # see Quantizer._round_values
 
 
-def _require_range(target: FloatFormat | IntFormat, dtype: torch.dtype, scaled: bool) -> None:
+def _require_range(target: ElementFormat, dtype: torch.dtype, scaled: bool) -> None:
     info = torch.finfo(dtype)
     if isinstance(target, IntFormat):
         fits = target.max <= 2.0 / info.eps
+    elif isinstance(target, CodebookFormat):
+        # With a scale, neighbours must stay apart when their products with it are rounded to the dtype.
+        pairs = pairwise(target.book)
+        fits = all(high - low >= 2 * info.eps * max(abs(low), abs(high)) for low, high in pairs) and (
+            scaled or all(torch.tensor(value, dtype=dtype).item() == value for value in target.book)
+        )
     else:
         smallest = info.smallest_normal * info.eps
         in_range = scaled or (target.max <= info.max and target.min_subnormal >= smallest)

@@ -9,7 +9,7 @@ import math
 from fractions import Fraction
 from typing import Literal
 
-from bitplan.numerics.formats import FloatFormat, IntFormat, Overflow
+from bitplan.numerics.formats import CodebookFormat, FloatFormat, IntFormat, Overflow
 
 #: How a value between two neighbours chooses: to the nearer (ties to the even code, or away from
 #: zero), to the one nearer zero, or at random with the odds of its position between them.
@@ -19,7 +19,7 @@ ROUNDINGS: tuple[Rounding, ...] = ("nearest", "nearest-away", "toward-zero", "st
 
 def round_value(
     value: float,
-    target: FloatFormat | IntFormat,
+    target: FloatFormat | IntFormat | CodebookFormat,
     rounding: Rounding = "nearest",
     overflow: Overflow | None = None,
     uniform: float = 0.5,
@@ -31,9 +31,13 @@ def round_value(
        format's smallest; without subnormals, it is the smallest normal below that one.
     3. The quotient by the spacing is rounded down or up to a whole number, as `rounding` says.
     4. What then exceeds the largest value overflows. Integers have no negative zero.
+
+    In a code book the neighbours are looked up instead.
     """
     if math.isnan(value):
         return value
+    if isinstance(target, CodebookFormat):
+        return _round_in_book(value, target.book, rounding, uniform)
     overflow = overflow or target.default_overflow
     magnitude = abs(value)
     if math.isinf(magnitude):
@@ -81,3 +85,21 @@ def _goes_up(above_by: Fraction, lower_is_odd: bool, rounding: Rounding, uniform
     if above_by == Fraction(1, 2):
         return rounding == "nearest-away" or lower_is_odd
     return above_by > Fraction(1, 2)
+
+
+def _round_in_book(value: float, book: tuple[float, ...], rounding: Rounding, uniform: float) -> float:
+    """One of the two values around `value`; at a tie the one whose position is even."""
+    if value <= book[0] or value >= book[-1]:
+        return book[0] if value <= book[0] else book[-1]
+    below = max(code for code, low in enumerate(book) if low <= value)
+    low, high = Fraction(book[below]), Fraction(book[below + 1])
+    above_by = (Fraction(value) - low) / (high - low)
+    if rounding in ("toward-zero", "nearest-away") and abs(low) != abs(high):
+        is_high_farther = abs(high) > abs(low)
+        if rounding == "toward-zero":
+            up = not is_high_farther and above_by > 0
+        else:
+            up = above_by > Fraction(1, 2) or (above_by == Fraction(1, 2) and is_high_farther)
+    else:
+        up = _goes_up(above_by, below % 2 == 1, "stochastic" if rounding == "stochastic" else "nearest", uniform)
+    return book[below + up]

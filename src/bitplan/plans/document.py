@@ -16,6 +16,7 @@ from bitplan.errors import PlanError
 from bitplan.files import write_whole
 from bitplan.plans.execution import ExecutionOptions, execution_options
 from bitplan.plans.fields import Anything
+from bitplan.plans.frozen import FrozenSpec
 from bitplan.plans.match import KEYS, OPERANDS, PLACES, GradAt, Matcher, compile_match
 from bitplan.plans.presets import is_preset_name
 from bitplan.plans.quantizer_use import Choosing, Names, OverTime, Use, leaves, over_time, switches, use_data
@@ -231,6 +232,22 @@ class Plan:
                 if key == "grad_activation":
                     grad_at = rule.grad_at or "producer"
         return Decision(_without_lonely_shares(choices), grad_at, constants)
+
+    def frozen_at(self, module: str, op: str) -> tuple[FrozenSpec | None, int | None]:
+        """What a weight that is not trained, and that `op` in the module at that path reads, is stored in.
+
+        And the index of the rule that said so last; None where none did.
+        """
+        spec, last = None, None
+        for index, (rule, matches) in enumerate(zip(self.all_rules, self._matchers, strict=True)):
+            if (rule.frozen is not None or rule.keep) and matches(module, op):
+                spec, last = (rule.frozen if isinstance(rule.frozen, FrozenSpec) else None), index
+        return spec, last
+
+    @cached_property
+    def has_frozen(self) -> bool:
+        """Whether a rule says what weights that are not trained are stored in."""
+        return any(isinstance(rule.frozen, FrozenSpec) for rule in self.all_rules)
 
     @property
     def declared_loss(self) -> str | None:

@@ -32,11 +32,12 @@ from bitplan.plans.fields import (
     Whole,
     entries_of,
 )
+from bitplan.plans.frozen import Freezing
 from bitplan.plans.match import KEYS, OPERANDS, PASSES, SELECTIONS, GradAt, compile_pattern
 from bitplan.plans.quantizer_use import Choosing, Switch, Use, use_from_text
 from bitplan.plans.schedules import SCHEDULE_NAMES, TEN, RunPoint, Schedule, schedule_from_data
 from bitplan.plans.schedules.base import LEAST_BITS, MOST_BITS
-from bitplan.plans.schedules.cyclic import MOST_CYCLES, PROFILES, Reflection, Shape
+from bitplan.plans.schedules.cyclic import MOST_CYCLES, PROFILES, Period, Reflection, Shape
 from bitplan.plans.schedules.named import SCHEDULE_NEEDS, SCHEDULE_OPTIONS
 from bitplan.plans.spec import (
     FAMILIES,
@@ -127,12 +128,15 @@ _FIELDS: dict[str, Kind[Any]] = {
     "profile": Choice("How it grows: cosine, linear, exponential, reverse exponential.", tuple(PROFILES)),
     "shape": Choice("Every cycle grows, or cycles fall and grow by turns.", get_args(Shape)),
     "reflection": Choice("Falls mirror the growth vertically or horizontally (in time).", get_args(Reflection)),
+    "period": Choice("The length of a cycle: exact (T / n), or that of the authors' code.", get_args(Period)),
     "bits": Whole("The bits.", LEAST_BITS, MOST_BITS),
     "at": Listing("When each but the first begins: steps, or shares such as 50%.", When("")),
     "last": When("How much of the run is high: a share such as 10%, or steps."),
     "start": When("When the window begins."),
     "end": When("When the window ends."),
     "pieces": Listing("Schedules, one after another.", Scheduled("")),
+    "schedule": Scheduled("The schedule whose bits are raised."),
+    "least": Whole("The bits that it never falls below.", LEAST_BITS, MOST_BITS),
 }
 
 
@@ -343,6 +347,7 @@ RULE = Record(
             else Quantizing(_about(key), QUANTIZER, "quantizer")
             for key in KEYS
         },
+        "frozen": Freezing("What weights that are not trained are stored in; keep: as they are."),
         "grad_at": _AT,
         "keep": Flag("Leave these places alone, whatever earlier rules said."),
         "strict": Flag("false: warn, instead of raising, where the rule matches nothing."),
@@ -376,6 +381,7 @@ class _Rules(Kind[Rule]):
                 values.get("select", ()),
                 values.get("min_elements"),
                 values.get("max_elements"),
+                values.get("frozen"),
                 where=node.where,
             )
         except PlanError as error:

@@ -15,8 +15,9 @@ import re
 from itertools import combinations
 from typing import Any
 
-from bitplan.numerics.formats import NAMED, BlockFormat, FloatFormat, get_format
+from bitplan.numerics.formats import NAMED, BlockFormat, CodebookFormat, FloatFormat, get_format
 from bitplan.plans.fields import Schema
+from bitplan.plans.frozen import FROZEN
 from bitplan.plans.grammar import (
     APPLIES_BY,
     CHOOSING,
@@ -49,6 +50,7 @@ def plan_schema() -> Schema:
             "choosing": CHOOSING.schema(),
             "promotion": _promotion(),
             "schedule": schedule_schema(),
+            "frozen": _frozen(),
             "rule": _rule(),
         },
     }
@@ -61,7 +63,8 @@ def schema_text() -> str:
 
 def _quantizer(shape: Schema) -> Schema:
     floats, blocks = "|".join([*_named_floats(), _BUILT_FLOAT]), "|".join(_block_names())
-    every = "|".join(["int", "float", floats, _SYMMETRIC, _AFFINE, blocks])
+    books = "|".join(name for name in NAMED if isinstance(get_format(name), CodebookFormat))
+    every = "|".join(["int", "float", floats, _SYMMETRIC, _AFFINE, blocks, books])
     shape["properties"]["format"]["pattern"] = any_case(every)
     shape["dependentRequired"] = {"block": ["scale"], "range": ["scale"]}
     shape["allOf"] = [
@@ -69,6 +72,7 @@ def _quantizer(shape: Schema) -> Schema:
         _if(_fits("format", "float"), {"allOf": [_float_bits(bits) for bits in range(1, 9)]}),
         _if({"not": _fits("format", "int|float")}, _without("bits", "exponent_bits")),
         _if(_fits("format", blocks), _without("scale") | _only("overflow", "saturate")),
+        _if(_fits("format", books), _only("overflow", "saturate")),
         _if(_fits("format", _AFFINE), {"required": ["scale"]}),
         _if(_fits("format", f"int|{_SYMMETRIC}|{_AFFINE}"), _only("overflow", "saturate"), _only("range", "amax")),
         _if(_is("scale", "block"), {"required": ["block"]}, _without("block")),
@@ -109,8 +113,18 @@ def _rule() -> Schema:
     shape["anyOf"] = [{"required": [key]} for key in APPLIES_BY]
     shape["allOf"] = [
         *({"not": {"required": [first, second]}} for first, second in CONFLICTS),
-        _if(keeps, _without(*KEYS), {"anyOf": [{"required": [key]} for key in KEYS]}),
+        _if(keeps, _without(*KEYS, "frozen"), {"anyOf": [{"required": [key]} for key in (*KEYS, "frozen")]}),
+        _if({"required": ["frozen"]}, _without("select", "min_elements", "max_elements")),
         _if(nested_at, _without("grad_at")),
+    ]
+    return shape
+
+
+def _frozen() -> Schema:
+    shape = FROZEN.schema()
+    shape["allOf"] = [
+        _if({"required": ["block"]}, _is("scale", "block")),
+        _if(_is("power_of_two", True), _is("scale", "block")),
     ]
     return shape
 

@@ -21,6 +21,7 @@ from bitplan.numerics.quantizer import Quantizer, make_quantizer
 from bitplan.numerics.reference import Rounding
 from bitplan.numerics.scaling import LONGEST_HISTORY, MOST_MARGIN, Granularity, Range
 from bitplan.plans.fields import Kind, Record, Schema
+from bitplan.plans.frozen import FrozenUse
 from bitplan.plans.match import CONFLICTS, KEYS, NOT, SELECTIONS, GradAt, compile_match
 from bitplan.plans.schedules import Schedule
 from bitplan.plans.tree import Node
@@ -492,6 +493,8 @@ class Rule:
     #: Bounds on the number of elements of the tensor.
     min_elements: int | None = None
     max_elements: int | None = None
+    #: What weights that are not trained are stored in, or ``keep``; None: the rule says nothing of them.
+    frozen: FrozenUse | None = None
     #: File, line and field, for messages.
     where: str = field(default="", compare=False, repr=False)
 
@@ -514,8 +517,12 @@ class Rule:
             raise PlanError(
                 f"keep: true leaves the place alone, so {next(iter(quantizers))!r} cannot be given beside it."
             )
-        if not self.keep and not quantizers:
+        if self.keep and self.frozen is not None:
+            raise PlanError("keep: true leaves frozen weights alone, so frozen cannot be given beside it.")
+        if not self.keep and not quantizers and self.frozen is None:
             raise PlanError("the rule says nothing: give a quantizer for a role or slot, or keep: true.")
+        if self.frozen is not None and self.has_selectors:
+            raise PlanError("frozen weights are chosen by match: give frozen a rule without select or bounds.")
         if self.constants and self.keep:
             raise PlanError("keep: true leaves constants alone, so constants: true cannot be given beside it.")
         if "grad_activation" not in quantizers:
@@ -561,6 +568,8 @@ class Rule:
                 data[name] = getattr(self, name)
         for key, use in self.quantizers:
             data[key] = use if isinstance(use, str) else use.to_data()
+        if self.frozen is not None:
+            data["frozen"] = self.frozen if isinstance(self.frozen, str) else self.frozen.to_data()
         if self.grad_at == "consumer":
             data["grad_at"] = self.grad_at
         if self.keep:

@@ -54,7 +54,8 @@ def attach(
         :meth:`Attachment.step` after ``optimizer.step()``. A step that a ``GradScaler`` skips is not counted, because
         the optimizer's ``step()`` is not called; fused optimizers skip on the device, and their steps all count.
     :param steps: optimizer steps of the whole run, which a plan that changes over time needs; or ``"progress"``, where
-        the loop reports its progress by :meth:`Attachment.progress`.
+        the loop reports its progress by :meth:`Attachment.progress`; or ``"later"``, where a trainer calls
+        :meth:`Attachment.set_total_steps` before the first step.
     :param example: a batch, as the model takes it; with one, the plan is checked at once on fake tensors, or on the
         batch itself where the model needs values. Without, the first forward pass records the operations, and a rule
         that matched none raises before the first optimizer step. A model that is compiled from the start needs one, and
@@ -101,6 +102,7 @@ def attach(
         if operations is not None:
             run.check(operations)
         run.count_steps_of(optimizers)
+        run.store_frozen_weights()  # last: what it does to values cannot be undone
     except BaseException:
         run.detach()
         raise

@@ -11,6 +11,7 @@ saved.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +23,11 @@ from bitplan.capture.recording import FakeInputs, Operation, call_arguments, scr
 from bitplan.capture.scopes import in_loss_scope, loss_holder, unwrapped, without_wrappers
 from bitplan.compiler import torch_private
 from bitplan.compiler.tracing import keep_guards
-from bitplan.errors import BitplanError, PlanError
+from bitplan.errors import BitplanError, BitplanWarning, PlanError
 from bitplan.numerics.wire_format import LOSS_PATH
-from bitplan.plans import Plan
+from bitplan.plans import Decision, Plan
 from bitplan.plans.execution import Native
+from bitplan.plans.frozen import FrozenSpec
 from bitplan.runtime.checkpoint_state import RunState
 from bitplan.runtime.clock import ScheduleClock, Total
 from bitplan.runtime.cost_tracker import CostTracker
@@ -33,10 +35,12 @@ from bitplan.runtime.coverage import ProductCoverage, RuleCoverage, product_cove
 from bitplan.runtime.decisions import Decider
 from bitplan.runtime.dispatch import Rounder
 from bitplan.runtime.execution import CompilerSettings, Execution
+from bitplan.runtime.frozen import FrozenSite, with_stored_weight
 from bitplan.runtime.installation import Installation
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.optimizers import OptimizerStateCheck, OptimizerSteps, StepCounter, before_every_step
 from bitplan.runtime.rounding_op import PROMOTION_COLUMNS, OpRounding, Promoted
+from bitplan.runtime.scalars import ScalarSink, StepTimer, run_scalars, scalar_writer
 from bitplan.runtime.statistics import Statistics
 from bitplan.tables import Table
 
@@ -96,6 +100,8 @@ class Attachment:
         paths = [without_wrappers(path) for path, _ in self.model.named_modules(remove_duplicate=False)]
         self._coverage.require_modules(paths)
         self._checked = not plan.all_rules
+        #: What the example ran, where rules are checked again.
+        self._expected: RuleCoverage | None = None
         #: Whether the first optimizer step may have a closure that runs the model for the first time.
         self._waits_for_closure = True
         self._cost_tracker = CostTracker(
@@ -106,8 +112,15 @@ class Attachment:
         self._remove_optimizer_hook: Callable[[], object] = lambda: None
         #: Counts the steps of the optimizers that :func:`attach` was given; None: the loop calls :meth:`step`.
         self._step_counter: StepCounter | None = None
+        self._counts_first_optimizer = False
+        #: Loggers that :meth:`log_to` was given.
+        self._sinks: list[ScalarSink] = []
+        self._timer = StepTimer()
+        #: Modules that :meth:`compile` has compiled in place.
+        self._compiled_in_place: list[nn.Module] = []
         #: Undoes a change of the model that is no rounding, such as a loss in chunks.
         self.after_detach: Callable[[], None] | None = None
+        self._frozen_weights: list[FrozenSite] = []
         if plan.all_rules:
             self._install()
         if plan.all_rules or plan.optimizer_rule is not None:
@@ -117,10 +130,19 @@ class Attachment:
 
     def _install(self) -> None:
         self._installation.install(self.seed, self._step)
+        try:
+            self._frozen_weights = self._installation.find_frozen_weights()
+        except BaseException:
+            self._installation.uninstall()
+            raise
         self._rounder.on_site = self._coverage.note_call
         self._rounder.on_product = self._coverage.note_products
         self._rounder.on_first_call = self._note_first_call
         self._notify_new_sites()
+
+    def store_frozen_weights(self) -> None:
+        """Store weights that are not trained as the plan's ``frozen:`` says. Their original values are gone."""
+        self._installation.store_frozen_weights(self._frozen_weights)
 
     def _notify_new_sites(self) -> None:
         """Have operations told that are met for the first time, where the plan observes any."""
@@ -128,11 +150,14 @@ class Attachment:
             self._rounder.on_new_site = self._add_rows
 
     def detach(self) -> None:
-        """Leave the model exactly as it was."""
+        """Leave the model exactly as it was. Weights that the plan stored in few bits keep their rounded values."""
         self._installation.uninstall()
         self._remove_optimizer_hook()
         if self._step_counter is not None:
             self._step_counter.remove()
+        for module in self._compiled_in_place:
+            module.__dict__.pop(torch_private.COMPILED_CALL, None)
+        self._compiled_in_place = []
         if self.after_detach is not None:
             self.after_detach()
             self.after_detach = None
@@ -157,6 +182,7 @@ class Attachment:
         mode: str | None = None,
         dynamic: bool | None = None,
         options: dict[str, Any] | None = None,
+        in_place: bool = False,
     ) -> Any:
         """Compile the model as its execution needs it: packed and native execution partition the graph themselves.
 
@@ -166,18 +192,25 @@ class Attachment:
 
         :param module: a module that contains the model, such as one that returns the loss; by default the model.
         :param options: of Inductor, as ``torch.compile`` takes them; those that `mode` stands for come first.
+        :param in_place: the module itself runs compiled from now on, as by ``nn.Module.compile()``, and stays the same
+            object: for trainers, which hold the model. :meth:`detach` undoes it.
         """
         self._installation.require_attached()
         own_options = {**({} if mode is None else torch_private.list_mode_options(mode, dynamic)), **(options or {})}
         settings = self._compiler_settings(own_options)
         self._installation.update_versions()
-        return torch.compile(
-            self.model if module is None else module,
-            fullgraph=fullgraph,
-            dynamic=dynamic,
-            backend=settings.backend,
-            options={"guard_filter_fn": keep_guards, **settings.options},
-        )
+        target = self.model if module is None else module
+        arguments: dict[str, Any] = {
+            "fullgraph": fullgraph,
+            "dynamic": dynamic,
+            "backend": settings.backend,
+            "options": {"guard_filter_fn": keep_guards, **settings.options},
+        }
+        if not in_place:
+            return torch.compile(target, **arguments)
+        target.compile(**arguments)
+        self._compiled_in_place.append(target)
+        return target
 
     def partitioner(self) -> CustomPartitionerFn | None:
         """What partitions the graph into forward and backward when :meth:`compile` compiles it; None: torch's own."""
@@ -199,6 +232,34 @@ class Attachment:
         :param params: parameters or groups of them, as torch takes them; by default all that are trained.
         """
         return self._optimizer_state.make(kind, params, settings)
+
+    def set_total_steps(self, steps: int) -> None:
+        """Give the number of optimizer steps of the whole run. For ``steps="later"``, before the first step.
+
+        For trainers, which attach before they know how many steps there are. Only plans that change over time need it.
+        """
+        self._clock.set_total(steps)
+        self.steps = steps
+        self._clock.advance(self._step)
+        self._move()
+        self._write_tables()
+
+    @property
+    def steps_done(self) -> int:
+        """The number of optimizer steps that were counted, those of a resumed run included."""
+        return self._step
+
+    def start_at(self, step: int) -> None:
+        """Begin at that step of the run instead of its first, with empty histories and statistics.
+
+        For a run whose first steps were made without this plan. Schedules and random bits are those of `step`.
+        """
+        if step < 0:
+            raise PlanError(f"a run has no step {step}: steps are counted from 0.")
+        self._step = step
+        self._clock.advance(step)
+        self._move()
+        self._write_tables()
 
     def progress(self, share: float) -> None:
         """Tell that this share of the run (0 to 1) is done: schedules move there. For ``steps="progress"``.
@@ -226,7 +287,12 @@ class Attachment:
         if optimizers:
             self._step_counter = StepCounter(optimizers, self._count_step)
 
+    def count_steps_of_first_optimizer(self) -> None:
+        """Count the steps of the first optimizer that steps with parameters of the model, whichever that is."""
+        self._counts_first_optimizer = self._step_counter is None
+
     def _count_step(self) -> None:
+        self._clock.require_total()
         self._check_coverage()
         self._optimizer_state.after_step()
         self._step += 1
@@ -237,6 +303,10 @@ class Attachment:
         self._clock.advance(self._step)
         self._move()
         self._write_tables()
+        self._timer.count_step()
+        for sink in self._sinks:
+            if self._step % sink.every == 0:
+                sink.write(self.scalars(), self._step)
 
     def _move(self) -> None:
         """Bring what the plan does to where the run is; tables are not written."""
@@ -265,6 +335,7 @@ class Attachment:
     def _before_optimizer_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         if not self._optimizer_steps.is_of_model(optimizer):
             return
+        self._clock.require_total()
         self._optimizer_state.before_step(optimizer)
         self._check_coverage()
         if not self._checked and has_closure and self._waits_for_closure:
@@ -274,7 +345,10 @@ class Attachment:
                 "no forward pass ran uncompiled before this optimizer step, and compiled code cannot be watched for "
                 "rules that match nothing: give attach() an example= batch."
             )
-        if self._step_counter is None:
+        if self._counts_first_optimizer:
+            self._counts_first_optimizer = False
+            self.count_steps_of([optimizer])
+        elif self._step_counter is None:
             self._optimizer_steps.before_step(optimizer)
 
     # --- what happens ---
@@ -301,7 +375,28 @@ class Attachment:
         if self._checked:
             self._rounder.on_site = self._rounder.on_product = self._rounder.on_first_call = None
         log.info("%s", self.coverage())
-        self._execution.check(operations, self._present_plan.decide, self._device)
+        self._execution.check(operations, self._decide_product, self._device)
+
+    def check_again(self) -> None:
+        """Check rules once more, on the operations of the next forward pass, which may differ from the example's.
+
+        For trainers that exchange a model's ``forward`` after the plan was attached. The pass must run uncompiled.
+        """
+        if not self.plan.all_rules:
+            return
+        self._expected = self._coverage if self._coverage.places else None
+        self._coverage = RuleCoverage(self.plan, self._coverage.scripted, self._coverage.formats_are_fixed)
+        self._checked = False
+        self._waits_for_closure = True
+        self._rounder.on_site = self._coverage.note_call
+        self._rounder.on_product = self._coverage.note_products
+
+    def check_rules(self) -> None:
+        """Raise now if a rule matched nothing in the forward passes so far.
+
+        For trainers whose optimizer runs the model inside its step, by a closure: before that step nothing has run.
+        """
+        self._check_coverage()
 
     def _add_rows(self, module: nn.Module, action: OpRounding, context: OpContext) -> None:
         self._installation.add_rows(module, action, context)
@@ -310,9 +405,22 @@ class Attachment:
         """Raise where a rule matched nothing in what has run so far; does nothing before the first forward."""
         if not self._checked and self._coverage.places:
             self._coverage.require_effect()
+            self._warn_of_products_not_run()
             self._checked = True
             self._rounder.on_site = self._rounder.on_product = None
             self._check_fallbacks()
+
+    def _warn_of_products_not_run(self) -> None:
+        """After :meth:`check_again`: warn of products that the example has and the training does not run."""
+        names = [] if self._expected is None else self._coverage.products_not_run(self._expected)
+        self._expected = None
+        if names:
+            warnings.warn(
+                f"the plan rounds {', '.join(names[:3])}{' and others' if names[3:] else ''} of the example, which "
+                f"training does not run: the trainer computes it in another way, without rounding.",
+                BitplanWarning,
+                stacklevel=6,
+            )
 
     def _check_fallbacks(self) -> None:
         """Attached without an example: warn of products that native execution emulates, once operations are known."""
@@ -322,7 +430,7 @@ class Attachment:
             operations = self._cost_tracker.operations()
         except (BitplanError, RuntimeError):
             return  # the model cannot be recorded; run.fallbacks() says why
-        self._execution.check(operations, self._present_plan.decide, self._device)
+        self._execution.check(operations, self._decide_product, self._device)
 
     def loss(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`function` with its tensors brought in as sites of the module path ``loss``."""
@@ -337,11 +445,14 @@ class Attachment:
 
     # --- what is to be told ---
 
-    def table(self) -> Table[Explanation]:
-        """The quantizer of every tensor, and the rule that chose it."""
+    def table(self, step: int | None = None) -> Table[Explanation]:
+        """The quantizer of every tensor, and the rule that chose it.
+
+        :param step: a training step, from 0: what the tensors got there, or will get if the run goes on as planned.
+        """
         from bitplan.analysis.explain import explanation_table
 
-        return explanation_table(self._cost_tracker.table())
+        return explanation_table(self._cost_tracker.table(step))
 
     def cost(self) -> Cost:
         """What the steps so far have cost (see :mod:`bitplan.analysis.cost`); of one step where none was made yet."""
@@ -356,6 +467,30 @@ class Attachment:
 
         return estimate_run_memory(self, batch, loss, **options)
 
+    def scalars(self) -> dict[str, float]:
+        """The run in numbers, for a logger: one flat dictionary of names that begin with ``bitplan/``.
+
+        ``bits`` and ``mean_bits`` (of an operand, of a stored value) are those of the last step; ``gbitops`` and
+        ``cost`` (relative to FP32) of all steps so far; ``bits/NAME`` the present bits of a schedule. With
+        ``stats=True``, ``overflow``, ``underflow`` and ``error`` are means over all tensors and steps, with ``_max``
+        the largest of a tensor. ``amax_min`` and ``amax_max`` are the extremes over tensors: of all steps with
+        ``stats=True``, of the last step with delayed scales. ``promotions`` counts promoted tensors.
+        ``seconds_per_step`` is the time between counted steps since the last call. A scalar that is not known is left
+        out. Reading waits for the device.
+        """
+        return run_scalars(
+            self._step, self._all_tables, self._cost_tracker, self._clock, self._timer.seconds_per_step()
+        )
+
+    def log_to(self, logger: Any, every: int = 1) -> None:
+        """Write :meth:`scalars` to `logger` after every `every` steps.
+
+        :param logger: an object with ``log(dict, step=)`` (Weights & Biases, Accelerate), ``log_metrics(dict, step=)``
+            (MLflow, Lightning's loggers) or ``add_scalar(name, value, step)`` (TensorBoard), or a function of a
+            dictionary and a step. With several processes, call it in one of them.
+        """
+        self._sinks.append(ScalarSink(scalar_writer(logger), every))
+
     def coverage(self) -> ProductCoverage:
         """How many of the model's products have operands that the plan rounds, and what share of multiplications."""
         return product_coverage(self._cost_tracker.operations(), self.plan.decide)
@@ -367,7 +502,17 @@ class Attachment:
         """
         if not isinstance(self.execution, Native):
             raise PlanError("only native execution has fallbacks: attach with execution='native'.")
-        return self._execution.fallbacks(self._cost_tracker.operations(), self._present_plan.decide, self._device)
+        return self._execution.fallbacks(self._cost_tracker.operations(), self._decide_product, self._device)
+
+    def _decide_product(self, path: str, op: str) -> Decision:
+        """What the plan decides for a product, with the format of a weight that is stored in few bits."""
+        decision = self._present_plan.decide(path, op)
+        spec = self._frozen_specs.get(path) if op.split(".")[0] == "linear" else None
+        return decision if spec is None else with_stored_weight(decision, spec)
+
+    @property
+    def _frozen_specs(self) -> dict[str, FrozenSpec]:
+        return {site.path: site.spec for site in self._frozen_weights}
 
     @property
     def _present_plan(self) -> Plan:

@@ -14,7 +14,7 @@ from bitplan.gemm.products import Product, slot_product
 from bitplan.numerics.wire_format import OPERAND_OF_SLOT
 from bitplan.plans import OPERANDS, SLOTS
 from bitplan.runtime.op_context import OpContext
-from bitplan.runtime.rounded_mark import mark_rounded
+from bitplan.runtime.rounded_mark import copy_mark, mark_rounded
 from bitplan.runtime.rounding_op import OpRounding, RoundingOp, op_of_key, packs_eagerly
 
 # --- The six slots of a product: what each operand is rounded to in each of its two passes, or cast to
@@ -97,6 +97,21 @@ class GridRelu(torch.autograd.Function):
         return mark_rounded(grad, ctx.backward_op.grid), None, None
 
 
+class LogSoftmaxOfResult(torch.autograd.Function):
+    """A log-softmax whose result is known forward; backward the gradient as computed from that result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, dim: int) -> Tensor:
+        ctx.dim, ctx.dtype = dim, x.dtype
+        ctx.save_for_backward(y)
+        return y.clone() if is_traced() else y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (y,) = ctx.saved_tensors
+        return (grads[0] - y.exp() * grads[0].sum(ctx.dim, keepdim=True)).to(ctx.dtype), None, None
+
+
 # --- compiled -----------------------------------------------------------------------------------------------
 #
 # torch.compile would follow every Python step of rounding, for every tensor of a model: minutes for a ResNet-50. So it
@@ -173,6 +188,13 @@ def relu_in_graph(
     return _relu(x, _op(forward), _op(backward), context, back)
 
 
+@opaque_in_graph
+def log_softmax_in_graph(x: Tensor, y: Tensor, dim: int) -> Tensor:
+    """:func:`log_softmax_of_result` for a graph."""
+    result: Tensor = LogSoftmaxOfResult.apply(x, y, dim)  # type: ignore[no-untyped-call]
+    return result
+
+
 def chosen_ops(
     refs: tuple[OpRef, ...], call: CallConstants, buffers: Buffers
 ) -> dict[str, tuple[RoundingOp, OpContext]]:
@@ -234,6 +256,15 @@ def rounded_relu(x: Tensor, forward: RoundingOp | None, backward: RoundingOp | N
         return _relu(x, forward, backward, context, context)
     text = call_text(op_ref(forward, context), op_ref(backward, context), call_constants(context))
     return relu_in_graph(x, text, context.table, context.record, context.amax_history_max)
+
+
+def log_softmax_of_result(x: Tensor, y: Tensor, dim: int) -> Tensor:
+    """`y`, the rounded log-softmax of `x`, with the gradient that follows from `y` instead of the unrounded result."""
+    if torch.compiler.is_compiling():
+        return log_softmax_in_graph(x, y, dim)
+    result: Tensor = transformable(LogSoftmaxOfResult).apply(x, y, dim)
+    copy_mark(result, y)
+    return result
 
 
 def rounded_product(

@@ -20,8 +20,9 @@ from bitplan.plans import Plan
 from bitplan.plans.document import Phase
 from bitplan.plans.schedules import Function, Position, RunPoint, Schedule
 
-#: The optimizer steps of the whole run, or "progress" if the loop reports its progress as a fraction.
-Total = int | Literal["progress"]
+#: The optimizer steps of the whole run; "progress" if the loop reports its progress as a fraction; "later" if a trainer
+#: learns the number of steps after the plan was attached.
+Total = int | Literal["progress", "later"]
 
 #: The number of steps at which phases are sampled to count them.
 _SAMPLES = 10_000
@@ -52,8 +53,8 @@ class ScheduleClock:
                 f"this plan changes over time ({', '.join(self._descriptions())}): give attach() steps=, the number of "
                 f'optimizer steps of the whole run, or steps="progress", and call run.progress(share) in the loop.'
             )
-        if isinstance(self.steps, str) and self.steps != "progress":
-            raise PlanError(f'steps is a number or "progress", not {self.steps!r}.')
+        if isinstance(self.steps, str) and self.steps not in ("progress", "later"):
+            raise PlanError(f'steps is a number, "progress" or "later", not {self.steps!r}.')
         if not isinstance(self.steps, str) and self.steps < 1:
             raise PlanError(f"steps is {self.steps}; a run has at least 1.")
         counted = next((point for point in self._run_points() if point.step), None)
@@ -72,6 +73,29 @@ class ScheduleClock:
         return [str(schedule) for schedule in self.plan.followed.values()] or ["until, then"]
 
     # --- Moving ---
+
+    def set_total(self, steps: int) -> None:
+        """The number of steps of a run that began with ``steps="later"``."""
+        before = self.steps
+        if before != "later" and before != steps:
+            raise PlanError(
+                f"this run was attached with steps={before!r}, so its total is known: attach with "
+                f'steps="later" to set the number of steps afterwards.'
+            )
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise PlanError(f"steps is {steps!r}; the number of steps is a whole number of at least 1.")
+        self.steps = steps
+        self._cached_bits.clear()
+        if self.moves:
+            self.position = Position(0, steps)
+
+    def require_total(self) -> None:
+        """Raise where schedules need a total that nobody has given yet."""
+        if self.moves and self.steps == "later":
+            raise PlanError(
+                f"this plan changes over time ({', '.join(self._descriptions())}), and the number of steps is not "
+                f"known yet: call run.set_total_steps(n) before the first optimizer step."
+            )
 
     def advance(self, step: int) -> None:
         """Move to the position after that many steps."""

@@ -32,6 +32,7 @@ from bitplan.gemm.operand_quantizers import (
 )
 from bitplan.numerics.wire_format import FPROP, LOSS_PATH, OPERAND_OF_SLOT, op_site
 from bitplan.plans import KEYS, PLACES, SLOTS, Decision, Plan, Rule, compile_match, unmatched_message
+from bitplan.plans.frozen import KEEP as FROZEN_KEEP
 from bitplan.plans.quantizer_use import leaves
 from bitplan.runtime.weights import contains_weight
 
@@ -137,6 +138,8 @@ class RuleCoverage:
     def require_modules(self, paths: Sequence[str]) -> None:
         """Raise (or warn) where a rule matches none of a model's modules, whatever operations run in them."""
         for index, rule in enumerate(self.plan.all_rules):
+            if rule.frozen == FROZEN_KEEP and not rule.quantizers:
+                continue  # an exception need not apply
             if not any(map(compile_match(rule).matches_module, (*paths, LOSS_PATH))):
                 self._report(rule, index, unmatched_message(rule, paths, ()))
 
@@ -150,6 +153,18 @@ class RuleCoverage:
             message = None if waits(rule) else self._why_without_effect(rule, index, decisions)
             if message is not None:
                 self._report(rule, index, message)
+
+    def products_not_run(self, expected: RuleCoverage) -> list[str]:
+        """The products that the plan rounds among the expected operations and that are not among those of this one."""
+        return [
+            f"{op.path}/{op.op}"
+            for op in expected.places
+            if op not in self.places
+            and op.op.split(".")[0] in PRODUCTS
+            and any(
+                choice.quantizer is not None for decision in self._decisions(op) for choice in decision.choices.values()
+            )
+        ]
 
     def _only_infers(self) -> bool:
         """Whether nothing has a gradient, as in inference, where the plan's other rules apply all the same."""
@@ -171,6 +186,8 @@ class RuleCoverage:
 
     def _why_without_effect(self, rule: Rule, index: int, decisions: dict[CoveredOp, list[Decision]]) -> str | None:
         matches = compile_match(rule)
+        if rule.frozen is not None and not rule.quantizers:
+            return None  # what frozen has an effect on is known without operations
         # A fused operation that is decomposed may still be named by a rule.
         names = {(op.path, op.op) for op in self.places}
         names |= {(op.path, op.inside) for op in self.places if op.inside is not None}

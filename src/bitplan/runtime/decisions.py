@@ -14,13 +14,14 @@ import torch.overrides
 
 from bitplan.capture.decompositions import DECOMPOSITIONS, has_slots, is_decomposed
 from bitplan.capture.ops import PRODUCTS, name_of
-from bitplan.numerics.formats import BlockFormat
+from bitplan.numerics.formats import BlockFormat, CodebookFormat
 from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.wire_format import op_site
 from bitplan.plans import Choice, Decision, Plan, compile_match
 from bitplan.plans.match import is_pattern
 from bitplan.plans.spec import QuantizerSpec
 from bitplan.runtime.execution import Execution
+from bitplan.runtime.frozen import frozen_spec, with_stored_weight
 from bitplan.runtime.module_state import ModuleTables
 from bitplan.runtime.rounding_op import OpRounding, RoundingOp
 
@@ -134,7 +135,9 @@ class Decider:
             for place, choice in decision.choices.items()
             if choice.quantizer is not None
         }
-        rounding = OpRounding(decision, op, places, self.execution.prepare(decision, op))
+        frozen = frozen_spec(self.plan, tables.path, tables.module, op)
+        prepared = self.execution.prepare(decision if frozen is None else with_stored_weight(decision, frozen), op)
+        rounding = OpRounding(decision, op, places, prepared)
         tables.needs_keys |= rounding.needs_key
         return rounding
 
@@ -162,7 +165,9 @@ class Decider:
         return self._rounding_ops[key]
 
     def _mutable_format(self, spec: QuantizerSpec) -> MutableFormat | None:
-        if isinstance(spec.target, BlockFormat) or not (self.mutable_formats or spec.bits is not None):
+        if isinstance(spec.target, (BlockFormat, CodebookFormat)) or not (
+            self.mutable_formats or spec.bits is not None
+        ):
             return None
         # Modules share what is the same in all of them, so that compiled code can be shared, too.
         if spec not in self._mutable_formats:

@@ -27,12 +27,20 @@ from bitplan.capture.recording import ProductWatch
 from bitplan.capture.scopes import Interceptor, Scope, state_of
 from bitplan.compiler.tracing import VERSION
 from bitplan.errors import PlanError, QuantizeError
-from bitplan.gemm.products import product_of
+from bitplan.gemm.products import has_settings, product_of
 from bitplan.numerics.wire_format import op_site
 from bitplan.plans import SLOTS
-from bitplan.runtime.autograd import rounded, rounded_both_ways, rounded_gradient, rounded_product
+from bitplan.runtime.autograd import (
+    log_softmax_of_result,
+    rounded,
+    rounded_both_ways,
+    rounded_gradient,
+    rounded_product,
+)
 from bitplan.runtime.decisions import rounding_of
 from bitplan.runtime.execution import Execution
+from bitplan.runtime.frozen import FROZEN_PRODUCTS, FROZEN_TAG, FrozenOperand
+from bitplan.runtime.frozen_product import frozen_product
 from bitplan.runtime.head_loss import HeadLoss, why_not_in_chunks
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.rounded_mark import copy_mark
@@ -42,6 +50,7 @@ from bitplan.runtime.weights import (
     WEIGHT_TAG,
     WeightView,
     context_of_parameter,
+    frozen_weight_key,
     largest,
     map_tensors,
     replaces_parameter,
@@ -52,6 +61,14 @@ from bitplan.runtime.weights import (
 
 #: The attribute of a tensor that says how its consumers' gradients are rounded.
 _GRAD_TAG = "_bitplan_grad"
+#: The attribute of a rounded scalar that holds its value before it was rounded.
+_VALUE_TAG = "_bitplan_value"
+
+
+def value_before_rounding(loss: Tensor) -> Tensor:
+    """The value of a loss before a plan rounded it, for reports; the loss itself if it was not rounded eagerly."""
+    value: Tensor = getattr(loss, _VALUE_TAG, loss)
+    return value
 
 
 class Rounder(Interceptor):
@@ -64,6 +81,8 @@ class Rounder(Interceptor):
         self.tags_gradients = False
         #: Set when some plan rounds weights, so that views of them must be known.
         self.tags_weights = False
+        #: Set when weights are stored in few bits (:mod:`bitplan.runtime.frozen`).
+        self.has_frozen = False
         #: Called eagerly when a module is entered; None to stop.
         self.on_first_call: Callable[[nn.Module, Any, dict[str, Any]], None] | None = None
         #: Called eagerly for every operation with its tensors; None to stop.
@@ -81,6 +100,9 @@ class Rounder(Interceptor):
             return self._head_loss(scope, op, index, kind, func, args)
         if op in DROPOUTS and drops_nothing(args, kwargs):
             return args[0]  # torch.compile would take it for another tensor
+        frozen = frozen_operand(op, args, kwargs) if self.has_frozen else None
+        if frozen is not None:
+            return self._frozen_product(scope, op, index, kind, func, args, kwargs, frozen)
         if torch.compiler.is_compiling() and not self.tags_gradients and kind not in (SQUARE, STATISTIC):
             way = way_of(module.__dict__[VERSION], op, index, scope.inside, kind, module.training, len(args))
             if way == PLAIN:
@@ -127,6 +149,8 @@ class Rounder(Interceptor):
         if op == "relu" and rounds_output and not action.at_consumer:
             x = args[0] if args else kwargs["input"]
             return _written(target, self.execution.relu(x, *self._ways(action, context, x), context))
+        if op == "log_softmax" and rounds_output and (softmax := _differentiated_softmax(action, args, kwargs)):
+            return _written(target, self._log_softmax(*softmax, action, context, func, args, kwargs))
         args, kwargs = self._rounded_weights(module, action, context, args, kwargs)
         if action.has_slots and not torch.compiler.is_compiling() and self.on_product is not None:
             with ProductWatch() as watch:
@@ -142,6 +166,8 @@ class Rounder(Interceptor):
             )
             if kind == SQUARE and target is None and result is not unrounded:
                 keep_unrounded(result, unrounded)
+            if isinstance(unrounded, Tensor) and not unrounded.dim() and not torch.compiler.is_compiling():
+                setattr(result, _VALUE_TAG, unrounded.detach())
         return _written(target, result)
 
     def around_call(self) -> AbstractContextManager[None]:
@@ -215,6 +241,23 @@ class Rounder(Interceptor):
             return tensor
         return rounded_both_ways(tensor, value, gradient, context)
 
+    def _log_softmax(
+        self,
+        x: Tensor,
+        dim: int,
+        action: OpRounding,
+        context: OpContext,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """A log-softmax whose backward pass reads the rounded result, as in Lee, Sharma & Aiken's code."""
+        with torch.no_grad():
+            y = self._rounded_output(action, context, func(*args, **kwargs), args)
+        result = log_softmax_of_result(x, y, dim)
+        setattr(result, _GRAD_TAG, getattr(y, _GRAD_TAG, None))
+        return result
+
     @staticmethod
     def _ways(action: OpRounding, context: OpContext, tensor: Tensor) -> tuple[RoundingOp | None, RoundingOp | None]:
         """What rounds an output, and its gradient."""
@@ -280,7 +323,7 @@ class Rounder(Interceptor):
         result = None
         if action.prepared is not None:
             result = self.execution.product(op, args, kwargs, x, w, action, context, key)
-        if result is None and action.slots_apart:
+        if result is None and (action.slots_apart or _rounds_weight_again(op, action, args, kwargs, x, w)):
             product, bias = product_of(op, args, kwargs)
             result = rounded_product(x, w, bias, product, action, context, key)
         elif result is None:
@@ -298,6 +341,51 @@ class Rounder(Interceptor):
             if "dy" in shared and torch.is_grad_enabled() and result.requires_grad:
                 result = rounded_gradient(result, places["dgrad.dy"], context)
         return self._rounded_output(action, context, result, ()) if action.rounds_output(context.training) else result
+
+    def _frozen_product(
+        self,
+        scope: Scope,
+        op: str,
+        index: int,
+        kind: str,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
+        frozen: FrozenOperand,
+    ) -> Any:
+        """The product of an input with a weight that is stored in few bits."""
+        module = scope.module
+        action = self.rounding_of(module, op, index, scope.inside)
+        if not torch.compiler.is_compiling() and self.on_site is not None:
+            self.on_site(scope, op, index, kind, (args, tuple(kwargs.values())))
+        context = OpContext(op_site(op, index), module, action)
+        if self.tags_gradients:
+            args = map_tensors(lambda tensor: self._from_consumer(tensor, context), args)
+            kwargs = {
+                key: map_tensors(lambda t: self._from_consumer(t, context), value) for key, value in kwargs.items()
+            }
+        if action is not None:
+            if not torch.compiler.is_compiling() and self.on_new_site is not None and context.site not in action.met:
+                self.on_new_site(module, action, context)
+            _require_room_under_autocast(action, args)
+        x = args[0] if args else kwargs["input"]
+        w = args[1] if len(args) > 1 else kwargs["weight"]
+        key = frozen_weight_key(module) if action is not None and action.needs_key else None
+        product, bias = product_of(op, args, kwargs)
+        result = None
+        if action is not None and action.rounds_weights:
+            # Rounded as any weight, and saved so: rules for the class `weight` are about what all readers see.
+            args, kwargs = self._rounded_weights(module, action, context, args, kwargs)
+            (x, w) = (args[0] if args else kwargs["input"]), (args[1] if len(args) > 1 else kwargs["weight"])
+            product, bias = product_of(op, args, kwargs)
+            result = rounded_product(x, w, bias, product, action, context, key)
+        elif action is not None and action.prepared is not None:
+            result = self.execution.frozen_product(product, x, bias, w, frozen, action, context, key)
+        if result is None:
+            result = frozen_product(x, bias, w, frozen, product, action, context, key)
+        if action is not None and action.rounds_output(context.training):
+            return self._rounded_output(action, context, result, ())
+        return result
 
     def _head_loss(self, scope: Scope, op: str, index: int, kind: str, loss: HeadLoss, args: Any) -> Tensor:
         """The product of a head whose loss is computed in chunks of tokens."""
@@ -325,6 +413,27 @@ class Rounder(Interceptor):
         if not action.has_slots:
             return loss(x, w, bias)
         return self.execution.head_loss(x, w, bias, loss, action, context, key)
+
+
+def _rounds_weight_again(op: str, action: OpRounding, args: Any, kwargs: dict[str, Any], x: Tensor, w: Any) -> bool:
+    """Whether the backward pass rounds a frozen weight once more, so that its rounded copy is not saved.
+
+    Eagerly; in a compiled graph the partitioner decides.
+    """
+    if torch.compiler.is_compiling() or not isinstance(w, nn.Parameter) or w.requires_grad or not x.requires_grad:
+        return False
+    if "w" not in action.shared or op not in FROZEN_PRODUCTS or not has_settings(op, args, kwargs):
+        return False
+    # What is observed must be observed once.
+    return not action.promotes and not any(rounding.observes for rounding in action.places.values())
+
+
+def frozen_operand(op: str, args: Any, kwargs: dict[str, Any]) -> FrozenOperand | None:
+    """The codes of the weight of a linear layer or convolution, where it is stored in few bits."""
+    if op not in FROZEN_PRODUCTS or not has_settings(op, args, kwargs):
+        return None
+    w = args[1] if len(args) > 1 else kwargs.get("weight")
+    return getattr(w, FROZEN_TAG, None)
 
 
 #: In-place functions that fill a tensor with random numbers, and have no twin that returns a new one.
@@ -393,6 +502,18 @@ def _written(target: Any, result: Any) -> Any:
     if tag is not None or hasattr(target, _GRAD_TAG):
         setattr(target, _GRAD_TAG, tag)
     return target
+
+
+def _differentiated_softmax(action: OpRounding, args: Any, kwargs: dict[str, Any]) -> tuple[Tensor, int] | None:
+    """Input and axis of a log-softmax whose gradient is computed from its rounded result; None for any other.
+
+    With ``grad_at: consumer``, gradients are what the authors of these formats compute. Elsewhere torch's own function
+    keeps the unrounded result.
+    """
+    x = args[0] if args else kwargs["input"]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    is_differentiated = isinstance(x, Tensor) and torch.is_grad_enabled() and x.requires_grad
+    return (x, dim) if action.at_consumer and is_differentiated and isinstance(dim, int) else None
 
 
 def _replaced(

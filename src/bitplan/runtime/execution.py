@@ -22,6 +22,8 @@ from bitplan.tables import Table
 
 if TYPE_CHECKING:
     from bitplan.compiler.torch_private import CustomPartitionerFn
+    from bitplan.gemm.products import Product
+    from bitplan.runtime.frozen import FrozenOperand
     from bitplan.runtime.head_loss import HeadLoss
     from bitplan.runtime.rounding_op import OpRounding, RoundingOp
 
@@ -53,6 +55,8 @@ class Execution(Protocol):
 
     #: Rounded tensors are marked with quantizer and scales, so that they can be saved in the format's own bits.
     packs_saved_tensors: bool
+    #: Frozen weights are stored in few bits, where a plan says so; otherwise their values are rounded.
+    stores_frozen_weights: bool
     #: Compiled graphs may save the codes of rounded activations.
     saves_activation_codes: bool
 
@@ -95,6 +99,20 @@ class Execution(Protocol):
         weight_key: Tensor | None,
     ) -> Tensor | None:
         """The product of a call with its operands rounded; None: it is emulated. Called for prepared products."""
+        ...
+
+    def frozen_product(
+        self,
+        product: Product,
+        x: Tensor,
+        bias: Tensor | None,
+        decoded: Tensor,
+        operand: FrozenOperand,
+        rounding: OpRounding,
+        context: OpContext,
+        weight_key: Tensor | None,
+    ) -> Tensor | None:
+        """A prepared product with a weight that is stored in few bits; None: it is emulated."""
         ...
 
     def head_loss(

@@ -39,6 +39,7 @@ from bitplan.runtime.clock import ScheduleClock
 from bitplan.runtime.coverage import require_interceptable
 from bitplan.runtime.decisions import Decider
 from bitplan.runtime.dispatch import Rounder
+from bitplan.runtime.frozen import FrozenSite, find_frozen_weights, store_frozen_weights
 from bitplan.runtime.module_state import (
     FormatRow,
     ModuleTables,
@@ -98,8 +99,21 @@ class Installation:
         self._raise_recompile_limit()
         self.update_versions()
 
+    def find_frozen_weights(self) -> list[FrozenSite]:
+        """The weights that the plan stores in few bits; raise where a rule about them has no effect."""
+        return find_frozen_weights(self.plan, self.modules, self.model)
+
+    def store_frozen_weights(self, sites: list[FrozenSite]) -> None:
+        """Store frozen weights in few bits, or round them where the execution does not."""
+        if not sites:
+            return
+        in_few_bits = self.rounder.execution.stores_frozen_weights
+        store_frozen_weights(sites, in_few_bits)
+        self.rounder.has_frozen = in_few_bits
+        self.update_versions()
+
     def uninstall(self) -> None:
-        """Leave the model exactly as it was."""
+        """Leave the model exactly as it was; weights that were stored in few bits keep their rounded values."""
         self._is_detached = True
         if self.modules:
             self.rounder.enabled = False  # for copies of the model, which stop rounding, too
@@ -183,7 +197,7 @@ class Installation:
     def _set_version(self, tables: ModuleTables) -> None:
         rounder, state = self.rounder, state_of(tables.module)
         state.has_buffers = tables.has_table or bool(tables.records)
-        tags = (rounder.tags_gradients, rounder.tags_weights, rounder.tags_constants)
+        tags = (rounder.tags_gradients, rounder.tags_weights, rounder.tags_constants, rounder.has_frozen)
         flags = (rounder.enabled, rounder.execution.facts(), *tags)
         distinct = {id(action): action for action in state.actions.values()}
         facts_of = {key: _facts(action) for key, action in distinct.items()}

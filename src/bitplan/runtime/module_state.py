@@ -104,7 +104,7 @@ class ModuleTables:
     def __init__(self, path: str, module: nn.Module) -> None:
         self.path = path
         self.module = module
-        self.parameters = tuple(name for name, tensor in module._parameters.items() if tensor is not None)
+        self.parameters = tuple(parameter_names(module))
         #: Their names in the whole model, which random keys are made of; set when the tables are first installed.
         self.full_names: tuple[str, ...] = ()
         self.formats: list[FormatRow] = []
@@ -171,6 +171,16 @@ class ModuleTables:
         if history or self.module._buffers.get(AMAX_HISTORY_MAX) is not None:
             write_amax_history_max(self.module, record)
         return row
+
+
+#: Attribute of a module: what is known of weights that are stored in few bits, by name.
+FROZEN = "_bitplan_frozen"
+
+
+def parameter_names(module: nn.Module) -> list[str]:
+    """The names of a module's parameters, with those that are stored in few bits."""
+    stored: dict[str, Any] = module.__dict__.get(FROZEN, {})
+    return [name for name, tensor in module._parameters.items() if tensor is not None or name in stored]
 
 
 def remove_buffers(module: nn.Module) -> None:

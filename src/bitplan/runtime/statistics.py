@@ -178,6 +178,11 @@ def amax_history_max(record: Tensor) -> Tensor:
     return torch.where(is_remembered, past, 0.0).amax(1) * record[:, MARGIN]
 
 
+def latest_amax(row: list[float]) -> float:
+    """The amax of the last step of a tensor with delayed scales; 0 where there is none."""
+    return row[_PAST.start] if row[LENGTH] else 0.0
+
+
 def share_amax(record: Tensor) -> None:
     """All-reduce the amax of this step over the processes of a training."""
     record[:, _NOW] = largest_over_ranks(record[:, _NOW])

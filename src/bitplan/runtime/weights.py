@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.runtime.module_state import TABLE
+from bitplan.runtime.module_state import TABLE, parameter_names
 from bitplan.runtime.op_context import OpContext
 
 #: The attribute of a tensor that is a weight, though no parameter: a :class:`WeightView`, or True for a tensor that a
@@ -80,12 +80,19 @@ def contains_weight(value: Any) -> bool:
 def weight_key(module: nn.Module, weight: Tensor) -> Tensor | None:
     """The key that all uses of a parameter share; None for one that belongs to no module beneath this one."""
     for owner in (module, *module.modules()):
-        names = [name for name, tensor in owner._parameters.items() if tensor is not None]
+        names = parameter_names(owner)
         for position, name in enumerate(names):
             if owner._parameters[name] is weight:
                 table = owner._buffers.get(TABLE)
                 return None if table is None else table[1 + position]
     return None
+
+
+def frozen_weight_key(module: nn.Module) -> Tensor | None:
+    """The key of a weight that the module has stored in few bits, which emulation finds by the parameter."""
+    table = module._buffers.get(TABLE)
+    names = parameter_names(module)
+    return table[1 + names.index("weight")] if table is not None and "weight" in names else None
 
 
 # --- Tensors in nested arguments and results

@@ -22,7 +22,7 @@ from bitplan.analysis.measure.candidate import FormatPair
 from bitplan.gemm.axes import resolve
 from bitplan.gemm.layouts import SampledOperand
 from bitplan.numerics.dtypes import carrier_for
-from bitplan.numerics.formats import BlockFormat, FloatFormat, Format, IntFormat, get_format
+from bitplan.numerics.formats import BlockFormat, CodebookFormat, FloatFormat, Format, IntFormat, get_format
 from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.noise import random_bits
 from bitplan.numerics.quantizer import Quantizer
@@ -250,7 +250,7 @@ class _Rounder:
         if not missing:
             return
         target = plain.format
-        assert isinstance(target, (FloatFormat, IntFormat))
+        assert isinstance(target, (FloatFormat, IntFormat, CodebookFormat))
         rows = self._rows(side) if plain.rounding == "stochastic" else slice(None)
         values = self._values[..., rows, :].to(carrier_for(self.dtype, target, plain.rounding).dtype)
         steps = torch.stack([self._step(scale, target.max, values.dtype)[..., rows, :] for scale in missing])

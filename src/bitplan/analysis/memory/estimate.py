@@ -255,7 +255,9 @@ def estimate_memory(
         if compile:
             step(lambda phase: None)  # compiles, which is not tracked
         with tracker.track():
-            tracker.add_tensors([*step.weights(), *step.batch(), *_parts(step.optimizer_state())])
+            tracker.add_tensors(
+                [*step.weights(), *step.frozen_weights(), *step.batch(), *_parts(step.optimizer_state())]
+            )
             tracker.add_permanent(sparse)
             gradients = 0
 
@@ -269,6 +271,7 @@ def estimate_memory(
                 step(note)
         return Memory.of(
             weights=storage_bytes(step.weights()),
+            frozen=storage_bytes(step.frozen_weights()),
             gradients=gradients,
             activations=tracker.notes["forward"] - tracker.notes["start"],
             optimizer=storage_bytes(step.optimizer_state()),

@@ -196,7 +196,8 @@ def measure_step(step: TrainingStep, steps: int, warm_up: bool) -> Memory:
     if warm_up:
         step(lambda phase: None)
     gradients = 0
-    before = storage_bytes(step.weights()) + _dense_bytes(step.batch()) + storage_bytes(step.optimizer_state())
+    always = storage_bytes([*step.weights(), *step.frozen_weights()])
+    before = always + _dense_bytes(step.batch()) + storage_bytes(step.optimizer_state())
     allocator = make_allocator(step.device)
 
     def note(phase: Phase) -> None:
@@ -210,6 +211,7 @@ def measure_step(step: TrainingStep, steps: int, warm_up: bool) -> Memory:
             step(note)
     return Memory.of(
         weights=storage_bytes(step.weights()),
+        frozen=storage_bytes(step.frozen_weights()),
         gradients=gradients,
         activations=allocator.last("forward") - allocator.last("start"),
         optimizer=storage_bytes(step.optimizer_state()),

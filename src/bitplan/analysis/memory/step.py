@@ -19,6 +19,7 @@ from bitplan.plans import KEEP, Plan
 from bitplan.plans.loading import find_plan
 from bitplan.plans.spec import OptimizerRule
 from bitplan.runtime.attach import Attachment
+from bitplan.runtime.frozen import frozen_buffers
 from bitplan.tables import html_table, plain_table
 
 # --- Memory by class of tensors
@@ -27,6 +28,7 @@ from bitplan.tables import html_table, plain_table
 #: The meaning of each class, in the order of the table.
 MEANINGS = {
     "weights": "parameters and buffers",
+    "frozen": "parameters that are not trained, as they are stored",
     "optimizer": "optimizer state",
     "activations": "saved for backward, at the end of forward",
     "gradients": "of the parameters, at the end of backward",
@@ -39,8 +41,8 @@ MEANINGS = {
 class Memory:
     """Bytes of a training step: forward, loss, backward, optimizer.
 
-    Weights and optimizer state are always allocated. Activations are released while gradients are allocated:
-    ``peak = weights + optimizer + max(activations, gradients) + other``.
+    Weights, frozen weights and optimizer state are always allocated. Activations are released while gradients are
+    allocated: ``peak = weights + frozen + optimizer + max(activations, gradients) + other``.
     """
 
     weights: int
@@ -49,34 +51,38 @@ class Memory:
     optimizer: int
     other: int
     peak: int
+    #: Parameters that are not trained; listed where a model has any.
+    frozen: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, int) or value < 0:
                 raise MemoryEstimateError(f"{field.name} are bytes, a whole number from 0, not {value!r}.")
-        if self.peak != self.weights + self.optimizer + max(self.activations, self.gradients) + self.other:
+        always = self.weights + self.frozen + self.optimizer
+        if self.peak != always + max(self.activations, self.gradients) + self.other:
             raise MemoryEstimateError("the classes do not add up to the peak: use Memory.of, which computes other.")
 
     @classmethod
-    def of(cls, weights: int, gradients: int, activations: int, optimizer: int, peak: int) -> Memory:
+    def of(cls, weights: int, gradients: int, activations: int, optimizer: int, peak: int, frozen: int = 0) -> Memory:
         """Compute ``other`` from the peak. Sizes from graphs with dynamic shapes are symbolic and become integers."""
-        parts: tuple[Any, ...] = (weights, gradients, activations, optimizer, peak)
-        weights, gradients, activations, optimizer, peak = (
+        parts: tuple[Any, ...] = (weights, gradients, activations, optimizer, peak, frozen)
+        weights, gradients, activations, optimizer, peak, frozen = (
             int(size) if isinstance(size, torch.SymInt) else size for size in parts
         )
-        accounted = weights + optimizer + max(activations, gradients)
+        accounted = weights + frozen + optimizer + max(activations, gradients)
         # The allocator may report a few bytes less than the sum over tensors.
         peak = max(peak, accounted)
-        return cls(weights, gradients, activations, optimizer, peak - accounted, peak)
+        return cls(weights, gradients, activations, optimizer, peak - accounted, peak, frozen)
 
     def to_dict(self) -> dict[str, int]:
         """Bytes by class, and the peak."""
-        return asdict(self)
+        return {name: count for name, count in asdict(self).items() if name != "frozen" or count}
 
     def rows(self) -> list[tuple[str, int, str]]:
         """(class, bytes, meaning), the peak last."""
-        return [(name, getattr(self, name), meaning) for name, meaning in MEANINGS.items()]
+        classes = [(name, getattr(self, name), meaning) for name, meaning in MEANINGS.items()]
+        return [row for row in classes if row[0] != "frozen" or row[1]]
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<12}{byte_text(count):>12}  {meaning}" for name, count, meaning in self.rows())
@@ -101,11 +107,12 @@ class RunMemory:
         }
 
     def _columns(self) -> dict[str, list[str]]:
-        columns = {"class": list(MEANINGS)}
+        names = [name for name, _, _ in self.estimated.rows()]
+        columns = {"class": names}
         for name, memory in (("estimated", self.estimated), ("measured", self.measured)):
             if memory is not None:
                 columns[name] = [byte_text(count) for _, count, _ in memory.rows()]
-        return {**columns, "meaning": list(MEANINGS.values())}
+        return {**columns, "meaning": [MEANINGS[name] for name in names]}
 
     def __str__(self) -> str:
         return plain_table(self._columns())
@@ -255,7 +262,14 @@ class TrainingStep:
     # --- tensors by class ---
 
     def weights(self) -> list[Tensor]:
-        return [*self.model.parameters(), *self.model.buffers()]
+        """Parameters that are trained, and buffers."""
+        frozen = {id(tensor) for tensor in self.frozen_weights()}
+        return [tensor for tensor in (*self.model.parameters(), *self.model.buffers()) if id(tensor) not in frozen]
+
+    def frozen_weights(self) -> list[Tensor]:
+        """Parameters that are not trained, or the codes and scales that stand for them."""
+        plain = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
+        return [*plain, *(tensor for module in self.model.modules() for tensor in frozen_buffers(module))]
 
     def gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]

@@ -18,13 +18,15 @@ from bitplan.executions.emulate import EmulateExecution
 from bitplan.executions.native.backends import GemmBackend, backends_of
 from bitplan.executions.native.crossover import load_crossover
 from bitplan.executions.native.fallbacks import FALLBACK_COLUMNS, Fallback, fallbacks_of, keeps_codes, passes_of
+from bitplan.executions.native.frozen import native_frozen_product
 from bitplan.executions.native.head_loss import backends_of_chunks
 from bitplan.executions.native.paths import NativeTerms, Passes, backends_for_passes
 from bitplan.executions.native.product import native_product
-from bitplan.gemm.products import has_settings, product_of
+from bitplan.gemm.products import Product, has_settings, product_of
 from bitplan.plans import Decision
 from bitplan.plans.execution import Native
 from bitplan.runtime.execution import CompilerSettings, Decide
+from bitplan.runtime.frozen import FrozenOperand
 from bitplan.runtime.head_loss import HeadLoss
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.rounding_op import OpRounding, RoundingOp
@@ -72,6 +74,7 @@ class NativeExecution(EmulateExecution):
     """Runs products on low-precision backends, pass by pass."""
 
     saves_activation_codes = True
+    stores_frozen_weights = True
 
     def __init__(self, options: Native, model: nn.Module) -> None:
         super().__init__(options)
@@ -111,6 +114,23 @@ class NativeExecution(EmulateExecution):
             return None
         return native_product(x, w, bias, product, backends, rounding, context, weight_key, self.recast_in_backward)
 
+    def frozen_product(
+        self,
+        product: Product,
+        x: Tensor,
+        bias: Tensor | None,
+        decoded: Tensor,
+        operand: FrozenOperand,
+        rounding: OpRounding,
+        context: OpContext,
+        weight_key: Tensor | None,
+    ) -> Tensor | None:
+        candidate = rounding.prepared
+        if product.op != "linear" or not isinstance(candidate, NativeCandidate):
+            return None
+        backends = backends_for_passes(candidate.passes, product.op, product.settings, x, decoded, self.terms)
+        return native_frozen_product(x, bias, decoded, operand, backends, rounding, context, weight_key)
+
     def head_loss(
         self,
         x: Tensor,
@@ -148,8 +168,7 @@ class NativeExecution(EmulateExecution):
         warnings.warn(message, BitplanWarning, stacklevel=4)
 
     def compiler_settings(self, ops: Iterable[RoundingOp], options: dict[str, Any]) -> CompilerSettings:
-        from bitplan.compiler.backends import native_backend
-        from bitplan.compiler.launching import with_kernel_inlining
+        from bitplan.compiler.backends import compile_native_plainly, native_backend
         from bitplan.compiler.partitioning import RecomputePartitioner, RecomputePolicy
 
         recomputed = self.native.recomputed
@@ -157,7 +176,7 @@ class NativeExecution(EmulateExecution):
         codes = any(op.keeps_codes for op in ops)
         policy = RecomputePolicy("activations" in recomputed, "products" in recomputed, codes)
         if policy.is_plain:
-            return CompilerSettings(options=with_kernel_inlining(options))
+            return CompilerSettings(compile_native_plainly, options=options)
         return CompilerSettings(native_backend(policy), RecomputePartitioner(policy), options)
 
 

@@ -31,6 +31,7 @@ class PackedExecution(EmulateExecution):
     """Packs saved tensors: eagerly by hooks of autograd, compiled by the partitioner of the graph."""
 
     packs_saved_tensors = True
+    stores_frozen_weights = True
 
     def __init__(self, options: Packed) -> None:
         super().__init__(options)
