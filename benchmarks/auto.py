@@ -1,7 +1,8 @@
 """``python benchmarks/auto.py``: ``bitplan auto`` on models of transformers, timm and torchvision.
 
-All searches run at the same time, each in processes of its own; trials wait for each other, so that one is measured at
-a time. Writes one JSON document with every candidate of every search, and prints a short table.
+All models are searched for at the same time, each in processes of its own; trials wait for each other, so that one is
+measured at a time. Several limits of one model follow each other and share what was measured. Writes one JSON document
+with every candidate of every search, and prints a short table.
 
     python benchmarks/auto.py --models vit_b resnet50 --jobs 3 --json benchmarks/results/auto-h200.json
 """
@@ -25,7 +26,7 @@ from bitplan.planners.auto import Limits, LocalTrials, ProcessTrials, search
 
 
 def search_one(model: str, options: argparse.Namespace) -> dict[str, Any]:
-    """The search for one model; a memory limit may stand behind a colon."""
+    """One search; a memory limit may stand behind a colon."""
     name, _, memory = model.partition(":")
     limits = Limits(Budget.parse(memory) if memory else None, options.slowdown)
     problem = load_problem(name)
@@ -38,18 +39,15 @@ def _note(sentence: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {sentence}", file=sys.stderr, flush=True)
 
 
-def start(model: str, options: argparse.Namespace) -> subprocess.Popen[bytes]:
-    """The search for one model, in a process of its own."""
-    command = [sys.executable, __file__, "--one", model, "--jobs", str(options.jobs), "--seeds", str(options.seeds)]
+def start(searches: list[str], options: argparse.Namespace) -> subprocess.Popen[bytes]:
+    """The searches for one model, in a process of their own: a JSON document in each line of its output."""
+    command = [sys.executable, __file__, "--one", *searches, "--jobs", str(options.jobs), "--seeds", str(options.seeds)]
     command += [] if options.steps is None else ["--steps", str(options.steps)]
     command += ["--slowdown", str(options.slowdown)] if options.slowdown else []
-    with path_of(model, "json", options).open("wb") as out, path_of(model, "log", options).open("wb") as log:
-        return subprocess.Popen(command, stdout=out, stderr=log)
-
-
-def path_of(model: str, suffix: str, options: argparse.Namespace) -> Path:
-    folder: Path = options.folder
-    return folder / f"{model.replace(':', '-').replace('%', '')}.{suffix}"
+    name = searches[0].partition(":")[0]
+    output, log = (options.folder / f"{name}.{suffix}" for suffix in ("jsonl", "log"))
+    with output.open("wb") as stdout, log.open("wb") as stderr:
+        return subprocess.Popen(command, stdout=stdout, stderr=stderr)
 
 
 def main() -> None:
@@ -57,7 +55,9 @@ def main() -> None:
     parser.add_argument(
         "--models", nargs="+", default=list(MODELS), help="names, or NAME:MEMORY such as llama_2048:6GiB"
     )
-    parser.add_argument("--one", metavar="MODEL", help="search for one model in this process, and print its JSON")
+    parser.add_argument(
+        "--one", nargs="+", metavar="MODEL", help="search in this process, and print a JSON document each"
+    )
     parser.add_argument("--jobs", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int)
@@ -66,24 +66,30 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write all documents together")
     options = parser.parse_args()
     if options.one is not None:
-        print(json.dumps(strict(search_one(options.one, options))))
+        for model in options.one:
+            print(json.dumps(strict(search_one(model, options))), flush=True)
         return
     options.folder.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
-    searches = {model: start(model, options) for model in options.models}
+    by_model: dict[str, list[str]] = {}
+    for model in options.models:
+        by_model.setdefault(model.partition(":")[0], []).append(model)
+    processes = {name: start(searches, options) for name, searches in by_model.items()}
     documents: dict[str, Any] = {}
-    for model, process in searches.items():
+    for name, process in processes.items():
         process.wait()
-        text = path_of(model, "json", options).read_text(encoding="utf-8")
-        if not text:
-            print(f"== {model} failed: {path_of(model, 'log', options).read_text(encoding='utf-8')[-1500:]}")
-            continue
-        documents[model] = json.loads(text)
-        show(model, documents[model])
+        lines = (options.folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        for model, line in zip(by_model[name], lines, strict=False):
+            documents[model] = json.loads(line)
+            show(model, documents[model])
+        if len(lines) < len(by_model[name]):
+            log = (options.folder / f"{name}.log").read_text(encoding="utf-8")
+            print(f"== {by_model[name][len(lines)]} failed: {log[-1500:]}")
     print(f"{time.perf_counter() - began:.0f} s in all")
     if options.json is not None:
         options.json.write_text(
-            json.dumps({"benchmark": "auto", "models": documents}, indent=1) + "\n", encoding="utf-8"
+            json.dumps({"benchmark": "auto", "searches": documents}, indent=1) + "\n",
+            encoding="utf-8",
         )
 
 

@@ -193,9 +193,17 @@ MODELS: dict[str, Callable[[], Target]] = {
 
 
 def load_problem(name: str) -> Problem:
-    """The forward and backward pass of a model, compiled, and real data in its shape where there is any."""
+    """The forward and backward pass of a model, compiled, and real data in its shape where there is any.
+
+    Networks with batch norm are verified with SGD, as they are trained in practice, others with AdamW.
+    """
     target = MODELS[name]()
-    return Problem(target, data=_data_for(target), compile=True)
+    has_batch_norm = any(isinstance(module, nn.BatchNorm2d) for module in target.model.modules())
+    return Problem(target, data=_data_for(target), compile=True, verified_with=_sgd if has_batch_norm else "adamw")
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
 def _data_for(target: Target) -> Callable[[int], Any] | None:

@@ -188,7 +188,7 @@ def bench_speed(
         "seed": seed,
         "plans": {name: own_plan(name).to_dict() for name in used},
         "aims": {name: aim for name, aim in aims.items() if aim is not None},
-        "crossover": [asdict(row) for row in crossover.measure_crossover(where, torch.bfloat16)],
+        "crossover": [asdict(row) for row in crossover.measure_crossover(where, torch.bfloat16).fastest],
         "rows": {name: [asdict(row) for row in made.rows] for name, made in measured.items()},
         "failed": {name: made.failed for name, made in measured.items() if made.failed},
         "loss_steps": steps,

@@ -24,7 +24,8 @@ def times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     monkeypatch.setattr(crossover, "CHANNELS", (16,))
     for name, size in (("measure_crossover", 8), ("measure_im2col_crossover", 16)):
         monkeypatch.setattr(
-            crossover, name, lambda *arguments, size=size: [crossover.Crossing("int8", size, 2.0, native["ms"])]
+            *(crossover, name),
+            lambda *_, size=size: crossover.Rounds([[crossover.Crossing("int8", size, 2.0, native["ms"])]]),
         )
     return native
 

@@ -624,3 +624,12 @@ def test_inductor_reads_the_key_that_makes_it_store_a_result() -> None:
     from torch._inductor.graph import GraphLowering
 
     assert torch_private.REALIZE_TO_STRIDES in inspect.getsource(GraphLowering.run_node)
+
+
+def test_a_module_that_is_compiled_in_place_holds_its_compiled_call_in_the_attribute() -> None:
+    module = torch.nn.Linear(2, 2)
+    assert getattr(module, torch_private.COMPILED_CALL) is None
+    module.compile(backend="eager")
+    assert torch_private.COMPILED_CALL in vars(module)
+    del vars(module)[torch_private.COMPILED_CALL]
+    assert getattr(module, torch_private.COMPILED_CALL) is None

@@ -42,15 +42,16 @@ def given(rows: int, features: int, dtype: torch.dtype) -> tuple[Tensor, Tensor,
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("history_amax", [0.0, 2.0])
+@pytest.mark.parametrize("rounds_twice", [False, True])
 def test_the_kernels_give_the_codes_of_plain_torch(
-    rows: int, features: int, dtype: torch.dtype, kind: torch.dtype, history_amax: float
+    rows: int, features: int, dtype: torch.dtype, kind: torch.dtype, history_amax: float, rounds_twice: bool
 ) -> None:
     x, mean, weight = given(rows, features, dtype)
     history, inverse = torch.tensor(history_amax, device="cuda"), torch.rsqrt(mean + EPS)
     read = (x, inverse, weight, None)
-    parts = OURS.norm_amax(*read, history)
+    parts = OURS.norm_amax(*read, history, rounds_twice)
     for layouts in ((True, True), (True, False), (False, True)):
-        rest = (kind, parts, history, *layouts, True)
+        rest = (kind, parts, history, *layouts, True, None, rounds_twice)
         ours, plain = OURS.norm_cast(*read, *rest), norm_cast_reference(*read, *rest)
         for first, second in zip(ours[:3], plain[:3], strict=True):
             assert torch.equal(first.float(), second.float())
@@ -61,6 +62,21 @@ def test_the_kernels_give_the_codes_of_plain_torch(
             first, second = first.float(), second.float()
             assert ((first - second).abs() <= 0.26 * second.abs() + 2**-9).all()
             assert (first != second).sum() <= 1 + first.numel() // 100
+
+
+def test_a_norm_of_transformers_has_the_codes_of_eager_code() -> None:
+    x, mean, weight = given(512, 2048, torch.bfloat16)
+    history = torch.tensor(3.0, device="cuda")
+    wide = x.float()
+    normed = weight * (wide * torch.rsqrt(mean + EPS)[:, None]).to(x.dtype)
+    settings: dict[str, Any] = {"power_of_two": True, "history_amax": history, "returns_amax": True}
+    expected = cast_float8(normed, torch.float8_e4m3fn, **settings)
+    read = (x, torch.rsqrt(mean + EPS), weight, None)
+    parts = OURS.norm_amax(*read, history, True)
+    actual = OURS.norm_cast(*read, torch.float8_e4m3fn, parts, history, True, True, True, None, True)
+    for first, second in zip(actual[:3], expected[:3], strict=True):
+        assert torch.equal(first.float(), second.float())
+    assert torch.equal(actual[3].amax(), expected.tile_amax.amax())
 
 
 @pytest.mark.parametrize("layouts", [(True, True), (True, False), (False, True)])

@@ -187,14 +187,15 @@ def norms() -> int:
     weight, edges = torch.randn(150) * 3, torch.tensor([[3.0, 0.0, -0.0], [1e-40, 3e38, 1.0], [torch.nan, 1.0, 2.0]])
     for x, factor in (((torch.randn(130, 150) * 7).bfloat16(), weight.bfloat16()), (edges, weight[:3])):
         mean = x.float().square().mean(1)
-        for kind, history_amax, eps in itertools.product(FORMATS, (0.0, 1.5), (1e-6, None)):
+        for kind, history_amax, eps, twice in itertools.product(FORMATS, (0.0, 1.5), (1e-6, None), (False, True)):
             arguments = (x, torch.rsqrt(mean + 1e-6) if eps is None else mean, factor, eps)
             alike = same if eps is None else almost_same
-            history, plain = torch.tensor(history_amax), norm_amax_reference(*arguments, torch.tensor(history_amax))
-            parts = kernels.launch_norm_amax(launch_directly, *arguments, history)
+            history = torch.tensor(history_amax)
+            plain = norm_amax_reference(*arguments, history, twice)
+            parts = kernels.launch_norm_amax(launch_directly, *arguments, history, twice)
             assert alike(parts.amax(), torch.zeros(()) if history_amax else plain.amax())
             for layouts in ((True, True), (True, False), (False, True)):
-                rest = (kind, plain, history, *layouts, True)
+                rest = (kind, plain, history, *layouts, True, None, twice)
                 first, second = (
                     kernels.launch_norm_cast(launch_directly, *arguments, *rest),
                     norm_cast_reference(*arguments, *rest),

@@ -362,6 +362,7 @@ def test_the_crossover_is_measured_once_and_remembered(tmp_path: Path, monkeypat
     monkeypatch.setattr(crossover, "SIZES", {"cpu": (8, 16)})
     monkeypatch.setattr(crossover, "CHANNELS", (16, 32))
     monkeypatch.setattr(crossover, "IMAGES", {"cpu": (2, 4)})
+    monkeypatch.setattr(crossover, "_WIDEST_RATIOS", float("inf"))  # whatever else this machine does
     first = crossover.load_crossover(torch.device("cpu"), torch.float32)
     linear, unfolded = json.loads((tmp_path / "crossover.json").read_text()).values()
     assert {(row["unit"], row["size"]) for row in linear} == {(u.name, s) for u in units.BACKENDS for s in (8, 16)}
@@ -383,7 +384,7 @@ def test_the_crossover_is_measured_once_and_remembered(tmp_path: Path, monkeypat
             assert not crossover._read(crossover.cache_file())
     won = [crossover.Crossing("int8", 8, 2.0, 1.0), crossover.Crossing("fp8", 8, 1.0, 2.0)]
     for table in ("measure_crossover", "measure_im2col_crossover"):
-        monkeypatch.setattr(crossover, table, lambda *arguments: won)
+        monkeypatch.setattr(crossover, table, lambda *arguments: crossover.Rounds([won]))
     with pytest.warns(BitplanWarning, match="is damaged"):
         result = crossover.load_crossover(torch.device("cpu"), torch.float32)
     assert result.min_macs_by_backend == (("int8", 512), ("fp8", crossover.NEVER))
@@ -396,7 +397,9 @@ def test_a_table_without_rows_is_measured_again_and_sends_nothing_to_the_units(
     monkeypatch.setenv("BITPLAN_CACHE", str(tmp_path))
     measured: list[str] = []
     for table in ("measure_crossover", "measure_im2col_crossover"):
-        monkeypatch.setattr(crossover, table, lambda *arguments, table=table: measured.append(table) or [])
+        monkeypatch.setattr(
+            crossover, table, lambda *arguments, table=table: measured.append(table) or crossover.Rounds([])
+        )
     for _ in range(2):
         terms = crossover.load_crossover(torch.device("cpu"), torch.float32)
     assert measured == 2 * ["measure_crossover", "measure_im2col_crossover"]
@@ -410,8 +413,35 @@ def test_a_burst_of_other_work_does_not_decide_the_crossover(monkeypatch: pytest
     monkeypatch.setattr(crossover, "backends_of", lambda device: [units.BACKENDS[0]])
     times = iter([*(10.0, 2.0, 10.0, 2.0), *(1.0, 2.0, 1.0, 2.0), *(1.5, 2.5, 1.5, 2.5)])
     monkeypatch.setattr(crossover, "milliseconds", lambda *arguments: next(times))
-    table = crossover.measure_crossover(torch.device("cpu"))
-    assert [(row.size, row.plain, row.native) for row in table] == [(8, 2.0, 1.0), (16, 2.0, 1.0)]
+    rounds = crossover.measure_crossover(torch.device("cpu"))
+    assert [(row.size, row.plain, row.native) for row in rounds.fastest] == [(8, 2.0, 1.0), (16, 2.0, 1.0)]
+    assert rounds.is_quiet
+
+
+def test_the_crossover_of_a_busy_machine_is_used_but_not_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BITPLAN_CACHE", str(tmp_path))
+
+    def tables(*native: float) -> crossover.Rounds:
+        return crossover.Rounds([[crossover.Crossing("int8", 8, 1.0, time)] for time in native])
+
+    quiet, busy = tables(0.5, 0.6, 0.5), tables(0.5, 1.5, 1.6)
+    measured: list[str] = []
+    monkeypatch.setattr(crossover, "measure_crossover", lambda *_: measured.append("linear") or busy)
+    monkeypatch.setattr(crossover, "measure_im2col_crossover", lambda *_: measured.append("im2col") or quiet)
+    device = torch.device("cpu")
+    with pytest.warns(BitplanWarning, match="busy machine"):
+        first = crossover.crossover_tables(device, torch.float32)
+    assert not first.is_stored
+    assert first.linear == busy.fastest
+    assert [name.endswith("3x3") for name in json.loads((tmp_path / "crossover.json").read_text())] == [True]
+    assert crossover.crossover_tables(device, torch.float32) == first
+    assert measured == ["linear", "im2col"]  # this process measures once
+    monkeypatch.setattr(crossover, "measure_crossover", lambda *_: quiet)
+    again = crossover.crossover_tables(device, torch.float32, measure_again=True)
+    assert again.is_stored
+    assert len(json.loads((tmp_path / "crossover.json").read_text())) == 2
 
 
 def test_without_a_compiler_the_crossover_is_measured_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,7 +458,10 @@ def test_without_a_compiler_the_crossover_is_measured_uncompiled(monkeypatch: py
     monkeypatch.setattr(torch, "compile", compiler)
     crossover._encoder.cache_clear()
     try:
-        assert [row.size for row in crossover.measure_crossover(torch.device("cpu")) if row.unit == "int8"] == [8, 16]
+        assert [row.size for row in crossover.measure_crossover(torch.device("cpu")).fastest if row.unit == "int8"] == [
+            8,
+            16,
+        ]
     finally:
         crossover._encoder.cache_clear()
     assert requests == [(8, 8)]  # once, and no more
@@ -449,7 +482,7 @@ def test_measuring_the_crossover_draws_no_numbers_of_others_and_stops_where_memo
     torch.manual_seed(3)
     expected = torch.rand(3)
     torch.manual_seed(3)
-    table = crossover.measure_crossover(torch.device("cpu"))
+    table = crossover.measure_crossover(torch.device("cpu")).fastest
     assert torch.equal(torch.rand(3), expected)
     sizes = [(row.unit, row.size) for row in table]
     assert sizes == [("fp8", 8), ("fp8", 16), ("fp8", 32), ("int8", 8), ("int8", 16)]

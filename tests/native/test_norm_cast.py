@@ -115,6 +115,53 @@ def test_graphs_cast_norms_with_the_same_bits(
         assert torch.equal(first, second)
 
 
+class Logits(nn.Module):
+    """A Llama of transformers; returns logits."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        config = transformers.LlamaConfig(
+            vocab_size=32,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            use_cache=False,
+        )
+        self.model = transformers.LlamaForCausalLM(config)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.model(ids).logits
+        return logits
+
+
+def test_norms_of_a_llama_of_transformers_are_fused(monkeypatch: pytest.MonkeyPatch, rewriting: Any) -> None:
+    layers = 2
+    rule = {"match": "*layers*", "op": "linear", **dict.fromkeys(("x", "w", "dy"), F8)}
+    plan = Plan.from_dict({"version": 1, "rules": [rule]})
+    fused_count = 2 * layers - 1  # of the first sum its terms are kept: the embedding, and a product
+    results = []
+    for fuses in (True, False):
+        monkeypatch.setattr(norm_fusing, "FUSES", fuses)
+        torch.manual_seed(0)
+        model = Logits(layers).bfloat16()
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                nn.init.normal_(weight)
+        rewritten = rewriting(RecomputePartitioner(RecomputePolicy()), fuse_gates, fuse_norms)
+        results.append(rewritten.gradients(model, torch.randint(32, (2, 16)), plan, "inputs"))
+        forward, backward = rewritten.seen
+        joined = fused_count if fuses else 0
+        assert [graph.get("norm_cast", 0) for graph in rewritten.seen] == [joined, joined]
+        assert (forward.get("norm_amax", 0), backward.get("norm_amax", 0)) == (joined, 0)
+        # One cast serves query, key and value, another gate and up; the attention's result is cast by itself.
+        assert forward["float8_cast"] + joined == 3 * layers + 7 * layers
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
+
+
 def traced(function: Any, *given: Tensor) -> fx.GraphModule:
     return make_fx(torch.func.functionalize(function), decomposition_table=select_decomp_table(), tracing_mode="fake")(
         *given
@@ -163,6 +210,55 @@ def test_rows_are_read_as_the_graph_has_them(function: Any, dims: int) -> None:
     (joined,) = module.graph.find_nodes(op="call_function", target=OURS.norm_cast.default)
     assert joined.args[3] == {of_mean: EPS, turned: EPS, of_sum: 0.0}.get(function)
     assert torch.equal(module(*inputs).float(), expected.float())
+
+
+def norm_of(kind: str) -> Any:
+    """A norm of transformers as a function of input and weight."""
+    family = kind.partition("RMS")[0].partition("Layer")[0].lower()
+    module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    norm = getattr(module, kind)(48, eps=EPS).bfloat16()
+    return lambda x, weight: torch.func.functional_call(norm, {"weight": weight}, (x,))
+
+
+@pytest.mark.parametrize(
+    ("kind", "rounds_twice"),
+    [(f"{name}RMSNorm", True) for name in ("Llama", "Mistral", "Qwen2", "Qwen3")]
+    + [("T5LayerNorm", True), ("GemmaRMSNorm", False), ("Olmo2RMSNorm", False)],
+)
+def test_norms_of_transformers_keep_the_bits_of_eager_code(kind: str, rounds_twice: bool) -> None:
+    norm = norm_of(kind)
+    x, _, weight = given()
+
+    def step(x: Tensor, weight: Tensor) -> Tensor:
+        return cast(norm(x, weight))
+
+    def step_of_sum(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + 1
+        return step(total, weight), total
+
+    for function, fused in ((step, True), (step_of_sum, rounds_twice)):
+        module = traced(function, x, weight)
+        assert fuse_norms(module.graph, "cpu") == fused
+        module.graph.lint()
+        module.recompile()
+        joined = module.graph.find_nodes(op="call_function", target=OURS.norm_cast.default)
+        assert [node.args[-1] for node in joined] == [rounds_twice] * fused
+        results = zip(*map(flat, (module(x, weight), function(x, weight))), strict=True)
+        assert all(torch.equal(first.float(), second.float()) for first, second in results)
+    # The two kinds of norms are not the same.
+    _, mean, _ = given()
+    first, second = (rms_norm_reference(x, mean, weight, EPS, rounds) for rounds in (False, True))
+    assert 0 < (first != second).sum() < first.numel()
+    assert torch.equal(norm(x, weight), second if rounds_twice else rms_norm_reference_of(kind, x, mean, weight))
+
+
+def rms_norm_reference_of(kind: str, x: Tensor, mean: Tensor, weight: Tensor) -> Tensor:
+    """The norm's result with one rounding; Gemma's weight is a difference from 1."""
+    return rms_norm_reference(x, mean, 1 + weight.float() if kind == "GemmaRMSNorm" else weight, EPS)
+
+
+def flat(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result)
 
 
 def test_only_what_fits_exactly_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +311,7 @@ def test_only_what_fits_exactly_is_joined(monkeypatch: pytest.MonkeyPatch) -> No
     assert fuse_norms(traced(normed, x.half(), weight.half()).graph, "cpu") == 0
     assert fuse_norms(traced(of_mean, x, mean[:, None].bfloat16(), weight).graph, "cpu") == 0
     graphs = [traced(item, x, weight).graph for item in (normed, normed, of_sums)]
-    norm_fusing._pattern.cache_clear()
+    norm_fusing._patterns.cache_clear()
     with torch.inference_mode():
         assert fuse_norms(graphs[0], "cpu") == 1
     monkeypatch.setattr(norm_fusing, "FUSES_SUMS", True)

@@ -17,12 +17,16 @@ from bitplan.analysis.memory import measure_memory
 from bitplan.analysis.targets import Target
 from bitplan.capture.recording import record
 from bitplan.errors import PlanError
+from bitplan.executions.native.crossover import ProductTime
 from bitplan.numerics.quantizer import make_quantizer
-from bitplan.planners.auto import AutoResult, LocalTrials, Problem, ProcessTrials
-from bitplan.planners.auto.candidates import Item, cheapest, least_damage, lowered, make_candidate, make_items
+from bitplan.planners.assign.budget import Budget
+from bitplan.planners.auto import AutoResult, Limits, LocalTrials, Problem, ProcessTrials, search
+from bitplan.planners.auto.cache import TrialCache
+from bitplan.planners.auto.candidates import Item, cheapest, least_damage, levels, lowered, make_candidate, make_items
 from bitplan.planners.auto.damage import measure_damage
-from bitplan.planners.auto.groups import SiteKey, activation_groups, product_groups
-from bitplan.planners.auto.trials import Failure, Trial
+from bitplan.planners.auto.groups import SiteKey, activation_groups, product_groups, second_halves
+from bitplan.planners.auto.products import TimedProducts
+from bitplan.planners.auto.trials import Failure, Outcome, Trial, Trials
 from bitplan.planners.auto.verify import LossGap
 
 
@@ -183,6 +187,16 @@ def test_busy_measurements_are_not_remembered(monkeypatch: pytest.MonkeyPatch, c
     assert not (cache / "trials.json").exists()
 
 
+def test_searches_at_the_same_time_keep_each_others_measurements(cache: Path) -> None:
+    first, second = TrialCache(), TrialCache()
+    first.add("a", Trial(1, 2, 3.0, 0.0, 4.0))
+    second.add("b", Trial(5, 6, 7.0, 0.0, 8.0))
+    assert sorted(TrialCache().trials) == ["a", "b"]
+    for damage in ("", "[1]", '{"a": 3}', '{"a": {"peak": 1}}'):
+        (cache / "trials.json").write_text(damage)
+        assert TrialCache().trials == {}
+
+
 def test_trials_in_processes_have_the_peaks_of_trials_here() -> None:
     plan = bp.Plan.from_dict(
         {"version": 1, "execution": "packed", "rules": [{"match": "1", "op": "linear", "activation": "e4m3"}]}
@@ -217,6 +231,54 @@ def test_groups_are_known_without_names() -> None:
     products = {group.name: group for group in product_groups(operations)}
     assert products["*.gate/linear.0"].shape == (256, 32, 96)
     assert [group.name for group in products.values() if group.is_last] == ["*/linear.0"]
+
+
+class CountedTrials(Trials):
+    """Trials whose peak is counted from the plan: 100 bytes, less 10 for each rule, less 40 for recomputed products."""
+
+    def measure(self, plans: Any) -> list[Outcome]:
+        return [Trial(self.peak(plan), 0, 1.0, 0.0, 0.0) for plan in plans]
+
+    def peak(self, plan: bp.Plan | None) -> int:
+        if plan is None:
+            return 200
+        execution = plan.declared_execution
+        is_recomputing = isinstance(execution, bp.Native) and "products" in execution.recomputed
+        return 100 - 10 * len(plan.all_rules) - 40 * is_recomputing
+
+    def final_losses(self, plan: bp.Plan | None, steps: int, seeds: int) -> list[float]:
+        return [1.0] * seeds
+
+
+@pytest.mark.parametrize(("limit", "is_recomputed"), [("35", True), ("75", False)])
+def test_halves_of_gates_are_recomputed_where_codes_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch, limit: str, is_recomputed: bool
+) -> None:
+    model, batch = problem()
+    operations = record(model, batch, functional.cross_entropy)
+    assert second_halves(operations) == {SiteKey("1.up", "linear.0"), SiteKey("2.up", "linear.0")}
+    timed = [TimedProducts(group, "fp8", ProductTime(2.0, 1.0, 0.0)) for group in product_groups(operations)]
+    monkeypatch.setattr(import_module("bitplan.planners.auto.search"), "time_products", lambda *_: timed)
+    task = Problem(Target(model, batch, functional.cross_entropy), compile=True)
+    result = search(task, Limits(Budget.parse(f"{limit}B")), CountedTrials(), steps=0)
+    assert result.meets_limits
+    execution = result.plan.declared_execution
+    assert isinstance(execution, bp.Native)
+    assert ("products" in execution.recomputed) == is_recomputed
+    assert any(row.name.endswith("recomputed") for row in result.rows) == is_recomputed
+    rounded = [rule for rule in result.plan.to_dict()["rules"] if "activation" in rule]
+    assert any("gate" in str(rule["match"]) for rule in rounded)
+    assert any("up" in str(rule["match"]) for rule in rounded) == (not is_recomputed)
+
+
+def test_kinds_that_save_little_are_no_set_of_their_own() -> None:
+    def item(name: str, kind: str, saving: int, damage: float) -> Item:
+        return Item(SiteKey(name, "linear.0"), kind, "e4m3", saving, damage)
+
+    items = [item("a", "gate", 50, 9.0), item("b", "product", 3, 0.1), item("c", "other", 47, 4.0)]
+    assert [(name, len(chosen)) for name, chosen in levels(items)] == [("gate", 1), ("gate + product + other", 3)]
+    items[1] = item("b", "product", 30, 0.1)
+    assert [name for name, _ in levels(items)] == ["gate", "gate + product", "gate + product + other"]
 
 
 def test_damage_is_the_squared_change_of_the_loss() -> None:

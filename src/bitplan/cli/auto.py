@@ -17,8 +17,7 @@ from bitplan.cli.arguments import SettingsOption, TargetArgument
 from bitplan.cli.output import FittedTable, JsonOption, Output, command_output
 from bitplan.errors import MemoryEstimateError, nearest_names
 from bitplan.files import byte_text
-from bitplan.lab.targets import load_target
-from bitplan.lab.tasks.registry import find_task, task_names
+from bitplan.lab.targets import load_target_and_task
 from bitplan.lab.train.loop import chosen_device
 from bitplan.planners.assign.budget import Budget
 from bitplan.planners.auto import AutoResult, Limits, LocalTrials, Problem, ProcessTrials, search
@@ -113,11 +112,11 @@ def load_problem(
     """The training step that a target's name stands for; a task brings its data and its optimizer."""
     torch.manual_seed(0)
     where = chosen_device(device)
-    target = move_target(load_target(source, settings=settings), where, batch)
+    made, task = load_target_and_task(source, settings=settings)
+    target = move_target(made, where, batch)
     precision = None if autocast is None else _AUTOCAST[autocast]
-    if source not in task_names():
+    if task is None:
         return Problem(target, None if optimizer == "none" else optimizer, None, compile, precision)
-    task = find_task(source, tuple(settings))
     make: Any = task.optimizer if optimizer is None else None if optimizer == "none" else optimizer
     data: Callable[[int], Any] | None = task.batch if batch is None else None
     return Problem(target, make, data, compile, precision)

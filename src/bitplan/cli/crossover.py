@@ -54,7 +54,8 @@ def crossover(
             _print(tables.im2col, "3x3 convolution of channels", output)
             for sentence in _sentences(terms):
                 output.console.print(sentence)
-            output.console.print(f"stored in {cache_file()}; bitplan crossover --measure measures it again.")
+            where = f"stored in {cache_file()}" if tables.is_stored else "not stored, because the machine is busy"
+            output.console.print(f"{where}; bitplan crossover --measure measures it again.")
 
 
 def _print(rows: list[Crossing], heading: str, output: Output) -> None:

@@ -42,6 +42,13 @@ def compile_packed_aggressively(
     return _compile(gm, example_inputs, mode, options, PackedPartitioner(is_aggressive=True))
 
 
+def compile_native_plainly(
+    gm: fx.GraphModule, example_inputs: Any, mode: str | None = None, options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Compile one graph with kernels of native execution and torch's own partitioner."""
+    return _compile(gm, example_inputs, mode, options, None)
+
+
 @cache
 def native_backend(policy: RecomputePolicy) -> Callable[..., Callable[..., Any]]:
     """The backend of a policy; cached, because torch reuses graphs only of the same backend object."""
@@ -60,12 +67,17 @@ def _compile(
     example_inputs: Any,
     mode: str | None,
     options: dict[str, Any] | None,
-    partitioner: CustomPartitionerFn,
+    partitioner: CustomPartitionerFn | None,
 ) -> Callable[..., Any]:
+    from bitplan.compiler.attention_masks import fold_attention_masks
     from bitplan.compiler.launching import with_kernel_inlining
 
+    fold_attention_masks(gm)
+
     mode_options = torch_private.list_mode_options(mode or "default")
-    settings = {**mode_options, **with_kernel_inlining(options), "custom_partitioner_fn": partitioner}
+    settings = {**mode_options, **with_kernel_inlining(options)}
+    if partitioner is not None:
+        settings["custom_partitioner_fn"] = partitioner
     compiled: Any = torch_private.compile_fx(gm, example_inputs, config_patches=settings)
     return compiled  # type: ignore[no-any-return]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from bitplan.compiler import amax_fusion, gated_fusion, kernel_ops, norm_fusion, patterns, torch_patches
+from bitplan.compiler import amax_fusion, gated_fusion, kernel_ops, norm_fusion, patterns, rotary_tables, torch_patches
 from bitplan.compiler.kernel_ops import OPERATIONS, KernelOp
 from bitplan.compiler.torch_patches import Undo, replace_attribute
 from bitplan.compiler.torch_private import (
@@ -50,6 +50,7 @@ class KernelInliningPass(CustomGraphPass):
         for graph_pass in self.earlier:
             graph_pass(graph)
         torch_patches.apply(cache_access_analyses)
+        rotary_tables.write_tables(graph)
         gated_fusion.fuse_gates(graph)
         norm_fusion.fuse_norms(graph)
         amax_fusion.record_amax_in_casts(graph)
@@ -60,8 +61,9 @@ class KernelInliningPass(CustomGraphPass):
         """The cache key; None, which disables Inductor's caches, where an earlier pass has none."""
         others = [earlier.uuid() if isinstance(earlier, CustomGraphPass) else None for earlier in self.earlier]
         files = (source for operation in OPERATIONS.values() for source in operation.sources())
-        passes = (kernel_ops, patterns, gated_fusion, norm_fusion, amax_fusion)
+        passes = (kernel_ops, patterns, rotary_tables, gated_fusion, norm_fusion, amax_fusion)
         switches = (
+            rotary_tables.WRITES_TABLES,
             gated_fusion.FUSES,
             norm_fusion.FUSES,
             norm_fusion.FUSES_SUMS,

@@ -199,6 +199,8 @@ CHECKPOINT_GENERATOR = SYMBOLS["checkpoint_generator"].partition(":")[2]
 DDP_ASSIGN_BUFFERS = SYMBOLS["ddp_assign_buffers"].rpartition(".")[2]
 #: The attribute that torch.compiler.assume_constant_result sets on a function; calling that imports ``torch._dynamo``.
 CONSTANT_MARK = "_dynamo_marked_constant"
+#: The attribute of a module that ``nn.Module.compile()`` sets.
+COMPILED_CALL = "_compiled_call_impl"
 #: The key of a node's metadata that makes Inductor store the node's result, in the order of its traced strides.
 REALIZE_TO_STRIDES = "inductor_realize_to_strides"
 

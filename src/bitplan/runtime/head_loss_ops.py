@@ -18,12 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitplan.compiler import torch_private
 from bitplan.numerics.quantizer import Span
 from bitplan.runtime.rounding_op import op_of_key
 
 #: Logits of a chunk by default: 2048 tokens of a vocabulary of 128,256, 0.5 GiB in bfloat16. Smaller chunks would add
 #: each one's weight gradient to the sum more often, larger ones save no time.
 MAX_LOGITS = 1 << 28
+
+
+#: Graphs of a step: settings x dtypes x sizes of chunks.
+_MOST_GRAPHS = 64
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -131,7 +136,15 @@ def _combined_step(logits: Tensor, targets: Tensor, factors: Tensor, settings: S
 
 @cache
 def _compiled(step: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(step, fullgraph=True)
+    compiled = torch.compile(step, fullgraph=True)
+
+    def with_constant_settings(*args: Any) -> Any:
+        # A second value of a float makes Dynamo treat it as a variable, which torch 2.11 cannot compile here. As
+        # constants, settings, dtypes and sizes of chunks have graphs of their own.
+        with torch_private.dynamo_config.patch(specialize_float=True, recompile_limit=_MOST_GRAPHS):
+            return compiled(*args)
+
+    return with_constant_settings
 
 
 def _step(step: Callable[..., Any], logits: Tensor) -> Callable[..., Any]:

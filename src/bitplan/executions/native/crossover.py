@@ -4,7 +4,8 @@ A linear layer's three GEMMs with their casts are timed against the same GEMMs i
 matrices of growing size. GEMMs with fewer multiply-accumulates than the smallest size from which on the backend always
 won are not native. Casts are compiled, as in a compiled model. On a GPU the calls are replayed as a CUDA graph, because
 a compiled model hides the host's time behind the device's. The whole table is measured several times and the fastest
-times count, so that a short burst of other work does not decide it.
+times count, so that a short burst of other work does not decide it. A table whose rounds disagree about the faster one
+was measured on a busy machine: it serves this process, is not cached, and a warning says so.
 
 Convolutions that need im2col are timed against torch's own in the same way, for 3x3 kernels with growing numbers of
 channels: the cost of im2col is amortised over the output channels.
@@ -58,6 +59,9 @@ _METHOD = "three products, compiled"
 ROUNDS = 3
 #: Timed calls of a size in each of them.
 _CALLS = 2
+#: Ratios of both times that differ by no more than this are close: where they disagree about the faster one, it does
+#: not matter.
+_WIDEST_RATIOS = 0.2
 #: Alternating measurements of a single product.
 _TURNS = 7
 #: Calls per CUDA graph, so that its launch does not count.
@@ -86,12 +90,43 @@ class Crossing:
             raise ValueError(f"{self} is no row of a crossover table")
 
 
-def measure_crossover(device: torch.device, dtype: torch.dtype = torch.float32) -> list[Crossing]:
+@dataclass(frozen=True)
+class Rounds:
+    """The whole table, measured several times."""
+
+    tables: list[list[Crossing]]
+
+    @property
+    def fastest(self) -> list[Crossing]:
+        """The table of the shortest times."""
+        return fastest(row for table in self.tables for row in table)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether most rounds agree with the fastest times about which is faster, or all are close to each other.
+
+        >>> def rounds(*native):
+        ...     return Rounds([[Crossing("int8", 8, 1.0, time)] for time in native])
+        >>> rounds(0.5, 0.9, 10.0).is_quiet, rounds(0.97, 1.02, 1.03).is_quiet, rounds(0.6, 1.4, 1.5).is_quiet
+        (True, True, False)
+        """
+        ratios: dict[tuple[str, int], list[float]] = {}
+        for row in (row for table in self.tables for row in table):
+            ratios.setdefault((row.unit, row.size), []).append(row.native / row.plain)
+        wins = {(row.unit, row.size): row.native < row.plain for row in self.fastest}
+        return all(
+            2 * sum((ratio < 1) == wins[size] for ratio in values) > len(values)
+            or max(values) - min(values) <= _WIDEST_RATIOS
+            for size, values in ratios.items()
+        )
+
+
+def measure_crossover(device: torch.device, dtype: torch.dtype = torch.float32) -> Rounds:
     """The table for this machine: every backend of the device, every size."""
     return _rows(_crossing, SIZES[device.type], device, dtype)
 
 
-def measure_im2col_crossover(device: torch.device, dtype: torch.dtype = torch.float32) -> list[Crossing]:
+def measure_im2col_crossover(device: torch.device, dtype: torch.dtype = torch.float32) -> Rounds:
     """The same for 3x3 convolutions of channels-last images, where the backend supports so few channels."""
     return _rows(_crossing_im2col, CHANNELS, device, dtype)
 
@@ -101,7 +136,7 @@ def _rows(
     sizes: Sequence[int],
     device: torch.device,
     dtype: torch.dtype,
-) -> list[Crossing]:
+) -> Rounds:
     """All rows that fit into the device's free memory; the random number generators are left as they were."""
     rounds: list[list[Crossing]] = []
     for _ in range(ROUNDS):
@@ -114,10 +149,7 @@ def _rows(
         rounds.append([row for row in rows if row is not None])
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the largest matrices take gigabytes, which torch would keep cached
-    table = fastest(row for rows in rounds for row in rows)
-    if any(smallest_winning_sizes(rows) != smallest_winning_sizes(table) for rows in rounds):
-        log.info("repeated measurements of the crossover disagree: measure it again while the device is idle")
-    return table
+    return Rounds(rounds)
 
 
 def fastest(rows: Iterable[Crossing]) -> list[Crossing]:
@@ -163,6 +195,8 @@ class CrossoverTables(NamedTuple):
 
     linear: list[Crossing]
     im2col: list[Crossing]
+    #: Whether both are in the cache file; a busy machine's are not.
+    is_stored: bool = True
 
     def terms(self, backends: Iterable[str]) -> NativeTerms:
         """The sizes from which on these backends are used: never, where a table has no row of one."""
@@ -191,19 +225,39 @@ def crossover_tables(device: torch.device, dtype: torch.dtype, measure_again: bo
     file = cache_file()
     key = f"{machine_name(device)}, {dtype}, torch {torch.__version__}, {torch.get_num_threads()} threads, {_METHOD}"
     cached = _read(file)
+    unsettled = {} if measure_again else {name: table for (path, name), table in _UNSETTLED.items() if path == file}
     measures = {key: measure_crossover, f"{key}, 3x3": measure_im2col_crossover}
-    missing = {name: measure for name, measure in measures.items() if measure_again or not cached.get(name)}
+    known = {} if measure_again else {**cached, **unsettled}
+    missing = {name: measure for name, measure in measures.items() if not known.get(name)}
     if missing:
         with unset_fake_temporarily():  # a plan may be attached under a fake mode; times need real tensors
             for name, measure in missing.items():
-                cached[name] = measure(device, dtype)
+                rounds = measure(device, dtype)
+                known[name] = rounds.fastest
+                _UNSETTLED.pop((file, name), None)
+                if rounds.is_quiet:
+                    cached[name] = rounds.fastest
+                else:
+                    _UNSETTLED[file, name] = rounds.fastest
+        if any((file, name) in _UNSETTLED for name in missing):
+            warnings.warn(
+                "the crossover of native products was measured on a busy machine and is not remembered: run "
+                "'bitplan crossover --measure' while the machine is idle.",
+                BitplanWarning,
+                stacklevel=4,
+            )
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             content = {name: [asdict(row) for row in rows] for name, rows in cached.items()}
             write_whole(file, json.dumps(content, indent=2) + "\n")
         except OSError as error:
             log.info("the crossover table is not cached, and will be measured again: %s", error)
-    return CrossoverTables(*(cached[name] for name in measures))
+    linear, im2col = (known[name] for name in measures)
+    return CrossoverTables(linear, im2col, not any((file, name) in _UNSETTLED for name in measures))
+
+
+#: Tables of a busy machine by cache file and key: they serve this process only.
+_UNSETTLED: dict[tuple[Path, str], list[Crossing]] = {}
 
 
 def cache_file() -> Path:

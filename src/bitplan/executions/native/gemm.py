@@ -190,7 +190,7 @@ class NativeProduct(torch.autograd.Function):
         if "fprop" in slots.backends:
             left = layout.x_matrix(x_codes["fprop.x"], x.shape)
             right = layout.w_matrix(w_codes["fprop.w"], w.shape).transposed()
-            y = layout.output(slots.backends["fprop"].multiply(*_operands(left, right), _result_dtype(x)), x.shape)
+            y = layout.output(slots.backends["fprop"].multiply(*_operands(left, right), result_dtype(x)), x.shape)
             y = y if bias is None else y + _broadcast_bias(bias, layout.features, y)
         else:
             if saved_operand is not None and saved_operand.wide is not None and slots.shares("x"):
@@ -288,7 +288,7 @@ def _operands(left: Codes, right: Codes) -> tuple[Tensor, Tensor, tuple[Tensor, 
     return left.values, right.values, (left.scale, right.scale)
 
 
-def _result_dtype(x: Tensor) -> torch.dtype:
+def result_dtype(x: Tensor) -> torch.dtype:
     """That of the layer itself: autocast's, where it is enabled."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

@@ -1,7 +1,8 @@
 """The kernels of :mod:`bitplan.executions.native.norm_cast`; imported only where Triton is.
 
 They use the operations that Inductor uses and in the same order: float32 throughout, ``libdevice.rsqrt``, one rounding
-to bfloat16 at the end. So codes equal those of a cast of Inductor's norm bit for bit.
+to bfloat16 at the end. So codes equal those of a cast of Inductor's norm bit for bit. With *rounds_twice* they round
+the normalised value, too, as eager code does; Inductor leaves that rounding out.
 """
 
 from __future__ import annotations
@@ -44,6 +45,15 @@ def _inverse(row_stats, eps: tl.constexpr, is_inverse: tl.constexpr):  # type: i
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _normed(value, inverse, factor, rounds_twice: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The norm's result, rounded to bfloat16, in float32."""
+    normalised = value * inverse
+    if rounds_twice:
+        normalised = _round_to_bfloat16(normalised)
+    return _round_to_bfloat16(normalised * factor)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _norm_amax(  # type: ignore[no-untyped-def]
     x,
     row_stats,
@@ -54,6 +64,7 @@ def _norm_amax(  # type: ignore[no-untyped-def]
     features,
     eps: tl.constexpr,
     is_inverse: tl.constexpr,
+    rounds_twice: tl.constexpr,
     part_count: tl.constexpr,
     block: tl.constexpr,
 ):
@@ -67,7 +78,7 @@ def _norm_amax(  # type: ignore[no-untyped-def]
             column = start + tl.arange(0, block)
             value = tl.load(x + row * width + column, mask=column < width, other=0.0).to(tl.float32)
             factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
-            amax = tl.maximum(amax, _magnitude_bits(_round_to_bfloat16(value * inverse * factor)))
+            amax = tl.maximum(amax, _magnitude_bits(_normed(value, inverse, factor, rounds_twice)))
     tl.store(out + part, tl.max(amax, 0).to(tl.float32, bitcast=True))
 
 
@@ -94,6 +105,7 @@ def _cast_norm_tile(  # type: ignore[no-untyped-def]
     cell_2,
     eps: tl.constexpr,
     is_inverse: tl.constexpr,
+    rounds_twice: tl.constexpr,
     is_e5m2: tl.constexpr,
     format_max: tl.constexpr,
     writes_rows: tl.constexpr,
@@ -120,7 +132,7 @@ def _cast_norm_tile(  # type: ignore[no-untyped-def]
     # Outside the matrix, zeros times a finite number.
     inverse = _inverse(tl.load(row_stats + row, mask=row < rows, other=1.0), eps, is_inverse)
     factor = tl.load(weight + column, mask=column < features, other=0.0).to(tl.float32)
-    value = _round_to_bfloat16(wide * inverse[:, None] * factor[None, :])
+    value = _normed(wide, inverse[:, None], factor[None, :], rounds_twice)
     if returns_amax:
         _store_tile_amax(tile_amax, tile_number, value)
     if record_count > 0:
@@ -138,11 +150,18 @@ def _cast_norm_tile(  # type: ignore[no-untyped-def]
 
 
 def launch_norm_amax(
-    wrap: Any, x: Tensor, row_stats: Tensor, weight: Tensor, eps: float | None, history_amax: Tensor
+    wrap: Any,
+    x: Tensor,
+    row_stats: Tensor,
+    weight: Tensor,
+    eps: float | None,
+    history_amax: Tensor,
+    rounds_twice: bool = False,
 ) -> Tensor:
     out = x.new_empty(PARTS, dtype=torch.float32)
     tensors = (x, row_stats, weight, history_amax, out)
-    wrap(_norm_amax)[(PARTS,)](*tensors, *x.shape, eps or 0.0, eps is None, PARTS, _BLOCK, num_warps=8)
+    constants = (eps or 0.0, eps is None, rounds_twice, PARTS, _BLOCK)
+    wrap(_norm_amax)[(PARTS,)](*tensors, *x.shape, *constants, num_warps=8)
     return out
 
 
@@ -159,6 +178,7 @@ def launch_norm_cast(
     as_columns: bool,
     returns_amax: bool,
     after: Tensor | None = None,
+    rounds_twice: bool = False,
     records: Sequence[Tensor] = (),
     cells: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -174,6 +194,6 @@ def launch_norm_cast(
     waited = outputs.scale if after is None else after
     tensors = (x, row_stats, weight, *outputs.arguments, partial_amax, history_amax, waited, *record_slots)
     flags = (as_rows, as_columns, returns_amax, len(records), partial_amax.numel(), TILE)
-    constants = (eps or 0.0, eps is None, dtype == torch.float8_e5m2, FORMATS[dtype].max, *flags)
+    constants = (eps or 0.0, eps is None, rounds_twice, dtype == torch.float8_e5m2, FORMATS[dtype].max, *flags)
     wrap(_cast_norm_tile)[(tiles,)](*tensors, *x.shape, 0, *cell_slots, *constants, num_warps=8)
     return outputs.results()

@@ -35,6 +35,8 @@ _OPERANDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "int8": ({"format": "int8", "scale": "tensor"}, {"format": "int8", "scale": "tensor"}),
 }
+#: The least share of all savings that a set of activations adds to the one before.
+_LEAST_SET = 0.08
 #: Steps into which the knapsack divides the bytes to save.
 _RESOLUTION = 256
 
@@ -118,18 +120,27 @@ def cheapest(items: Sequence[Item], lower: Sequence[Item], needed: int) -> list[
 
 
 def levels(items: Sequence[Item]) -> list[tuple[str, list[Item]]]:
-    """Growing sets of items, each kind with those before it: gates first, then by damage for each saved byte."""
+    """Growing sets of items, each kind with those before it: gates first, then by damage for each saved byte.
+
+    A kind that saves little is no set of its own, because every candidate takes a compilation: it joins the next.
+    """
+
+    def saving(kind: str) -> int:
+        return sum(item.saving for item in items if item.kind == kind)
 
     def damage_per_byte(kind: str) -> float:
-        own = [item for item in items if item.kind == kind]
-        return sum(item.damage for item in own) / max(1, sum(item.saving for item in own))
+        return sum(item.damage for item in items if item.kind == kind) / max(1, saving(kind))
 
     kinds = [kind for kind in KINDS if any(item.kind == kind for item in items)]
     order = sorted(kinds, key=lambda kind: (kind != KINDS[0], damage_per_byte(kind)))
-    return [
-        (" + ".join(order[:count]), [item for item in items if item.kind in order[:count]])
-        for count in range(1, len(order) + 1)
-    ]
+    total = sum(map(saving, order))
+    sets, added = [], 0
+    for count, kind in enumerate(order, start=1):
+        added += saving(kind)
+        if added >= _LEAST_SET * total or count == len(order):
+            sets.append((" + ".join(order[:count]), [item for item in items if item.kind in order[:count]]))
+            added = 0
+    return sets
 
 
 def least_damage(items: Sequence[Item], needed: int) -> list[Item] | None:
@@ -192,7 +203,8 @@ def make_candidate(
     rules: list[dict[str, Any]] = []
     if family == "native":
         execution |= {"min_macs": 0, "fast_accumulation": True}
-        quantizers["operand"], quantizers["gradient"] = _OPERANDS[backend]
+        if products:
+            quantizers["operand"], quantizers["gradient"] = _OPERANDS[backend]
         members = [site for product in products for site in product.sites]
         for op, patterns in _patterns(members, sites).items():
             rules.append({"match": patterns, "op": op, "x": "operand", "w": "operand", "dy": "gradient"})

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bitplan.capture.constants import ACTIVATION
 from bitplan.capture.ops import NORMS, POINTWISE
@@ -107,6 +107,19 @@ def _kind(graph: OperationGraph, number: int, is_compiled: bool) -> str | None:
         return "residual"
     is_recomputed = operation.op in POINTWISE or operation.op in NORMS
     return None if is_compiled and is_recomputed else "other"
+
+
+def second_halves(operations: Sequence[Operation]) -> frozenset[SiteKey]:
+    """Halves of gates whose product has the input of another half: ``Native(recompute="products")`` recomputes them."""
+    graph = OperationGraph(operations)
+    inputs: set[tuple[tuple[int, Any], ...]] = set()
+    halves = set()
+    for number in sorted(graph.numbers("gate") & graph.numbers("weight-product")):
+        reads = tuple((read.source, read.part) for read in graph.activations(number))
+        if reads in inputs:
+            halves.add(SiteKey(operations[number].module, op_site(operations[number].op, operations[number].index)))
+        inputs.add(reads)
+    return frozenset(halves)
 
 
 def product_groups(operations: Sequence[Operation]) -> list[ProductGroup]:

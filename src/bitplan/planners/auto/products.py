@@ -6,8 +6,6 @@ with each other are cached; a busy machine's are used once and not remembered.
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,11 +14,9 @@ import torch
 
 from bitplan.executions.native.backends import GemmBackend, backends_of
 from bitplan.executions.native.crossover import ProductTime, cache_file, machine_name, time_product
-from bitplan.files import parse_json, write_whole
+from bitplan.planners.auto.cache import add_to_cache, read_cache
 from bitplan.planners.auto.groups import ProductGroup
 from bitplan.planners.auto.trials import WIDEST_SPREAD
-
-log = logging.getLogger("bitplan")
 
 #: In a compiled model casts are fused with the operations before them, which a product alone does not show: a product
 #: that takes up to this many times as long as in the model's precision is still worth a trial in the model.
@@ -67,7 +63,7 @@ def time_products(
             f"{noisy} of {len(groups)} products were timed on a busy machine (their times spread by more than "
             f"{WIDEST_SPREAD:.0%}) and are not remembered: search again while the machine is idle."
         )
-    _write_cache(stored)
+    add_to_cache(_file(), {key: None if time is None else asdict(time) for key, time in stored.items()})
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return timed
@@ -81,19 +77,9 @@ def _backends(device: torch.device) -> tuple[GemmBackend, ...]:
 
 def _read_cache() -> dict[str, ProductTime | None]:
     try:
-        content = parse_json(_file().read_text(encoding="utf-8"))
-        return {key: None if row is None else ProductTime(**row) for key, row in content.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}  # measured again
-
-
-def _write_cache(times: dict[str, ProductTime | None]) -> None:
-    try:
-        _file().parent.mkdir(parents=True, exist_ok=True)
-        content = {key: None if time is None else asdict(time) for key, time in times.items()}
-        write_whole(_file(), json.dumps(content, indent=2) + "\n")
-    except OSError as error:
-        log.info("the times of products are not cached, and will be measured again: %s", error)
+        return {key: None if row is None else ProductTime(**row) for key, row in read_cache(_file()).items()}
+    except TypeError:
+        return {}  # a damaged file: measured again
 
 
 def _file() -> Path:

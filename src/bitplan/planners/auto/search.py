@@ -48,7 +48,7 @@ from bitplan.planners.auto.candidates import (
     make_items,
 )
 from bitplan.planners.auto.damage import measure_damage
-from bitplan.planners.auto.groups import ProductGroup, SiteKey, activation_groups, product_groups
+from bitplan.planners.auto.groups import ProductGroup, SiteKey, activation_groups, product_groups, second_halves
 from bitplan.planners.auto.products import TimedProducts, time_products
 from bitplan.planners.auto.result import AutoResult, TriedPlan, no_plan
 from bitplan.planners.auto.trials import (
@@ -70,8 +70,12 @@ log = logging.getLogger("bitplan")
 
 #: The model without a plan, and with recomputation.
 PLAIN, RECOMPUTE = "no plan", "no plan, recompute"
-#: The model in its own precision, with its loss in chunks.
+#: The model in its own precision with its loss in chunks, compiled as plans are.
 CHUNKED = "no plan, loss in chunks"
+#: The model in its own precision, compiled as plans are: attention with a constant mask runs without it.
+WITHOUT_MASKS = "no plan, constant masks dropped"
+#: The end of the name of a candidate that recomputes gate halves.
+_RECOMPUTED = ", half of each gate recomputed"
 #: Logits of at least this share of the largest activation are worth computing in chunks.
 _LEAST_LOGITS = 0.5
 #: Packed candidates are tried unless a native one takes less than this share of the plain time.
@@ -191,6 +195,7 @@ class _Search:
         self.fingerprint = fingerprint_of(problem, self.operations)
         self.sites = [SiteKey(op.module, op_site(op.op, op.index)) for op in self.operations]
         groups = activation_groups(self.operations, problem.compile)
+        self.second_halves = second_halves(self.operations)
         self.chunks_loss = self._can_chunk_loss()
         self.products = self._time_products()
         self.report(f"scoring the damage of rounding {sum(len(g.bytes_by_site) for g in groups)} activations")
@@ -249,9 +254,14 @@ class _Search:
             return {}
 
     def _own_precision(self) -> list[Candidate]:
-        """The model without rounding: with recomputation, and with its loss in chunks."""
+        """The model without rounding: with recomputation, and with its loss in chunks or without constant masks."""
         candidates = [make_candidate(RECOMPUTE, "packed", (), recompute="aggressive")] if self.problem.compile else []
-        return candidates + ([make_candidate(CHUNKED, "emulate", (), chunks_loss=True)] if self.chunks_loss else [])
+        execution = "native" if self.problem.compile else "emulate"
+        if self.chunks_loss:
+            candidates.append(make_candidate(CHUNKED, execution, (), chunks_loss=True))
+        elif self.problem.compile and any(op.op == "scaled_dot_product_attention" for op in self.operations):
+            candidates.append(make_candidate(WITHOUT_MASKS, execution, ()))
+        return candidates
 
     def _native_candidates(self) -> list[Candidate]:
         """Products on low-precision units, and growing sets of rounded activations."""
@@ -299,14 +309,23 @@ class _Search:
         backend = timed[0].backend or ""
         return backend, [product.group for product in timed if product.backend == backend]
 
-    def _native(self, name: str, items: Sequence[Item], products: Sequence[ProductGroup]) -> Candidate:
+    def _native(
+        self, name: str, items: Sequence[Item], products: Sequence[ProductGroup], recompute: str = "inputs"
+    ) -> Candidate:
         backend = next(timed.backend for timed in self.products if timed.is_worth_a_trial)
         return make_candidate(
             *(name, "native", items, products, backend or "fp8"),
-            recompute="inputs",
+            recompute=recompute,
             chunks_loss=self.chunks_loss,
             all_sites=self.sites,
         )
+
+    def _recomputing(self, name: str, items: Sequence[Item], products: Sequence[ProductGroup]) -> Candidate:
+        """A native candidate that recomputes the second half of each gate instead of saving its codes."""
+        saved = [item for item in items if item.site not in self.second_halves]
+        whole = sum(item.saving + item.remaining for item in items if item.site in self.second_halves)
+        candidate = self._native(f"{name}{_RECOMPUTED}", saved, products, "products")
+        return replace(candidate, saved_bytes=candidate.saved_bytes + whole)
 
     def _packed(self, name: str, items: Sequence[Item], products: Sequence[ProductGroup] = ()) -> Candidate:
         return make_candidate(name, "packed", items, chunks_loss=self.chunks_loss, all_sites=self.sites)
@@ -332,6 +351,7 @@ class _Search:
         outcomes = iter(self.trials.measure([candidate.plan for candidate in missing]))
         for candidate, key in zip(new, keys, strict=True):
             outcome: Outcome = self.cache.trials[key] if key in self.cache.trials else next(outcomes)
+            self.report(f"{candidate.name}: {outcome}")
             if isinstance(outcome, Trial):
                 self.cache.add(key, outcome)
                 if not outcome.is_quiet:
@@ -372,33 +392,55 @@ class _Search:
             raise BitplanError(
                 "the model does not train without a plan, so a share of its peak says nothing: give bytes."
             )
-        _, products = self._native_products()
-        for family in ("native", "packed"):
-            for _ in range(_MOST_ROUNDS):
-                measured = sorted(
-                    (self.candidates[row.name].saved_bytes, row.trial.peak)
-                    for row in self.rows
-                    if row.family == family
-                    and row.trial
-                    and self.candidates[row.name].plan is not None
-                    and self.candidates[row.name].plan.optimizer_rule is None  # type: ignore[union-attr]
-                )
-                plain = self.rows[0].trial
-                if family == "packed" and plain is not None:
-                    measured = [(0, plain.peak), *measured]
-                needed = _interpolate(measured, int(limit * _AIM[self.problem.compile]))
-                items = None if needed is None else cheapest(self.items, self.lower_items, needed)
-                if not items:
-                    break
-                count = len(items)
-                make = self._native if family == "native" else self._packed
-                candidate = make(f"{family} {count} of {len(self.items)}", items, products)
-                if any(row.plan == candidate.plan for row in self.rows):
-                    break
-                self._measure([candidate])
-                trial = self.rows[-1].trial
-                if trial is None or trial.peak <= limit:
-                    break
+        backend, products = self._native_products()
+        self._fit_family(limit, self._native, products, self._names("native"))
+        is_met = any(row.trial and row.trial.peak <= limit for row in self.rows if row.family == "native")
+        if products and self.second_halves and not is_met:
+            sets = levels(self.items)
+            self._measure([self._recomputing(f"{backend} + {name}", items, products) for name, items in sets[-2:]])
+        self._fit_family(limit, self._packed, (), self._names("packed"))
+
+    def _names(self, family: str) -> list[str]:
+        """The candidates of a family that keep all gate halves and leave the optimizer's state alone."""
+        return [
+            row.name
+            for row in self.rows
+            if row.family == family
+            and row.plan is not None
+            and row.plan.optimizer_rule is None
+            and not row.name.endswith(_RECOMPUTED)
+        ]
+
+    def _fit_family(
+        self,
+        limit: int,
+        make: Callable[[str, Sequence[Item], Sequence[ProductGroup]], Candidate],
+        products: Sequence[ProductGroup],
+        names: Sequence[str],
+    ) -> None:
+        """Measure candidates that `make` makes, with as many activations as the budget needs by those of `names`."""
+        plain, family = self.rows[0].trial, set(names)
+        for _ in range(_MOST_ROUNDS):
+            measured = sorted(
+                (self.candidates[row.name].saved_bytes, row.trial.peak)
+                for row in self.rows
+                if row.name in family and row.trial
+            )
+            if not products and plain is not None:
+                measured = [(0, plain.peak), *measured]
+            needed = _interpolate(measured, int(limit * _AIM[self.problem.compile]))
+            items = None if needed is None else cheapest(self.items, self.lower_items, needed)
+            if not items:
+                return
+            kind = "native" if products else "packed"
+            candidate = make(f"{kind} {len(items)} of {len(self.items)}", items, products)
+            if any(row.plan == candidate.plan for row in self.rows):
+                return
+            self._measure([candidate])
+            family.add(candidate.name)
+            trial = self.rows[-1].trial
+            if trial is None or trial.peak <= limit:
+                return
 
     # --- the answer ---
 

@@ -15,7 +15,7 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from multiprocessing.connection import Connection
@@ -30,17 +30,14 @@ from bitplan.analysis.memory.measure import measure_step
 from bitplan.analysis.memory.step import OptimizerChoice, TrainingStep, make_optimizer, plan_for, split_call
 from bitplan.analysis.targets import Target
 from bitplan.capture.recording import split_batch
+from bitplan.compiler import torch_private
 from bitplan.compiler.torch_private import tree_map_only
 from bitplan.compiler.tracing import raise_recompile_limit
 from bitplan.errors import BitplanError, BitplanWarning, PlanError
 from bitplan.executions.native.crossover import cache_file
+from bitplan.files import byte_text, locked
 from bitplan.plans import Plan
 from bitplan.runtime.attach import Attachment, attach
-
-try:
-    import fcntl
-except ImportError:  # not a POSIX system
-    fcntl = None  # type: ignore[assignment]
 
 #: Steps before anything is measured: the first compiles, the second may compile its last graph, delayed scales settle.
 _WARM_UP = 3
@@ -68,6 +65,8 @@ class Problem:
     data: Batches | None = None
     compile: bool = False
     autocast: torch.dtype | None = None
+    #: Trains the verification of a step without an optimizer.
+    verified_with: OptimizerChoice = "adamw"
 
     @property
     def device(self) -> torch.device:
@@ -95,12 +94,18 @@ class Trial:
     def to_dict(self) -> dict[str, float]:
         return asdict(self)
 
+    def __str__(self) -> str:
+        return f"{byte_text(self.peak)}, {self.milliseconds:.2f} ms a step"
+
 
 @dataclass(frozen=True)
 class Failure:
     """Why a candidate could not be measured."""
 
     reason: str
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 Outcome = Trial | Failure
@@ -120,19 +125,24 @@ def failure_of(error: Exception) -> Failure:
 @contextmanager
 def device_alone(device: torch.device) -> Iterator[None]:
     """Use a GPU while no other trial of this user is measured or trained on it; others may compile meanwhile."""
-    if device.type != "cuda" or fcntl is None:
+    if device.type != "cuda":
         yield
         return
-    path = cache_file().with_name(f"gpu{device.index or 0}.lock")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
-    except OSError:
-        yield  # a cache that cannot be written: other trials are not waited for
-        return
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with ExitStack() as stack:
+        with suppress(OSError):  # a cache that cannot be written: other trials are not waited for
+            stack.enter_context(locked(cache_file().with_name(f"gpu{device.index or 0}.lock")))
         yield
+
+
+def _compiling_backward_early() -> AbstractContextManager[Any]:
+    """Compile the backward pass together with the forward pass, where torch has the option.
+
+    Otherwise the first step's saved tensors are in memory while its backward pass compiles: tens of seconds, in which
+    other candidates need the memory.
+    """
+    option = "force_non_lazy_backward_lowering"
+    config: Any = torch_private.functorch_config
+    return config.patch({option: True}) if hasattr(config, option) else nullcontext()
 
 
 class CandidateStep:
@@ -161,8 +171,9 @@ class CandidateStep:
         loss = target.loss if target.loss is None or self.run is None else self.run.loss(target.loss)
         call = split_call(target.batch, target.loss)
         self.step = TrainingStep(self.model, call, loss, problem.optimizer, self.run, forward, problem.autocast)
-        for _ in range(_WARM_UP):
-            self.step(lambda phase: None)
+        with _compiling_backward_early():
+            for _ in range(_WARM_UP):
+                self.step(lambda phase: None)
         self.release_cache()
         self.first_seconds = time.perf_counter() - began
 
@@ -211,7 +222,9 @@ class CandidateStep:
         if self.run is not None and self._run_state is not None:
             self.run.load_state_dict(self._run_state)
         choice = self.problem.optimizer
-        optimizer = "adamw" if choice in (None, "none") else choice  # a step without one does not learn
+        optimizer = (
+            self.problem.verified_with if choice in (None, "none") else choice
+        )  # a step without one learns nothing
         self.step.optimizer = make_optimizer(optimizer, self.model, self.run)
         losses: list[Tensor] = []
         self.step.on_loss = losses.append
