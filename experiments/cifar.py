@@ -7,8 +7,9 @@
 The images are a pack of JPEGs (see cifar_pack.py) or a folder with CIFAR-10's own files. FP32, static 8, static 6, a
 static plan that costs what CR costs, and the ten schedules of Wolfe & Kyrillidis (arXiv 2403.02243), 8,000 iterations
 of 128 images with three seeds each; their recipe otherwise, which has 64,000 iterations of a deeper network.
-Spearman's correlation of cost with accuracy over the rounded plans, and its interval by a bootstrap over plans and
-seeds. --long adds 24,000 iterations of FP32, static 8, CR and RR with one seed.
+Whether groups of schedules that cost more are better is a Jonckheere-Terpstra test; also Pearson's correlation of cost
+with accuracy, and the balanced schedules less the static plan of their cost, paired by seed. --long adds 24,000
+iterations of FP32, static 8, CR and RR with one seed.
 
 Compiled, all rounded plans share one graph, so each process compiles twice: FP32, and the rest. At 3 ms per iteration
 on a GPU, with processes taking turns: 42 runs of 24 s, 17 minutes, and 5 more for --long. If processes share the GPU

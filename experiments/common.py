@@ -14,7 +14,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from records import ended_seeds, joined, plan_record, row, spread
 from bitplan.errors import BitplanError, TaskError
 from bitplan.files import strict, write_whole
 from bitplan.lab.compare import Choice, Update, compare
-from bitplan.lab.compare.correlation import LEAST, cost_correlation, seed_share
+from bitplan.lab.compare.correlation import LEAST, cost_correlation, paired_difference, pearson, seed_share, trend
 from bitplan.lab.compare.suites import cpt_choices
 from bitplan.lab.report.runs import Run, read_runs
 from bitplan.lab.tasks.registry import find_task
@@ -34,6 +34,7 @@ from bitplan.lab.tasks.task import Metric
 from bitplan.lab.train import Summary
 from bitplan.lab.train.config import machine, versions
 from bitplan.plans.schedules.cyclic import DEFAULT_CYCLES
+from bitplan.plans.schedules.named import GROUPS
 
 CONTROL = "FP32"
 RESULTS = Path("docs/results")
@@ -41,8 +42,9 @@ RESULTS = Path("docs/results")
 CIFAR_PACK = f"{Path(__file__).with_name('cifar_pack.py')}:CifarPack"
 #: How plans with one seed compare: the variation between seeds is unknown.
 BESIDE = "one seed, so no verdict, beside"
-#: If seeds explain this share of the variance between plans, their order may be due to chance.
-LARGE_SHARE = 0.5
+#: The name of a static plan that costs as much as a schedule begins so; schedules within this share of its cost are
+#: compared with it.
+EQUAL_COST, EQUAL_WITHIN = "static at the cost of", 0.05
 #: Schedules that end with a growing part, as all of the papers' do, end at their highest bits.
 EVALUATION = "at the bits of the moment, which are the highest ones at the end of every schedule here"
 
@@ -307,14 +309,14 @@ def cyclic_reading(
     metric: Metric,
 ) -> dict[str, Any]:
     """The reading of a study: schedules against a static plan, and cost against the metric."""
-    correlation, short = order_by_cost(plans), experiment.why_short(plans, floor, metric)
-    sentences = [against(plans, names, static, metric), *([correlation["words"]] if correlation is not None else [])]
+    order, short = order_by_cost(plans, metric), experiment.why_short(plans, floor, metric)
+    sentences = [against(plans, names, static, metric), *([order["words"]] if order is not None else [])]
     return {
         "seeds": list(experiment.seeds),
         "evaluation": EVALUATION,
         "floor": floor,
         "short_run": short is not None,
-        "spearman": correlation,
+        "order": order,
         "reading": short or " ".join(sentences),
         "plans": list(plans),
     }
@@ -350,27 +352,54 @@ def _taken(record: Mapping[str, Any]) -> str:
     return f"{record['plan']} (seed{'s' * (len(seeds) > 1)} {', '.join(map(str, sorted(seeds)))})"
 
 
-def order_by_cost(plans: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Spearman's correlation of cost with the metric over rounded plans, and whether it may be due to seeds."""
-    rounded_plans = [plan for plan in plans if plan["plan"] != CONTROL and plan["metric"] is not None]
-    if len(rounded_plans) < LEAST:
+def order_by_cost(plans: Sequence[Mapping[str, Any]], metric: Metric) -> dict[str, Any] | None:
+    """Whether schedules that cost more are better, and whether they differ from a static plan of their cost.
+
+    Of the papers' schedules alone: static plans have an order of their own. None for fewer than four schedules, or for
+    those of a single group.
+    """
+    records = {plan["plan"]: plan for plan in plans if plan["metric"] is not None}
+    groups = {group: [name for name in names if name in records] for group, names in GROUPS.items()}
+    groups = {group: names for group, names in groups.items() if names}
+    names = [name for own in groups.values() for name in own]
+    if len(groups) < 2 or len(names) < LEAST:
         return None
-    values = [[*plan["values"].values()] for plan in rounded_plans]
-    correlation = cost_correlation([plan["relative_to_fp32"] for plan in rounded_plans], values)
+    sign = 1.0 if metric.better == "higher" else -1.0
+    tested = trend([[sign * records[name]["metric"] for name in own] for own in groups.values()])
+    is_one_seed = all(len(records[name]["values"]) < 2 for name in names)
+    means = {group: sum(records[name]["metric"] for name in own) / len(own) for group, own in groups.items()}
+    verdict = "one seed, so no verdict" if is_one_seed else "an order" if tested.is_sure else "no order that is sure"
+    listed = ", ".join(f"{group} {mean:.4f}" for group, mean in means.items())
+    values = [[*records[name]["values"].values()] for name in names]
+    found = cost_correlation([records[name]["relative_to_fp32"] for name in names], values, measure=pearson)
     share = seed_share(values)
-    one_seed = all(len(by_seed) < 2 for by_seed in values)
-    is_sure = correlation.is_sure and not one_seed and share < LARGE_SHARE
-    return {
-        "value": correlation.value,
-        "interval": [correlation.low, correlation.high],
-        "plans": correlation.plans,
-        # The share of the variance between plans that seeds alone explain; 1 or more: plans do not differ.
+    words = [
+        f"Groups of schedules, the cheapest first: {listed}; {tested} in the order of cost: {verdict}.",
+        f"Pearson of cost with the metric over {found.plans} schedules {found}.",
+    ]
+    result: dict[str, Any] = {
+        "groups": groups,
+        "means": means,
+        "trend": {"concordant": tested.concordant, "pairs": tested.pairs, "p_value": tested.p_value},
+        "is_sure": tested.is_sure and not is_one_seed,
+        "pearson": {"value": found.value, "interval": [found.low, found.high], "plans": found.plans},
+        # The share of the variance between schedules that seeds alone explain; 1 or more: schedules do not differ.
         "seed_share": share if math.isfinite(share) else None,
-        "is_sure": is_sure,
-        "words": f"Spearman of cost with the metric {correlation}: "
-        + ("an order." if is_sure else "one seed, so no verdict." if one_seed else "no order that is sure.")
-        + (f" Seeds alone would make {share:.0%} of the variance between plans." if share >= LARGE_SHARE else ""),
     }
+    control = next((plan for name, plan in records.items() if name.startswith(EQUAL_COST)), None)
+    equal = [name for name in names if control is not None and _is_equally_expensive(records[name], control)]
+    if control is not None and equal and not is_one_seed:
+        difference = paired_difference([records[name]["values"] for name in equal], control["values"])
+        result["equal_cost"] = {"control": control["plan"], "schedules": equal, **asdict(difference)}
+        words.append(
+            f"{len(equal)} schedules less {control['plan']}, paired by seed: {difference.mean:+.4f} "
+            f"({difference.low:+.4f} to {difference.high:+.4f}), {difference.below} of {difference.pairs} below zero."
+        )
+    return {**result, "words": " ".join(words)}
+
+
+def _is_equally_expensive(plan: Mapping[str, Any], control: Mapping[str, Any]) -> bool:
+    return bool(abs(plan["relative_to_fp32"] / control["relative_to_fp32"] - 1) <= EQUAL_WITHIN)
 
 
 def against(plans: Sequence[Mapping[str, Any]], names: Sequence[str], static: str, metric: Metric) -> str:

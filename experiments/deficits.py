@@ -87,14 +87,21 @@ def main() -> None:
 def study(experiment: Experiment, subject: Subject, place: str) -> dict[str, Any]:
     settings = experiment.settings(subject.recipe, subject.quick)
     task = find_task(subject.task, [f"data={place}", *settings])
+    choices = deficit_choices(task)
     plans = experiment.compared(
         subject.task,
-        deficit_choices(task),
+        choices,
         folder=subject.option,
         settings=[f"data={place}", *settings],
         metric=task.metric,
         compiles=subject.compiles,
     )
+    held = {choice.label: int(dict(item.split("=") for item in choice.settings).get("hold", 0)) for choice in choices}
+    budget = int(task.settings.steps)
+    # Early deficits come before a full budget: such a run is longer, and its whole cost is what it takes.
+    plans = [
+        {**plan, "total_cost": plan["relative_to_fp32"] * (budget + held[plan["plan"]]) / budget} for plan in plans
+    ]
     short = experiment.why_short(plans, subject.floor, task.metric)
     return {
         "study": subject.name,

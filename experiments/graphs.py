@@ -5,8 +5,8 @@
 
 FP32, 8 bits throughout, a static plan that costs what CR costs, and all ten schedules between 3 and 8 bits (the range
 of Wolfe & Kyrillidis for OGBN-Arxiv, arXiv 2403.02243), each with three seeds. FP-Agg rounds the linear products only,
-Q-Agg also what is summed over neighbours. A graph is one batch, so bits change every epoch. Of each study, Spearman's
-correlation of cost with accuracy over the rounded plans, and its interval by a bootstrap over plans and seeds.
+Q-Agg also what is summed over neighbours. A graph is one batch, so bits change every epoch. Of each study, a
+Jonckheere-Terpstra test of whether groups of schedules that cost more are better, and Pearson's correlation.
 
 The same command resumes an interrupted experiment, and `bitplan report` draws the folders of its runs.
 """

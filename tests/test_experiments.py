@@ -212,15 +212,40 @@ def test_of_one_seed_there_is_no_verdict(common: Namespace) -> None:
     assert "etter than" not in reported
 
 
-def test_an_order_that_seeds_would_make_is_not_sure(common: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def schedules(*accuracies: float, noise: float = 0.0) -> list[dict[str, Any]]:
+    """RR and RTH, the balanced schedules CR and LR, and ER, with these accuracies; static plans beside them."""
+    names, costs = ("RR", "RTH", "CR", "LR", "ER"), (0.025, 0.025, 0.04, 0.04, 0.05)
+    chosen = [
+        plan(name, accuracy - noise, accuracy + noise, cost=cost)
+        for name, cost, accuracy in zip(names, costs, accuracies, strict=True)
+    ]
+    control = plan("static at the cost of CR", 0.85, 0.85, cost=0.0401)
+    return [plan("FP32", 0.9, 0.9, cost=1.0), plan("static 8", 0.5, 0.5, cost=0.06), control, *chosen]
+
+
+def test_the_order_of_schedules_is_one_of_groups(common: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bitplan.lab.compare.correlation.DRAWS", 100)
-    clear = [plan(str(n), n, n + 0.01, cost=n) for n in range(1, 9)]
-    assert common.order_by_cost(clear)["is_sure"]
-    noisy = [plan(str(n), n * 0.01, 5.0 - n * 0.001, cost=n) for n in range(1, 9)]
-    result = common.order_by_cost(noisy)
+    clear = common.order_by_cost(schedules(0.7, 0.71, 0.8, 0.81, 0.9), ACCURACY)
+    assert clear["is_sure"]  # whatever the static plans do, which are no schedules
+    assert clear["trend"] == {"concordant": 8.0, "pairs": 8, "p_value": pytest.approx(1 / 30)}
+    assert clear["means"]["balanced"] == pytest.approx(0.805)
+    assert clear["pearson"]["value"] > 0.98
+    equal = clear["equal_cost"]
+    assert (equal["control"], equal["schedules"]) == ("static at the cost of CR", ["CR", "LR"])
+    assert (equal["below"], equal["pairs"], equal["mean"]) == (4, 4, pytest.approx(-0.045))
+    assert "8 of 8 pairs, p = 0.033" in clear["words"]
+    other = common.order_by_cost(schedules(0.8, 0.71, 0.7, 0.9, 0.75), ACCURACY)
+    assert not other["is_sure"]
+    assert "no order that is sure" in other["words"]
+    falling = common.order_by_cost(schedules(0.7, 0.71, 0.8, 0.81, 0.9), PERPLEXITY)
+    assert falling["trend"]["concordant"] == 0  # a lower perplexity is better
+
+
+def test_few_schedules_and_one_seed_have_no_order(common: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bitplan.lab.compare.correlation.DRAWS", 100)
+    assert common.order_by_cost(schedules(0.7, 0.71, 0.8, 0.81, 0.9)[:6], ACCURACY) is None
+    once = [{**record, "values": {0: record["metric"]}} for record in schedules(0.7, 0.71, 0.8, 0.81, 0.9)]
+    result = common.order_by_cost(once, ACCURACY)
     assert not result["is_sure"]
-    assert "Seeds alone" in result["words"]
-    assert common.order_by_cost(clear[:2]) is None
-    once = common.order_by_cost([plan(str(n), n, cost=n) for n in range(1, 9)])
-    assert not once["is_sure"]
-    assert once["words"].endswith("one seed, so no verdict.")
+    assert "one seed, so no verdict" in result["words"]
+    assert "equal_cost" not in result

@@ -276,7 +276,7 @@ def test_other_mistakes_are_sentences() -> None:
         attach(small(), SWITCH, steps="progress")
     with pytest.raises(PlanError, match="at least 1"):
         attach(small(), BITS, steps=0)
-    with pytest.raises(PlanError, match='a number or "progress"'):
+    with pytest.raises(PlanError, match='"progress" or "later"'):
         attach(small(), BITS, steps="all")  # type: ignore[arg-type]
     with attach(small(), BITS, steps=STEPS, example=X) as run:
         with pytest.raises(PlanError, match="counts its steps itself"):

@@ -1,14 +1,17 @@
-"""The tables of docs/results/assignments.md say what their JSON files say."""
+"""The tables and sentences of docs/results say what their JSON files say."""
 
 from __future__ import annotations
 
 import json
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bitplan.lab.targets import load_target
+from bitplan.lab.tasks.task import Metric
 from bitplan.planners.assign import AssignRequest, make_assignment
 from bitplan.planners.assign.levels import PAPER
 
@@ -29,9 +32,9 @@ def plans_of(study: str) -> dict[str, dict[str, Any]]:
     return {plan["plan"]: plan for plan in result["plans"]}
 
 
-def table(header: str) -> list[dict[str, str]]:
+def table(header: str, text: str = TEXT) -> list[dict[str, str]]:
     """Column -> cell, of every row of the table whose header line contains these words."""
-    lines = [line.strip() for line in TEXT.splitlines()]
+    lines = [line.strip() for line in text.splitlines()]
     start = next(at for at, line in enumerate(lines) if line.startswith("|") and header in line)
     rows = []
     for line in lines[start:]:
@@ -105,3 +108,142 @@ def test_groups_that_an_order_makes_low(ratio: str, order: str) -> None:
     result = make_assignment(target.model, target.batch, target.loss, requests, PAPER)
     (reported,) = [row for row in table("| r = 0.5 | groups |") if row[""].removesuffix(" first") == order]
     assert reported[f"{ratio}: groups"] == str(result.demoted)
+
+
+# --- Cyclic schedules: cost and accuracy
+
+SUMMARY = (RESULTS / "README.md").read_text()
+GRAPHS = (RESULTS / "graphs.md").read_text()
+
+
+def studies_of(name: str) -> list[dict[str, Any]]:
+    studies: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text())["studies"]
+    return studies
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.fixture(scope="module")
+def common() -> dict[str, Any]:
+    """What experiments share, run as a script would."""
+    folder = str(RESULTS.parents[1] / "experiments")
+    sys.path.insert(0, folder)
+    try:
+        return runpy.run_path(f"{folder}/common.py")
+    finally:
+        sys.path.remove(folder)
+
+
+@pytest.mark.parametrize("name", ["cifar", "graphs", "graphs-cora-cpu"])
+def test_the_statistics_of_schedules_follow_from_the_runs(common: dict[str, Any], name: str) -> None:
+    """Stored orders, correlations and differences are those of the stored runs, and the readings say them."""
+    for study in studies_of(name):
+        plans = [{**plan, "metric": plan.get("metric", plan.get("accuracy"))} for plan in study["plans"]]
+        order = common["order_by_cost"](plans, Metric("accuracy", "higher", 0.1))
+        assert study["order"] == (None if order is None else json.loads(json.dumps(order)))
+        if order is not None:
+            assert order["words"] in study["reading"]
+
+
+def test_accuracy_grows_with_cost_on_cifar() -> None:
+    order, text = studies_of("cifar")[0]["order"], one_line(SUMMARY)
+    means, trend, pearson, equal = (order[key] for key in ("means", "trend", "pearson", "equal_cost"))
+    assert list(means) == ["high-saving", "balanced", "low-saving"]
+    accuracies = [f"{100 * mean + 1e-9:.2f}" for mean in means.values()]  # 83.835, which floats round down
+    assert "reach {} (high-saving), {} (balanced) and {} % (low-saving)".format(*accuracies) in text
+    assert f"groups' means are {' < '.join(accuracies)} %" in text
+    pairs = f"{trend['concordant']:g} of {trend['pairs']} pairs of schedules are in that order"
+    assert f"{pairs} (Jonckheere-Terpstra, p = {trend['p_value']:.2g})" in text
+    assert f"{trend['concordant']:g} of the {trend['pairs']} pairs of schedules of different groups" in text
+    assert order["is_sure"]
+    low, high = pearson["interval"]
+    assert text.count(f"with accuracy is {pearson['value']:+.2f} ({low:+.2f} to {high:+.2f})") == 2
+    lower, least, most = (-100 * equal[key] for key in ("mean", "high", "low"))
+    assert f"paired by seed, are {lower:.2f} points lower ({least:.2f} to {most:.2f})" in text
+    assert f"paired by seed, are lower by {lower:.2f} points ({least:.2f} to {most:.2f})" in text
+    assert text.count(f"{equal['below']} of {equal['pairs']} pairs below zero") == 2
+    assert equal["below"] == equal["pairs"] == 3 * len(equal["schedules"])
+
+
+def test_the_table_of_graphs() -> None:
+    studies = studies_of("graphs")
+    rows = table("ten schedules, worst to best", GRAPHS)
+    assert len(rows) == len(studies)
+    for row, study in zip(rows, studies, strict=True):
+        plans, order = {plan["plan"]: plan for plan in study["plans"]}, study["order"]
+        assert row["FP32"] == f"{plans['FP32']['metric']:.4f}"
+        assert row["static 8"] == f"{plans['static 8']['metric']:.4f} ± {plans['static 8']['deviation']:.4f}"
+        schedules = [name for names in order["groups"].values() for name in names]
+        worst, best = (choose(plans[name]["metric"] for name in schedules) for choose in (min, max))
+        assert [float(word) for word in row["ten schedules, worst to best"].split() if "." in word] == [
+            round(worst, 4),
+            round(best, 4),
+        ]
+        means = " / ".join(f"{mean:.4f}" for mean in order["means"].values())
+        assert row["high-saving / balanced / low-saving"] == means
+        assert row["pairs in the order of cost"] == pairs_text(order)
+        low, high = order["pearson"]["interval"]
+        assert row["Pearson (95 %)"] == f"{order['pearson']['value']:+.2f} ({low:+.2f} to {high:+.2f})"
+    text = one_line(GRAPHS)
+    assert not any(study["order"]["is_sure"] for study in studies)
+    first, *others = (study["order"]["seed_share"] for study in studies)
+    assert f"alone explains {first:.0%} of the variance between schedules there".replace("%", " %") in text
+    assert f"and {min(others):.0%} or more in the others".replace("%", " %") in text
+    reversed_pairs = studies[0]["order"]["trend"]
+    assert f"{reversed_pairs['pairs'] - reversed_pairs['concordant']:g} of 28 pairs the other way round" in text
+
+
+def pairs_text(order: dict[str, Any]) -> str:
+    trend = order["trend"]
+    return f"{trend['concordant']:g} of {trend['pairs']}, p = {trend['p_value']:.2f}"
+
+
+def test_the_order_of_the_small_graph_study() -> None:
+    (row,) = [row for row in table("| FP-Agg | Q-Agg |", GRAPHS) if row["accuracy on test nodes"].startswith("pairs")]
+    first, second = studies_of("graphs-cora-cpu")
+    assert (row["FP-Agg"], row["Q-Agg"]) == (pairs_text(first["order"]), pairs_text(second["order"]))
+
+
+# --- Deficits: what a whole run costs
+
+DEFICITS = (RESULTS / "deficits.md").read_text()
+#: Rows of the table -> the plan, and how many budgets its run is long.
+LENGTHS = {
+    "8 bits, no deficit": ("no deficit", 1.0),
+    "the same, for two budgets": ("no deficit, 100% longer", 2.0),
+    "3 bits for 25 % of a budget, *then* a full one at 8": ("early 25%, then a full budget", 1.25),
+    "for 50 %": ("early 50%, then a full budget", 1.5),
+    "for 100 %": ("early 100%, then a full budget", 2.0),
+    "3 bits for half of the budget, from its start": ("half from 0%", 1.0),
+    "from 12.5 % on": ("half from 12.5%", 1.0),
+    "from 25 % on": ("half from 25%", 1.0),
+    "from 50 % on, to the end": ("half from 50%", 1.0),
+    "a static plan of equal cost": ("static at the cost of half", 1.0),
+    "first half, weights alone": ("half from 0%, weights only", 1.0),
+    "first half, activations alone": ("half from 0%, activations only", 1.0),
+    "first half, gradients alone": ("half from 0%, gradients only", 1.0),
+}
+
+
+def test_deficits_cost_what_their_whole_runs_cost() -> None:
+    images, graph = ({plan["plan"]: plan for plan in study["plans"]} for study in studies_of("deficits"))
+    rows = {row["held-out accuracy, %"]: row for row in table("held-out accuracy, %", DEFICITS)}
+    assert set(rows) == {"FP32", *LENGTHS}
+    for name, (plan, budgets) in LENGTHS.items():
+        row = rows[name]
+        assert row["ResNet-20, CIFAR-10"] == f"{100 * images[plan]['metric']:.2f}"
+        assert row["GCN, Cora"] == f"{100 * graph[plan]['metric']:.1f}"
+        costs = [
+            budgets * study[plan]["relative_to_fp32"] / study["no deficit"]["relative_to_fp32"]
+            for study in (images, graph)
+        ]
+        first, *others = row["cost of the whole run, x no deficit"].split("; GCN ")
+        assert float(first) == pytest.approx(costs[0], abs=0.006)
+        assert float(others[0] if others else first) == pytest.approx(costs[1], abs=0.006)
+    gains = [
+        100 * (images[f"early {share}%, then a full budget"]["metric"] - images["no deficit"]["metric"])
+        for share in (25, 100)
+    ]
+    assert "by {:.1f} to {:.1f} points for 1.07 to 1.30 times its cost".format(*gains) in one_line(DEFICITS)

@@ -9,6 +9,7 @@ from typing import Any
 from bitplan.plans import Plan
 
 TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny_task.py'}:Tiny"
+MASSIVE = f"{Path(__file__).parents[1] / 'train' / 'massive_task.py'}:Massive"
 
 
 def test_a_plan_with_reasons_that_train_accepts(bitplan: Callable[..., Any], tmp_path: Path) -> None:
@@ -49,6 +50,28 @@ def test_verification_trains_four_ways(bitplan: Callable[..., Any], tmp_path: Pa
     assert rows["advice"]["cost"] <= rows["all E4M3"]["cost"] < 0.5
     assert len({row["loss"] for row in rows.values()}) == 4
     assert bitplan("report", tmp_path / "runs", "-o", tmp_path / "page.html").code == 0
+
+
+def test_verification_draws_the_conclusion(bitplan: Callable[..., Any], tmp_path: Path) -> None:
+    """A massive channel: all-E4M3 does not train, which is said with the layer, and the advice does."""
+    ran = bitplan("advise", MASSIVE, "--early", "--steps", 4, "--verify", "--verify-steps", 40, "--json")
+    rows = {row["label"]: row["trains"] for row in ran.json["verified"]}
+    assert (rows["high precision"], rows["advice"], rows["all E4M3"]) == (True, True, False)
+    assert ran.json["tau"] == 0.06
+    assert "The advice trains." in ran.json["conclusion"]
+    assert "all E4M3 does not train here: its error is above tau in 0 (" in ran.json["conclusion"]
+
+
+def test_advice_that_does_not_train_is_made_again(bitplan: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    options = ("--early", "--steps", 4, "--tau", 4.0, "--verify", "--verify-steps", 40)
+    ran = bitplan("advise", MASSIVE, *options, "-o", file, "--json")
+    first, last = 4.0, ran.json["tau"]
+    assert last < first
+    assert "does not train with tau 4" in ran.err
+    made_by = Plan.load(file).made_by
+    assert isinstance(made_by, dict)
+    assert made_by["tau"] == last  # the plan that was written is the one that was checked last
 
 
 def test_mistakes_are_one_sentence(bitplan: Callable[..., Any]) -> None:

@@ -40,6 +40,16 @@ def test_a_baseline_and_a_width(bitplan: Run) -> None:
     assert "our reading" in prime.out
 
 
+def test_a_split_has_two_precisions(bitplan: Run) -> None:
+    sized = ("--classes", 100, "--width", 1.0, "--batch", 128, "--baseline")
+    result = bitplan("assign", "shufflenet_v2", *sized, "operator", "--json").json
+    assert round(result["reported_ratio"], 3) == 0.269
+    assert "remark" not in result["plan"]["made_by"]
+    prime = bitplan("assign", "shufflenet_v2", *sized, "operator-prime", "--json").json
+    assert round(prime["reported_ratio"], 3) == 0.535
+    assert "gradients of split parts" in prime["plan"]["made_by"]["remark"]
+
+
 def test_the_plan_is_written_and_holds(bitplan: Run, tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     ran = bitplan("assign", "gpt-tiny", "--ratio", 0.7, "--order", "random", "--seed", 3, "-o", file)

@@ -57,7 +57,7 @@ def test_imagenet_networks_have_the_well_known_numbers_of_parameters(depth: int,
 
 
 def test_an_imagenet_network_of_another_depth_is_refused() -> None:
-    with pytest.raises(ValueError, match="18, 34 or 50"):
+    with pytest.raises(ValueError, match="18, 34, 50 or 101"):
         imagenet_resnet(42)
 
 

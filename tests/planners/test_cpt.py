@@ -57,6 +57,53 @@ def test_what_is_left_alone_follows_from_the_kind_of_model(target: str, kind: st
         assert any(row.site.op.startswith("linear") and row.site.module == "lstm" for row in rows)
 
 
+def vision_transformer(attention: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=32,
+        patch_size=8,
+        num_labels=5,
+        attn_implementation=attention,
+    )
+    model: nn.Module = transformers.ViTForImageClassification(config)
+    return model
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_vision_transformer_is_a_transformer(attention: str) -> None:
+    """It begins with a convolution, and its attention is quantised as BERT's is."""
+    model, x = vision_transformer(attention), torch.randn(2, 3, 32, 32)
+    operations = record_operations(model, x)
+    assert classify_model(operations) == "transformer"
+    assert find_exempt_modules(operations, "transformer") == []
+    rows = explain(model, cpt_plan(model, x, schedule="CR", low=3, high=8), x)
+    inner = [row for row in rows if row.site.op.startswith("matmul") and row.site.role in ("fprop.x", "fprop.w")]
+    assert len(inner) == 2 * 2 * 2  # layers, products, operands
+    assert {row.words for row in inner} == {"int CR 3-8 x8 tensor minmax eval=ema"}
+    patches = [row for row in rows if row.site.op.startswith("conv") and row.site.role == "fprop.w"]
+    assert [row.words for row in patches] == ["int CR 3-8 x8 channel minmax"]
+
+
+def test_a_convolutional_network_with_some_attention_stays_one() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.attention = nn.Conv2d(3, 8, 3), nn.MultiheadAttention(8, 2, batch_first=True)
+            self.wide, self.fc = nn.Conv2d(8, 64, 3), nn.Linear(64, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.wide(self.conv(x)).mean((2, 3))
+            tokens = self.conv(x)[:, :, 0].transpose(1, 2)
+            out: torch.Tensor = self.fc(y + self.attention(tokens, tokens, tokens)[0].mean())
+            return out
+
+    assert classify_model(record_operations(Mixed(), torch.randn(2, 3, 16, 16))) == "images"
+
+
 def test_the_quantiser() -> None:
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 10))
     decision = cpt_plan(net, torch.randn(2, 3, 8, 8)).decide("0", "conv2d")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import random
 from typing import Any
 
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 
 import bitplan
 from bitplan.errors import PlanError
-from bitplan.planners.range_test import evaluate_losses, range_test, rising_schedule
+from bitplan.planners.range_test import Level, RangeTest, evaluate_losses, range_test
 from bitplan.plans import Plan
 
 FEATURES = 16
+#: bitplan.planners.range_test is the function.
+range_test_module = importlib.import_module("bitplan.planners.range_test")
 
 
 def planted(bits: int, seed: int = 0) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
@@ -110,27 +113,81 @@ def test_a_plan_of_the_users_own() -> None:
         range_test(model, adam(model), batches, nn.functional.cross_entropy, plan=Plan.preset("int8-all"))
 
 
-def test_rising_widths() -> None:
-    assert rising_schedule(2, 4, 3).table(12).tolist() == [2] * 6 + [3] * 3 + [4] * 3
+def losses(level: float, noise: float = 0.0, seed: int = 0) -> list[float]:
+    own = torch.Generator().manual_seed(seed)
+    return [level + noise * float(torch.randn((), generator=own)) for _ in range(20)]
 
 
-def losses(*levels: float, noise: float = 0.0) -> list[float]:
-    own = torch.Generator().manual_seed(0)
-    return [level + noise * float(torch.randn((), generator=own)) for level in levels for _ in range(20)]
+def judged(*levels: float, threshold: float = 0.05, noise: float = 0.0) -> RangeTest:
+    """Of the level before, and of 2, 3, ... bits."""
+    before, *widths = (losses(level, noise, seed) for seed, level in enumerate(levels))
+    half = np.array(before[10:])
+    reference = Level(float(half.mean()), float(half.std(ddof=1)) / 10**0.5)
+    return evaluate_losses(reference, before, dict(enumerate(widths, 2)), 20, threshold)
 
 
 def test_the_judgement() -> None:
-    assert evaluate_losses(losses(2.3, 2.3, 2.3, 1.5, 1.4), 2, 5, 20, 0.05).low == 4
-    assert evaluate_losses(losses(2.3, 2.3, 2.25, 2.2, 1.5), 2, 5, 20, 0.05).low == 5
-    assert evaluate_losses(losses(2.3, 2.3, 2.25, 2.2, 1.5), 2, 5, 20, 0.01).low == 3
-    # A window that is only better than a bad one before it has learnt nothing.
-    assert evaluate_losses(losses(2.3, 4.0, 2.3, 1.5, 1.4), 2, 5, 20, 0.05).low == 4
+    assert judged(2.3, 2.3, 2.3, 1.5, 1.4).low == 4
+    assert judged(2.3, 2.3, 2.25, 2.2, 1.5).low == 5
+    assert judged(2.3, 2.3, 2.25, 2.2, 1.5, threshold=0.01).low == 3
+    assert judged(2.3, 4.0, 2.3, 1.5, 1.4).low == 4
     # Noise is no learning; a loss that is not finite is none either.
-    assert evaluate_losses(losses(2.3, 2.1, 2.2, 2.3, 0.5, noise=1.0), 2, 5, 20, 0.05).low == 5
-    assert evaluate_losses(losses(2.3, float("nan"), float("inf"), 1.5, 1.4), 2, 5, 20, 0.05).low == 4
-    nothing = evaluate_losses(losses(2.3, 2.3, 2.3, 2.3, 2.3), 2, 5, 20, 0.05)
+    assert judged(2.3, 2.1, 2.2, 2.3, 0.5, noise=1.0).low == 5
+    broken = judged(2.3, float("nan"), float("inf"), 1.5, 1.4)
+    assert broken.low == 4
+    assert "2, 3: the loss was no longer finite" in broken.reason
+    assert [width.is_finite for width in broken.widths] == [False, False, True, True]
+    nothing = judged(2.3, 2.3, 2.3, 2.3, 2.3)
     assert nothing.low is None
     assert "lengthen the window" in nothing.reason
+
+
+@pytest.fixture
+def fragile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two and three bits make the weights NaN, as those of MobileNet-v2 become."""
+    attach = range_test_module.attach
+
+    def breaking(model: nn.Sequential, plan: Plan, **options: Any) -> Any:
+        if next(iter(plan.all_schedules.values())).highest <= 3:
+            with torch.no_grad():
+                model[0].weight.fill_(float("nan"))  # type: ignore[operator]
+        return attach(model, plan, **options)
+
+    monkeypatch.setattr(range_test_module, "attach", breaking)
+
+
+@pytest.mark.usefixtures("fragile")
+def test_a_width_that_breaks_the_weights_harms_no_other() -> None:
+    """The window before all widths, at two bits, breaks as well."""
+    model, batches = planted(5)
+    result = range_test(model, adam(model), batches, nn.functional.cross_entropy)
+    assert result.low == 5, result.reason
+    assert [width.is_finite for width in result.widths] == [False, False, *[True] * 5]
+    assert "2, 3: the loss was no longer finite" in result.reason
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_the_window_and_the_rate_follow_from_the_model_s_own_precision() -> None:
+    """At a rate of 50 nothing learns, and at a sixteenth of it the task does; at none it never does."""
+    model, batches = planted(3)
+    fast = torch.optim.SGD(model.parameters(), lr=50.0)
+    result = range_test(model, fast, batches, nn.functional.cross_entropy, window=8)
+    assert result.rate < 1 or result.window > 8
+    assert len(result.losses) == 8 * result.window
+    assert "In its own precision the model does not learn in 8 steps at the peak rate" in result.reason
+    still = torch.optim.SGD(model.parameters(), lr=1e-9)
+    nothing = range_test(model, still, batches, nn.functional.cross_entropy, window=8)
+    assert (nothing.low, nothing.widths) == (None, ())
+    assert "in its own precision the training loss does not fall by 10% within 64 steps" in nothing.reason
+
+
+@pytest.mark.parametrize("low", [2, 3, 4, 5])
+def test_the_answer_does_not_depend_on_where_the_test_starts(low: int) -> None:
+    model, batches = planted(5)
+    result = range_test(model, adam(model), batches, nn.functional.cross_entropy, low=low, window=24)
+    whole = range_test(model, adam(model), batches, nn.functional.cross_entropy, window=24)
+    assert result.low == whole.low == 5
+    assert result.widths == whole.widths[low - 2 :]
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,47 @@ def test_windows_are_read_from_plans_and_settings(experiment: Callable[..., Expe
     assert courses["fp32"].window is None
 
 
+@pytest.fixture
+def priced(write_run: WriteRun, tmp_path: Path) -> Callable[..., Experiment]:
+    """Runs by name: bit operations per step relative to FP32's, steps, accuracy."""
+
+    def make(**runs: tuple[float, int, float]) -> Experiment:
+        for label, (cost, steps, value) in runs.items():
+            record = {"bitops": 1e6 * cost * steps, "relative_to_fp32": cost, "mean_bits": 8.0}
+            write_run(
+                tmp_path / label,
+                plan=None if label == "fp32" else label,
+                value=value,
+                settings={"steps": 400, "hold": steps - 400},
+                summary={"step": steps, "cost": record},
+            )
+        (result,) = Report.of([tmp_path]).experiments
+        return result
+
+    return make
+
+
+def test_cost_is_that_of_the_whole_run(priced: Callable[..., Experiment]) -> None:
+    result = priced(fp32=(1.0, 400, 0.9), short=(0.125, 400, 0.88), long=(0.125, 800, 0.895))
+    assert {plan.label: plan.cost for plan in result.plans} == {"fp32": 1.0, "short": 0.125, "long": 0.25}
+    assert [plan.label for plan in result.plans if plan.on_cost_front] == ["fp32", "long", "short"]
+    assert "whole runs, which differ in length" in page_html(Report((result,)))
+    # An eighth of FP32's bit operations in each step, and twice its steps.
+    assert "long keeps the accuracy of fp32" in result.answer
+    assert "25.0 % of its bit operations" in result.answer
+
+
+def test_a_run_that_is_cheap_per_iteration_and_long_is_not_cheap(priced: Callable[..., Experiment]) -> None:
+    result = priced(fp32=(1.0, 400, 0.9), tripled=(0.6, 1200, 0.9))
+    assert [plan.label for plan in result.plans if plan.on_cost_front] == ["fp32"]
+
+
+def test_runs_of_one_length_cost_what_an_iteration_costs(priced: Callable[..., Experiment]) -> None:
+    result = priced(fp32=(1.0, 400, 0.9), cheap=(0.6, 400, 0.9))
+    assert not result.has_lengths
+    assert "differ in length" not in page_html(Report((result,)))
+
+
 def test_order_and_kinds(experiment: Callable[..., Experiment]) -> None:
     courses = courses_of(experiment(seeds=1))
     assert [window.length for window, _ in early_windows(courses)] == [100, 200, 400]

@@ -77,7 +77,7 @@ def test_everything_lies_inside_the_picture() -> None:
 
 def test_the_named_formats_of_up_to_eight_bits_can_be_drawn() -> None:
     names = [drawable_format.name for drawable_format in drawable_formats(map(get_format, NAMED))]
-    assert names == ["e5m2", "e4m3", "e3m4", "e3m2", "e2m3", "e2m1", "int8", "int6", "int4", "int3", "int2"]
+    assert names == ["e5m2", "e4m3", "e3m4", "e3m2", "e2m3", "e2m1", "int8", "int6", "int4", "int3", "int2", "nf4"]
 
 
 def test_a_picture_of_very_distant_formats_still_has_few_labels() -> None:

@@ -75,8 +75,21 @@ def test_accuracy_is_that_of_test_nodes() -> None:
     figures = task.evaluate(Knows(task.data, wrong=36))
     assert figures["accuracy"] == pytest.approx(0.9)
     assert figures["validation_accuracy"] == 1.0
-    commonest = torch.bincount(task.data.labels[task.data.training]).argmax()
+    commonest = torch.bincount(task.data.labels).argmax()
     assert task.metric.trivial == pytest.approx(float((task.data.labels[task.data.test] == commonest).float().mean()))
+
+
+def test_the_trivial_predictor_answers_the_largest_class_of_the_graph() -> None:
+    """A balanced training set has no largest class; 60 of the graph's 100 nodes are of class 2."""
+    labels = torch.tensor([0] * 20 + [1] * 20 + [2] * 60)
+    training, test = torch.tensor([0, 20, 40]), torch.arange(10, 100)
+
+    class Unbalanced(Graph):
+        def load(self) -> GraphData:
+            nodes = torch.randn(100, 3), torch.zeros(2, 0, dtype=torch.long)
+            return GraphData(*nodes, labels, training, torch.tensor([1]), test)
+
+    assert Unbalanced().metric.trivial == pytest.approx(60 / 90)
 
 
 def test_only_training_nodes_are_learnt_from_and_every_step_is_the_same_batch() -> None:
@@ -95,8 +108,8 @@ def test_labels_of_other_nodes_do_not_matter() -> None:
     assert torch.equal(task.loss(logits, target), before)
 
 
-@pytest.mark.parametrize("model", ["gcn", "sage"])
-@pytest.mark.parametrize("norm", ["none", "layer"])
+@pytest.mark.parametrize("model", ["gcn", "sage", "gat", "gcn-published", "sage-published"])
+@pytest.mark.parametrize("norm", ["none", "layer", "whole"])
 def test_networks_take_a_batch(model: str, norm: str) -> None:
     task = Graph(OwnGraphSettings(model=model, norm=norm, layers=3, features=8))
     inputs, _ = task.batch(0)
@@ -168,7 +181,9 @@ def test_a_stopped_run_under_a_plan_goes_on_bit_for_bit(tmp_path: Path, settings
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
-        (["model=gat"], r"there is no model 'gat'"),
+        (["model=gin"], r"there is no model 'gin'"),
+        (["model=gat", "features=12"], r"features is 12; gat has 8 heads"),
+        (["model=gat", "fanout=5,5"], r"which is sage's: set model=sage"),
         (["norm=group"], r"there is no norm 'group'"),
         (["layers=0"], r"layers is 0; it must be at least 1\."),
         (["dropout=1"], r"dropout is 1\.0; it must be at least 0 and below 1\."),

@@ -101,6 +101,15 @@ def test_the_plan_in_the_folder_stands_alone(tmp_path: Path, tiny: Any) -> None:
     assert RunFolder(tmp_path / "run").config().plan == "own"
 
 
+def test_the_reported_loss_is_not_rounded(tmp_path: Path, tiny: Any) -> None:
+    """bf16-all rounds the loss like every activation; three digits would hide what a run learns."""
+    train(tiny("steps=6"), "bf16-all", folder=tmp_path / "run")
+    losses = torch.tensor([line["loss"] for line in RunFolder(tmp_path / "run").metrics() if "lr" in line])
+    assert (losses.bfloat16().float() != losses).all()
+    plain = train(tiny("steps=6"), folder=tmp_path / "plain").loss
+    assert losses[-1].item() == pytest.approx(plain, rel=0.05)
+
+
 def test_sites_tell_formats_and_errors(tmp_path: Path, tiny: Any, noisy: Plan) -> None:
     train(tiny(), noisy, folder=tmp_path / "run")
     sites = {site["site"]: site for site in json.loads((tmp_path / "run" / "sites.json").read_text())}

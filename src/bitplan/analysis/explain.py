@@ -19,16 +19,23 @@ from bitplan.capture.decompositions import decision_for, is_decomposed
 from bitplan.capture.ops import SAVES_FACTORS, SAVES_INPUT
 from bitplan.capture.recording import Operation, record, scripted_modules
 from bitplan.capture.selectors import Selection, expand_plan, find_selections, plan_for_model
+from bitplan.errors import PlanError
 from bitplan.executions.packed.recompute import RECOMPUTED
 from bitplan.numerics.packing import is_smaller
 from bitplan.plans import OPERANDS, SLOTS, Choice, Decision, Plan
+from bitplan.plans.frozen import FrozenSpec
 from bitplan.plans.loading import find_plan
+from bitplan.plans.schedules import Position
 from bitplan.plans.spec import QuantizerSpec
 from bitplan.runtime.coverage import RuleCoverage, require_interceptable
+from bitplan.runtime.frozen import find_frozen_weights, is_frozen_weight
 from bitplan.tables import Table
 
 # --- Copies of a tensor that packed execution saves, and readers that cancel the plan's saving
 
+
+#: What a plan decides of an operation of a module.
+Decide = Callable[[str, str], Decision]
 
 #: Operations, other than products, that save their input for the backward pass in packed execution.
 _SAVES_INPUT = RECOMPUTED | SAVES_INPUT
@@ -79,10 +86,10 @@ class _SavedForms:
         return f"round the activation to {_bits_text(self.promised)} bits, or wgrad.x of its readers"
 
 
-def find_cancelled_savings(plan: Plan, operations: Sequence[Operation]) -> dict[str, str]:
+def find_cancelled_savings(decide: Decide, operations: Sequence[Operation]) -> dict[str, str]:
     """Label of an operation -> why its output is saved with more bits than the plan promises."""
     forms_by_operation: dict[int, _SavedForms] = {}
-    decisions = [decision_for(plan.decide, op.module, f"{op.op}.{op.index}", op.inside, op.kind) for op in operations]
+    decisions = [decision_for(decide, op.module, f"{op.op}.{op.index}", op.inside, op.kind) for op in operations]
     for number, (operation, decision) in enumerate(zip(operations, decisions, strict=True)):
         if len(operation.outputs) == 1:
             plain = 8.0 * operation.outputs[0].dtype.itemsize
@@ -168,6 +175,8 @@ class Explanation:
     warning: str | None = None
     #: Why a rule that matches leaves the tensor alone: it is a ``constant``, a ``mask`` or a ``statistic``.
     reason: str | None = None
+    #: What the weight is stored in, if it is not trained and a rule says so.
+    frozen: FrozenSpec | None = None
 
     @property
     def treatment(self) -> str:
@@ -177,7 +186,9 @@ class Explanation:
     @property
     def words(self) -> str | None:
         """The quantizer on one line; None if the tensor is not rounded."""
-        return self.over_time or (None if self.quantizer is None else str(self.quantizer))
+        rounded = self.over_time or (None if self.quantizer is None else str(self.quantizer))
+        parts = [None if self.frozen is None else f"frozen in {self.frozen}", rounded]
+        return ", ".join(part for part in parts if part is not None) or None
 
     def __str__(self) -> str:
         rule = "no rule" if self.rule is None else self.where or f"rules[{self.rule}]"
@@ -204,11 +215,20 @@ def explanation_table(rows: Sequence[Explanation]) -> Table[Explanation]:
 
 
 def explain(
-    model: nn.Module, plan: Plan | str, batch: Any, loss: Callable[..., Tensor] | None = None
+    model: nn.Module,
+    plan: Plan | str,
+    batch: Any,
+    loss: Callable[..., Tensor] | None = None,
+    *,
+    step: int | None = None,
+    steps: int | None = None,
 ) -> Table[Explanation]:
     """The quantizer of each site of a training step; `batch` and `loss` are as in :func:`bitplan.list_sites`.
 
     Fused operations that the plan decomposes are listed by their parts.
+
+    :param step: a training step, from 0: the quantizers of that step. By default those of the whole run.
+    :param steps: the optimizer steps of the whole run, which a plan that changes over time needs for `step`.
     """
     resolved = plan_for_model(find_plan(plan), model, batch, loss)
     require_interceptable(resolved, model)
@@ -216,7 +236,26 @@ def explain(
     coverage = RuleCoverage(resolved, scripted_modules(model))
     coverage.note_recorded(operations)
     coverage.require_effect(waits=coverage.covers_scripted_module)
-    return explanation_table(explain_operations(resolved, operations))
+    find_frozen_weights(resolved, model.named_modules(), model)
+    decide = None if step is None else plan_at(resolved, step, steps).decide
+    return explanation_table(explain_operations(resolved, operations, decide))
+
+
+def plan_at(plan: Plan, step: int, steps: int | None) -> Plan:
+    """The plan as it stands at a training step of a run of `steps` steps, with nothing left that changes."""
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise PlanError(f"a run has no step {step!r}: steps are whole numbers from 0.")
+    if not plan.moves:
+        return plan
+    if steps is None:
+        schedules = ", ".join(map(str, plan.followed.values())) or "until, then"
+        raise PlanError(
+            f"this plan changes over time ({schedules}), so that step {step} depends on the length of the run: give "
+            f"steps (--steps), the optimizer steps of the whole run."
+        )
+    if step >= steps:
+        raise PlanError(f"a run of {steps} steps has no step {step}: its steps are 0 to {steps - 1}.")
+    return plan.at(Position(step, steps), fixed=True)
 
 
 def explain_selections(
@@ -229,22 +268,33 @@ def explain_selections(
     return find_selections(resolved, expand_plan(resolved, model, batch, loss)[1])
 
 
-def explain_operations(plan: Plan, operations: Sequence[Operation]) -> list[Explanation]:
-    """:func:`explain` for recorded operations."""
+def explain_operations(plan: Plan, operations: Sequence[Operation], decide: Decide | None = None) -> list[Explanation]:
+    """:func:`explain` for recorded operations.
+
+    :param decide: in the place of the plan's own decisions, those of one moment of a run.
+    """
+    decide = decide or plan.decide
     by_label = {operation.label: operation for operation in operations}
-    warnings = find_cancelled_savings(plan, operations)
+    warnings = find_cancelled_savings(decide, operations)
     rows = []
     for site in sites_of_operations(list(operations)):
         label = f"{site.module}/{site.op}"
-        row = _explain_site(plan, site, by_label[label])
+        row = _explain_site(plan, decide, site, by_label[label])
         rows.append(replace(row, warning=warnings.get(label)) if site.role == "activation" else row)
     return rows
 
 
-def _explain_site(plan: Plan, site: Site, operation: Operation) -> Explanation:
+def _explain_site(plan: Plan, decide: Decide, site: Site, operation: Operation) -> Explanation:
     kind = operation.kind
-    choice: Choice = decision_for(plan.decide, site.module, site.op, operation.inside, kind)[site.role]
+    choice: Choice = decision_for(decide, site.module, site.op, operation.inside, kind)[site.role]
     where = "" if choice.rule is None else plan.all_rules[choice.rule].where
     is_left_alone = choice.rule is not None and choice.quantizer is None and choice.over_time is None
     reason = kind if is_left_alone and kind != ACTIVATION and site.role not in ("weight", "grad_weight") else None
-    return Explanation(site, choice.quantizer, choice.rule, where, choice.over_time, reason=reason)
+    row = Explanation(site, choice.quantizer, choice.rule, where, choice.over_time, reason=reason)
+    if site.role != "weight" or not is_frozen_weight(site.op.split(".")[0], site.parameter, operation.parameters):
+        return row
+    frozen, rule = plan.frozen_at(site.module, site.op)
+    if frozen is None or rule is None:
+        return row
+    last = rule if choice.rule is None else max(rule, choice.rule)
+    return replace(row, frozen=frozen, rule=last, where=plan.all_rules[last].where, reason=None)

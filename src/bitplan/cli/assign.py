@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,13 +12,13 @@ import typer
 
 from bitplan.analysis.memory.step import OPTIMIZER_NAMES, OptimizerChoice
 from bitplan.analysis.targets import Target, batch_size, move_target, target_errors
-from bitplan.cli.arguments import TargetArgument
+from bitplan.cli.arguments import SettingsOption, TargetArgument
 from bitplan.cli.output import FittedTable, JsonOption, Output, command_output
-from bitplan.errors import MemoryEstimateError, nearest_names
+from bitplan.errors import MemoryEstimateError, TargetError, nearest_names
 from bitplan.files import byte_text
 from bitplan.lab.models.built_in import sized_target
-from bitplan.lab.targets import load_target
-from bitplan.lab.tasks.registry import find_task, task_names
+from bitplan.lab.targets import load_target_and_task
+from bitplan.lab.tasks.task import Task
 from bitplan.planners.assign.assign import AssignRequest, choose_formats, make_assignment
 from bitplan.planners.assign.assignment import BASELINES, REMARKS, Assignment
 from bitplan.planners.assign.levels import FORMATS, ORDERS
@@ -89,8 +90,9 @@ def assign_command(
         ),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check/--no-check", help="With --compile and a budget: measure the step, which runs it.")
+        bool, typer.Option("--check/--no-check", help="With a budget: measure where needed, which runs the step.")
     ] = True,
+    settings: SettingsOption = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show groups, sizes, order and the cut.")] = False,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the plan there (default: print it).")
@@ -99,7 +101,8 @@ def assign_command(
 ) -> None:
     """Make a plan for TARGET in which some tensors are low: as many as --ratio or --budget ask for.
 
-    Nothing is run, but with --order sensitivity. With --json: one object, the figures and the plan.
+    Only --order sensitivity and a --budget in per cent run the target: the peak without a plan is measured if it fits
+    this machine (--no-check estimates it). With --json: one object, the figures and the plan.
     """
     with command_output(as_json) as output:
         request = AssignRequest(ratio, budget, baseline, order, seed, True if promotion is None else promotion or False)
@@ -115,8 +118,15 @@ def assign_command(
         if is_probed:
             torch.manual_seed(seed)
         shapes_only = not (is_probed or is_checked)
-        model = move_target(_target(target, classes, width, shapes_only), torch.device("cpu"), batch)
-        batches, make = _warm_up(target, seed, output) if is_probed else (None, None)
+        loaded, task = _target_and_task(target, classes, width, shapes_only, settings or (), seed)
+        model = move_target(loaded, torch.device("cpu"), batch)
+        batches, make = _warm_up(target, task, output) if is_probed else (None, None)
+
+        def with_values() -> tuple[torch.nn.Module, Any]:
+            values, _ = _target_and_task(target, classes, width, False, settings or (), seed)
+            real = move_target(values, torch.device("cpu"), batch)
+            return real.model, real.batch
+
         with target_errors(target):
             result = make_assignment(
                 *(model.model, model.batch, model.loss, request, low_formats),
@@ -125,7 +135,8 @@ def assign_command(
                 device="cpu",
                 batches=batches,
                 report=output.note,
-                check_peak=is_checked,
+                check_peak=is_checked or (None if check and not compile else False),
+                make_values=None if not shapes_only or not check else with_values,
             )
         plan = result.plan
         output.document(
@@ -149,19 +160,24 @@ def assign_command(
             typer.echo(plan.to_yaml(), nl=False)
 
 
-def _target(text: str, classes: int | None, width: float | None, shapes_only: bool) -> Target:
+def _target_and_task(
+    text: str, classes: int | None, width: float | None, shapes_only: bool, settings: Sequence[str], seed: int
+) -> tuple[Target, Task | None]:
     if classes is None and width is None:
-        return load_target(text, shapes_only=shapes_only)
+        return load_target_and_task(text, shapes_only=shapes_only, settings=settings, seed=seed)
+    if settings:
+        raise TargetError(
+            f"--classes and --width are of networks, and --set {settings[0]} is of a task: drop one or the other."
+        )
     with torch.device("meta") if shapes_only else nullcontext():
-        return sized_target(text, classes, width)
+        return sized_target(text, classes, width), None
 
 
-def _warm_up(target: str, seed: int, output: Output) -> tuple[list[Any] | None, OptimizerChoice]:
+def _warm_up(target: str, task: Task | None, output: Output) -> tuple[list[Any] | None, OptimizerChoice]:
     """Batches and optimizer for measuring sensitivity: a task has both, other targets only their batch."""
-    if target not in task_names():
+    if task is None:
         output.note(f"{target} comes with random data: its sensitivity says little about real training. Name a task.")
         return None, None
-    task = find_task(target, (), seed)
     return [task.batch(step) for step in range(WARMUP_STEPS + BATCHES)], task.optimizer
 
 
@@ -199,5 +215,5 @@ def _explain(result: Assignment, output: Output) -> None:
         output.console.print(
             f"peak: {byte_text(result.provenance['peak_predicted'])} estimated, packed, of a budget of "
             f"{byte_text(result.provenance['budget_bytes'])}; without a plan "
-            f"{byte_text(result.provenance['peak_today'])}."
+            f"{byte_text(result.provenance['peak_today'])}, {result.provenance['peak_today_from']}."
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated
@@ -17,10 +17,12 @@ from rich.progress import Progress as Bars
 from bitplan.cli.arguments import ExecutionOption, TaskArgument, TaskSettingsOption, complete_plan
 from bitplan.cli.output import JsonOption, Output, command_output, make_folder
 from bitplan.cli.runs import print_experiment, write_page
+from bitplan.cli.schedules import GradientBitsOption, PeriodOption, read_bits
 from bitplan.cli.train import STOPPED
 from bitplan.errors import RunError
-from bitplan.lab.compare import SUITES, Choice, Update, compare, find_suite
+from bitplan.lab.compare import SUITES, Choice, SuiteOptions, Update, compare, find_suite
 from bitplan.lab.compare.compare import choices_of, slug
+from bitplan.lab.compare.suite_options import read_names, read_shares, read_widths
 from bitplan.lab.compare.workers import cores
 from bitplan.lab.report.answer import counted, listed, number_text
 from bitplan.lab.report.figures import plotly
@@ -70,6 +72,41 @@ def compare_command(
             help=f"Plans that belong together: {_SUITES_HELP}.", autocompletion=_complete_suite, show_default=False
         ),
     ] = None,
+    bits: Annotated[
+        str | None,
+        typer.Option(metavar="LOW-HIGH", help="Of cpt and deficits: the range of bits (3-8).", show_default=False),
+    ] = None,
+    cycles: Annotated[int | None, typer.Option(min=1, help="Of cpt: cycles (8).", show_default=False)] = None,
+    static: Annotated[
+        str | None, typer.Option(metavar="8,6", help="Of cpt: widths of static controls.", show_default=False)
+    ] = None,
+    schedules: Annotated[
+        str | None, typer.Option(metavar="CR,RR", help="Of cpt: some of the ten schedules.", show_default=False)
+    ] = None,
+    period: PeriodOption = None,
+    gradient_bits: GradientBitsOption = None,
+    quantized_aggregation: Annotated[
+        bool, typer.Option("--quantized-aggregation", "--q-agg", help="Of cpt and deficits, as of bitplan plan cpt.")
+    ] = False,
+    as_published: Annotated[
+        bool, typer.Option("--as-published", help="Of cpt and deficits, as of bitplan plan cpt.")
+    ] = False,
+    ratios: Annotated[
+        str | None,
+        typer.Option(
+            metavar="0.3,0.5", help="Of assign: shares of values in low precision, or tenths.", show_default=False
+        ),
+    ] = None,
+    orders: Annotated[
+        str | None,
+        typer.Option(
+            metavar="largest,smallest,random", help="Of assign: orders of the groups (largest).", show_default=False
+        ),
+    ] = None,
+    promotions: Annotated[
+        str | None,
+        typer.Option(metavar="0.01,0", help="Of assign: thresholds of promotion; 0: none.", show_default=False),
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from 0 on.")] = 1,
     jobs: Annotated[
         int, typer.Option("--jobs", "-j", min=1, help="Processes side by side, which share the cores.")
@@ -90,7 +127,20 @@ def compare_command(
     the exit code is 0. With --json: one object, as of bitplan report.
     """
     with command_output(as_json) as output:
-        comparison = Comparison(task, tuple(settings or ()), execution, device, compile)
+        options = SuiteOptions(
+            bits=None if bits is None else read_bits(bits),
+            cycles=cycles,
+            static=read_widths(static),
+            gradient_bits=gradient_bits,
+            period=period,  # type: ignore[arg-type]  # checked there
+            schedules=None if schedules is None else read_names(schedules.upper()),
+            quantized_aggregation=quantized_aggregation or None,
+            as_published=as_published or None,
+            ratios=read_shares(ratios),
+            orders=read_names(orders),
+            promotions=read_shares(promotions),
+        )
+        comparison = Comparison(task, tuple(settings or ()), execution, device, compile, options)
         plan_names = [*(plans or ()), *(more_plans or ())]
         report, code = run_comparison(comparison, suite, plan_names, seeds, out, jobs, output)
         output.document({} if report is None else report_record(report))
@@ -111,6 +161,7 @@ class Comparison:
     execution: str | None = None
     device: str = "cpu"
     compile: bool = False
+    options: SuiteOptions = field(default_factory=SuiteOptions)
 
     def folder(self, suite: str | None, plans: Sequence[str], out: Path | None) -> Path:
         """The comparison's folder: the same for the same comparison, whatever the number of seeds.
@@ -125,12 +176,13 @@ class Comparison:
         special += ["compiled"] * self.compile
         task = Path(self.task.partition(":")[0]).stem
         variant = suite or "-".join(slug(choice.label) for choice in choices_of(plans))[:60]
-        return DEFAULT_PARENT / "-".join(["compare", task, variant, *map(slug, self.settings), *map(slug, special)])
+        parts = [variant, *map(slug, self.options.labels), *map(slug, self.settings), *map(slug, special)]
+        return DEFAULT_PARENT / "-".join(["compare", task, *parts])
 
     def command(self, suite: str | None, plans: Sequence[str], seeds: int, out: Path | None) -> str:
         """The command that repeats the comparison."""
         arguments = ["bitplan", "compare", self.task]
-        arguments += ["--plans", *plans] if suite is None else ["--suite", suite]
+        arguments += ["--plans", *plans] if suite is None else ["--suite", suite, *self.options.arguments]
         arguments += ["--seeds", str(seeds)]
         for setting in self.settings:
             arguments += ["--set", setting]
@@ -147,7 +199,12 @@ def _choices(comparison: Comparison, plans: Sequence[str], suite: str | None) ->
     if suite is not None and plans:
         raise RunError("give --plans or --suite, not both.")
     if suite is not None:
-        return find_suite(suite).choices_for(lambda: find_task(comparison.task, comparison.settings))
+        return find_suite(suite).choices_for(
+            lambda: find_task(comparison.task, comparison.settings), comparison.options
+        )
+    if comparison.options.chosen:
+        option = comparison.options.arguments[0]
+        raise RunError(f"{option} is an option of a suite: give --suite, too, or drop {option}.")
     if not plans:
         raise RunError(f"name what to compare: --plans with files or presets, or --suite {' or '.join(SUITES)}.")
     return choices_of(plans)

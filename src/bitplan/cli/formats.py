@@ -14,7 +14,16 @@ from rich.console import Console
 from bitplan.analysis.error_study import DEFAULT_FORMATS, StudyRow, StudyScale, study
 from bitplan.cli.output import FittedTable, JsonOption, Output, command_output, write_file
 from bitplan.lab.report.formats_picture import drawable_formats, formats_svg
-from bitplan.numerics.formats import MAX_LISTED_BITS, NAMED, BlockFormat, FloatFormat, Format, IntFormat, get_format
+from bitplan.numerics.formats import (
+    MAX_LISTED_BITS,
+    NAMED,
+    BlockFormat,
+    CodebookFormat,
+    FloatFormat,
+    Format,
+    IntFormat,
+    get_format,
+)
 from bitplan.numerics.reference import ROUNDINGS, Rounding
 
 
@@ -89,6 +98,8 @@ def format_record(number_format: Format, with_values: bool = False) -> dict[str,
         }
     elif isinstance(number_format, IntFormat):
         record |= {"min": number_format.min, "affine": number_format.affine}
+    elif isinstance(number_format, CodebookFormat):
+        record |= {"min": number_format.min, "codes": len(number_format.book)}
     else:
         record |= {
             "element": number_format.element.name,

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +28,7 @@ from bitplan.cli.output import FittedTable, JsonOption, Output, command_output, 
 from bitplan.cli.schedules import read_bits
 from bitplan.errors import MetricError, TaskError
 from bitplan.gemm.sampling import Sampling
-from bitplan.lab.compare.verify import RIVALS, Verified, verify
+from bitplan.lab.compare.verify import RIVALS, Verified, VerifiedAdvice, verified_advice, verify
 from bitplan.lab.compare.verify import STEPS as VERIFY_STEPS
 from bitplan.lab.report.heatmaps import MEASUREMENT_FILE
 from bitplan.lab.targets import load_target
@@ -35,7 +36,9 @@ from bitplan.lab.tasks.registry import find_task, task_names
 from bitplan.lab.tasks.task import Task
 from bitplan.lab.train.loop import stop_on_signals
 from bitplan.lab.train.stages import STAGES, STEPS, measure_task
-from bitplan.planners.advise import UNSEEN, Advice, add_reference, advise_on
+from bitplan.planners.advise import TAU, UNSEEN, Advice, add_reference, advise_on
+from bitplan.planners.assign.budget import Step
+from bitplan.planners.combining import has_budget, keep_budget, widths_to_measure
 from bitplan.plans import Plan
 from bitplan.plans.loading import find_plan
 from bitplan.plans.schedules import Schedule
@@ -236,8 +239,8 @@ def advise_command(
     tau: Annotated[
         float | None,
         typer.Option(
-            help="The most that an error times the root of the sums' length may be (default: the level of e4m3 with a "
-            "scale per tensor, which is known to train, in nine of ten products).",
+            help=f"The most that an error times the root of the sums' length may be (default: {TAU}, the level of e4m3 "
+            "with a scale per tensor, which is known to train, on healthy models).",
             show_default=False,
         ),
     ] = None,
@@ -267,7 +270,10 @@ def advise_command(
     ] = None,
     schedule: Annotated[
         str | None,
-        typer.Option(help="Let the bits of integers follow a schedule, such as CR.", show_default=False),
+        typer.Option(
+            help="Let the bits of integers follow a schedule, such as CR, each down to the bits that it needs.",
+            show_default=False,
+        ),
     ] = None,
     bits: Annotated[str, typer.Option(metavar="LOW-HIGH", help="Of the schedule.")] = "4-8",
     cycles: Annotated[int, typer.Option(min=1, help="Of the schedule.")] = 8,
@@ -291,15 +297,17 @@ def advise_command(
 ) -> None:
     """Advise on a number format for each operand of each product of TARGET: the cheapest whose error is small enough.
 
-    Measures as bitplan measure does, and says why for every slot, in the plan's file as well. With --json: one object.
+    Measures as bitplan measure does, and says why for every slot, in the plan's file as well. With --verify, advice
+    that does not train is made again with half of tau. With --json: one object.
     """
     with command_output(as_json) as output:
-        candidate_texts = tuple(map(str, add_reference(candidates)))
+        bit_schedule = _schedule(schedule, bits, cycles)
+        candidate_texts = tuple(map(str, widths_to_measure(add_reference(candidates), bit_schedule)))
+        is_own_choice = bool(candidates) or bit_schedule is not None
         request = MeasureRequest(
-            target, stages, steps, candidate_texts if candidates else None, rows, terms, tuple(settings or ()), seed
+            target, stages, steps, candidate_texts if is_own_choice else None, rows, terms, tuple(settings or ()), seed
         )
         base_plan = None if base is None else _plan_for_target(find_plan(base), target, settings or ())
-        bit_schedule = _schedule(schedule, bits, cycles)
         if check and request.task() is None:
             raise MetricError(f"{target} is a model without data to train on: --verify needs a task, such as digits.")
         if measured is not None:
@@ -307,23 +315,35 @@ def advise_command(
         else:
             request.stages = stages and request.task() is not None
             measurement = request.measured(output, device)
-        advice = advise_on(measurement, tau=tau, cost=cost, base=base_plan, schedule=bit_schedule)
+
+        def advised(limit: float | None) -> Advice:
+            advice = advise_on(measurement, tau=limit, cost=cost, base=base_plan, schedule=bit_schedule)
+            return advice if base_plan is None else _within_budget(advice, base_plan, target, settings or ())
+
+        advice, verified = advised(tau), None
+        if check:
+            runs = partial(_verify, request, verify_out, verify_steps, verify_seeds, device, output)
+            verified = verified_advice(advice, advised, runs, output.note)
+            advice = verified.advice
+        if base_plan is not None:
+            _note_below_need(advice, str(base), output)
         if out is not None:
             make_folder(out.parent)
             advice.plan.save(out)
         if not as_json:
             _print_advice(advice, output)
-        results = None
-        if check:
-            results = _verify(request, advice, verify_out, verify_steps, verify_seeds, device, output)
-            if not as_json:
-                _print_verified(results, output)
         document: dict[str, Any] = {"target": target, "file": out, **advice.to_dict()}
-        if results is not None:
-            document["verified"] = [result.to_dict() for result in results]
+        if verified is not None:
+            if not as_json:
+                _print_verified(verified, output)
+            document["verified"] = [result.to_dict() for result in verified.results]
+            document["conclusion"] = verified.conclusion
         output.document(document)
         if out is not None:
-            output.note(f"wrote {out}: train under it with: bitplan train {target} --plan {out}")
+            words = ["bitplan", "train", target, "--plan", str(out)]
+            for setting in settings or ():
+                words += ["--set", setting]
+            output.note(f"wrote {out}: train under it with: {shlex.join(words)}")
 
 
 def _plan_for_target(plan: Plan, target: str, settings: Sequence[str]) -> Plan:
@@ -333,6 +353,27 @@ def _plan_for_target(plan: Plan, target: str, settings: Sequence[str]) -> Plan:
     loaded = load_target(target, shapes_only=True, settings=settings)
     with target_errors(target):
         return plan_for_model(plan, loaded.model, loaded.batch, loaded.loss)
+
+
+def _within_budget(advice: Advice, base: Plan, target: str, settings: Sequence[str]) -> Advice:
+    """The advice, if it fits into the memory budget that its base was made for."""
+    if not has_budget(base):
+        return advice
+    loaded = load_target(target, shapes_only=True, settings=settings)
+    with target_errors(target):
+        step = Step(loaded.model, loaded.batch, loaded.loss, device="cpu")
+        return replace(advice, plan=keep_budget(advice.plan, base, step))
+
+
+def _note_below_need(advice: Advice, base: str, output: Output) -> None:
+    made_by = advice.plan.made_by
+    below = made_by.get("below_need", {}) if isinstance(made_by, dict) else {}
+    if below:
+        where, words = next(iter(below.items()))
+        output.note(
+            f"{base} gives {len(below)} operands fewer bits than their products need, such as {where} ({words}); all "
+            f"are in the plan's made_by."
+        )
 
 
 def _schedule(name: str | None, bits: str, cycles: int) -> Schedule | None:
@@ -360,9 +401,17 @@ def _print_advice(advice: Advice, output: Output) -> None:
 
 
 def _verify(
-    request: MeasureRequest, advice: Advice, out: Path | None, steps: int, seeds: int, device: str, output: Output
+    request: MeasureRequest,
+    out: Path | None,
+    steps: int,
+    seeds: int,
+    device: str,
+    output: Output,
+    advice: Advice,
+    number: int,
 ) -> list[Verified]:
-    run_folder = tempfile.TemporaryDirectory() if out is None else nullcontext(str(out))
+    own = None if out is None else out if number == 1 else out / f"round-{number}"
+    run_folder = tempfile.TemporaryDirectory() if own is None else nullcontext(str(own))
     total = (2 + len(RIVALS)) * seeds
     with run_folder as folder, stop_on_signals() as stop_request, CompareProgress(output.console, total) as progress:
         return verify(
@@ -376,12 +425,12 @@ def _verify(
         )
 
 
-def _print_verified(results: list[Verified], output: Output) -> None:
+def _print_verified(verified: VerifiedAdvice, output: Output) -> None:
     table = FittedTable()
     table.add_column("trained briefly", "name")
     for heading in ("training loss", "above high precision", "metric", "of FP32's bit operations", "diverged"):
         table.add_column(heading, "number")
-    for result in results:
+    for result in verified.results:
         table.add_row(
             result.label,
             *(
@@ -393,3 +442,4 @@ def _print_verified(results: list[Verified], output: Output) -> None:
             ),
         )
     table.print(output.console)
+    output.console.print(verified.conclusion)

@@ -15,7 +15,7 @@ from bitplan.analysis.memory.step import OPTIMIZER_NAMES, Memory, resolve_optimi
 from bitplan.analysis.sites import Site, list_sites
 from bitplan.analysis.targets import batch_size, move_target, target_errors
 from bitplan.capture.recording import scripted_modules
-from bitplan.cli.arguments import TargetArgument, complete_plan
+from bitplan.cli.arguments import SettingsOption, TargetArgument, complete_plan
 from bitplan.cli.output import FittedTable, JsonOption, Output, command_output
 from bitplan.errors import MemoryEstimateError, PlanError, nearest_names
 from bitplan.files import byte_text, read_bytes
@@ -39,6 +39,7 @@ def sites(
     slots: Annotated[
         bool, typer.Option("--slots", help="Also show the operand slots of products (--json always has them).")
     ] = False,
+    settings: SettingsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List every tensor of one training step, in the order it is made.
@@ -46,7 +47,7 @@ def sites(
     The model runs on fake tensors: shapes and types, no data. With --json: a list of objects.
     """
     with command_output(as_json) as output:
-        loaded = load_target(target, shapes_only=True)
+        loaded = load_target(target, shapes_only=True, settings=settings or ())
         with target_errors(target):
             listed = list_sites(loaded.model, loaded.batch, loaded.loss)
         for path in scripted_modules(loaded.model):
@@ -115,6 +116,7 @@ def cost(
         int | None,
         typer.Option(min=1, help="The cost of a run of this many steps, each at its own bits."),
     ] = None,
+    settings: SettingsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Estimate the cost of one training step of TARGET under a plan: bit operations, bytes, mean bits.
@@ -122,7 +124,7 @@ def cost(
     Bytes are those of all tensors of a step, not a peak. With --json: one object.
     """
     with command_output(as_json) as output:
-        loaded = load_target(target, shapes_only=True)
+        loaded = load_target(target, shapes_only=True, settings=settings or ())
         with target_errors(target):
             whole = estimate_cost(loaded.model, plan, loaded.batch, loaded.loss, steps)
         output.document({"plan": plan, "target": target, **whole.to_dict()})
@@ -178,6 +180,7 @@ def memory(
     estimate_only: Annotated[
         bool, typer.Option("--estimate-only", help="Do not measure, which runs the model.")
     ] = False,
+    settings: SettingsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the memory of a training step of TARGET by class, estimated without running it and measured.
@@ -191,7 +194,7 @@ def memory(
             optimizer = str(resolve_optimizer("default", *map(find_plan, plans or ())))
         limit = None if budget is None else read_bytes(budget)
         precision = torch.bfloat16 if autocast else None
-        shapes = move_target(load_target(target, shapes_only=True), where, batch)
+        shapes = move_target(load_target(target, shapes_only=True, settings=settings or ()), where, batch)
         tried_choices: list[PlanEstimate] = []
         tried: Sequence[str | None] = plans or (LADDER if limit is not None else (None,))
         with target_errors(target):
@@ -205,7 +208,7 @@ def memory(
         measured: list[Memory | None] = [None] * len(tried_choices)
         free = free_memory(where)
         if limit is None and not estimate_only and _has_room(tried_choices, free, output):
-            real = move_target(load_target(target), where, batch)
+            real = move_target(load_target(target, settings=settings or ()), where, batch)
             with target_errors(target):
                 measured = [
                     measure_memory(
@@ -268,7 +271,7 @@ def _device(name: str) -> torch.device:
 
 
 def _has_room(tried: list[PlanEstimate], free: int | None, output: Output) -> bool:
-    needed = max(choice.estimated.peak + choice.estimated.weights for choice in tried)
+    needed = max(choice.estimated.peak + choice.estimated.weights + choice.estimated.frozen for choice in tried)
     if free is None or needed <= _USABLE_SHARE * free:
         return True
     output.note(

@@ -18,10 +18,11 @@ from bitplan.capture.selectors import Selection
 from bitplan.cli.arguments import OptionalTargetArgument, PlanArgument, SettingsOption, TargetArgument
 from bitplan.cli.model import shape_text, site_record
 from bitplan.cli.output import FittedTable, JsonOption, Output, command_output
-from bitplan.cli.schedules import complete_schedule, read_bits
-from bitplan.errors import BitplanWarning
-from bitplan.lab.targets import load_target
+from bitplan.cli.schedules import GradientBitsOption, PeriodOption, complete_schedule, read_bits
+from bitplan.errors import BitplanWarning, PlanError
+from bitplan.lab.targets import load_target, load_target_and_task
 from bitplan.planners import cpt_plan
+from bitplan.planners.cpt import record_operations, saving_plan
 from bitplan.plans import ROLES, Plan, plan_schema, preset_names, preset_text
 from bitplan.plans.loading import find_plan
 
@@ -71,7 +72,12 @@ def schema() -> None:
 
 
 @group.command("check")
-def check(plan: PlanArgument, target: OptionalTargetArgument = None, as_json: JsonOption = False) -> None:
+def check(
+    plan: PlanArgument,
+    target: OptionalTargetArgument = None,
+    settings: SettingsOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Check a plan and, with a TARGET, that every rule matches something there.
 
     Exit code 2, and one sentence, if something is wrong.
@@ -80,9 +86,11 @@ def check(plan: PlanArgument, target: OptionalTargetArgument = None, as_json: Js
         loaded = find_plan(plan)
         record: dict[str, Any] = {"plan": plan, "ok": True, "rules": len(loaded.all_rules)}
         sentence = f"{plan} is fine: {len(loaded.all_rules)} rules"
+        if target is None and settings:
+            raise PlanError(f"--set {settings[0]} changes the recipe of a task: name the task after {plan}, too.")
         if target is not None:
             with _warnings_as_notes(output):
-                sites = _explained(loaded, target)
+                sites = _explained(loaded, target, settings or ())
             rounded = sum(site.quantizer is not None for site in sites)
             record |= {"target": target, "sites": len(sites), "rounded": rounded}
             sentence += f" that round {rounded} of the {len(sites)} tensors and operands of {target}"
@@ -93,7 +101,22 @@ def check(plan: PlanArgument, target: OptionalTargetArgument = None, as_json: Js
 
 @group.command("explain")
 def explain(
-    plan: PlanArgument, target: TargetArgument, settings: SettingsOption = None, as_json: JsonOption = False
+    plan: PlanArgument,
+    target: TargetArgument,
+    step: Annotated[
+        int | None,
+        typer.Option(min=0, help="What the tensors get at this training step, from 0.", show_default=False),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --step: the optimizer steps of the whole run (default: those of the task's recipe).",
+            show_default=False,
+        ),
+    ] = None,
+    settings: SettingsOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Show the format of every tensor of TARGET under PLAN, and the rule that sets it.
 
@@ -102,8 +125,10 @@ def explain(
     """
     with command_output(as_json) as output:
         loaded = find_plan(plan)
+        if steps is not None and step is None:
+            raise PlanError("--steps is the length of the run that --step is of: give --step, too, or drop --steps.")
         with _warnings_as_notes(output):
-            sites = _explained(loaded, target, settings or ())
+            sites = _explained(loaded, target, settings or (), step, steps)
         selections = _selections(loaded, target, settings or ())
         output.document([explanation_record(site, selections) for site in sites])
         if not as_json:
@@ -128,11 +153,28 @@ def cpt(
     ] = "CR",
     bits: Annotated[str, typer.Option(metavar="LOW-HIGH", help="The range of bits.")] = "3-8",
     cycles: Annotated[int, typer.Option(min=1, help="Cycles; of triangular schedules, half triangles.")] = 8,
+    saving: Annotated[
+        float | None,
+        typer.Option(
+            help="A static plan instead, that saves this share of the bit operations of the highest bits throughout.",
+            show_default=False,
+        ),
+    ] = None,
+    period: PeriodOption = None,
+    gradient_bits: GradientBitsOption = None,
     settings: SettingsOption = None,
     quantized_aggregation: Annotated[
         bool,
         typer.Option(
             "--quantized-aggregation", "--q-agg", help="Of graph networks: round what neighbour sums are of, too."
+        ),
+    ] = False,
+    as_published: Annotated[
+        bool,
+        typer.Option(
+            "--as-published",
+            help="Also round what the authors' code rounds beyond products: biases, the sum before a graph layer's "
+            "bias, and attention along the last axis.",
         ),
     ] = False,
     out: Annotated[
@@ -142,20 +184,28 @@ def cpt(
 ) -> None:
     """Make the plan of cyclic precision training for TARGET, with the papers' quantizer and exceptions.
 
-    Weights and activations follow the schedule, gradients have the highest bits. With --json: the plan as JSON.
+    Weights and activations follow the schedule, gradients have the highest bits. With --saving their bits are constant:
+    one width, and one bit more in some layers. With --json: the plan as JSON.
     """
     with command_output(as_json) as output:
         low, high = read_bits(bits)
         loaded = load_target(target, shapes_only=True, settings=settings or ())
         with target_errors(target):
-            plan = cpt_plan(
-                *(loaded.model, loaded.batch, loaded.loss),
-                schedule=schedule,
-                low=low,
-                high=high,
-                cycles=cycles,
-                quantized_aggregation=quantized_aggregation,
-            )
+            if saving is not None:
+                operations = record_operations(loaded.model, loaded.batch, loaded.loss)
+                plan = saving_plan(operations, saving, high, name="static", quantized_aggregation=quantized_aggregation)
+            else:
+                plan = cpt_plan(
+                    *(loaded.model, loaded.batch, loaded.loss),
+                    schedule=schedule,
+                    low=low,
+                    high=high,
+                    cycles=cycles,
+                    period=period or "exact",
+                    gradient_bits=gradient_bits,
+                    quantized_aggregation=quantized_aggregation,
+                    as_published=as_published,
+                )
         output.document(plan.to_dict())
         if out is not None:
             plan.save(out)
@@ -178,10 +228,14 @@ def explanation_record(explanation: Explanation, selections: Sequence[Selection]
     }
 
 
-def _explained(plan: Plan, target: str, settings: Sequence[str] = ()) -> Sequence[Explanation]:
-    loaded = load_target(target, shapes_only=True, settings=settings)
+def _explained(
+    plan: Plan, target: str, settings: Sequence[str] = (), step: int | None = None, steps: int | None = None
+) -> Sequence[Explanation]:
+    loaded, task = load_target_and_task(target, shapes_only=True, settings=settings)
+    if step is not None and steps is None and task is not None:
+        steps = int(task.settings.all_steps)
     with target_errors(target):
-        return explained(loaded.model, plan, loaded.batch, loaded.loss)
+        return explained(loaded.model, plan, loaded.batch, loaded.loss, step=step, steps=steps)
 
 
 def _selections(plan: Plan, target: str, settings: Sequence[str]) -> Sequence[Selection]:

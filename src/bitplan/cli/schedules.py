@@ -20,6 +20,7 @@ from bitplan.planners.range_test import THRESHOLD, WINDOW, RangeTest
 from bitplan.plans.loading import find_plan
 from bitplan.plans.schedules import SCHEDULE_NAMES, TEN, Schedule, ScheduleSummary, schedule
 from bitplan.plans.schedules.cyclic import DEFAULT_CYCLES, PROFILE_WORDS
+from bitplan.plans.schedules.evidence import recommend
 from bitplan.plans.schedules.named import (
     GROUPS,
     GROUPS_EXPLAINED,
@@ -27,7 +28,6 @@ from bitplan.plans.schedules.named import (
     SCHEDULE_NEEDS,
     SCHEDULE_OPTIONS,
     group_of,
-    recommend,
 )
 from bitplan.plans.schedules.plots import drawing, sparkline
 
@@ -54,6 +54,20 @@ def read_bits(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+PeriodOption = Annotated[
+    str | None,
+    typer.Option(
+        help="The length of a cycle: exact (T/n), published (int(T/n) + 1, as in most of the authors' code) or "
+        "truncated (int(T/n), as in the rest).",
+        show_default=False,
+    ),
+]
+GradientBitsOption = Annotated[
+    int | None,
+    typer.Option(min=2, max=32, help="Bits of gradients (default: the highest bits).", show_default=False),
+]
+
+
 def complete_schedule(incomplete: str) -> list[str]:
     return [name for name in _SHOWN if name.startswith(incomplete)]
 
@@ -71,10 +85,12 @@ def schedules(
     bits: Annotated[str, typer.Option(metavar="LOW-HIGH", help="The range of bits.")] = "3-8",
     steps: Annotated[int, typer.Option(min=1, max=100_000_000, help="Steps of the whole run.")] = 64_000,
     cycles: Annotated[int, typer.Option(min=1, help="Cycles; of triangular ones, half triangles.")] = DEFAULT_CYCLES,
+    period: PeriodOption = None,
     saving: Annotated[
         float | None,
         typer.Option(
-            help="Recommend one that saves this share of the bit operations of the highest bits, such as 0.4.",
+            help="Recommend a plan, static or not, that saves this share of the bit operations of the highest bits, "
+            "such as 0.4.",
             show_default=False,
         ),
     ] = None,
@@ -89,8 +105,8 @@ def schedules(
     """Show the ten cyclic schedules side by side, or one of them drawn.
 
     With --json: one object for one NAME (name, first, last, mean_bits, share_at_max, relative_cost); with --saving the
-    same and the reason; a list of objects otherwise. relative_cost is against static at the highest bits, with the
-    backward pass at the highest bits.
+    same, the reason, the measured difference to the highest bits with its interval, and what is unknown; a list of
+    objects otherwise. relative_cost is against static at the highest bits, with the backward pass at the highest bits.
     """
     with command_output(as_json) as output:
         low, high = read_bits(bits)
@@ -98,20 +114,31 @@ def schedules(
             if name is not None:
                 raise ScheduleError(f"--saving chooses a schedule by itself: drop {name}, or --saving.")
             advice = recommend(saving, low, high, steps, cycles)
-            selected = _made(advice.summary.name, low, high, cycles)
-            _write_plot(plot, [selected], steps, output)
-            output.document({**asdict(advice.summary), "reason": advice.reason})
+            _write_plot(plot, [advice.schedule], steps, output)
+            evidence = None if advice.difference is None else asdict(advice.difference)
+            output.document(
+                {
+                    **asdict(advice.schedule.summary(steps)),
+                    "relative_cost": 1 - advice.saving,
+                    "reason": advice.reason,
+                    "difference": evidence,
+                    "unknown": list(advice.unknown),
+                }
+            )
             if not as_json:
-                _print_schedule(selected, steps, output)
+                if advice.name != "static":
+                    _print_schedule(advice.schedule, steps, output)
                 output.console.print(advice.reason)
+                for sentence in advice.unknown:
+                    output.console.print(f"Not known: {sentence}.")
         elif name is not None:
-            selected = _made(name, low, high, cycles)
+            selected = _made(name, low, high, cycles, period)
             _write_plot(plot, [selected], steps, output)
             output.document(asdict(selected.summary(steps)))
             if not as_json:
                 _print_schedule(selected, steps, output)
         else:
-            ten = {cyclic: _made(cyclic, low, high, cycles) for cyclic in TEN}
+            ten = {cyclic: _made(cyclic, low, high, cycles, period) for cyclic in TEN}
             _write_plot(plot, [ten[cyclic] for names in GROUPS.values() for cyclic in names], steps, output)
             records: list[dict[str, Any]] = [
                 {**asdict(cyclic.summary(steps)), "group": group_of(cyclic.name)} for cyclic in ten.values()
@@ -132,13 +159,14 @@ def _write_plot(page: Path | None, drawn: list[Schedule], steps: int, output: Ou
     output.note(f"wrote {page}")
 
 
-def _made(name: str, low: int, high: int, cycles: int) -> Schedule:
+def _made(name: str, low: int, high: int, cycles: int, period: str | None = None) -> Schedule:
     canonical = name if name in SCHEDULE_NAMES else name.upper()
     if canonical in SCHEDULE_NAMES and canonical not in _SHOWN:
         raise ScheduleError(f"{name} is more than a range of bits: write it in a plan's schedules.")
     options: dict[str, Any] = {"low": low, "high": high}
     if "cycles" in SCHEDULE_OPTIONS.get(canonical, ()):
         options["cycles"] = cycles
+        options |= {} if period is None else {"period": period}
     return schedule(name, **options)
 
 
@@ -216,9 +244,10 @@ def range_test_command(
     seed: Annotated[int, typer.Option(help="Of the weights, the data and the random bits.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Find the lowest bits for a schedule: one short run whose bits rise, at the recipe's peak learning rate.
+    """Find the lowest bits for a schedule: a short run at each width, at the recipe's peak learning rate.
 
-    The first width at which the training loss falls by more than the threshold is the bound. With --json: one object.
+    All start from the same state, with the same batches. The lowest width at which the training loss falls by more than
+    the threshold is the bound. With --json: one object.
     """
     with command_output(as_json) as output:
         low, high = read_bits(bits)
@@ -252,11 +281,11 @@ def _print_range_test(result: RangeTest, output: Output) -> None:
     mark = "█" if output.console.encoding.lower().startswith("utf") else "#"
     longest = min(_BAR, output.console.width - 48)
     for width in result.widths:
-        length = round(longest * width.level / top) if top and width.level <= top else longest
+        length = round(longest * width.level / top) if top and width.is_finite else 0
         table.add_row(
             str(width.bits),
-            f"{width.level:.4g}",
-            f"{-width.change:+.1%}",
+            f"{width.level:.4g}" if width.is_finite else "not finite",
+            f"{-width.change:+.1%}" if width.is_finite else "-",
             "yes" if width.learns else "no: may be chance" if width.change > result.threshold else "no",
             mark * length,
         )

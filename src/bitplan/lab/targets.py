@@ -25,17 +25,30 @@ def load_target(source: str, *, shapes_only: bool = False, settings: Sequence[st
         them works. A file decides for itself.
     :param settings: of a task, what differs from its recipe, as ``key=value``.
     """
+    return load_target_and_task(source, shapes_only=shapes_only, settings=settings)[0]
+
+
+def load_target_and_task(
+    source: str, *, shapes_only: bool = False, settings: Sequence[str] = (), seed: int = 0
+) -> tuple[Target, Task | None]:
+    """The target that `source` names, and the task that it is the first training step of; None for a model.
+
+    Parameters as of :func:`load_target`; a file is run once.
+
+    :param seed: of the task.
+    """
     file = parse_file_name(source)
     if file is not None:
         path, name = file
         function = target_function(path, name)
         if isinstance(function, type) and issubclass(function, Task):
-            task = function
-            return make_target(lambda: own_task(task, path, settings).target(), path, name)
+            task = own_task(function, path, settings, seed)
+            return make_target(task.target, path, name), task
         _require_no_settings(f"{path}:{name or DEFAULT_FUNCTION}", settings)
-        return make_target(function, path, name)
+        return make_target(function, path, name), None
     if source in task_names():
-        return _task_target(find_task(source, settings), shapes_only)
+        task = find_task(source, settings, seed)
+        return _task_target(task, shapes_only), task
     model_name = source.replace("_", "-")  # mobilenet_v2 is accepted for mobilenet-v2
     if model_name not in BUILT_IN:
         raise TargetError(
@@ -44,7 +57,7 @@ def load_target(source: str, *, shapes_only: bool = False, settings: Sequence[st
         )
     _require_no_settings(model_name, settings)
     with torch.device("meta") if shapes_only else nullcontext():
-        return BUILT_IN[model_name]()
+        return BUILT_IN[model_name](), None
 
 
 def _task_target(task: Task, shapes_only: bool) -> Target:

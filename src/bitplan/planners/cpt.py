@@ -12,9 +12,15 @@ images         small ones (CIFAR): the last linear layer; large ones (ImageNet):
                1x1 convolutions of shortcuts as well
 convolutional  nothing: every convolution is quantised (as in the detectors of the papers)
 recurrent      embedding, gates and cell; input, recurrent and decoder products are quantised
-transformer    softmax, norms, GELU, embeddings; all linears and both products of attention are quantised
+transformer    softmax, norms, GELU, embeddings; all linears and both products of attention are quantised, and so is
+               the convolution of the patches of a vision transformer
 graph          the neighbour sums, unless quantised aggregation is chosen; features have a range per node
 =============  ===============================================================================================
+
+The authors' code rounds more than that in recurrent, transformer and graph models, and so does ``as_published``: biases
+are rounded like weights, both along the last axis; a tensor to which a graph layer adds its bias is rounded before,
+and the gradient of that sum; the operands of attention have a range for every index but that of their last axis, also
+in evaluation.
 """
 
 from __future__ import annotations
@@ -53,6 +59,8 @@ SCHEDULE = "cpt"
 _SMALL_SIDE = 64
 
 _AGGREGATIONS = ("sparse_matmul", "index_add", "scatter_add", "scatter_reduce", "index_reduce", "segment_reduce")
+#: Kinds of models in which the authors' code rounds more than products.
+_ROUNDS_MORE: tuple[Kind, ...] = ("recurrent", "transformer", "graph")
 #: Products of two activations.
 _ACTIVATION_PRODUCTS = ("matmul", "bmm", "baddbmm", "scaled_dot_product_attention")
 #: Products with a weight.
@@ -84,12 +92,18 @@ def cpt_plan(
     low: int = 3,
     high: int = 8,
     cycles: int = DEFAULT_CYCLES,
+    period: str = "exact",
+    gradient_bits: int | None = None,
     quantized_aggregation: bool = False,
+    as_published: bool = False,
 ) -> Plan:
     """The papers' plan for `model`; `batch` and `loss` are as in :func:`bitplan.list_sites`.
 
-    :param schedule: the name of a schedule, or a schedule (`low`, `high` and `cycles` are then ignored).
+    :param schedule: the name of a schedule, or a schedule (`low`, `high`, `cycles` and `period` are then ignored).
+    :param period: the length of a cycle, ``exact``, ``published`` or ``truncated``.
+    :param gradient_bits: by default the highest bits of the schedule; the papers' runs of ResNets at 3-6 bits have 8.
     :param quantized_aggregation: in graph networks, also round the features before the neighbour sums (Q-Agg).
+    :param as_published: also round what the authors' code rounds beyond products, see the module's docstring.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 10))
@@ -100,10 +114,14 @@ def cpt_plan(
         options: dict[str, Any] = {"low": low, "high": high}
         if "cycles" in SCHEDULE_OPTIONS.get(schedule, SCHEDULE_OPTIONS.get(schedule.upper(), ())):
             options["cycles"] = cycles
+            options |= {} if period == "exact" else {"period": period}
         schedule = make_schedule(schedule, **options)
     operations = record_operations(model, batch, loss)
-    widths = Widths(schedule, schedule, schedule.highest)
-    return make_plan(operations, widths, quantized_aggregation=quantized_aggregation, name=f"cpt {schedule}")
+    widths = Widths(schedule, schedule, gradient_bits or schedule.highest)
+    name = f"cpt {schedule}" + (f", gradients {gradient_bits}" if gradient_bits else "")
+    return make_plan(
+        operations, widths, quantized_aggregation=quantized_aggregation, as_published=as_published, name=name
+    )
 
 
 def record_operations(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None = None) -> list[Operation]:
@@ -116,12 +134,15 @@ def make_plan(
     widths: Widths,
     *,
     quantized_aggregation: bool = False,
+    as_published: bool = False,
     name: str | None = None,
 ) -> Plan:
-    """The papers' plan for recorded operations with these widths."""
+    """The papers' plan for recorded operations with these widths; options as of :func:`cpt_plan`."""
     kind = classify_model(operations)
     present = {operation.op for operation in operations}
     weighted = [op for op in _WEIGHTED if op in present]
+    if kind == "graph" and any(op.op == "matmul" and op.parameters for op in operations):
+        weighted.append("matmul")
     paired = [op for op in _ACTIVATION_PRODUCTS if op in present] if kind == "transformer" else []
     if not weighted and not paired:
         raise PlanError("this model has no convolution, linear or recurrent layer: there is nothing to quantise.")
@@ -129,11 +150,20 @@ def make_plan(
     operands: dict[str, QuantizerSpec | None] = {
         operand: _make_quantizer(operand, getattr(widths, operand), names, kind) for operand in OPERANDS
     }
+    is_published = as_published and kind in _ROUNDS_MORE
+    if as_published and not is_published:
+        raise PlanError(
+            f"the authors' code rounds nothing more in {kind} models than this plan: drop the option, which is for "
+            f"{', '.join(_ROUNDS_MORE)} models."
+        )
     rules = []
     if weighted:
-        rules.append(_make_rule(("*",), weighted, operands))
+        rules.append(_make_rule(("*",), weighted, _with_biases(operands) if is_published else operands))
     if paired:
-        rules.append(_make_rule(("*",), paired, {**operands, "w": operands["x"]}))
+        x = _along_last_axis(operands["x"]) if is_published else operands["x"]
+        rules.append(_make_rule(("*",), paired, {**operands, "x": x, "w": x}))
+    if is_published and kind == "graph":
+        rules += _bias_sum_rules(operations, operands)
     if quantized_aggregation:
         rules += _aggregation_rules(operations, kind, operands)
     exempt = find_exempt_modules(operations, kind)
@@ -142,7 +172,8 @@ def make_plan(
     return Plan(
         tuple(rules),
         name=name,
-        description=f"Cyclic precision training, {kind}: {_describe_scope(kind, exempt, quantized_aggregation)}.",
+        description=f"Cyclic precision training, {kind}: {_describe_scope(kind, exempt, quantized_aggregation)}"
+        + ("; biases and more as in the authors' code." if is_published else "."),
         made_by="bitplan plan cpt",
         schedules=names,
     )
@@ -156,12 +187,26 @@ def classify_model(operations: Sequence[Operation]) -> Kind:
     if present.intersection(_AGGREGATIONS):
         return "graph"
     convolutions = [op for op in operations if op.op.startswith("conv")]
-    if convolutions:
+    if convolutions and not _is_vision_transformer(operations):
         if "linear" not in present:
             return "convolutional"
         shape = convolutions[0].operands[0].shape if convolutions[0].operands else ()
         return "large images" if len(shape) > 2 and max(shape[2:]) > _SMALL_SIDE else "images"
     return "transformer" if present.intersection(_ACTIVATION_PRODUCTS) else "plain"
+
+
+def _is_vision_transformer(operations: Sequence[Operation]) -> bool:
+    """Whether attention is computed and convolutions, such as those of patches, do the smaller part of the work."""
+    present = {operation.op for operation in operations}
+    has_attention = "scaled_dot_product_attention" in present or (
+        "softmax" in present and bool(present.intersection(_ACTIVATION_PRODUCTS))
+    )
+    if not has_attention:
+        return False
+    macs: Counter[bool] = Counter()
+    for operation in operations:
+        macs[operation.op.startswith("conv")] += sum(product.macs for product in multiplications(operation))
+    return macs[True] < macs[False]
 
 
 def find_exempt_modules(operations: Sequence[Operation], kind: Kind) -> list[str]:
@@ -198,6 +243,33 @@ def _make_quantizer(
         return replace(spec, rounding="stochastic")
     # A running mean needs a single range per tensor.
     return replace(spec, scale="vector") if kind == "graph" else replace(spec, eval="ema")
+
+
+def _along_last_axis(spec: QuantizerSpec | None) -> QuantizerSpec | None:
+    """A range for every index but that of the last axis, as the authors' code has it for tensors of any shape."""
+    return None if spec is None else replace(spec, scale="vector", axis=-1, eval="same")
+
+
+def _with_biases(operands: dict[str, QuantizerSpec | None]) -> dict[str, QuantizerSpec | None]:
+    """The operands with all parameters rounded in the place of the weight: along the last axis, a bias has one range
+    and a weight one for each output."""
+    return {"weight": _along_last_axis(operands["w"]), "x": operands["x"], "dy": operands["dy"]}
+
+
+def _bias_sum_rules(operations: Sequence[Operation], operands: dict[str, QuantizerSpec | None]) -> list[Rule]:
+    """Rules for sums of a tensor and a bias: the tensor, the bias, and the gradient of the sum."""
+    bias, x = _along_last_axis(operands["w"]), _along_last_axis(operands["x"])
+    rules = []
+    for operation in operations:
+        if operation.op != "add" or not operation.parameters:
+            continue
+        roles = {"weight": bias, "grad_activation": operands["dy"]}
+        rules.append(_make_rule((_exact_pattern(operation, operations),), (f"add.{operation.index}",), roles))
+        for number in operation.inputs:
+            producer = operations[number]
+            name = (f"{producer.op}.{producer.index}",)
+            rules.append(_make_rule((_exact_pattern(producer, operations),), name, {"activation": x}))
+    return rules
 
 
 def _make_rule(match: tuple[str, ...], ops: Sequence[str], operands: dict[str, QuantizerSpec | None]) -> Rule:
@@ -259,17 +331,21 @@ def equal_cost_plan(
     *,
     name: str | None = None,
     quantized_aggregation: bool = False,
+    as_published: bool = False,
 ) -> Plan:
     """The papers' quantiser with one or two adjacent constant widths, at a given cost.
 
     :param bit_operations: the cost of a step.
     :param backward: bits of gradients.
     :param quantized_aggregation: in graph networks, also round the inputs of neighbour sums, at the lower width.
+    :param as_published: as of :func:`cpt_plan`; further roundings have the lower width.
     """
 
     def make_static(bits: int) -> Plan:
         widths = Widths(Static(bits), Static(bits), Static(backward))
-        return make_plan(operations, widths, name=name, quantized_aggregation=quantized_aggregation)
+        return make_plan(
+            operations, widths, name=name, quantized_aggregation=quantized_aggregation, as_published=as_published
+        )
 
     def count(plan: Plan) -> int:
         return step_cost(operations, plan.decide).bit_operations
@@ -293,9 +369,22 @@ def equal_cost_plan(
         return plan
     first = plan.rules[0]
     match = tuple(module for module in macs if module in raised)
-    quantizers = tuple((key, _raise_bits(use) if key in ("w", "x") else use) for key, use in first.quantizers)
+    quantizers = tuple((key, _raise_bits(use) if key in ("w", "weight", "x") else use) for key, use in first.quantizers)
     schedules = {**plan.schedules, RAISED: Static(width + 1)}
     return replace(plan, rules=(first, Rule(match, first.op, quantizers), *plan.rules[1:]), schedules=schedules)
+
+
+def saving_plan(operations: Sequence[Operation], saving: float, backward: int, **options: Any) -> Plan:
+    """A static plan that saves this share of the bit operations of `backward` bits throughout.
+
+    :param options: as of :func:`equal_cost_plan`.
+    """
+    if not 0 <= saving < 1:
+        raise PlanError(f"a saving of {saving:g} does not exist: give a share of 0 to 1, such as 0.4.")
+    widths = Widths(Static(backward), Static(backward), Static(backward))
+    highest = make_plan(operations, widths, quantized_aggregation=options.get("quantized_aggregation", False))
+    cost = step_cost(operations, highest.decide).bit_operations
+    return equal_cost_plan(operations, (1 - saving) * cost, backward, **options)
 
 
 def _raise_bits(use: Use) -> Use:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bitplan
@@ -28,6 +28,11 @@ Network = Callable[..., StepTensors]
         ("squeezenet", 0.1, 0.163, 0.326),
         ("resnet18", 1.0, 0.279, 0.538),
         ("resnet18", 0.1, 0.266, 0.530),
+        # Half of a split tensor is read by no product, and stays high.
+        ("shufflenet-v2", 1.0, 0.269, 0.535),
+        ("shufflenet-v2", 0.5, 0.263, 0.525),
+        ("shufflenet-v2", 0.25, 0.2544, 0.5077),
+        ("shufflenet-v2", 0.1, 0.239, 0.477),
     ],
 )
 def test_ratios_of_the_operator_baselines(
@@ -72,6 +77,9 @@ def test_the_plan_gives_every_tensor_what_was_meant(target: str, ratio: float) -
     plan = bitplan.Plan.from_yaml(assigned.plan.to_yaml())
     inside = {operation_key(operation): operation.inside for operation in step_tensors.operations}
     for unit, level in zip(step_tensors.units, assigned.levels or (), strict=True):
+        if unit.whole is not None:  # a group demotes a whole tensor and its parts together: they are rounded once
+            assert level == (assigned.levels or ())[unit.whole]
+            continue
         role = "fprop.x" if unit.kind == "input" else unit.kind
         expected = getattr(PAPER.levels[level], "activation" if unit.kind == "input" else unit.kind)
         for place in unit.operations:
@@ -98,6 +106,53 @@ def test_baselines_are_plans_that_hold_on_their_model(name: str) -> None:
         }
     if name in ("fp32", "all-high"):
         assert not low
+
+
+class Splitting(nn.Module):
+    """A stem, a split of which a convolution reads one half, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.branch, self.head = nn.Conv2d(3, 8, 3), nn.Conv2d(4, 4, 1), nn.Conv2d(8, 4, 1)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept, changed = F.relu(self.stem(x)).chunk(2, 1)
+        joined = F.relu(self.head(torch.cat([self.kept, self.branch(changed)], 1)))
+        out: Tensor = self.last(joined.mean((2, 3)))
+        return out
+
+
+def test_parts_of_a_split_have_a_precision_of_their_own() -> None:
+    torch.manual_seed(0)
+    net, batch = Splitting(), (torch.randn(2, 3, 8, 8), torch.randint(3, (2,)))
+    plan = bitplan.assign(net, batch, F.cross_entropy, baseline="operator")
+    rows = {row.site.name: str(row.quantizer) for row in bitplan.explain(net, plan, batch, F.cross_entropy)}
+    assert "e6m9b0" in rows["/relu.0:activation"]
+    assert "e4m3b4" in rows["branch/conv2d.0:fprop.x"]
+    read: list[Tensor] = []
+    # Weights of one, so that the branch returns sums of four values of its half as it reads them.
+    with torch.no_grad():
+        net.branch.weight.fill_(1.0)
+        net.branch.bias.zero_()  # type: ignore[union-attr]
+    with bitplan.attach(net, plan, example=batch[0]):
+        hook = net.branch.register_forward_hook(lambda module, inputs, output: read.extend((*inputs, output)))
+        net(batch[0])
+        hook.remove()
+    (low, high) = (
+        bitplan.quantize(tensor, name, rounding="nearest-away")
+        for tensor, name in ((read[0], "e4m3b4"), (net.kept, "e6m9b0"))
+    )
+    assert torch.equal(high, net.kept)  # rounded to the high format, and not to the low one
+    assert not torch.equal(bitplan.quantize(net.kept, "e4m3b4", rounding="nearest-away"), net.kept)
+    summed = bitplan.quantize(low.sum(1, keepdim=True).expand(-1, 4, -1, -1), "e6m9b0", rounding="nearest-away")
+    torch.testing.assert_close(read[1], summed)
+
+
+def test_parts_that_a_fused_product_reads_have_the_precision_of_the_whole() -> None:
+    made = load_target("gpt-tiny", shapes_only=True)
+    units = count_tensors(made.model, made.batch, made.loss).units
+    assert not any(unit.kind in ("part", "grad_part") for unit in units)
 
 
 def test_levels_go_down_one_after_the_other() -> None:

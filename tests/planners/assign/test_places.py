@@ -72,6 +72,21 @@ def unchanged(x: Tensor) -> Tensor:
     return x
 
 
+class LogSoftmax(torch.autograd.Function):
+    """The gradient follows from the rounded output, as in the authors' code."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, form: tuple[int, int, int]) -> Tensor:
+        y = F.log_softmax(x, 1)
+        ctx.save_for_backward(fp(y, *form, saturates=True))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (y,) = ctx.saved_tensors
+        return grads[0] - y.exp() * grads[0].sum(1, keepdim=True), None
+
+
 class Hand:
     """The step by hand: modules in order, v rounded at each output, dv where it leaves each consumer."""
 
@@ -123,7 +138,7 @@ class Hand:
         pooled = self.output(F.avg_pool2d(self.read(relu3), 6), 4)
         weight, bias = (self.parameter(p[f"fc.{name}"], pooled) for name in ("weight", "bias"))
         logits = self.output(F.linear(self.read(pooled).flatten(1), weight, bias), 5)
-        logs = self.output(F.log_softmax(self.read(logits), 1), 5)
+        logs = self.output(LogSoftmax.apply(self.read(logits), self.format(5, "v")), 5)
         return self.output(F.nll_loss(self.read(logs), target), 5)
 
     def norm(self, p: dict[str, Tensor], name: str, x: Tensor) -> Tensor:

@@ -220,3 +220,34 @@ def test_without_ogb_the_user_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setitem(sys.modules, "ogb", None)
     with pytest.raises(TaskError, match=r"needs the package ogb, which is not installed: run 'pip install ogb'"):
         find_task("ogbn-arxiv", ["download=true"]).batch(0)
+
+
+def test_the_graph_of_products_trains_and_evaluates_on_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(public_graphs.OgbnProducts, "sizes", (4, 3, 2, 4))
+    ogb(tmp_path, name="products")
+    options = [f"data={tmp_path}", "features=8", "batch=2", "fanout=3,2", "dropout=0"]
+    task = find_task("ogbn-products", options)
+    real, example = task.batch(0), task.example()
+    assert [part.shape for part in real[0]] == [part.shape for part in example[0]]
+    torch.manual_seed(0)
+    model = task.model()
+    task.loss(model(*real[0]), real[1]).backward()
+    with torch.no_grad():
+        figures = task.evaluate(model.eval())
+        assert figures == task.evaluate(model)  # the same samples each time
+    assert set(figures) == {"accuracy", "validation_accuracy", "validation_loss"}
+    assert 0 <= figures["accuracy"] <= 1
+    assert figures["validation_loss"] > 0
+    # The recipe of Wolfe & Kyrillidis: 80 epochs over OGB's 196,615 training nodes.
+    recipe = find_task("ogbn-products").settings
+    assert recipe.steps == 80 * -(-196_615 // recipe.batch)
+    sizes = [tuple(parameter.shape) for parameter in find_task("ogbn-products").model().parameters()]
+    assert (512, 3) in sizes
+
+
+def test_products_that_are_not_there_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TaskError, match=r"ogbn-products is not here: unpack the archive products\.zip"):
+        find_task("ogbn-products").batch(0)
+    with pytest.raises(TaskError, match="evaluation is -1"):
+        find_task("ogbn-products", ["evaluation=-1"])

@@ -10,14 +10,15 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bitplan.analysis.targets import Target
 from bitplan.errors import TargetError
-from bitplan.lab.models.graph_networks import GCN, normalised_adjacency
+from bitplan.lab.models.graph_networks import GAT, GCN, normalised_adjacency, symmetric_neighbours
 from bitplan.lab.models.language_models import GPT, LSTMModel, gpt2_small, next_token_loss
-from bitplan.lab.models.resnet import cifar_resnet, imagenet_resnet, resnet18
+from bitplan.lab.models.resnet import cifar_resnet, imagenet_resnet, preactivated_resnet, resnet18
+from bitplan.lab.models.retinanet import MOST_LEVELS, RetinaNet, level_grids
 from bitplan.lab.models.small_cnns import MobileNetV2, ShuffleNetV2, SqueezeNet
 
 
@@ -43,6 +44,28 @@ def _graph(nodes: int = 2048, edges: int = 8192) -> Target:
         return Target(GCN((128, 512, 512, 40)), batch, F.cross_entropy)
 
 
+def _attention_graph(nodes: int = 2048, edges: int = 8192) -> Target:
+    """Two layers of graph attention (1433-64-7, as for Cora) on a random graph."""
+    with torch.device("cpu"):  # the edges must be real data
+        graph = symmetric_neighbours(torch.randint(nodes, (2, edges)), nodes)
+        batch = ((torch.randn(nodes, 1433), *graph), torch.randint(7, (nodes,)))
+        return Target(GAT((1433, 64, 7)), batch, F.cross_entropy)
+
+
+def _scenes(depth: int, classes: int = 20, side: int = 320, batch: int = 4) -> Target:
+    """RetinaNet on random images with random targets, of VOC's number of classes."""
+    model = RetinaNet(classes, depth=depth)
+    anchors = sum(cells * cells for _, cells in level_grids(side, MOST_LEVELS)) * 9
+    images = torch.randn(batch, 3, side, side)
+    targets = (torch.zeros(batch, anchors, dtype=torch.long), torch.randn(batch, anchors, 4))
+
+    def loss(output: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> Tensor:
+        logits, offsets = output
+        return F.cross_entropy(logits.flatten(0, 1), target[0].flatten()) + F.smooth_l1_loss(offsets, target[1])
+
+    return Target(model, (images, targets), loss)
+
+
 #: Networks for 32x32 images of any width, for any number of classes.
 SIZED: dict[str, Callable[..., nn.Module]] = {
     "resnet18": resnet18,
@@ -50,6 +73,7 @@ SIZED: dict[str, Callable[..., nn.Module]] = {
     "mobilenet-v2": MobileNetV2,
     "shufflenet-v2": ShuffleNetV2,
     **{f"resnet{depth}": partial(cifar_resnet, depth) for depth in (20, 38, 56, 74, 110, 152)},
+    "resnet164": partial(preactivated_resnet, 164),
 }
 
 
@@ -74,11 +98,13 @@ BUILT_IN: dict[str, Callable[[], Target]] = {
     "resnet74": lambda: _images(cifar_resnet(74), 10),
     "resnet110": lambda: _images(cifar_resnet(110), 10),
     "resnet152": lambda: _images(cifar_resnet(152), 10),
+    "resnet164": lambda: _images(preactivated_resnet(164), 10),
     "resnet18": lambda: _images(resnet18(100), 100),
     "mobilenet-v2": lambda: _images(MobileNetV2(100), 100),
     "squeezenet": lambda: _images(SqueezeNet(100), 100),
     "shufflenet-v2": lambda: _images(ShuffleNetV2(100), 100),
     "resnet18-imagenet": lambda: _images(imagenet_resnet(18), 1000, size=224, batch=64),
+    "resnet34-imagenet": lambda: _images(imagenet_resnet(34), 1000, size=224, batch=64),
     "resnet50": lambda: _images(imagenet_resnet(50), 1000, size=224, batch=64),
     "mobilenet-v2-imagenet": lambda: _images(MobileNetV2(1000, big_images=True), 1000, size=224, batch=64),
     "gpt2-small": lambda: _tokens(gpt2_small(), 50257, (8, 1024)),
@@ -89,4 +115,7 @@ BUILT_IN: dict[str, Callable[[], Target]] = {
     # One layer of 800 on Penn Treebank's 10,000 words, 35 steps of 20 texts.
     "lstm": lambda: _tokens(LSTMModel(10_000, 800), 10_000, (35, 20)),
     "gcn": _graph,
+    "gat": _attention_graph,
+    "retinanet-resnet18": lambda: _scenes(18),
+    "retinanet-resnet101": lambda: _scenes(101),
 }

@@ -1,4 +1,4 @@
-"""RetinaNet (Lin et al. 2017, arXiv 1708.02002): a ResNet-18, a feature pyramid, and two heads that every level shares.
+"""RetinaNet (Lin et al. 2017, arXiv 1708.02002): a ResNet, a feature pyramid, and two heads that every level shares.
 
 A level Pn of the pyramid has a cell per 2^n pixels. P3, P4 and P5 come from the backbone's last three stages, each
 added to the next coarser one; P6 and P7 are strided convolutions of the last stage. Every cell has several anchors,
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bitplan.lab.models.resnet import ResNet, imagenet_resnet
+from bitplan.lab.models.resnet import BOTTLENECK_DEPTHS, Bottleneck, ResNet, imagenet_resnet
 from bitplan.lab.models.small_cnns import scaled
 
 #: The first level of the pyramid, and the largest number of levels: P3 to P7.
@@ -133,20 +133,30 @@ class RetinaNet(nn.Module):
     """Images (batch, 3, side, side) to logits (batch, anchors, classes) and offsets (batch, anchors, 4)."""
 
     def __init__(
-        self, classes: int, *, anchors: int = 9, width: float = 1.0, levels: int = MOST_LEVELS, head_layers: int = 4
+        self,
+        classes: int,
+        *,
+        anchors: int = 9,
+        width: float = 1.0,
+        levels: int = MOST_LEVELS,
+        head_layers: int = 4,
+        depth: int = 18,
     ) -> None:
         """
         :param anchors: anchors per cell.
         :param width: multiplier of the channels.
         :param levels: levels of the pyramid, from P3 on: 3 to 5. Small images need no coarse ones.
         :param head_layers: hidden convolutions of each head.
+        :param depth: of the backbone: 18, 34, 50 or 101.
         """
         super().__init__()
         if not BACKBONE_LEVELS <= levels <= MOST_LEVELS:
             raise ValueError(f"a pyramid has {BACKBONE_LEVELS} to {MOST_LEVELS} levels, not {levels}.")
         channels = scaled(256, width)
-        self.backbone = Stages(imagenet_resnet(18, width=width))
-        self.pyramid = Pyramid([scaled(size, width) for size in (128, 256, 512)], channels, levels)
+        self.backbone = Stages(imagenet_resnet(depth, width=width))
+        expansion = Bottleneck.expansion if depth in BOTTLENECK_DEPTHS else 1
+        stages = [scaled(size, width) * expansion for size in (128, 256, 512)]
+        self.pyramid = Pyramid(stages, channels, levels)
         self.class_head = Head(channels, head_layers, anchors, classes)
         self.box_head = Head(channels, head_layers, anchors, 4)
         assert self.class_head.tell.bias is not None

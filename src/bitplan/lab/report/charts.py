@@ -237,7 +237,7 @@ def _price_axis(
 ) -> tuple[Callable[[PlanSummary], float | None], Callable[[Run], float | None], dict[str, Any]]:
     """How plans and runs are priced, and the axis for it."""
     if price == "cost":
-        title, scale = "bit operations, % of FP32", 100.0
+        title, scale = f"bit operations, % of {experiment.cost_unit}", 100.0
         prices = [scale * plan.cost for plan in experiment.plans if plan.cost]
     else:
         title, divisor = byte_unit(max((plan.memory or 0.0 for plan in experiment.plans), default=0.0))
@@ -251,7 +251,7 @@ def _price_axis(
         return scale * value if value else None
 
     def of_run(run: Run) -> float | None:
-        value = run.relative_cost if price == "cost" else run.total_memory
+        value = run.total_cost if price == "cost" else run.total_memory
         return scale * value if value else None
 
     return of_plan, of_run, axis | _room(prices)
@@ -371,7 +371,7 @@ def _verdict_mark(plan: PlanSummary) -> str:
 def _hover(experiment: Experiment, plan: PlanSummary) -> str:
     lines = [f"<b>{safe(plan.label)}</b>", f"{safe(experiment.metric.name)} {experiment.spread_text(plan)}"]
     if plan.cost is not None:
-        lines.append(f"{percent_text(plan.cost)} of FP32's bit operations")
+        lines.append(f"{percent_text(plan.cost)} of the bit operations of {experiment.cost_unit}")
     if plan.memory is not None:
         lines.append(f"{byte_text(plan.memory)} of tensors")
     lines.append(safe(f"{plan.verdict}: {plan.why}" if plan.why else plan.verdict))

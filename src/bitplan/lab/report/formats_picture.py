@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from bitplan.errors import FormatError
-from bitplan.numerics.formats import BlockFormat, FloatFormat, Format, IntFormat
+from bitplan.numerics.formats import BlockFormat, ElementFormat, FloatFormat, Format, IntFormat
 
 #: With more bits the ticks of a row would merge into a bar.
 MAX_DRAWN_BITS = 8
@@ -66,9 +66,7 @@ def formats_svg(formats: Sequence[Format]) -> str:
         raise FormatError("there is no format to draw: name at least one, such as e4m3.")
     axis = _Axis.over(rows)
     groups = [
-        (heading, group)
-        for heading, kind in (("Floating point", "float"), ("Integers, at a scale of 1", "int"))
-        if (group := [row for row in rows if row.format.kind == kind])
+        (heading, group) for heading, kind in _GROUPS if (group := [row for row in rows if row.format.kind == kind])
     ]
     bottom = _HEADER_HEIGHT + len(groups) * _GROUP_GAP + len(rows) * _ROW_HEIGHT
     body = [*_grid(axis, bottom), *_header()]
@@ -97,6 +95,14 @@ def formats_svg(formats: Sequence[Format]) -> str:
     )
 
 
+#: Heading and kind of the groups, from top to bottom.
+_GROUPS = (
+    ("Floating point", "float"),
+    ("Integers, at a scale of 1", "int"),
+    ("Code books, at a scale of 1", "codebook"),
+)
+
+
 def _why_not_drawable(number_format: Format) -> str | None:
     if isinstance(number_format, BlockFormat):
         return (
@@ -115,11 +121,11 @@ def _why_not_drawable(number_format: Format) -> str | None:
 class _Row:
     """One format with its positive values."""
 
-    format: FloatFormat | IntFormat
+    format: ElementFormat
     values: tuple[float, ...]
 
     @classmethod
-    def of(cls, number_format: FloatFormat | IntFormat) -> _Row:
+    def of(cls, number_format: ElementFormat) -> _Row:
         return cls(number_format, tuple(value for value in number_format.values() if value > 0))
 
     @property

@@ -226,8 +226,9 @@ def _experiment_drawings(experiment: Experiment) -> list[Drawing]:
         "Dotted: the Pareto front, where nothing that works is both cheaper and better. Bars: one standard deviation "
         "over seeds; faint: single seeds; a cross: a plan that fails."
     )
+    lengths = "Costs are those of whole runs, which differ in length. " if experiment.has_lengths else ""
     return [
-        Drawing(f"{metric} against bit operations", front, price_chart(experiment, "cost"), figures),
+        Drawing(f"{metric} against bit operations", f"{lengths}{front}", price_chart(experiment, "cost"), figures),
         Drawing(
             f"{metric} against bytes",
             f"Bytes of a step's tensors in the plan's formats: counted, not measured. {front}",

@@ -81,6 +81,8 @@ class Run:
     #: Bit operations so far, as a share of what FP32 would have needed for the same steps.
     relative_cost: float | None = None
     bit_operations: float | None = None
+    #: The whole run's multiply-accumulates as a share of the reference run's; 1 without a reference.
+    length: float = 1.0
     mean_bits: float | None = None
     #: Bytes by class of a step's tensors, in the plan's formats: counted, not measured.
     memory: Mapping[str, float] = field(default_factory=dict)
@@ -101,6 +103,25 @@ class Run:
     def is_under_way(self) -> bool:
         """Whether it is running or can be resumed."""
         return self.status in ("stopped", "running", "unfinished")
+
+    @property
+    def total_cost(self) -> float | None:
+        """Bit operations of the whole run as a share of what FP32 needs for the reference's run."""
+        return None if self.relative_cost is None else self.relative_cost * self.length
+
+    @property
+    def planned_steps(self) -> int:
+        """The steps of the whole run: of one that has not finished, those that it was started for."""
+        steps = [self.settings.get(name) for name in ("steps", "hold")]
+        numbers = [value for value in steps if isinstance(value, int) and not isinstance(value, bool) and value > 0]
+        return self.step if self.is_finished or not numbers else sum(numbers)
+
+    @property
+    def fp32_operations(self) -> float | None:
+        """The bit operations that FP32 would need for the whole run."""
+        if not self.bit_operations or not self.relative_cost or not self.step:
+            return None
+        return self.bit_operations / self.relative_cost * self.planned_steps / self.step
 
     @property
     def total_memory(self) -> float | None:

@@ -120,8 +120,8 @@ class PlanSummary:
 
     @cached_property
     def cost(self) -> float | None:
-        """Bit operations as a share of FP32's."""
-        return _mean(run.relative_cost for run in self.judged)
+        """Bit operations of a whole run as a share of what FP32 needs for the reference's run."""
+        return _mean(run.total_cost for run in self.judged)
 
     @cached_property
     def memory(self) -> float | None:
@@ -236,6 +236,16 @@ class Experiment:
         return summary_html(self)
 
     @property
+    def has_lengths(self) -> bool:
+        """Whether its runs differ in length, so that costs are not those of one iteration."""
+        return any(run.length != 1 for run in self.runs)
+
+    @property
+    def cost_unit(self) -> str:
+        """What costs are shares of."""
+        return "FP32 in a run as long as the reference's" if self.has_lengths else "FP32"
+
+    @property
     def shared_settings(self) -> dict[str, Any]:
         """The settings that all its runs have in common."""
         runs = self.runs
@@ -306,6 +316,10 @@ def _experiment(task: str, runs: list[Run], variant: str) -> Experiment:
         for label, own in zip(labels, groups.values(), strict=True)
     ]
     reference = _reference(plans)
+    if reference is not None:
+        number = plans.index(reference)
+        plans = [_with_lengths(plan, reference) for plan in plans]
+        reference = plans[number]
     judged = [_judged(plan, reference) for plan in plans]
     return Experiment(task, runs[0].metric, tuple(_with_fronts(judged)), variant)
 
@@ -357,6 +371,18 @@ def _reference(plans: Sequence[PlanSummary]) -> PlanSummary | None:
         return max(run.step for run in plan.judged), plan.value.is_finite, sign * plan.value.mean
 
     return max(plain, key=length_and_value)
+
+
+def _with_lengths(plan: PlanSummary, reference: PlanSummary) -> PlanSummary:
+    """The plan with the lengths of its runs relative to the reference's."""
+    return replace(plan, runs=tuple(replace(run, length=_length(run, reference.judged[0])) for run in plan.runs))
+
+
+def _length(run: Run, reference: Run) -> float:
+    """By FP32's bit operations, which count batches of different sizes, too; by steps where a run recorded none."""
+    pairs = (run.fp32_operations, reference.fp32_operations), (run.planned_steps, reference.planned_steps)
+    length = next((own / whole for own, whole in pairs if own and whole), 1.0)
+    return 1.0 if math.isclose(length, 1.0, rel_tol=1e-6) else length
 
 
 def _judged(plan: PlanSummary, reference: PlanSummary | None) -> PlanSummary:

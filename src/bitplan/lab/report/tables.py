@@ -291,6 +291,7 @@ def run_record(run: Run) -> dict[str, Any]:
         "best": run.best,
         "loss": run.loss,
         "relative_to_fp32": run.relative_cost,
+        "total_cost": run.total_cost,
         "bit_operations": run.bit_operations,
         "mean_bits": run.mean_bits,
         "memory_bytes": run.total_memory,

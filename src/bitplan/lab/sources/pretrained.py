@@ -17,7 +17,7 @@ from bitplan.lab.tasks.tokens import TextEncoder
 # --- Weights of pretrained backbones, from safetensors files, which hold numbers only
 
 
-def read_backbone(path: Path, backbone: nn.Module) -> None:
+def read_backbone(path: Path, backbone: nn.Module, depth: int = 18) -> None:
     """Load the weights of a ResNet into `backbone`, by bitplan's names or by torchvision's.
 
     A classifier's weights are ignored; everything else must match.
@@ -26,7 +26,7 @@ def read_backbone(path: Path, backbone: nn.Module) -> None:
     from safetensors.torch import load_file
 
     if not path.is_file():
-        raise TaskError(f"there is no file {path}: set weights= to a safetensors file of a ResNet-18.")
+        raise TaskError(f"there is no file {path}: set weights= to a safetensors file of a ResNet-{depth}.")
     try:
         stored = load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
@@ -41,7 +41,7 @@ def read_backbone(path: Path, backbone: nn.Module) -> None:
     other = [name for name in weights if name in expected and weights[name].shape != expected[name].shape]
     for what, names in (("lacks", lacking), ("has in another shape", other), ("has besides", foreign)):
         if names:
-            raise TaskError(f"{path} {what} {names[0]}: set weights= to a file of a ResNet-18.")
+            raise TaskError(f"{path} {what} {names[0]}: set weights= to a file of a ResNet-{depth}.")
     backbone.load_state_dict(weights, strict=False)
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.optim import Adam, Optimizer
 
 from bitplan.errors import TaskError, nearest_names
+from bitplan.lab.models.resnet import IMAGENET_DEPTHS
 from bitplan.lab.models.retinanet import BACKBONE_LEVELS, COARSEST, MOST_LEVELS, RetinaNet, freeze_norms, level_grids
 from bitplan.lab.sources.pretrained import read_backbone
 from bitplan.lab.tasks.images import Normalisation, digits
@@ -280,6 +281,8 @@ class DetectionSettings(Settings):
     clip: float = 1.0
     #: Side of an image in pixels, a multiple of 32.
     size: int = 320
+    #: Depth of the ResNet: 18, 34, 50 or 101.
+    depth: int = 18
     #: Multiplier of the channels.
     width: float = 1.0
     #: Levels of the feature pyramid, from P3 on.
@@ -290,7 +293,7 @@ class DetectionSettings(Settings):
     head: int = 4
     #: Batch norms: batch (trained), or frozen (as they come with the backbone's weights).
     norm: str = "batch"
-    #: A safetensors file with the initial weights of a ResNet-18.
+    #: A safetensors file with the initial weights of a ResNet of that depth.
     weights: str = ""
     #: The decay of the learning rate.
     decay: str = "cosine"
@@ -315,8 +318,10 @@ class DetectionSettings(Settings):
         for name in ("head", "warmup"):
             if getattr(self, name) < 0:
                 raise TaskError(f"{name} is {getattr(self, name)}; it must be at least 0.")
+        if self.depth not in IMAGENET_DEPTHS:
+            raise TaskError(f"depth is {self.depth}; it must be one of {', '.join(map(str, IMAGENET_DEPTHS))}.")
         if self.weights and self.width != 1:
-            raise TaskError("weights are those of a whole ResNet-18: drop width, or the weights.")
+            raise TaskError(f"weights are those of a whole ResNet-{self.depth}: drop width, or the weights.")
 
 
 class Detection(LoadingTask[SceneData]):
@@ -362,10 +367,15 @@ class Detection(LoadingTask[SceneData]):
     def model(self) -> nn.Module:
         recipe = self.settings
         model = RetinaNet(
-            self.classes, anchors=IN_CELL, width=recipe.width, levels=recipe.levels, head_layers=recipe.head
+            self.classes,
+            anchors=IN_CELL,
+            width=recipe.width,
+            levels=recipe.levels,
+            head_layers=recipe.head,
+            depth=recipe.depth,
         )
         if recipe.weights:
-            read_backbone(Path(recipe.weights).expanduser(), model.backbone)
+            read_backbone(Path(recipe.weights).expanduser(), model.backbone, recipe.depth)
         if recipe.norm == "frozen":
             freeze_norms(model)
         return model

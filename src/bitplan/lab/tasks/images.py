@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
 from bitplan.errors import TaskError, nearest_names
-from bitplan.lab.models.resnet import cifar_resnet, imagenet_resnet, resnet18
+from bitplan.lab.models.resnet import cifar_resnet, imagenet_resnet, preactivated_resnet, resnet18
 from bitplan.lab.models.small_cnns import MobileNetV2, ShuffleNetV2, SqueezeNet
 from bitplan.lab.tasks.task import DECAYS, LoadingTask, Metric, Settings, decayed, fused_for, generator, shuffled
 from bitplan.numerics.wire_format import AUGMENTATION
@@ -141,11 +141,13 @@ def moved_and_mirrored(images: Tensor, pad: int, mirror: bool, seed: int, step: 
 #: Name -> constructor of the network; each takes classes= and width=. Names are those of ``bitplan sites``.
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
     **{f"resnet{depth}": partial(cifar_resnet, depth) for depth in (8, 14, 20, 38, 56, 74, 110, 152)},
+    "resnet164": partial(preactivated_resnet, 164),
     "resnet18": resnet18,
     "mobilenet-v2": MobileNetV2,
     "squeezenet": SqueezeNet,
     "shufflenet-v2": ShuffleNetV2,
     "resnet18-imagenet": partial(imagenet_resnet, 18),
+    "resnet34-imagenet": partial(imagenet_resnet, 34),
     "resnet50": partial(imagenet_resnet, 50),
 }
 

@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from bitplan.errors import TaskError
+from bitplan.lab.models.graph_networks import symmetric_neighbours
 from bitplan.lab.sources.files import DOWNLOADS, Sought, read_set
 from bitplan.lab.sources.graphs import read_npz, read_ogb, read_planetoid, with_ogb
-from bitplan.lab.tasks.graph import GraphSettings, NodeClassification
+from bitplan.lab.tasks.graph import NETWORKS, GraphSettings, NodeClassification
 from bitplan.lab.tasks.graph_data import GraphData, Sampler
+from bitplan.lab.tasks.task import generator
+from bitplan.numerics.wire_format import NEIGHBOURS
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class PublicGraph(NodeClassification):
         nodes, features, _, edges = self.sizes
         recipe = self.settings
         if not recipe.fanout:
-            count = edges + nodes * (recipe.model == "gcn")
+            count = edges + nodes * (NETWORKS[recipe.model][1] is symmetric_neighbours)
             ends = [torch.zeros(count, dtype=torch.long) for _ in range(2)]
             return (torch.zeros(nodes, features), *ends, torch.ones(nodes, 1)), torch.zeros(nodes, dtype=torch.long)
         sizes = Sampler.sizes(recipe.batch, recipe.fanouts)
@@ -146,7 +150,26 @@ class ArxivSettings(PublicGraphSettings):
     download: bool = False
 
 
-class OgbnArxiv(PublicGraph):
+class OgbGraph(PublicGraph):
+    """A graph of OGB, read from the text files of its archive."""
+
+    @property
+    def sought(self) -> Sought:
+        """The files, in words."""
+        folder, archive = self.name.replace("-", "_"), self.name.removeprefix("ogbn-")
+        return Sought(
+            self.name,
+            f"a folder with {folder}/raw and {folder}/split",
+            f"unpack the archive {archive}.zip of OGB",
+        )
+
+    def load(self) -> GraphData:
+        folder = self.name.replace("-", "_")
+        fetch = partial(with_ogb, self.name) if self.settings.download else None  # type: ignore[attr-defined]
+        return self._fitting(read_set(self.sought, partial(read_ogb, name=folder), self.settings.data, download=fetch))
+
+
+class OgbnArxiv(OgbGraph):
     """OGB's graph of computer-science papers on arXiv, split by year."""
 
     name = "ogbn-arxiv"
@@ -154,11 +177,64 @@ class OgbnArxiv(PublicGraph):
     settings_class = ArxivSettings
     settings: ArxivSettings
     sizes = (169_343, 128, 40, 2_315_598)
-    sought: ClassVar[Sought] = Sought(
-        "ogbn-arxiv", "a folder with ogbn_arxiv/raw and ogbn_arxiv/split", "unpack the archive arxiv.zip of OGB"
-    )
+    files = ()
 
-    def load(self) -> GraphData:
-        folder = self.name.replace("-", "_")
-        fetch = partial(with_ogb, self.name) if self.settings.download else None
-        return self._fitting(read_set(self.sought, partial(read_ogb, name=folder), self.settings.data, download=fetch))
+
+@dataclass(frozen=True)
+class ProductsSettings(ArxivSettings):
+    """The recipe of Wolfe & Kyrillidis: GraphSAGE of two layers and 512 features, 32 neighbours each, 80 epochs."""
+
+    #: 80 epochs of 193 batches.
+    steps: int = 15_440
+    batch: int = 1024
+    evaluate_every: int = 965
+    model: str = "sage-published"
+    layers: int = 2
+    norm: str = "whole"
+    fanout: str = "32,32"
+    #: Batches of each evaluation, which samples neighbours as training does; 0: all nodes of the split.
+    evaluation: int = 50
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.evaluation < 0:
+            raise TaskError(f"evaluation is {self.evaluation}; it must be at least 0 (which is all nodes).")
+
+
+class OgbnProducts(OgbGraph):
+    """OGB's graph of products that are bought together, split by sales rank.
+
+    Its 2.4 million nodes do not fit into one batch: evaluation samples neighbours, too, the same in each evaluation.
+    """
+
+    name = "ogbn-products"
+    summary = "categories of goods that are bought together"
+    settings_class = ProductsSettings
+    settings: ProductsSettings
+    sizes = (2_449_029, 100, 47, 123_718_280)
+    files = ()
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        if not self.settings.fanout:
+            return super().evaluate(model)
+        test, _ = self._sampled(model, self.data.test, "test")
+        validation, loss = self._sampled(model, self.data.validation, "validation")
+        return {"accuracy": test, "validation_accuracy": validation, "validation_loss": loss}
+
+    def _sampled(self, model: nn.Module, nodes: Tensor, split: str) -> tuple[float, float]:
+        """Accuracy and mean loss on nodes of a split, with sampled neighbours."""
+        device, recipe = next(model.parameters()).device, self.settings
+        last = min(len(nodes), (recipe.evaluation or len(nodes)) * recipe.batch)
+        hits = losses = count = 0.0
+        for number, first in enumerate(range(0, last, recipe.batch)):
+            chosen = nodes[first : first + recipe.batch]
+            # A short last batch is filled up with its own nodes: one shape for compiled models.
+            filled = chosen[torch.arange(recipe.batch) % len(chosen)]
+            sampled, graph = self._sampler.sample(filled, generator(NEIGHBOURS, split, number))
+            inputs = (self.features[sampled], *graph)
+            logits = model(*(tensor.to(device) for tensor in inputs))[: len(chosen)].float().cpu()
+            labels = self.data.labels[chosen]
+            hits += float((logits.argmax(1) == labels).sum())
+            losses += float(functional.cross_entropy(logits, labels, reduction="sum"))
+            count += len(chosen)
+        return hits / count, losses / count

@@ -15,7 +15,7 @@ from bitplan.lab.tasks.images import Digits
 from bitplan.lab.tasks.language import DecoderLanguageModelling
 from bitplan.lab.tasks.lstm_lm import LSTMLanguageModelling, PennTreebank, WikiText
 from bitplan.lab.tasks.mlm import BertMini, MaskedLanguageModelling
-from bitplan.lab.tasks.public_graphs import AmazonPhoto, Citeseer, CoauthorCS, Cora, OgbnArxiv
+from bitplan.lab.tasks.public_graphs import AmazonPhoto, Citeseer, CoauthorCS, Cora, OgbnArxiv, OgbnProducts
 from bitplan.lab.tasks.public_images import Cifar10, Cifar100, FashionMnist, ImageFolder
 from bitplan.lab.tasks.task import Metric, Settings, Task
 from bitplan.lab.tasks.text_classification import Docstrings, Sst2, Xnli
@@ -122,7 +122,7 @@ _DOCSTRINGS = Floor(2.0, ("steps=80", "lr=2e-3", "length=24"))
 
 _BERT = "BERT, tiny to base, or pretrained"
 
-_GRAPH, _NPZ = "GCN or GraphSAGE", "a graph in an .npz file"
+_GRAPH, _NPZ = "GCN, GraphSAGE or GAT", "a graph in an .npz file"
 
 #: The descriptions of the built-in tasks, by name.
 CARDS: dict[str, Card] = {
@@ -132,7 +132,7 @@ CARDS: dict[str, Card] = {
     "fashion-mnist": Card("resnet20 or other CNNs", "", "IDX files, Debian, torchvision", "accuracy", "higher"),
     "images": Card("resnet20 or other CNNs", "", "a folder of images per class", "accuracy", "higher"),
     "detection": Card("RetinaNet, narrow", "digits on a canvas", "", "mAP", "higher", Floor(30.0, ("steps=100",))),
-    "voc": Card("RetinaNet, ResNet-18", "", "VOC's layout, a folder or .tar", "mAP", "higher"),
+    "voc": Card("RetinaNet, ResNet-18 to -101", "", "VOC's layout, a folder or .tar", "mAP", "higher"),
     "lstm-lm": Card("LSTM, 1 or more layers", _LIBRARY, _ANY_TEXT, "perplexity", "lower", Floor(1.25, ("steps=100",))),
     "ptb": Card("LSTM, 1 layer of 800", "", "Penn Treebank's text files", "perplexity", "lower"),
     "wikitext2": Card("LSTM, 2 layers of 650", "", "WikiText-2's files, datasets", "perplexity", "lower"),
@@ -150,6 +150,7 @@ CARDS: dict[str, Card] = {
     "amazon-photo": Card(_GRAPH, "", "its .npz file", "accuracy", "higher"),
     "coauthor-cs": Card(_GRAPH, "", "its .npz file", "accuracy", "higher"),
     "ogbn-arxiv": Card(_GRAPH, "", "OGB's files, ogb", "accuracy", "higher"),
+    "ogbn-products": Card("GraphSAGE", "", "OGB's files, ogb", "accuracy", "higher"),
 }
 
 
@@ -161,7 +162,7 @@ TASKS: tuple[type[Task], ...] = (
     DecoderLanguageModelling,
     *(MaskedLanguageModelling, BertMini),
     *(Docstrings, Sst2, Xnli),
-    *(Graph, Cora, Citeseer, AmazonPhoto, CoauthorCS, OgbnArxiv),
+    *(Graph, Cora, Citeseer, AmazonPhoto, CoauthorCS, OgbnArxiv, OgbnProducts),
 )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 import warnings
 from collections.abc import Mapping
@@ -17,21 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from bitplan.errors import BitplanWarning, RunError
-from bitplan.files import parse_json
+from bitplan.files import fresh_file, parse_json
 from bitplan.lab.train.config import first_difference
-from bitplan.lab.train.folder import as_os_error, fresh_file, write_durably, writing
+from bitplan.lab.train.folder import as_os_error, write_durably, writing
+from bitplan.runtime.state_file import decode_state, encode_state, storable_tensors
 
 #: Version 1 has neither the run's identity nor a SHA-256 of the JSON; it is still read.
 VERSION = 2
 #: The number of newest checkpoints to keep.
 KEPT = 2
 
-# Keys that mark values without a JSON type.
-_TENSOR, _TUPLE, _ITEMS, _FLOAT = "$tensor", "$tuple", "$items", "$float"
 _NAME = re.compile(r"step-([0-9]{8,15})\.json")
 
 
@@ -64,7 +61,7 @@ class Checkpoint:
         :param run: the identity of the run, as of :meth:`bitplan.lab.train.config.RunConfig.identity`.
         """
         tensors: dict[str, Tensor] = {}
-        plain = {part: _encoded(value, part, tensors) for part, value in state.items()}
+        plain = {part: encode_state(value, part, tensors) for part, value in state.items()}
         save_tensors(self.tensors_file, tensors)
         head = {"bitplan_checkpoint": VERSION, "step": self.step, "sha256": sha256(self.tensors_file), "run": run}
         content = {**head, "state": plain}
@@ -89,7 +86,7 @@ class Checkpoint:
                 raise RunError(f"{self.tensors_file} is damaged: its SHA-256 differs.")
             # Copies, since the pages of the file are read-only and not aligned as torch aligns.
             tensors = {name: tensor.clone() for name, tensor in load_file(self.tensors_file).items()}
-            state = {part: _decoded(value, tensors) for part, value in content["state"].items()}
+            state = {part: decode_state(value, tensors) for part, value in content["state"].items()}
             if run is not None:
                 self._require_run(run, content.get("run"), state)
             return state
@@ -163,24 +160,10 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         fresh.touch()
         mode = fresh.stat().st_mode  # from the user's umask; safetensors would make it private
         try:
-            save_file(_storable(tensors), fresh)
+            save_file(storable_tensors(tensors), fresh)
             fresh.chmod(mode)
         except SafetensorError as error:
             raise as_os_error(error) from error
-
-
-def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous CPU tensors that share no memory: tied weights are written under each of their names."""
-    storable: dict[str, Tensor] = {}
-    taken: set[int] = set()
-    for name, tensor in tensors.items():
-        if tensor.layout != torch.strided:
-            raise RunError(f"a checkpoint cannot hold {name}, a tensor of layout {tensor.layout}: make it dense.")
-        plain = tensor.detach().cpu().contiguous()
-        address = plain.untyped_storage().data_ptr()
-        storable[name] = plain.clone() if address in taken else plain
-        taken.add(address)
-    return storable
 
 
 def _text_of(content: Mapping[str, Any]) -> str:
@@ -196,43 +179,3 @@ def sha256(path: Path) -> str:
     """The SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` as JSON; its tensors go into `tensors`, named by their path."""
-    if isinstance(value, Tensor):
-        while name in tensors:  # {"a.b": x, "a": {"b": y}} would give one name to both
-            name += "~"
-        tensors[name] = value
-        return {_TENSOR: name}
-    if isinstance(value, float) and not math.isfinite(value):
-        return {_FLOAT: str(value)}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Mapping):
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: _encoded(item, f"{name}.{key}", tensors) for key, item in value.items()}
-        pairs = [[_encoded(k, name, tensors), _encoded(v, f"{name}.{k}", tensors)] for k, v in value.items()]
-        return {_ITEMS: pairs}
-    if isinstance(value, (list, tuple)):
-        items = [_encoded(item, f"{name}.{position}", tensors) for position, item in enumerate(value)]
-        return {_TUPLE: items} if isinstance(value, tuple) else items
-    raise RunError(
-        f"a checkpoint cannot hold {name}, a {type(value).__name__}: keep tensors, numbers, texts, lists and mappings."
-    )
-
-
-def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_decoded(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if _TENSOR in value:
-        return tensors[value[_TENSOR]]
-    if _TUPLE in value:
-        return tuple(_decoded(item, tensors) for item in value[_TUPLE])
-    if _ITEMS in value:
-        return {_decoded(key, tensors): _decoded(item, tensors) for key, item in value[_ITEMS]}
-    if _FLOAT in value:
-        return float(value[_FLOAT])
-    return {key: _decoded(item, tensors) for key, item in value.items()}

@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import IO, Any, Literal
 
 from bitplan.errors import BitplanError, RunError
-from bitplan.files import json_line, json_text, parse_json
+from bitplan.files import fresh_file, json_line, json_text, parse_json
 from bitplan.lab.train.config import VERSION, RunConfig
 from bitplan.lab.train.summary import Status, Summary
 from bitplan.plans import Plan
@@ -67,28 +67,6 @@ def write_durably(path: Path, text: str) -> None:
     """Write all of `text` or nothing; it is on disk when this returns."""
     with writing(path), fresh_file(path) as fresh:
         fresh.write_text(text, encoding="utf-8", newline="\n")
-
-
-@contextmanager
-def fresh_file(path: Path) -> Iterator[Path]:
-    """A temporary file that replaces `path` at the end, once it is on disk."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield fresh
-        sync(fresh)
-        fresh.replace(path)
-        sync(path.parent)
-    finally:
-        fresh.unlink(missing_ok=True)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file's contents, or a folder's entries, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def make_folder(path: Path) -> None:

@@ -31,6 +31,7 @@ from bitplan.numerics.wire_format import EVALUATION, TRAINING
 from bitplan.plans import Plan
 from bitplan.plans.execution import ExecutionOptions, Native, execution_options
 from bitplan.runtime.attach import Attachment, attach
+from bitplan.runtime.dispatch import value_before_rounding
 from bitplan.runtime.optimizers import load_plain_state, plain_state, set_rate
 
 # --- Memory formats of images and convolution weights
@@ -270,7 +271,7 @@ class Session:
         self.optimizer.zero_grad(set_to_none=True)
         args, kwargs = call_arguments(inputs)
         loss: Tensor = self.loss(self._called(*args, **kwargs), target)
-        reading = _Reading(loss)
+        reading = _Reading(value_before_rounding(loss))
         self.scale.of(loss).backward()  # type: ignore[no-untyped-call]
         return reading.value()
 
@@ -312,7 +313,9 @@ class Session:
                 f"the task {self.task.name} is judged by {metric_name}, but its evaluate() returned "
                 f"{', '.join(figures) or 'nothing'}: let it return {metric_name}, too."
             )
-        self.task.after_evaluation(dict(figures))
+        held = self.task.settings.hold
+        if not held or self.step > held:  # the recipe begins after the hold: it waits for no plateau before
+            self.task.after_evaluation(dict(figures))
         return figures
 
     def next_batch(self) -> Any:

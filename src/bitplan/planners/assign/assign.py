@@ -113,12 +113,13 @@ def assign(
 ) -> Plan:
     """Choose the tensors of a training step that are stored in low precision, for a ratio or a memory budget.
 
-    Only the order ``sensitivity`` runs the model; for the others it may be on the ``meta`` device. `batch` and `loss`
-    are as in :func:`bitplan.list_sites`.
+    Only the order ``sensitivity`` needs to run the model; for the others it may be on the ``meta`` device. A budget
+    that is a share also runs a copy of it, if it has values and fits. `batch` and `loss` are as in
+    :func:`bitplan.list_sites`.
 
     :param ratio: the share of a step's values that are low, 0 to 1.
     :param budget: the peak memory of a packed step: ``"6GiB"``, bytes, or a share of the peak without a plan,
-        ``"70%"``. Weights, gradients and optimizer state are included.
+        ``"70%"``, which is measured if the model can run here. Weights, gradients and optimizer state are included.
     :param baseline: instead of both, one of :data:`bitplan.planners.assign.assignment.BASELINES`.
     :param formats: ``paper`` (the default with a ratio), ``bf16/e4m3+e5m2`` (the default with a budget),
         ``bf16/mxfp8``, or levels of your own as in ``bf16/8/4``.
@@ -176,12 +177,16 @@ def make_assignment(
     batches: Iterable[Any] | None = None,
     report: Callable[[str], None] | None = None,
     check_peak: bool | None = None,
+    make_values: Callable[[], tuple[nn.Module, Any]] | None = None,
 ) -> Assignment:
     """Like :func:`assign`; returns the groups, their order and the statistics with the plan.
 
     :param report: called with progress messages.
     :param check_peak: measure the peak of a step and demote more groups while it exceeds the budget. By default only
-        for compiled models, whose estimates are less exact. Without real weights nothing is measured.
+        for compiled models, whose estimates are less exact, and where the peak without a plan was measured and its
+        estimate is off. Without real weights nothing is measured.
+    :param make_values: makes the model and the batch with values for these measurements, where `model` and `batch` have
+        shapes only.
     """
     step_tensors = count_tensors(model, batch, loss, decompose_loss=formats.decompose_loss)
     if request.baseline is not None:
@@ -209,7 +214,7 @@ def make_assignment(
         assert request.ratio is not None
         return after(count_moves_for_ratio(step_tensors, formats, moves, request.ratio))
     budget = Budget.parse(request.budget)
-    step = Step(model, batch, loss, optimizer, compile, device)
+    step = Step(model, batch, loss, optimizer, compile, device, make_values)
     fitted = fit(
         budget,
         step,
@@ -217,11 +222,14 @@ def make_assignment(
         len(moves),
         report,
         compile if check_peak is None else check_peak,
+        # A compiled step takes minutes: it is run where the plan's is, too.
+        measure_plain=not compile or check_peak is not False,
     )
     provenance |= {
         "budget": str(budget),
         "budget_bytes": fitted.limit,
         "peak_today": fitted.baseline_peak,
+        "peak_today_from": "measured" if fitted.is_baseline_measured else "estimated",
         "peak_predicted": fitted.peak,
         "compile": compile,
         **({} if fitted.measured_peak is None else {"peak_measured": fitted.measured_peak}),

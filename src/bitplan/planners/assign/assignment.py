@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from bitplan.capture.recording import Operation
 from bitplan.errors import PlanError, nearest_names
-from bitplan.planners.assign.groups import OperationKey, StepTensors, Unit, is_product, operation_key
+from bitplan.planners.assign.groups import OperationKey, StepTensors, Unit, is_product, operation_key, part_of
 from bitplan.planners.assign.levels import Formats, Move
 from bitplan.planners.assign.rules import write_rules
 from bitplan.plans import Plan
@@ -183,6 +184,9 @@ BASELINES = ("fp32", "all-high", "uniform-low", "operator", "operator-prime")
 #: Remarks on baselines, for ``made_by`` and the command line.
 REMARKS = {"operator-prime": "our reading: inputs and outputs of products low in both passes"}
 
+#: Rules have no key for the gradient of an operand.
+PART_REMARK = "; gradients of split parts count as low, and are rounded in the format of the whole tensor"
+
 
 def make_baseline(name: str, step_tensors: StepTensors, formats: Formats) -> Assignment:
     """The baseline of this name, one of :data:`BASELINES`."""
@@ -199,6 +203,8 @@ def make_baseline(name: str, step_tensors: StepTensors, formats: Formats) -> Ass
         return Assignment(step_tensors, formats, (level,) * len(step_tensors.units), groups, provenance)
     low_units = _ProductUnits(step_tensors, both_sides=name == "operator-prime")
     levels = tuple(formats.low if unit in low_units else 0 for unit in step_tensors.units)
+    if any(level and unit.kind == "grad_part" for unit, level in zip(step_tensors.units, levels, strict=True)):
+        provenance["remark"] += PART_REMARK
     return Assignment(step_tensors, formats, levels, provenance=provenance)
 
 
@@ -209,12 +215,19 @@ class _ProductUnits:
     """
 
     def __init__(self, step_tensors: StepTensors, both_sides: bool) -> None:
+        self.both_sides = both_sides
         operations, group_of = step_tensors.operations, step_tensors.group_of
         products = [number for number, operation in enumerate(operations) if is_product(operation)]
         last = max(group_of)
         in_last = {number for number, group in enumerate(group_of) if group == last}
         excluded = {products[0]} | in_last | {source for number in in_last for source in operations[number].inputs}
-        inputs = {source for number in products for source in operations[number].inputs}
+        split_readers = {key for unit in step_tensors.units if unit.whole is not None for key in unit.operations}
+        inputs = {
+            source
+            for number in products
+            for source in operations[number].inputs
+            if operation_key(operations[number]) not in split_readers or _reads_whole(operations, number, source)
+        }
         outputs = set(products)
         forward = (inputs | outputs if both_sides else inputs) - excluded
         backward = (inputs | outputs if both_sides else outputs) - excluded
@@ -228,5 +241,13 @@ class _ProductUnits:
             "activation": self.forward,
             "grad_activation": self.backward,
             "weight": self.weighted,
+            "part": self.weighted,
+            "grad_part": self.weighted if self.both_sides else set[OperationKey](),
         }[unit.kind]
-        return low_operations.issuperset(unit.operations)
+        return bool(unit.operations) and low_operations.issuperset(unit.operations)
+
+
+def _reads_whole(operations: Sequence[Operation], number: int, source: int) -> bool:
+    """Whether an operation reads more of another's result than parts that it was split into."""
+    reads = [read for read in operations[number].reads if read.source == source]
+    return not reads or any(part_of(read, operations) is None for read in reads)

@@ -3,6 +3,9 @@
 A ratio is a sum over all tensors of a step, which are not all alive at once. A budget in bytes limits the *peak*:
 master weights, optimizer state, gradients, saved tensors and temporaries, as :func:`bitplan.estimate_memory` predicts
 it for the plan on fake tensors. The peak falls with every move, so the number of moves is found by bisection.
+
+A share is one of the peak without a plan. That peak is measured where the model can run; otherwise it is estimated.
+Where the two differ by more than the reserve, estimates for this model are unreliable, and the plan is measured, too.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.analysis.memory import estimate_memory, measure_memory
+from bitplan.analysis.memory.fit import free_memory
 from bitplan.analysis.memory.step import OptimizerChoice
+from bitplan.compiler.torch_private import FakeTensor, tree_leaves
 from bitplan.errors import PlanError
 from bitplan.files import byte_text, read_bytes
 from bitplan.plans import Plan
@@ -25,6 +30,8 @@ from bitplan.plans import Plan
 #: Estimated peaks were up to 1 % below the allocator's, because of kernel workspaces; this share of the budget is
 #: reserved for them.
 _RESERVED_SHARE = 0.02
+#: A peak is measured where this many times its estimate is free: the step trains a copy of the model.
+_COPIES = 3
 #: Attempts to measure a plan and to demote more groups.
 _MAX_MEASUREMENTS = 3
 #: Key of the peak without a plan.
@@ -72,7 +79,7 @@ class Fit:
     """A number of moves whose plan is within the budget."""
 
     moves_made: int
-    #: Estimated peak without a plan, in bytes.
+    #: The peak without a plan, in bytes: that which a share is of.
     baseline_peak: int
     #: Estimated peak with the plan.
     peak: int
@@ -80,6 +87,8 @@ class Fit:
     limit: int
     #: Measured peak with the plan; None if it was not measured.
     measured_peak: int | None = None
+    #: Whether the peak without a plan was measured.
+    is_baseline_measured: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,14 +101,34 @@ class Step:
     optimizer: OptimizerChoice = "default"
     compile: bool = False
     device: torch.device | str | None = None
+    #: Makes the model and the batch with values, where these have shapes only.
+    make_values: Callable[[], tuple[nn.Module, Any]] | None = None
 
-    def measure_peak(self, plan: Plan) -> int | None:
-        """The peak of a packed step that is run; None if the model is on the meta device."""
-        if any(parameter.is_meta for parameter in self.model.parameters()):
+    def measure_peak(self, plan: Plan | None) -> int | None:
+        """The peak of a step that is run, packed if there is a plan; None if the model has no values."""
+        model, batch = (self.model, self.batch) if self.make_values is None else self.make_values()
+        if _is_without_values(model, batch):
             return None
-        return measure_memory(
-            self.model, self.batch, self.loss, self.optimizer, plan, "packed", self.compile, steps=2
-        ).peak
+        execution = "emulate" if plan is None else "packed"
+        return measure_memory(model, batch, self.loss, self.optimizer, plan, execution, self.compile, steps=2).peak
+
+    def measure_plain_peak(self, estimate: int) -> int | None:
+        """The peak of a step without a plan; None where it cannot be run: no values, no memory, another device."""
+        if self.make_values is None:
+            if _is_without_values(self.model, self.batch):
+                return None
+            own = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        else:
+            own = torch.device("cpu")
+        if self.device is not None and torch.device(self.device).type != own.type:
+            return None
+        free = free_memory(own)
+        if free is None or estimate * _COPIES > free:
+            return None
+        try:
+            return self.measure_peak(None)
+        except (RuntimeError, MemoryError):  # out of memory after all, or no kernel on this device
+            return None
 
     def estimate_peak(self, plan: Plan | None) -> int:
         """The estimated peak, with packed execution if there is a plan."""
@@ -109,6 +138,11 @@ class Step:
         ).peak
 
 
+def _is_without_values(model: nn.Module, batch: Any) -> bool:
+    tensors = [*model.parameters(), *(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))]
+    return any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors)
+
+
 def fit(
     budget: Budget,
     step: Step,
@@ -116,15 +150,38 @@ def fit(
     moves: int,
     report: Callable[[str], None] | None = None,
     check_peak: bool = False,
+    measure_plain: bool = True,
 ) -> Fit:
     """Find the smallest number of moves whose plan keeps the peak of the step within the budget.
 
     :param plan_after: the plan after a number of moves.
     :param report: called with a message for each estimate and measurement.
     :param check_peak: run the step as well, and demote more groups while its measured peak is above the budget.
+    :param measure_plain: of a budget that is a share, measure the peak without a plan where the model can run.
     """
     report = report or (lambda message: None)
-    peaks: dict[int, int] = {}
+    estimated = step.estimate_peak(None)
+    measured_plain = step.measure_plain_peak(estimated) if measure_plain and budget.share is not None else None
+    peaks: dict[int, int] = {_NO_PLAN: estimated if measured_plain is None else measured_plain}
+    source = "estimated" if measured_plain is None else f"measured ({byte_text(estimated)} estimated)"
+    report(
+        f"without a plan: a peak of {byte_text(peaks[_NO_PLAN])}, {source}; the budget is "
+        f"{byte_text(budget.limit(peaks[_NO_PLAN]))}."
+    )
+    check_peak |= measured_plain is not None and abs(measured_plain / estimated - 1) > _RESERVED_SHARE
+    fitted = _fit_and_check(budget, step, plan_after, moves, report, peaks, check_peak)
+    return replace(fitted, is_baseline_measured=measured_plain is not None)
+
+
+def _fit_and_check(
+    budget: Budget,
+    step: Step,
+    plan_after: Callable[[int], Plan],
+    moves: int,
+    report: Callable[[str], None],
+    peaks: dict[int, int],
+    check_peak: bool,
+) -> Fit:
     share, smallest = 1 - _RESERVED_SHARE, None
     estimate = _fit_estimates(budget, step, plan_after, moves, report, peaks, share)
     if not check_peak:
@@ -162,12 +219,8 @@ def _fit_estimates(
     share: float,
 ) -> Fit:
     """The smallest number of moves whose estimated peak is within a share of the budget; `peaks` caches estimates."""
-    if _NO_PLAN not in peaks:
-        peaks[_NO_PLAN] = step.estimate_peak(None)
     baseline_peak = peaks[_NO_PLAN]
     limit = budget.limit(baseline_peak)
-    if len(peaks) == 1:
-        report(f"without a plan: a peak of {byte_text(baseline_peak)}, estimated; the budget is {byte_text(limit)}.")
 
     def peak(moves_made: int) -> int:
         if moves_made not in peaks:

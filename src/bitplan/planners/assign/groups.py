@@ -7,8 +7,10 @@ with three additions from the paper:
 * The data x is a tensor, and so is its gradient, though it is never computed. A plan rounds x as the ``x`` operand of
   the products that read it. Data that no product reads directly (token ids, the input of a norm) is not counted.
 * A cross-entropy is two operations, log-softmax and negative log-likelihood, where the formats decompose it.
-* The results of ``chunk`` and ``split`` count. In torch they are views: they have the precision of their base and
-  belong to its group. Other views, reshapes and permutations are not counted.
+* The results of ``chunk`` and ``split`` count and belong to the group of the tensor that was split. Each has a
+  precision of its own where the products that read it can round it as their operand: a part may be lower than the
+  whole. Elsewhere, as inside fused attention, parts have the precision of the whole. Other views, reshapes and
+  permutations are not counted.
 
 Norm statistics, optimizer state, master weights and workspaces are not counted. A budget in bytes does count them, see
 :mod:`bitplan.planners.assign.budget`.
@@ -28,18 +30,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
 from bitplan.capture.ops import FUSED, PRODUCTS
-from bitplan.capture.recording import Operation, record
+from bitplan.capture.recording import Operation, Read, record
 from bitplan.errors import PlanError, QuantizeError
 from bitplan.gemm.macs import RECURRENT
 from bitplan.numerics.wire_format import parameter_suffix
 
-#: How a unit is rounded. ``input`` is the data, rounded as the ``x`` operand of the products that read it.
-Kind = Literal["input", "activation", "grad_activation", "weight"]
+#: How a unit is rounded. ``input`` is the data, rounded as the ``x`` operand of the products that read it. ``part`` is
+#: a part of a split tensor, rounded as an operand of the products that read it; ``grad_part`` is its gradient.
+Kind = Literal["input", "activation", "grad_activation", "weight", "part", "grad_part"]
 
 #: Products whose operands bitplan cannot round separately.
 _OTHER_PRODUCTS = FUSED | {"sparse_matmul"}
@@ -69,10 +72,14 @@ class Unit:
     """Tensors that must have the same precision."""
 
     kind: Kind
-    #: The operations that round it; for the data, the products that read it.
+    #: The operations that round it; for the data and for parts of a split, the products that read it.
     operations: tuple[OperationKey, ...]
     #: The groups of its tensors.
     groups: frozenset[int]
+    #: For the part of a split: the index of the whole tensor's unit.
+    whole: int | None = None
+    #: For the part of a split: the operand, ``x`` or ``w``, that it is in each of `operations`.
+    operands: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -152,6 +159,7 @@ class _TensorCounter:
     def __init__(self, operations: tuple[Operation, ...]) -> None:
         self.operations = operations
         self.starts, self.group_of = _split_groups(operations)
+        self.part_readers = _find_part_readers(operations)
         self.units: list[Unit] = []
         self.tensors: list[CountedTensor] = []
 
@@ -177,6 +185,16 @@ class _TensorCounter:
 
     def _add_unit(self, kind: Kind, operations: Iterable[OperationKey], groups: Iterable[int]) -> int:
         self.units.append(Unit(kind, tuple(dict.fromkeys(operations)), frozenset(groups)))
+        return len(self.units) - 1
+
+    def _add_part_unit(self, kind: Kind, readers: Iterable[_PartReader], groups: Iterable[int], whole: int) -> int:
+        keys = dict.fromkeys(
+            (operation_key(self.operations[reader.operation]), reader.operand)
+            for reader in readers
+            if reader.operand is not None
+        )
+        operations, operands = tuple(key for key, _ in keys), tuple(operand for _, operand in keys)
+        self.units.append(Unit(kind, operations, frozenset(groups), whole, operands))
         return len(self.units) - 1
 
     def _count_data(self) -> None:
@@ -207,11 +225,28 @@ class _TensorCounter:
             roles: tuple[Kind, ...] = ("activation", "grad_activation")
             for role in roles[: 1 + has_gradient]:
                 unit = self._add_unit(role, [operation_key(first)], groups)
+                part_units = self._part_units(role, numbers, groups, unit)
                 for number in numbers:
                     operation = self.operations[number]
                     if role == "activation" or operation.needs_grad:
-                        outputs = [*operation.outputs, *operation.parts]
-                        self._add_tensors(f"{label}:{role}", role, outputs, self.group_of[number], unit)
+                        name, group = f"{label}:{role}", self.group_of[number]
+                        self._add_tensors(name, role, operation.outputs, group, unit)
+                        for position, part in enumerate(operation.parts):
+                            self._add_tensors(name, role, [part], group, part_units.get(position, unit))
+
+    def _part_units(self, role: Kind, numbers: Sequence[int], groups: Sequence[int], whole: int) -> dict[int, int]:
+        """Position of a part of the split results of these calls -> its unit; none if parts cannot be rounded."""
+        readers_by_part: dict[int, list[_PartReader]] = {}
+        for number in numbers:
+            for position in range(len(self.operations[number].parts)):
+                readers = self.part_readers.get((number, position), [])
+                if any(reader.operand is None for reader in readers):
+                    return {}
+                readers_by_part.setdefault(position, []).extend(readers)
+        kind: Kind = "part" if role == "activation" else "grad_part"
+        return {
+            position: self._add_part_unit(kind, readers, groups, whole) for position, readers in readers_by_part.items()
+        }
 
     def _count_parameters(self) -> None:
         users: dict[str, list[int]] = {}
@@ -250,6 +285,42 @@ class _TensorCounter:
         else:
             producer = operation.inputs[0] if operation.inputs else None
         return None if producer is None else self.group_of[producer]
+
+
+class _PartReader(NamedTuple):
+    """A product that reads a part of a split tensor."""
+
+    #: The number of the product.
+    operation: int
+    #: The operand, ``x`` or ``w``; None where the product cannot round it.
+    operand: str | None
+
+
+def part_of(read: Read, operations: Sequence[Operation]) -> int | None:
+    """The position among the parts of a split tensor that is read; None if the whole tensor is."""
+    if read.source < 0:
+        return None
+    containing = [
+        (len(part.part), position)
+        for position, part in enumerate(operations[read.source].part_reads)
+        if part.part and read.part[: len(part.part)] == part.part
+    ]
+    return max(containing)[1] if containing else None
+
+
+def _find_part_readers(operations: Sequence[Operation]) -> dict[tuple[int, int], list[_PartReader]]:
+    """(operation whose result was split, position of the part) -> the products that read the part."""
+    readers: dict[tuple[int, int], list[_PartReader]] = {}
+    for number, operation in enumerate(operations):
+        if not is_product(operation):
+            continue
+        for read in dict.fromkeys(operation.reads):
+            position = part_of(read, operations)
+            if position is not None:
+                operands = [key for key, own in zip("xw", operation.operand_reads, strict=True) if own == read]
+                part_readers = [_PartReader(number, operand) for operand in operands] or [_PartReader(number, None)]
+                readers.setdefault((read.source, position), []).extend(part_readers)
+    return readers
 
 
 def _split_groups(operations: Sequence[Operation]) -> tuple[list[str], list[int]]:

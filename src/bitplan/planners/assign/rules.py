@@ -71,7 +71,8 @@ class _RuleWriter:
             match = tuple(self._exact_pattern(path, ops) if ops else path for path in dict.fromkeys(paths))
             matched = self._matched(match, ops)
             rules.append(self._make_rule(match, ops, levels, matched, is_complete=is_numbered))
-        effective_rules = [rule for rule in [*rules, *self._data_rules()] if rule is not None]
+        operand_rules = [*self._data_rules(), *self._part_rules()]
+        effective_rules = [rule for rule in [*rules, *operand_rules] if rule is not None]
         used = {use for rule in effective_rules for _, use in rule.quantizers if isinstance(use, str)}
         promotions = [spec.promote for name, spec in self.names.items() if name in used and spec.promote is not None]
         used |= {promotion.to for promotion in promotions if isinstance(promotion.to, str)}
@@ -186,6 +187,19 @@ class _RuleWriter:
             for (level, op), paths in paths_by_rule.items()
         ]
 
+    def _part_rules(self) -> list[Rule]:
+        """A part of a split that is lower than the whole is rounded as an operand of the products that read it."""
+        paths_by_rule: dict[tuple[int, str, str], list[str]] = {}
+        for unit, level in zip(self.step_tensors.units, self.unit_levels, strict=True):
+            if unit.kind == "part" and unit.whole is not None and level > self.unit_levels[unit.whole]:
+                for (module, op), operand in zip(unit.operations, unit.operands, strict=True):
+                    path = self._exact_pattern(module, (op,))
+                    paths_by_rule.setdefault((level, op, operand), []).append(path)
+        return [
+            Rule(tuple(dict.fromkeys(paths)), (op,), ((operand, self.specs[level]["activation"]),))
+            for (level, op, operand), paths in paths_by_rule.items()
+        ]
+
     def _check(self, plan: Plan) -> None:
         """Compare the plan's decisions with the levels."""
         inside = {operation_key(operation): operation.inside for operation in self.step_tensors.operations}
@@ -209,7 +223,7 @@ def _levels_by_operation(step_tensors: StepTensors, unit_levels: Sequence[int]) 
         operation_key(operation): list(_NO_LEVELS) for operation in step_tensors.operations
     }
     for unit, level in zip(step_tensors.units, unit_levels, strict=True):
-        if unit.kind != "input":
+        if unit.kind in _ROLES:
             for key in unit.operations:
                 op_levels[key][_ROLES.index(unit.kind)] = level
     return {key: tuple(levels) for key, levels in op_levels.items()}

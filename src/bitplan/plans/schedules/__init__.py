@@ -3,12 +3,13 @@
 from bitplan.plans.schedules.base import FINE_STEPS, Position, RunPoint, Schedule, ScheduleSummary
 from bitplan.plans.schedules.cyclic import TEN, Cyclic, Ramp
 from bitplan.plans.schedules.named import SCHEDULE_NAMES, schedule, schedule_from_data
-from bitplan.plans.schedules.piecewise import Deficit, Function, LateSwitch, Piecewise, Static, StepList
+from bitplan.plans.schedules.piecewise import AtLeast, Deficit, Function, LateSwitch, Piecewise, Static, StepList
 
 __all__ = [
     "FINE_STEPS",
     "SCHEDULE_NAMES",
     "TEN",
+    "AtLeast",
     "Cyclic",
     "Deficit",
     "Function",

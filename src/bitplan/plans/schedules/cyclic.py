@@ -8,6 +8,10 @@ z = ((t n) mod T) / T, both from whole numbers, so that no cycle is a step too l
   down (``V``, vertical) or run backwards (``H``, horizontal); for the profiles C and L that is the same.
 
 A schedule whose last cycle grows ends at the highest bits: z stays below 1, so the very last step is lifted there.
+
+The authors' code has periods P of a whole number of steps, k = t // P and z = (t mod P) / P, and lifts nothing:
+``published``, P = int(T / n) + 1, ends before its last cycle does, on short runs below the highest bits; ``truncated``,
+P = int(T / n) (their ImageNet code), wraps into a new cycle and ends at the lowest bits unless n divides T.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ Share = NDArray[np.float64]
 Profile = Literal["C", "L", "E", "R"]
 Shape = Literal["repeated", "triangular"]
 Reflection = Literal["V", "H"]
+Period = Literal["exact", "published", "truncated"]
 
 #: The cycles of Wolfe & Kyrillidis; 2 serve a fine-tune of two epochs, and the first paper (Fu et al. 2021) had 32.
 DEFAULT_CYCLES = 8
@@ -80,10 +85,16 @@ class Cyclic(Schedule):
     shape: Shape = "repeated"
     #: How a fall mirrors the growth; only triangular schedules have one.
     reflection: Reflection | None = None
+    #: The length of a cycle: T / n, or that of the authors' code.
+    period: Period = "exact"
 
     def __post_init__(self) -> None:
         check_range(self.low, self.high)
-        for what, value, choices in (("profile", self.profile, PROFILES), ("shape", self.shape, get_args(Shape))):
+        for what, value, choices in (
+            ("profile", self.profile, tuple(PROFILES)),
+            ("shape", self.shape, get_args(Shape)),
+            ("period", self.period, get_args(Period)),
+        ):
             if value not in choices:
                 raise ScheduleError(f"there is no {what} {value!r}; {nearest_names(str(value), choices)}.")
         if isinstance(self.cycles, bool) or not isinstance(self.cycles, int) or not 1 <= self.cycles <= MOST_CYCLES:
@@ -115,21 +126,28 @@ class Cyclic(Schedule):
         return self.shape == "repeated" or self.cycles % 2 == 0
 
     def at(self, steps: Whole, total: int) -> Whole:
-        scaled = steps * self.cycles
-        cycle, within = scaled // total, (scaled % total) / total
+        if self.period == "exact":
+            scaled = steps * self.cycles
+            cycle, within = scaled // total, (scaled % total) / total
+        else:
+            length = total // self.cycles + 1 if self.period == "published" else max(total // self.cycles, 1)
+            cycle, within = steps // length, (steps % length) / length
         growth = PROFILES[self.profile]
         grown = growth(within)
         if self.shape == "triangular":
             fallen = growth(1 - within) if self.reflection == "H" else 1 - grown
             grown = np.where(cycle % 2 == 0, fallen, grown)
         bits = np.rint(self.low + (self.high - self.low) * grown).astype(np.int64)  # rint: half to even
-        return np.where(steps == total - 1, self.high, bits) if self.ends_growing else bits
+        is_lifted = self.ends_growing and self.period == "exact"
+        return np.where(steps == total - 1, self.high, bits) if is_lifted else bits
 
     def to_data(self) -> dict[str, Any]:
-        return {"name": self.name, "low": self.low, "high": self.high, "cycles": self.cycles}
+        data: dict[str, Any] = {"name": self.name, "low": self.low, "high": self.high, "cycles": self.cycles}
+        return data if self.period == "exact" else {**data, "period": self.period}
 
     def __str__(self) -> str:
-        return f"{super().__str__()} x{self.cycles}"
+        period = "" if self.period == "exact" else f", {self.period} periods"
+        return f"{super().__str__()} x{self.cycles}{period}"
 
 
 @dataclass(frozen=True)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from bitplan.errors import ScheduleError, nearest_names
-from bitplan.plans.schedules.base import RunPoint, Schedule, ScheduleSummary
+from bitplan.plans.schedules.base import RunPoint, Schedule
 from bitplan.plans.schedules.cyclic import DEFAULT_CYCLES, TEN, Cyclic, Ramp
-from bitplan.plans.schedules.piecewise import Deficit, Function, LateSwitch, Piecewise, Static, StepList
+from bitplan.plans.schedules.piecewise import AtLeast, Deficit, Function, LateSwitch, Piecewise, Static, StepList
 
 
 def schedule(name: str | Callable[[int, int], int], **options: Any) -> Schedule:
     """The schedule of that name, or of a function (step, total) -> bits.
 
     =====================  ===================================================================================
-    one of the ten         ``low``, ``high``, ``cycles`` (8)
+    one of the ten         ``low``, ``high``, ``cycles`` (8), ``period`` (exact, published, truncated)
     ``cyclic``             the same and ``profile`` (C, L, E, R), ``shape`` (repeated, triangular), ``reflection``
     ``growth``, ``decay``  ``low``, ``high``, ``profile`` (L): one growth or fall over the whole run
     ``static``             ``bits``
@@ -24,6 +23,7 @@ def schedule(name: str | Callable[[int, int], int], **options: Any) -> Schedule:
     ``late``               ``low``, ``high``, ``last`` (10%): how much of the run is high
     ``deficit``            ``low``, ``high``, ``start``, ``end``: low inside the window
     ``pieces``             ``pieces``, a list of schedules, and ``at``, when each but the first begins
+    ``at-least``           ``schedule``, another one, and ``least``: the bits that it never falls below
     a function             ``low`` and ``high``, between which its bits lie
     =====================  ===================================================================================
 
@@ -50,7 +50,7 @@ def schedule_from_data(data: Mapping[str, Any]) -> Schedule:
         make, needed, optional = _OTHERS[name]
         return make(_taken(name, options, needed, optional))
     profile, shape, reflection = TEN[name.upper()]
-    arguments = _taken(name, options, ("low", "high"), ("cycles",))
+    arguments = _taken(name, options, ("low", "high"), ("cycles", "period"))
     return Cyclic(profile, shape=shape, reflection=reflection, **arguments)
 
 
@@ -75,6 +75,7 @@ def _cyclic(arguments: dict[str, Any]) -> Schedule:
         arguments.get("cycles", DEFAULT_CYCLES),
         arguments.get("shape", "repeated"),
         arguments.get("reflection"),
+        arguments.get("period", "exact"),
     )
 
 
@@ -104,6 +105,11 @@ def _pieces(arguments: dict[str, Any]) -> Schedule:
     return Piecewise(tuple(pieces), tuple(map(RunPoint.of, _listed("at", arguments["at"]))))
 
 
+def _at_least(arguments: dict[str, Any]) -> Schedule:
+    inner = arguments["schedule"]
+    return AtLeast(arguments["least"], inner if isinstance(inner, Schedule) else schedule_from_data(inner))
+
+
 def _listed(key: str, value: Any) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         raise ScheduleError(f"{key} is a list, not {value!r}.")
@@ -113,7 +119,7 @@ def _listed(key: str, value: Any) -> list[Any]:
 _Make = Callable[[dict[str, Any]], Schedule]
 #: Name -> what makes it, the options it needs, and those it may have.
 _OTHERS: dict[str, tuple[_Make, tuple[str, ...], tuple[str, ...]]] = {
-    "cyclic": (_cyclic, ("profile", "low", "high"), ("cycles", "shape", "reflection")),
+    "cyclic": (_cyclic, ("profile", "low", "high"), ("cycles", "shape", "reflection", "period")),
     "growth": (_ramp(falls=False), ("low", "high"), ("profile",)),
     "decay": (_ramp(falls=True), ("low", "high"), ("profile", "reflection")),
     "static": (lambda given: Static(given["bits"]), ("bits",), ()),
@@ -121,13 +127,14 @@ _OTHERS: dict[str, tuple[_Make, tuple[str, ...], tuple[str, ...]]] = {
     "late": (_late, ("low", "high"), ("last",)),
     "deficit": (_deficit, ("low", "high", "start", "end"), ()),
     "pieces": (_pieces, ("pieces", "at"), ()),
+    "at-least": (_at_least, ("schedule", "least"), ()),
 }
 
 #: Every name that :func:`schedule` knows.
 SCHEDULE_NAMES: tuple[str, ...] = (*TEN, *_OTHERS)
 #: Name -> its options.
 SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(TEN, ("low", "high", "cycles")),
+    **dict.fromkeys(TEN, ("low", "high", "cycles", "period")),
     **{name: (*needed, *optional) for name, (_, needed, optional) in _OTHERS.items()},
 }
 
@@ -137,7 +144,7 @@ SCHEDULE_NEEDS: dict[str, tuple[str, ...]] = {
 }
 
 
-# --- The ten in three groups by what they save, and which one to take for a saving that is asked for
+# --- The ten in three groups by what they save
 
 
 Group = Literal["high-saving", "balanced", "low-saving"]
@@ -160,63 +167,3 @@ GROUPS_EXPLAINED = (
 def group_of(name: str) -> Group | None:
     """The group of one of the ten; None for any other schedule."""
     return next((group for group, names in GROUPS.items() if name in names), None)
-
-
-@dataclass(frozen=True)
-class Recommendation:
-    """A schedule for a saving, and why that one."""
-
-    summary: ScheduleSummary
-    reason: str
-
-    @property
-    def saving(self) -> float:
-        return 1 - self.summary.relative_cost
-
-
-def recommend(saving: float, low: int, high: int, total: int = 64_000, cycles: int = DEFAULT_CYCLES) -> Recommendation:
-    """The schedule that keeps the most precision and still saves that share of the bit operations of static `high`.
-
-    Two findings decide: accuracy goes with cost, so no more is saved than was asked for; and low precision early does
-    lasting damage, so that of schedules in one group those are taken that begin at the top, and of these the one that
-    spends the most steps there.
-
-    >>> recommend(0.35, 3, 8).summary.name, recommend(0.5, 3, 8).summary.name
-    ('RTV', 'RTH')
-    """
-    if not 0 <= saving < 1:
-        raise ScheduleError(f"a saving of {saving:g} does not exist: give a share of 0 to 1, such as 0.4.")
-    summaries = {
-        name: schedule(name, low=low, high=high, cycles=cycles).summary(total)
-        for names in GROUPS.values()
-        for name in names
-    }
-    able = [name for name, summary in summaries.items() if 1 - summary.relative_cost >= saving]
-    if not able:
-        best = max(summaries.values(), key=lambda summary: 1 - summary.relative_cost)
-        raise ScheduleError(
-            f"no schedule of {low}-{high} bits saves {saving:.0%}: {best.name} saves most, "
-            f"{1 - best.relative_cost:.0%}; lower the lowest bits, if a range test allows."
-        )
-    group = next(group for group in reversed(GROUPS) if any(name in able for name in GROUPS[group]))
-    members = [name for name in GROUPS[group] if name in able]
-    first = [name for name in members if summaries[name].first == high] or members
-    chosen = max(first, key=lambda name: summaries[name].share_at_max)
-    return Recommendation(summaries[chosen], _reason(saving, group, summaries[chosen], summaries, high))
-
-
-def _reason(
-    saving: float, group: Group, chosen: ScheduleSummary, summaries: dict[str, ScheduleSummary], high: int
-) -> str:
-    sentences = [
-        f"{chosen.name} saves {1 - chosen.relative_cost:.0%} of the bit operations of static {high} bits",
-        f"of the groups that save {saving:.0%} or more the {group} one saves least, and accuracy goes with cost",
-    ]
-    if chosen.first == high:
-        sentences.append("it begins at the top, and low precision early does lasting damage")
-    sentence = f"{sentences[0]}: {'; '.join(sentences[1:])}."
-    below = [name for names in GROUPS.values() for name in names if 1 - summaries[name].relative_cost < saving]
-    if below:
-        near = max(below, key=lambda name: 1 - summaries[name].relative_cost)
-        sentence += f" Just short of that, {near} saves {1 - summaries[near].relative_cost:.0%}."
-    return sentence

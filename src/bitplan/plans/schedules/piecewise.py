@@ -1,4 +1,4 @@
-"""Schedules that hold still and then change: static, steps, a late switch, a deficit, pieces; and functions."""
+"""Schedules that hold still and then change (static, steps, a late switch, a deficit, pieces), bounds and functions."""
 
 from __future__ import annotations
 
@@ -235,6 +235,47 @@ class Piecewise(Schedule):
         return f"{self.pieces[0]}" + "".join(
             f", from {at} {piece}" for at, piece in zip(self.changes, self.pieces[1:], strict=True)
         )
+
+
+@dataclass(frozen=True)
+class AtLeast(Schedule):
+    """Another schedule, but never below so many bits.
+
+    >>> AtLeast(5, Deficit(3, 8, RunPoint.of("25%"), RunPoint.of("50%"))).table(8).tolist()
+    [8, 8, 5, 5, 8, 8, 8, 8]
+    """
+
+    least: int
+    schedule: Schedule
+
+    def __post_init__(self) -> None:
+        check_bits(least=self.least)
+        if not isinstance(self.schedule, Schedule):
+            raise ScheduleError(f"at-least raises the bits of another schedule, not of {self.schedule!r}.")
+
+    @property
+    def name(self) -> str:
+        return "at-least"
+
+    @property
+    def lowest(self) -> int:
+        return max(self.least, self.schedule.lowest)
+
+    @property
+    def highest(self) -> int:
+        return max(self.least, self.schedule.highest)
+
+    def run_points(self) -> Iterator[RunPoint]:
+        yield from self.schedule.run_points()
+
+    def at(self, steps: Whole, total: int) -> Whole:
+        return np.maximum(self.schedule.at(steps, total), self.least)
+
+    def to_data(self) -> dict[str, Any]:
+        return {"name": self.name, "least": self.least, "schedule": self.schedule.to_data()}
+
+    def __str__(self) -> str:
+        return f"{self.schedule}, at least {self.least}"
 
 
 @dataclass(frozen=True)
