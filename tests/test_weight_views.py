@@ -92,12 +92,3 @@ def test_a_gradient_behind_a_transposition_is_rounded_in_compiled_code() -> None
             called(x).square().sum().backward()
             gradients.append(model.linear.weight.grad)
     assert torch.equal(*gradients)
-
-
-def test_torch_reads_attributes_itself_after_the_last_plan() -> None:
-    from torch._dynamo.variables.tensor import TensorVariable
-
-    before = TensorVariable.var_getattr
-    with bp.attach(Through(VIEWS["T"]), WEIGHT):
-        assert TensorVariable.var_getattr is not before
-    assert TensorVariable.var_getattr is before

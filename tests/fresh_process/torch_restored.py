@@ -17,6 +17,7 @@ import torch
 import torch.optim.optimizer as optimizers
 import torch.utils.checkpoint as checkpointing
 from torch import nn
+from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import get_overridable_functions
 from torch._higher_order_ops import triton_kernel_wrap
 from torch.nn import functional as F
@@ -51,6 +52,7 @@ def state_of_torch() -> dict[str, Any]:
         "config": torch._dynamo.config.get_config_copy(),
         "functions": frozenset(get_overridable_functions()),
         "kernels": dict(vars(triton_kernel_wrap)),
+        "attributes": TensorVariable.var_getattr,
     }
 
 
@@ -149,7 +151,7 @@ def test_torch_stays_changed_while_any_planned_model_lives(before: dict[str, Any
     twin = copy.deepcopy(second)
     gc.collect()
     assert dead() is None
-    names = ("checkpointing", "config", "functions")
+    names = ("checkpointing", "config", "functions", "attributes")
     changed = {name: state_of_torch()[name] for name in names}
     assert all(changed[name] != before[name] for name in names)
     del second, run
