@@ -55,8 +55,24 @@ def load_problem() -> Problem:
     return Problem(Target(model, batch, functional.cross_entropy), "sgd")
 
 
+TRIALS = import_module("bitplan.planners.auto.trials")
+
+
+@pytest.fixture(scope="module")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def reuse_trials(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches for the same model measure its candidates once, however busy this machine is."""
+    monkeypatch.setenv("BITPLAN_CACHE", str(shared_cache))
+    monkeypatch.setattr(TRIALS, "WIDEST_SPREAD", 1e9)
+
+
+@pytest.fixture
+def cache(reuse_trials: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache."""
     monkeypatch.setenv("BITPLAN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -159,10 +175,7 @@ def test_a_worse_loss_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen.loss_gap is None
 
 
-def test_the_same_call_again_uses_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        import_module("bitplan.planners.auto.trials"), "WIDEST_SPREAD", 1e9
-    )  # however busy this machine is
+def test_the_same_call_again_uses_what_was_measured(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     measured: list[int] = []
     measure = LocalTrials.measure
 
@@ -179,10 +192,10 @@ def test_the_same_call_again_uses_what_was_measured(monkeypatch: pytest.MonkeyPa
 
 
 def test_busy_measurements_are_not_remembered(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    monkeypatch.setattr(import_module("bitplan.planners.auto.trials"), "WIDEST_SPREAD", -1.0)
-    model, batch = problem()
+    monkeypatch.setattr(TRIALS, "WIDEST_SPREAD", -1.0)
     sentences: list[str] = []
-    bp.auto(model, batch, functional.cross_entropy, "sgd", steps=0, report=sentences.append)
+    batch = torch.randn(8, 512), torch.randint(4, (8,))
+    bp.auto(nn.Linear(512, 4), batch, functional.cross_entropy, "sgd", steps=0, report=sentences.append)
     assert any("busy" in sentence for sentence in sentences)
     assert not (cache / "trials.json").exists()
 
