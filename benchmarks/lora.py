@@ -57,6 +57,8 @@ from bitplan.plans.loading import find_plan  # noqa: E402
 from bitplan.runtime.head_loss import linear_cross_entropy  # noqa: E402
 
 RANK, SCALING = 16, 2.0
+#: Arguments that say nothing of what is measured.
+_INTERNAL = ("one", "seed", "lock", "json")
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,12 @@ ROWS = {
     "bitplan-nf4-packed": "the preset lora-4bit, packed",
     "bitplan-fp8": "the preset lora-fp8",
     "bitplan-nf4-fp8": "weights in NF4, decoded and multiplied in FP8",
+    "bitplan-nf4-small": "the preset lora-4bit-small with native execution, and the loss in chunks",
+    "bitplan-nf4-small-packed": "the preset lora-4bit-small as it is, and the loss in chunks",
+    "bitplan-nf4-fp8-small": "as bitplan-nf4-small, with weights multiplied in FP8",
 }
 DEFAULT_ROWS = ("bf16", "qlora", "bitplan-nf4", "bitplan-fp8")
-LOSS_ROWS = ("bf16", "bitplan-nf4", "bitplan-fp8")
+LOSS_ROWS = ("bf16", "bitplan-nf4", "bitplan-fp8", "bitplan-nf4-small")
 
 
 def plan_of(row: str) -> tuple[Any, Any] | None:
@@ -101,10 +106,17 @@ def plan_of(row: str) -> tuple[Any, Any] | None:
         return find_plan("lora-4bit"), bitplan.Packed()
     if row == "bitplan-fp8":
         return find_plan("lora-fp8"), bitplan.Native(min_macs=0, fast_accumulation=True)
-    if row == "bitplan-nf4-fp8":
+    if row == "bitplan-nf4-small":
+        return find_plan("lora-4bit-small"), bitplan.Native(min_macs=0, recompute="inputs")
+    if row == "bitplan-nf4-small-packed":
+        return find_plan("lora-4bit-small"), None
+    if row in ("bitplan-nf4-fp8", "bitplan-nf4-fp8-small"):
         document = find_plan("lora-fp8").to_dict()
         document["rules"][0] |= {"frozen": "nf4", "w": {"format": "e4m3", "scale": "tensor"}}
-        return document, bitplan.Native(min_macs=0, fast_accumulation=True)
+        if row == "bitplan-nf4-fp8":
+            return document, bitplan.Native(min_macs=0, fast_accumulation=True)
+        document["rules"] += [rule for rule in find_plan("lora-4bit-small").to_dict()["rules"] if "select" in rule]
+        return document, bitplan.Native(min_macs=0, fast_accumulation=True, recompute="products")
     return None
 
 
@@ -285,14 +297,15 @@ def whole_head_loss(hidden: Tensor, head: nn.Linear, labels: Tensor) -> Tensor:
 
 def compiled(model: Any, run: Any, batch: dict[str, Any], arguments: argparse.Namespace) -> Callable[..., Tensor]:
     """The model with its loss, compiled as the arguments say."""
+    chunked_loss = arguments.chunked_loss or "small" in arguments.one
     if arguments.compile == "blocks":
         layers = model.model.layers
         for number, layer in enumerate(list(layers)):
             block: Any = torch.compile(layer, fullgraph=True) if run is None else run.compile(layer)
             layers[number] = Checkpointed(block) if arguments.checkpointing else block
-        head_loss = linear_cross_entropy if arguments.chunked_loss else torch.compile(whole_head_loss, fullgraph=True)
+        head_loss = linear_cross_entropy if chunked_loss else torch.compile(whole_head_loss, fullgraph=True)
         return BlockwiseLoss(model, head_loss)
-    module = CausalLMLoss(model, batch) if arguments.chunked_loss else WholeLoss(model)
+    module = CausalLMLoss(model, batch) if chunked_loss else WholeLoss(model)
     if arguments.compile == "not":
         return module
     whole: Callable[..., Tensor] = torch.compile(module, fullgraph=True) if run is None else run.compile(module)
@@ -413,42 +426,53 @@ def loss_on(model: nn.Module, text: Tensor, size: Size) -> float:
         return statistics.fmean(float(model(**batch).loss) for batch in batches)
 
 
-def measure_losses(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The loss of adapters after some steps, on frozen weights as each row stores them."""
+def losses_of_seed(arguments: argparse.Namespace) -> dict[str, float]:
+    """The loss of adapters after some steps, on frozen weights as each row stores them, by row."""
     warnings.simplefilter("ignore")
-    device, size = torch.device(arguments.device), SIZES[arguments.size]
+    device, size, seed = torch.device(arguments.device), SIZES[arguments.size], arguments.seed
     size = replace(size, sequences=max(size.sequences, 16))
     text = library_text()
     training, held_out = (
         torch.frombuffer(bytearray(part.encode()), dtype=torch.uint8).long() for part in (text.training, text.held_out)
     )
     first, second = training[: len(training) // 2], training[len(training) // 2 :]
-    rows = [row for row in arguments.rows if row != "qlora"]
-    losses: dict[str, list[float]] = {row: [] for row in ("frozen", *rows)}
-    for seed in range(arguments.seeds):
+    torch.manual_seed(seed)
+    model = cast_parameters(make_llama(size, device, arguments.layers), torch.float32)
+    train(model, first, size, arguments.pretraining, 1e-3, seed)
+    cast_parameters(model, torch.bfloat16)
+    losses = {"frozen": loss_on(model, held_out, size)}
+    for row in arguments.rows:
         torch.manual_seed(seed)
-        model = cast_parameters(make_llama(size, device, arguments.layers), torch.float32)
-        train(model, first, size, arguments.pretraining, 1e-3, seed)
-        cast_parameters(model, torch.bfloat16)
-        losses["frozen"].append(loss_on(model, held_out, size))
-        for row in rows:
-            torch.manual_seed(seed)
-            replica = copy.deepcopy(model)
-            add_adapters(replica)
-            for module in replica.modules():
-                if isinstance(module, LoraLinear):  # 8 bits of precision would lose small updates
-                    module.lora_A.float()
-                    module.lora_B.float()
-            run = None
-            if (planned := plan_of(row)) is not None:
-                example = windows(first, size, 0, 0, device)
-                run = bitplan.attach(replica, planned[0], execution=planned[1], example=example)
-            train(replica, second, size, arguments.steps, 1e-3, seed, run)
-            losses[row].append(loss_on(replica, held_out, size))
-            print(f"seed {seed}, {row}: {losses[row][-1]:.4f}", flush=True)
+        replica = copy.deepcopy(model)
+        add_adapters(replica)
+        for module in replica.modules():
+            if isinstance(module, LoraLinear):  # 8 bits of precision would lose small updates
+                module.lora_A.float()
+                module.lora_B.float()
+        run = None
+        if (planned := plan_of(row)) is not None:
+            example = windows(first, size, 0, 0, device)
+            run = bitplan.attach(replica, planned[0], execution=planned[1], example=example)
+        train(replica, second, size, arguments.steps, 1e-3, seed, run)
+        losses[row] = loss_on(replica, held_out, size)
+        print(f"seed {seed}, {row}: {losses[row]:.4f}", file=sys.stderr, flush=True)
+    return losses
+
+
+def measure_losses(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The losses of all seeds, each in a process of its own, and on a GPU at the same time."""
+    command = [sys.executable, str(Path(__file__)), *sys.argv[1:], "--seed"]
+    documents: list[str] = []
+    seeds, together = list(range(arguments.seeds)), arguments.seeds if arguments.device == "cuda" else 1
+    for start in range(0, len(seeds), together):
+        batch = seeds[start : start + together]
+        running = [subprocess.Popen([*command, str(seed)], stdout=subprocess.PIPE, text=True) for seed in batch]
+        documents += [process.communicate()[0].splitlines()[-1] for process in running]
+    by_seed = [json.loads(document) for document in documents]
+    losses = {row: [one[row] for one in by_seed] for row in by_seed[0]}
     reference = losses["bf16"]
     spread = max(reference) - min(reference)
-    gaps = {row: statistics.fmean(losses[row]) - statistics.fmean(reference) for row in rows}
+    gaps = {row: statistics.fmean(losses[row]) - statistics.fmean(reference) for row in arguments.rows}
     for row, gap in gaps.items():
         print(f"{row:20} mean {statistics.fmean(losses[row]):.4f}, less BF16 {gap:+.4f} (spread of seeds {spread:.4f})")
     return {"losses": losses, "gaps": gaps, "spread_of_seeds": spread}
@@ -521,6 +545,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="write a file into benchmarks/results")
     parser.add_argument("--one", choices=ROWS, help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--lock", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.size = arguments.size or ("small" if arguments.losses else "8b")
@@ -534,6 +559,9 @@ def main() -> int:
             traceback.print_exc()
             return 1
         return 0
+    if arguments.seed is not None:
+        print(json.dumps(losses_of_seed(arguments)))
+        return 0
     results = (measure_losses if arguments.losses else measure_rows)(arguments)
     if arguments.json:
         options = [name for name in ("losses", "checkpointing", "chunked_loss") if getattr(arguments, name)]
@@ -542,7 +570,9 @@ def main() -> int:
         document = {
             "benchmark": "lora",
             "machine": describe_machine(torch.device(arguments.device)),
-            "arguments": {key: value for key, value in vars(arguments).items() if key not in ("one", "lock", "json")},
+            "arguments": {
+                key: value for key, value in vars(arguments).items() if key not in ("one", "seed", "lock", "json")
+            },
             "size": vars(SIZES[arguments.size]),
             "rank": RANK,
             **results,

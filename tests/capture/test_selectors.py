@@ -112,6 +112,31 @@ def test_a_gated_block_is_known_by_its_structure() -> None:
     assert selected(model, batch, "residual", "saved") == ["layers.*/add.0 (3)"]
 
 
+class Adapted(nn.Module):
+    """A linear layer with an adapter, as PEFT adds it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A = nn.Linear(base.in_features, 2, bias=False)
+        self.lora_B = nn.Linear(2, base.out_features, bias=False)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base_layer(x) + self.lora_B(self.lora_A(self.dropout(x))) * 2.0
+        return y
+
+
+def test_a_gate_is_found_behind_adapters() -> None:
+    model, batch = blocks(), torch.zeros(2, 4)
+    for layer in model.get_submodule("layers"):
+        for name in ("gate", "up", "down"):
+            setattr(layer, name, Adapted(getattr(layer, name)))
+    assert selected(model, batch, "gate") == ["layers.*.gate/add.0 (3)", "layers.*.up/add.0 (3)"]
+    assert selected(model, batch, "widening", "nonlinear-readers", "pointwise-readers") == ["layers.*.gate/add.0 (3)"]
+    assert selected(model, batch, "residual") == ["layers.*/add.0 (3)"]
+
+
 @pytest.mark.parametrize(
     "function",
     [

@@ -114,11 +114,35 @@ class OperationGraph:
 
     @cached_property
     def widening_products(self) -> set[int]:
-        return {
+        widening = {
             number
             for number in self.weight_products
             if self.operations[number].outputs[0].numel() > self._activation_operand(self.operations[number]).numel()
         }
+        return widening | {number for number, product in self.adapted.items() if product in widening}
+
+    @cached_property
+    def adapted(self) -> dict[int, int]:
+        """Sums of a product and its adapter, ``base(x) + B(A(x))``, by number -> the product."""
+        sums: dict[int, int] = {}
+        for number, operation in enumerate(self.operations):
+            sources = [read.source for read in self.activations(number)]
+            if operation.op == "add" and len(sources) == 2:
+                for product, adapter in (sources, sources[::-1]):
+                    if product in self.weight_products and self._adapts(adapter, product):
+                        sums[number] = product
+        return sums
+
+    def _adapts(self, adapter: int, product: int) -> bool:
+        """Whether an adapter is two products in a row of what another product reads."""
+        last = self._without(adapter, LINEAR_POINTWISE)
+        middle = self._only_activation(last) if last in self.weight_products else None
+        first = -1 if middle is None else self._without(middle, LINEAR_POINTWISE)
+        number = self._only_activation(first) if first in self.weight_products else None
+        source = self._only_activation(product)
+        while number is not None and number != source and number >= 0 and self.operations[number].op == "dropout":
+            number = self._only_activation(number)
+        return number is not None and number == source
 
     def _activation_operand(self, operation: Operation) -> Tensor:
         assert operation.operands is not None
@@ -180,11 +204,12 @@ class OperationGraph:
         return halves
 
     def _are_halves(self, first: tuple[int, Part], second: tuple[int, Part]) -> bool:
-        if not {first[0], second[0]} <= self.products:
+        products = [self.adapted.get(number, number) for number, _ in (first, second)]
+        if not set(products) <= self.products:
             return False
         if first[0] == second[0]:
             return bool(first[1] and second[1])  # two parts of it: a function of the whole and a part is no gate
-        return self.activations(first[0]) == self.activations(second[0])
+        return self.activations(products[0]) == self.activations(products[1])
 
     @cached_property
     def residual_sums(self) -> set[int]:
