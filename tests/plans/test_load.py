@@ -110,7 +110,7 @@ def test_an_empty_plan_is_a_plan() -> None:
     [
         ("", "p.yaml: the plan is empty: write at least version: 1."),
         ("- a", "p.yaml:1: this must be a mapping, not a list."),
-        ("rules: []", "p.yaml:1: the key 'version' is missing: add it."),
+        ("rules: []", "p.yaml:1: the key 'version' is missing: add it, as in version: 1."),
         ("version: 2", "p.yaml:1: version: this must be 1, not 2."),
         ("version: true", "p.yaml:1: version: this must be a whole number, not true."),
         ("version: 1\nrule: []", "p.yaml:2: there is no key 'rule' here; did you mean rules"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.data import DataLoader, Dataset
 
 from bitplan.capture.constants import ACTIVATION, SQUARE, STATISTIC, is_constant
 from bitplan.capture.decompositions import DECOMPOSITIONS
@@ -45,7 +46,7 @@ from bitplan.compiler.torch_private import (
     tree_leaves,
     tree_map,
 )
-from bitplan.errors import BitplanError, TargetError
+from bitplan.errors import BitplanError, PlanError, TargetError
 from bitplan.numerics.wire_format import op_site, site_path
 from bitplan.plans.match import ancestors
 
@@ -77,6 +78,36 @@ def call_arguments(inputs: Any) -> tuple[Any, ...]:
     if isinstance(inputs, dict) or hasattr(inputs, "keys"):
         return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+def inputs_of(model: nn.Module, example: Any) -> Any:
+    """What `model` takes of an example as a loader gives it: a target that its forward has no place for is left out."""
+    if isinstance(example, (DataLoader, Dataset)):
+        kind = "DataLoader" if isinstance(example, DataLoader) else "Dataset"
+        raise PlanError(f"example= is one batch, not a {kind}: give next(iter(loader)), as the model takes it.")
+    if isinstance(example, np.ndarray):
+        raise PlanError("example= is a batch of tensors, not a numpy array: give torch.from_numpy(example).")
+    if not isinstance(example, (tuple, list, Mapping)):
+        return example
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):
+        return example
+    args, kwargs = call_arguments(example)
+    if _binds(signature, args, kwargs):
+        return example
+    if len(args) == 2 and _binds(signature, args[:1], {}):
+        return args[0]
+    known = {name: value for name, value in kwargs.items() if name in signature.parameters}
+    return known if known and _binds(signature, (), known) else example
+
+
+def _binds(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def call_loss(loss: Callable[..., Any], output: Any, target: Any) -> Any:

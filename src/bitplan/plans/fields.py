@@ -212,7 +212,8 @@ class Record(Kind[dict[str, Any]]):
                 raise place.error(f"there is no key {key!r} here; {nearest_names(key, self.fields)}")
         for key in self.required:
             if key not in entries:
-                raise node.error(f"the key {key!r} is missing: add it.")
+                example = ", as in version: 1" if key == "version" else ""
+                raise node.error(f"the key {key!r} is missing: add it{example}.")
         return {key: self.fields[key].read(item) for key, item in entries.items()}
 
     def shape(self) -> Schema:

@@ -231,7 +231,8 @@ class Quantizing(Kind[_Placed]):
             if isinstance(node.value, str):
                 return _Placed(use_from_text(node.value))
             if not isinstance(node.value, dict):
-                raise PlanError(f"a quantizer is a format name, a name or a mapping, not {node.describe()}.")
+                advice = f" Whole numbers of {node.value} bits are int{node.value}." if type(node.value) is int else ""
+                raise PlanError(f"a quantizer is a format name, a name or a mapping, not {node.describe()}.{advice}")
         except PlanError as error:
             raise node.error(str(error)) from None
         over_time = next((record for key, record in OVER_TIME.items() if key in node.value), None)

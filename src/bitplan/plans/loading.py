@@ -159,10 +159,15 @@ def find_plan(plan: Plan | str | os.PathLike[str] | Mapping[str, Any]) -> Plan:
     if isinstance(plan, os.PathLike):
         return Plan.load(plan)
     if not isinstance(plan, str):
-        raise PlanError(f"a plan is a Plan, a mapping, a preset's name or a file, not {type(plan).__name__}.")
+        raise _not_a_plan(plan)
     presets = preset_names()
     if plan in presets:
         return Plan.preset(plan)
     if is_preset_name(plan) and not Path(plan).exists():
         raise PlanError(f"there is no preset and no file {plan!r}; {nearest_names(plan, presets)}")
     return Plan.load(plan)
+
+
+def _not_a_plan(plan: object) -> PlanError:
+    advice = " A list of rules is {'version': 1, 'rules': [...]}." if isinstance(plan, list) else ""
+    return PlanError(f"a plan is a Plan, a mapping, a preset's name or a file, not {type(plan).__name__}.{advice}")

@@ -255,11 +255,23 @@ def _named(name: str, names: Names, passed: Iterable[str]) -> Use:
     return names.quantizers[name]
 
 
+#: Names that say a width only -> the formats that are meant.
+_SEVERAL_FORMATS = {
+    "fp8": "e4m3 for weights and activations, e5m2 for gradients",
+    "float8": "e4m3 for weights and activations, e5m2 for gradients",
+    "fp6": "e2m3 or e3m2",
+    "fp4": "e2m1, with blocks and their scales mxfp4 or nvfp4, or nf4 for frozen weights",
+    "float4": "e2m1, with blocks and their scales mxfp4 or nvfp4, or nf4 for frozen weights",
+}
+
+
 def _unknown_name(text: str, names: Iterable[str]) -> str:
     if re.fullmatch(LIKE_A_FORMAT, text.strip(), re.IGNORECASE):
         try:
             get_format(text)
         except ValueError as error:
             return str(error)
+    if (several := _SEVERAL_FORMATS.get(text.strip().lower())) is not None:
+        return f"there is no quantizer or number format {text!r}, because there are several of this width: {several}."
     candidates = [*names, KEEP, *NAMED]
     return f"there is no quantizer or number format {text!r}; {nearest_names(text, candidates)}"

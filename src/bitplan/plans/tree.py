@@ -98,6 +98,8 @@ def _compose(text: str, source: str, language: str) -> yaml.Node | None:
             raise PlanError(f"{place}: a tab stands where YAML wants spaces: indent with spaces.") from None
         if "single document" in (error.context or ""):
             raise PlanError(f"{place}: a second document starts here: one file holds one plan.") from None
+        if error.context == "while scanning an alias":
+            raise PlanError(f'{place}: a * begins an alias in YAML: write it in quotes, as in match: "*".') from None
         raise PlanError(f"{place}: this is not {language}: {problem}.") from None
     except yaml.reader.ReaderError as error:
         place = f"{source}:{text.count(chr(10), 0, error.position) + 1}"
@@ -261,7 +263,8 @@ def _from_data(data: object, at: Node, depth: int) -> Node:
                     raise at.error(f"a key must be a text, not {key!r:.60}.")
                 value[key] = _from_data(item, at.child(key), depth + 1)
         case _:
-            raise at.error(f"a plan holds mappings, lists, texts and numbers, not {type(data).__name__}.")
+            advice = " A format has a name, such as e4m3, bf16 or int8." if type(data).__name__ == "dtype" else ""
+            raise at.error(f"a plan holds mappings, lists, texts and numbers, not {type(data).__name__}.{advice}")
     return Node(value, at.source, at.field)
 
 

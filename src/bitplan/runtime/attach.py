@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from bitplan.capture.decompositions import is_decomposed
-from bitplan.capture.recording import Operation, record
+from bitplan.capture.recording import Operation, inputs_of, record
 from bitplan.capture.scopes import is_planned, state_of, uninstall, unwrapped
 from bitplan.capture.selectors import expand_plan
 from bitplan.errors import BitplanWarning, PlanError
@@ -56,7 +56,8 @@ def attach(
     :param steps: optimizer steps of the whole run, which a plan that changes over time needs; or ``"progress"``, where
         the loop reports its progress by :meth:`Attachment.progress`; or ``"later"``, where a trainer calls
         :meth:`Attachment.set_total_steps` before the first step.
-    :param example: a batch, as the model takes it; with one, the plan is checked at once on fake tensors, or on the
+    :param example: a batch, as the model takes it or with a target that the model does not take, as loaders give it:
+        ``(inputs, target)``, or a mapping with labels. With one, the plan is checked at once on fake tensors, or on the
         batch itself where the model needs values. Without, the first forward pass records the operations, and a rule
         that matched none raises before the first optimizer step. A model that is compiled from the start needs one, and
         so does a plan that chooses tensors by ``select``: the attachment's plan has plain rules in their place.
@@ -71,8 +72,9 @@ def attach(
 
     options = None if execution is None else execution_options(execution)
     if not isinstance(model, nn.Module):
-        raise PlanError(f"a plan is attached to a torch.nn.Module, not to {type(model).__name__}.")
+        raise _not_a_model(model, plan)
     resolved = find_plan(plan)
+    example = inputs_of(model, example)
     options = options or resolved.declared_execution or Emulate()
     _release_copy(model)
     if any(is_planned(module) for module in model.modules()):
@@ -186,3 +188,8 @@ def _optimizers(optimizer: Optimizer | Iterable[Optimizer] | None, model: nn.Mod
     if not any(id(parameter) in parameters for parameter in trained):
         raise PlanError("optimizer= has no parameter of this model: give the optimizer that trains it.")
     return optimizers
+
+
+def _not_a_model(model: object, plan: object) -> PlanError:
+    order = " The model comes first: attach(model, plan)." if isinstance(plan, nn.Module) else ""
+    return PlanError(f"a plan is attached to a torch.nn.Module, not to {type(model).__name__}.{order}")
