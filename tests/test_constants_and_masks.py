@@ -68,7 +68,16 @@ def assign(scores: Tensor, value: float) -> Tensor:
     return scores
 
 
-WAYS = (fill, fill_in_place, add_full, add_product, select, assign)
+def subtract(scores: Tensor, value: float) -> Tensor:
+    allowed = causal(scores.shape[-1]).float()
+    return scores * allowed - (1.0 - allowed) * -max(value, torch.finfo(torch.float32).min)
+
+
+def add_logarithm(scores: Tensor, value: float) -> Tensor:
+    return scores + causal(scores.shape[-1]).float().log()
+
+
+WAYS = (fill, fill_in_place, add_full, add_product, select, assign, subtract, add_logarithm)
 
 
 @pytest.mark.parametrize("value", MASKED_VALUES)
@@ -133,13 +142,30 @@ def test_a_mask_by_the_name_of_an_argument(is_set_on_the_instance: bool) -> None
     assert 0 < (rounded - plain).abs().max() < 0.1
 
 
+def test_a_bias_by_the_name_of_an_argument() -> None:
+    class Masked(nn.Module):
+        def forward(self, scores: Tensor, attn_bias: Tensor) -> Tensor:
+            return torch.softmax(scores + attn_bias, -1)
+
+    model, scores = Masked(), 3 * torch.randn(4, 6)
+    bias = torch.zeros(6).masked_fill(torch.arange(6) > 3, -1e9)
+    plain = model(scores, bias)
+    with bp.attach(model, "fp8-all"):
+        assert 0 < (model(scores, bias) - plain).abs().max() < 0.1
+
+
 @pytest.mark.parametrize("value", [-math.inf, torch.finfo(torch.float32).min, -1e4])
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_a_mask_in_a_buffer(value: float, is_compiled: bool) -> None:
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_a_mask_in_a_buffer_or_an_attribute(value: float, is_compiled: bool, is_buffer: bool) -> None:
     class Causal(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.register_buffer("hidden", torch.full((8, 8), value).triu(1))
+            hidden = torch.full((8, 8), value).triu(1)
+            if is_buffer:
+                self.register_buffer("hidden", hidden)
+            else:
+                self.hidden = hidden
 
         def forward(self, x: Tensor) -> Tensor:
             scores = x @ x.mT + self.hidden[: x.shape[1], : x.shape[1]]  # type: ignore[index]

@@ -92,6 +92,18 @@ def test_a_method_in_place_has_the_numbers_of_its_twin(name: str, execution: str
     assert_same_numbers(*FUNCTIONS[name], execution)
 
 
+def test_the_input_of_a_gate_may_be_overwritten_when_packed() -> None:
+    def gate_half_of_a_copy(x: Tensor) -> Tensor:
+        copied = x.clone()
+        copied[:, :4] *= torch.sigmoid(copied[:, 4:])  # torch's sigmoid saves its result only
+        return copied
+
+    model, x = Around(gate_half_of_a_copy), torch.randn(16, 8)
+    expected, actual = gradients(model, "emulate", x), gradients(copy.deepcopy(model), "packed", x)
+    assert len(expected) == len(actual) > 2
+    assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
+
+
 @pytest.mark.parametrize("execution", ["emulate", "packed", "native"])
 def test_a_weight_that_changed_since_the_forward_pass_raises(execution: str) -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8)

@@ -154,6 +154,43 @@ def test_real_models_train_alike(name: str) -> None:
     assert_equal(Trained(model, plan, "packed", args, 1), Trained(model, plan, "emulate", args, 1))
 
 
+@pytest.mark.parametrize(
+    ("function", "autocast"),
+    [
+        (lambda x: x.t().square_(), False),
+        (lambda x: x @ x.t(), True),
+    ],
+    ids=["overwritten", "cast"],
+)
+@pytest.mark.parametrize("scale", ["channel", "vector"])
+def test_the_copy_of_a_transposed_square_has_scales_of_its_own(
+    scale: str, function: Callable[[Tensor], Tensor], autocast: bool
+) -> None:
+    class Squared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Spread()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return function(self.inner(x))
+
+    class Spread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.logspace(-3, 3, 8).unsqueeze(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.factor
+
+    rules = [
+        {"match": "inner", "activation": {"format": "int8", "scale": scale}},
+        {"match": "", "grad_activation": "bf16"},
+    ]
+    plan, x = Plan.from_dict({"version": 1, "rules": rules}), torch.randn(8, 8)
+    trained = [Trained(Squared(), plan, kind, (x,), autocast=autocast) for kind in ("emulate", "packed")]
+    assert_equal(*trained)
+
+
 # --- fewer bytes, counted by the allocator ---
 
 

@@ -302,6 +302,16 @@ def test_fallbacks_and_strictness_need_native_execution_and_an_example() -> None
         run.fallbacks()
 
 
+@pytest.mark.parametrize(("layers", "others"), [(1, ""), (2, "nor does 1 more of the plan"), (3, "nor do 2 more")])
+def test_strict_execution_counts_what_would_be_emulated(layers: int, others: str) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    strict = bitplan.Native(strict=True)
+    with pytest.raises(PlanError, match=r"0/linear\.0 does not run natively") as raised:
+        bitplan.attach(model, "int8-all", example=torch.randn(2, 4), execution=strict)
+    assert others in str(raised.value)
+    assert ("nor do" in str(raised.value)) is (layers > 1)
+
+
 def test_a_late_switch_runs_native_and_then_not(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(monkeypatch)
     model, x = nn.Linear(32, 16), torch.randn(6, 32)
@@ -570,5 +580,5 @@ def test_without_an_example_fallbacks_are_warned_of_at_the_first_step() -> None:
     model, x = nn.Linear(8, 8), torch.randn(2, 8)
     with bitplan.attach(model, "int8-all", execution="native") as run:
         model(x).sum().backward()
-        with pytest.warns(BitplanWarning, match="1 products are emulated"):
+        with pytest.warns(BitplanWarning, match="1 product is emulated"):
             run.step()

@@ -46,6 +46,8 @@ _IS_CONSTANT, _IS_STATISTIC = 4, 8
 
 #: Numbers from here down stand for minus infinity: BERT's -10000 is the largest in use.
 _MINUS_INFINITY = -1e4
+#: Arguments of ``forward`` whose names end so are masks.
+_MASK_NAMES = ("mask", "attn_bias", "attention_bias")
 
 #: Operations that add a mask, or keep the mask of an operand.
 _KEEPS_MASK = frozenset(
@@ -84,7 +86,7 @@ def mask_arguments(module: nn.Module) -> tuple[tuple[int, str], ...]:
         parameters = inspect.signature(module.forward).parameters
     except (TypeError, ValueError):  # not written in Python
         return ()
-    return tuple((position, name) for position, name in enumerate(parameters) if name.endswith("mask"))
+    return tuple((position, name) for position, name in enumerate(parameters) if name.endswith(_MASK_NAMES))
 
 
 def with_mask_tags(names: tuple[tuple[int, str], ...], args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -112,10 +114,11 @@ def _tag(tensor: Tensor) -> int:
 
 
 class FloatBuffers(NamedTuple):
-    """Names of a module's floating-point buffers, whose values are constants."""
+    """Names of a module's floating-point buffers, whose values are constants, and of other masks that it holds."""
 
     names: tuple[str, ...]
-    #: Those that hold a number that stands for minus infinity, as the mask of causal attention does.
+    #: Those that hold a number that stands for minus infinity, as the mask of causal attention does; plain attributes
+    #: and frozen parameters, too.
     masks: tuple[str, ...]
 
 
@@ -123,9 +126,13 @@ def float_buffers(module: nn.Module) -> FloatBuffers:
     buffers = {
         name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_floating_point()
     }
-    return FloatBuffers(
-        tuple(buffers), tuple(name for name, buffer in buffers.items() if _holds_minus_infinity(buffer))
-    )
+    attributes = {
+        name: value
+        for name, value in (*vars(module).items(), *module._parameters.items())
+        if isinstance(value, Tensor) and value.is_floating_point() and not value.requires_grad
+    }
+    masks = tuple(name for name, tensor in (attributes | buffers).items() if _holds_minus_infinity(tensor))
+    return FloatBuffers((*buffers, *(name for name in masks if name not in buffers)), masks)
 
 
 def _holds_minus_infinity(buffer: Tensor) -> bool:
@@ -233,6 +240,8 @@ def _mask_of(
         elif own > tag:
             tag = own
     if op not in _BOUNDS and _has_minus_infinity(args, kwargs):
+        return _BY_VALUE
+    if is_constant and (op == "log" or (op == "mul" and _has_infinity(args))):  # log(0), and 1e10 * hidden to subtract
         return _BY_VALUE
     if tag == _BY_NAME and not is_constant and is_sum_with_other:
         return 0 if op in _MULTIPLIES else _BY_VALUE
@@ -366,8 +375,8 @@ def _collect(values: Iterable[Any], tensors: list[Tensor]) -> None:
 
 
 def _is_buffer(module: nn.Module, names: tuple[str, ...], tensor: Tensor) -> bool:
-    for name in names:  # noqa: SIM110 - tensors are compared by identity, under tracing too
-        if module._buffers.get(name) is tensor:
+    for name in names:
+        if (module._buffers.get(name) if name in module._buffers else getattr(module, name, None)) is tensor:
             return True
     return False
 
@@ -377,3 +386,7 @@ def _has_minus_infinity(args: Any, kwargs: dict[str, Any]) -> bool:
         if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= _MINUS_INFINITY:
             return True
     return False
+
+
+def _has_infinity(args: Any) -> bool:
+    return any(isinstance(value, (int, float)) and value >= -_MINUS_INFINITY for value in args)

@@ -122,23 +122,24 @@ def assign_task(
     )
 
 
-def range_test_of_task(task: Task, **options: Any) -> RangeTest:
+def range_test_of_task(task: Task, *, device: torch.device | str = "cpu", **options: Any) -> RangeTest:
     """The range test of a task with its own recipe at the peak learning rate; options as of :func:`range_test`."""
     with preserve_rng_state():
         torch.manual_seed(task.seed)
-        model = task.model()
+        model = task.model().to(device)
         optimizer = task.optimizer(model)
-        return range_test(model, optimizer, _TaskBatches(task), task.loss, seed=task.seed, **options)
+        return range_test(model, optimizer, _TaskBatches(task, device), task.loss, seed=task.seed, **options)
 
 
 class _TaskBatches:
     """A task's batches, without an end."""
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
+    def __init__(self, task: Task, device: torch.device | str) -> None:
+        self.task, self.device = task, device
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self.task.batch, count())
+        for step in count():
+            yield tree_map_only(Tensor, lambda tensor: tensor.to(self.device), self.task.batch(step))
 
 
 def _number(text: str) -> float | None:

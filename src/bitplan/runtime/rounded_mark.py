@@ -108,10 +108,16 @@ def copy_mark(copy: Tensor, original: Tensor) -> None:
         return
     grid = mark.grid if copy.dtype == original.dtype else None
     details = mark.packable
-    if details is not None and details.shape == original.shape:
+    if details is not None and _has_scales_of(original, details):
         mark_rounded(copy, grid, details.quantizer, details.scales)
     else:
         mark_rounded(copy, grid)
+
+
+def _has_scales_of(view: Tensor, details: Packable) -> bool:
+    """Whether the scales of a tensor fit a view of its memory: a transposed square has its shape, not its axes."""
+    is_same_view = view.stride() == details.stride or all(scale.numel() == 1 for scale in details.scales)
+    return view.shape == details.shape and is_same_view
 
 
 def _holder(tensor: Tensor) -> Any:

@@ -158,13 +158,15 @@ class NativeExecution(EmulateExecution):
             return
         if self.native.strict:
             first, others = fallbacks[0], len(fallbacks) - 1
+            more = f", nor {'does' if others == 1 else 'do'} {others} more of the plan" if others else ""
             raise PlanError(
-                f"{first.site} does not run natively ({first.gemm_pass}: {first.reason}), nor do {others} other "
-                f"products of the plan: drop strict=True to emulate them."
+                f"{first.site} does not run natively ({first.gemm_pass}: {first.reason}){more}: "
+                f"drop strict=True to emulate what cannot."
             )
         reasons = Counter(fallback.reason for fallback in fallbacks)
         listed = "; ".join(f"{reason} ({count}x)" if count > 1 else reason for reason, count in reasons.most_common(3))
-        message = f"{len(fallbacks)} products are emulated: {listed}. run.fallbacks() lists them."
+        subject = "1 product is" if len(fallbacks) == 1 else f"{len(fallbacks)} products are"
+        message = f"{subject} emulated: {listed}. run.fallbacks() lists them."
         warnings.warn(message, BitplanWarning, stacklevel=4)
 
     def compiler_settings(self, ops: Iterable[RoundingOp], options: dict[str, Any]) -> CompilerSettings:

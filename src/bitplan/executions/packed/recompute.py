@@ -36,13 +36,18 @@ RECOMPUTED = frozenset(
     """.split()  # noqa: SIM905 - a paragraph of names reads better than a page of quotes
 )
 
+#: Of these, the operations that save nothing but their result.
+_SAVE_RESULT = frozenset(
+    ["tanh", "sigmoid", "softmax", "log_softmax", "softmin", "exp", "expm1", "sqrt", "rsqrt", "reciprocal"]
+)
+
 
 def memory_saving(op: str, func: Callable[..., Any]) -> Callable[..., Any]:
     """A function with the result of `func` that saves less, where there is one; otherwise `func`."""
     if op in ("relu", "dropout"):
         saving = bit_relu if op == "relu" else bit_dropout
         return partial(saving, inplace=True) if works_in_place(func) else saving
-    return _recomputed(func) if op in RECOMPUTED else func
+    return _recomputed(op, func) if op in RECOMPUTED else func
 
 
 # --- One bit per element
@@ -338,12 +343,15 @@ class Call:
         return self.func(*args, **kwargs)
 
 
-def _recomputed(func: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputed(op: str, func: Callable[..., Any]) -> Callable[..., Any]:
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         overwrites = works_in_place(func) or kwargs.get("inplace") or kwargs.get("out") is not None
         if overwrites or not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
             return func(*args, **kwargs)  # what was overwritten cannot be recomputed from
+        if op in _SAVE_RESULT and not any(tensor.is_leaf or packable(tensor) for tensor in tensors):
+            # The input takes as much memory as the result, and the model may overwrite it.
+            return func(*args, **kwargs)
         return Recomputed.apply(Call(func, args, kwargs), *tensors)  # type: ignore[no-untyped-call]
 
     return recomputed
