@@ -206,27 +206,28 @@ def _from_compressed_tensors(source: Any, notes: list[str]) -> Rules:
         for slot, key in (("fprop.x", "input_activations"), ("fprop.w", "weights")):
             if group.get(key) is not None:
                 places[slot] = _quantizer_of(group[key], slot, f"config_groups.{name}.{key}", notes)
-        match = [_name_pattern(target, "Linear", notes) for target in group.get("targets", ())]
-        match = [pattern for pattern in match if pattern is not None]
+        match = _name_patterns(group.get("targets", ()), "Linear", notes)
         if match and places:
             rules.append(_rule(match, **places))
-    ignored = [_name_pattern(target, "", notes) for target in config.get("ignore") or ()]
+    ignored = _name_patterns(config.get("ignore") or (), "", notes)
     if ignored:
-        rules.append({"match": [pattern for pattern in ignored if pattern is not None], "keep": True, "strict": False})
+        rules.append(_rule(ignored, keep=True))
     return rules
 
 
-def _name_pattern(target: Any, class_name: str, notes: list[str]) -> str | None:
-    """A target of a group as a pattern of a plan."""
-    text = str(target)
-    if class_name and text == class_name:
-        return "*"
-    if text.startswith("re:"):
-        return f"{text}.*"  # theirs need not fit to the end
-    if text[:1].isupper() and "." not in text:
-        notes.append(f"the class {text} in targets or ignore is left out: plans match linear layers by their paths")
-        return None
-    return text
+def _name_patterns(targets: Any, class_name: str, notes: list[str]) -> list[str]:
+    """Targets of a group as patterns of a plan; `class_name` stands for all linear layers."""
+    patterns = []
+    for text in map(str, targets):
+        if class_name and text == class_name:
+            patterns.append("*")
+        elif text.startswith("re:"):
+            patterns.append(f"{text}.*")  # theirs need not fit to the end
+        elif text[:1].isupper() and "." not in text:
+            notes.append(f"the class {text} in targets or ignore is left out: plans match linear layers by their paths")
+        else:
+            patterns.append(text)
+    return patterns
 
 
 def _quantizer_of(arguments: Any, slot: str, where: str, notes: list[str]) -> Any:
@@ -235,8 +236,9 @@ def _quantizer_of(arguments: Any, slot: str, where: str, notes: list[str]) -> An
     strategy, size = args.get("strategy"), args.get("group_size")
     if strategy is None:
         strategy = "tensor" if size is None else "group" if size > 0 else "channel"
-    if kind == "float" and (bits, size) in _FLOAT_BLOCKS and (bits != 8 or "uint8" in str(args.get("scale_dtype"))):
-        return _FLOAT_BLOCKS[bits, size]
+    block_format = _FLOAT_BLOCKS.get((bits, size))
+    if kind == "float" and block_format is not None and (bits != 8 or "uint8" in str(args.get("scale_dtype"))):
+        return block_format
     if kind == "float" and bits != 8:
         raise PlanError(f"{where}: there is no quantizer for float {bits} with {strategy} scales.")
     quantizer: dict[str, Any] = {"format": f"int{bits}" if kind == "int" else "e4m3"}
@@ -259,7 +261,7 @@ def _quantizer_of(arguments: Any, slot: str, where: str, notes: list[str]) -> An
     return quantizer
 
 
-_FLOAT_BLOCKS = {(8, 32): "mxfp8", (4, 32): "mxfp4", (4, 16): "nvfp4", (6, 32): "mxfp6"}
+_FLOAT_BLOCKS: dict[Any, str] = {(8, 32): "mxfp8", (4, 32): "mxfp4", (4, 16): "nvfp4", (6, 32): "mxfp6"}
 
 
 # --- Megatron

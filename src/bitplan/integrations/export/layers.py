@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.analysis.explain import Explanation, explain_operations, plan_at
-from bitplan.capture.decompositions import decision_for, is_decomposed
+from bitplan.capture.decompositions import is_decomposed
 from bitplan.capture.recording import Operation, record, scripted_modules
 from bitplan.capture.selectors import plan_for_model
 from bitplan.errors import PlanError

@@ -19,7 +19,7 @@ import yaml
 from torch import Tensor, nn
 
 from bitplan.errors import MissingPackageError, PlanError
-from bitplan.files import json_text
+from bitplan.files import json_text, sync
 from bitplan.gemm.axes import resolve
 from bitplan.integrations.export.layers import (
     LinearLayer,
@@ -69,7 +69,7 @@ def compressed_tensors_config(planned: PlannedModel, omissions: Omissions) -> tu
 
 
 def _scheme_text(layer: LinearLayer, omissions: Omissions) -> str | None:
-    """The scheme of a layer as JSON, so that layers with equal schemes can be grouped; None: the layer is left as it is."""
+    """The scheme of a layer as JSON, which can be compared and hashed; None where the layer is left as it is."""
     x, w = layer.operands["fprop.x"], layer.operands["fprop.w"]
     if w is None:
         if x is not None:
@@ -126,9 +126,11 @@ def _arguments(layer: LinearLayer, slot: str, omissions: Omissions) -> dict[str,
             omissions.add(site, f"compressed-tensors has no such scale ({spec}): one per tensor instead")
     if granularity == "other" and target.name in _BLOCKS:
         omissions.add(site, f"compressed-tensors has blocks along the inputs only ({spec})")
-    size = arguments.get("group_size")
-    if size is not None and layer.in_features % size:
-        omissions.add(site, f"compressed-tensors wants inputs in whole blocks of {size}: the layer is left as it is")
+    group_size = arguments.get("group_size")
+    if group_size is not None and layer.in_features % group_size:
+        omissions.add(
+            site, f"compressed-tensors has whole blocks of {group_size} inputs only: the layer is left as it is"
+        )
         return None
     return arguments
 
@@ -180,7 +182,7 @@ def write_weights(planned: PlannedModel, model: nn.Module, folder: Path) -> None
 
 
 def _packing_by_layer(config: Mapping[str, Any], planned: PlannedModel) -> dict[str, str]:
-    packings = {}
+    packings: dict[str, str] = {}
     for group in config["config_groups"].values():
         paths = group["targets"]
         if paths == [_ALL_LINEAR]:
@@ -236,11 +238,11 @@ def pack_integers(values: Tensor, bits: int) -> Tensor:
 
 
 def _write_config(model: nn.Module, quantization: Mapping[str, Any], folder: Path) -> None:
-    """``config.json`` of a model of Transformers with the quantization added; of other models, the quantization alone."""
-    own = getattr(model, "config", None)
-    content = own.to_dict() if hasattr(own, "to_dict") else {}
+    """``config.json``: the quantization, and the rest of the config of a model of Transformers."""
+    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    content = {} if to_dict is None else {"architectures": [type(model).__name__]} | to_dict()
     content = json.loads(json.dumps(content, default=str)) | {"quantization_config": dict(quantization)}
-    if content.get("architectures") is None and hasattr(own, "to_dict"):
+    if to_dict is not None and content["architectures"] is None:
         content["architectures"] = [type(model).__name__]
     (folder / "config.json").write_text(f"{json_text(content)}\n", encoding="utf-8")
 
@@ -258,16 +260,15 @@ def _fresh_folder(folder: Path) -> Iterator[Path]:
         raise PlanError(f"cannot make the folder {folder} ({error.strerror}): name another one.") from None
     try:
         yield fresh
-        fresh.chmod(0o777 & ~_umask())
+        mask = os.umask(0)
+        os.umask(mask)
+        fresh.chmod(0o777 & ~mask)  # temporary folders, and files of safetensors, are the owner's alone
+        for file in fresh.iterdir():
+            file.chmod(0o666 & ~mask)
+            sync(file)
         os.replace(fresh, target)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 # --- ModelOpt

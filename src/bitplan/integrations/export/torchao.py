@@ -111,14 +111,13 @@ def _config_text(casts: Mapping[str, _Cast | None], fast_passes: Sequence[str]) 
         if cast is None:
             others = [casts[other] for other in OPERANDS[tensor] if casts[other] is not None]
             name = others[0].format if others and others[0] is not None else _DEFAULT_FORMAT[tensor]
-            lines.append(
-                f"            {field}=CastConfig(scaling_type=ScalingType.DISABLED, target_dtype={DTYPES[name]}),"
-            )
+            disabled = f"scaling_type=ScalingType.DISABLED, target_dtype={DTYPES[name]}"
+            lines.append(f"            {field}=CastConfig({disabled}),")
         else:
             granularity = {"tensor": "TENSORWISE", "vector": "AXISWISE"}[cast.granularity]
             lines.append(
-                f"            {field}=CastConfig(\n"
-                f"                scaling_granularity=ScalingGranularity.{granularity}, target_dtype={DTYPES[cast.format]}\n"
+                f"            {field}=CastConfig(\n                "
+                f"scaling_granularity=ScalingGranularity.{granularity}, target_dtype={DTYPES[cast.format]}\n"
                 f"            ),"
             )
     for pass_, field in GEMM_FIELDS.items():

@@ -132,7 +132,7 @@ def _quantizer(layer: LinearLayer, slot: str, omissions: Omissions) -> _Quantize
 
 def _quantizer_text(quantizer: _Quantizer | None, treatment: Any) -> str:
     if quantizer is None:
-        return "IdentityQuantizer"
+        return "partial(IdentityQuantizer)"
     if quantizer.kind == "delayed":
         gradients = {tensor: row for tensor, row, _ in treatment}["grad_output"]
         both = "E4M3" if gradients is not None and gradients.dtype == "e4m3" else "HYBRID"
@@ -208,7 +208,7 @@ def quantizer(role):
     if copies is None:
         return IdentityQuantizer()
     rowwise, columnwise = copies
-    if rowwise is columnwise or (rowwise.func, rowwise.args) == (columnwise.func, columnwise.args):
+    if (rowwise.func, rowwise.args) == (columnwise.func, columnwise.args):
         return rowwise()
     return HybridQuantizer(rowwise_quantizer=rowwise(), columnwise_quantizer=columnwise())
 
