@@ -260,6 +260,15 @@ def test_torchao_gets_one_call_per_treatment_with_disjoint_layers() -> None:
     assert export.layers == 6
 
 
+def test_a_layer_with_two_names_is_exported_under_both() -> None:
+    model = nn.ModuleDict({"block": nn.ModuleDict({"fc": nn.Linear(16, 16)})})
+    model["again"] = nn.ModuleDict({"fc": model["block"]["fc"]})  # type: ignore[index]
+    model.forward = lambda x: model["again"]["fc"](model["block"]["fc"](x))  # type: ignore[method-assign, index]
+    export = plan_of(linear(**FP8_TENSOR)).export("torchao", model, torch.randn(2, 16), strict=True)
+    converted = executed(export.text)["convert"](model, emulate=True)
+    assert {type(converted[name]["fc"]).__name__ for name in ("block", "again")} == {"Float8Linear"}
+
+
 def test_the_exported_file_refuses_another_model() -> None:
     names = executed(exported("torchao", linear(**FP8_TENSOR)).text)
     with pytest.raises(ValueError, match="embed"):
@@ -439,6 +448,9 @@ def test_te_debug_does_not_confuse_a_layer_with_one_whose_name_ends_alike() -> N
     features = te_debug_sections(plan.export("te-debug", model, torch.randn(2, 8)).text, ["fc", "model.fc"])
     assert "FakeQuant" in features["model.fc"]
     assert "FakeQuant" not in features["fc"]
+    root = plan_of(linear(**FP8_TENSOR)).export("te-debug", nn.Linear(8, 8), torch.randn(2, 8))
+    (section,) = yaml.safe_load(root.text).values()
+    assert re.search(section["layers"]["layer_name_regex_pattern"], "model")
 
 
 # --- Transformer Engine's CustomRecipe

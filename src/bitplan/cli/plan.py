@@ -35,7 +35,7 @@ from bitplan.planners.cpt import record_operations, saving_plan
 from bitplan.plans import ROLES, Plan, plan_schema, preset_names, preset_text
 from bitplan.plans.loading import find_plan
 
-group = typer.Typer(help="List, show, check, explain and make plans.", no_args_is_help=True)
+group = typer.Typer(help="List, show, check, explain, make, export and import plans.", no_args_is_help=True)
 
 
 def _complete_to(incomplete: str) -> list[str]:

@@ -126,7 +126,8 @@ def export_plan(
         if not (export_format.is_for_inference and omission.is_training_only):
             omissions.add(*omission)
     title = f"{to} {version or export_format.versions[-1]}"
-    plan_name = plan if isinstance(plan, str) else found_plan.name or str(found_plan.origin or "made in Python")
+    name = plan if isinstance(plan, str) else found_plan.name or found_plan.origin
+    plan_name = "a plan made in Python" if name is None else f"the plan {name}"
 
     def header() -> FileHeader:
         return FileHeader(title, plan_name, target, tuple(omission_lines(tuple(omissions))))

@@ -180,16 +180,16 @@ def find_layers(
     layers = []
     first_paths: dict[int, str] = {}
     names_of: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_of.setdefault(id(parameter), []).append(name)
+    for name, owner in model.named_modules():  # a module with several paths counts once
+        for own_name, parameter in owner.named_parameters(recurse=False):
+            names_of.setdefault(id(parameter), []).append(f"{name}.{own_name}".removeprefix("."))
     for path, module in linear_modules.items():
         # A module with several paths is recorded under its first.
         first_path = first_paths.setdefault(id(module), path)
         unrounded: dict[str, Operand | None] = dict.fromkeys(SLOTS)
         operands = operands_by_path.get(first_path, unrounded)
-        own_name = f"{path}.weight" if path else "weight"
-        others = [name for name in names_of.get(id(module.weight), ()) if name != own_name]
-        shared = others[0] if others else None
+        own_name = f"{first_path}.weight".removeprefix(".")
+        shared = next((name for name in names_of[id(module.weight)] if name != own_name), None)
         layers.append(LinearLayer(path, module.in_features, module.out_features, operands, shared))
 
     layer_sites = {
@@ -260,7 +260,8 @@ def _note_site(
             omissions.add(site.name, f"evaluation rounds as training does (eval: {spec.eval})", is_backward)
     elif site.role in SLOTS:
         op = site.op.split(".")[0]
-        omissions.add(site.name, f"operands of {op} are rounded by bitplan only ({row.words})", is_backward)
+        where = " outside of nn.Linear modules" if op == "linear" else ""
+        omissions.add(site.name, f"operands of {op}{where} are rounded by bitplan only ({row.words})", is_backward)
     elif site.role == "activation":
         omissions.add(site.name, f"the saved activation is not rounded ({row.words})", is_backward)
     else:

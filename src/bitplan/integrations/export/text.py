@@ -20,6 +20,7 @@ class FileHeader:
 
     #: The target and its version, such as ``torchao 0.18``.
     format: str
+    #: Such as ``the plan fp8-linear``.
     plan: str
     #: The model's name on the command line; None where Python code gave a model.
     target: str | None
@@ -28,7 +29,7 @@ class FileHeader:
 
     def comment(self, sign: str) -> str:
         model = "" if self.target is None else f", for {self.target}"
-        lines = [f"Written by bitplan {__version__} from the plan {self.plan}{model}, for {self.format}."]
+        lines = [f"Written by bitplan {__version__} from {self.plan}{model}, for {self.format}."]
         if self.lines:
             lines += ["Not expressed here:", *(f"- {line}" for line in self.lines)]
         return "\n".join(f"{sign} {' '.join(printable(line).split())}" for line in lines)

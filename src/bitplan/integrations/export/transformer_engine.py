@@ -246,6 +246,8 @@ def _anchored(expression: str, paths: Mapping[str, Any]) -> str:
     ``infer_and_assign_layer_names`` puts ``model.`` in front of every module's path; names that a user assigns may be
     the paths themselves.
     """
+    if not expression:  # the model itself is the layer
+        return "^(model)?$"
     prefixed = {f"model.{path}" for path in paths}
     prefix = r"model\." if prefixed & set(paths) else r"(model\.)?"
     return f"^{prefix}({expression})$"
