@@ -114,6 +114,18 @@ def test_adapters_learn_on_a_base_in_4_bits(folder: Path) -> None:
     assert abs(float(merged) - losses[-1]) < 1
 
 
+def test_a_late_switch_wins_back_what_few_bits_cost(folder: Path) -> None:
+    shown = shown_by("late_switch.py", folder)
+    rows = re.findall(r"^(no plan|\S+)((?: +\d\.\d{4}){7})  \+-", shown, flags=re.M)
+    errors = {name: [float(figure) for figure in figures.split()] for name, figures in rows}
+    assert list(errors) == ["no plan", "nvfp4", "nvfp4-late", "fp8-linear", "fp8-late"]
+    assert errors["nvfp4"][:2] == errors["nvfp4-late"][:2]  # up to 75 %
+    last = {name: figures[-1] for name, figures in errors.items()}
+    assert last["no plan"] < last["nvfp4"]
+    assert last["nvfp4-late"] - last["no plan"] < 0.75 * (last["nvfp4"] - last["no plan"])
+    assert last["fp8-late"] < last["fp8-linear"] < last["nvfp4"]
+
+
 def lines_changed(page: str, script: Path) -> tuple[int, str]:
     """How many lines the diff of a how-to page adds to the plain script, and that script."""
     text = script.read_text()

@@ -93,6 +93,18 @@ def test_names_are_the_same_from_run_to_run_and_the_model_is_left_alone() -> Non
     assert type(model).__mro__[1] is nn.Module
 
 
+def test_a_module_with_two_names_keeps_its_parameters() -> None:
+    model = nn.Module()
+    model.first = model.second = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model.forward = lambda x: model.second(model.first(x))  # type: ignore[method-assign]
+    before = {name: (id(tensor), tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
+    names = {site.name for site in list_sites(model, torch.randn(2, 4))}
+    assert {"first.0/linear.0:weight", "first.0/linear.0:activation"} <= names
+    after = model.state_dict(keep_vars=True)
+    assert {name: id(tensor) for name, tensor in after.items()} == {name: key for name, (key, _) in before.items()}
+    assert all(torch.equal(after[name], tensor) for name, (_, tensor) in before.items())
+
+
 def test_producers_and_consumers_are_named() -> None:
     def fan_out(x: Tensor) -> Tensor:
         y = torch.tanh(x)

@@ -3,16 +3,20 @@ from __future__ import annotations
 from importlib.resources import files
 
 import pytest
+import torch
+from torch import nn
 
+from bitplan.capture.selectors import plan_for_model
 from bitplan.errors import PlanError
-from bitplan.plans import PLACES, Plan, preset_names, preset_text
+from bitplan.plans import PLACES, SLOTS, Plan, preset_names, preset_text
+from bitplan.plans.schedules import Position
 
 #: Listed first: they choose by what tensors are.
 SELECTING = ["fp8-train", "fp8-train-small", "packed-fp8", "packed-fp8-mlp"]
 
 NAMING = [
-    *("bf16-all", "fp8-all", "fp8-linear", "int2-all", "int4-all", "int6-all", "int8-all", "int8-linear"),
-    *("int8-minmax", "lora-4bit", "lora-4bit-small", "lora-fp8", "mxfp8-linear", "paper-low"),
+    *("bf16-all", "fp8-all", "fp8-late", "fp8-linear", "int2-all", "int4-all", "int6-all", "int8-all", "int8-linear"),
+    *("int8-minmax", "lora-4bit", "lora-4bit-small", "lora-fp8", "mxfp8-linear", "nvfp4-late", "paper-low"),
 ]
 
 EXPECTED = SELECTING + NAMING
@@ -56,6 +60,17 @@ def test_fp8_linear_rounds_each_operand_once() -> None:
     assert decision["fprop.x"].share == decision["wgrad.x"].share is not None
     assert str(decision["fprop.x"].quantizer) == "e4m3 tensor"
     assert str(decision["wgrad.dy"].quantizer) == "e5m2 tensor"
+
+
+@pytest.mark.parametrize(("name", "before", "last"), [("fp8-late", "e4m3 tensor", 90), ("nvfp4-late", "nvfp4", 80)])
+def test_late_presets_return_to_high_precision_forward_only(name: str, before: str, last: int) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    plan = plan_for_model(Plan.preset(name), model, torch.randn(2, 16))
+    early, late = (plan.at(Position(step, 100), fixed=True).decide("0", "linear.0") for step in (last - 1, last))
+    assert {str(early[slot].quantizer) for slot in ("fprop.x", "fprop.w")} == {before}
+    assert {late[slot].quantizer for slot in ("fprop.x", "fprop.w")} == {None}
+    backward = [slot for slot in SLOTS if not slot.startswith("fprop")]
+    assert all(early[slot].quantizer == late[slot].quantizer is not None for slot in backward)
 
 
 def test_int8_minmax_is_the_quantiser_of_cyclic_precision_training() -> None:

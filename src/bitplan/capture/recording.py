@@ -539,10 +539,10 @@ def _record_on_fakes(
 ) -> list[Operation]:
     faker = batch.faker if isinstance(batch, FakeInputs) else Faker()
     fake = faker.fake
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = _own_tensors(model, "named_parameters")
     twins: dict[int, Tensor] = {}
     fakes = {name: twins.setdefault(id(tensor), fake(tensor)) for name, tensor in parameters.items()}
-    held = dict(model.named_buffers(remove_duplicate=False))
+    held = _own_tensors(model, "named_buffers")
     buffers = {name: twins.setdefault(id(tensor), fake(tensor)) for name, tensor in held.items()}
     if isinstance(batch, FakeInputs):
         arguments, target = (batch.args, batch.kwargs), None
@@ -559,10 +559,10 @@ def _record_on_values(
     model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None, opens: Callable[[str, str], bool] | None
 ) -> list[Operation]:
     twins: dict[int, Tensor] = {}
-    held = dict(model.named_buffers(remove_duplicate=False))
+    held = _own_tensors(model, "named_buffers")
     buffers = {name: twins.setdefault(id(tensor), tensor.clone()) for name, tensor in held.items()}
     inputs, target = split_batch(tree_map(_copy, batch), loss)
-    recorder = Recorder(_first_names(dict(model.named_parameters(remove_duplicate=False))), opens, {})
+    recorder = Recorder(_first_names(_own_tensors(model, "named_parameters")), opens, {})
     recorder.fixed.update(map(id, buffers.values()))
     for tensor in (*tree_leaves(inputs), *buffers.values()):
         if isinstance(tensor, Tensor) and tensor.layout != torch.strided:
@@ -588,11 +588,23 @@ def _run(
     checkpointing = reentrant_regions_called_once()
     # Interception looks for masks in the values of buffers, before they are fake.
     with without_scopes(model), _attributes_kept(model), checkpointing, followed(model, recorder), fake_mode, hidden:
-        output = torch.func.functional_call(model, tensors, *arguments)
+        output = torch.func.functional_call(model, tensors, *arguments, tie_weights=False)
         recorder.note_outputs(output)
         if loss is not None:
             with Scope(recorder, loss_holder(recorder)):
                 call_loss(loss, output, target)
+
+
+def _own_tensors(model: nn.Module, kind: str) -> dict[str, Tensor]:
+    """Parameters or buffers by name; those of a module with several paths by its first.
+
+    ``functional_call`` would exchange these several times, and restore only the first exchange.
+    """
+    return {
+        f"{path}.{name}".removeprefix("."): tensor
+        for path, module in model.named_modules()
+        for name, tensor in getattr(module, kind)(recurse=False, remove_duplicate=False)
+    }
 
 
 def _first_names(parameters: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ PLAN, UNDERSTAND, CHOOSE, LAB, OTHER = "Plan", "Understand", "Choose", "Lab", "E
 
 #: In the order of ``bitplan --help``.
 COMMANDS: dict[str, Entry] = {
-    "plan": Entry("plan", PLAN, "List, show, check, explain and make plans."),
+    "plan": Entry("plan", PLAN, "List, show, check, explain, make, export and import plans."),
     "sites": Entry("model", UNDERSTAND, "List every tensor of one training step."),
     "cost": Entry("model", UNDERSTAND, "Bit operations and bytes of a training step under a plan."),
     "memory": Entry("model", UNDERSTAND, "Memory of a training step, estimated and measured."),

@@ -12,7 +12,7 @@ from bitplan.lab.tasks.registry import task_names
 from bitplan.plans import preset_names
 
 
-def _complete_target(incomplete: str) -> list[str]:
+def complete_target(incomplete: str) -> list[str]:
     return _complete_from((*BUILT_IN, *task_names()), incomplete)
 
 
@@ -28,17 +28,17 @@ def complete_plan(incomplete: str) -> list[str]:
     return _complete_from(preset_names(), incomplete)
 
 
-_TARGET_HELP = (
+TARGET_HELP = (
     "A built-in model such as resnet20, a task such as digits, or file.py:make where make() returns model, batch and "
     "loss. The file is executed: name only files that you trust."
 )
 
 TargetArgument = Annotated[
-    str, typer.Argument(metavar="TARGET", help=_TARGET_HELP, autocompletion=_complete_target, show_default=False)
+    str, typer.Argument(metavar="TARGET", help=TARGET_HELP, autocompletion=complete_target, show_default=False)
 ]
 OptionalTargetArgument = Annotated[
     str | None,
-    typer.Argument(metavar="[TARGET]", help=_TARGET_HELP, autocompletion=_complete_target, show_default=False),
+    typer.Argument(metavar="[TARGET]", help=TARGET_HELP, autocompletion=complete_target, show_default=False),
 ]
 PlanArgument = Annotated[
     str,

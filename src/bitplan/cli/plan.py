@@ -1,4 +1,4 @@
-"""``bitplan plan``: list, show, check and explain plans."""
+"""``bitplan plan``: list, show, check, explain, export and import plans."""
 
 from __future__ import annotations
 
@@ -15,18 +15,35 @@ from bitplan.analysis.explain import Explanation, explain_selections
 from bitplan.analysis.explain import explain as explained
 from bitplan.analysis.targets import target_errors
 from bitplan.capture.selectors import Selection
-from bitplan.cli.arguments import OptionalTargetArgument, PlanArgument, SettingsOption, TargetArgument
+from bitplan.cli.arguments import (
+    TARGET_HELP,
+    OptionalTargetArgument,
+    PlanArgument,
+    SettingsOption,
+    TargetArgument,
+    complete_target,
+)
 from bitplan.cli.model import shape_text, site_record
 from bitplan.cli.output import FittedTable, JsonOption, Output, command_output
 from bitplan.cli.schedules import GradientBitsOption, PeriodOption, complete_schedule, read_bits
 from bitplan.errors import BitplanWarning, PlanError
+from bitplan.integrations.export import EXPORT_FORMATS, export_plan
+from bitplan.integrations.import_plan import IMPORT_FORMATS, import_plan
 from bitplan.lab.targets import load_target, load_target_and_task
 from bitplan.planners import cpt_plan
 from bitplan.planners.cpt import record_operations, saving_plan
 from bitplan.plans import ROLES, Plan, plan_schema, preset_names, preset_text
 from bitplan.plans.loading import find_plan
 
-group = typer.Typer(help="List, show, check, explain and make plans.", no_args_is_help=True)
+group = typer.Typer(help="List, show, check, explain, make, export and import plans.", no_args_is_help=True)
+
+
+def _complete_to(incomplete: str) -> list[str]:
+    return [name for name in EXPORT_FORMATS if name.startswith(incomplete)]
+
+
+def _complete_from(incomplete: str) -> list[str]:
+    return [name for name in IMPORT_FORMATS if name.startswith(incomplete)]
 
 
 def register(app: typer.Typer) -> None:
@@ -212,6 +229,105 @@ def cpt(
             output.note(f"wrote {out}. {plan.description}")
         elif not as_json:
             typer.echo(plan.to_yaml(), nl=False)
+
+
+@group.command("export")
+def export(
+    plan: PlanArgument,
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to", metavar="FORMAT", help=f"One of {', '.join(EXPORT_FORMATS)}.", autocompletion=_complete_to
+        ),
+    ],
+    model: Annotated[str, typer.Option("--model", metavar="TARGET", help=TARGET_HELP, autocompletion=complete_target)],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the file there (default: print it).")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse, if FORMAT cannot express all of the plan.")] = False,
+    target_version: Annotated[
+        str | None,
+        typer.Option("--target-version", metavar="VERSION", help="Of the framework (default: the newest known)."),
+    ] = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option("--weights", metavar="FOLDER", help="compressed-tensors: also write the model, weights rounded."),
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(min=0, help="Of a plan that changes over time: export this training step.", show_default=False),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="With --step: the optimizer steps of the whole run.", show_default=False)
+    ] = None,
+    settings: SettingsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write PLAN in the format of another framework, for the layers of a model.
+
+    What FORMAT cannot express is printed on stderr, line by line. With --json: the text and these lines.
+    """
+    with command_output(as_json) as output:
+        if steps is not None and step is None:
+            raise PlanError("--steps is the length of the run that --step is of: give --step, too, or drop --steps.")
+        loaded = load_target(model, shapes_only=weights is None, settings=settings or ())
+        with target_errors(model), _warnings_as_notes(output):
+            exported = export_plan(
+                *(plan, to, loaded.model, loaded.batch, loaded.loss),
+                strict=strict,
+                version=target_version,
+                weights=weights,
+                step=step,
+                steps=steps,
+                target=model,
+            )
+        output.document(exported.to_dict() | {"file": out, "weights": weights})
+        if out is not None:
+            exported.save(out)
+            output.note(f"wrote {out}: {exported.format}, {exported.layers} layers.")
+        elif not as_json and weights is None:
+            typer.echo(exported.text, nl=False)
+        if weights is not None:
+            output.note(f"wrote {weights}: {exported.format}, the weights of {exported.layers} layers rounded.")
+        for line in exported.lines:
+            output.note(f"not exported: {line}.")
+
+
+@group.command("import")
+def import_(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A file; for torchao a recipe's name, or file.py:NAME, which is executed.",
+            show_default=False,
+        ),
+    ],
+    from_: Annotated[
+        str,
+        typer.Option(
+            "--from", metavar="FORMAT", help=f"One of {', '.join(IMPORT_FORMATS)}.", autocompletion=_complete_from
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the plan there (default: print it).")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a plan of another framework's config, to measure, price or compare it.
+
+    What a plan cannot express is printed on stderr. With --json: the plan as JSON.
+    """
+    with command_output(as_json) as output:
+        imported = import_plan(source, from_)
+        output.document(imported.plan.to_dict())
+        if out is not None:
+            imported.plan.save(out)
+            output.note(f"wrote {out}.")
+        elif not as_json:
+            typer.echo(imported.plan.to_yaml(), nl=False)
+        for line in imported.notes:
+            output.note(f"{line}.")
 
 
 def explanation_record(explanation: Explanation, selections: Sequence[Selection] = ()) -> dict[str, Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import Tensor, nn
 
 from bitplan.errors import PlanError
 from bitplan.files import write_whole
@@ -23,6 +24,9 @@ from bitplan.plans.quantizer_use import Choosing, Names, OverTime, Use, leaves, 
 from bitplan.plans.schedules import Function, Position, Schedule
 from bitplan.plans.spec import KEEP, OptimizerRule, QuantizerSpec, Rule, check_name, check_quantizer_name
 from bitplan.plans.tree import tree_from_data, yaml_text
+
+if TYPE_CHECKING:
+    from bitplan.integrations.export import Export
 
 #: The case of each switch that is at work, and perhaps the bits of each schedule.
 Phase = tuple[int, ...]
@@ -418,6 +422,26 @@ class Plan:
             write_whole(target, text)
         except (OSError, ValueError) as error:
             raise PlanError(f"{target} cannot be written: {getattr(error, 'strerror', None) or error}.") from None
+
+    def export(
+        self,
+        to: str,
+        model: nn.Module,
+        batch: Any,
+        loss: Callable[..., Tensor] | None = None,
+        *,
+        strict: bool = False,
+        version: str | None = None,
+        weights: str | os.PathLike[str] | None = None,
+        step: int | None = None,
+        steps: int | None = None,
+    ) -> Export:
+        """The plan for `model` in another framework's format, see :func:`bitplan.integrations.export.export_plan`."""
+        from bitplan.integrations.export import export_plan
+
+        return export_plan(
+            self, to, model, batch, loss, strict=strict, version=version, weights=weights, step=step, steps=steps
+        )
 
     def _extends_from(self, target: Path) -> str | None:
         """`extends` as a file in the target's folder has to spell it."""
