@@ -259,6 +259,57 @@ def test_indices_that_are_cast_to_the_dtype_of_an_activation_are_constants(is_co
     assert not torch.equal(y, x + expected)
 
 
+class ComplexRotary(nn.Module):
+    """Scores with rotary embeddings by complex numbers, as Llama 4 and Meta's Llama write them."""
+
+    def __init__(self, is_buffer: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.is_buffer = is_buffer
+        self.register_buffer("rotations", self.make_rotations(12))
+
+    @staticmethod
+    def make_rotations(length: int) -> Tensor:
+        angles = torch.outer(torch.arange(length).float(), 0.1 ** torch.arange(8).float())
+        return torch.polar(torch.ones_like(angles), angles)
+
+    def rotate(self, x: Tensor, rotations: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * rotations).flatten(-2).type_as(x)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rotations = self.rotations if self.is_buffer else self.make_rotations(x.shape[-2])
+        query, key = self.rotate(self.query(x), rotations), self.rotate(self.key(x), rotations)
+        return query @ key.transpose(-2, -1), torch.view_as_real(rotations) * 3.0
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_complex_numbers_are_activations_where_they_depend_on_one(is_buffer: bool, is_compiled: bool) -> None:
+    model, x = ComplexRotary(is_buffer), torch.randn(2, 12, 16)
+    rounded = functools.partial(bp.quantize, format="e4m3", scale="tensor")
+    query, key = (model.rotate(layer(x), model.rotations).detach() for layer in (model.query, model.key))
+    plan = {"version": 1, "rules": [{"match": "*", "op": "matmul", "x": "q", "w": "q", "dy": "q"}]}
+    plan["quantizers"] = {"q": {"format": "e4m3", "scale": "tensor"}}
+    with bp.attach(model, bp.Plan.from_dict(plan), example=x):
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if is_compiled else model
+        scores, _ = run(x)
+        scores.square().sum().backward()
+        gradient = model.query.weight.grad
+    torch.testing.assert_close(scores, rounded(query) @ rounded(key).transpose(-2, -1), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(scores, query @ key.transpose(-2, -1), rtol=1e-4)
+    model.zero_grad()
+    model(x)[0].square().sum().backward()
+    assert gradient is not None
+    assert model.query.weight.grad is not None
+    error = (gradient - model.query.weight.grad).norm() / gradient.norm()
+    assert 1e-3 < error < 0.1
+    with bp.attach(model, "int8-all"):
+        _, table = model(x)
+    assert torch.equal(table, torch.view_as_real(model.make_rotations(12)) * 3.0)
+
+
 def test_constants_are_rounded_where_a_rule_says_so() -> None:
     model, x, tokens = Positions(), torch.randn(1, 64, 16), torch.randint(32, (64,))
     _, cosines, _ = model(x, tokens)

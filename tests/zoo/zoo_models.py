@@ -281,6 +281,9 @@ TRANSFORMERS = [
     _transformer("qwen2", "Qwen2ForCausalLM", _LLAMA),
     _transformer("qwen3", "Qwen3ForCausalLM", {**_LLAMA, "head_dim": 16}),
     _transformer("qwen3_moe", "Qwen3MoeForCausalLM", {**_LLAMA, **_EXPERTS, "head_dim": 16}),
+    _transformer(
+        "llama4", "Llama4ForCausalLM", {**_LLAMA, "head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 96}
+    ),
     _transformer("mixtral", "MixtralForCausalLM", {**_LLAMA, "num_local_experts": 4, "sliding_window": None}),
     _transformer("gemma", "GemmaForCausalLM", {**_LLAMA, "head_dim": 16}),
     _transformer("gemma2", "Gemma2ForCausalLM", {**_LLAMA, "head_dim": 16, "sliding_window": 8}, attentions=("eager",)),

@@ -212,7 +212,8 @@ class ProductSpy(TorchDispatchMode):
         self._alive.extend(results)
         sources = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         if any(_storage(tensor) in self._dependent for tensor in sources):
-            self._dependent.update(_storage(tensor) for tensor in results if tensor.is_floating_point())
+            numbers = (tensor for tensor in results if tensor.is_floating_point() or tensor.is_complex())
+            self._dependent.update(_storage(tensor) for tensor in numbers)
         if packet in COPIES and _storage(args[0]) in self._inputs:
             self._inputs.update(_storage(tensor) for tensor in results)
 

@@ -114,7 +114,7 @@ def _tag(tensor: Tensor) -> int:
 
 
 class FloatBuffers(NamedTuple):
-    """Names of a module's floating-point buffers, whose values are constants, and of other masks that it holds."""
+    """Names of a module's buffers of real and complex numbers, which are constants, and of other masks it holds."""
 
     names: tuple[str, ...]
     #: Those that hold a number that stands for minus infinity, as the mask of causal attention does; plain attributes
@@ -124,7 +124,9 @@ class FloatBuffers(NamedTuple):
 
 def float_buffers(module: nn.Module) -> FloatBuffers:
     buffers = {
-        name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_floating_point()
+        name: buffer
+        for name, buffer in module._buffers.items()
+        if buffer is not None and (buffer.is_floating_point() or buffer.is_complex())
     }
     attributes = {
         name: value
@@ -136,7 +138,7 @@ def float_buffers(module: nn.Module) -> FloatBuffers:
 
 
 def _holds_minus_infinity(buffer: Tensor) -> bool:
-    has_values = not buffer.is_meta and not isinstance(buffer, FakeTensor)
+    has_values = not buffer.is_meta and not isinstance(buffer, FakeTensor) and not buffer.is_complex()
     if not has_values or buffer.layout != torch.strided or not buffer.numel():
         return False
     with torch.no_grad():
@@ -264,7 +266,7 @@ def tag_result(result: Any, kind: str, mask: int) -> Any:
         for part in parts:
             tag_result(part, kind, mask)
         return tuple(parts) if torch.compiler.is_compiling() else result
-    if isinstance(result, Tensor) and result.is_floating_point():
+    if isinstance(result, Tensor) and (result.is_floating_point() or result.is_complex()):
         tag = _tag(result)
         if kind == SQUARE and getattr(result, _SQUARE_TAG, None) is None:
             setattr(result, _SQUARE_TAG, True)
@@ -330,13 +332,19 @@ def tag_view(
     return tag_result(result, kind, tag & _MASK_BITS)
 
 
-def tag_made_of_integers(args: Any, kwargs: dict[str, Any], result: Any) -> Any:
-    """The result of a function that was given no floating-point tensor: a constant."""
+def tag_made_of_no_floats(
+    module: nn.Module, buffers: FloatBuffers, args: Any, kwargs: dict[str, Any], result: Any
+) -> Any:
+    """The result of a function that was given no floating-point tensor: a constant, unless a complex one is none."""
     if isinstance(result, Tensor):
-        if not result.dtype.is_floating_point:
+        if not result.dtype.is_floating_point and not result.dtype.is_complex:
             return result
     elif not isinstance(result, (tuple, list)):
         return result
+    for value in (*args, *kwargs.values()):
+        is_complex = isinstance(value, Tensor) and value.dtype.is_complex
+        if is_complex and not is_constant(value) and not _is_buffer(module, buffers.names, value):
+            return result  # rotary embeddings multiply queries and keys as complex numbers
     return tag_result(result, CONSTANT, _BY_VALUE if _has_minus_infinity(args, kwargs) else 0)
 
 

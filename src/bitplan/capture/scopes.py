@@ -40,7 +40,7 @@ from bitplan.capture.constants import (
     float_buffers,
     kind_of_result,
     mask_arguments,
-    tag_made_of_integers,
+    tag_made_of_no_floats,
     tag_result,
     tag_view,
     with_mask_tags,
@@ -249,7 +249,8 @@ class Scope(TorchFunctionMode):
             result = func(*args, **named)
             if interceptor.tags_constants and not has_float_tensor:
                 with DisableTorchFunction():
-                    result = tag_made_of_integers(args, named, result)
+                    buffers = self.module.__dict__[_STATE].float_buffers
+                    result = tag_made_of_no_floats(self.module, buffers, args, named, result)
             return result
         if decomposition is None:
             return func(self.carried(args[0]), *args[1:], **named)
