@@ -86,7 +86,8 @@ def _casts(layer: LinearLayer, target: str, omissions: Omissions) -> dict[str, _
         elif granularity in ("block", "other"):
             omissions.add(site, f"{target} has no such scale ({spec}): one along the summed axis instead")
         casts[slot] = _Cast(name, "tensor" if granularity in ("none", "tensor") else "vector", spec.power_of_two)
-    keep_whole_products(layer, casts, omissions, target, lambda cast: True)
+    # GPUs have no product of two E5M2 matrices.
+    keep_whole_products(layer, casts, omissions, target, lambda one, other: "e4m3" in (one.format, other.format))
     for tensor, (first, second) in OPERANDS.items():
         one, other = casts[first], casts[second]
         if one is not None and other is not None and one.format != other.format:
