@@ -291,7 +291,7 @@ def test_torchao_says_what_it_cannot_do() -> None:
     assert exported("torchao", linear(**FP8_TENSOR)).omissions == ()
 
 
-def test_everything_beyond_linear_layers_is_told() -> None:
+def test_everything_beyond_linear_layers_is_reported() -> None:
     plan = plan_of(
         linear(
             x={"until": "90%", "use": F8, "then": "keep"}, w=F8 | {"promote": {"to": "bf16", "underflow": 0.1}}, dy=G8

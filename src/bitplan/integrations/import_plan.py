@@ -162,9 +162,9 @@ def _with_shared_operands(quantizers: Mapping[str, Any]) -> dict[str, Any]:
     """Slots as a rule has them: an operand with one scale per tensor is rounded once for both of its products."""
     places: dict[str, Any] = {}
     for tensor, (first, second) in OPERANDS.items():
-        one, other = quantizers.get(first), quantizers.get(second)
-        if one is not None and one == other and one.get("scale") == "tensor":
-            places[tensor] = one
+        quantizer = quantizers.get(first)
+        if quantizer is not None and quantizer == quantizers.get(second) and quantizer["scale"] == "tensor":
+            places[tensor] = quantizer
         else:
             places |= {slot: quantizers[slot] for slot in (first, second) if slot in quantizers}
     return places
