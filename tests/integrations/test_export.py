@@ -279,6 +279,8 @@ def test_torchao_says_what_it_cannot_do() -> None:
     export = exported("torchao", linear(**FP8_TENSOR), linear("layers.0.up", **{"fprop.w": "keep"}))
     assert "layers.0.up/linear.0:fprop.x: torchao rounds both operands of fprop or neither" in reasons(export)
     export = exported("torchao", linear(**FP8_TENSOR), linear("head", **{"wgrad.x": G8}))
+    assert "head/linear.0:wgrad.dy, head/linear.0:wgrad.x: torchao cannot multiply" in reasons(export)
+    export = exported("torchao", linear(x=F8, w=F8, dy=F8), linear("head", **{"wgrad.x": G8}))
     assert "head/linear.0:wgrad.x: torchao has one dtype for x (e4m3 in fprop.x): wgrad is left" in reasons(export)
     executed(export.text)["convert"](net()[0], emulate=True)
     delayed = F8 | {"history": 4}
@@ -289,7 +291,7 @@ def test_torchao_says_what_it_cannot_do() -> None:
     assert exported("torchao", linear(**FP8_TENSOR)).omissions == ()
 
 
-def test_everything_beyond_linear_layers_is_told() -> None:
+def test_everything_beyond_linear_layers_is_reported() -> None:
     plan = plan_of(
         linear(
             x={"until": "90%", "use": F8, "then": "keep"}, w=F8 | {"promote": {"to": "bf16", "underflow": 0.1}}, dy=G8

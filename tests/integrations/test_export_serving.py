@@ -181,7 +181,7 @@ def test_layers_with_several_schemes_are_named() -> None:
     assert "rounded weights only" in text
 
 
-def test_what_serving_cannot_do_is_told() -> None:
+def test_what_serving_cannot_do_is_reported() -> None:
     lines = "\n".join(export("compressed-tensors", llama(), linear(fprop={"format": "int8", "scale": "tensor", "range": "minmax"})).lines)  # fmt: skip  # noqa: E501
     assert "minimum and maximum" in lines
     exported = export("compressed-tensors", llama(), linear(fprop=INT8), linear("lm_head", x="e5m2"))

@@ -195,6 +195,9 @@ def test_presets_of_the_package_can_be_imported(preset: str) -> None:
         ('{"config_groups": {"a": {"targets": ["Linear"], "weights": {"bits": 8}}}}', "bits"),
         ('{"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 5, "type": "float"}}}}', "float 5"),
         ('{"config_groups": {"a": {"targets": ["Linear"], "weights": {"strategy": "column"}}}}', "column"),
+        ('{"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": "8"}}}}', "num_bits"),
+        ('{"config_groups": {"a": {"targets": ["Linear"], "weights": {"strategy": "block"}}}}', "block_structure"),
+        ('{"config_groups": {"a": {"targets": "Linear", "weights": {}}}}', "targets"),
     ],
 )
 def test_what_is_no_config_raises(text: str, token: str, tmp_path: Path) -> None:

@@ -462,6 +462,10 @@ class Commands:
             "settings": ["steps=1", "steps=2", "batch=4", "batch=0", "lr=nan", "steps=1e30", "data=/proc"],
             "runs": ["good", "good/run", "missing", "plan.yaml", "/proc"],
             "formats": ["int8", "e4m3", "e99m99", "int4 channel", "x"],
+            "to": ["torchao", "megatron", "te-debug", "compressed-tensors", "modelopt", "torchtitan"],
+            "from_": ["torchao", "megatron", "compressed-tensors"],
+            "source": ["rowwise", "plan.yaml", "good/run/run.json", "broken.py:config", "good", "missing"],
+            "model": ["resnet20", "gpt-tiny", f"{TASK}:Tiny", "broken.py", "digits"],
         }
         return draw.choice(plausible.get(str(parameter.name), self.values))
 

@@ -162,9 +162,9 @@ def _with_shared_operands(quantizers: Mapping[str, Any]) -> dict[str, Any]:
     """Slots as a rule has them: an operand with one scale per tensor is rounded once for both of its products."""
     places: dict[str, Any] = {}
     for tensor, (first, second) in OPERANDS.items():
-        one, other = quantizers.get(first), quantizers.get(second)
-        if one is not None and one == other and one.get("scale") == "tensor":
-            places[tensor] = one
+        quantizer = quantizers.get(first)
+        if quantizer is not None and quantizer == quantizers.get(second) and quantizer["scale"] == "tensor":
+            places[tensor] = quantizer
         else:
             places |= {slot: quantizers[slot] for slot in (first, second) if slot in quantizers}
     return places
@@ -206,18 +206,22 @@ def _from_compressed_tensors(source: Any, notes: list[str]) -> Rules:
         for slot, key in (("fprop.x", "input_activations"), ("fprop.w", "weights")):
             if group.get(key) is not None:
                 places[slot] = _quantizer_of(group[key], slot, f"config_groups.{name}.{key}", notes)
-        match = _name_patterns(group.get("targets", ()), "Linear", notes)
+        match = _name_patterns(group.get("targets"), "Linear", f"config_groups.{name}.targets", notes)
         if match and places:
             rules.append(_rule(match, **places))
-    ignored = _name_patterns(config.get("ignore") or (), "", notes)
+    ignored = _name_patterns(config.get("ignore"), "", "ignore", notes)
     if ignored:
         rules.append(_rule(ignored, keep=True))
     return rules
 
 
-def _name_patterns(targets: Any, class_name: str, notes: list[str]) -> list[str]:
+def _name_patterns(targets: Any, class_name: str, where: str, notes: list[str]) -> list[str]:
     """Targets of a group as patterns of a plan; `class_name` stands for all linear layers."""
-    patterns = []
+    patterns: list[str] = []
+    if targets is None:
+        return patterns
+    if not isinstance(targets, list):
+        raise PlanError(f"{where} must be a list of names, not {type(targets).__name__}.")
     for text in map(str, targets):
         if class_name and text == class_name:
             patterns.append("*")
@@ -234,6 +238,9 @@ def _quantizer_of(arguments: Any, slot: str, where: str, notes: list[str]) -> An
     args = _only(arguments, _ARGUMENT_KEYS, where)
     bits, kind = args.get("num_bits", 8), args.get("type", "int")
     strategy, size = args.get("strategy"), args.get("group_size")
+    for key, number in (("num_bits", bits), ("group_size", size)):
+        if isinstance(number, bool) or not isinstance(number, int | None):
+            raise PlanError(f"{where}.{key} must be a whole number, not {number!r}.")
     if strategy is None:
         strategy = "tensor" if size is None else "group" if size > 0 else "channel"
     block_format = _FLOAT_BLOCKS.get((bits, size))
@@ -248,8 +255,11 @@ def _quantizer_of(arguments: Any, slot: str, where: str, notes: list[str]) -> An
         quantizer["scale"] = "vector"
     elif strategy in ("group", "tensor_group"):
         quantizer |= {"scale": "block", "block": size}
-    elif strategy == "block" and isinstance(args.get("block_structure"), list):
-        rows, columns = args["block_structure"]
+    elif strategy == "block":
+        structure = args.get("block_structure")
+        if not isinstance(structure, list) or len(structure) != 2:
+            raise PlanError(f"{where}.block_structure must be two numbers, rows and columns, not {structure!r}.")
+        rows, columns = structure
         quantizer |= {"scale": "block", "block": columns}
         notes.append(f"{where}: a scale per {columns} values, not per {rows} x {columns}")
     else:

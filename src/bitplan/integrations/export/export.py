@@ -117,16 +117,16 @@ def export_plan(
     export_format = _find_format(to, version)
     if weights is not None and to != "compressed-tensors":
         raise PlanError(f"weights are written for compressed-tensors only, not for {to}: drop weights (--weights).")
-    found_plan = find_plan(plan)
+    resolved = find_plan(plan)
     planned = find_layers(
-        found_plan, model, batch, loss, step=step, steps=steps, is_for_inference=export_format.is_for_inference
+        resolved, model, batch, loss, step=step, steps=steps, is_for_inference=export_format.is_for_inference
     )
     omissions = Omissions()
     for omission in planned.omissions:
         if not (export_format.is_for_inference and omission.is_training_only):
             omissions.add(*omission)
     title = f"{to} {version or export_format.versions[-1]}"
-    name = plan if isinstance(plan, str) else found_plan.name or found_plan.origin
+    name = plan if isinstance(plan, str) else resolved.name or resolved.origin
     plan_name = "a plan made in Python" if name is None else f"the plan {name}"
 
     def header() -> FileHeader:

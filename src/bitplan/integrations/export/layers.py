@@ -310,9 +310,13 @@ def note_rounding(
 
 
 def keep_whole_products(
-    layer: LinearLayer, casts: dict[str, Any], omissions: Omissions, target: str, families: Callable[[Any], Any]
+    layer: LinearLayer,
+    casts: dict[str, Any],
+    omissions: Omissions,
+    target: str,
+    can_multiply: Callable[[Any, Any], bool],
 ) -> None:
-    """Drop the casts of products of which only one operand is cast, or whose two casts are of different families."""
+    """Drop the casts of products of which only one operand is cast, or whose two formats cannot be multiplied."""
     for pass_, slots in PASSES.items():
         first, second = (casts[slot] for slot in slots)
         if first is None and second is None:
@@ -322,7 +326,7 @@ def keep_whole_products(
             omissions.add(
                 operand_site(layer, rounded), f"{target} rounds both operands of {pass_} or neither: left as it is"
             )
-        elif families(first) != families(second):
+        elif not can_multiply(first, second):
             for slot in slots:
                 omissions.add(
                     operand_site(layer, slot), f"{target} cannot multiply the formats of {pass_}: left as it is"

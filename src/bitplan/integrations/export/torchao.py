@@ -86,14 +86,15 @@ def _casts(layer: LinearLayer, target: str, omissions: Omissions) -> dict[str, _
         elif granularity in ("block", "other"):
             omissions.add(site, f"{target} has no such scale ({spec}): one along the summed axis instead")
         casts[slot] = _Cast(name, "tensor" if granularity in ("none", "tensor") else "vector", spec.power_of_two)
-    keep_whole_products(layer, casts, omissions, target, lambda cast: True)
+    # GPUs have no product of two E5M2 matrices.
+    keep_whole_products(layer, casts, omissions, target, lambda first, second: "e4m3" in (first.format, second.format))
     for tensor, (first, second) in OPERANDS.items():
-        one, other = casts[first], casts[second]
-        if one is not None and other is not None and one.format != other.format:
+        first_cast, second_cast = casts[first], casts[second]
+        if first_cast is not None and second_cast is not None and first_cast.format != second_cast.format:
             pass_ = OPERAND_OF_SLOT[second].pass_
             omissions.add(
                 operand_site(layer, second),
-                f"{target} has one dtype for {tensor} ({one.format} in {first}): {pass_} is left as it is",
+                f"{target} has one dtype for {tensor} ({first_cast.format} in {first}): {pass_} is left as it is",
             )
             casts.update(dict.fromkeys(PASSES[pass_]))
     powers = {cast.power_of_two for cast in casts.values() if cast is not None}

@@ -49,8 +49,10 @@ class _Quantizer(NamedTuple):
     margin: int = 0
 
 
-def _family(quantizer: _Quantizer) -> str:
-    return "tensor" if quantizer.kind == "delayed" else quantizer.kind
+def _can_multiply(first: _Quantizer, second: _Quantizer) -> bool:
+    """Formats of one kind, but not two in E5M2, for which GPUs have no product."""
+    kinds = {"tensor" if quantizer.kind == "delayed" else quantizer.kind for quantizer in (first, second)}
+    return len(kinds) == 1 and {first.dtype, second.dtype} != {"e5m2"}
 
 
 def write_transformer_engine(planned: PlannedModel, header: FileHeader, omissions: Omissions) -> tuple[str, int]:
@@ -75,7 +77,7 @@ def write_transformer_engine(planned: PlannedModel, header: FileHeader, omission
 
 def _quantizers(layer: LinearLayer, omissions: Omissions) -> dict[str, _Quantizer | None]:
     quantizers: dict[str, _Quantizer | None] = {slot: _quantizer(layer, slot, omissions) for slot in SLOTS}
-    keep_whole_products(layer, quantizers, omissions, "transformer-engine", _family)
+    keep_whole_products(layer, quantizers, omissions, "transformer-engine", _can_multiply)
     delayed = {
         slot: quantizer
         for slot, quantizer in quantizers.items()
