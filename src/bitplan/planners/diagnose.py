@@ -39,8 +39,9 @@ MOST_REPLAYS = 64
 _REMAINING = 0.25
 #: The excess is the mean of this share of the steps, where it is largest.
 _WINDOW_SHARE = 0.25
-#: A loss that rises by this factor within a replay diverges.
-_RISE = 2.0
+#: A replay diverges if its mean loss rises by this factor from the first to the last quarter of the steps, or ends at
+#: this many times the first loss: after a jump that does not make it infinite, the loss stays high.
+_RISE, _RISE_OF_FIRST = 2.0, 3.0
 #: Learning rates that are tried where the plan is not the cause.
 _RATES = (1 / 4, 1 / 16)
 #: Tensors that a summary names.
@@ -48,6 +49,10 @@ _NAMED = 4
 
 #: The plans of replays run with this rate, relative to the run's own.
 FULL_RATE = 1.0
+
+
+#: A remedy that every range fits into.
+BF16 = QuantizerSpec("bf16")
 
 
 class Replay(Protocol):
@@ -184,7 +189,7 @@ def is_broken(losses: Sequence[float]) -> bool:
         return True
     width = _width(len(losses))
     means = np.convolve(losses, np.ones(width) / width, "valid")
-    return bool(means[-1] > _RISE * abs(means[0]) and means[-1] > means[0])
+    return bool(means[-1] > _RISE * abs(means[0]) or means[-1] > _RISE_OF_FIRST * abs(losses[0]))
 
 
 def _width(steps: int) -> int:
@@ -504,8 +509,8 @@ def remedies(tensor: RoundedTensor) -> list[Use]:
     wider = QuantizerSpec("e4m3" if tensor.is_forward else "e5m2", scale="tensor")
     if spec.target.bits < 8 or (spec.target.bits == 8 and spec.target != wider.target):
         uses.append(wider)
-    if spec.target.bits < 16:
-        uses.append(QuantizerSpec("bf16"))
+    if spec.target.bits <= 16 and spec.target != BF16.target:
+        uses.append(BF16)
     return [*uses, KEEP]
 
 
@@ -542,5 +547,5 @@ def continue_run(run: Attachment, state: dict[str, Any]) -> None:
     own = state if state["plan"] == plan else {**state, "plan": plan, "steps": []}
     try:
         run.load_state_dict(own)
-    except BitplanError:
+    except (BitplanError, ValueError):  # other mutable formats, or other phases
         run.start_at(int(state["step"]))

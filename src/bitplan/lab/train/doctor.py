@@ -137,8 +137,10 @@ def find_symptom(
     """The trouble of a run, from its summary and its logged losses; None if it does not fall behind its reference."""
     losses, summary = _logged_losses(place), place.summary()
     last = max(losses, default=0)
+    if summary is not None:
+        last = summary.step + (summary.status == "diverged")
     if at is not None:
-        if not 1 <= at <= max(last, 0 if summary is None else summary.step + 1):
+        if not 1 <= at <= last:
             raise RunError(f"{place} has no step {at}: it made {last} steps, counted from 1.")
         return Symptom(at, f"Step {at} is looked at.")
     if summary is not None and summary.status == "diverged":
@@ -208,7 +210,7 @@ class _Replays:
         """Choose the start; returns the losses from there without rounding."""
         start = max(0, self.end - steps)
         if symptom.is_sudden:
-            newest = self._checkpoint(symptom.step - 1)
+            newest = self._checkpoint(min(symptom.step, self.end) - 1)
             start = max(start, 0 if newest is None else newest[0])
         while True:
             self._go_to(start)
