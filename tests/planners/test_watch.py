@@ -218,6 +218,29 @@ def test_a_diagnosis_changes_nothing() -> None:
     torch.testing.assert_close(looked, plain, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("execution", ["packed", bp.Native(min_macs=0)], ids=["packed", "native"])
+def test_executions_and_compiled_steps_go_on_after_a_diagnosis(execution: Any) -> None:
+    model = perceptron()
+    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+    document = plan({"match": "4", "op": "linear", "dgrad.dy": "e2m1"})
+    run = bp.attach(model, document, optimizer=optimizer, execution=execution, example=clouds(0)[0])
+    compiled = model if execution == "packed" else torch.compile(model, backend="eager")
+
+    def train_step(batch: tuple[Tensor, Tensor]) -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(compiled(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    watch = bp.Watch(run, train_step, every=20)
+    for step in range(20):
+        watch.step(clouds(step))
+    assert [str(tensor) for tensor in watch.diagnose().culprits] == ["4/linear.0:dgrad.dy"]
+    assert torch.isfinite(watch.step(clouds(20)))
+    assert (watch.run.steps_done, watch.run.execution.kind) == (21, run.execution.kind)
+
+
 def test_the_state_of_a_scheduler_is_replayed_too() -> None:
     loop = Loop(perceptron(), plan({"match": "4", "op": "linear", "dgrad.dy": "e2m1"}))
     scheduler = LambdaLR(loop.optimizer, lambda step: 1 / (1 + step))

@@ -165,7 +165,7 @@ class Watch:
                     report=report,
                 )
             finally:
-                self._restore(now, plan)
+                self._go_on(now, plan)
 
     def rewind(self, plan: Plan | None = None) -> Attachment:
         """Go back to the last good state, under another plan, such as that of a diagnosis; returns its attachment.
@@ -177,7 +177,7 @@ class Watch:
         if not self._snapshots:
             raise PlanError("there is no state to go back to: make a training step by watch.step(batch) first.")
         start = self._snapshots[self._good]
-        self._restore(start, self.run.plan if plan is None else plan)
+        self._go_on(start, self.run.plan if plan is None else plan)
         self.steps, self.is_bad = start.step, False
         self._snapshots, self._batches, self._good = [], [], -1
         self._losses.clear()
@@ -218,6 +218,12 @@ class Watch:
             self._scale_rates(rate)
         continue_run(self.run, copy.deepcopy(snapshot.attachment))
         _set_random_states(snapshot.rng)
+
+    def _go_on(self, snapshot: _Snapshot, plan: Plan) -> None:
+        """Continue from a state, perhaps compiled: rules are checked now, as the first step may not be watched."""
+        operations = self.run.operations()
+        self._restore(snapshot, plan)
+        self.run.check(operations)
 
     def _scale_rates(self, rate: float) -> None:
         for optimizer in self.run.optimizers:
