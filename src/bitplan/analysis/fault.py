@@ -35,7 +35,8 @@ def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
     tensors = [(name, tensor) for name, tensor in named if tensor.is_floating_point()]
     if not tensors:
         return None
-    finite = torch.stack([tensor.detach().isfinite().all() for _, tensor in tensors]).cpu()
+    device = tensors[0][1].device  # a model may be on several
+    finite = torch.stack([tensor.detach().isfinite().all().to(device) for _, tensor in tensors]).cpu()
     if bool(finite.all()):
         return None
     return tensors[int(finite.logical_not().nonzero()[0])][0]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from bitplan.cli.output import FittedTable, JsonOption, Output, command_output, make_folder
 from bitplan.cli.train import own_code, task_of_run, warnings_as_notes
+from bitplan.lab.train.config import command_of
 from bitplan.lab.train.doctor import STEPS, diagnose_run
 from bitplan.lab.train.folder import RunFolder
 from bitplan.planners.diagnose import MOST_REPLAYS, TOLERANCE, Diagnosis
@@ -87,7 +88,13 @@ def doctor_command(
         if diagnosis.plan is None and out is not None:
             output.note(f"{out} was not written: no plan mends this.")
         elif diagnosis.plan is not None:
-            command = shlex.join(["bitplan", "train", source, "--plan", str(out or "FILE")])
+            config = folder.config()
+            command = command_of(
+                *(task, source, diagnosis.plan, str(out)),
+                execution=config.execution,
+                device=torch.device(config.device),
+                compile=config.compile,
+            )
             output.note(f"wrote {out}: train under it with: {command}" if out else "-o FILE writes the plan.")
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.compiler import set_stance
 
 from bitplan.analysis.fault import fault_of_step, first_not_finite
+from bitplan.compiler.torch_private import tree_map_only
 from bitplan.errors import BitplanWarning, PlanError
 from bitplan.numerics.noise import preserve_rng_state
 from bitplan.planners.diagnose import (
@@ -196,8 +197,8 @@ class Watch:
     def _snapshot(self) -> _Snapshot:
         return _Snapshot(
             self.steps,
-            {name: tensor.detach().clone() for name, tensor in _changing(self.model)},
-            [copy.deepcopy(plain_state(optimizer)) for optimizer in self.run.optimizers],
+            {name: _host_copy(tensor) for name, tensor in _changing(self.model)},
+            [tree_map_only(Tensor, _host_copy, plain_state(optimizer)) for optimizer in self.run.optimizers],
             [copy.deepcopy(item.state_dict()) for item in self.stateful],
             copy.deepcopy(self.run.state_dict()),
             _random_states(),
@@ -300,8 +301,12 @@ def _loss(result: Any) -> float:
     raise PlanError(f"the training step of a Watch returns the loss, a scalar, not {type(result).__name__}.")
 
 
+def _host_copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
 def _random_states() -> tuple[Any, ...]:
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), devices
 
 
