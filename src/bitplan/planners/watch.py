@@ -306,7 +306,7 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 
 def _random_states() -> tuple[Any, ...]:
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), devices
 
 
