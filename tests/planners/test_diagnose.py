@@ -126,6 +126,12 @@ def test_a_loss_within_the_tolerance_is_no_trouble() -> None:
     assert run(known, layers(), tolerance=0.01).cause == "plan"
 
 
+def test_losses_that_cross_each_other_differ_by_chance() -> None:
+    apart = [0.5, -0.4, 0.5, -0.4, -0.4, 0.5, -0.4, 0.5]
+    known = Known(["1/linear.0:fprop.x"], lambda count: [2 + difference * bool(count) for difference in apart])
+    assert run(known, layers()).cause == "none"
+
+
 def test_a_cause_besides_the_tensors_is_said_to_be_there() -> None:
     diagnosis = diagnose(lambda plan, rate=1.0: HIGH if not plan.rules else [math.nan], PLAN, layers(2), Window(0))
     assert (diagnosis.cause, diagnosis.culprits, diagnosis.plan) == ("plan", (), None)
