@@ -183,6 +183,11 @@ def check_report(names: dict[str, Any], shown: str) -> None:
     assert experiment.answer in shown
 
 
+def check_doctor(names: dict[str, Any], shown: str) -> None:
+    assert "The cause is 4/linear.0:dgrad.dy (e2m1), in the backward pass" in shown
+    assert names["diagnosis"].plan is not None
+
+
 def check_start(names: dict[str, Any], shown: str) -> None:
     assert names["losses"][-1] < names["losses"][0]
     assert type(names["model"]) is torch.nn.Sequential
@@ -202,6 +207,7 @@ CHECKS = {
     "how-to/schedules.md": check_schedules,
     "how-to/range-test.md": check_range_test,
     "how-to/compare.md": check_compare,
+    "how-to/doctor.md": check_doctor,
 }
 
 

@@ -62,6 +62,7 @@ def test_the_public_names() -> None:
         "Plan",
         "Quantizer",
         "Schedule",
+        "Watch",
         "advise",
         "assign",
         "attach",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from bitplan.numerics.formats import Format, get_format
     from bitplan.numerics.packing import PackedTensor, pack
     from bitplan.numerics.quantizer import Quantizer, quantize
-    from bitplan.planners import advise, assign, auto, range_test
+    from bitplan.planners import Watch, advise, assign, auto, range_test
     from bitplan.plans import Plan
     from bitplan.plans.execution import Native, Packed
     from bitplan.plans.schedules import Schedule, schedule
@@ -42,6 +42,7 @@ __all__ = [
     "Plan",
     "Quantizer",
     "Schedule",
+    "Watch",
     "__version__",
     "advise",
     "assign",
@@ -70,7 +71,7 @@ _EXPORTS = {
     "bitplan.numerics.formats": ("Format", "get_format"),
     "bitplan.numerics.packing": ("PackedTensor", "pack"),
     "bitplan.numerics.quantizer": ("Quantizer", "quantize"),
-    "bitplan.planners": ("advise", "assign", "auto", "range_test"),
+    "bitplan.planners": ("Watch", "advise", "assign", "auto", "range_test"),
     "bitplan.plans": ("Plan",),
     "bitplan.plans.execution": ("Native", "Packed"),
     "bitplan.plans.schedules": ("Schedule", "schedule"),

@@ -49,6 +49,7 @@ COMMANDS: dict[str, Entry] = {
     "train": Entry("train", LAB, "Train a task, under a plan if one is given."),
     "compare": Entry("compare", LAB, "Train a task under several plans and seeds."),
     "runs": Entry("runs", LAB, "List the runs in a folder."),
+    "doctor": Entry("doctor", LAB, "Find the tensor whose rounding broke a run, and a plan that mends it."),
     "report": Entry("runs", LAB, "Write an HTML page about runs."),
     "demo": Entry("compare", LAB, "Train digits under six plans and write a page about it."),
     "crossover": Entry("crossover", OTHER, "From which size on native GEMMs pay on this machine."),

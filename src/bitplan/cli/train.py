@@ -120,7 +120,7 @@ def train_command(
     The same command with the same --out goes on with a run that was stopped or killed, bit for bit. Ctrl-C stops after
     the current step. Exit code 1: the run diverged. With --json: one object, what came of it.
     """
-    with command_output(as_json) as output, _warnings_as_notes(output):
+    with command_output(as_json) as output, warnings_as_notes(output):
         of_assign = order != "largest" or formats is not None or promotion is not None
         if resume is not None:
             _require_nothing_else(task, plan, settings, out, assign, of_assign, loss_scale is not None)
@@ -227,10 +227,7 @@ class _RunRequest:
     def from_folder(cls, folder: Path, task_file: str | None, checkpoint_every: int | None) -> _RunRequest:
         run_folder = RunFolder(folder)
         config = run_folder.config()
-        task_source = _task_to_resume(run_folder, config.task_source, task_file)
-        # Settings that key=value cannot express keep the defaults of the task's own file.
-        settings = [f"{key}={value}" for key, value in config.settings.items() if isinstance(value, (str, int, float))]
-        task = find_task(task_source, settings, config.seed)
+        task, task_source = task_of_run(run_folder, task_file, ("train", "--resume"))
         return cls(
             *(task, task_source, run_folder.plan(), config.plan_source, folder),
             *(config.execution, config.device, config.compile, checkpoint_every, config.measure_every),
@@ -241,8 +238,21 @@ class _RunRequest:
         return "no plan" if self.plan is None else plan_name(self.plan, self.plan_source)
 
 
-def _task_to_resume(folder: RunFolder, recorded: str, task_file: str | None) -> str:
-    """The source of a resumed run's task: a built-in one comes from the run's record, a file only from the user.
+def task_of_run(folder: RunFolder, task_file: str | None, command: tuple[str, ...]) -> tuple[Task, str]:
+    """The task of a run and its source.
+
+    :param task_file: the file of the task, as the user names it.
+    :param command: what the user typed before the folder, for messages.
+    """
+    config = folder.config()
+    source = _task_source(folder, config.task_source, task_file, command)
+    # Settings that key=value cannot express keep the defaults of the task's own file.
+    settings = [f"{key}={value}" for key, value in config.settings.items() if isinstance(value, (str, int, float))]
+    return find_task(source, settings, config.seed), source
+
+
+def _task_source(folder: RunFolder, recorded: str, task_file: str | None, command: tuple[str, ...]) -> str:
+    """The source of a run's task: a built-in one comes from the run's record, a file only from the user.
 
     A file is executed, and whoever made the folder wrote the record.
     """
@@ -254,7 +264,7 @@ def _task_to_resume(folder: RunFolder, recorded: str, task_file: str | None) -> 
         raise RunError(
             f"{folder} is a run of {recorded}, which {'is a file' if is_file else 'does not come with bitplan'}, and a "
             f"run folder does not choose code to run: if you trust the task's file, name it, as in "
-            f"bitplan train --resume {shlex.quote(str(folder))} --task "
+            f"{shlex.join(['bitplan', *command, str(folder)])} --task "
             f"{shlex.quote(recorded) if is_file else 'FILE.py:NAME'}"
         )
     if is_built_in and task_file != recorded:
@@ -286,7 +296,11 @@ def _train(request: _RunRequest, output: Output) -> int:
     if request.compile and not is_over:
         output.note("the first step compiles the model, which may take minutes.")
     metric = request.task.metric.name
-    with stop_on_signals() as stop_request, RunProgress(output.console, metric) as progress, _own_code(request):
+    with (
+        stop_on_signals() as stop_request,
+        RunProgress(output.console, metric) as progress,
+        own_code(request.task_source),
+    ):
         summary = train(
             request.task,
             request.plan,
@@ -359,22 +373,22 @@ def summary_sentence(request: _RunRequest, summary: Summary) -> str:
 
 
 @contextmanager
-def _own_code(request: _RunRequest) -> Iterator[None]:
+def own_code(task_source: str) -> Iterator[None]:
     """An error in a user's own task is reported in a sentence; -vv shows the traceback."""
     try:
         yield
     except BitplanError:
         raise
     except Exception as error:
-        file = parse_file_name(request.task_source)
+        file = parse_file_name(task_source)
         if file is None:
             raise
         log.debug("the task failed", exc_info=error)
-        raise TaskError(f"{request.task_source} failed in training: {describe_error(error, file[0])}") from error
+        raise TaskError(f"{task_source} failed in training: {describe_error(error, file[0])}") from error
 
 
 @contextmanager
-def _warnings_as_notes(output: Output) -> Iterator[None]:
+def warnings_as_notes(output: Output) -> Iterator[None]:
     """Print warnings of bitplan as remarks as they occur."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", BitplanWarning)
@@ -395,7 +409,7 @@ def _warnings_as_notes(output: Output) -> Iterator[None]:
 
 def _describe(request: _RunRequest, output: Output) -> None:
     settings = asdict(request.task.settings)
-    with _own_code(request):
+    with own_code(request.task_source):
         target = request.task.target()
         sites = explain(target.model, request.plan or Plan(), target.batch, target.loss)
         whole = estimate_cost(

@@ -90,6 +90,7 @@ class Attachment:
         self.seed = seed
         self._step = 0
         self._watched = stats
+        self._mutable_formats = mutable_formats
         self._execution = execution
         self._rounder = Rounder(execution)
         self._clock = ScheduleClock(plan, steps, fixed=execution.packs_saved_tensors)
@@ -112,6 +113,8 @@ class Attachment:
         self._remove_optimizer_hook: Callable[[], object] = lambda: None
         #: Counts the steps of the optimizers that :func:`attach` was given; None: the loop calls :meth:`step`.
         self._step_counter: StepCounter | None = None
+        #: Those optimizers.
+        self.optimizers: tuple[Optimizer, ...] = ()
         self._counts_first_optimizer = False
         #: Loggers that :meth:`log_to` was given.
         self._sinks: list[ScalarSink] = []
@@ -161,6 +164,30 @@ class Attachment:
         if self.after_detach is not None:
             self.after_detach()
             self.after_detach = None
+
+    def attach_again(self, plan: Plan | None = None, *, stats: bool | None = None) -> Attachment:
+        """Detach, and attach another plan to the same model in the same way, from its first step on.
+
+        As without an example, rules are checked in the first step, and the rows of :meth:`load_state_dict` are not
+        hidden by those of an example. A loss in chunks stays as it is. Functions that :meth:`loss` or :meth:`compile`
+        returned belong to this attachment.
+
+        :param plan: without selectors; None: this attachment's.
+        :param stats: whether to gather statistics; None: as this attachment.
+        """
+        from bitplan.executions import make_execution  # built on top of the runtime
+
+        undo, self.after_detach = self.after_detach, None
+        self.detach()
+        execution = make_execution(self.execution, self.model)
+        watched = self._watched if stats is None else stats
+        chosen = self.plan if plan is None else plan
+        run = Attachment(self.model, chosen, execution, self.steps, self.seed, self._mutable_formats, watched)
+        run.after_detach = undo
+        run._cost_tracker.inputs = self._cost_tracker.inputs
+        run.count_steps_of(self.optimizers)
+        run.store_frozen_weights()
+        return run
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
         return self  # a copy of the model follows the same plan, in the same run
@@ -286,6 +313,7 @@ class Attachment:
         """Count the steps of these optimizers from now on, so that the loop does not call :meth:`step`."""
         if optimizers:
             self._step_counter = StepCounter(optimizers, self._count_step)
+            self.optimizers = tuple(optimizers)
 
     def count_steps_of_first_optimizer(self) -> None:
         """Count the steps of the first optimizer that steps with parameters of the model, whichever that is."""
@@ -490,6 +518,10 @@ class Attachment:
             dictionary and a step. With several processes, call it in one of them.
         """
         self._sinks.append(ScalarSink(scalar_writer(logger), every))
+
+    def operations(self) -> list[Operation]:
+        """The operations of one forward pass, recorded on fake tensors; those of a loss outside are not among them."""
+        return self._cost_tracker.operations()
 
     def coverage(self) -> ProductCoverage:
         """How many of the model's products have operands that the plan rounds, and what share of multiplications."""

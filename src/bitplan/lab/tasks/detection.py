@@ -20,7 +20,7 @@ from bitplan.lab.models.retinanet import BACKBONE_LEVELS, COARSEST, MOST_LEVELS,
 from bitplan.lab.sources.pretrained import read_backbone
 from bitplan.lab.tasks.images import Normalisation, digits
 from bitplan.lab.tasks.scenes import Objects, SceneData, digit_scenes
-from bitplan.lab.tasks.task import DECAYS, LoadingTask, Metric, Settings, decayed, fused_for, generator, shuffled
+from bitplan.lab.tasks.task import DECAYS, DecayedRate, LoadingTask, Metric, Settings, fused_for, generator, shuffled
 from bitplan.numerics.wire_format import MIRROR
 
 # --- Boxes: the last dimension of a tensor is left, top, right and bottom edge in pixels
@@ -324,7 +324,7 @@ class DetectionSettings(Settings):
             raise TaskError(f"weights are those of a whole ResNet-{self.depth}: drop width, or the weights.")
 
 
-class Detection(LoadingTask[SceneData]):
+class Detection(DecayedRate, LoadingTask[SceneData]):
     """Object detection; a data set derives from this and loads its data."""
 
     settings_class: ClassVar[type[DetectionSettings]] = DetectionSettings
@@ -409,10 +409,6 @@ class Detection(LoadingTask[SceneData]):
     def optimizer(self, model: nn.Module) -> Optimizer:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return Adam(trained, self.settings.lr, fused=fused_for(trained))
-
-    def learning_rate(self, step: int) -> float:
-        recipe = self.settings
-        return decayed(recipe.decay, step, recipe.steps, recipe.warmup)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         device = next(model.parameters()).device

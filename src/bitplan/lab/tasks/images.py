@@ -19,7 +19,7 @@ from torch.optim import SGD, Optimizer
 from bitplan.errors import TaskError, nearest_names
 from bitplan.lab.models.resnet import cifar_resnet, imagenet_resnet, preactivated_resnet, resnet18
 from bitplan.lab.models.small_cnns import MobileNetV2, ShuffleNetV2, SqueezeNet
-from bitplan.lab.tasks.task import DECAYS, LoadingTask, Metric, Settings, decayed, fused_for, generator, shuffled
+from bitplan.lab.tasks.task import DECAYS, DecayedRate, LoadingTask, Metric, Settings, fused_for, generator, shuffled
 from bitplan.numerics.wire_format import AUGMENTATION
 
 # --- Sets of labelled images, normalisation and augmentation
@@ -188,7 +188,7 @@ class ImageSettings(Settings):
                 raise TaskError(f"{name} is {getattr(self, name)}; it must be at least 0.")
 
 
-class ImageClassification(LoadingTask[PictureData]):
+class ImageClassification(DecayedRate, LoadingTask[PictureData]):
     """Image classification; a data set derives from this and loads its data."""
 
     settings_class: ClassVar[type[ImageSettings]] = ImageSettings
@@ -226,10 +226,6 @@ class ImageClassification(LoadingTask[PictureData]):
         recipe = self.settings
         trained = list(model.parameters())
         return SGD(trained, recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay, fused=fused_for(trained))
-
-    def learning_rate(self, step: int) -> float:
-        recipe = self.settings
-        return decayed(recipe.decay, step, recipe.steps, recipe.warmup)
 
     def epoch(self) -> int:
         """Batches per epoch."""

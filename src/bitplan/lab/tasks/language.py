@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch.optim import AdamW, Optimizer
 from bitplan.errors import TaskError, nearest_names
 from bitplan.lab.models.language_models import GPT, next_token_loss
 from bitplan.lab.sources.texts import Text, library_text, read_texts
-from bitplan.lab.tasks.task import DECAYS, Metric, Settings, Task, decayed, fused_for, generator
+from bitplan.lab.tasks.task import DECAYS, DecayedRate, Metric, Settings, Task, fused_for, generator
 from bitplan.lab.tasks.tokens import LEVELS, tokenised
 from bitplan.numerics.wire_format import WINDOWS
 
@@ -167,7 +168,38 @@ class DecoderSettings(TransformerSettings):
             raise TaskError(f"features={self.features} do not fall into heads={self.heads} equal parts.")
 
 
-class DecoderLanguageModelling(LanguageTask):
+class TransformerTask(DecayedRate, LanguageTask):
+    """A language model that is trained on windows of the text; a subclass makes the batches."""
+
+    settings: Any
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return transformer_optimizer(model, self.settings)
+
+    @abstractmethod
+    def held_out_windows(self) -> int:
+        """The number of windows in the held-out text."""
+
+    @abstractmethod
+    def held_out_batch(self, number: int, firsts: Tensor) -> tuple[Tensor, Tensor]:
+        """The inputs and the target of a batch of the evaluation, whose windows begin at these tokens."""
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Consecutive windows from the start of the held-out text, the same in every run."""
+        device = next(model.parameters()).device
+        recipe, windows = self.settings, self.held_out_windows()
+        batches = max(1, windows // recipe.batch)
+        count = min(batches, recipe.evaluation or batches)
+        total = 0.0
+        for number in range(count):
+            # If the text is shorter than a batch, its windows are repeated: every batch has one shape.
+            places = (number * recipe.batch + torch.arange(recipe.batch)) % windows
+            inputs, target = (part.to(device) for part in self.held_out_batch(number, places * recipe.length))
+            total += float(self.loss(model(inputs).float(), target))
+        return perplexity_figures(total / count)
+
+
+class DecoderLanguageModelling(TransformerTask):
     """Next-token prediction by a causal transformer on random windows of the text."""
 
     name = "lm"
@@ -191,24 +223,8 @@ class DecoderLanguageModelling(LanguageTask):
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return next_token_loss(output, target)
 
-    def optimizer(self, model: nn.Module) -> Optimizer:
-        return transformer_optimizer(model, self.settings)
+    def held_out_windows(self) -> int:
+        return (len(self.held_out) - 1) // self.settings.length
 
-    def learning_rate(self, step: int) -> float:
-        recipe = self.settings
-        return decayed(recipe.decay, step, recipe.steps, recipe.warmup)
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Consecutive windows from the start of the held-out text."""
-        device = next(model.parameters()).device
-        recipe = self.settings
-        windows = (len(self.held_out) - 1) // recipe.length
-        batches = max(1, windows // recipe.batch)
-        count = min(batches, recipe.evaluation or batches)
-        total = 0.0
-        for number in range(count):
-            # If the text is shorter than a batch, its windows are repeated: every batch has one shape.
-            places = (number * recipe.batch + torch.arange(recipe.batch)) % windows
-            inputs, following = (part.to(device) for part in self._windows(self.held_out, places * recipe.length))
-            total += float(next_token_loss(model(inputs).float(), following))
-        return perplexity_figures(total / count)
+    def held_out_batch(self, number: int, firsts: Tensor) -> tuple[Tensor, Tensor]:
+        return self._windows(self.held_out, firsts)

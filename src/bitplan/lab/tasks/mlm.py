@@ -9,11 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import Optimizer
 
 from bitplan.errors import TaskError, nearest_names
-from bitplan.lab.tasks.language import LanguageTask, TransformerSettings, perplexity_figures, transformer_optimizer
-from bitplan.lab.tasks.task import decayed, generator
+from bitplan.lab.tasks.language import TransformerSettings, TransformerTask
+from bitplan.lab.tasks.task import generator
 from bitplan.numerics.wire_format import HELD_OUT_MASKS, WINDOWS_AND_MASKS
 
 #: Layers and features by size, with a head per 64 features (Turc et al. 2019, arXiv 1908.08962).
@@ -76,7 +75,7 @@ def transformers() -> Any:
     return package
 
 
-class MaskedLanguageModelling(LanguageTask):
+class MaskedLanguageModelling(TransformerTask):
     """Prediction of masked tokens from both sides."""
 
     name = "mlm"
@@ -131,27 +130,11 @@ class MaskedLanguageModelling(LanguageTask):
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=NOT_ASKED)
 
-    def optimizer(self, model: nn.Module) -> Optimizer:
-        return transformer_optimizer(model, self.settings)
+    def held_out_windows(self) -> int:
+        return len(self.held_out) // self.settings.length
 
-    def learning_rate(self, step: int) -> float:
-        recipe = self.settings
-        return decayed(recipe.decay, step, recipe.steps, recipe.warmup)
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Consecutive windows from the start of the held-out text; their masks are the same in every run."""
-        device = next(model.parameters()).device
-        recipe = self.settings
-        windows = len(self.held_out) // recipe.length
-        batches = max(1, windows // recipe.batch)
-        count = min(batches, recipe.evaluation or batches)
-        total = 0.0
-        for number in range(count):
-            places = (number * recipe.batch + torch.arange(recipe.batch)) % windows
-            parts = self._masked(self.held_out, places * recipe.length, generator(HELD_OUT_MASKS, number))
-            inputs, target = (part.to(device) for part in parts)
-            total += float(self.loss(model(inputs).float(), target))
-        return perplexity_figures(total / count)
+    def held_out_batch(self, number: int, firsts: Tensor) -> tuple[Tensor, Tensor]:
+        return self._masked(self.held_out, firsts, generator(HELD_OUT_MASKS, number))
 
 
 @dataclass(frozen=True)

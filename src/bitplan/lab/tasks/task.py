@@ -234,6 +234,16 @@ class Task(ABC):
         return Target(self.model(), self.batch(0), self.loss)
 
 
+class DecayedRate:
+    """A part of tasks whose settings have a `decay` of the learning rate and its `warmup`."""
+
+    settings: Any
+
+    def learning_rate(self, step: int) -> float:
+        recipe = self.settings
+        return decayed(recipe.decay, step, recipe.steps, recipe.warmup)
+
+
 # --- Tasks with a data set, which is loaded at its first use
 
 

@@ -19,7 +19,7 @@ from bitplan.lab.sources.texts import PACKAGES, library_docstrings, read_tables
 from bitplan.lab.tasks.labelled_texts import LabelledTexts, TextData
 from bitplan.lab.tasks.language import TransformerSettings, transformer_optimizer
 from bitplan.lab.tasks.mlm import SIZES, transformers
-from bitplan.lab.tasks.task import LoadingTask, Metric, decayed, shuffled
+from bitplan.lab.tasks.task import DecayedRate, LoadingTask, Metric, shuffled
 from bitplan.lab.tasks.tokens import PAD, SPECIAL, LearntEncoder, TextEncoder
 
 #: A token for examples before texts are loaded: any but padding.
@@ -64,7 +64,7 @@ class ClassifyingBert(nn.Module):
         return logits
 
 
-class TextClassification(LoadingTask[TextData]):
+class TextClassification(DecayedRate, LoadingTask[TextData]):
     """Text classification; a data set derives from this and loads its data."""
 
     settings_class: ClassVar[type[TextSettings]] = TextSettings
@@ -158,10 +158,6 @@ class TextClassification(LoadingTask[TextData]):
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         return transformer_optimizer(model, self.settings, betas=(0.9, 0.999))
-
-    def learning_rate(self, step: int) -> float:
-        recipe = self.settings
-        return decayed(recipe.decay, step, recipe.steps, recipe.warmup)
 
     def epoch(self) -> int:
         """Batches per epoch."""

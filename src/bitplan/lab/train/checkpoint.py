@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,16 +120,30 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
     return [Checkpoint(folder, step) for step in sorted((int(name[1]) for name in names if name), reverse=True)]
 
 
-def newest_whole(folder: Path, run: Mapping[str, Any] | None = None) -> tuple[int, dict[str, Any]] | None:
-    """Step and state of the newest checkpoint that is whole; None where there is none.
+def newest_whole(
+    folder: Path,
+    run: Mapping[str, Any] | None = None,
+    *,
+    broken: Callable[[Mapping[str, Any]], str | None] = lambda state: None,
+    last: float = math.inf,
+) -> tuple[int, dict[str, Any]] | None:
+    """Step and state of the newest checkpoint that is whole and finite; None where there is none.
 
     :param run: the identity that it must have, as in :meth:`Checkpoint.load`.
+    :param broken: the name of a tensor of a state that must be finite and is not; None where there is none.
+    :param last: the last step whose checkpoint will do.
     """
     damaged: list[RunError] = []
     newest = None
     for checkpoint in checkpoints_in(folder):
+        if checkpoint.step > last:
+            continue
         try:
-            newest = checkpoint.step, checkpoint.load(run)
+            state = checkpoint.load(run)
+            name = broken(state)
+            if name is not None:
+                raise RunError(f"{checkpoint.tensors_file} holds NaN or infinity in {name}, so no run resumes from it.")
+            newest = checkpoint.step, state
             break
         except ForeignCheckpointError:
             raise

@@ -365,7 +365,7 @@ class _Loop:
     # --- checkpoints ---
 
     def _resume(self) -> None:
-        checkpoint = newest_whole(self.place.checkpoints, self.identity)
+        checkpoint = newest_whole(self.place.checkpoints, self.identity, broken=self.session.broken_in)
         if checkpoint is None:
             return
         step, state = checkpoint
@@ -404,17 +404,18 @@ class _Loop:
             )
 
     def _save(self) -> None:
-        """Write a checkpoint, unless a weight is not finite: a run can be resumed from every checkpoint on disk."""
+        """Write a checkpoint, unless its state is not finite: a run can be resumed from every checkpoint on disk."""
         step = self.session.step
         if step == self.saved:
             return
-        if self.session.broken_weight() is not None:
+        state = self.session.state()
+        if self.session.broken_in(state) is not None:
             raise _Diverged
         self.journal.sync()
         if self.monitor is not None:
             self.monitor.journal.sync()
         own = {name: getattr(self, name) for name in _OWN_STATE}
-        Checkpoint(self.place.checkpoints, step).save({**self.session.state(), "loop": own}, self.identity)
+        Checkpoint(self.place.checkpoints, step).save({**state, "loop": own}, self.identity)
         self.saved = step
         remove_older(self.place.checkpoints, step)
 

@@ -7,7 +7,7 @@ those of dropout, therefore do not depend on evaluations or on resuming.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from bitplan.analysis.fault import first_not_finite
 from bitplan.analysis.measure.measure import probe_step
 from bitplan.analysis.measure.probe import Probe
 from bitplan.capture.decompositions import is_decomposed
@@ -204,6 +205,8 @@ class Session:
         self._first_memory = dict(task.memory)
         #: Steps made.
         self.step = 0
+        #: The learning rate, relative to the task's.
+        self.rate = 1.0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         torch.manual_seed(task.seed)
@@ -221,7 +224,7 @@ class Session:
             self.model,
             plan,
             steps=task.settings.all_steps,
-            example=self._moved(task.batch(0)[0]),
+            example=self.moved(task.batch(0)[0]),
             seed=task.seed,
             execution=execution,
         )
@@ -231,7 +234,9 @@ class Session:
         self.scale = self._new_scale()
         self.loss = self.run.loss(task.loss)
         # Masks may hold infinities from the start.
-        self._finite = {name for name, tensor in self._floats() if first_not_finite([(name, tensor)]) is None}
+        self._finite = {
+            name for name, tensor in _tensors_in(self.model.state_dict()) if first_not_finite([(name, tensor)]) is None
+        }
         # torch.compile cannot trace fused recurrent layers; those that a plan decomposes are plain operations.
         recurrent = [(path, module) for path, module in self.model.named_modules() if isinstance(module, nn.RNNBase)]
         whole = all(is_decomposed(self.run.plan, path, layer.mode.lower()) for path, layer in recurrent)
@@ -281,14 +286,14 @@ class Session:
         factor = 1.0 if self.step < held else self.task.learning_rate(self.step - held)
         groups = self.optimizer.param_groups
         for group, peak in zip(groups, self._peaks, strict=True):
-            set_rate(group, peak * factor)
+            set_rate(group, peak * factor * self.rate)
         self.scale.undone(self.optimizer)
         if self.task.settings.clip > 0:
             nn.utils.clip_grad_norm_(self._parameters, self.task.settings.clip)
         self.scale.step(self.optimizer)
         self.run.step()
         self.step += 1
-        return self._peaks[0] * factor
+        return self._peaks[0] * factor * self.rate
 
     def evaluate(self, last: bool = False) -> dict[str, float]:
         """The task's metrics now, which the task receives in :meth:`Task.after_evaluation`, too.
@@ -320,9 +325,10 @@ class Session:
 
     def next_batch(self) -> Any:
         """The inputs and the target of the next step, on the model's device."""
-        return self._moved((self.task.batch if self._cached_bits is None else self._cached_bits)(self.step))
+        return self.moved((self.task.batch if self._cached_bits is None else self._cached_bits)(self.step))
 
-    def _moved(self, batch: Any) -> Any:
+    def moved(self, batch: Any) -> Any:
+        """A batch on the model's device."""
         return batch if self.device.type == "cpu" else self._there(batch)
 
     def look(self, probe: Probe) -> None:
@@ -345,6 +351,11 @@ class Session:
 
     def load(self, step: int, state: dict[str, Any]) -> None:
         """Restore the :meth:`state` of step `step`."""
+        self.load_training(step, state)
+        self.run.load_state_dict(state["attachment"])
+
+    def load_training(self, step: int, state: dict[str, Any]) -> None:
+        """Restore the :meth:`state` of step `step`, except for the attachment's."""
         try:
             self.model.load_state_dict(state["model"])
             load_plain_state(self.optimizer, state["optimizer"])
@@ -354,7 +365,6 @@ class Session:
                 f"the checkpoint of step {step} does not fit the task's model and optimizer ({reason}): the task has "
                 f"changed since, so train it anew in another folder."
             ) from error
-        self.run.load_state_dict(state["attachment"])
         self.task.memory = dict(state["memory"])
         self.scale.load(state.get("loss_scale", {}))
         self.step = step
@@ -372,28 +382,40 @@ class Session:
     def observe(self) -> None:
         """From now on run uncompiled, and collect rounding statistics at every site."""
         state = self.run.state_dict()
-        self.run.detach()
-        # No example: its rows would be created before those of the state, and hide them.
-        self.run = attach(
-            self.model,
-            self.run.plan,
-            steps=self.task.settings.all_steps,
-            seed=self.task.seed,
-            stats=True,
-            execution=self._execution,
-        )
-        self.run.expect(self._moved(self.task.batch(0)[0]))
-        self.loss = self.run.loss(self.task.loss)
+        self.attach_uncompiled(self.run.plan, stats=True)
         self.run.load_state_dict(state)
+
+    def attach_uncompiled(self, plan: Plan, stats: bool = False) -> None:
+        """Attach another plan, or the same one again, from its first step on; the model runs uncompiled from now on."""
+        self.run = self.run.attach_again(plan, stats=stats)
+        self.loss = self.run.loss(self.task.loss)
         self._called = self._evaluated = self.model
 
     def broken_weight(self) -> str | None:
         """The first parameter or buffer that is no longer finite; None where all are."""
-        return first_not_finite([(name, tensor) for name, tensor in self._floats() if name in self._finite])
+        return self._broken_weight_in(self.model.state_dict())
 
-    def _floats(self) -> list[tuple[str, Tensor]]:
-        state = self.model.state_dict().items()
-        return [(name, value) for name, value in state if isinstance(value, Tensor) and value.is_floating_point()]
+    def _broken_weight_in(self, state: Mapping[str, Any]) -> str | None:
+        return first_not_finite((name, tensor) for name, tensor in _tensors_in(state) if name in self._finite)
+
+    def broken_in(self, state: Mapping[str, Any]) -> str | None:
+        """The first weight or optimizer moment of a :meth:`state` that is not finite; None where all are."""
+        broken = self._broken_weight_in(state.get("model", {}))
+        return broken or first_not_finite(self._moments_in(state.get("optimizer", {})))
+
+    def broken_state(self) -> str | None:
+        """The first weight or optimizer moment that is no longer finite; None where all are."""
+        return self.broken_in(self.state())
+
+    def _moments_in(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        """The moments in the state of the optimizer; counters of steps are left out."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        for number, moments in state.get("state", {}).items():
+            name = names.get(id(parameters[number])) if number in range(len(parameters)) else number
+            for moment, tensor in _tensors_in(moments):
+                if tensor.dim():
+                    yield f"the optimizer's {moment} of {name}", tensor
 
     def broken_gradient(self) -> str | None:
         """The first parameter whose gradient is not finite."""
@@ -412,14 +434,13 @@ class Session:
         return most if os.uname().sysname == "Darwin" else most * 1024
 
 
-def first_not_finite(named: list[tuple[str, Tensor]]) -> str | None:
-    """The name of the first tensor that holds a NaN or an infinity, with a single synchronization."""
-    if not named:
-        return None
-    finite = torch.stack([tensor.detach().isfinite().all() for _, tensor in named]).cpu()
-    if bool(finite.all()):
-        return None
-    return named[int(finite.logical_not().nonzero()[0])][0]
+def _tensors_in(state: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of nested mappings, with their names."""
+    if isinstance(state, Tensor):
+        yield name, state
+    elif isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from _tensors_in(value, f"{name}.{key}" if name else str(key))
 
 
 class _Reading:

@@ -169,83 +169,78 @@ def fit(
         f"{byte_text(budget.limit(peaks[_NO_PLAN]))}."
     )
     check_peak |= measured_plain is not None and abs(measured_plain / estimated - 1) > _RESERVED_SHARE
-    fitted = _fit_and_check(budget, step, plan_after, moves, report, peaks, check_peak)
+    search = _BudgetSearch(budget, step, plan_after, moves, report, peaks)
+    fitted = search.fit_measured() if check_peak else search.fit_estimates(1 - _RESERVED_SHARE)
     return replace(fitted, is_baseline_measured=measured_plain is not None)
 
 
-def _fit_and_check(
-    budget: Budget,
-    step: Step,
-    plan_after: Callable[[int], Plan],
-    moves: int,
-    report: Callable[[str], None],
-    peaks: dict[int, int],
-    check_peak: bool,
-) -> Fit:
-    share, smallest = 1 - _RESERVED_SHARE, None
-    estimate = _fit_estimates(budget, step, plan_after, moves, report, peaks, share)
-    if not check_peak:
-        return estimate
-    for _ in range(_MAX_MEASUREMENTS):
-        measured = step.measure_peak(plan_after(estimate.moves_made))
-        if measured is None:
-            return estimate
-        report(f"{estimate.moves_made} of {moves} moves: a peak of {byte_text(measured)}, measured.")
-        if measured <= estimate.limit:
-            return replace(estimate, measured_peak=measured)
-        smallest = measured if smallest is None else min(smallest, measured)
-        if estimate.moves_made == moves:
-            break
-        # Lower the target by the error of the estimate, and by one move at least.
-        share = min(share * estimate.peak / measured, (estimate.peak - 1) / estimate.limit)
-        try:
-            estimate = _fit_estimates(budget, step, plan_after, moves, report, peaks, share)
-        except PlanError:
-            estimate = replace(estimate, moves_made=moves, peak=peaks[moves])
-    raise PlanError(
-        f"no assignment was found that keeps the measured peak within {byte_text(estimate.limit)}: the least measured "
-        f"is {byte_text(smallest or 0)}. Raise the budget, choose formats without a scale per tensor, or do not "
-        f"compile the model."
-    )
+@dataclass(frozen=True)
+class _BudgetSearch:
+    """The search of :func:`fit` for a number of moves."""
 
+    budget: Budget
+    step: Step
+    plan_after: Callable[[int], Plan]
+    moves: int
+    report: Callable[[str], None]
+    #: Number of moves -> estimated peak.
+    peaks: dict[int, int]
 
-def _fit_estimates(
-    budget: Budget,
-    step: Step,
-    plan_after: Callable[[int], Plan],
-    moves: int,
-    report: Callable[[str], None],
-    peaks: dict[int, int],
-    share: float,
-) -> Fit:
-    """The smallest number of moves whose estimated peak is within a share of the budget; `peaks` caches estimates."""
-    baseline_peak = peaks[_NO_PLAN]
-    limit = budget.limit(baseline_peak)
+    def fit_measured(self) -> Fit:
+        """The smallest number of moves whose measured peak is within the budget, where the step can be measured."""
+        share, smallest = 1 - _RESERVED_SHARE, None
+        estimate = self.fit_estimates(share)
+        for _ in range(_MAX_MEASUREMENTS):
+            measured = self.step.measure_peak(self.plan_after(estimate.moves_made))
+            if measured is None:
+                return estimate
+            self.report(f"{estimate.moves_made} of {self.moves} moves: a peak of {byte_text(measured)}, measured.")
+            if measured <= estimate.limit:
+                return replace(estimate, measured_peak=measured)
+            smallest = measured if smallest is None else min(smallest, measured)
+            if estimate.moves_made == self.moves:
+                break
+            # Lower the target by the error of the estimate, and by one move at least.
+            share = min(share * estimate.peak / measured, (estimate.peak - 1) / estimate.limit)
+            try:
+                estimate = self.fit_estimates(share)
+            except PlanError:
+                estimate = replace(estimate, moves_made=self.moves, peak=self.peaks[self.moves])
+        raise PlanError(
+            f"no assignment was found that keeps the measured peak within {byte_text(estimate.limit)}: the least "
+            f"measured is {byte_text(smallest or 0)}. Raise the budget, choose formats without a scale per tensor, or "
+            f"do not compile the model."
+        )
 
-    def peak(moves_made: int) -> int:
-        if moves_made not in peaks:
-            peaks[moves_made] = step.estimate_peak(plan_after(moves_made))
-            report(f"{moves_made} of {moves} moves: a peak of {byte_text(peaks[moves_made])}, estimated.")
-        return peaks[moves_made]
+    def fit_estimates(self, share: float) -> Fit:
+        """The smallest number of moves whose estimated peak is within a share of the budget."""
+        baseline_peak = self.peaks[_NO_PLAN]
+        limit = self.budget.limit(baseline_peak)
+        allowed = int(limit * share)
+        low, high = 0, self.moves
+        if self._peak(0) <= allowed:
+            return Fit(0, baseline_peak, self._peak(0), limit)
+        if self._peak(self.moves) > allowed:
+            candidates = range(self.moves - 1, max(self.moves - 1 - _EXTRA_CANDIDATES, 0), -1)
+            fitting = [moves_made for moves_made in candidates if self._peak(moves_made) <= allowed]
+            if not fitting:
+                planned_peaks = {number: estimate for number, estimate in self.peaks.items() if number != _NO_PLAN}
+                raise PlanError(_no_fit_message(limit, share, baseline_peak, planned_peaks, self.moves))
+            high = fitting[-1]
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._peak(middle) <= allowed:
+                high = middle
+            else:
+                low = middle
+        return Fit(high, baseline_peak, self._peak(high), limit)
 
-    allowed = int(limit * share)
-    low, high = 0, moves
-    if peak(0) <= allowed:
-        return Fit(0, baseline_peak, peak(0), limit)
-    if peak(moves) > allowed:
-        candidates = range(moves - 1, max(moves - 1 - _EXTRA_CANDIDATES, 0), -1)
-        fitting = [moves_made for moves_made in candidates if peak(moves_made) <= allowed]
-        if not fitting:
-            planned_peaks = {number: estimate for number, estimate in peaks.items() if number != _NO_PLAN}
-            raise PlanError(_no_fit_message(limit, share, baseline_peak, planned_peaks, moves))
-        high = fitting[-1]
-    while high - low > 1:
-        middle = (low + high) // 2
-        if peak(middle) <= allowed:
-            high = middle
-        else:
-            low = middle
-    return Fit(high, baseline_peak, peak(high), limit)
+    def _peak(self, moves_made: int) -> int:
+        if moves_made not in self.peaks:
+            self.peaks[moves_made] = self.step.estimate_peak(self.plan_after(moves_made))
+            peak = byte_text(self.peaks[moves_made])
+            self.report(f"{moves_made} of {self.moves} moves: a peak of {peak}, estimated.")
+        return self.peaks[moves_made]
 
 
 def _no_fit_message(limit: int, share: float, baseline_peak: int, peaks: dict[int, int], moves: int) -> str:

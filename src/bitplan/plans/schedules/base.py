@@ -207,6 +207,21 @@ class Schedule(ABC):
         return f"{self.name} {width}"
 
 
+class LowToHigh(Schedule):
+    """A schedule whose fields `low` and `high` are the fewest and the most bits."""
+
+    low: int
+    high: int
+
+    @property
+    def lowest(self) -> int:
+        return self.low
+
+    @property
+    def highest(self) -> int:
+        return self.high
+
+
 def check_total(total: int) -> None:
     if not 1 <= total <= MOST_STEPS:
         raise ScheduleError(f"a run has 1 to {MOST_STEPS:,} steps, not {total}.")

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitplan.errors import ScheduleError, nearest_names
-from bitplan.plans.schedules.base import Schedule, Whole, check_range
+from bitplan.plans.schedules.base import LowToHigh, Whole, check_range
 
 Share = NDArray[np.float64]
 Profile = Literal["C", "L", "E", "R"]
@@ -71,7 +71,7 @@ PROFILE_WORDS: dict[Profile, str] = {
 
 
 @dataclass(frozen=True)
-class Cyclic(Schedule):
+class Cyclic(LowToHigh):
     """Bits that go up, or down and up, in n cycles.
 
     >>> str(Cyclic("C", 3, 8)), Cyclic("E", 3, 8, shape="triangular", reflection="H").name
@@ -114,14 +114,6 @@ class Cyclic(Schedule):
         return f"{self.profile}{'R' if self.shape == 'repeated' else 'T'}{self.reflection or ''}"
 
     @property
-    def lowest(self) -> int:
-        return self.low
-
-    @property
-    def highest(self) -> int:
-        return self.high
-
-    @property
     def ends_growing(self) -> bool:
         return self.shape == "repeated" or self.cycles % 2 == 0
 
@@ -151,7 +143,7 @@ class Cyclic(Schedule):
 
 
 @dataclass(frozen=True)
-class Ramp(Schedule):
+class Ramp(LowToHigh):
     """One growth, or one fall, over the whole run; its last step is where it leads to.
 
     >>> Ramp("L", 4, 8, falls=True).table(5).tolist()
@@ -177,14 +169,6 @@ class Ramp(Schedule):
     @property
     def name(self) -> str:
         return "decay" if self.falls else "growth"
-
-    @property
-    def lowest(self) -> int:
-        return self.low
-
-    @property
-    def highest(self) -> int:
-        return self.high
 
     def at(self, steps: Whole, total: int) -> Whole:
         return np.where(steps == total - 1, self.low if self.falls else self.high, self._cycle.at(steps, total))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from bitplan.errors import ScheduleError
-from bitplan.plans.schedules.base import RunPoint, Schedule, Whole, check_bits, check_range
+from bitplan.plans.schedules.base import LowToHigh, RunPoint, Schedule, Whole, check_bits, check_range
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,9 @@ class StepList(Schedule):
     changes: tuple[RunPoint, ...]
 
     def __post_init__(self) -> None:
-        if not self.widths or len(self.widths) != len(self.changes) + 1:
-            raise ScheduleError(
-                f"{len(self.widths)} widths change {max(len(self.widths) - 1, 0)} times, but at has "
-                f"{len(self.changes)} moments: give one moment fewer than widths."
-            )
+        _check_changes(len(self.widths), "widths", self.changes)
         for width in self.widths:
             check_bits(bits=width)
-        _check_order(self.changes)
 
     @property
     def name(self) -> str:
@@ -92,7 +87,7 @@ class StepList(Schedule):
 
 
 @dataclass(frozen=True)
-class LateSwitch(Schedule):
+class LateSwitch(LowToHigh):
     """Low, and then high for the last share of the run (or the last so many steps).
 
     Whether only the forward pass or the backward pass, too, switches is said by the quantizers that follow it.
@@ -109,14 +104,6 @@ class LateSwitch(Schedule):
     @property
     def name(self) -> str:
         return "late"
-
-    @property
-    def lowest(self) -> int:
-        return self.low
-
-    @property
-    def highest(self) -> int:
-        return self.high
 
     def run_points(self) -> Iterator[RunPoint]:
         yield self.last
@@ -137,7 +124,7 @@ class LateSwitch(Schedule):
 
 
 @dataclass(frozen=True)
-class Deficit(Schedule):
+class Deficit(LowToHigh):
     """High, but low inside a window: how critical learning periods are looked for.
 
     >>> Deficit(3, 8, RunPoint.of("25%"), RunPoint.of("50%")).table(8).tolist()
@@ -156,14 +143,6 @@ class Deficit(Schedule):
     @property
     def name(self) -> str:
         return "deficit"
-
-    @property
-    def lowest(self) -> int:
-        return self.low
-
-    @property
-    def highest(self) -> int:
-        return self.high
 
     def run_points(self) -> Iterator[RunPoint]:
         yield from (self.start, self.end)
@@ -194,12 +173,7 @@ class Piecewise(Schedule):
     changes: tuple[RunPoint, ...]
 
     def __post_init__(self) -> None:
-        if not self.pieces or len(self.pieces) != len(self.changes) + 1:
-            raise ScheduleError(
-                f"{len(self.pieces)} pieces change {max(len(self.pieces) - 1, 0)} times, but at has "
-                f"{len(self.changes)} moments: give one moment fewer than pieces."
-            )
-        _check_order(self.changes)
+        _check_changes(len(self.pieces), "pieces", self.changes)
 
     @property
     def name(self) -> str:
@@ -279,7 +253,7 @@ class AtLeast(Schedule):
 
 
 @dataclass(frozen=True)
-class Function(Schedule):
+class Function(LowToHigh):
     """A function of the user's own, (step, total) -> bits; no file can hold one."""
 
     function: Callable[[int, int], int]
@@ -294,14 +268,6 @@ class Function(Schedule):
     @property
     def name(self) -> str:
         return "function"
-
-    @property
-    def lowest(self) -> int:
-        return self.low
-
-    @property
-    def highest(self) -> int:
-        return self.high
 
     def at(self, steps: Whole, total: int) -> Whole:
         return np.array([self._checked(int(step), total) for step in steps], dtype=np.int64)
@@ -319,6 +285,16 @@ class Function(Schedule):
         """Which function it was: enough to tell two plans apart, not to make one of them again."""
         title = f"{getattr(self.function, '__module__', '?')}.{getattr(self.function, '__qualname__', '?')}"
         return {"name": self.name, "function": title, "low": self.low, "high": self.high}
+
+
+def _check_changes(count: int, parts: str, changes: tuple[RunPoint, ...]) -> None:
+    """There is a moment, in order, between each part and the next."""
+    if not count or count != len(changes) + 1:
+        raise ScheduleError(
+            f"{count} {parts} change {max(count - 1, 0)} times, but at has {len(changes)} moments: give one moment "
+            f"fewer than {parts}."
+        )
+    _check_order(changes)
 
 
 def _check_order(moments: tuple[RunPoint, ...]) -> None:
