@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from itertools import pairwise
 from typing import Any
@@ -164,6 +165,23 @@ def test_compiled_code_is_used_again_when_a_schedule_comes_back_to_a_quantizer()
         assert len(kinds) - 1 > sum(a != b for a, b in pairwise(kinds)) >= 3
         assert counters["stats"]["unique_graphs"] == 2
     torch._dynamo.reset()
+
+
+def test_a_plan_moves_though_nobody_holds_the_attachment() -> None:
+    plan = Plan.from_dict(
+        {"version": 1, "rules": [{"match": "*", "w": {"until": 2, "use": "e2m1", "then": "keep"}}]},
+    )
+    model = nn.Linear(6, 3)
+    expected = model(X)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    attach(model, plan, steps=4, optimizer=optimizer)
+    gc.collect()
+    outputs = []
+    for _ in range(4):
+        outputs.append(model(X))
+        outputs[-1].sum().backward()
+        optimizer.step()
+    assert [torch.equal(output, expected) for output in outputs] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)

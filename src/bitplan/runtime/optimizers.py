@@ -230,7 +230,9 @@ def _remove(handle: Any) -> None:
 
 
 class StepCounter:
-    """Calls a bound method after a training step of the optimizers, until its object is gone or it is removed.
+    """Calls a function after a training step of the optimizers, until it is removed.
+
+    The optimizers keep the function, and with it the attachment that it counts for: a script may drop its own.
 
     Several optimizers that step in turn make one training step: it is counted when the first of them steps, and the
     next one when an optimizer steps again. So an optimizer that skips an iteration, as under a ``GradScaler``, neither
@@ -238,19 +240,15 @@ class StepCounter:
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], count: Callable[[], None]) -> None:
-        counting = weakref.WeakMethod(count)
         stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
         def hook(optimizer: Optimizer, *_: Any) -> None:
-            count_step = counting()
-            if count_step is None:
-                return
             is_new_step = not stepped or optimizer in stepped
             if is_new_step:
                 stepped.clear()
             stepped.add(optimizer)
             if is_new_step:
-                count_step()
+                count()
 
         unique = {id(optimizer): optimizer for optimizer in optimizers}
         self._handles = [optimizer.register_step_post_hook(hook) for optimizer in unique.values()]
