@@ -128,12 +128,12 @@ class RankTracker(MemoryTracker):
             self.on_resize(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize_tracked  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize_tracked  # type: ignore[assignment, method-assign]
         try:
             with super().track():
                 yield
         finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+            torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]
 
     def note(self, phase: Phase) -> None:
         if phase == "start":

@@ -26,6 +26,7 @@ from bitplan.errors import RunError, TaskError
 from bitplan.executions.native.execution import NativeWithCrossover, native_terms
 from bitplan.executions.native.paths import NativeTerms
 from bitplan.lab.tasks.task import Task
+from bitplan.lab.train.processes import SINGLE, Processes
 from bitplan.numerics.noise import key_of, preserve_rng_state
 from bitplan.numerics.wire_format import EVALUATION, TRAINING
 from bitplan.plans import Plan
@@ -194,13 +195,16 @@ class Session:
         device: torch.device,
         compile: bool,
         crossover: NativeTerms | None = None,
+        processes: Processes = SINGLE,
     ) -> None:
         """
         :param crossover: the measured sizes from which on GEMMs run natively; None: those of this machine.
+        :param processes: those that train the model together, each on its part of every batch.
         """
         execution = execution_options(execution)
         self.task = task
         self.device = device
+        self.processes = processes
         self._first_memory = dict(task.memory)
         #: Steps made.
         self.step = 0
@@ -214,17 +218,20 @@ class Session:
         #: The measured sizes from which on GEMMs run natively; None where nothing was measured.
         self.crossover: NativeTerms | None = None
         if isinstance(execution, Native) and execution.min_macs is None:
-            self.crossover = crossover or native_terms(execution, self.model)
+            self.crossover = crossover or processes.share(lambda: native_terms(execution, self.model))
             execution = NativeWithCrossover.of(execution, self.crossover)
         self._execution = execution
         self.run: Attachment = attach(
             self.model,
             plan,
             steps=task.settings.all_steps,
-            example=self._moved(task.batch(0)[0]),
+            example=self._moved(processes.part(task.batch(0))[0]),
             seed=task.seed,
             execution=execution,
         )
+        if processes.count > 1:
+            self.run.cost()  # records the operations, on the model as it is before it is split
+        trained = processes.apply(self.model)
         #: Cached, since iterating over the modules of a deep model takes as long as its optimizer's step.
         self._parameters = list(self.model.parameters())
         self.optimizer = self._new_optimizer()
@@ -238,12 +245,12 @@ class Session:
         # CUDA graphs save the launches that bound small models, but hold memory that packed execution should free, and
         # do not work with graph breaks.
         mode = "reduce-overhead" if device.type == "cuda" and execution.kind == "emulate" and whole else None
-        self._called: nn.Module = self.run.compile(fullgraph=whole, mode=mode) if compile else self.model
+        self._called: nn.Module = self.run.compile(fullgraph=whole, mode=mode) if compile else trained
         #: For evaluations.
-        self._evaluated = self._called if task.evaluates_compiled and whole else self.model
+        self._evaluated = self._called if compile and task.evaluates_compiled and whole else self.model
         ready = Copies(pinned)
         is_gpu = device.type == "cuda"
-        self._cached_bits = Ahead(lambda step: ready(task.batch(step)), task.settings.all_steps) if is_gpu else None
+        self._cached_bits = Ahead(lambda step: ready(self._batch(step)), task.settings.all_steps) if is_gpu else None
 
     def _new_optimizer(self) -> Optimizer:
         """The task's optimizer, with its state in the plan's formats."""
@@ -266,14 +273,14 @@ class Session:
 
     def forward_backward(self) -> float:
         """Compute the gradients of the next step and return its loss."""
-        _seed(self.task.seed, self.step, TRAINING, self.device)
+        _seed(self.task.seed, self.step, TRAINING, self.device, self.processes.data_part)
         inputs, target = self.next_batch()
         self.optimizer.zero_grad(set_to_none=True)
         args, kwargs = call_arguments(inputs)
         loss: Tensor = self.loss(self._called(*args, **kwargs), target)
         reading = _Reading(value_before_rounding(loss))
         self.scale.of(loss).backward()  # type: ignore[no-untyped-call]
-        return reading.value()
+        return self.processes.mean(reading.value())
 
     def apply(self) -> float:
         """Make the optimizer's step and return the learning rate."""
@@ -296,6 +303,7 @@ class Session:
         :param last: also compute those of the end of a run.
         """
         _seed(self.task.seed, self.step, EVALUATION, self.device)
+        self.processes.share_buffers(self.model)
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
@@ -307,6 +315,8 @@ class Session:
         finally:
             for module, training in modes:
                 module.training = training
+            self.processes.reshard(self.model)
+        figures = self.processes.share(lambda: figures)
         metric_name = self.task.metric.name
         if metric_name not in figures:
             raise TaskError(
@@ -320,7 +330,10 @@ class Session:
 
     def next_batch(self) -> Any:
         """The inputs and the target of the next step, on the model's device."""
-        return self._moved((self.task.batch if self._cached_bits is None else self._cached_bits)(self.step))
+        return self._moved((self._batch if self._cached_bits is None else self._cached_bits)(self.step))
+
+    def _batch(self, step: int) -> Any:
+        return self.processes.part(self.task.batch(step))
 
     def _moved(self, batch: Any) -> Any:
         return batch if self.device.type == "cpu" else self._there(batch)
@@ -334,20 +347,26 @@ class Session:
     # --- state ---
 
     def state(self) -> dict[str, Any]:
-        """Everything that a resumed run needs, as tensors and plain values."""
+        """Everything that a resumed run needs, as tensors and plain values; all processes call this."""
+        self.processes.share_buffers(self.model)
         return {
-            "model": self.model.state_dict(),
-            "optimizer": plain_state(self.optimizer),
-            "attachment": self.run.state_dict(),
+            "model": self.model_state(),
+            "optimizer": self.processes.whole(plain_state(self.optimizer)),
+            "attachment": self.processes.whole(self.run.state_dict()),
             "memory": dict(self.task.memory),
             "loss_scale": self.scale.state(),
         }
 
+    def model_state(self) -> dict[str, Tensor]:
+        """The model's ``state_dict()``, of whole tensors; all processes call this."""
+        state: dict[str, Tensor] = self.processes.whole(self.model.state_dict())
+        return state
+
     def load(self, step: int, state: dict[str, Any]) -> None:
         """Restore the :meth:`state` of step `step`."""
         try:
-            self.model.load_state_dict(state["model"])
-            load_plain_state(self.optimizer, state["optimizer"])
+            self.model.load_state_dict(self.processes.split(self.model, state["model"]))
+            load_plain_state(self.optimizer, self.processes.split_optimizer(self.optimizer, state["optimizer"]))
         except (RuntimeError, ValueError, KeyError) as error:
             reason = (str(error).strip().splitlines() or [""])[-1].strip().removesuffix(".")
             raise RunError(
@@ -388,12 +407,14 @@ class Session:
         self._called = self._evaluated = self.model
 
     def broken_weight(self) -> str | None:
-        """The first parameter or buffer that is no longer finite; None where all are."""
-        return first_not_finite([(name, tensor) for name, tensor in self._floats() if name in self._finite])
+        """The first parameter or buffer that is no longer finite; None where all are, in all processes."""
+        broken = first_not_finite([(name, tensor) for name, tensor in self._floats() if name in self._finite])
+        return broken or ("of another process" if self.processes.any(broken is not None) else None)
 
     def _floats(self) -> list[tuple[str, Tensor]]:
         state = self.model.state_dict().items()
-        return [(name, value) for name, value in state if isinstance(value, Tensor) and value.is_floating_point()]
+        floats = [(name, value) for name, value in state if isinstance(value, Tensor) and value.is_floating_point()]
+        return [(name, value.to_local() if hasattr(value, "to_local") else value) for name, value in floats]
 
     def broken_gradient(self) -> str | None:
         """The first parameter whose gradient is not finite."""
@@ -440,9 +461,9 @@ class _Reading:
         return float(self._host)
 
 
-def _seed(seed: int, step: int, purpose: int, device: torch.device) -> None:
+def _seed(seed: int, step: int, purpose: int, device: torch.device, data_part: int = 0) -> None:
     low, high = key_of(seed, step, purpose)
-    number = (high % 2**32) << 32 | low % 2**32
+    number = ((high % 2**32) << 32 | low % 2**32) + data_part & 2**64 - 1
     torch.default_generator.manual_seed(number)  # torch.manual_seed also seeds other devices: 0.1 ms
     if device.type == "cuda":
         torch.cuda.default_generators[_index(device)].manual_seed(number)
