@@ -128,7 +128,15 @@ def test_two_processes_have_the_losses_of_one(task_file: Path, tmp_path: Path) -
 
 
 def torchrun(task_file: Path, folder: Path, *more: str, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+    ]
     command += ["-m", "bitplan", "train", f"{task_file}:Own", "--plan", "fp8-linear", "--shard", "fsdp"]
     command += [part for setting in SETTINGS for part in ("--set", setting)]
     return subprocess.Popen(

@@ -59,11 +59,11 @@ class Sharding:
     ) -> Sharding:
         """The sharding that a text such as ``fsdp=64,tp=8`` describes.
 
-        >>> Sharding.parse("fsdp=64,tp=8").world
-        512
+        >>> Sharding.parse("fsdp=64,tp=8").world, Sharding.parse("none").world
+        (512, 1)
         """
         sizes: dict[str, int] = {}
-        for part in text.split(","):
+        for part in [] if text == "none" else text.split(","):
             axis, _, size = (piece.strip() for piece in part.partition("="))
             if axis not in AXES:
                 raise TargetError(
@@ -92,13 +92,17 @@ class Sharding:
         return self.ddp * self.fsdp * self.tp
 
     def __str__(self) -> str:
-        return ",".join(f"{axis}={size}" for axis, size in self.used_axes.items()) or "fsdp=1"
+        return ",".join(f"{axis}={size}" for axis, size in self.used_axes.items()) or "none"
 
     def make_mesh(self, device_type: str) -> DeviceMesh:
         """The device mesh of all axes; needs an initialized process group."""
         from torch.distributed.device_mesh import init_device_mesh
 
         return init_device_mesh(device_type, tuple(self.axes.values()), mesh_dim_names=tuple(AXES))
+
+
+#: Of a single process.
+UNSHARDED = Sharding()
 
 
 def shard_model(model: nn.Module, sharding: Sharding, mesh: DeviceMesh) -> None:

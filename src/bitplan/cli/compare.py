@@ -116,7 +116,7 @@ def compare_command(
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Train on a Ray cluster: its address, or auto for the one of this machine (started where there is none).",
+            help="Train on a Ray cluster: its address, or auto for this machine's (started where there is none).",
             show_default=False,
         ),
     ] = None,

@@ -34,7 +34,7 @@ from bitplan.lab.tasks.registry import find_task, task_names
 from bitplan.lab.tasks.task import Task
 from bitplan.lab.train import Progress, RunFolder, Summary, fresh_folder, train
 from bitplan.lab.train.checkpoint import checkpoints_in
-from bitplan.lab.train.config import UNSHARDED, command_of, plan_name, program, resolve_execution
+from bitplan.lab.train.config import command_of, plan_name, program, resolve_execution
 from bitplan.lab.train.loop import StopRequest, chosen_device, stop_on_signals
 from bitplan.lab.train.processes import Processes, joined_processes, sharding_of, started_processes
 from bitplan.planners.assign.assign import LOSS_SCALE
@@ -190,11 +190,11 @@ def _sharding(kind: str | None, tensor_parallel: int, resume: Path | None) -> Sh
     if resume is None:
         if kind is not None and started == 1:
             raise RunError(
-                f"--shard {kind} is for several processes: start them as torchrun --nproc-per-node 2 -m bitplan train ..."
+                f"--shard {kind} is for several processes: start them as torchrun --nproc-per-node 2 -m bitplan train"
+                f" ..."
             )
         return sharding_of(kind, tensor_parallel, started)
-    recorded = RunFolder(resume).config().sharding
-    sharding = Sharding() if recorded == UNSHARDED else Sharding.parse(recorded)
+    sharding = Sharding.parse(RunFolder(resume).config().sharding)
     if sharding.world != started:
         start = shlex.join([*program(sharding.world), "train", "--resume", str(resume)])
         raise RunError(f"{resume} is a run of {sharding.world} processes, not of {started}: start it as {start}")

@@ -133,7 +133,7 @@ class RankTracker(MemoryTracker):
             with super().track():
                 yield
         finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
     def note(self, phase: Phase) -> None:
         if phase == "start":

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
+from importlib import import_module
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -80,34 +80,34 @@ def run_on_cluster(
 def _connected(cluster: Cluster) -> Iterator[Any]:
     """Ray, connected to the cluster. Workers keep quiet: what they have to say is in the run folders."""
     try:
-        import ray
+        ray: Any = import_module("ray")
     except ModuleNotFoundError as error:
         raise MissingPackageError(
-            'comparisons on a cluster need ray, which is not installed: run "pip install \'bitplan[ray]\'".'
+            "comparisons on a cluster need ray, which is not installed: run \"pip install 'bitplan[ray]'\"."
         ) from error
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # tasks without GPUs change nothing
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet = {"log_to_driver": False, "logging_level": "error"}
-    was_connected = ray.is_initialized()
-    if not was_connected:
-        try:
-            ray.init(address=cluster.address, **quiet)
-        except ConnectionError as error:
-            if cluster.address != "auto":
-                raise RunError(
-                    f"there is no Ray cluster at {cluster.address}: start one with `ray start --head`, or use "
-                    f"--cluster auto."
-                ) from error
-            ray.init(address="local", num_cpus=cores(), include_dashboard=False, **quiet)
-    try:
+    with ExitStack() as stack:
+        if not ray.is_initialized():
+            try:
+                ray.init(address=cluster.address, **quiet)
+            except ConnectionError as error:
+                if cluster.address != "auto":
+                    raise RunError(
+                        f"there is no Ray cluster at {cluster.address}: start one with `ray start --head`, or use "
+                        f"--cluster auto."
+                    ) from error
+                # In a folder of its own, so that no other command joins a cluster that ends with this one.
+                folder = stack.enter_context(TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))
+                ray.init(address="local", num_cpus=cores(), include_dashboard=False, _temp_dir=folder, **quiet)
+            stack.callback(ray.shutdown)
         total = ray.cluster_resources().get("GPU", 0)
         if cluster.gpus_per_run > total:
             raise RunError(
                 f"the cluster has {total:g} GPUs, and a run asks for {cluster.gpus_per_run:g}: lower --gpus-per-run."
             )
         yield ray
-    finally:
-        if not was_connected:
-            ray.shutdown()
 
 
 def _result(ray: Any, reference: Any, job: Job) -> Summary | None:
@@ -117,7 +117,9 @@ def _result(ray: Any, reference: Any, job: Job) -> Summary | None:
     except ray.exceptions.TaskCancelledError:
         folder = RunFolder(job.folder)
         return folder.summary() if folder.is_run else None
-    except (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError) as error:
+    except ray.exceptions.RayTaskError:  # an error in the task, with its traceback
+        raise
+    except ray.exceptions.RayError as error:
         raise RunError(
             f"the process that trained {job.label}, seed {job.seed} was killed, or its machine was lost: run the same "
             f"command again to continue."

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bitplan._version import __version__
-from bitplan.analysis.sharding import Sharding
+from bitplan.analysis.sharding import UNSHARDED, Sharding
 from bitplan.analysis.targets import file_sha256, parse_file_name
 from bitplan.errors import RunError
 from bitplan.executions.native.paths import NativeTerms
@@ -120,8 +120,6 @@ def _version(package: str) -> str | None:
 
 #: The version of run folders that this package reads and writes.
 VERSION = 1
-#: ``sharding`` of a run in one process.
-UNSHARDED = "none"
 #: Steps between two lines of metrics.jsonl.
 LOG_EVERY = 10
 
@@ -146,7 +144,7 @@ class RunConfig:
     device: str = "cpu"
     compile: bool = False
     #: How several processes share the run, such as ``fsdp=2,tp=2``.
-    sharding: str = UNSHARDED
+    sharding: str = str(UNSHARDED)
     log_every: int = LOG_EVERY
     #: Steps between two measurements of every product (:mod:`bitplan.lab.train.monitor`); 0: none.
     measure_every: int = 0
@@ -193,7 +191,7 @@ class RunConfig:
         """
         plan = None if plan_text is None else hashlib.sha256(plan_text.encode()).hexdigest()
         keys = [key for key in _DECISIVE if key not in ("log_every", "measure_every")]  # these only observe
-        keys += ["sharding"] * (self.sharding != UNSHARDED)  # which older checkpoints do not have
+        keys += ["sharding"] * (self.sharding != str(UNSHARDED))  # which older checkpoints do not have
         return {**{key: getattr(self, key) for key in keys}, "crossover": self.crossover, "plan_sha256": plan}
 
     def difference(self, other: RunConfig) -> str | None:
@@ -314,7 +312,7 @@ def config_of(
     compile: bool,
     log_every: int,
     measure_every: int = 0,
-    sharding: Sharding = Sharding(),
+    sharding: Sharding = UNSHARDED,
 ) -> RunConfig:
     """The config of a run that is about to start on this machine."""
 
@@ -331,7 +329,7 @@ def config_of(
         execution=resolve_execution(plan, execution).kind,
         device=str(device),
         compile=compile,
-        sharding=str(sharding) if sharding.world > 1 else UNSHARDED,
+        sharding=str(sharding),
         log_every=log_every,
         measure_every=measure_every,
         command=command_of(
@@ -385,7 +383,7 @@ def command_of(
     device: torch.device,
     compile: bool,
     measure_every: int = 0,
-    sharding: Sharding = Sharding(),
+    sharding: Sharding = UNSHARDED,
 ) -> str:
     """The command that reproduces such a run; options with default values are left out."""
     arguments = [*program(sharding.world), "train", source]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from bitplan.analysis.sharding import Sharding, shard_model
+from bitplan.analysis.sharding import UNSHARDED, Sharding, shard_model
 from bitplan.compiler.torch_private import tree_leaves, tree_map_only
 from bitplan.errors import BitplanError, RunError
 
@@ -44,7 +44,7 @@ class LostProcessError(RunError):
 class Processes:
     """The processes of a run; this one is number `rank` of `count`."""
 
-    sharding: Sharding = Sharding()
+    sharding: Sharding = UNSHARDED
     rank: int = 0
     mesh: DeviceMesh | None = None
 
@@ -149,7 +149,9 @@ class Processes:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         moments = {
             index: {
-                name: _split_like(parameters[int(index)], value) if _has_shape_of(value, parameters[int(index)]) else value
+                name: _split_like(parameters[int(index)], value)
+                if _has_shape_of(value, parameters[int(index)])
+                else value
                 for name, value in values.items()
             }
             for index, values in state["state"].items()
@@ -237,8 +239,8 @@ def sharding_of(kind: str | None, tensor_parallel: int, processes: int) -> Shard
         raise RunError(f"there is no way to share a model named {kind!r}: use --shard fsdp or --shard ddp.")
     if tensor_parallel < 1 or processes % tensor_parallel:
         raise RunError(
-            f"{processes} processes cannot be grouped by --tensor-parallel {tensor_parallel}: use a number that divides "
-            f"them."
+            f"{processes} processes cannot be grouped by --tensor-parallel {tensor_parallel}: use a number that "
+            f"divides {processes}."
         )
     rest = processes // tensor_parallel
     if kind is None and rest > 1:
@@ -246,7 +248,7 @@ def sharding_of(kind: str | None, tensor_parallel: int, processes: int) -> Shard
             f"torchrun has started {processes} processes, of which {rest} get different data: say how they share the "
             f"model with --shard fsdp or --shard ddp."
         )
-    return Sharding(**{kind or "fsdp": rest}, tp=tensor_parallel)
+    return Sharding(ddp=rest, tp=tensor_parallel) if kind == "ddp" else Sharding(fsdp=rest, tp=tensor_parallel)
 
 
 def started_processes() -> int:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -218,7 +219,7 @@ class Session:
         #: The measured sizes from which on GEMMs run natively; None where nothing was measured.
         self.crossover: NativeTerms | None = None
         if isinstance(execution, Native) and execution.min_macs is None:
-            self.crossover = crossover or processes.share(lambda: native_terms(execution, self.model))
+            self.crossover = crossover or processes.share(partial(native_terms, execution, self.model))
             execution = NativeWithCrossover.of(execution, self.crossover)
         self._execution = execution
         self.run: Attachment = attach(
