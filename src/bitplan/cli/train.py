@@ -21,7 +21,7 @@ from rich.progress import Progress as Bar
 
 from bitplan.analysis.cost import estimate_cost
 from bitplan.analysis.explain import explain
-from bitplan.analysis.sharding import Sharding
+from bitplan.analysis.sharding import UNSHARDED, Sharding
 from bitplan.analysis.targets import describe_error, file_sha256, parse_file_name, target_errors
 from bitplan.cli import CLOSED_OUTPUT
 from bitplan.cli.arguments import ExecutionOption, OptionalTaskArgument, TaskSettingsOption, complete_plan
@@ -177,7 +177,7 @@ def train_command(
                 )
             )
         if dry_run:
-            _describe(request, output)
+            _describe(request, processes.sharding, output)
             return
         code = _train(request, processes, output)
     if code:
@@ -194,7 +194,10 @@ def _sharding(kind: str | None, tensor_parallel: int, resume: Path | None) -> Sh
                 f" ..."
             )
         return sharding_of(kind, tensor_parallel, started)
-    sharding = Sharding.parse(RunFolder(resume).config().sharding)
+    folder = RunFolder(resume)
+    if not folder.is_run:
+        return UNSHARDED  # an error that is reported with the other options
+    sharding = Sharding.parse(folder.config().sharding)
     if sharding.world != started:
         start = shlex.join([*program(sharding.world), "train", "--resume", str(resume)])
         raise RunError(f"{resume} is a run of {sharding.world} processes, not of {started}: start it as {start}")
@@ -318,7 +321,8 @@ def _train(request: _RunRequest, processes: Processes, output: Output) -> int:
     if request.compile and not is_over:
         output.note("the first step compiles the model, which may take minutes.")
     metric = request.task.metric.name
-    with stop_on_signals() as stop_request, RunProgress(output.console, metric) as progress, _own_code(request):
+    several = processes.count > 1
+    with stop_on_signals(several) as stop_request, RunProgress(output.console, metric) as progress, _own_code(request):
         summary = train(
             request.task,
             request.plan,
@@ -426,7 +430,7 @@ def _warnings_as_notes(output: Output) -> Iterator[None]:
 # --- dry run ---
 
 
-def _describe(request: _RunRequest, output: Output) -> None:
+def _describe(request: _RunRequest, sharding: Sharding, output: Output) -> None:
     settings = asdict(request.task.settings)
     with _own_code(request):
         target = request.task.target()
@@ -446,6 +450,7 @@ def _describe(request: _RunRequest, output: Output) -> None:
         device=chosen_device(request.device),
         compile=request.compile,
         measure_every=request.measure_every,
+        sharding=sharding,
     )
     output.document(
         {

@@ -66,8 +66,11 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
-    """Within this context the first Ctrl-C and the first SIGTERM only set a flag."""
+def stop_on_signals(repeated: bool = False) -> Iterator[StopRequest]:
+    """Within this context the first Ctrl-C and the first SIGTERM only set a flag.
+
+    :param repeated: later ones, too: torchrun sends its processes the signal that they have from the terminal already.
+    """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield request
@@ -76,7 +79,8 @@ def stop_on_signals() -> Iterator[StopRequest]:
 
     def note(number: int, frame: FrameType | None) -> None:
         request.signal = number
-        signal.signal(number, before[number])
+        if not repeated:
+            signal.signal(number, before[number])
 
     for number in _SIGNALS:
         before[number] = signal.getsignal(number)

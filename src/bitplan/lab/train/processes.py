@@ -115,12 +115,16 @@ class Processes:
         return model
 
     def share_buffers(self, model: nn.Module) -> None:
-        """Give all processes the first one's buffers, such as the running means of batch norms."""
+        """Give all processes the first one's buffers, such as the running means of batch norms.
+
+        Those of an attached plan stay: its records are combined in every step.
+        """
         if self.count > 1:
             import torch.distributed as dist
 
-            for buffer in model.buffers():
-                dist.broadcast(buffer, 0)
+            for name, buffer in model.named_buffers():
+                if not name.rpartition(".")[2].startswith("_bitplan"):
+                    dist.broadcast(buffer, 0)
 
     def reshard(self, model: nn.Module) -> None:
         """Release what a forward pass without a backward pass has left gathered."""
