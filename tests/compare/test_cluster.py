@@ -22,6 +22,7 @@ CHOICES = [Choice("FP32", None), Choice("8 bits", "int8-all")]
 def cluster() -> Iterator[Cluster]:
     patch = pytest.MonkeyPatch()
     patch.setenv("OMP_NUM_THREADS", "1")
+    patch.setenv("RAY_worker_niceness", "0")
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     yield Cluster()
     ray.shutdown()

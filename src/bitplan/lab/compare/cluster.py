@@ -98,6 +98,7 @@ def _connected(cluster: Cluster) -> Iterator[Any]:
                         f"there is no Ray cluster at {cluster.address}: start one with `ray start --head`, or use "
                         f"--cluster auto."
                     ) from error
+                os.environ.setdefault("RAY_worker_niceness", "0")  # as the processes of --jobs
                 # In a folder of its own, so that no other command joins a cluster that ends with this one.
                 folder = stack.enter_context(TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))
                 ray.init(address="local", num_cpus=cores(), include_dashboard=False, _temp_dir=folder, **quiet)
@@ -151,7 +152,7 @@ def train_on_cluster(setting: Setting, job: Job, directory: str) -> Summary | Bi
     """
     os.chdir(directory)
     torch.set_num_threads(1)  # the task's share, and the same on every machine
-    with stop_on_signals() as stop:
+    with stop_on_signals(repeated=True) as stop:  # Ray repeats its interrupt
         try:
             return _trainer(setting).run(job, lambda progress: None, stop)
         except BitplanError as error:
