@@ -168,6 +168,15 @@ def test_the_trainer_of_transformers_takes_a_plan_in_three_lines(folder: Path) -
     compile(plain_text, "hf_trainer.py", "exec")
 
 
+def test_plans_that_learn_slower_are_ended_early(folder: Path) -> None:
+    pytest.importorskip("pyarrow", reason="needs ray[tune]")
+    shown = shown_by("ray_tune_plans.py", folder)
+    trials = [(float(loss), int(steps)) for loss, steps in re.findall(r"loss (\S+) after (\d+) steps", shown)]
+    assert len(trials) == 5
+    assert {steps for _, steps in trials} > {60}  # some were ended, and the best were not
+    assert trials[0][1] == 60
+
+
 def test_a_plan_is_found_for_a_budget(folder: Path) -> None:
     shown = shown_by("fit_my_model.py", folder)
     (share,) = re.findall(r"Peak .* instead of .* \((\d+)%\)", shown)

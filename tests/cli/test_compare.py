@@ -52,6 +52,8 @@ def test_compare_as_json(bitplan: Bitplan, tmp_path: Path) -> None:
         (("digits", "--suite", "nothing"), "there is no suite 'nothing'"),
         (("digits", "--plans", "int8-al"), "did you mean int8-all"),
         (("digit", "--suite", "static"), "there is no task 'digit'"),
+        (("digits", "--suite", "static", "--gpus-per-run", "1"), "--gpus-per-run is for runs on a cluster"),
+        (("digits", "--suite", "static", "--jobs", "2", "--cluster", "auto"), "drop --jobs or --cluster"),
     ],
 )
 def test_mistakes_are_one_sentence(

@@ -120,6 +120,30 @@ def test_a_file_of_ones_own_is_asked(bitplan: Bitplan, tmp_path: Path) -> None:
     assert result["estimated"]["weights"] == result["measured"]["weights"] == 4 * 18
 
 
+SHARDED = ["memory", "resnet20", "--batch", 2, "--shard", "fsdp=8"]
+
+
+def test_one_process_of_many_is_predicted_with_its_traffic(bitplan: Bitplan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "measure_memory", lambda *arguments, **more: pytest.fail("it was run"))
+    result = bitplan(*SHARDED, "--bandwidth", "fsdp=1GB", "--json").json
+    whole = bitplan("memory", "resnet20", "--batch", 2, "--estimate-only", "--json").json
+    assert (result["shard"], result["processes"]) == ({"ddp": 1, "fsdp": 8, "tp": 1}, 8)
+    # Buffers of batch norms are on every process, and a few rows do not divide by 8.
+    assert whole["estimated"]["weights"] / 8 < result["estimated"]["weights"] < whole["estimated"]["weights"] / 6
+    traffic = result["traffic"]
+    assert {part["collective"] for part in traffic["collectives"]} == {"all-gather", "reduce-scatter"}
+    assert traffic["bytes"] == sum(part["bytes"] for part in traffic["collectives"]) > 0
+    assert traffic["seconds"] == pytest.approx(traffic["bytes"] / 1e9)
+    assert bitplan(*SHARDED, "--json").json["traffic"]["seconds"] is None
+
+
+def test_the_table_of_one_process_has_its_collectives(bitplan: Bitplan) -> None:
+    lines = bitplan(*SHARDED, "--param-dtype", "bf16", "--bandwidth", "1GB").out.splitlines()
+    assert any(line.startswith("gathered") for line in lines)
+    assert any("reduce-scatter" in line for line in lines)
+    assert "8 processes (fsdp=8)" in lines[-1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -129,6 +153,11 @@ def test_a_file_of_ones_own_is_asked(bitplan: Bitplan, tmp_path: Path) -> None:
         (["gpt-tiny", "--execution", "pocket", "--plan", "bf16-all"], "there is no execution 'pocket'"),
         (["gpt-tiny", "--budget", "much"], "'much' is no number of bytes"),
         (["gpt-tiny", "--optimizer", "adam"], "there is no optimizer 'adam' here; did you mean adamw?"),
+        (["gpt-tiny", "--shard", "rows=2"], "there is no axis 'rows'"),
+        (["gpt-tiny", "--shard", "tp=2"], "GPT does not say which layers tensor parallelism splits"),
+        (["gpt-tiny", "--shard", "fsdp=2", "--compile"], "a split model is estimated uncompiled"),
+        (["gpt-tiny", "--shard", "fsdp=2", "--param-dtype", "half"], "there is no dtype 'half' here"),
+        (["gpt-tiny", "--bandwidth", "1GB"], "--bandwidth, --param-dtype and --reduce-dtype describe"),
         (["gpt-tiny", "--device", "tpu9"], "there is no device 'tpu9'"),
         (["gpt-tiny", "--device", "meta"], "memory is estimated and measured on cpu and cuda, not on meta"),
         (["gcn", "--batch", "8"], "a batch with a sparse tensor cannot be resized"),

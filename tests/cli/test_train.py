@@ -115,6 +115,8 @@ def test_resuming_takes_everything_from_the_folder(bitplan: Bitplan, monkeypatch
         ([TASK, "--set", "steps=0"], "steps is 0; it must be at least 1"),
         ([TASK, "--device", "toaster"], "there is no device 'toaster'"),
         ([TASK, "--execution", "magic"], "execution 'magic'"),
+        ([TASK, "--shard", "fsdp"], "--shard fsdp is for several processes: start them as torchrun"),
+        ([TASK, "--tensor-parallel", "2"], "1 processes cannot be grouped by --tensor-parallel 2"),
         ([TASK, "--out", TINY], "cannot make the folder"),
         ([TASK, "--order", "smallest"], "say how --assign is done: give that, too, or drop them."),
         ([TASK, "--plan", "bf16-all", "--formats", "paper"], "say how --assign is done"),
@@ -131,6 +133,15 @@ def test_a_mistake_is_one_sentence_on_stderr(bitplan: Bitplan, arguments: list[A
     assert ran.err.startswith("bitplan: ")
     assert ran.err.count("\n") == 1
     assert not Path("runs").exists() or not any(Path("runs").iterdir())
+
+
+def test_a_run_of_several_processes_resumes_under_torchrun_only(bitplan: Bitplan) -> None:
+    assert bitplan("train", TASK, "--set", "steps=2", "--out", "two").code == 0
+    run_file = Path("two/run.json")
+    run_file.write_text(run_file.read_text().replace('"sharding": "none"', '"sharding": "fsdp=2"'))
+    ran = bitplan("train", "--resume", "two", "--task", TASK)
+    assert ran.code == 2
+    assert "start it as torchrun --nproc-per-node 2 -m bitplan train --resume two" in ran.err
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -452,6 +453,16 @@ def probe_triton_wrapper() -> None:
 
 
 #: Symbol -> the probe of its behaviour.
+def probe_fake_process_group() -> None:
+    dist.init_process_group("fake", rank=0, world_size=512, store=torch_private.FakeStore())
+    try:
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor)  # returns at once
+        assert (dist.get_world_size(), tensor.tolist()) == (512, [1.0, 1.0])
+    finally:
+        dist.destroy_process_group()
+
+
 PROBES: dict[str, Callable[[], None]] = {
     "DisableTorchFunction": probe_disable_torch_function,
     "torch_function_stack_depth": probe_function_stack,
@@ -470,6 +481,7 @@ PROBES: dict[str, Callable[[], None]] = {
     "DynamicOutputShapeException": probe_fake_tensors,
     "UnsupportedFakeTensorException": probe_unsupported_fake_tensors,
     "detect_fake_mode": probe_fake_tensors,
+    "FakeStore": probe_fake_process_group,
     "is_traceable_wrapper_subclass": probe_wrapper_subclass,
     "tree_leaves": probe_tree_functions,
     "tree_map": probe_tree_functions,

@@ -21,6 +21,7 @@ from bitplan.cli.schedules import GradientBitsOption, PeriodOption, read_bits
 from bitplan.cli.train import STOPPED
 from bitplan.errors import RunError
 from bitplan.lab.compare import SUITES, Choice, SuiteOptions, Update, compare, find_suite
+from bitplan.lab.compare.cluster import Cluster
 from bitplan.lab.compare.compare import choices_of, slug
 from bitplan.lab.compare.suite_options import read_names, read_shares, read_widths
 from bitplan.lab.compare.workers import cores
@@ -111,6 +112,18 @@ def compare_command(
     jobs: Annotated[
         int, typer.Option("--jobs", "-j", min=1, help="Processes side by side, which share the cores.")
     ] = 1,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Train on a Ray cluster: its address, or auto for this machine's (started where there is none).",
+            show_default=False,
+        ),
+    ] = None,
+    gpus_per_run: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="With --cluster (default: 1 with --device cuda, else 0).", show_default=False),
+    ] = None,
     settings: TaskSettingsOption = None,
     execution: ExecutionOption = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")] = "cpu",
@@ -142,7 +155,8 @@ def compare_command(
         )
         comparison = Comparison(task, tuple(settings or ()), execution, device, compile, options)
         plan_names = [*(plans or ()), *(more_plans or ())]
-        report, code = run_comparison(comparison, suite, plan_names, seeds, out, jobs, output)
+        workers = _cluster(cluster, gpus_per_run, device)
+        report, code = run_comparison(comparison, suite, plan_names, seeds, out, jobs, output, workers)
         output.document({} if report is None else report_record(report))
         if code == 0 and not as_json:
             assert report is not None
@@ -150,6 +164,14 @@ def compare_command(
             output.console.print(f"The runs are in {folder}; draw it with: bitplan report {folder}")
     if code:
         raise typer.Exit(code)
+
+
+def _cluster(address: str | None, gpus_per_run: float | None, device: str) -> Cluster | None:
+    if address is None:
+        if gpus_per_run is not None:
+            raise RunError("--gpus-per-run is for runs on a cluster: give --cluster, too.")
+        return None
+    return Cluster(address, float(device.startswith("cuda")) if gpus_per_run is None else gpus_per_run)
 
 
 @dataclass(frozen=True)
@@ -218,6 +240,7 @@ def run_comparison(
     out: Path | None,
     jobs: int,
     output: Output,
+    cluster: Cluster | None = None,
 ) -> tuple[Report | None, int]:
     """Run a comparison and print its table; the report, if any run is over, and the exit code."""
     choices = _choices(comparison, plans, suite)
@@ -231,6 +254,7 @@ def run_comparison(
             seeds=range(seeds),
             settings=comparison.settings,
             jobs=jobs,
+            cluster=cluster,
             execution=comparison.execution,
             device=comparison.device,
             compile=comparison.compile,

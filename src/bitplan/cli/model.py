@@ -11,13 +11,15 @@ import typer
 from bitplan.analysis.cost import Cost, estimate_cost
 from bitplan.analysis.memory.fit import LADDER, PlanEstimate, estimate_plans, free_memory
 from bitplan.analysis.memory.measure import measure_memory
+from bitplan.analysis.memory.ranks import Traffic, parse_bandwidths
 from bitplan.analysis.memory.step import OPTIMIZER_NAMES, Memory, resolve_optimizer
+from bitplan.analysis.sharding import DTYPES, Sharding
 from bitplan.analysis.sites import Site, list_sites
 from bitplan.analysis.targets import batch_size, move_target, target_errors
 from bitplan.capture.recording import scripted_modules
 from bitplan.cli.arguments import SettingsOption, TargetArgument, complete_plan
 from bitplan.cli.output import FittedTable, JsonOption, Output, command_output
-from bitplan.errors import MemoryEstimateError, PlanError, nearest_names
+from bitplan.errors import MemoryEstimateError, PlanError, TargetError, nearest_names
 from bitplan.files import byte_text, read_bytes
 from bitplan.lab.targets import load_target
 from bitplan.plans import ROLES
@@ -180,16 +182,37 @@ def memory(
     estimate_only: Annotated[
         bool, typer.Option("--estimate-only", help="Do not measure, which runs the model.")
     ] = False,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AXES",
+            help="Such as fsdp=64,tp=8: of one process where the model is split over so many (axes: ddp, fsdp, tp).",
+        ),
+    ] = None,
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AXES",
+            help="With --shard, bytes a second that a process sends, such as fsdp=50GB,tp=450GB: gives seconds.",
+        ),
+    ] = None,
+    param_dtype: Annotated[
+        str | None, typer.Option(help="With --shard, FSDP's dtype of gathered weights: fp32, bf16 or fp16.")
+    ] = None,
+    reduce_dtype: Annotated[str | None, typer.Option(help="With --shard, FSDP's dtype of reduced gradients.")] = None,
     settings: SettingsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the memory of a training step of TARGET by class, estimated without running it and measured.
 
-    With --budget: will it fit, and with what plan? That is answered without running the model. With --json: one object.
+    With --budget: will it fit, and with what plan? With --shard: one process of many, and the bytes that it sends. Both
+    are answered without running the model. With --json: one object.
     """
     with command_output(as_json) as output:
         where = _device(device)
         _check_memory_options(plans, execution, optimizer, budget)
+        sharding = _sharding(shard, param_dtype, reduce_dtype, bandwidth, compile, where)
+        bandwidths = {} if bandwidth is None else parse_bandwidths(bandwidth)
         if optimizer is None:
             optimizer = str(resolve_optimizer("default", *map(find_plan, plans or ())))
         limit = None if budget is None else read_bytes(budget)
@@ -199,7 +222,11 @@ def memory(
         tried: Sequence[str | None] = plans or (LADDER if limit is not None else (None,))
         with target_errors(target):
             for choice in estimate_plans(
-                *(shapes, tried, execution, optimizer, limit), compile=compile, autocast=precision, device=where
+                *(shapes, tried, execution, optimizer, limit),
+                compile=compile,
+                autocast=precision,
+                device=where,
+                sharding=sharding,
             ):
                 tried_choices.append(choice)
                 output.note(f"{_choice_name(choice)}: a peak of {byte_text(choice.estimated.peak)}, estimated.")
@@ -207,7 +234,7 @@ def memory(
                     break  # later plans only save fewer bits
         measured: list[Memory | None] = [None] * len(tried_choices)
         free = free_memory(where)
-        if limit is None and not estimate_only and _has_room(tried_choices, free, output):
+        if limit is None and not estimate_only and sharding is None and _has_room(tried_choices, free, output):
             real = move_target(load_target(target, settings=settings or ()), where, batch)
             with target_errors(target):
                 measured = [
@@ -220,7 +247,11 @@ def memory(
                     for choice in tried_choices
                 ]
         rows = [
-            {**choice.to_dict(), "measured": None if measurement is None else measurement.to_dict()}
+            {
+                **choice.to_dict(),
+                "measured": None if measurement is None else measurement.to_dict(),
+                **({} if sharding is None else _traffic_record(choice.traffic, bandwidths)),
+            }
             for choice, measurement in zip(tried_choices, measured, strict=True)
         ]
         output.document(
@@ -232,13 +263,71 @@ def memory(
                 "autocast": autocast,
                 "device": device,
                 "budget": limit,
+                **({} if sharding is None else {"shard": sharding.axes, "processes": sharding.world}),
                 **rows[0],
                 "choices": rows,
             }
         )
         if not as_json:
             _print_memory(tried_choices, measured, output)
+            if sharding is not None:
+                _print_traffic(tried_choices, sharding, bandwidths, output)
+                if limit is None:  # nothing to compare with: this machine's memory is not the rank's
+                    return
             output.console.print(_verdict(target, tried_choices, limit, free, is_search=not plans))
+
+
+def _sharding(
+    shard: str | None,
+    param_dtype: str | None,
+    reduce_dtype: str | None,
+    bandwidth: str | None,
+    compile: bool,
+    device: torch.device,
+) -> Sharding | None:
+    if shard is None:
+        if any(option is not None for option in (param_dtype, reduce_dtype, bandwidth)):
+            raise TargetError(
+                "--bandwidth, --param-dtype and --reduce-dtype describe a split model: give --shard, too."
+            )
+        return None
+    if compile:
+        raise MemoryEstimateError("a split model is estimated uncompiled: drop --compile or --shard.")
+    if device.type != "cpu":
+        raise MemoryEstimateError("--shard estimates on the CPU, for any device: drop --device.")
+    dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
+    for name in dtypes.values():
+        if name is not None and name not in DTYPES:
+            raise TargetError(f"there is no dtype {name!r} here; {nearest_names(name, DTYPES)}")
+    return Sharding.parse(shard, **{option: DTYPES[name] for option, name in dtypes.items() if name is not None})
+
+
+def _traffic_record(traffic: Sequence[Traffic], bandwidths: dict[str, int]) -> dict[str, Any]:
+    """What one process sends in a step, as JSON."""
+    seconds = [part.seconds(bandwidths) for part in traffic]
+    return {
+        "traffic": {
+            "bytes": sum(part.bytes for part in traffic),
+            "seconds": None if None in seconds else sum(part for part in seconds if part is not None),
+            "collectives": [part.to_dict(bandwidths) for part in traffic],
+        }
+    }
+
+
+def _print_traffic(tried: list[PlanEstimate], sharding: Sharding, bandwidths: dict[str, int], output: Output) -> None:
+    table = FittedTable()
+    table.add_column("sent in a step by", "name", style="bold")
+    for heading in ("axis", "collective"):
+        table.add_column(heading)
+    for heading in ("calls", "bytes", "seconds"):
+        table.add_column(heading, "number")
+    for choice in tried:
+        for part in choice.traffic:
+            seconds = part.seconds(bandwidths)
+            cells = (str(part.calls), byte_text(part.bytes), "" if seconds is None else f"{seconds:.3g}")
+            table.add_row(_choice_name(choice), part.axis, part.collective, *cells)
+    table.print(output.console)
+    output.console.print(f"One of {sharding.world} processes ({sharding}); seconds do not overlap with computation.")
 
 
 def _check_memory_options(

@@ -21,6 +21,7 @@ from rich.progress import Progress as Bar
 
 from bitplan.analysis.cost import estimate_cost
 from bitplan.analysis.explain import explain
+from bitplan.analysis.sharding import UNSHARDED, Sharding
 from bitplan.analysis.targets import describe_error, file_sha256, parse_file_name, target_errors
 from bitplan.cli import CLOSED_OUTPUT
 from bitplan.cli.arguments import ExecutionOption, OptionalTaskArgument, TaskSettingsOption, complete_plan
@@ -33,8 +34,9 @@ from bitplan.lab.tasks.registry import find_task, task_names
 from bitplan.lab.tasks.task import Task
 from bitplan.lab.train import Progress, RunFolder, Summary, fresh_folder, train
 from bitplan.lab.train.checkpoint import checkpoints_in
-from bitplan.lab.train.config import command_of, plan_name, resolve_execution
+from bitplan.lab.train.config import command_of, plan_name, program, resolve_execution
 from bitplan.lab.train.loop import StopRequest, chosen_device, stop_on_signals
+from bitplan.lab.train.processes import Processes, joined_processes, sharding_of, started_processes
 from bitplan.planners.assign.assign import LOSS_SCALE
 from bitplan.plans import ROLES, Plan
 from bitplan.plans.loading import find_plan
@@ -112,6 +114,13 @@ def train_command(
             help="Look at every product before every so many steps, on a copy: errors by format, and an alarm (0: no).",
         ),
     ] = 0,
+    shard: Annotated[
+        str | None,
+        typer.Option(help="Under torchrun: the processes share the model by fsdp or ddp, each with a part of a batch."),
+    ] = None,
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="Under torchrun: so many processes split the layers of the model's tp_plan.")
+    ] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and do not.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -119,8 +128,14 @@ def train_command(
 
     The same command with the same --out goes on with a run that was stopped or killed, bit for bit. Ctrl-C stops after
     the current step. Exit code 1: the run diverged. With --json: one object, what came of it.
+
+    Several processes: torchrun --nproc-per-node 2 -m bitplan train TASK --shard fsdp --out DIR.
     """
-    with command_output(as_json) as output, warnings_as_notes(output):
+    with (
+        joined_processes(_sharding(shard, tensor_parallel, resume), chosen_device(device)) as processes,
+        command_output(as_json) as output,
+        warnings_as_notes(output),
+    ):
         of_assign = order != "largest" or formats is not None or promotion is not None
         if resume is not None:
             _require_nothing_else(task, plan, settings, out, assign, of_assign, loss_scale is not None)
@@ -146,7 +161,7 @@ def train_command(
                     _assigned(assign_options, task_object, task, compile, device, output),
                 )
             name = None if run_plan is None else plan_name(run_plan, plan)
-            folder = out or fresh_folder(task_object.name, name, seed)
+            folder = out or processes.share(lambda: fresh_folder(task_object.name, name, seed))
             request = _RunRequest(
                 *(
                     task_object,
@@ -162,11 +177,31 @@ def train_command(
                 )
             )
         if dry_run:
-            _describe(request, output)
+            _describe(request, processes.sharding, output)
             return
-        code = _train(request, output)
+        code = _train(request, processes, output)
     if code:
         raise typer.Exit(code)
+
+
+def _sharding(kind: str | None, tensor_parallel: int, resume: Path | None) -> Sharding:
+    """How the processes that torchrun has started share the run."""
+    started = started_processes()
+    if resume is None:
+        if kind is not None and started == 1:
+            raise RunError(
+                f"--shard {kind} is for several processes: start them as torchrun --nproc-per-node 2 -m bitplan train"
+                f" ..."
+            )
+        return sharding_of(kind, tensor_parallel, started)
+    folder = RunFolder(resume)
+    if not folder.is_run:
+        return UNSHARDED  # an error that is reported with the other options
+    sharding = Sharding.parse(folder.config().sharding)
+    if sharding.world != started:
+        start = shlex.join([*program(sharding.world), "train", "--resume", str(resume)])
+        raise RunError(f"{resume} is a run of {sharding.world} processes, not of {started}: start it as {start}")
+    return sharding
 
 
 def _with_loss_scale(settings: list[str], loss_scale: float | None, assign_options: AssignOptions | None) -> list[str]:
@@ -290,14 +325,15 @@ def _require_nothing_else(*options: object) -> None:
 # --- training ---
 
 
-def _train(request: _RunRequest, output: Output) -> int:
+def _train(request: _RunRequest, processes: Processes, output: Output) -> int:
     before = request.folder.summary() if request.folder.is_run else None
     is_over = before is not None and before.status != "stopped"
     if request.compile and not is_over:
         output.note("the first step compiles the model, which may take minutes.")
     metric = request.task.metric.name
+    several = processes.count > 1
     with (
-        stop_on_signals() as stop_request,
+        stop_on_signals(several) as stop_request,
         RunProgress(output.console, metric) as progress,
         own_code(request.task_source),
     ):
@@ -314,6 +350,7 @@ def _train(request: _RunRequest, output: Output) -> int:
             plan_source=request.plan_source,
             on_progress=_until_closed(_with_alarms(progress, output), stop_request),
             stop=stop_request,
+            processes=processes,
         )
     output.document(_record(request, summary))
     if is_over:
@@ -407,7 +444,7 @@ def warnings_as_notes(output: Output) -> Iterator[None]:
 # --- dry run ---
 
 
-def _describe(request: _RunRequest, output: Output) -> None:
+def _describe(request: _RunRequest, sharding: Sharding, output: Output) -> None:
     settings = asdict(request.task.settings)
     with own_code(request.task_source):
         target = request.task.target()
@@ -427,6 +464,7 @@ def _describe(request: _RunRequest, output: Output) -> None:
         device=chosen_device(request.device),
         compile=request.compile,
         measure_every=request.measure_every,
+        sharding=sharding,
     )
     output.document(
         {

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
     from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
     from torch.fx.experimental.proxy_tensor import get_proxy_mode as get_proxy_mode
+    from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
     from torch.utils._pytree import tree_leaves as tree_leaves
@@ -119,6 +120,8 @@ SYMBOLS: dict[str, str] = {
     "UnsupportedFakeTensorException": "torch._subclasses.fake_tensor:UnsupportedFakeTensorException",
     "detect_fake_mode": "torch._guards:detect_fake_mode",
     "is_traceable_wrapper_subclass": "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
+    # The store of process groups that send nothing; its module registers their backend, "fake".
+    "FakeStore": "torch.testing._internal.distributed.fake_pg:FakeStore",
     # Tensors inside nested containers.
     "tree_leaves": "torch.utils._pytree:tree_leaves",
     "tree_map": "torch.utils._pytree:tree_map",

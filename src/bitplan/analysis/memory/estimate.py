@@ -56,6 +56,7 @@ class MemoryTracker:
         self.live = self.peak = 0
         self.notes: dict[Phase, int] = {}
         self._storages: dict[int, weakref.ref[Any]] = {}
+        self._sizes: dict[int, int] = {}
         self._is_tracking = False
         self._is_paused = False
 
@@ -63,12 +64,16 @@ class MemoryTracker:
     def track(self) -> Iterator[None]:
         """Track all operations inside."""
         self._is_tracking = True
-        self._mode = _Mode(self)
+        self._mode = self.make_mode()
         try:
             with self._mode:
                 yield
         finally:
             self._is_tracking = False
+
+    def make_mode(self) -> OperationMode:
+        """The dispatch mode that passes operations to this tracker."""
+        return OperationMode(self)
 
     def note(self, phase: Phase) -> None:
         """Record the allocated bytes; the last record of a phase counts."""
@@ -99,15 +104,14 @@ class MemoryTracker:
         if key in self._storages:
             return
         size = allocated_bytes(storage.nbytes(), device)
-        self._storages[key] = weakref.ref(storage, self._on_release(key, size))
+        self._storages[key] = weakref.ref(storage, lambda _: self.on_release(key))
+        self._sizes[key] = size
         self.add_permanent(size)
 
-    def _on_release(self, key: int, size: int) -> Callable[[Any], None]:
-        def release(_: Any) -> None:
-            del self._storages[key]
-            self.live -= size
-
-        return release
+    def on_release(self, key: int) -> None:
+        """Stop counting a storage that was released."""
+        del self._storages[key]
+        self.live -= self._sizes.pop(key)
 
     @contextmanager
     def pause(self, extra: int) -> Iterator[None]:
@@ -132,7 +136,7 @@ class MemoryTracker:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Passes the results of all operations to a tracker."""
 
     def __init__(self, tracker: MemoryTracker) -> None:
@@ -233,10 +237,30 @@ def estimate_memory(
     :param device: the device of the step; by default that of the model.
     """
     fakes = Fakes(None if device is None else torch.device(device))
+    options = (loss, optimizer, plan, execution, compile, autocast)
+    return run_on_fakes(fakes, MemoryTracker(), model, batch, *options)
+
+
+def run_on_fakes(
+    fakes: Fakes,
+    tracker: MemoryTracker,
+    model: nn.Module,
+    batch: Any,
+    loss: Loss | None,
+    optimizer: OptimizerChoice,
+    plan: Plan | str | None,
+    execution: str | ExecutionOptions | None,
+    compile: bool,
+    autocast: torch.dtype | None,
+    prepare: Callable[[nn.Module], None] = lambda model: None,
+) -> Memory:
+    """Track training steps on fake tensors; see :func:`estimate_memory` for the parameters.
+
+    :param prepare: called with the planned model before its optimizer is made, such as to shard it.
+    """
     replica = fakes.model(model)
     args, kwargs, expected = fakes.all(split_call(batch, loss))
     sparse = storage_bytes(leaf for leaf in tree_leaves(batch) if _is_sparse(leaf))
-    tracker = MemoryTracker()
     run: Attachment | None = None
     with report_data_dependence(), round_two_chunks(), fakes.mode, ExitStack() as stack:
         if (planned := plan_for(plan, optimizer)) is not None:
@@ -248,6 +272,8 @@ def estimate_memory(
         if loss is not None and run is not None:
             with unset_fake_temporarily():
                 planned_loss = run.loss(loss)
+        with unset_fake_temporarily():
+            prepare(replica)
         step = TrainingStep(replica, (args, kwargs, expected), planned_loss, optimizer, run, forward, autocast)
         step.around_run = unset_fake_temporarily
         if step.compiles_optimizer():

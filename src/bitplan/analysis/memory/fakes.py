@@ -46,7 +46,9 @@ def components(tensor: Tensor) -> list[Tensor]:
     """
     wrapper: Any = tensor
     if is_traceable_wrapper_subclass(wrapper):
-        return [part for name in wrapper.__tensor_flatten__()[0] for part in components(getattr(wrapper, name))]
+        inner = (getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0])
+        # A DTensor's mesh may be among them.
+        return [part for value in inner if isinstance(value, Tensor) for part in components(value)]
     if tensor.layout == torch.strided:
         return [tensor]
     if tensor.layout == torch.sparse_coo:

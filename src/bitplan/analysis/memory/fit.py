@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from bitplan.analysis.memory.estimate import estimate_memory
+from bitplan.analysis.memory.ranks import RankEstimate, Traffic, estimate_rank
 from bitplan.analysis.memory.step import Memory, OptimizerChoice
+from bitplan.analysis.sharding import Sharding
 from bitplan.analysis.targets import Target
 from bitplan.plans.loading import find_plan
 
@@ -31,6 +33,8 @@ class PlanEstimate:
     fits: bool | None
     #: Whether the execution, with its options, is the plan's own.
     is_declared: bool = False
+    #: What one process sends in a step; empty without sharding.
+    traffic: tuple[Traffic, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -52,29 +56,27 @@ def estimate_plans(
     compile: bool = False,
     autocast: torch.dtype | None = None,
     device: torch.device | None = None,
+    sharding: Sharding | None = None,
 ) -> Iterator[PlanEstimate]:
     """Estimate the memory under each plan.
 
     :param execution: None: as each plan says, otherwise packed with a budget and emulated without.
+    :param sharding: estimate one process of a step that is split like this.
     """
     default = "emulate" if budget is None else "packed"
     for plan in plans:
         declared = None if plan is None else find_plan(plan).declared_execution
         uses_declared = execution is None and declared is not None
         plan_execution = "emulate" if plan is None else execution or (declared.kind if declared else default)
-        estimated = estimate_memory(
-            target.model,
-            target.batch,
-            target.loss,
-            optimizer,
-            plan,
-            None if uses_declared else plan_execution,  # the plan's own has options, too
-            compile,
-            autocast=autocast,
-            device=device,
-        )
+        # The plan's own execution has options, too.
+        step = (target.model, target.batch, target.loss, optimizer, plan, None if uses_declared else plan_execution)
+        if sharding is None:
+            rank = RankEstimate(estimate_memory(*step, compile, autocast=autocast, device=device), ())
+        else:
+            rank = estimate_rank(*step, sharding=sharding, autocast=autocast)
+        estimated = rank.memory
         fits = None if budget is None else estimated.peak <= budget
-        yield PlanEstimate(plan, plan_execution, estimated, fits, uses_declared)
+        yield PlanEstimate(plan, plan_execution, estimated, fits, uses_declared, rank.traffic)
 
 
 def free_memory(device: torch.device) -> int | None:

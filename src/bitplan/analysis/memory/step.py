@@ -33,8 +33,12 @@ MEANINGS = {
     "activations": "saved for backward, at the end of forward",
     "gradients": "of the parameters, at the end of backward",
     "other": "at the peak: batch, temporaries, workspaces",
+    "gathered": "part of other: weights and buffers of FSDP, at most",
     "peak": "the most at any moment of a step",
 }
+
+#: Classes that few models have.
+_OPTIONAL = ("frozen", "gathered")
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class Memory:
     peak: int
     #: Parameters that are not trained; listed where a model has any.
     frozen: int = 0
+    #: Weights that FSDP has gathered, and its buffers, at their most; listed where there are any.
+    gathered: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -77,12 +83,12 @@ class Memory:
 
     def to_dict(self) -> dict[str, int]:
         """Bytes by class, and the peak."""
-        return {name: count for name, count in asdict(self).items() if name != "frozen" or count}
+        return {name: count for name, count in asdict(self).items() if name not in _OPTIONAL or count}
 
     def rows(self) -> list[tuple[str, int, str]]:
         """(class, bytes, meaning), the peak last."""
         classes = [(name, getattr(self, name), meaning) for name, meaning in MEANINGS.items()]
-        return [row for row in classes if row[0] != "frozen" or row[1]]
+        return [row for row in classes if row[0] not in _OPTIONAL or row[1]]
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<12}{byte_text(count):>12}  {meaning}" for name, count, meaning in self.rows())

@@ -11,6 +11,7 @@ from pathlib import Path
 from bitplan.analysis.explain import explain
 from bitplan.errors import PlanError, RunError
 from bitplan.files import json_text
+from bitplan.lab.compare.cluster import Cluster, run_on_cluster
 from bitplan.lab.compare.folder import COMPARE_FILE, Choice, Comparison, PlanEntry, read_comparison
 from bitplan.lab.compare.workers import Job, Setting, Trainer, Update, run_in_workers
 from bitplan.lab.tasks.registry import task_class
@@ -34,6 +35,7 @@ def compare(
     execution: str | None = None,
     device: str = "cpu",
     compile: bool = False,
+    cluster: Cluster | None = None,
     command: str = "",
     on_update: Callable[[Update], None] | None = None,
     stop: Callable[[], bool] | None = None,
@@ -46,6 +48,7 @@ def compare(
     :param task: as the command line names it: ``digits``, or ``my_task.py:MyTask``.
     :param settings: changes to the task's recipe, as ``key=value``.
     :param jobs: parallel processes; 1 trains in this process.
+    :param cluster: train on this Ray cluster instead of in processes of this machine.
     :param execution: as :func:`bitplan.lab.train.train` takes it.
     :param command: the command that reproduces the comparison, for its record.
     :param on_update: called with the progress and the end of every run.
@@ -53,6 +56,8 @@ def compare(
     """
     if jobs < 1:
         raise RunError(f"jobs is {jobs}; it must be at least 1.")
+    if cluster is not None and jobs > 1:
+        raise RunError("on a cluster as many runs are trained at a time as it has room for: drop --jobs or --cluster.")
     place = Path(folder)
     setting = Setting(task, tuple(settings), execution, device, compile)
     planned = planned_jobs(task, choices, tuple(seeds), place, plan_major=compile)
@@ -64,6 +69,8 @@ def compare(
     over = [job for job in planned if _is_over(job)]
     left = [job for job in planned if job not in over]
     summaries = _run_here(trainer, over, on_update, lambda: False)
+    if cluster is not None and left:
+        return summaries + run_on_cluster(setting, left, cluster, on_update, stop)
     if jobs > 1 and len(left) > 1:
         return summaries + run_in_workers(setting, left, jobs, on_update, stop)
     return summaries + _run_here(trainer, left, on_update, stop)

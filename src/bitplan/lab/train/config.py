@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from bitplan._version import __version__
+from bitplan.analysis.sharding import UNSHARDED, Sharding
 from bitplan.analysis.targets import file_sha256, parse_file_name
 from bitplan.errors import RunError
 from bitplan.executions.native.paths import NativeTerms
@@ -142,6 +143,8 @@ class RunConfig:
     execution: str = "emulate"
     device: str = "cpu"
     compile: bool = False
+    #: How several processes share the run, such as ``fsdp=2,tp=2``.
+    sharding: str = str(UNSHARDED)
     log_every: int = LOG_EVERY
     #: Steps between two measurements of every product (:mod:`bitplan.lab.train.monitor`); 0: none.
     measure_every: int = 0
@@ -187,7 +190,8 @@ class RunConfig:
         :param plan_text: the content of the run's ``plan.yaml``; None: no plan.
         """
         plan = None if plan_text is None else hashlib.sha256(plan_text.encode()).hexdigest()
-        keys = (key for key in _DECISIVE if key not in ("log_every", "measure_every"))  # these only observe
+        keys = [key for key in _DECISIVE if key not in ("log_every", "measure_every")]  # these only observe
+        keys += ["sharding"] * (self.sharding != str(UNSHARDED))  # which older checkpoints do not have
         return {**{key: getattr(self, key) for key in keys}, "crossover": self.crossover, "plan_sha256": plan}
 
     def difference(self, other: RunConfig) -> str | None:
@@ -195,7 +199,8 @@ class RunConfig:
 
         Plans and crossovers are not compared: a plan is compared by its content, and a crossover is the recorded one.
         """
-        mine, theirs = ({key: getattr(config, key) for key in _DECISIVE} for config in (self, other))
+        keys = (*_DECISIVE, "sharding")
+        mine, theirs = ({key: getattr(config, key) for key in keys} for config in (self, other))
         return first_difference(mine, theirs)
 
 
@@ -274,6 +279,7 @@ _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "execution": (_is_text, "a text"),
     "device": (_is_text, "a text"),
     "compile": (lambda value: isinstance(value, bool), "true or false"),
+    "sharding": (_is_text, "a text"),
     "log_every": (_is_whole, "a whole number"),
     "measure_every": (_is_whole, "a whole number"),
     "crossover": (_is_crossover, "null, or min_macs and min_channels, each a size for every backend"),
@@ -306,6 +312,7 @@ def config_of(
     compile: bool,
     log_every: int,
     measure_every: int = 0,
+    sharding: Sharding = UNSHARDED,
 ) -> RunConfig:
     """The config of a run that is about to start on this machine."""
 
@@ -322,6 +329,7 @@ def config_of(
         execution=resolve_execution(plan, execution).kind,
         device=str(device),
         compile=compile,
+        sharding=str(sharding),
         log_every=log_every,
         measure_every=measure_every,
         command=command_of(
@@ -330,6 +338,7 @@ def config_of(
             device=device,
             compile=compile,
             measure_every=measure_every,
+            sharding=sharding,
         ),
         versions=versions(),
         machine=machine(device),
@@ -355,6 +364,15 @@ def plan_name(plan: Plan, source: str | None) -> str:
     return "plan" if source is None else Path(source).stem
 
 
+def program(processes: int) -> list[str]:
+    """The beginning of a command that trains in so many processes.
+
+    >>> program(1), program(2)
+    (['bitplan'], ['torchrun', '--nproc-per-node', '2', '-m', 'bitplan'])
+    """
+    return ["bitplan"] if processes == 1 else ["torchrun", "--nproc-per-node", str(processes), "-m", "bitplan"]
+
+
 def command_of(
     task: Task,
     source: str,
@@ -365,9 +383,13 @@ def command_of(
     device: torch.device,
     compile: bool,
     measure_every: int = 0,
+    sharding: Sharding = UNSHARDED,
 ) -> str:
     """The command that reproduces such a run; options with default values are left out."""
-    arguments = ["bitplan", "train", source]
+    arguments = [*program(sharding.world), "train", source]
+    if sharding.world > 1:
+        arguments += ["--shard", "ddp" if sharding.ddp > 1 else "fsdp"] * (sharding.ddp * sharding.fsdp > 1)
+        arguments += ["--tensor-parallel", str(sharding.tp)] * (sharding.tp > 1)
     if (assigned := AssignOptions.of_source(plan_source)) is not None:
         arguments += assigned.command()
     elif plan_source is not None:

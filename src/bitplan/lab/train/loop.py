@@ -29,10 +29,11 @@ from bitplan.errors import BitplanWarning, RunError
 from bitplan.executions.native.paths import NativeTerms
 from bitplan.lab.tasks.task import Task
 from bitplan.lab.train.checkpoint import Checkpoint, newest_whole, remove_older, save_tensors
-from bitplan.lab.train.config import LOG_EVERY, RunConfig, config_of, resolve_execution
+from bitplan.lab.train.config import LOG_EVERY, RunConfig, config_of, program, resolve_execution
 from bitplan.lab.train.fault import find_fault
 from bitplan.lab.train.folder import DiskError, Journal, RunFolder, is_number, make_folder, read_lines
 from bitplan.lab.train.monitor import Monitor
+from bitplan.lab.train.processes import SINGLE, Processes
 from bitplan.lab.train.session import Session, repeatable
 from bitplan.lab.train.summary import (
     Events,
@@ -65,8 +66,11 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
-    """Within this context the first Ctrl-C and the first SIGTERM only set a flag."""
+def stop_on_signals(repeated: bool = False) -> Iterator[StopRequest]:
+    """Within this context the first Ctrl-C and the first SIGTERM only set a flag.
+
+    :param repeated: later ones, too: torchrun sends its processes the signal that they have from the terminal already.
+    """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield request
@@ -75,7 +79,8 @@ def stop_on_signals() -> Iterator[StopRequest]:
 
     def note(number: int, frame: FrameType | None) -> None:
         request.signal = number
-        signal.signal(number, before[number])
+        if not repeated:
+            signal.signal(number, before[number])
 
     for number in _SIGNALS:
         before[number] = signal.getsignal(number)
@@ -111,6 +116,7 @@ def train(
     plan_source: str | None = None,
     on_progress: OnProgress | None = None,
     stop: Callable[[], bool] | None = None,
+    processes: Processes = SINGLE,
 ) -> Summary:
     """Train `task` under `plan` in `folder`, or resume that run where the folder holds it unfinished.
 
@@ -129,12 +135,16 @@ def train(
     :param plan_source: the same for the plan; by default `plan` itself, or the file it was read from.
     :param on_progress: called after every step.
     :param stop: called after every step; once it returns true, a checkpoint is written and the run is *stopped*.
+    :param processes: those that train together, as of :func:`~bitplan.lab.train.processes.joined_processes`: all of
+        them call this function with equal arguments, and the first one writes the folder.
     """
     if seed is not None and seed != task.seed:
         raise RunError(f"the task was made with seed {task.seed}: make it with seed {seed}.")
     if checkpoint_every is not None and checkpoint_every < 0:
         raise RunError(f"checkpoint_every is {checkpoint_every}; it must be at least 0 (only at the end).")
-    place = RunFolder(folder)
+    if processes.count > 1 and (compile or measure_every):
+        option = "--compile" if compile else "--measure-every"
+        raise RunError(f"{option} works in one process only: drop it, or do not split the run.")
     resolved = None if plan is None else find_plan(plan)
     if plan_source is None:
         plan_source = plan if isinstance(plan, str) else str(resolved.origin) if resolved and resolved.origin else None
@@ -146,13 +156,18 @@ def train(
         compile=compile,
         log_every=log_every,
         measure_every=measure_every,
+        sharding=processes.sharding,
     )
-    with place.locked():
-        is_known = place.require_room_for(config, resolved)
-        summary = place.summary() if is_known else None
+    with (
+        processes.losses_reported(lambda: resume_command(Path(folder), config.task_source, processes.count)),
+        processes.run_folder(folder) as place,
+        place.locked(),
+    ):
+        is_known = processes.share(lambda: place.require_room_for(config, resolved))
+        summary = processes.share(lambda: place.summary() if is_known else None)
         if summary is not None and summary.status != "stopped":
             return summary
-        recorded = place.config() if is_known else config
+        recorded = processes.share(lambda: place.config() if is_known else config)
         if config.task_sha256 is not None and recorded.task_sha256 is None:
             warnings.warn(
                 f"{place} has no SHA-256 of its task's file, so {config.task_source} cannot be compared with the file "
@@ -164,12 +179,17 @@ def train(
             options = resolve_execution(resolved, execution)
             crossover = None if recorded.crossover is None else NativeTerms.from_crossover_record(recorded.crossover)
             session = Session(
-                *(task, resolved or Plan()), execution=options, device=chosen, compile=compile, crossover=crossover
+                *(task, resolved or Plan()),
+                execution=options,
+                device=chosen,
+                compile=compile,
+                crossover=crossover,
+                processes=processes,
             )
             try:
-                if not is_known:
+                if not is_known or not processes.is_first:
                     measured = None if session.crossover is None else session.crossover.crossover_record()
-                    place.begin(replace(config, crossover=measured), resolved)
+                    place.begin(replace(recorded, crossover=measured), resolved)
                 elif session.crossover is not None and crossover is None:
                     warnings.warn(
                         f"{place} does not record from which size on GEMMs ran natively, so this machine's crossover "
@@ -200,14 +220,16 @@ def chosen_device(device: str | torch.device) -> torch.device:
     return chosen
 
 
-def resume_command(folder: Path, task_source: str) -> str:
+def resume_command(folder: Path, task_source: str, processes: int = 1) -> str:
     """The command that resumes a run of the task `task_source`; the file of a task must be named again.
 
     >>> resume_command(Path("runs/mine"), "my_task.py:MyTask")
     'bitplan train --resume runs/mine --task my_task.py:MyTask'
+    >>> resume_command(Path("runs/mine"), "digits", processes=2)
+    'torchrun --nproc-per-node 2 -m bitplan train --resume runs/mine'
     """
     task = [] if parse_file_name(task_source) is None else ["--task", task_source]
-    return shlex.join(["bitplan", "train", "--resume", str(folder), *task])
+    return shlex.join([*program(processes), "train", "--resume", str(folder), *task])
 
 
 class _Diverged(Exception):
@@ -231,6 +253,7 @@ class _Loop:
         #: What checkpoints of this run are known by.
         self.identity = config.identity(place.plan_text())
         self.session = session
+        self.processes = session.processes
         self.steps: int = session.task.settings.all_steps
         self.checkpoint_every = checkpoint_every
         self.on_progress = on_progress
@@ -254,14 +277,18 @@ class _Loop:
     # --- steps ---
 
     def go(self) -> Summary:
-        make_folder(self.place.checkpoints)
+        if self.processes.is_first:
+            make_folder(self.place.checkpoints)
         self._resume()
-        self.place.sweep()
+        self.processes.any(False)  # no process writes a checkpoint before all have read theirs
+        if self.processes.is_first:
+            self.place.sweep()
         self.place.forget_summary()
         self.place.write_sites(planned_sites(self.session.run))
         step = self.session.step
         self.journal = Journal(self.place.metrics_file, step)
-        self._warn_of_gaps()
+        if self.processes.is_first:
+            self._warn_of_gaps()
         self.times = Journal(self.place.times_file, step)
         earlier = [line["seconds"] for line in read_lines(self.place.times_file) if is_number(line.get("seconds"))]
         self.began = time.perf_counter() - (earlier[-1] if earlier else 0.0)
@@ -284,7 +311,7 @@ class _Loop:
         try:
             while self.session.step < self.steps:
                 self._step()
-                if self.stop() and self.session.step < self.steps:
+                if self.session.step < self.steps and self.processes.any(self.stop()):
                     return self._stopped()
             return self._finished()
         except _Diverged:
@@ -414,10 +441,11 @@ class _Loop:
         self.journal.sync()
         if self.monitor is not None:
             self.monitor.journal.sync()
-        own = {name: getattr(self, name) for name in _OWN_STATE}
-        Checkpoint(self.place.checkpoints, step).save({**state, "loop": own}, self.identity)
+        if self.processes.is_first:
+            own = {name: getattr(self, name) for name in _OWN_STATE}
+            Checkpoint(self.place.checkpoints, step).save({**state, "loop": own}, self.identity)
+            remove_older(self.place.checkpoints, step)
         self.saved = step
-        remove_older(self.place.checkpoints, step)
 
     def _way_back(self) -> str:
         if self.saved < 0:
@@ -427,21 +455,27 @@ class _Loop:
         return f"The checkpoint of step {self.saved} is whole; go on from it with: {self._resume_command()}"
 
     def _resume_command(self) -> str:
-        return resume_command(self.place.path, self.config.task_source)
+        return resume_command(self.place.path, self.config.task_source, self.processes.count)
 
     # --- ends ---
 
     def _finished(self) -> Summary:
         self._save()
-        save_tensors(self.place.model_file, self.session.model.state_dict())
+        self._save_weights()
         summary = self._summary("finished", self.session.run.cost())
-        self.place.write_sites(measured_sites(self.session))
+        if self.processes.count == 1:  # the statistics are collected by a plan that is attached anew
+            self.place.write_sites(measured_sites(self.session))
         self.place.write_summary(summary)
         return summary
 
+    def _save_weights(self) -> None:
+        weights = self.session.model_state()
+        if self.processes.is_first:
+            save_tensors(self.place.model_file, weights)
+
     def _stopped(self) -> Summary:
         self._save()
-        save_tensors(self.place.model_file, self.session.model.state_dict())
+        self._save_weights()
         why = f"stopped on request; go on with: {self._resume_command()}"
         summary = self._summary("stopped", self.session.run.cost(), why=why)
         self.place.write_summary(summary)
@@ -452,6 +486,11 @@ class _Loop:
         cost, step, loss = self.session.run.cost(), self.session.step, self.loss
         promotions = self._promotion_records()  # before the search, which repeats steps
         self.journal.add({"step": step + 1, "loss": loss, "diverged": True})
+        if self.processes.count > 1:
+            why = "the loss or a weight is not finite; the same run in one process names the tensor."
+            summary = self._summary("diverged", cost, step=step, why=why, promotions=promotions)
+            self.place.write_summary(summary)
+            return summary
         fault = find_fault(self.session, self.place.checkpoints, lambda: self._report("searching"))
         good = f" The checkpoint of step {self.saved} is good." if self.saved >= 0 else ""
         summary = self._summary(

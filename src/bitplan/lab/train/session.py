@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from bitplan.errors import RunError, TaskError
 from bitplan.executions.native.execution import NativeWithCrossover, native_terms
 from bitplan.executions.native.paths import NativeTerms
 from bitplan.lab.tasks.task import Task
+from bitplan.lab.train.processes import SINGLE, Processes
 from bitplan.numerics.noise import key_of, preserve_rng_state
 from bitplan.numerics.wire_format import EVALUATION, TRAINING
 from bitplan.plans import Plan
@@ -195,13 +197,16 @@ class Session:
         device: torch.device,
         compile: bool,
         crossover: NativeTerms | None = None,
+        processes: Processes = SINGLE,
     ) -> None:
         """
         :param crossover: the measured sizes from which on GEMMs run natively; None: those of this machine.
+        :param processes: those that train the model together, each on its part of every batch.
         """
         execution = execution_options(execution)
         self.task = task
         self.device = device
+        self.processes = processes
         self._first_memory = dict(task.memory)
         #: Steps made.
         self.step = 0
@@ -217,17 +222,20 @@ class Session:
         #: The measured sizes from which on GEMMs run natively; None where nothing was measured.
         self.crossover: NativeTerms | None = None
         if isinstance(execution, Native) and execution.min_macs is None:
-            self.crossover = crossover or native_terms(execution, self.model)
+            self.crossover = crossover or processes.share(partial(native_terms, execution, self.model))
             execution = NativeWithCrossover.of(execution, self.crossover)
         self._execution = execution
         self.run: Attachment = attach(
             self.model,
             plan,
             steps=task.settings.all_steps,
-            example=self.moved(task.batch(0)[0]),
+            example=self.moved(processes.part(task.batch(0))[0]),
             seed=task.seed,
             execution=execution,
         )
+        if processes.count > 1:
+            self.run.cost()  # records the operations, on the model as it is before it is split
+        trained = processes.apply(self.model)
         #: Cached, since iterating over the modules of a deep model takes as long as its optimizer's step.
         self._parameters = list(self.model.parameters())
         self.optimizer = self._new_optimizer()
@@ -243,12 +251,12 @@ class Session:
         # CUDA graphs save the launches that bound small models, but hold memory that packed execution should free, and
         # do not work with graph breaks.
         mode = "reduce-overhead" if device.type == "cuda" and execution.kind == "emulate" and whole else None
-        self._called: nn.Module = self.run.compile(fullgraph=whole, mode=mode) if compile else self.model
+        self._called: nn.Module = self.run.compile(fullgraph=whole, mode=mode) if compile else trained
         #: For evaluations.
-        self._evaluated = self._called if task.evaluates_compiled and whole else self.model
+        self._evaluated = self._called if compile and task.evaluates_compiled and whole else self.model
         ready = Copies(pinned)
         is_gpu = device.type == "cuda"
-        self._cached_bits = Ahead(lambda step: ready(task.batch(step)), task.settings.all_steps) if is_gpu else None
+        self._cached_bits = Ahead(lambda step: ready(self._batch(step)), task.settings.all_steps) if is_gpu else None
 
     def _new_optimizer(self) -> Optimizer:
         """The task's optimizer, with its state in the plan's formats."""
@@ -271,14 +279,14 @@ class Session:
 
     def forward_backward(self) -> float:
         """Compute the gradients of the next step and return its loss."""
-        _seed(self.task.seed, self.step, TRAINING, self.device)
+        _seed(self.task.seed, self.step, TRAINING, self.device, self.processes.data_part)
         inputs, target = self.next_batch()
         self.optimizer.zero_grad(set_to_none=True)
         args, kwargs = call_arguments(inputs)
         loss: Tensor = self.loss(self._called(*args, **kwargs), target)
         reading = _Reading(value_before_rounding(loss))
         self.scale.of(loss).backward()  # type: ignore[no-untyped-call]
-        return reading.value()
+        return self.processes.mean(reading.value())
 
     def apply(self) -> float:
         """Make the optimizer's step and return the learning rate."""
@@ -301,6 +309,7 @@ class Session:
         :param last: also compute those of the end of a run.
         """
         _seed(self.task.seed, self.step, EVALUATION, self.device)
+        self.processes.share_buffers(self.model)
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
@@ -312,6 +321,8 @@ class Session:
         finally:
             for module, training in modes:
                 module.training = training
+            self.processes.reshard(self.model)
+        figures = self.processes.share(lambda: figures)
         metric_name = self.task.metric.name
         if metric_name not in figures:
             raise TaskError(
@@ -325,7 +336,10 @@ class Session:
 
     def next_batch(self) -> Any:
         """The inputs and the target of the next step, on the model's device."""
-        return self.moved((self.task.batch if self._cached_bits is None else self._cached_bits)(self.step))
+        return self.moved((self._batch if self._cached_bits is None else self._cached_bits)(self.step))
+
+    def _batch(self, step: int) -> Any:
+        return self.processes.part(self.task.batch(step))
 
     def moved(self, batch: Any) -> Any:
         """A batch on the model's device."""
@@ -340,14 +354,20 @@ class Session:
     # --- state ---
 
     def state(self) -> dict[str, Any]:
-        """Everything that a resumed run needs, as tensors and plain values."""
+        """Everything that a resumed run needs, as tensors and plain values; all processes call this."""
+        self.processes.share_buffers(self.model)
         return {
-            "model": self.model.state_dict(),
-            "optimizer": plain_state(self.optimizer),
-            "attachment": self.run.state_dict(),
+            "model": self.model_state(),
+            "optimizer": self.processes.whole(plain_state(self.optimizer)),
+            "attachment": self.processes.whole(self.run.state_dict()),
             "memory": dict(self.task.memory),
             "loss_scale": self.scale.state(),
         }
+
+    def model_state(self) -> dict[str, Tensor]:
+        """The model's ``state_dict()``, of whole tensors; all processes call this."""
+        state: dict[str, Tensor] = self.processes.whole(self.model.state_dict())
+        return state
 
     def load(self, step: int, state: dict[str, Any]) -> None:
         """Restore the :meth:`state` of step `step`."""
@@ -357,8 +377,8 @@ class Session:
     def load_training(self, step: int, state: dict[str, Any]) -> None:
         """Restore the :meth:`state` of step `step`, except for the attachment's."""
         try:
-            self.model.load_state_dict(state["model"])
-            load_plain_state(self.optimizer, state["optimizer"])
+            self.model.load_state_dict(self.processes.split(self.model, state["model"]))
+            load_plain_state(self.optimizer, self.processes.split_optimizer(self.optimizer, state["optimizer"]))
         except (RuntimeError, ValueError, KeyError) as error:
             reason = (str(error).strip().splitlines() or [""])[-1].strip().removesuffix(".")
             raise RunError(
@@ -392,8 +412,9 @@ class Session:
         self._called = self._evaluated = self.model
 
     def broken_weight(self) -> str | None:
-        """The first parameter or buffer that is no longer finite; None where all are."""
-        return self._broken_weight_in(self.model.state_dict())
+        """The first parameter or buffer that is no longer finite; None where all are, in all processes."""
+        broken = self._broken_weight_in(self.model.state_dict())
+        return broken or ("of another process" if self.processes.any(broken is not None) else None)
 
     def _broken_weight_in(self, state: Mapping[str, Any]) -> str | None:
         return first_not_finite((name, tensor) for name, tensor in _tensors_in(state) if name in self._finite)
@@ -419,8 +440,7 @@ class Session:
 
     def broken_gradient(self) -> str | None:
         """The first parameter whose gradient is not finite."""
-        named = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
-        return first_not_finite(named)
+        return first_not_finite(_tensors_in({name: p.grad for name, p in self.model.named_parameters()}))
 
     def peak(self) -> int:
         """The most bytes held so far: on a GPU by torch's allocator, else by the whole process."""
@@ -435,9 +455,9 @@ class Session:
 
 
 def _tensors_in(state: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of nested mappings, with their names."""
+    """The tensors of nested mappings, with their names; of distributed ones this process's part."""
     if isinstance(state, Tensor):
-        yield name, state
+        yield name, state.to_local() if hasattr(state, "to_local") else state
     elif isinstance(state, Mapping):
         for key, value in state.items():
             yield from _tensors_in(value, f"{name}.{key}" if name else str(key))
@@ -461,9 +481,9 @@ class _Reading:
         return float(self._host)
 
 
-def _seed(seed: int, step: int, purpose: int, device: torch.device) -> None:
+def _seed(seed: int, step: int, purpose: int, device: torch.device, data_part: int = 0) -> None:
     low, high = key_of(seed, step, purpose)
-    number = (high % 2**32) << 32 | low % 2**32
+    number = ((high % 2**32) << 32 | low % 2**32) + data_part & 2**64 - 1
     torch.default_generator.manual_seed(number)  # torch.manual_seed also seeds other devices: 0.1 ms
     if device.type == "cuda":
         torch.cuda.default_generators[_index(device)].manual_seed(number)
