@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from bitplan.analysis.measure.measure import probe_step
 from bitplan.analysis.measure.probe import Probe
+from bitplan.analysis.memory.fakes import copy_without_plan
 from bitplan.capture.decompositions import is_decomposed
 from bitplan.capture.recording import call_arguments
 from bitplan.compiler.torch_private import tree_map_only
@@ -239,11 +240,13 @@ class Session:
         # do not work with graph breaks.
         mode = "reduce-overhead" if device.type == "cuda" and execution.kind == "emulate" and whole else None
         self._called: nn.Module = self.run.compile(fullgraph=whole, mode=mode) if compile else self.model
+        if not task.rounds_updates:
+            self._called, self.loss = self._without_plan(), task.loss
         #: For evaluations.
         self._evaluated = self._called if task.evaluates_compiled and whole else self.model
         ready = Copies(pinned)
-        is_gpu = device.type == "cuda"
-        self._cached_bits = Ahead(lambda step: ready(task.batch(step)), task.settings.all_steps) if is_gpu else None
+        is_ahead = device.type == "cuda" and not task.batches_need_model
+        self._cached_bits = Ahead(lambda step: ready(task.batch(step)), task.settings.all_steps) if is_ahead else None
 
     def _new_optimizer(self) -> Optimizer:
         """The task's optimizer, with its state in the plan's formats."""
@@ -255,6 +258,11 @@ class Session:
     def _new_scale(self) -> LossScale:
         recipe = self.task.settings
         return LossScale(self.device, recipe.loss_scale, recipe.scale_window or self.task.epoch())
+
+    def _without_plan(self) -> nn.Module:
+        """The model's own tensors in modules without the plan, uncompiled."""
+        shared: dict[int, Any] = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
+        return copy_without_plan(self.model, shared)
 
     def close(self) -> None:
         """Detach the plan and stop prefetching."""
@@ -320,7 +328,9 @@ class Session:
 
     def next_batch(self) -> Any:
         """The inputs and the target of the next step, on the model's device."""
-        return self._moved((self.task.batch if self._cached_bits is None else self._cached_bits)(self.step))
+        if self._cached_bits is not None:
+            return self._moved(self._cached_bits(self.step))
+        return self._moved(self.task.batch_of(self.model, self.step))
 
     def _moved(self, batch: Any) -> Any:
         return batch if self.device.type == "cpu" else self._there(batch)
@@ -383,9 +393,11 @@ class Session:
             execution=self._execution,
         )
         self.run.expect(self._moved(self.task.batch(0)[0]))
-        self.loss = self.run.loss(self.task.loss)
+        self.loss = self.run.loss(self.task.loss) if self.task.rounds_updates else self.task.loss
         self.run.load_state_dict(state)
         self._called = self._evaluated = self.model
+        if not self.task.rounds_updates:
+            self._called = self._without_plan()
 
     def broken_weight(self) -> str | None:
         """The first parameter or buffer that is no longer finite; None where all are."""
