@@ -37,7 +37,7 @@ class _Normalised(nn.Module):
         x = windows.transpose(1, 2)
         mean = x.mean(-1, keepdim=True)
         deviation = (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt()
-        forecast = self.forecast(((x - mean) / deviation).flatten(0, 1)).unflatten(0, x.shape[:2])
+        forecast = self.forecast(((x - mean) / deviation).flatten(0, 1)).view(*x.shape[:2], -1)
         return (forecast * deviation + mean).transpose(1, 2)
 
     def forecast(self, x: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class PatchLSTM(_Normalised):
         self.head = nn.Linear(features, horizon)
 
     def forecast(self, x: Tensor) -> Tensor:
-        steps = x[:, x.shape[1] % self.PATCH :].unflatten(1, (-1, self.PATCH)).transpose(0, 1)
+        steps = x[:, x.shape[1] % self.PATCH :].reshape(len(x), -1, self.PATCH).transpose(0, 1)
         y, _ = self.lstm(steps)
         forecast: Tensor = self.head(F.dropout(y[-1], self.dropout, self.training))
         return forecast

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -19,8 +20,8 @@ from bitplan.lab.sources.files import read_text
 ETT_COLUMNS = ("HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT")
 #: Their published split: months of 30 days.
 ETT_MONTHS = (12, 4, 4)
-#: The usual split of other series: training and validation; the rest is for the test.
-SHARES = (0.7, 0.1)
+#: The usual split of other series: training and test; the rest between them is for the validation.
+SHARES = (0.7, 0.2)
 
 #: Cities of vega_datasets with hourly temperatures.
 CITIES = ("seattle", "sf")
@@ -49,14 +50,13 @@ class Series:
 def _borders(names: Sequence[str], rows: int) -> tuple[int, int, int]:
     """The published borders of the ETT files, hourly or of 15 minutes; of other files by :data:`SHARES`."""
     if tuple(names) == ETT_COLUMNS:
-        months = sum(ETT_MONTHS)
-        for per_hour in (4, 1):
-            month = 30 * 24 * per_hour
-            if rows >= months * month:
-                training, validation, _ = ETT_MONTHS
-                return training * month, (training + validation) * month, months * month
-    training, validation = SHARES
-    return int(rows * training), int(rows * (training + validation)), rows
+        months = list(accumulate(ETT_MONTHS))
+        for rows_per_hour in (4, 1):
+            training, validation, test = (30 * 24 * rows_per_hour * month for month in months)
+            if rows >= test:
+                return training, validation, test
+    training_share, test_share = SHARES
+    return int(rows * training_share), rows - int(rows * test_share), rows
 
 
 def read_series(path: Path) -> Series:

@@ -127,7 +127,7 @@ class Forecast(LoadingTask[Series]):
         """All windows whose forecasts lie in the rows from `begin` to `end`."""
         recipe = self.settings
         firsts = torch.arange(begin - recipe.length, end - recipe.length - recipe.horizon + 1)
-        return map(self._parts, firsts.split(_EVALUATED))
+        return map(self._parts, torch.split(firsts, _EVALUATED))
 
     # --- recipe
 

@@ -159,7 +159,7 @@ CARDS: dict[str, Card] = {
         "a .csv file",
         "mse",
         "lower",
-        Floor(30.0, ("steps=800",)),
+        Floor(20.0, ("steps=700",)),
     ),
     "rl": Card("actor and critic", "CartPole, Acrobot, gymnasium", "", "return", "higher", Floor(4.0, ("steps=200",))),
 }

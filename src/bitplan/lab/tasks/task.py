@@ -172,8 +172,6 @@ class Task(ABC):
     evaluates_compiled: ClassVar[bool] = False
     #: Whether training batches come from the model, by :meth:`batch_of`, so that none can be made ahead of its step.
     batches_need_model: ClassVar[bool] = False
-    #: Whether the plan holds in the passes that are trained; otherwise only where the task itself calls the model.
-    rounds_updates: bool = True
     #: The SHA-256 of the user's file that the task comes from; None: not from a file.
     source_sha256: str | None = None
 
@@ -206,6 +204,11 @@ class Task(ABC):
         serves planners, which need batches of the same shapes.
         """
         return self.batch(step)
+
+    @property
+    def rounds_updates(self) -> bool:
+        """Whether the plan holds in the passes that are trained, or only where the task itself calls the model."""
+        return True
 
     @abstractmethod
     def loss(self, output: Any, target: Any) -> Tensor:
