@@ -15,6 +15,7 @@ from bitplan.lab.tasks.registry import find_task
 from bitplan.lab.tasks.rl import Environments, PPOSettings, ReinforcementLearning, make_rollout
 from bitplan.lab.train import train
 from bitplan.lab.train.session import Session
+from bitplan.planners import cpt_plan
 from bitplan.plans import Plan
 
 gymnasium = pytest.importorskip("gymnasium")
@@ -195,6 +196,16 @@ def test_the_plan_holds_where_it_should(rounded: str, acts: bool, updates: bool)
     assert (result.acts_rounded, result.updates_rounded) == (acts, updates)
     # Weights alone are rounded here, so that scales do not depend on the batch.
     assert (result.mismatch > 1e-5) == (rounded != "both")
+
+
+@pytest.mark.parametrize("rounded", ["rollout", "update"])
+def test_a_cyclic_plan_holds_in_one_of_both_to_the_end(tmp_path: Path, rounded: str) -> None:
+    settings = (f"rounded={rounded}", "steps=6")
+    target = small(*settings).target()
+    plan = cpt_plan(target.model, target.batch, target.loss)
+    summary = train(small(*settings), plan, folder=tmp_path / "run")
+    assert summary.status == "finished"
+    assert summary.metrics["mismatch"] > 1e-7
 
 
 # --- runs

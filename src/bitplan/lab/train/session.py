@@ -240,8 +240,7 @@ class Session:
         # do not work with graph breaks.
         mode = "reduce-overhead" if device.type == "cuda" and execution.kind == "emulate" and whole else None
         self._called: nn.Module = self.run.compile(fullgraph=whole, mode=mode) if compile else self.model
-        if not task.rounds_updates:
-            self._called, self.loss = self._without_plan(), task.loss
+        self._choose_updates()
         #: For evaluations.
         self._evaluated = self._called if task.evaluates_compiled and whole else self.model
         ready = Copies(pinned)
@@ -259,10 +258,11 @@ class Session:
         recipe = self.task.settings
         return LossScale(self.device, recipe.loss_scale, recipe.scale_window or self.task.epoch())
 
-    def _without_plan(self) -> nn.Module:
-        """The model's own tensors in modules without the plan, uncompiled."""
-        shared: dict[int, Any] = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
-        return copy_without_plan(self.model, shared)
+    def _choose_updates(self) -> None:
+        """Where the plan does not hold in updates, make them in modules without it that share the model's tensors."""
+        if not self.task.rounds_updates:
+            shared: dict[int, Any] = {id(own): own for own in (*self.model.parameters(), *self.model.buffers())}
+            self._called, self.loss = copy_without_plan(self.model, shared), self.task.loss
 
     def close(self) -> None:
         """Detach the plan and stop prefetching."""
@@ -393,11 +393,10 @@ class Session:
             execution=self._execution,
         )
         self.run.expect(self._moved(self.task.batch(0)[0]))
-        self.loss = self.run.loss(self.task.loss) if self.task.rounds_updates else self.task.loss
+        self.loss = self.run.loss(self.task.loss)
         self.run.load_state_dict(state)
         self._called = self._evaluated = self.model
-        if not self.task.rounds_updates:
-            self._called = self._without_plan()
+        self._choose_updates()
 
     def broken_weight(self) -> str | None:
         """The first parameter or buffer that is no longer finite; None where all are."""
