@@ -1,7 +1,7 @@
 """Reinforcement learning: proximal policy optimisation (Schulman et al. 2017, arXiv 1707.06347) on gymnasium's classic
 control, after CleanRL's single-file implementation (Huang et al. 2022).
 
-A rollout is made by the policy in training, under its plan, and then serves several epochs of updates. The state of the
+The policy in training makes a rollout under its plan, which several epochs of updates use. The state of the
 environments and the rollout are in the task's memory, so that a resumed run goes on with the same transitions.
 """
 
@@ -94,7 +94,7 @@ class PPOSettings(Settings):
 
     @property
     def updates(self) -> int:
-        """Updates that a rollout serves."""
+        """Updates that use a rollout."""
         return self.epochs * self.transitions // self.batch
 
 
@@ -299,7 +299,7 @@ class ReinforcementLearning(Task):
     # --- data
 
     def batch(self, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Transitions of a policy that acts at random, for planners, which know a step and no policy."""
+        """Transitions of random actions, for planners, which have a step and no policy."""
         recipe, where = self.settings, (self.seed, step // self.settings.updates)
         if self._random is None or self._random[0] != where[1]:
             environments = Environments(recipe.environment, recipe.environments, RANDOM_EPISODE, *where)
@@ -316,7 +316,7 @@ class ReinforcementLearning(Task):
         return torch.zeros(batch, numbers), target
 
     def batch_of(self, model: nn.Module, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Transitions of the rollout that serves `step`, which `model` makes now if `step` is the first of them."""
+        """Transitions of the rollout that `step` uses; `model` makes it now if `step` is the first to use it."""
         number = step // self.settings.updates
         if self.memory.get("rollout") != number:
             self._roll_out(model, number)
