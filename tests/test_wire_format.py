@@ -52,6 +52,11 @@ def test_constants() -> None:
         "DIGITS_GRAPH": "digits graph",
         "GRAPH_SPLIT": "graph split",
         "DIGIT_SCENE": "digit scene",
+        "EPISODE": "episode",
+        "HELD_OUT_EPISODE": "held-out episode",
+        "RANDOM_EPISODE": "random episode",
+        "ACTIONS": "actions",
+        "RANDOM_ACTIONS": "random actions",
         "TRAINING_SET": "training",
         "HELD_OUT_SET": "held out",
     }

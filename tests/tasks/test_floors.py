@@ -38,7 +38,7 @@ def trained(task: Task, plan: str | None = None, steps: int | None = None) -> tu
     for step in range(steps or task.settings.steps):
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * task.learning_rate(step)
-        inputs, target = task.batch(step)
+        inputs, target = task.batch_of(model, step)
         args, kwargs = call_arguments(inputs)
         loss = task.loss(model(*args, **kwargs), target)
         loss.backward()
@@ -53,7 +53,17 @@ def trained(task: Task, plan: str | None = None, steps: int | None = None) -> tu
 
 
 def test_every_kind_of_task_has_a_floor() -> None:
-    assert WITH_FLOOR == ["digits", "detection", "lstm-lm", "lm", "mlm", "text-classification", "graph"]
+    assert WITH_FLOOR == [
+        "digits",
+        "detection",
+        "lstm-lm",
+        "lm",
+        "mlm",
+        "text-classification",
+        "graph",
+        "forecast",
+        "rl",
+    ]
     assert all(card.embedded for card in CARDS.values() if card.floor is not None)
 
 

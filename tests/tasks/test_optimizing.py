@@ -16,6 +16,8 @@ TINY = {
     "lstm-lm": ("features=8", "length=4"),
     "graph": (),
     "detection": (),
+    "forecast": (),
+    "rl": (),
 }
 
 

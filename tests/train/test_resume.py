@@ -22,6 +22,7 @@ import bitplan
 from bitplan.errors import BitplanWarning, RunError
 from bitplan.executions.native.backends import Int8Backend
 from bitplan.executions.native.paths import NativeTerms
+from bitplan.lab.tasks.registry import find_task
 from bitplan.lab.tasks.task import Settings
 from bitplan.lab.train import RunFolder, train
 from bitplan.lab.train.folder import DiskError
@@ -163,6 +164,44 @@ def test_killed_at_three_random_steps_it_ends_like_an_undisturbed_run(
     exits, stderr = train_in_processes(parts, tiny_file, plan_file, *steps, -1)
     assert exits == "exit -9 unfinished\n" * 3 + "exit 0 finished", (text, stderr)
     assert fingerprint(parts) == fingerprint(whole), text
+
+
+#: Trains a policy in a process that is killed in a step.
+KILLED_POLICY = """
+import os, signal, sys
+from bitplan.lab.tasks.registry import find_task
+from bitplan.lab.train import train
+folder, plan, step, *settings = sys.argv[1:]
+def kill(now):
+    if now.step == int(step):
+        os.kill(os.getpid(), signal.SIGKILL)
+train(find_task("rl", settings), plan, folder=folder, checkpoint_every=5, on_progress=kill)
+"""
+
+
+def test_a_policy_that_is_killed_inside_a_rollout_s_updates_ends_like_an_undisturbed_one(
+    tmp_path: Path, plan_file: Path, fingerprint: Any
+) -> None:
+    """Four updates use a rollout; the checkpoint follows the first of them, and episodes last longer than a rollout."""
+    pytest.importorskip("gymnasium")
+    settings = ("environments=2", "rollout=8", "batch=8", "epochs=2", "features=8", "steps=14", "evaluate_every=7")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(find_task("rl", settings), str(plan_file), folder=whole, checkpoint_every=5)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED_POLICY, str(parts), str(plan_file), "8", *settings],
+        env={**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": str(torch.get_num_threads())},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert killed.returncode == -9, killed.stderr
+    assert RunFolder(parts).status() == "unfinished"
+    resumed: list[int] = []
+    task = find_task("rl", settings)
+    train(task, str(plan_file), folder=parts, checkpoint_every=5, on_progress=lambda now: resumed.append(now.step))
+    assert min(resumed) == 6
+    assert fingerprint(parts) == fingerprint(whole)
+    assert max(task.memory["environments"]["elapsed"]) > 8  # an episode that began before the rollout
 
 
 def test_killed_between_the_two_files_of_a_checkpoint(

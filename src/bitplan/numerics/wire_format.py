@@ -60,6 +60,8 @@ NEIGHBOURS = "neighbours"
 DIGITS_GRAPH = "digits graph"
 GRAPH_SPLIT = "graph split"
 DIGIT_SCENE = "digit scene"
+EPISODE, HELD_OUT_EPISODE, RANDOM_EPISODE = "episode", "held-out episode", "random episode"
+ACTIONS, RANDOM_ACTIONS = "actions", "random actions"
 TRAINING_SET, HELD_OUT_SET = "training", "held out"
 
 

@@ -106,7 +106,7 @@ class Trainer:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self._tasks: dict[tuple[int, tuple[str, ...]], tuple[Task, dict[str, float]]] = {}
+        self._tasks: dict[tuple[int, tuple[str, ...]], tuple[Task, dict[str, Any]]] = {}
         self._last: str | None = None
 
     def run(self, job: Job, on_progress: Callable[[Progress], None], stop: Callable[[], bool]) -> Summary:

@@ -132,7 +132,7 @@ class LSTMLanguageModelling(LanguageTask):
         return SGD(model.parameters(), self.settings.lr, fused=fused_for(model.parameters()))
 
     def learning_rate(self, step: int) -> float:
-        return self.memory.get("learning rate", 1.0)
+        return float(self.memory.get("learning rate", 1.0))
 
     def after_evaluation(self, figures: dict[str, float]) -> None:
         """Divide the learning rate if the perplexity is not better than the best so far."""

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_type_hints
 from bitplan.analysis.targets import describe_error, find_callable, import_file, module_sha256, parse_file_name
 from bitplan.errors import BitplanError, TaskError, nearest_names
 from bitplan.lab.tasks.detection import DigitDetection
+from bitplan.lab.tasks.forecast import Forecast
 from bitplan.lab.tasks.graph import Graph
 from bitplan.lab.tasks.images import Digits
 from bitplan.lab.tasks.language import DecoderLanguageModelling
@@ -17,6 +18,7 @@ from bitplan.lab.tasks.lstm_lm import LSTMLanguageModelling, PennTreebank, WikiT
 from bitplan.lab.tasks.mlm import BertMini, MaskedLanguageModelling
 from bitplan.lab.tasks.public_graphs import AmazonPhoto, Citeseer, CoauthorCS, Cora, OgbnArxiv, OgbnProducts
 from bitplan.lab.tasks.public_images import Cifar10, Cifar100, FashionMnist, ImageFolder
+from bitplan.lab.tasks.rl import ReinforcementLearning
 from bitplan.lab.tasks.task import Metric, Settings, Task
 from bitplan.lab.tasks.text_classification import Docstrings, Sst2, Xnli
 from bitplan.lab.tasks.voc import Voc
@@ -151,6 +153,15 @@ CARDS: dict[str, Card] = {
     "coauthor-cs": Card(_GRAPH, "", "its .npz file", "accuracy", "higher"),
     "ogbn-arxiv": Card(_GRAPH, "", "OGB's files, ogb", "accuracy", "higher"),
     "ogbn-products": Card("GraphSAGE", "", "OGB's files, ogb", "accuracy", "higher"),
+    "forecast": Card(
+        "DLinear, PatchTST or LSTM",
+        "temperatures, vega_datasets",
+        "a .csv file",
+        "mse",
+        "lower",
+        Floor(20.0, ("steps=700",)),
+    ),
+    "rl": Card("actor and critic", "CartPole, Acrobot, gymnasium", "", "return", "higher", Floor(4.0, ("steps=200",))),
 }
 
 
@@ -163,6 +174,7 @@ TASKS: tuple[type[Task], ...] = (
     *(MaskedLanguageModelling, BertMini),
     *(Docstrings, Sst2, Xnli),
     *(Graph, Cora, Citeseer, AmazonPhoto, CoauthorCS, OgbnArxiv, OgbnProducts),
+    *(Forecast, ReinforcementLearning),
 )
 
 

@@ -170,6 +170,8 @@ class Task(ABC):
     #: Whether a compiled run also evaluates with compiled code: worth the compilation if evaluations are many small
     #: operations of one shape. Metrics then differ in their last bits from those of uncompiled code.
     evaluates_compiled: ClassVar[bool] = False
+    #: Whether training batches come from the model, by :meth:`batch_of`, so that none can be made ahead of its step.
+    batches_need_model: ClassVar[bool] = False
     #: The SHA-256 of the user's file that the task comes from; None: not from a file.
     source_sha256: str | None = None
 
@@ -179,8 +181,8 @@ class Task(ABC):
         self.settings: Any = self.settings_class() if settings is None else settings
         self.seed = seed
         #: The state of a run besides model and optimizer, such as the best metric so far of a schedule that waits for a
-        #: plateau. Training saves it in every checkpoint, as JSON, and restores it on resuming.
-        self.memory: dict[str, float] = {}
+        #: plateau: tensors and plain values. Training saves it in every checkpoint, and restores it on resuming.
+        self.memory: dict[str, Any] = {}
 
     @property
     @abstractmethod
@@ -194,6 +196,19 @@ class Task(ABC):
     @abstractmethod
     def batch(self, step: int) -> tuple[Any, Any]:
         """The inputs and the target of training step `step`, on the CPU: a pure function of seed and step."""
+
+    def batch_of(self, model: nn.Module, step: int) -> tuple[Any, Any]:
+        """The batch of training step `step` of `model`, which has its plan: a function of seed, step, model and memory.
+
+        A task whose data come from the model overrides it and sets :attr:`batches_need_model`; :meth:`batch` then
+        serves planners, which need batches of the same shapes.
+        """
+        return self.batch(step)
+
+    @property
+    def rounds_updates(self) -> bool:
+        """Whether the plan holds in the passes that are trained, or only where the task itself calls the model."""
+        return True
 
     @abstractmethod
     def loss(self, output: Any, target: Any) -> Tensor:

@@ -40,6 +40,8 @@ OPTIONAL = (
     "plotly",
     "transformers",
     "torchvision",
+    "vega_datasets",
+    "gymnasium",
     "torchao",
     "ml_dtypes",
     "gfloat",

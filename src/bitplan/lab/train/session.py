@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from bitplan.analysis.fault import first_not_finite
 from bitplan.analysis.measure.measure import probe_step
 from bitplan.analysis.measure.probe import Probe
+from bitplan.analysis.memory.fakes import copy_without_plan
 from bitplan.capture.decompositions import is_decomposed
 from bitplan.capture.recording import call_arguments
 from bitplan.compiler.torch_private import tree_map_only
@@ -252,11 +253,12 @@ class Session:
         # do not work with graph breaks.
         mode = "reduce-overhead" if device.type == "cuda" and execution.kind == "emulate" and whole else None
         self._called: nn.Module = self.run.compile(fullgraph=whole, mode=mode) if compile else trained
+        self._choose_updates()
         #: For evaluations.
         self._evaluated = self._called if compile and task.evaluates_compiled and whole else self.model
         ready = Copies(pinned)
-        is_gpu = device.type == "cuda"
-        self._cached_bits = Ahead(lambda step: ready(self._batch(step)), task.settings.all_steps) if is_gpu else None
+        is_ahead = device.type == "cuda" and not task.batches_need_model
+        self._batches_ahead = Ahead(lambda step: ready(self._batch(step)), task.settings.all_steps) if is_ahead else None
 
     def _new_optimizer(self) -> Optimizer:
         """The task's optimizer, with its state in the plan's formats."""
@@ -269,10 +271,16 @@ class Session:
         recipe = self.task.settings
         return LossScale(self.device, recipe.loss_scale, recipe.scale_window or self.task.epoch())
 
+    def _choose_updates(self) -> None:
+        """Where the plan does not hold in updates, make them in modules without it that share the model's tensors."""
+        if not self.task.rounds_updates:
+            shared: dict[int, Any] = {id(own): own for own in (*self.model.parameters(), *self.model.buffers())}
+            self._called, self.loss = copy_without_plan(self.model, shared), self.task.loss
+
     def close(self) -> None:
         """Detach the plan and stop prefetching."""
-        if self._cached_bits is not None:
-            self._cached_bits.close()
+        if self._batches_ahead is not None:
+            self._batches_ahead.close()
         self.run.detach()
 
     # --- a step ---
@@ -336,10 +344,10 @@ class Session:
 
     def next_batch(self) -> Any:
         """The inputs and the target of the next step, on the model's device."""
-        return self.moved((self._batch if self._cached_bits is None else self._cached_bits)(self.step))
+        return self.moved((self._batch if self._batches_ahead is None else self._batches_ahead)(self.step))
 
     def _batch(self, step: int) -> Any:
-        return self.processes.part(self.task.batch(step))
+        return self.processes.part(self.task.batch_of(self.model, step))
 
     def moved(self, batch: Any) -> Any:
         """A batch on the model's device."""
@@ -410,6 +418,7 @@ class Session:
         self.run = self.run.attach_again(plan, stats=stats)
         self.loss = self.run.loss(self.task.loss)
         self._called = self._evaluated = self.model
+        self._choose_updates()
 
     def broken_weight(self) -> str | None:
         """The first parameter or buffer that is no longer finite; None where all are, in all processes."""
