@@ -140,7 +140,7 @@ def runs(
         output.document(records)
         if not as_json:
             if not records:
-                output.console.print(f"{folder} holds no runs: bitplan train makes them.")
+                output.console.print(f"{folder} holds no runs: bitplan train and bitplan.record() make them.")
             else:
                 _print_runs(records, output)
 

@@ -227,6 +227,9 @@ class _RunRequest:
     def from_folder(cls, folder: Path, task_file: str | None, checkpoint_every: int | None) -> _RunRequest:
         run_folder = RunFolder(folder)
         config = run_folder.config()
+        if config.is_recorded:
+            again = f": run it again with: {config.command}" if config.command else "."
+            raise RunError(f"{folder} was recorded in a loop of its own, which bitplan train cannot resume{again}")
         task_source = _task_to_resume(run_folder, config.task_source, task_file)
         # Settings that key=value cannot express keep the defaults of the task's own file.
         settings = [f"{key}={value}" for key, value in config.settings.items() if isinstance(value, (str, int, float))]

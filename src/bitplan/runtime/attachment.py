@@ -115,6 +115,8 @@ class Attachment:
         self._counts_first_optimizer = False
         #: Loggers that :meth:`log_to` was given.
         self._sinks: list[ScalarSink] = []
+        self._step_callbacks: list[Callable[[int], None]] = []
+        self._detach_callbacks: list[Callable[[], None]] = []
         self._timer = StepTimer()
         #: Modules that :meth:`compile` has compiled in place.
         self._compiled_in_place: list[nn.Module] = []
@@ -151,6 +153,9 @@ class Attachment:
 
     def detach(self) -> None:
         """Leave the model exactly as it was. Weights that the plan stored in few bits keep their rounded values."""
+        for callback in self._detach_callbacks:
+            callback()
+        self._detach_callbacks = []
         self._installation.uninstall()
         self._remove_optimizer_hook()
         if self._step_counter is not None:
@@ -307,6 +312,8 @@ class Attachment:
         for sink in self._sinks:
             if self._step % sink.every == 0:
                 sink.write(self.scalars(), self._step)
+        for callback in self._step_callbacks:
+            callback(self._step)
 
     def _move(self) -> None:
         """Bring what the plan does to where the run is; tables are not written."""
@@ -491,6 +498,14 @@ class Attachment:
         """
         self._sinks.append(ScalarSink(scalar_writer(logger), every))
 
+    def after_each_step(self, callback: Callable[[int], None]) -> None:
+        """Call `callback` with the number of steps made, after each optimizer step that is counted."""
+        self._step_callbacks.append(callback)
+
+    def before_detach(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when the plan is about to be detached: statistics and promotions are gone after that."""
+        self._detach_callbacks.append(callback)
+
     def coverage(self) -> ProductCoverage:
         """How many of the model's products have operands that the plan rounds, and what share of multiplications."""
         return product_coverage(self._cost_tracker.operations(), self.plan.decide)
@@ -528,6 +543,11 @@ class Attachment:
         if not self._watched:
             raise PlanError("statistics are off: attach with stats=True.")
         return self._all_tables.statistics()
+
+    @property
+    def has_stats(self) -> bool:
+        """Whether :meth:`stats` are gathered."""
+        return self._watched
 
     @property
     def promotes(self) -> bool:

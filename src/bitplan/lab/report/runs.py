@@ -94,6 +94,8 @@ class Run:
     promotions: Sequence[PromotionRecord] = ()
     points: Sequence[Point] = ()
     sites: Sequence[SiteRecord] = ()
+    #: The folder of the run that it is judged against; None: none was named.
+    reference: Path | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -134,7 +136,7 @@ class Run:
 
 
 def read_runs(paths: Iterable[Path]) -> list[Run]:
-    """Every run in these folders, which are runs, comparisons, or folders of them; each run once."""
+    """Every run in these folders, which are runs, comparisons, or folders of them, with their references; each once."""
     runs: dict[Path, Run] = {}
     for path in paths:
         if not path.is_dir():
@@ -143,6 +145,8 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
         if not beneath:
             raise RunError(f"{path} holds no runs (a run folder has a run.json): name another folder.")
         for run in beneath:
+            if run.reference is not None and RunFolder(run.reference).is_run:
+                runs.setdefault(run.reference.resolve(), read_run(run.reference))
             runs.setdefault(run.folder.resolve(), run)
     return list(runs.values())
 
@@ -157,7 +161,7 @@ def read_run(path: Path, label: str | None = None) -> Run:
     return Run(
         folder=path,
         task=config.task,
-        label=label or config.plan or "fp32",
+        label=label or config.plan or config.label or "fp32",
         seed=config.seed,
         metric=metric,
         status=folder.status(),
@@ -185,6 +189,7 @@ def read_run(path: Path, label: str | None = None) -> Run:
         promotions=() if summary is None else summary.promotions,
         points=points,
         sites=_sites(folder.sites_file),
+        reference=None if config.reference is None else path / config.reference,
     )
 
 

@@ -356,12 +356,15 @@ def _difference(run: Run, twins: list[Run]) -> str:
 def _reference(plans: Sequence[PlanSummary]) -> PlanSummary | None:
     """The plan that the others are judged against; a plan alone has none.
 
-    Of several rows without a plan it is the longest, and of these the best: short ones are left from trials.
+    It is the one that runs name. If none does, of several rows without a plan it is the longest, and of these the best:
+    short ones are left from trials.
     """
     usable = [plan for plan in plans if plan.value is not None and plan.count("finished")]
     if len(plans) < 2 or not usable:
         return None
-    plain = [plan for plan in usable if not plan.has_plan]
+    folders = {run.reference.resolve() for plan in plans for run in plan.runs if run.reference is not None}
+    named = [plan for plan in usable if any(run.folder.resolve() in folders for run in plan.runs)]
+    plain = named or [plan for plan in usable if not plan.has_plan]
     if not plain:
         return max(usable, key=lambda plan: plan.cost or 0.0)
     sign = 1.0 if plain[0].metric.better == "higher" else -1.0

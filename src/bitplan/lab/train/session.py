@@ -401,15 +401,20 @@ class Session:
         return first_not_finite(named)
 
     def peak(self) -> int:
-        """The most bytes held so far: on a GPU by torch's allocator, else by the whole process."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        try:
-            import resource
-        except ImportError:  # Windows
-            return 0
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if os.uname().sysname == "Darwin" else most * 1024
+        """The most bytes held so far."""
+        return peak_bytes(self.device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most bytes held so far: on a GPU by torch's allocator, else by the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if os.uname().sysname == "Darwin" else most * 1024
 
 
 def first_not_finite(named: list[tuple[str, Tensor]]) -> str | None:
