@@ -168,7 +168,7 @@ def test_bits_follow_a_schedule_and_the_metric_defaults_to_the_loss(tmp_path: Pa
 
 
 def test_ends_of_a_loop(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
+    def interrupted() -> None:
         model, optimizer, x = perceptron()
         with bp.record(tmp_path / "stopped", model, optimizer=optimizer, example=x) as run:
             for step in range(STEPS):
@@ -178,6 +178,9 @@ def test_ends_of_a_loop(tmp_path: Path) -> None:
                 loss.backward()
                 optimizer.step()
                 run.log(loss=loss)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     summary = RunFolder(tmp_path / "stopped").summary()
     assert summary is not None
     assert (summary.status, summary.step) == ("stopped", 13)

@@ -6,8 +6,10 @@ A run without a ``summary.json`` is *running* or *unfinished*, and its later val
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +17,7 @@ from bitplan.errors import RunError
 from bitplan.files import parse_json
 from bitplan.lab.compare.folder import read_comparison
 from bitplan.lab.tasks.task import Metric
-from bitplan.lab.train.folder import RunFolder, folders_in, read_text
+from bitplan.lab.train.folder import RunFolder, folders_in, is_number, read_lines, read_text
 from bitplan.lab.train.summary import PromotionRecord
 
 #: The depth of runs beneath a named folder, at most: runs/comparison/run.
@@ -89,6 +91,8 @@ class Run:
     #: The most bytes held, measured: on a GPU by torch's allocator, else by the whole process.
     peak: float | None = None
     seconds: float | None = None
+    #: The median time of a step, measured between lines; None before the third.
+    step_seconds: float | None = None
     #: 0: every tensor has 16 bits, 1: every tensor has 8; None before there is a summary.
     low_precision_ratio: float | None = None
     promotions: Sequence[PromotionRecord] = ()
@@ -155,6 +159,7 @@ def read_run(path: Path, label: str | None = None) -> Run:
     """The run in a folder."""
     folder = RunFolder(path)
     config, summary, points = folder.config(), folder.summary(), _points(folder)
+    times = read_lines(folder.times_file)
     metric = _metric(config.metric, folder)
     cost = {} if summary is None else summary.cost
     value = _last(points, metric.name) if summary is None else summary.metrics.get(metric.name)
@@ -183,8 +188,9 @@ def read_run(path: Path, label: str | None = None) -> Run:
         bit_operations=cost.get("bitops"),
         mean_bits=_last(points, "mean_bits") if summary is None else cost.get("mean_bits"),
         memory={} if summary is None else summary.memory,
-        peak=None if summary is None else float(summary.peak),
-        seconds=None if summary is None else summary.seconds,
+        peak=_last_time(times, "peak") if summary is None else float(summary.peak),
+        seconds=_last_time(times, "seconds") if summary is None else summary.seconds,
+        step_seconds=_step_seconds(times),
         low_precision_ratio=cost.get("low_precision_ratio"),
         promotions=() if summary is None else summary.promotions,
         points=points,
@@ -209,6 +215,18 @@ def _runs_beneath(path: Path, depth: int) -> Iterator[Run]:
             yield read_run(child, labels[child.name])
         else:
             yield from _runs_beneath(child, depth - 1)
+
+
+def _last_time(times: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    return next((float(line[name]) for line in reversed(times) if is_number(line.get(name))), None)
+
+
+def _step_seconds(times: Sequence[Mapping[str, Any]]) -> float | None:
+    """The median over intervals between lines, so that an evaluation in one of them, or a pause, does not count."""
+    numbers = [(line["step"], line["seconds"]) for line in times if is_number(line.get("seconds"))]
+    # The first step, which may compile, ends with the first line.
+    paces = [(end - start) / (last - first) for (first, start), (last, end) in pairwise(numbers) if last > first]
+    return statistics.median(paces) if len(paces) > 1 else None
 
 
 def _points(folder: RunFolder) -> list[Point]:

@@ -345,7 +345,8 @@ class Recorder:
             return
         before, self._statistics = self._statistics, self.run.stats()
         records = {site: statistics_record(own.since(before.get(site))) for site, own in self._statistics.items()}
-        self._statistics_lines.add({"step": self.step, "sites": records})
+        if records:
+            self._statistics_lines.add({"step": self.step, "sites": records})
 
     def _capture(self) -> None:
         """Read the plan for the last time."""
