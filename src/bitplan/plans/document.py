@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from bitplan.plans.quantizer_use import Choosing, Names, OverTime, Use, leaves, 
 from bitplan.plans.schedules import Function, Position, Schedule
 from bitplan.plans.spec import KEEP, OptimizerRule, QuantizerSpec, Rule, check_name, check_quantizer_name
 from bitplan.plans.tree import tree_from_data, yaml_text
+from bitplan.tables import Table
 
 #: The case of each switch that is at work, and perhaps the bits of each schedule.
 Phase = tuple[int, ...]
@@ -267,6 +269,40 @@ class Plan:
             extends=None,
             base=None,
         )
+
+    # --- for people ---
+
+    def __repr__(self) -> str:
+        parts = [f"{len(self.all_rules)} rule{'s' * (len(self.all_rules) != 1)}"]
+        parts += [f"extends {self.extends}"] if self.extends else []
+        parts += [f"schedules {', '.join(map(str, self.followed.values()))}"] if self.followed else []
+        parts += [f"optimizer state in {self.optimizer_rule.state}"] if self.optimizer_rule else []
+        parts += [f"executed {self.declared_execution.kind}"] if self.declared_execution else []
+        places = [(rule.where or "").split(":") for rule in self.all_rules[:1]]  # preset int8-all:14: rules[0]
+        label = repr(self.name) if self.name else next((place[0] for place in places if len(place) > 2), "")
+        return f"<Plan{f' {label}' if label else ''}: {', '.join(parts)}>"
+
+    def table(self) -> Table[Rule]:
+        """The rules that count, in order: where each holds, and what it gives to the tensors there."""
+        columns: dict[str, Callable[[Rule], str]] = {
+            "modules": lambda rule: ", ".join(rule.match),
+            "operations": lambda rule: ", ".join(filter(None, [*rule.op, rule.selection])) or "all",
+            "formats": self._formats_text,
+        }
+        return Table(self.all_rules, columns, empty="no rules: nothing is rounded")
+
+    def _formats_text(self, rule: Rule) -> str:
+        if rule.keep:
+            return "kept as they are"
+        texts: dict[str, list[str]] = {}
+        for key, use in rule.quantizers:
+            quantizer = over_time(use, self.names) or str(self.quantizer(use) or KEEP)
+            texts.setdefault(quantizer, []).append(key)
+        parts = [f"{', '.join(keys)}: {quantizer}" for quantizer, keys in texts.items()]
+        return "; ".join([*parts, *([] if rule.frozen is None else [f"frozen: {rule.frozen}"])])
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(repr(self).strip('<>'))}</p>{self.table()._repr_html_()}"
 
     # --- over time ---
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,9 +41,9 @@ from bitplan.runtime.installation import Installation
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.optimizers import OptimizerStateCheck, OptimizerSteps, StepCounter, before_every_step
 from bitplan.runtime.rounding_op import PROMOTION_COLUMNS, OpRounding, Promoted
-from bitplan.runtime.scalars import ScalarSink, StepTimer, run_scalars, scalar_writer
+from bitplan.runtime.scalars import PREFIX, ScalarSink, StepTimer, run_scalars, scalar_writer
 from bitplan.runtime.statistics import Statistics
-from bitplan.tables import Table
+from bitplan.tables import Table, html_table
 
 if TYPE_CHECKING:
     from bitplan.analysis.cost import Cost
@@ -172,6 +173,17 @@ class Attachment:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PickledAttachment, (self.state_dict(),)  # as the pickle of a model with a plan is the plain model
+
+    def __repr__(self) -> str:
+        of = f" of {self.steps:,}" if isinstance(self.steps, int) else ""
+        plan = repr(self.plan).strip("<>")
+        return f"<Attachment to {type(self.model).__name__}, {self.execution.kind}, step {self._step:,}{of}: {plan}>"
+
+    def _repr_html_(self) -> str:
+        """The run so far as a table of its scalars."""
+        scalars = run_scalars(self._step, self._all_tables, self._cost_tracker, self._clock, None)
+        names = [name.removeprefix(PREFIX).replace("_", " ") for name in scalars]
+        return f"<p>{escape(repr(self))}</p>{html_table({'now': names, 'value': list(scalars.values())})}"
 
     def __enter__(self) -> Attachment:
         return self

@@ -13,11 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from bitplan.lab.report.answer import counted, number_text, percent_text
 from bitplan.lab.report.runs import Run, SiteRecord, read_runs
 from bitplan.lab.tasks.task import Metric
+from bitplan.tables import Table
+
+if TYPE_CHECKING:
+    import pandas
 
 #: A plan keeps the reference's metric if its mean is worse by at most this share of it, or by at most the reference's
 #: own spread over seeds.
@@ -295,6 +299,17 @@ class Report:
     def answer(self) -> str:
         """One sentence for each task."""
         return " ".join(experiment.answer for experiment in self.experiments)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """One line per run, with the columns of ``bitplan report --csv``."""
+        from bitplan.lab.report.tables import run_record
+
+        records = [run_record(run) for run in self.runs]
+        columns = {name: (lambda record, name=name: record[name]) for name in records[0]}  # type: ignore[misc]
+        return Table(records, columns).to_pandas()
+
+    def __repr__(self) -> str:
+        return f"<Report: {self.answer}>"
 
     def _repr_html_(self) -> str:
         return "".join(experiment._repr_html_() for experiment in self.experiments)

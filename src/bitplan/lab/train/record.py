@@ -479,7 +479,8 @@ def record(
         recorder = outer
         recorder.join(judged_by, recipe, log_every)
     else:
-        source = Path(sys.argv[0]).name if sys.argv and sys.argv[0].endswith(".py") else "notebook"
+        script = Path(sys.argv[0]).name if sys.argv else ""
+        source = script if script.endswith(".py") and script != "ipykernel_launcher.py" else "notebook"
         names = RunNames(
             task=task or Path(source).stem,
             source=source,
