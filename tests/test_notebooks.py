@@ -54,7 +54,7 @@ def test_the_notebook_for_engineers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(shown) == 9
     assert "e4m3" in shown[0]
     assert any("keeps the training loss of fp32" in text for text in shown)
-    assert "step 20: Plan preset fp8-linear" in shown[6]
+    assert "step 20: Plan &#x27;fp8-linear&#x27;" in shown[6]
 
 
 def test_the_notebook_for_researchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_attachments_say_where_they_are() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with bp.attach(model, "int8-all", optimizer=optimizer, steps=10) as run:
-        assert repr(run) == "<Attachment to Sequential, emulate, step 0 of 10: Plan preset int8-all: 1 rule>"
+        assert repr(run) == "<Attachment to Sequential, emulate, step 0 of 10: Plan 'int8-all': 1 rule>"
         assert "cost" not in run._repr_html_()  # nothing has run yet
         model(x).sum().backward()
         optimizer.step()

@@ -261,3 +261,27 @@ def test_mistakes_are_one_sentence(tmp_path: Path, options: Mapping[str, Any], t
     with pytest.raises(RunError, match=token) as error, bp.record(tmp_path / "a", **given) as run:
         run.evaluate(**{evaluated: 1.0})
     assert "\n" not in str(error.value)
+
+
+def test_a_trainer_of_transformers_is_recorded(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from hf_training import make_trainer
+
+    from bitplan.integrations.transformers import BitplanCallback
+
+    with bp.record(tmp_path / "run", metric="loss", log_every=2) as recorder:
+        callbacks = [BitplanCallback("int8-all"), recorder.trainer_callback()]
+        trainer = make_trainer(tmp_path / "out", callbacks, save_strategy="no")
+        trainer.train()
+        trainer.evaluate()
+    summary = recorder.summary
+    assert summary is not None
+    assert (summary.status, summary.step) == ("finished", 6)
+    assert 0 < summary.cost["relative_to_fp32"] < 0.5
+    assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2, 4, 6]
+    logged = {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
+    assert [line["loss"] for line in lines(tmp_path / "run")] == [logged[step] for step in (1, 2, 4, 6)]
+    assert summary.metrics["loss"] == next(
+        line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line
+    )
+    assert RunFolder(tmp_path / "run").config().plan == "int8-all"

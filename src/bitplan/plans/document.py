@@ -278,9 +278,16 @@ class Plan:
         parts += [f"schedules {', '.join(map(str, self.followed.values()))}"] if self.followed else []
         parts += [f"optimizer state in {self.optimizer_rule.state}"] if self.optimizer_rule else []
         parts += [f"executed {self.declared_execution.kind}"] if self.declared_execution else []
-        places = [(rule.where or "").split(":") for rule in self.all_rules[:1]]  # preset int8-all:14: rules[0]
-        label = repr(self.name) if self.name else next((place[0] for place in places if len(place) > 2), "")
-        return f"<Plan{f' {label}' if label else ''}: {', '.join(parts)}>"
+        return f"<Plan{f' {self.label!r}' if self.label else ''}: {', '.join(parts)}>"
+
+    @property
+    def label(self) -> str | None:
+        """The plan's name, or that of the preset or the file that its first rule is from; None without either."""
+        for rule in self.all_rules[:1]:
+            source, *place = (rule.where or "").split(":")  # preset int8-all:14: rules[0]
+            if self.name is None and len(place) > 1:
+                return Path(source.removeprefix("preset ")).stem
+        return self.name
 
     def table(self) -> Table[Rule]:
         """The rules that count, in order: where each holds, and what it gives to the tensors there."""

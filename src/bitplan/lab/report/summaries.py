@@ -305,7 +305,7 @@ class Report:
         from bitplan.lab.report.tables import run_record
 
         records = [run_record(run) for run in self.runs]
-        columns = {name: (lambda record, name=name: record[name]) for name in records[0]}  # type: ignore[misc]
+        columns = {name: (lambda record, name=name: record[name]) for name in records[0]}
         return Table(records, columns).to_pandas()
 
     def __repr__(self) -> str:

@@ -61,6 +61,8 @@ log = logging.getLogger("bitplan")
 
 #: Lines of ``metrics.jsonl`` for one line of ``statistics.jsonl``, which has a record of every tensor.
 _LINES_PER_STATISTICS = 5
+#: Ends of the names of figures that a Trainer logs and that are no metrics.
+_SPEEDS = ("runtime", "_per_second")
 #: Names of metrics of which less is better contain one of these.
 _LOWER = ("loss", "error", "perplexity", "ppl", "mse", "mae", "nll", "wer", "cer", "fid", "bits_per", "bpc", "bpb")
 #: The metric of a run that names none: the mean loss of its last lines.
@@ -183,6 +185,23 @@ class Recorder:
         self._metrics, self._evaluated_at = figures, self.step
         self._report()
 
+    def trainer_callback(self) -> Any:
+        """A callback for the ``Trainer`` of Transformers, which records the losses and evaluations that it logs."""
+        from transformers import TrainerCallback
+
+        recorder = self
+
+        class RecordCallback(TrainerCallback):  # type: ignore[misc]
+            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+                figures = {name.removeprefix("eval_"): value for name, value in logs.items() if name[:5] == "eval_"}
+                figures = {name: value for name, value in figures.items() if not name.endswith(_SPEEDS)}
+                if figures:
+                    recorder.evaluate(**figures)
+                elif "loss" in logs:
+                    recorder.log(loss=float(logs["loss"]), lr=float(logs.get("learning_rate", math.nan)))
+
+        return RecordCallback()
+
     def report(self) -> Report:
         """The run as :class:`~bitplan.lab.report.Report`, against its reference where one was named."""
         from bitplan.lab.report.summaries import Report
@@ -277,7 +296,7 @@ class Recorder:
             task=names.task,
             task_source=names.source,
             settings=strict(dict(names.settings)),
-            plan=None if plan is None else plan_name(plan, names.plan_source),
+            plan=None if plan is None else plan.label or plan_name(plan, names.plan_source),
             plan_source=names.plan_source,
             seed=names.seed,
             metric=strict(vars(names.metric or _TRAINING_LOSS)),
