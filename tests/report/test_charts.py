@@ -177,7 +177,7 @@ def test_what_was_not_watched_has_no_map_of_errors(experiment: Make) -> None:
 
 
 def test_where_nothing_is_known_there_is_no_chart(experiment: Make) -> None:
-    result = experiment({"status": "unfinished", "value": None})
+    result = experiment({"status": "unfinished", "value": None, "cost": 0.0})
     assert price_chart(result, "cost") is price_chart(result, "memory") is memory_chart(result) is metric_chart(result)
 
 

@@ -159,7 +159,7 @@ def read_run(path: Path, label: str | None = None) -> Run:
     """The run in a folder."""
     folder = RunFolder(path)
     config, summary, points = folder.config(), folder.summary(), _points(folder)
-    times = read_lines(folder.times_file)
+    times, status = read_lines(folder.times_file), folder.status()
     metric = _metric(config.metric, folder)
     cost = {} if summary is None else summary.cost
     value = _last(points, metric.name) if summary is None else summary.metrics.get(metric.name)
@@ -169,7 +169,7 @@ def read_run(path: Path, label: str | None = None) -> Run:
         label=label or config.plan or config.label or "fp32",
         seed=config.seed,
         metric=metric,
-        status=folder.status(),
+        status=status,
         settings=config.settings,
         plan=config.plan,
         plan_text=folder.plan_text(),
@@ -179,12 +179,12 @@ def read_run(path: Path, label: str | None = None) -> Run:
         command=config.command,
         versions=config.versions,
         machine=config.machine,
-        why=(summary.why or "") if summary is not None else "no summary yet",
+        why=(summary.why or "") if summary is not None else "it goes on" if status == "running" else "no summary yet",
         step=summary.step if summary is not None else points[-1].step if points else 0,
         value=value,
         best=None if summary is None else summary.best,
         loss=_last(points, "loss") if summary is None else summary.loss,
-        relative_cost=cost.get("relative_to_fp32"),
+        relative_cost=_cost_so_far(points, config.settings) if summary is None else cost.get("relative_to_fp32"),
         bit_operations=cost.get("bitops"),
         mean_bits=_last(points, "mean_bits") if summary is None else cost.get("mean_bits"),
         memory={} if summary is None else summary.memory,
@@ -215,6 +215,16 @@ def _runs_beneath(path: Path, depth: int) -> Iterator[Run]:
             yield read_run(child, labels[child.name])
         else:
             yield from _runs_beneath(child, depth - 1)
+
+
+def _cost_so_far(points: Sequence[Point], settings: Mapping[str, Any]) -> float | None:
+    """Bit operations so far as a share of FP32's for the same steps; lines have them as a share of the whole run's."""
+    point = next((point for point in reversed(points) if "cost" in point.values), None)
+    steps = [settings.get(name) for name in ("steps", "hold")]
+    total = sum(value for value in steps if isinstance(value, int) and not isinstance(value, bool))
+    if point is None or not point.step:
+        return None
+    return point.values["cost"] * (max(total, point.step) / point.step if total else 1.0)
 
 
 def _last_time(times: Sequence[Mapping[str, Any]], name: str) -> float | None:
