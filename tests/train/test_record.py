@@ -133,6 +133,7 @@ def test_a_plan_that_is_attached_inside_is_recorded(tmp_path: Path) -> None:
     """As trainers' callbacks attach: without an example, and detached before the block ends."""
     model, optimizer, x = perceptron()
     with bp.record(tmp_path / "a", settings={"steps": STEPS}) as recorder:
+        bp.attach(model, "int4-all", example=x).detach()  # without a step: not what is trained
         run = bp.attach(model, PROMOTING, optimizer=optimizer, stats=True)
         assert recorder.run is run
         for _ in range(STEPS):

@@ -191,7 +191,7 @@ class Recorder:
 
         recorder = self
 
-        class RecordCallback(TrainerCallback):  # type: ignore[misc]
+        class RecordCallback(TrainerCallback):
             def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
                 figures = {name.removeprefix("eval_"): value for name, value in logs.items() if name[:5] == "eval_"}
                 figures = {name: value for name, value in figures.items() if not name.endswith(_SPEEDS)}
@@ -369,6 +369,8 @@ class Recorder:
 
     def _capture(self) -> None:
         """Read the plan for the last time."""
+        if self.step == 0:
+            self.run = None  # attached to look at a model, such as an estimate does: the next plan is recorded
         if self._is_detached or self.step == 0:
             return
         if self._pending is None and self._values:
