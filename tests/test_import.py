@@ -13,7 +13,8 @@ from bitplan.compiler.tracing import constant_when_traced
 
 LOADED = (
     "import sys, torch; before = set(sys.modules); import bitplan; "
-    "[getattr(bitplan, name) for name in bitplan.__all__]; "
+    "lab = ('compare', 'record'); "
+    "[getattr(bitplan, name) for name in bitplan.__all__ if name not in lab]; "
     "print(*sorted(set(sys.modules) - before))"
 )
 
@@ -47,6 +48,14 @@ def test_importing_bitplan_imports_nothing_slow() -> None:
     assert "bitplan.runtime.attach" in loaded
     slow = ("torch._dynamo", "torch._inductor", "torch.onnx", "torch.fx.experimental.symbolic_shapes")
     assert loaded.isdisjoint((*slow, "sympy", "triton", "torchao", "typer", "plotly"))
+    assert not [name for name in loaded if name.startswith("bitplan.lab")]
+
+
+def test_the_names_of_the_lab_need_no_package_of_its_own() -> None:
+    code = "import sys, bitplan; bitplan.record, bitplan.compare; print(*sys.modules)"
+    loaded = set(output_of(code).split())
+    assert "bitplan.lab.train.record" in loaded
+    assert loaded.isdisjoint(("plotly", "jinja2", "safetensors", "typer", "PIL"))
 
 
 @pytest.mark.parametrize(

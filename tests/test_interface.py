@@ -67,6 +67,7 @@ def test_the_public_names() -> None:
         "assign",
         "attach",
         "auto",
+        "compare",
         "estimate_cost",
         "estimate_memory",
         "explain",
@@ -76,6 +77,7 @@ def test_the_public_names() -> None:
         "pack",
         "quantize",
         "range_test",
+        "record",
         "schedule",
     ]
     assert all(hasattr(bitplan, name) for name in bitplan.__all__)

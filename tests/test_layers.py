@@ -68,10 +68,15 @@ def test_imports_go_downwards() -> None:
 
 
 def test_nothing_but_the_command_line_imports_the_lab() -> None:
-    """Not even inside a function: the library works where the lab's own requirements are missing."""
+    """Not even inside a function: the library works where the lab's own requirements are missing.
+
+    The package itself names what the lab exports, for type checkers alone: tests/test_import.py holds that.
+    """
     importers = set()
     for file in SOURCE.rglob("*.py"):
         module = file.relative_to(SOURCE)
+        if module == Path("__init__.py"):
+            continue
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

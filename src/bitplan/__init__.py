@@ -3,7 +3,8 @@
 A :class:`Plan` says which tensors get which number format; :func:`attach` runs a model under it, emulated,
 :class:`Packed` or :class:`Native`. :func:`list_sites`, :func:`explain`, :func:`estimate_cost`, :func:`estimate_memory`
 and :func:`measure` say what a plan does before it is trained with; :func:`auto` finds one, measured and verified, and
-:func:`assign`, :func:`advise` and :func:`range_test` choose one by a single criterion. :func:`get_format`,
+:func:`assign`, :func:`advise` and :func:`range_test` choose one by a single criterion. :func:`record` keeps what a
+training loop did in a run folder, and :func:`compare` trains a function under several plans. :func:`get_format`,
 :func:`quantize` and :func:`pack` work on single tensors. Everything else is imported from its submodule: errors from
 :mod:`bitplan.errors`, for example.
 """
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from bitplan.analysis.measure import measure
     from bitplan.analysis.memory import estimate_memory
     from bitplan.analysis.sites import list_sites
+    from bitplan.lab.compare.functions import compare
+    from bitplan.lab.train.record import record
     from bitplan.numerics.formats import Format, get_format
     from bitplan.numerics.packing import PackedTensor, pack
     from bitplan.numerics.quantizer import Quantizer, quantize
@@ -48,6 +51,7 @@ __all__ = [
     "assign",
     "attach",
     "auto",
+    "compare",
     "estimate_cost",
     "estimate_memory",
     "explain",
@@ -57,6 +61,7 @@ __all__ = [
     "pack",
     "quantize",
     "range_test",
+    "record",
     "schedule",
 ]
 
@@ -77,11 +82,19 @@ _EXPORTS = {
     "bitplan.plans.schedules": ("Schedule", "schedule"),
     "bitplan.runtime.attach": ("Attachment", "attach"),
 }
+#: Public names of the lab, each imported at its own first use: the library itself never needs the lab.
+_LAB_EXPORTS = {
+    "compare": "bitplan.lab.compare.functions",
+    "record": "bitplan.lab.train.record",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(f"module 'bitplan' has no attribute {name!r}")
+    if name in _LAB_EXPORTS:
+        globals()[name] = getattr(import_module(_LAB_EXPORTS[name]), name)
+        return globals()[name]
     for module, names in _EXPORTS.items():
         defining = import_module(module)
         globals().update({public: getattr(defining, public) for public in names})

@@ -16,6 +16,8 @@ Row = TypeVar("Row")
 
 #: Printed tables are at most this wide.
 WIDTH = 80
+#: A table that is displayed, in a notebook or at a prompt, has at most so many rows; print() shows all.
+MOST_ROWS = 60
 #: No column is made narrower than this to fit the width.
 _LEAST_WIDTH = 8
 _GAP = "  "
@@ -83,10 +85,18 @@ class Table(Sequence[Row], Generic[Row]):
     def __str__(self) -> str:
         return plain_table(self.to_dict()) if self._rows else self._empty
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return "\n".join([str(self[:MOST_ROWS]), *self._left_out()])
 
     def _repr_html_(self) -> str:
-        return html_table(self.to_dict()) if self._rows else f"<p>{escape(self._empty)}</p>"
+        if not self._rows:
+            return f"<p>{escape(self._empty)}</p>"
+        return html_table(self[:MOST_ROWS].to_dict()) + "".join(f"<p>{escape(line)}</p>" for line in self._left_out())
+
+    def _left_out(self) -> list[str]:
+        """A line that says how many rows a display leaves out; none where it shows all."""
+        rest = len(self) - MOST_ROWS
+        return [f"... and {rest:,} more rows: print() shows all."] if rest > 0 else []
 
 
 def plain_table(columns: Mapping[str, Sequence[Any]], width: int = WIDTH) -> str:

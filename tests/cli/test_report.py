@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import csv
 import json
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from bitplan.cli.runs import is_complete, runs_state
 
 Bitplan = Callable[..., Any]
 WriteRun = Callable[..., Path]
@@ -99,3 +103,37 @@ def test_an_old_page_stays_where_the_runs_cannot_be_read(bitplan: Bitplan, runs:
     (runs / "a-0" / "summary.json").write_text(json.dumps({"status": "odd"}))
     assert bitplan("report", runs, "-o", page).code == 2
     assert page.read_text() == "old"
+
+
+def test_a_page_is_written_anew_while_runs_go_on(bitplan: Bitplan, runs: Path, write_run: WriteRun) -> None:
+    run = write_run(runs / "new", plan="new", status="unfinished", value=None)
+    page = runs.parent / "page.html"
+    seen: list[str] = []
+
+    def train() -> None:
+        while not page.exists():
+            time.sleep(0.02)
+        seen.append(page.read_text())
+        (run / "summary.json").write_text((runs / "a-0" / "summary.json").read_text())
+
+    training = threading.Thread(target=train)
+    training.start()
+    ran = bitplan("report", runs, "--watch", "--every", "0.5", "-o", page)
+    training.join()
+    assert ran.code == 0
+    assert str(page) in ran.err
+    assert 'data-refresh="0.5"' in seen[0]
+    assert "1 of 6 runs is not finished" in seen[0]
+    assert "data-refresh=" not in page.read_text()
+    assert "not finished" not in page.read_text()
+
+
+def test_a_comparison_is_watched_to_its_last_run(write_run: WriteRun, runs: Path) -> None:
+    assert is_complete(runs)
+    comparison = {"bitplan_compare": 1, "task": "digits", "settings": [], "seeds": [0], "command": ""}
+    plans = [{"label": "a", "plan": "a", "runs": ["a-0", "a-1", "a-2"]}]
+    (runs / "compare.json").write_text(json.dumps(comparison | {"plans": plans}))
+    assert not is_complete(runs)
+    write_run(runs / "a-2", plan="a", seed=2)
+    assert is_complete(runs)
+    assert runs_state(runs) == runs_state(runs)

@@ -52,5 +52,5 @@ def test_no_runs_and_no_folder(bitplan: Bitplan, tmp_path: Path, monkeypatch: py
     assert (ran.code, ran.out) == (2, "")
     assert ran.err == "bitplan: there is no folder runs: name a run folder, or one that holds runs.\n"
     Path("runs").mkdir()
-    assert bitplan("runs").out == "runs holds no runs: bitplan train makes them.\n"
+    assert bitplan("runs").out == "runs holds no runs: bitplan train and bitplan.record() make them.\n"
     assert json.loads(bitplan("runs", "--json").out) == []

@@ -136,17 +136,17 @@ def test_a_folder_of_another_comparison_is_refused(tiny: str, tmp_path: Path) ->
 
 
 def test_plan_by_plan_where_graphs_are_compiled(tiny: str, tmp_path: Path) -> None:
-    jobs = planned_jobs(tiny, CHOICES[:2], (0, 1), tmp_path, plan_major=True)
+    jobs = planned_jobs(CHOICES[:2], (0, 1), tmp_path, plan_major=True)
     assert [(job.label, job.seed) for job in jobs] == [("FP32", 0), ("FP32", 1), ("8 bits", 0), ("8 bits", 1)]
 
 
 def test_a_plan_may_have_seeds_of_its_own(tiny: str, tmp_path: Path) -> None:
     choices = [CHOICES[0], replace(CHOICES[1], seeds=(1, 7)), replace(CHOICES[2], seeds=())]
-    jobs = planned_jobs(tiny, choices, (0, 1), tmp_path)
+    jobs = planned_jobs(choices, (0, 1), tmp_path)
     first, second = CHOICES[0].label, CHOICES[1].label
     assert [(job.label, job.seed) for job in jobs] == [(first, 0), (first, 1), (second, 1), (second, 7)]
     with pytest.raises(RunError, match="each only once"):
-        planned_jobs(tiny, [replace(CHOICES[0], seeds=(2, 2))], (0, 1), tmp_path)
+        planned_jobs([replace(CHOICES[0], seeds=(2, 2))], (0, 1), tmp_path)
 
 
 def test_names_of_plans_that_users_type(tmp_path: Path) -> None:

@@ -82,7 +82,20 @@ def test_a_plan_that_fails_is_crossed_out_and_one_without_a_value_stands_at_the_
     assert (bad["marker"]["symbol"], bad["text"]) == ("x", ["bad (fails)"])
     (lost,) = of_plan(figure, 2)
     assert (lost["yaxis"], lost["text"]) == ("y2", ["lost (diverged, no accuracy)"])
-    assert drawn(figure)["layout"]["yaxis"]["range"][0] < 10
+    assert drawn(figure)["layout"]["meta"]["whole"][0] < 10
+    low, high = drawn(figure)["layout"]["meta"]["zoom"]
+    assert drawn(figure)["layout"]["yaxis"]["range"] == [low, high]
+    assert 80 < low < 90 < high < 100
+
+
+def test_the_axis_is_whole_where_all_plans_work_alike(experiment: Make) -> None:
+    near = experiment({"value": 0.2}, {"plan": "near", "value": 0.3})
+    assert "meta" not in drawn(price_chart(near, "cost"))["layout"]
+
+
+def test_no_axis_of_an_accuracy_goes_above_100(experiment: Make) -> None:
+    best = price_chart(experiment({"value": 1.0}, {"plan": "bad", "value": 0.1}), "cost")
+    assert drawn(best)["layout"]["meta"]["zoom"][1] < 100.5
 
 
 def test_names_stand_beside_few_points_only(experiment: Make) -> None:
@@ -164,7 +177,7 @@ def test_what_was_not_watched_has_no_map_of_errors(experiment: Make) -> None:
 
 
 def test_where_nothing_is_known_there_is_no_chart(experiment: Make) -> None:
-    result = experiment({"status": "unfinished", "value": None})
+    result = experiment({"status": "unfinished", "value": None, "cost": 0.0})
     assert price_chart(result, "cost") is price_chart(result, "memory") is memory_chart(result) is metric_chart(result)
 
 

@@ -240,10 +240,10 @@ def test_a_browser_draws_them_in_both_themes(
     file.write_text(page_html(Report((experiment(),))))
     browser.open(file, width=390, dark=True)
     assert browser.complaints == []
-    assert browser.run("document.querySelectorAll('#e0-6 .scatterlayer .point').length") == 4
-    assert browser.run("document.querySelectorAll('#e0-7 .scatterlayer .point').length") == 7
-    assert browser.run("document.querySelectorAll('#e0-8 .scatterlayer path.js-line').length") == 9
-    line = "getComputedStyle(document.querySelector('#e0-8 .shapelayer path')).stroke"
+    assert browser.run("document.querySelectorAll('#e0-4 .scatterlayer .point').length") == 4
+    assert browser.run("document.querySelectorAll('#e0-5 .scatterlayer .point').length") == 7
+    assert browser.run("document.querySelectorAll('#e0-6 .scatterlayer path.js-line').length") == 9
+    line = "getComputedStyle(document.querySelector('#e0-6 .shapelayer path')).stroke"
     assert browser.run(line) == "rgb(213, 218, 227)"
     browser.prefer(dark=False)
     browser.wait_for(f"{line} === 'rgb(63, 71, 86)'")

@@ -55,7 +55,7 @@ def page_of(*folders: Path) -> Outline:
 def test_the_page_has_all_its_parts(write_run: WriteRun, tmp_path: Path) -> None:
     sites = [{"site": "a/linear.0:weight", "role": "weight", "format": "int8", "rule": None, "error": 0.1}]
     write_run(tmp_path / "a", value=0.9)
-    write_run(tmp_path / "b", plan="int8", value=0.9, cost=0.1, sites=sites)
+    write_run(tmp_path / "b", plan="int8", value=0.9, cost=0.1, sites=sites, memory=1000.0)
     page = page_of(tmp_path)
     assert "int8 keeps the accuracy of fp32 (90.0 % against 90.0 %)" in page.text.replace("\xa0", " ")
     assert "steps 30, lr 0.1" in page.text
@@ -139,3 +139,28 @@ def test_an_emulated_saving_is_not_called_one(write_run: WriteRun, tmp_path: Pat
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", plan="p")
     assert "nothing was saved yet" in page_of(tmp_path).text
+
+
+def test_charts_of_bytes_are_left_out_where_no_plan_changes_any(write_run: WriteRun, tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", plan="operands", cost=0.1)
+    page = page_of(tmp_path)
+    assert "No plan changes the bytes" in page.text
+    assert "accuracy against bytes" not in page.text
+    assert "tensor bytes" not in page.text.replace("No plan changes the bytes of a step's tensors", "")
+    assert "its tensors' bytes" not in page.text
+    write_run(tmp_path / "c", plan="stored", cost=0.1, memory=1000.0)
+    assert "accuracy against bytes" in page_of(tmp_path).text
+
+
+def test_measured_time_and_memory_stand_beside_what_was_counted(write_run: WriteRun, tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    run = write_run(tmp_path / "b", plan="int8")
+    lines = [{"step": step, "seconds": seconds, "peak": 10**8} for step, seconds in ((1, 9.0), (10, 9.9), (20, 11.0))]
+    (run / "times.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (experiment,) = Report.of([tmp_path]).experiments
+    assert experiment.plans[1].step_seconds == pytest.approx(0.105)  # without the first step, which compiles
+    page = page_of(tmp_path)
+    assert "105 ms" in page.text
+    assert "95.4 MiB" in page.text
+    assert "time a step and peak memory" in page.text

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,7 @@ def test_charts_are_drawn_and_the_console_is_silent(browser: Any, page: Path) ->
     drawn = browser.run(
         f"[...document.querySelectorAll('{CHARTS}')].map(c => c.querySelectorAll('svg.main-svg').length)"
     )
-    assert len(drawn) == 7
+    assert len(drawn) == 8
     assert min(drawn) >= 1
     points = browser.run("document.querySelectorAll('#e0-0 .scatterlayer .point').length")
     assert points >= 5
@@ -175,3 +177,90 @@ def test_a_hundred_plans_fit(browser: Any, write_run: WriteRun, tmp_path: Path) 
     browser.open(tmp_path / "report.html", width=390)
     assert browser.complaints == []
     assert browser.run("document.documentElement.scrollWidth") == 390
+
+
+def test_the_axis_shows_plans_that_work_and_on_request_all(browser: Any, page: Path) -> None:
+    browser.open(page)
+    low = "document.getElementById('e0-0').layout.yaxis.range[0]"
+    assert browser.run(low) > 80
+    browser.run("document.querySelector('.zoom[data-for=e0-0]').click()")
+    browser.wait_for(f"{low} < 20")
+    browser.run("document.querySelector('.zoom[data-for=e0-0]').click()")
+    browser.wait_for(f"{low} > 80")
+    assert browser.complaints == []
+
+
+def test_a_filter_leaves_the_plans_that_fit(browser: Any, page: Path) -> None:
+    browser.open(page)
+    rows = "[...document.querySelector('table[data-sorts]').tBodies[0].rows].filter(r => !r.hidden).length"
+    everything = browser.run(rows)
+    browser.run(
+        "(() => { const f = document.querySelector('.filter'); f.value = 'FP3'; "
+        "f.dispatchEvent(new Event('input')) })()"
+    )
+    assert (everything, browser.run(rows)) == (5, 1)
+    assert browser.run("[...document.querySelectorAll('.entry')].filter(e => e.offsetParent).length") == 1
+    browser.wait_for("document.querySelectorAll('#e0-2 .scatterlayer .trace').length === 3")  # two seeds and their mean
+    browser.run(
+        "(() => { const f = document.querySelector('.filter'); f.value = ''; f.dispatchEvent(new Event('input')) })()"
+    )
+    assert browser.run(rows) == everything
+    assert browser.complaints == []
+
+
+#: The contrast of every text on the page with what stands behind it, as WCAG computes it: those below 4.5.
+PALE = """(() => {
+  const channels = (text) => text.match(/[\\d.]+/g).map(Number);
+  const linear = (v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const luminance = (c) => c.slice(0, 3).map((v) => linear(v / 255))
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = (e) => {
+    for (; e; e = e.parentElement) {
+      const colour = channels(getComputedStyle(e).backgroundColor);
+      if (colour.length < 4 || colour[3] > 0.99) return colour;
+    }
+    return [255, 255, 255];
+  };
+  const pale = [];
+  for (const e of document.querySelectorAll('body *')) {
+    const own = [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
+    if (!own || !e.getClientRects().length || e.closest('.heatmap-label, script, style, .unseen')) continue;
+    const style = getComputedStyle(e);
+    const ink = channels(e instanceof SVGElement ? style.fill : style.color);
+    const [a, b] = [luminance(ink), luminance(behind(e))].sort((x, y) => y - x);
+    const ratio = (a + 0.05) / (b + 0.05);
+    if (ratio < 4.5) pale.push([e.textContent.slice(0, 40), ratio]);
+  }
+  return pale;
+})()"""
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_every_text_is_legible(browser: Any, page: Path, dark: bool) -> None:
+    browser.open(page, dark=dark)
+    assert browser.run(PALE) == []
+    browser.run("document.querySelector('.entry').click()")
+    assert browser.run(PALE) == []
+    browser.run("document.querySelector('.entry').style.color = '#777c80'")
+    assert len(browser.run(PALE)) == 1  # the test can fail
+
+
+def test_a_live_page_loads_itself_again_and_keeps_what_was_chosen(
+    browser: Any, write_run: WriteRun, tmp_path: Path
+) -> None:
+    for plan in (None, "int8"):
+        write_run(tmp_path / str(plan), plan=plan, status="unfinished")
+    file = tmp_path / "live.html"
+    file.write_text(page_html(Report.of([tmp_path]), refresh=0.5))
+    browser.open(file)
+    browser.run("document.querySelector('.filter').value = 'int'")
+    deadline = time.monotonic() + 30
+    loaded_again = "performance.getEntriesByType('navigation')[0].type === 'reload'"
+    is_there = False
+    while not is_there and time.monotonic() < deadline:
+        with suppress(AssertionError):  # the page of a moment ago is gone
+            is_there = browser.run(f"{loaded_again} && document.documentElement.dataset.drawn === 'true'")
+    assert is_there
+    assert browser.run("document.querySelector('.filter').value") == "int"
+    assert browser.run("[...document.querySelectorAll('.entry')].filter(e => e.offsetParent).length") == 1
+    assert browser.complaints == []

@@ -123,3 +123,9 @@ def test_folders_without_runs(tmp_path: Path) -> None:
         read_runs([tmp_path / "missing"])
     with pytest.raises(RunError, match="holds no runs"):
         read_runs([tmp_path])
+
+
+def test_a_run_that_goes_on_has_the_cost_of_its_steps_so_far(write_run: WriteRun, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", status="unfinished", settings={"steps": 100, "hold": 20}, cost=0.01)
+    assert read_run(run).relative_cost == pytest.approx(0.03 * 120 / 30)  # 3 % of the whole run after 30 of 120 steps
+    assert read_run(run).planned_steps == 120

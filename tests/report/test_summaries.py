@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from bitplan.lab.report.summaries import Experiment, Report
+from bitplan.lab.report.tables import verdict_text
 
 WriteRun = Callable[..., Path]
 
@@ -215,3 +216,12 @@ def test_summaries_show_in_a_notebook(experiment: Make) -> None:
     assert "<b>" not in shown
     assert shown.count("<tr>") == 3
     assert shown in Report((result, result))._repr_html_()
+
+
+def test_a_plan_above_the_reference_is_called_better(experiment: Make) -> None:
+    result = experiment(fp32=[{"value": 0.8}], up=[{"value": 0.9, "cost": 0.1}], near=[{"value": 0.803}])
+    plans = {plan.label: plan for plan in result.plans}
+    assert (plans["up"].verdict, plans["up"].is_better, verdict_text(plans["up"])) == ("keeps", True, "better")
+    assert "better than fp32 by more than 1%" in plans["up"].why
+    assert (plans["near"].verdict, plans["near"].is_better, verdict_text(plans["near"])) == ("keeps", False, "keeps")
+    assert "up improves on the accuracy of fp32" in result.answer

@@ -1,10 +1,11 @@
-"""``bitplan compare`` and ``demo``: a task under several plans and seeds."""
+"""``bitplan compare`` and ``demo``: a task, or a training function, under several plans and seeds."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated
@@ -23,6 +24,7 @@ from bitplan.errors import RunError
 from bitplan.lab.compare import SUITES, Choice, SuiteOptions, Update, compare, find_suite
 from bitplan.lab.compare.cluster import Cluster
 from bitplan.lab.compare.compare import choices_of, slug
+from bitplan.lab.compare.functions import compare_function, names_function
 from bitplan.lab.compare.suite_options import read_names, read_shares, read_widths
 from bitplan.lab.compare.workers import cores
 from bitplan.lab.report.answer import counted, listed, number_text
@@ -30,9 +32,11 @@ from bitplan.lab.report.figures import plotly
 from bitplan.lab.report.summaries import Report
 from bitplan.lab.report.tables import report_record
 from bitplan.lab.tasks.registry import find_task
+from bitplan.lab.tasks.task import Metric
 from bitplan.lab.train import Summary
 from bitplan.lab.train.folder import DEFAULT_PARENT
 from bitplan.lab.train.loop import stop_on_signals
+from bitplan.lab.train.record import metric_named
 
 
 def register(app: typer.Typer) -> None:
@@ -128,6 +132,14 @@ def compare_command(
     execution: ExecutionOption = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")] = "cpu",
     compile: Annotated[bool, typer.Option("--compile", help="Run training steps through torch.compile.")] = False,
+    metric: Annotated[
+        str | None,
+        typer.Option(help="Of file.py:train: the figure to judge by (default: its first).", show_default=False),
+    ] = None,
+    better: Annotated[
+        str | None,
+        typer.Option(help="higher or lower: which is better (default: by the metric's name).", show_default=False),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", metavar="DIR", help="The comparison's folder (default: one in runs/)."),
@@ -136,6 +148,7 @@ def compare_command(
 ) -> None:
     """Train TASK under several plans, with several seeds each, and compare the results.
 
+    TASK may also be file.py:train, a function of a plan and a seed that returns its metrics; each call has a process.
     Finished runs are not repeated: after Ctrl-C the same command continues. A plan that fails is a result, too, and
     the exit code is 0. With --json: one object, as of bitplan report.
     """
@@ -153,7 +166,8 @@ def compare_command(
             orders=read_names(orders),
             promotions=read_shares(promotions),
         )
-        comparison = Comparison(task, tuple(settings or ()), execution, device, compile, options)
+        judged_by = _metric(metric, better)
+        comparison = Comparison(task, tuple(settings or ()), execution, device, compile, options, judged_by)
         plan_names = [*(plans or ()), *(more_plans or ())]
         workers = _cluster(cluster, gpus_per_run, device)
         report, code = run_comparison(comparison, suite, plan_names, seeds, out, jobs, output, workers)
@@ -184,6 +198,21 @@ class Comparison:
     device: str = "cpu"
     compile: bool = False
     options: SuiteOptions = field(default_factory=SuiteOptions)
+    #: Of a training function; None: the first figure that it returns.
+    metric: Metric | None = None
+
+    @cached_property
+    def is_of_function(self) -> bool:
+        """Whether a function is compared, ``file.py:train``; raises for options that only tasks have."""
+        if not names_function(self.task):
+            if self.metric is not None:
+                raise RunError(f"{self.task} has a metric of its own: --metric and --better are of file.py:train.")
+            return False
+        own = {"--set": self.settings, "--execution": self.execution, "--compile": self.compile}
+        wrong = [name for name, value in {**own, "--device": self.device != "cpu"}.items() if value]
+        if wrong:
+            raise RunError(f"{self.task} is a function, which decides that itself: leave out {wrong[0]}.")
+        return True
 
     def folder(self, suite: str | None, plans: Sequence[str], out: Path | None) -> Path:
         """The comparison's folder: the same for the same comparison, whatever the number of seeds.
@@ -208,6 +237,8 @@ class Comparison:
         arguments += ["--seeds", str(seeds)]
         for setting in self.settings:
             arguments += ["--set", setting]
+        if self.metric is not None:
+            arguments += ["--metric", self.metric.name, "--better", self.metric.better]
         if self.execution is not None:
             arguments += ["--execution", self.execution]
         if self.device != "cpu":
@@ -217,10 +248,20 @@ class Comparison:
         return shlex.join(arguments)
 
 
+def _metric(name: str | None, better: str | None) -> Metric | None:
+    if name is None and better is not None:
+        raise RunError("--better is of a --metric: give that, too.")
+    return None if name is None else metric_named(name, better)
+
+
 def _choices(comparison: Comparison, plans: Sequence[str], suite: str | None) -> list[Choice]:
     if suite is not None and plans:
         raise RunError("give --plans or --suite, not both.")
     if suite is not None:
+        if comparison.is_of_function and find_suite(suite).make is not None:
+            raise RunError(
+                f"the plans of {suite} are made for a task, and {comparison.task} is a function: give --plans."
+            )
         return find_suite(suite).choices_for(
             lambda: find_task(comparison.task, comparison.settings), comparison.options
         )
@@ -245,23 +286,39 @@ def run_comparison(
     """Run a comparison and print its table; the report, if any run is over, and the exit code."""
     choices = _choices(comparison, plans, suite)
     folder = comparison.folder(suite, plans, out)
+    if cluster is not None and comparison.is_of_function:
+        raise RunError(f"{comparison.task} is a function, which runs on this machine: leave out --cluster.")
     total = len(choices) * seeds
+    command = comparison.command(suite, plans, seeds, out)
     with stop_on_signals() as request, CompareProgress(output.console, total) as progress:
-        summaries = compare(
-            comparison.task,
-            choices,
-            folder=folder,
-            seeds=range(seeds),
-            settings=comparison.settings,
-            jobs=jobs,
-            cluster=cluster,
-            execution=comparison.execution,
-            device=comparison.device,
-            compile=comparison.compile,
-            command=comparison.command(suite, plans, seeds, out),
-            on_update=progress,
-            stop=request,
-        )
+        if comparison.is_of_function:
+            summaries = compare_function(
+                comparison.task,
+                choices,
+                folder=folder,
+                seeds=range(seeds),
+                metric=comparison.metric,
+                jobs=jobs,
+                command=command,
+                on_update=progress,
+                stop=request,
+            )
+        else:
+            summaries = compare(
+                comparison.task,
+                choices,
+                folder=folder,
+                seeds=range(seeds),
+                settings=comparison.settings,
+                jobs=jobs,
+                cluster=cluster,
+                execution=comparison.execution,
+                device=comparison.device,
+                compile=comparison.compile,
+                command=command,
+                on_update=progress,
+                stop=request,
+            )
     report = Report.of([folder]) if summaries else None
     if report is not None and not output.as_json:
         for experiment in report.experiments:
@@ -330,12 +387,12 @@ class CompareProgress:
             return
         assert now is not None
         if key not in self._lines:
-            self._lines[key] = bars.add_task(name, total=now.steps, status="")
+            self._lines[key] = bars.add_task(name, total=now.steps or None, status="")
         figures = [] if now.loss is None else [f"loss {now.loss:.3f}"]
         figures += [] if now.metric is None else [f"metric {now.metric:.3f}"]
         if now.phase == "searching":
             figures = ["not finite; looking for what broke first"]
-        bars.update(self._lines[key], completed=now.step, total=now.steps, status=", ".join(figures))
+        bars.update(self._lines[key], completed=now.step, total=now.steps or None, status=", ".join(figures))
 
 
 def _run_result(summary: Summary) -> str:

@@ -340,10 +340,17 @@ def advise_command(
             document["conclusion"] = verified.conclusion
         output.document(document)
         if out is not None:
-            words = ["bitplan", "train", target, "--plan", str(out)]
-            for setting in settings or ():
-                words += ["--set", setting]
-            output.note(f"wrote {out}: train under it with: {shlex.join(words)}")
+            output.note(f"wrote {out}: {_next_step(request, out)}")
+
+
+def _next_step(request: MeasureRequest, plan: Path) -> str:
+    """How to train under the plan: a task by a command, a model in its own loop."""
+    if request.task() is None:
+        return f"train under it in your own loop, with bitplan.attach(model, {str(plan)!r}, optimizer=optimizer)."
+    words = ["bitplan", "train", request.target, "--plan", str(plan)]
+    for setting in request.settings:
+        words += ["--set", setting]
+    return f"train under it with: {shlex.join(words)}"
 
 
 def _plan_for_target(plan: Plan, target: str, settings: Sequence[str]) -> Plan:

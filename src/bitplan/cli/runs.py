@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,12 +15,14 @@ from bitplan.analysis.measure import Measurement
 from bitplan.cli.arguments import complete_task
 from bitplan.cli.output import FittedTable, JsonOption, Output, command_output, make_folder, write_file
 from bitplan.errors import RunError
+from bitplan.lab.compare.folder import read_comparison
 from bitplan.lab.report.heatmaps import MEASUREMENT_FILE
 from bitplan.lab.report.summaries import Experiment, Report
 from bitplan.lab.report.tables import COLUMNS_NOTE, csv_text, plan_columns, report_record
 from bitplan.lab.tasks.registry import CARDS, Card, task_class, task_names
 from bitplan.lab.tasks.task import Task
 from bitplan.lab.train.folder import DEFAULT_PARENT, RunFolder, find_runs, is_number
+from bitplan.lab.train.loop import stop_on_signals
 
 
 def register(app: typer.Typer) -> None:
@@ -140,7 +144,7 @@ def runs(
         output.document(records)
         if not as_json:
             if not records:
-                output.console.print(f"{folder} holds no runs: bitplan train makes them.")
+                output.console.print(f"{folder} holds no runs: bitplan train and bitplan.record() make them.")
             else:
                 _print_runs(records, output)
 
@@ -219,13 +223,20 @@ def report_command(
         Path | None,
         typer.Option("--csv", metavar="FILE", help="Also write every run as a line of a table.", show_default=False),
     ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Write the page again while runs go on; an open page loads itself again.")
+    ] = False,
+    every: Annotated[float, typer.Option(min=0.5, metavar="SECONDS", help="Of --watch: how often.")] = 5.0,
     as_json: JsonOption = False,
 ) -> None:
     """Write one HTML page about runs: what was run, the answer in a sentence, charts and tables.
 
-    The page needs no network. With --json: one object with plans, runs and the answer.
+    The page needs no network. With --watch: until all runs are over, or Ctrl-C. With --json: one object with plans,
+    runs and the answer.
     """
     with command_output(as_json) as output:
+        if watch:
+            watch_runs(runs, page, every, output)
         file = measurement_file(runs)
         if file is not None:
             try:
@@ -249,11 +260,51 @@ def report_command(
             output.console.print(f"The page: {page}")
 
 
-def write_page(report: Report, page: Path) -> None:
-    """Write the page of a report."""
+def watch_runs(runs: Sequence[Path], page: Path, every: float, output: Output) -> None:
+    """Write the page again and again until all runs are over, or a signal arrives."""
+    written, is_told = "", False
+    with stop_on_signals() as request:
+        while not request():
+            present = [path for path in runs if path.is_dir() and runs_state(path)]
+            if present:
+                state = "".join(map(runs_state, present))
+                if len(present) == len(runs) and all(map(is_complete, present)):
+                    return
+                if state != written:
+                    write_page(Report.of(present), page, every)
+                    written = state
+            if not is_told:
+                output.note(f"open {page.resolve()}, which is written anew while runs go on (Ctrl-C ends this)")
+                is_told = True
+            waited = time.monotonic() + every
+            while time.monotonic() < waited and not request():
+                time.sleep(0.1)
+
+
+def runs_state(path: Path) -> str:
+    """Changes whenever a run in a folder has written something; empty where there is no run yet."""
+    files = [file for run in find_runs(path) for file in (run.metrics_file, run.summary_file, run.run_file)]
+    return "".join(f"{file}{file.stat().st_size}{file.stat().st_mtime_ns}" for file in files if file.exists())
+
+
+def is_complete(path: Path) -> bool:
+    """Whether all runs in a folder are over, those that comparisons have not begun included."""
+    found = find_runs(path)
+    for folder in {path, *(run.path.parent for run in found)}:
+        comparison = read_comparison(folder)
+        if comparison is not None and not all(RunFolder(folder / name).is_run for name in comparison.labels):
+            return False
+    return all(run.status() in ("finished", "diverged", "stopped") for run in found)
+
+
+def write_page(report: Report, page: Path, refresh: float | None = None) -> None:
+    """Write the page of a report.
+
+    :param refresh: seconds after which an open page loads itself again; None: it does not.
+    """
     from bitplan.lab.report.page import page_html
 
-    text = page_html(report)
+    text = page_html(report, refresh)
     make_folder(page.parent)
     write_file(page, text)
 

@@ -280,6 +280,11 @@ def task_of_run(folder: RunFolder, task_file: str | None, command: tuple[str, ..
     :param command: what the user typed before the folder, for messages.
     """
     config = folder.config()
+    if config.is_recorded:
+        again = f": run it again with: {config.command}" if config.command else "."
+        raise RunError(
+            f"{folder} was recorded in a loop of its own, which bitplan {' '.join(command)} cannot repeat{again}"
+        )
     source = _task_source(folder, config.task_source, task_file, command)
     # Settings that key=value cannot express keep the defaults of the task's own file.
     settings = [f"{key}={value}" for key, value in config.settings.items() if isinstance(value, (str, int, float))]

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from bitplan.plans.quantizer_use import Choosing, Names, OverTime, Use, leaves, 
 from bitplan.plans.schedules import Function, Position, Schedule
 from bitplan.plans.spec import KEEP, OptimizerRule, QuantizerSpec, Rule, check_name, check_quantizer_name
 from bitplan.plans.tree import tree_from_data, yaml_text
+from bitplan.tables import Table
 
 if TYPE_CHECKING:
     from bitplan.integrations.export import Export
@@ -271,6 +273,47 @@ class Plan:
             extends=None,
             base=None,
         )
+
+    # --- for people ---
+
+    def __repr__(self) -> str:
+        parts = [f"{len(self.all_rules)} rule{'s' * (len(self.all_rules) != 1)}"]
+        parts += [f"extends {self.extends}"] if self.extends else []
+        parts += [f"schedules {', '.join(map(str, self.followed.values()))}"] if self.followed else []
+        parts += [f"optimizer state in {self.optimizer_rule.state}"] if self.optimizer_rule else []
+        parts += [f"executed {self.declared_execution.kind}"] if self.declared_execution else []
+        return f"<Plan{f' {self.label!r}' if self.label else ''}: {', '.join(parts)}>"
+
+    @property
+    def label(self) -> str | None:
+        """The plan's name, or that of the preset or the file that its first rule is from; None without either."""
+        for rule in self.all_rules[:1]:
+            source, *place = (rule.where or "").split(":")  # preset int8-all:14: rules[0]
+            if self.name is None and len(place) > 1:
+                return Path(source.removeprefix("preset ")).stem
+        return self.name
+
+    def table(self) -> Table[Rule]:
+        """The rules that count, in order: where each holds, and what it gives to the tensors there."""
+        columns: dict[str, Callable[[Rule], str]] = {
+            "modules": lambda rule: ", ".join(rule.match),
+            "operations": lambda rule: ", ".join(filter(None, [*rule.op, rule.selection])) or "all",
+            "formats": self._formats_text,
+        }
+        return Table(self.all_rules, columns, empty="no rules: nothing is rounded")
+
+    def _formats_text(self, rule: Rule) -> str:
+        if rule.keep:
+            return "kept as they are"
+        texts: dict[str, list[str]] = {}
+        for key, use in rule.quantizers:
+            quantizer = over_time(use, self.names) or str(self.quantizer(use) or KEEP)
+            texts.setdefault(quantizer, []).append(key)
+        parts = [f"{', '.join(keys)}: {quantizer}" for quantizer, keys in texts.items()]
+        return "; ".join([*parts, *([] if rule.frozen is None else [f"frozen: {rule.frozen}"])])
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(repr(self).strip('<>'))}</p>{self.table()._repr_html_()}"
 
     # --- over time ---
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -33,6 +34,9 @@ from bitplan.runtime.module_state import remove_buffers
 __all__ = ["Attachment", "attach"]
 
 log = logging.getLogger("bitplan")
+
+#: Called with every attachment that is made in a context: this is how :func:`bitplan.record` finds the plan of a loop.
+attach_observer: ContextVar[Callable[[Attachment], None] | None] = ContextVar("attach_observer", default=None)
 
 
 def attach(
@@ -109,6 +113,9 @@ def attach(
         run.detach()
         raise
     log.info("plan attached, execution %s: %s", options.kind, options.summary)
+    observer = attach_observer.get()
+    if observer is not None:
+        observer(run)
     return run
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,9 +41,9 @@ from bitplan.runtime.installation import Installation
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.optimizers import OptimizerStateCheck, OptimizerSteps, StepCounter, before_every_step
 from bitplan.runtime.rounding_op import PROMOTION_COLUMNS, OpRounding, Promoted
-from bitplan.runtime.scalars import ScalarSink, StepTimer, run_scalars, scalar_writer
+from bitplan.runtime.scalars import PREFIX, ScalarSink, StepTimer, run_scalars, scalar_writer
 from bitplan.runtime.statistics import Statistics
-from bitplan.tables import Table
+from bitplan.tables import Table, html_table
 
 if TYPE_CHECKING:
     from bitplan.analysis.cost import Cost
@@ -118,6 +119,8 @@ class Attachment:
         self._counts_first_optimizer = False
         #: Loggers that :meth:`log_to` was given.
         self._sinks: list[ScalarSink] = []
+        self._step_callbacks: list[Callable[[int], None]] = []
+        self._detach_callbacks: list[Callable[[], None]] = []
         self._timer = StepTimer()
         #: Modules that :meth:`compile` has compiled in place.
         self._compiled_in_place: list[nn.Module] = []
@@ -154,6 +157,9 @@ class Attachment:
 
     def detach(self) -> None:
         """Leave the model exactly as it was. Weights that the plan stored in few bits keep their rounded values."""
+        for callback in self._detach_callbacks:
+            callback()
+        self._detach_callbacks = []
         self._installation.uninstall()
         self._remove_optimizer_hook()
         if self._step_counter is not None:
@@ -194,6 +200,17 @@ class Attachment:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PickledAttachment, (self.state_dict(),)  # as the pickle of a model with a plan is the plain model
+
+    def __repr__(self) -> str:
+        of = f" of {self.steps:,}" if isinstance(self.steps, int) else ""
+        plan = repr(self.plan).strip("<>")
+        return f"<Attachment to {type(self.model).__name__}, {self.execution.kind}, step {self._step:,}{of}: {plan}>"
+
+    def _repr_html_(self) -> str:
+        """The run so far as a table of its scalars."""
+        scalars = run_scalars(self._step, self._all_tables, self._cost_tracker, self._clock, None)
+        names = [name.removeprefix(PREFIX).replace("_", " ") for name in scalars]
+        return f"<p>{escape(repr(self))}</p>{html_table({'now': names, 'value': list(scalars.values())})}"
 
     def __enter__(self) -> Attachment:
         return self
@@ -335,6 +352,8 @@ class Attachment:
         for sink in self._sinks:
             if self._step % sink.every == 0:
                 sink.write(self.scalars(), self._step)
+        for callback in self._step_callbacks:
+            callback(self._step)
 
     def _move(self) -> None:
         """Bring what the plan does to where the run is; tables are not written."""
@@ -523,6 +542,14 @@ class Attachment:
         """The operations of one forward pass, recorded on fake tensors; those of a loss outside are not among them."""
         return self._cost_tracker.operations()
 
+    def after_each_step(self, callback: Callable[[int], None]) -> None:
+        """Call `callback` with the number of steps made, after each optimizer step that is counted."""
+        self._step_callbacks.append(callback)
+
+    def before_detach(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when the plan is about to be detached: statistics and promotions are gone after that."""
+        self._detach_callbacks.append(callback)
+
     def coverage(self) -> ProductCoverage:
         """How many of the model's products have operands that the plan rounds, and what share of multiplications."""
         return product_coverage(self._cost_tracker.operations(), self.plan.decide)
@@ -560,6 +587,11 @@ class Attachment:
         if not self._watched:
             raise PlanError("statistics are off: attach with stats=True.")
         return self._all_tables.statistics()
+
+    @property
+    def has_stats(self) -> bool:
+        """Whether :meth:`stats` are gathered."""
+        return self._watched
 
     @property
     def promotes(self) -> bool:

@@ -214,6 +214,28 @@ class Statistics:
     amax: float
     #: Root of (mean squared error / mean square): 0.01 is an error of one per cent.
     error: float
+    #: Mean square of the values before rounding.
+    power: float = 0.0
+
+    def since(self, earlier: Statistics | None) -> Statistics:
+        """Of the steps after those of `earlier`; the amax stays the largest so far."""
+        if earlier is None or not 0 < earlier.steps < self.steps:
+            return self
+        steps = self.steps - earlier.steps
+
+        def mean(now: float, before: float) -> float:
+            return max((now * self.steps - before * earlier.steps) / steps, 0.0)
+
+        power = mean(self.power, earlier.power)
+        squared_error = mean(self.error**2 * self.power, earlier.error**2 * earlier.power)
+        return Statistics(
+            steps,
+            mean(self.overflow, earlier.overflow),
+            mean(self.underflow, earlier.underflow),
+            self.amax,
+            (squared_error / power) ** 0.5 if power else 0.0,
+            power,
+        )
 
 
 def statistics(row: list[float]) -> Statistics:
@@ -221,4 +243,4 @@ def statistics(row: list[float]) -> Statistics:
     steps, overflow, underflow, amax, error, power = row[_SUMS]
     count = max(steps, 1.0)
     relative = (error / power) ** 0.5 if power > 0 else 0.0
-    return Statistics(int(steps), overflow / count, underflow / count, amax, relative)
+    return Statistics(int(steps), overflow / count, underflow / count, amax, relative, power / count)

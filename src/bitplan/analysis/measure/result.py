@@ -143,8 +143,30 @@ class Measurement:
     def __str__(self) -> str:
         return str(self.table())
 
+    def __repr__(self) -> str:
+        counts = f"{len(self.products)} products, {len(self.candidates)} candidates, {len(self.stages)} stages"
+        return f"<Measurement{f' of {self.target}' if self.target else ''}: {counts}>"
+
     def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
+        """Products and passes down, candidates across: the median backward errors."""
+        return self.comparison()._repr_html_()
+
+    def comparison(self) -> Table[list[Row]]:
+        """Products, passes and stages down, candidates across: the median backward error of each."""
+        groups: dict[tuple[str, str, str], list[Row]] = {}
+        for row in self.rows:
+            groups.setdefault((row.stage, row.product, row.pass_), []).append(row)
+
+        def median(candidate: str) -> Callable[[list[Row]], float | None]:
+            return lambda rows: next((row.median for row in rows if row.candidate == candidate), None)
+
+        columns: dict[str, Callable[[list[Row]], Any]] = {
+            **({"stage": lambda rows: rows[0].stage} if len(self.stages) > 1 else {}),
+            "product": lambda rows: rows[0].product,
+            "pass": lambda rows: rows[0].pass_,
+            **{candidate: median(candidate) for candidate in self.candidates},
+        }
+        return Table(groups.values(), columns, empty="no products were measured")
 
     def __add__(self, other: Measurement) -> Measurement:
         """The rows of both, such as several stages of a model."""

@@ -60,13 +60,14 @@ def compare(
         raise RunError("on a cluster as many runs are trained at a time as it has room for: drop --jobs or --cluster.")
     place = Path(folder)
     setting = Setting(task, tuple(settings), execution, device, compile)
-    planned = planned_jobs(task, choices, tuple(seeds), place, plan_major=compile)
+    task_class(task)  # raises at once where there is no such task
+    planned = planned_jobs(choices, tuple(seeds), place, plan_major=compile)
     trainer = Trainer(setting)
     _require_effect(trainer, planned)
-    _write_record(place, task, planned, tuple(settings), command)
+    write_record(place, task, planned, tuple(settings), command)
     on_update, stop = on_update or (lambda update: None), stop or (lambda: False)
     # Runs that have ended are only read: that needs no worker, and is done after a request to stop, too.
-    over = [job for job in planned if _is_over(job)]
+    over = [job for job in planned if is_over(job)]
     left = [job for job in planned if job not in over]
     summaries = _run_here(trainer, over, on_update, lambda: False)
     if cluster is not None and left:
@@ -76,11 +77,8 @@ def compare(
     return summaries + _run_here(trainer, left, on_update, stop)
 
 
-def planned_jobs(
-    task: str, choices: Sequence[Choice], seeds: Sequence[int], folder: Path, plan_major: bool = False
-) -> list[Job]:
+def planned_jobs(choices: Sequence[Choice], seeds: Sequence[int], folder: Path, plan_major: bool = False) -> list[Job]:
     """All jobs in order: seed by seed, so that plans can be compared after an early end; or plan by plan."""
-    task_class(task)  # raises at once where there is no such task
     if not choices:
         raise RunError("name at least one plan to compare, or a suite.")
     if any(len(set(own)) != len(own) for own in (seeds, *(choice.seeds or () for choice in choices))) or not seeds:
@@ -138,7 +136,7 @@ def _source_of(plan: Plan | None, label: str, folder: Path) -> str | None:
     return str(file)
 
 
-def _write_record(folder: Path, task: str, jobs: Sequence[Job], settings: tuple[str, ...], command: str) -> None:
+def write_record(folder: Path, task: str, jobs: Sequence[Job], settings: tuple[str, ...], command: str) -> None:
     """Write the comparison's record, together with the runs of earlier calls."""
     recorded = read_comparison(folder)
     if recorded is not None and recorded.task != task:
@@ -168,7 +166,8 @@ def _require_effect(trainer: Trainer, jobs: Sequence[Job]) -> None:
             raise PlanError(f"{job.label} does not fit {trainer.setting.task}: {error}") from error
 
 
-def _is_over(job: Job) -> bool:
+def is_over(job: Job) -> bool:
+    """Whether the run of the job has ended, and is not to be continued."""
     place = RunFolder(job.folder)
     return place.is_run and place.status() in ("finished", "diverged")
 

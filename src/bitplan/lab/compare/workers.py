@@ -23,7 +23,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -85,6 +85,30 @@ class Setting:
     execution: str | None = None
     device: str = "cpu"
     compile: bool = False
+    #: A worker keeps its process, with the data and graphs it has, for its next job.
+    has_one_job: bool = False
+
+    def trainer(self) -> Trainer:
+        return Trainer(self)
+
+
+class JobTrainer(Protocol):
+    """Trains jobs in the process of a worker."""
+
+    def run(self, job: Job, on_progress: Callable[[Progress], None], stop: Callable[[], bool]) -> Summary: ...
+
+
+class JobSetting(Protocol):
+    """What all jobs of a comparison share, as workers receive it."""
+
+    @property
+    def compile(self) -> bool: ...
+
+    @property
+    def has_one_job(self) -> bool:
+        """Whether every job has a process of its own, which ends once a stop is requested."""
+
+    def trainer(self) -> JobTrainer: ...
 
 
 @dataclass(frozen=True)
@@ -163,18 +187,23 @@ def threads_per_worker(workers: int) -> int:
 
 
 def run_in_workers(
-    setting: Setting,
+    setting: JobSetting,
     jobs: Sequence[Job],
     count: int,
     on_update: Callable[[Update], None],
     stop: Callable[[], bool],
 ) -> list[Summary]:
     """Train all jobs in `count` processes; once `stop` is true, running jobs are stopped and no other is started."""
-    pending, summaries = list(jobs), []
+    pending = list(jobs)
+    summaries: list[Summary] = []
     with _workers(setting, min(count, len(jobs))) as (workers, stopped):
         while any(worker.job for worker in workers) or (pending and not stopped.is_set()):
             if stop():
                 stopped.set()
+                if setting.has_one_job:
+                    for worker in workers:
+                        worker.connection.close()  # which ends its process
+                    return summaries
             for worker in workers:
                 if worker.job is None and pending and not stopped.is_set():
                     running = {other.job.graphs for other in workers if other.job is not None}
@@ -182,7 +211,7 @@ def run_in_workers(
                     pending.remove(job)
                     worker.submit(job)
             ended, _ = wait([worker.future for worker in workers if worker.job is not None], _PAUSE, FIRST_COMPLETED)
-            for worker in workers:
+            for worker in list(workers):
                 if worker.job is None:
                     continue
                 for progress in worker.new_progress():
@@ -191,6 +220,9 @@ def run_in_workers(
                     job, worker.job = worker.job, None
                     summaries.append(worker.summary(job))
                     on_update(Update(job, summary=summaries[-1]))
+                    if setting.has_one_job:
+                        worker.close()
+                        workers[workers.index(worker)] = _Worker(setting, threads_per_worker(len(workers)), stopped)
     return summaries
 
 
@@ -206,7 +238,7 @@ class _Worker:
 
     future: Future[Summary]
 
-    def __init__(self, setting: Setting, threads: int, stopped: Event) -> None:
+    def __init__(self, setting: JobSetting, threads: int, stopped: Event) -> None:
         spawn = multiprocessing.get_context("spawn")
         self.connection, self._process_end = spawn.Pipe()
         self._threads = threads
@@ -229,6 +261,10 @@ class _Worker:
             while self.connection.poll():
                 yield self.connection.recv()
 
+    def close(self) -> None:
+        self.executor.shutdown()
+        self.connection.close()
+
     def summary(self, job: Job) -> Summary:
         with _reported_kill(job):
             return self.future.result()
@@ -247,7 +283,7 @@ def _reported_kill(job: Job) -> Iterator[None]:
 
 
 @contextmanager
-def _workers(setting: Setting, count: int) -> Iterator[tuple[list[_Worker], Event]]:
+def _workers(setting: JobSetting, count: int) -> Iterator[tuple[list[_Worker], Event]]:
     """Idle workers and the event that stops their jobs; no process is left at the end."""
     stopped = multiprocessing.get_context("spawn").Event()
     workers = [_Worker(setting, threads_per_worker(count), stopped) for _ in range(count)]
@@ -259,8 +295,7 @@ def _workers(setting: Setting, count: int) -> Iterator[tuple[list[_Worker], Even
         raise
     finally:
         for worker in workers:
-            worker.executor.shutdown()
-            worker.connection.close()
+            worker.close()
 
 
 @contextmanager
@@ -280,13 +315,13 @@ def _threads_in_environment(threads: int) -> Iterator[None]:
 _train: Callable[[Job], Summary]
 
 
-def _start_worker(connection: Connection, setting: Setting, threads: int, stopped: Event) -> None:
+def _start_worker(connection: Connection, setting: JobSetting, threads: int, stopped: Event) -> None:
     """Prepare a worker process for its jobs."""
     # Ctrl-C reaches the whole group of processes: the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, args=(connection,), daemon=True).start()
     torch.set_num_threads(min(threads, torch.get_num_threads()))
-    trainer, sent = Trainer(setting), 0.0
+    trainer, sent = setting.trainer(), 0.0
 
     def send(progress: Progress) -> None:
         nonlocal sent

@@ -51,8 +51,9 @@ def _finding(experiment: Experiment) -> str:
     standard = experiment.metric_text(reference.value.mean)
     best = best_plan(experiment)
     if best is not None and best.verdict == "keeps":
+        keeps = "improves on" if best.is_better else "keeps"
         return (
-            f"{best.label} keeps the {metric} of {reference.label} ({_value(experiment, best)} against {standard})"
+            f"{best.label} {keeps} the {metric} of {reference.label} ({_value(experiment, best)} against {standard})"
             f"{_savings(best, reference)}"
         )
     if best is not None:
@@ -70,10 +71,10 @@ def _without_reference(experiment: Experiment) -> str:
     best = best_plan(experiment)
     if best is not None:
         cost = "" if best.cost is None else f" with {percent_text(best.cost)} of FP32's bit operations"
-        return (
-            f"{best.label} reaches {metric.name} {_value(experiment, best)}{cost}, and the trivial predictor gets "
-            f"{experiment.metric_text(metric.trivial)}"
-        )
+        trivial = ""
+        if math.isfinite(metric.trivial):
+            trivial = f", and the trivial predictor gets {experiment.metric_text(metric.trivial)}"
+        return f"{best.label} reaches {metric.name} {_value(experiment, best)}{cost}{trivial}"
     if any(plan.verdict == "fails" for plan in experiment.plans):
         return "nothing works"
     return "nothing has finished yet"
@@ -92,7 +93,7 @@ def _savings(plan: PlanSummary, reference: PlanSummary) -> str:
     parts = []
     if plan.cost is not None and reference.cost:
         parts.append(f"{percent_text(plan.cost / reference.cost)} of its bit operations")
-    if plan.memory is not None and reference.memory:
+    if plan.memory is not None and reference.memory and not math.isclose(plan.memory, reference.memory, rel_tol=1e-3):
         parts.append(f"{percent_text(plan.memory / reference.memory)} of its tensors' bytes")
     # Emulation counts savings and makes none.
     verb = "would need" if plan.runs[0].execution == "emulate" else "needs"

@@ -27,7 +27,7 @@ from bitplan.lab.report.figures import (
 )
 from bitplan.lab.report.runs import Run
 from bitplan.lab.report.summaries import Experiment, PlanSummary
-from bitplan.lab.report.tables import class_text, memory_classes
+from bitplan.lab.report.tables import class_text, memory_classes, step_text
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -44,7 +44,42 @@ def loss_chart(experiment: Experiment) -> Figure | None:
 def metric_chart(experiment: Experiment) -> Figure | None:
     """The metric at every evaluation of every run, and for each plan their mean."""
     title, name = metric_axis(experiment)["title"], experiment.metric.name
-    return _runs_chart(experiment, name, title, scale=experiment.metric_scale, logarithmic=False)
+    figure = _runs_chart(experiment, name, title, scale=experiment.metric_scale, logarithmic=False)
+    if figure is not None:
+        late, everything = [], []
+        for plan in experiment.plans:
+            for run in plan.runs:
+                steps, values = scaled_curve(run.curve(name), experiment.metric_scale)
+                everything += values
+                late += [
+                    value
+                    for step, value in zip(steps, values, strict=True)
+                    if 2 * step > steps[-1] and plan in experiment.working
+                ]
+        zoom_axis(figure, late, everything, _most(experiment))
+    return figure
+
+
+def zoom_axis(
+    figure: Any, working: list[float], everything: list[float], most: float = math.inf, strip: float = 0.0
+) -> None:
+    """Let the vertical axis show the values of plans that work, where all values need more than twice that space.
+
+    The page has a button for the whole axis.
+
+    :param most: the largest value that there can be.
+    :param strip: the share of the axis that stays free below the values.
+    """
+    working, everything = ([value for value in values if math.isfinite(value)] for values in (working, everything))
+    if not working:
+        return
+    low, high = min(working), min(max(working), most)
+    room = max(high - low, 0.02 * abs(high), 1e-6)
+    zoom = [low - (0.15 + strip) * room, high + (0.15 if high < most else 0.04) * room]
+    if max([high, *everything]) - min([low, *everything]) <= 2 * (zoom[1] - zoom[0]):
+        return
+    figure.update_layout(meta={"zoom": zoom, "whole": figure.layout.yaxis.range})
+    figure.update_yaxes(range=zoom, selector={"overlaying": None})
 
 
 def _runs_chart(experiment: Experiment, name: str, title: str, scale: int, logarithmic: bool) -> Figure | None:
@@ -229,7 +264,22 @@ def price_chart(experiment: Experiment, price: Price) -> Figure | None:
         figure.update_yaxes(range=[low - 0.2 * span, high + 0.08 * span])
         figure.update_layout(yaxis2={"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True})
     _add_trivial(figure, experiment, scale)
+    values = [scale * value for plan in experiment.working for value in _ends(plan)]
+    shown = [scale * plan.value.mean for _, plan, _ in drawn if plan.value is not None]
+    has_trivial = len(figure.layout.shapes) > 0
+    trivial = [scale * experiment.metric.trivial] if has_trivial else []
+    zoom_axis(figure, values, [*shown, *trivial], _most(experiment), 0.2 * bool(lost))
     return figure
+
+
+def _most(experiment: Experiment) -> float:
+    return 100.0 if experiment.metric_is_share else math.inf
+
+
+def _ends(plan: PlanSummary) -> tuple[float, float]:
+    assert plan.value is not None
+    spread = max(plan.value.deviation, plan.value.high - plan.value.mean, plan.value.mean - plan.value.low)
+    return plan.value.mean - spread, plan.value.mean + spread
 
 
 def _price_axis(
@@ -399,6 +449,51 @@ def _label_positions(points: list[tuple[float, float]], trivial: float, cheapest
         free = [place for place in choices if place not in near]
         places[i] = free[0] if free else choices[0]
     return [places[i] for i in range(len(points))]
+
+
+# --- What was measured
+
+
+def measured_chart(experiment: Experiment) -> Figure | None:
+    """The measured time of a step against the measured peak of memory, a point for each plan."""
+    go = plotly()
+    plans = [
+        (number, plan, style)
+        for number, (plan, style) in enumerate(zip(experiment.plans, plan_styles(experiment.plans), strict=True))
+        if plan.step_seconds is not None and plan.peak is not None
+    ]
+    if not plans:
+        return None
+    is_short = max(plan.step_seconds or 0.0 for _, plan, _ in plans) < 1
+    unit, divisor = byte_unit(max(plan.peak or 0.0 for _, plan, _ in plans))
+    times = [(plan.step_seconds or 0.0) * (1000 if is_short else 1) for _, plan, _ in plans]
+    peaks = [(plan.peak or 0.0) / divisor for _, plan, _ in plans]
+    figure = go.Figure()
+    for (number, plan, style), seconds, peak in zip(plans, times, peaks, strict=True):
+        figure.add_trace(
+            go.Scatter(
+                x=[seconds],
+                y=[peak],
+                mode="markers+text" if len(plans) <= MOST_NAMES else "markers",
+                text=[safe(start_of(plan.label))],
+                textposition="top center",
+                cliponaxis=False,
+                marker={"size": 12, "symbol": _symbol(plan, style), "color": style.colour, "line": {"width": 1.5}},
+                hovertext=[
+                    f"<b>{safe(plan.label)}</b><br>{step_text(plan.step_seconds or 0.0)} a step<br>"
+                    f"{byte_text(plan.peak or 0.0)} at the peak"
+                ],
+                hoverinfo="text",
+                showlegend=False,
+                meta={"plan": number},
+            )
+        )
+    figure.update_layout(
+        xaxis={"title": f"time a step, {'ms' if is_short else 's'}", "range": [0, 1.15 * max(times)]},
+        yaxis={"title": f"{unit.split()[0]} at the peak", "range": [0, 1.2 * max(peaks)]},
+        **bare_layout(360),
+    )
+    return figure
 
 
 # --- Bytes by class of tensors

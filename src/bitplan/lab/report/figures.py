@@ -35,12 +35,21 @@ class Drawing:
     choices: Mapping[str, Any] = field(default_factory=dict)
     #: (number, label, whether it is shown first) of the plans to choose from.
     plans: Sequence[tuple[int, str, bool]] = ()
+    #: (value, label) of what to choose from for a plan.
+    measures: Sequence[tuple[str, str]] = ()
+    #: Runs to be compared with each other, which the page's script draws; see :mod:`bitplan.lab.report.layers`.
+    pairs: Mapping[str, Any] = field(default_factory=dict)
     #: Of its element on the page.
     id: str = ""
 
     @property
     def has_data(self) -> bool:
-        return self.figure is not None or bool(self.choices)
+        return self.figure is not None or bool(self.choices) or bool(self.pairs)
+
+    @property
+    def can_zoom(self) -> bool:
+        """Whether its axis shows the plans that work, and on request all."""
+        return self.figure is not None and bool((self.figure.layout.meta or {}).get("zoom"))
 
 
 #: (light, dark), of the reference.
@@ -64,6 +73,11 @@ CLASSES = (
     ("#8a8f99", "#8a94a3"),
     ("#5e6b4e", "#a9b894"),
 )
+#: Colours of cells from low to high, and of differences. All are light enough for text in :data:`CELL_INK`, in both
+#: themes.
+CELLS = ("#f4f8fb", "#cfe3f2", "#a3c9e4", "#78aed4", "#5a99c8")
+DIFFERENCES = ("#5fa8d3", "#b9d9ec", "#f7f5f0", "#f3c9a5", "#e0975c")
+CELL_INK = "#141a24"
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "pentagon", "hexagon", "star")
 LINES = ("solid", "dash", "dot", "dashdot", "longdash")
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from xml.sax.saxutils import escape
 
 from bitplan.errors import FormatError
-from bitplan.numerics.formats import BlockFormat, ElementFormat, FloatFormat, Format, IntFormat
+from bitplan.numerics.formats import BlockFormat, ElementFormat, FloatFormat, Format, IntFormat, get_format
 
 #: With more bits the ticks of a row would merge into a bar.
 MAX_DRAWN_BITS = 8
@@ -49,6 +51,31 @@ _DARK = {
     "subnormal": "#ffa866",
     "int": "#63d2a6",
 }
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An SVG picture, which a notebook displays."""
+
+    svg: str
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        Path(path).write_text(self.svg, encoding="utf-8")
+
+    def __repr__(self) -> str:
+        return f"<Picture: {len(self.svg):,} characters of SVG>"
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+
+def formats_picture(*formats: str | Format) -> Picture:
+    """A picture of every positive value of some formats, by name or as objects.
+
+    >>> formats_picture("e4m3", "int8")._repr_svg_()[:4]
+    '<svg'
+    """
+    return Picture(formats_svg([get_format(item) if isinstance(item, str) else item for item in formats]))
 
 
 def drawable_formats(formats: Iterable[Format]) -> list[Format]:

@@ -8,16 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from bitplan.analysis.measure import Measurement
 from bitplan.errors import BitplanError, RunError
 from bitplan.lab.report.answer import counted, percent_text
-from bitplan.lab.report.figures import Drawing, bare_layout, end_of, plotly, safe, start_of
-from bitplan.lab.report.runs import SiteRecord
+from bitplan.lab.report.figures import CELL_INK, CELLS, Drawing, bare_layout, end_of, plotly, safe, start_of
+from bitplan.lab.report.runs import Run, SiteRecord
 from bitplan.lab.report.summaries import PlanSummary
 from bitplan.lab.report.tables import Cell, Table
 from bitplan.lab.train.folder import RunFolder, read_lines
 from bitplan.numerics.formats import get_format
-from bitplan.plans import PLACES
+from bitplan.plans import PLACES, Plan
+from bitplan.plans.schedules import AtLeast, Function, Piecewise, Schedule
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -31,7 +34,7 @@ _SMALLEST_ERROR = 1e-5
 _SMALLEST_LEVEL = 1e-4
 
 
-def _heatmap(
+def heatmap(
     heats: _Grid,
     texts: _Grid,
     hovers: _Grid,
@@ -40,6 +43,7 @@ def _heatmap(
     value_range: tuple[float, float],
     ticks: Sequence[tuple[int, str]],
     space: int,
+    colours: Sequence[str] = CELLS,
 ) -> Figure:
     """Cells of 17 pixels' height, with `space` pixels around them; a cell whose heat is None stays empty."""
     go = plotly()
@@ -50,13 +54,13 @@ def _heatmap(
             y=list(range(len(rows))),
             text=texts,
             texttemplate="%{text}",
-            textfont={"size": 10},
+            textfont={"size": 10, "color": CELL_INK},
             hovertext=hovers,
             hoverinfo="text",
             hoverongaps=False,
             xgap=2,
             ygap=1,
-            colorscale="viridis",  # readers who are colour-blind see it as it is
+            colorscale=list(colours),
             zmin=value_range[0],
             zmax=value_range[1],
             colorbar={
@@ -99,12 +103,16 @@ def measures_of(plan: PlanSummary) -> list[Measure]:
 
 
 def sites_chart(plan: PlanSummary, measure: Measure) -> Figure | None:
-    """Operations down, operands across; tensors that the plan does not round stay empty."""
+    """Operations down, operands across; tensors that the plan does not round stay empty.
+
+    Tensors whose bits follow a schedule show their range; the figure's ``meta`` has their bits at some steps, for the
+    page's slider.
+    """
     chosen = [site for site in plan.sites if (site.format if measure == "format" else _has_error(site))]
     if not chosen:
         return None
     operations = list(dict.fromkeys(site.site for site in chosen))
-    operands = _in_order({site.role for site in chosen})
+    operands = operands_in_order({site.role for site in chosen})
     sites = {(site.site, site.role): site for site in chosen}
 
     def grid(value: Any, empty: Any = "") -> _Grid:
@@ -113,17 +121,79 @@ def sites_chart(plan: PlanSummary, measure: Measure) -> Figure | None:
             for operation in operations
         ]
 
+    moving = moving_bits(plan.judged[0]) if measure == "format" else {}
     value_range, ticks = _scale_of(chosen, measure)
-    return _heatmap(
-        grid(lambda site: _heat(site, measure), None),
-        grid(lambda site: _cell_text(site, measure)),
+    figure = heatmap(
+        grid(lambda site: _moving_heat(site, moving) or _heat(site, measure), None),
+        grid(lambda site: format_text(site, moving) if measure == "format" else _error_text(site)),
         grid(_hover),
-        [safe(operand).replace("_", "<br>").replace(".", "<br>.").replace("(", "<br>(") for operand in operands],
+        [operand_text(operand) for operand in operands],
         [safe(end_of(operation, 34)) for operation in operations],
         value_range,
         ticks,
         110,
     )
+    names = [name for name, (_, bits) in moving.items() if min(bits) < max(bits)]
+    followed = {_schedule_of(site, moving) for site in chosen}
+    if followed & set(names):
+        follows = grid(lambda site: names.index(name) if (name := _schedule_of(site, moving)) in names else None, None)
+        bits = [moving[name][1] for name in names]
+        figure.update_layout(meta={"steps": moving[names[0]][0], "bits": bits, "follows": follows})
+    return figure
+
+
+def operand_text(operand: str) -> str:
+    """The name of an operand over a narrow column."""
+    return safe(operand).replace("_", "<br>").replace(".", "<br>.").replace("(", "<br>(")
+
+
+#: The slider over a run stops at so many steps, at most.
+_MOST_STOPS = 60
+
+
+def moving_bits(run: Run) -> dict[str, tuple[list[int], list[int]]]:
+    """Schedule as sites name it -> some steps of the run, and its bits there. A user's own functions are not called."""
+    total = run.planned_steps
+    if run.plan_text is None or total < 1:
+        return {}
+    try:
+        schedules = list(Plan.from_yaml(run.plan_text).all_schedules.values())
+    except BitplanError:  # perhaps written by another version; the plan keeps its cells
+        return {}
+    steps = np.unique(np.linspace(0, total - 1, min(total, _MOST_STOPS)).round().astype(np.int64))
+    return {
+        str(schedule): (steps.tolist(), schedule.at(steps, total).tolist())
+        for schedule in schedules
+        if not _calls_code(schedule)
+    }
+
+
+def _calls_code(schedule: Schedule) -> bool:
+    """Whether a schedule, or a part of it, is a function: what is read from a folder is not executed."""
+    parts = schedule.pieces if isinstance(schedule, Piecewise) else ()
+    parts = (schedule.schedule,) if isinstance(schedule, AtLeast) else parts
+    return isinstance(schedule, Function) or any(map(_calls_code, parts))
+
+
+def _schedule_of(site: SiteRecord, moving: Mapping[str, Any]) -> str | None:
+    """The schedule whose name the site's format has, the longest where one name is the start of another."""
+    _, _, rest = (site.format or "").partition(" ")
+    fitting = [name for name in moving if rest == name or rest.startswith(f"{name} ")]
+    return max(fitting, key=len, default=None)
+
+
+def _moving_heat(site: SiteRecord, moving: Mapping[str, tuple[list[int], list[int]]]) -> float | None:
+    name = _schedule_of(site, moving)
+    return None if name is None else math.log2(sum(moving[name][1]) / len(moving[name][1]))
+
+
+def format_text(site: SiteRecord, moving: Mapping[str, tuple[list[int], list[int]]]) -> str:
+    """The format of a tensor in a cell, with the range of bits that follow a schedule."""
+    word, name = (site.format or "").partition(" ")[0], _schedule_of(site, moving)
+    if name is None:
+        return safe(start_of(word, 8))
+    low, high = min(moving[name][1]), max(moving[name][1])
+    return safe(f"{word}{low}" if low == high else f"{word}{low}\N{EN DASH}{high}")
 
 
 def _format_bits(quantizer: str) -> int | None:
@@ -138,7 +208,7 @@ def _has_error(site: SiteRecord) -> bool:
     return site.error is not None and math.isfinite(site.error)
 
 
-def _in_order(operands: set[str]) -> list[str]:
+def operands_in_order(operands: set[str]) -> list[str]:
     """As plans list them; a second weight comes after the first."""
     order = {name: number for number, name in enumerate(PLACES)}
     return sorted(operands, key=lambda operand: (order.get(operand.partition("(")[0], len(order)), operand))
@@ -153,9 +223,7 @@ def _heat(site: SiteRecord, measure: Measure) -> float | None:
     return round(math.log10(max(site.error, _SMALLEST_ERROR)), 4)
 
 
-def _cell_text(site: SiteRecord, measure: Measure) -> str:
-    if measure == "format":
-        return safe(start_of((site.format or "").split()[0], 8))
+def _error_text(site: SiteRecord) -> str:
     return percent_text(site.error).replace(" ", "") if site.error else "0"
 
 
@@ -267,7 +335,7 @@ def _cell(row: Mapping[str, Any]) -> MeasuredCell:
 
 _CAPTION = (
     "Products and passes down, candidates across: the median backward error of each, measured on sampled elements. "
-    "Colours are of the error times the root of the sum's length, so that rows can be compared; light is bad."
+    "Colours are of the error times the root of the sum's length, so that rows can be compared; dark is bad."
 )
 
 
@@ -290,7 +358,7 @@ def measured_chart(measured: Measured) -> Figure | None:
 
     heats = [_measured_heat(cell) for cell in measured.cells if math.isfinite(cell.level)]
     low, high = min(heats, default=-4.0), max(heats, default=0.0)
-    return _heatmap(
+    return heatmap(
         grid(lambda cell: _measured_heat(cell) if math.isfinite(cell.level) else None, None),
         grid(lambda cell: f"{cell.median:.0e}".replace("e-0", "e-")),
         grid(_measured_hover),

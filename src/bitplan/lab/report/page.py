@@ -6,6 +6,7 @@ The templates escape all text (Jinja2's autoescape), and a content security poli
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,7 +19,7 @@ from markupsafe import Markup
 from bitplan._version import __version__
 from bitplan.analysis.measure import Measurement
 from bitplan.lab.report.answer import best_plan, counted, listed, number_text
-from bitplan.lab.report.charts import bits_chart, loss_chart, memory_chart, metric_chart, price_chart
+from bitplan.lab.report.charts import bits_chart, loss_chart, measured_chart, memory_chart, metric_chart, price_chart
 from bitplan.lab.report.deficits import deficit_drawings
 from bitplan.lab.report.figures import (
     LINE_DASHES,
@@ -31,6 +32,7 @@ from bitplan.lab.report.figures import (
     plotly,
 )
 from bitplan.lab.report.heatmaps import measured_drawing, measured_in_file, measured_in_run, measures_of, sites_chart
+from bitplan.lab.report.layers import over_time_drawings, pair_drawings
 from bitplan.lab.report.ratios import ratio_drawings
 from bitplan.lab.report.runs import Run
 from bitplan.lab.report.summaries import Experiment, Report
@@ -72,11 +74,14 @@ class Section:
     tables: Sequence[tuple[str, Table, str]] = ()
 
 
-def page_html(report: Report) -> str:
-    """The page of a report."""
+def page_html(report: Report, refresh: float | None = None) -> str:
+    """The page of a report.
+
+    :param refresh: seconds after which the page loads itself again, while runs go on; None: it does not.
+    """
     sections = [_experiment_section(experiment, f"e{number}") for number, experiment in enumerate(report.experiments)]
     title = ", ".join(dict.fromkeys(experiment.task for experiment in report.experiments))
-    return _page(title, sections, counted(len(report.runs), "run"), "report")
+    return _page(title, sections, counted(len(report.runs), "run"), "report", refresh)
 
 
 def measurement_page_html(measurement: Measurement) -> str:
@@ -89,8 +94,27 @@ def measurement_page_html(measurement: Measurement) -> str:
         ("command", measurement.command or ""),
     ]
     charts = _numbered([measured_drawing(measured, target) for measured in measured_in_file(measurement)], "m-")
-    section = Section("m", target, charts, facts=facts)
+    section = Section("m", target, charts, answer=measurement_answer(measurement), facts=facts)
     return _page(target, [section], counted(len(measurement.rows), "figure"), "measurement")
+
+
+def measurement_answer(measurement: Measurement) -> str:
+    """Which candidate has the least error, and which product is the hardest, in a sentence."""
+    levels: dict[str, list[float]] = {}
+    rows = [row for row in measurement.rows if math.isfinite(row.median)]
+    for row in rows:
+        levels.setdefault(row.candidate, []).append(math.log(max(row.median, 1e-12)))
+    if not levels:
+        return ""
+    means = {candidate: math.exp(sum(values) / len(values)) for candidate, values in levels.items()}
+    best, worst = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
+    hardest = max((row for row in rows if row.candidate == best), key=lambda row: row.median)
+    other = "" if best == worst else f", and {worst} the largest ({means[worst]:.1e})"
+    return (
+        f"Over {counted(len(measurement.products), 'product')}, {best} has the least error ({means[best]:.1e}, the "
+        f"geometric mean of medians){other}; the hardest for {best} is {hardest.product} in {hardest.pass_} "
+        f"({hardest.median:.1e})."
+    )
 
 
 def schedules_page_html(schedules: Sequence[Schedule], total: int) -> str:
@@ -111,16 +135,11 @@ def summary_html(experiment: Experiment) -> str:
     return _templates().get_template("summary.html").render(experiment=experiment, columns=plan_columns(experiment))
 
 
-def _page(title: str, sections: Sequence[Section], source: str, name: str) -> str:
+def _page(title: str, sections: Sequence[Section], source: str, name: str, refresh: float | None = None) -> str:
     plotly()  # raises where it is not installed
     from plotly.offline import get_plotlyjs
 
-    drawings = {
-        chart.id: {"choices": chart.choices} if chart.choices else json.loads(chart.figure.to_json())
-        for section in sections
-        for chart in section.charts
-        if chart.has_data
-    }
+    drawings = {chart.id: _drawing_data(chart) for section in sections for chart in section.charts if chart.has_data}
     return (
         _templates()
         .get_template("page.html")
@@ -129,6 +148,7 @@ def _page(title: str, sections: Sequence[Section], source: str, name: str) -> st
             name=name,
             sections=sections,
             source=source,
+            refresh=refresh,
             version=__version__,
             data={"drawings": drawings, "dark": dark_partners()},
             symbol_paths=SYMBOL_PATHS,
@@ -138,6 +158,12 @@ def _page(title: str, sections: Sequence[Section], source: str, name: str) -> st
             plotly=Markup(get_plotlyjs()),
         )
     )
+
+
+def _drawing_data(chart: Drawing) -> Any:
+    if chart.pairs:
+        return {"pairs": chart.pairs}
+    return {"choices": chart.choices} if chart.choices else json.loads(chart.figure.to_json())
 
 
 @cache
@@ -168,13 +194,19 @@ def _experiment_section(experiment: Experiment, key: str) -> Section:
     charts = _numbered(_experiment_drawings(experiment), f"{key}-")
     styles = plan_styles(experiment.plans)
     promotions = promotions_table(experiment)
+    has_bytes = len(experiment.plans) > 1 and any(plan.memory for plan in experiment.plans)
     is_emulated = any(run.execution == "emulate" and run.plan is not None for run in experiment.runs)
     return Section(
         key,
         experiment.name,
-        [*charts, *_sites_drawings(experiment, key), *_measured_drawings(experiment, key)],
+        [
+            *_without_gap(charts),
+            *_sites_drawings(experiment, key),
+            *_layer_drawings(experiment, key),
+            *_measured_drawings(experiment, key),
+        ],
         answer=experiment.answer.replace(" %", "\N{NO-BREAK SPACE}%"),
-        note=_EMULATION_NOTE if is_emulated else "",
+        note=" ".join([_EMULATION_NOTE] * is_emulated + [_BYTES_NOTE] * (has_bytes and not experiment.changes_bytes)),
         facts=_facts(experiment),
         legend=[(plan, style, verdict_text(plan)) for plan, style in zip(experiment.plans, styles, strict=True)],
         tables=[
@@ -185,9 +217,25 @@ def _experiment_section(experiment: Experiment, key: str) -> Section:
     )
 
 
+def _without_gap(charts: Sequence[Drawing]) -> list[Drawing]:
+    """The charts, the last one of an odd number in a row of halves as wide as the page."""
+    filled: list[Drawing] = []
+    halves = 0
+    for number, chart in enumerate(charts):
+        halves = 0 if chart.is_wide else halves + 1
+        is_last = number + 1 == len(charts) or charts[number + 1].is_wide
+        filled.append(replace(chart, is_wide=True) if is_last and halves % 2 else chart)
+    return filled
+
+
 _EMULATION_NOTE = (
     "These runs emulate: values were rounded, arithmetic was not. Bit operations and bytes are what a plan would need, "
     "and nothing was saved yet."
+)
+
+
+_BYTES_NOTE = (
+    "No plan changes the bytes of a step's tensors: they round operands of products, and charts of bytes are left out."
 )
 
 
@@ -195,8 +243,9 @@ def _facts(experiment: Experiment) -> list[tuple[str, str]]:
     """What was run."""
     runs, metric = experiment.runs, experiment.metric
     settings = ", ".join(f"{key} {value}" for key, value in experiment.shared_settings.items())
+    trivial = f"; trivial {experiment.metric_text(metric.trivial)}" if math.isfinite(metric.trivial) else ""
     return [
-        ("metric", f"{metric.name}, {metric.better} is better; trivial {experiment.metric_text(metric.trivial)}"),
+        ("metric", f"{metric.name}, {metric.better} is better{trivial}"),
         ("plans", listed([plan.label for plan in experiment.plans], 12)),
         ("runs", f"{len(runs)}, seeds {listed([str(seed) for seed in experiment.seeds], 12)}"),
         ("settings", settings or "-"),
@@ -227,14 +276,28 @@ def _experiment_drawings(experiment: Experiment) -> list[Drawing]:
         "over seeds; faint: single seeds; a cross: a plan that fails."
     )
     lengths = "Costs are those of whole runs, which differ in length. " if experiment.has_lengths else ""
-    return [
-        Drawing(f"{metric} against bit operations", f"{lengths}{front}", price_chart(experiment, "cost"), figures),
+    of_bytes = [
         Drawing(
             f"{metric} against bytes",
             f"Bytes of a step's tensors in the plan's formats: counted, not measured. {front}",
             price_chart(experiment, "memory"),
             figures,
-        ),
+        )
+    ]
+    by_class = [
+        Drawing(
+            "bytes by class of tensors",
+            "Bytes of a step's tensors in the plan's formats: counted, not measured, and not a peak.",
+            memory_chart(experiment),
+            memory_table(experiment),
+            legend=[(class_colour(n), class_text(name)) for n, name in enumerate(memory_classes(experiment))],
+        )
+    ]
+    measured = measured_chart(experiment)
+    has_bytes = experiment.changes_bytes or len(experiment.plans) == 1
+    drawings = [
+        Drawing(f"{metric} against bit operations", f"{lengths}{front}", price_chart(experiment, "cost"), figures),
+        *(of_bytes if has_bytes else ()),
         Drawing(
             "loss",
             "Training loss; thin: single seeds, thick: their mean; a cross: where a run diverged.",
@@ -253,16 +316,22 @@ def _experiment_drawings(experiment: Experiment) -> list[Drawing]:
             bits_chart(experiment),
             curve_table(experiment, "bits", lambda bits: f"{bits:.1f}"),
         ),
-        Drawing(
-            "bytes by class of tensors",
-            "Bytes of a step's tensors in the plan's formats: counted, not measured, and not a peak.",
-            memory_chart(experiment),
-            memory_table(experiment),
-            legend=[(class_colour(n), class_text(name)) for n, name in enumerate(memory_classes(experiment))],
-        ),
-        *deficit_drawings(experiment),
-        *ratio_drawings(experiment),
+        *(by_class if has_bytes else ()),
     ]
+    if measured is not None:
+        drawings.append(Drawing("time a step and peak memory", _MEASURED_NOTE, measured, plans_table(experiment)))
+    return [*drawings, *deficit_drawings(experiment), *ratio_drawings(experiment)]
+
+
+_MEASURED_NOTE = (
+    "Measured, not counted: the median time of a step, and the most bytes held, of torch's allocator on a GPU, else "
+    "of the whole process with everything that it has trained before. Emulation takes time and saves none."
+)
+
+
+def _layer_drawings(experiment: Experiment, key: str) -> list[Drawing]:
+    drawings = [*over_time_drawings(experiment), *pair_drawings(experiment)]
+    return [replace(drawing, id=f"{key}-layers{number}") for number, drawing in enumerate(drawings)]
 
 
 def _sites_drawings(experiment: Experiment, key: str) -> list[Drawing]:
@@ -278,13 +347,23 @@ def _sites_drawings(experiment: Experiment, key: str) -> list[Drawing]:
     if not plans:
         return []
     title = "tensors by format and by error"
+    moves = any("meta" in figure["layout"] for figure in choices.values())
     caption = (
         "Every tensor that the plan rounds: operations down in the order they run, roles across. The error is the root "
         "of mean squared error over mean square; what is empty is left alone."
+        + " Bits that move have their range, and the slider their bits at a step."
+        * moves
     )
     table = sites_table(experiment)
     return [
-        Drawing(title, caption, None, table, is_wide=True, choices=choices, plans=plans, id=f"{key}-sites"),
+        Drawing(
+            *(title, caption, None, table),
+            is_wide=True,
+            choices=choices,
+            plans=plans,
+            id=f"{key}-sites",
+            measures=[("format", "format"), ("error", "error of rounding")],
+        ),
     ]
 
 

@@ -6,8 +6,10 @@ A run without a ``summary.json`` is *running* or *unfinished*, and its later val
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +17,7 @@ from bitplan.errors import RunError
 from bitplan.files import parse_json
 from bitplan.lab.compare.folder import read_comparison
 from bitplan.lab.tasks.task import Metric
-from bitplan.lab.train.folder import RunFolder, folders_in, read_text
+from bitplan.lab.train.folder import RunFolder, folders_in, is_number, read_lines, read_text
 from bitplan.lab.train.summary import PromotionRecord
 
 #: The depth of runs beneath a named folder, at most: runs/comparison/run.
@@ -89,11 +91,15 @@ class Run:
     #: The most bytes held, measured: on a GPU by torch's allocator, else by the whole process.
     peak: float | None = None
     seconds: float | None = None
+    #: The median time of a step, measured between lines; None before the third.
+    step_seconds: float | None = None
     #: 0: every tensor has 16 bits, 1: every tensor has 8; None before there is a summary.
     low_precision_ratio: float | None = None
     promotions: Sequence[PromotionRecord] = ()
     points: Sequence[Point] = ()
     sites: Sequence[SiteRecord] = ()
+    #: The folder of the run that it is judged against; None: none was named.
+    reference: Path | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -134,7 +140,7 @@ class Run:
 
 
 def read_runs(paths: Iterable[Path]) -> list[Run]:
-    """Every run in these folders, which are runs, comparisons, or folders of them; each run once."""
+    """Every run in these folders, which are runs, comparisons, or folders of them, with their references; each once."""
     runs: dict[Path, Run] = {}
     for path in paths:
         if not path.is_dir():
@@ -143,6 +149,8 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
         if not beneath:
             raise RunError(f"{path} holds no runs (a run folder has a run.json): name another folder.")
         for run in beneath:
+            if run.reference is not None and RunFolder(run.reference).is_run:
+                runs.setdefault(run.reference.resolve(), read_run(run.reference))
             runs.setdefault(run.folder.resolve(), run)
     return list(runs.values())
 
@@ -151,16 +159,17 @@ def read_run(path: Path, label: str | None = None) -> Run:
     """The run in a folder."""
     folder = RunFolder(path)
     config, summary, points = folder.config(), folder.summary(), _points(folder)
+    times, status = read_lines(folder.times_file), folder.status()
     metric = _metric(config.metric, folder)
     cost = {} if summary is None else summary.cost
     value = _last(points, metric.name) if summary is None else summary.metrics.get(metric.name)
     return Run(
         folder=path,
         task=config.task,
-        label=label or config.plan or "fp32",
+        label=label or config.plan or config.label or "fp32",
         seed=config.seed,
         metric=metric,
-        status=folder.status(),
+        status=status,
         settings=config.settings,
         plan=config.plan,
         plan_text=folder.plan_text(),
@@ -170,21 +179,23 @@ def read_run(path: Path, label: str | None = None) -> Run:
         command=config.command,
         versions=config.versions,
         machine=config.machine,
-        why=(summary.why or "") if summary is not None else "no summary yet",
+        why=(summary.why or "") if summary is not None else "it goes on" if status == "running" else "no summary yet",
         step=summary.step if summary is not None else points[-1].step if points else 0,
         value=value,
         best=None if summary is None else summary.best,
         loss=_last(points, "loss") if summary is None else summary.loss,
-        relative_cost=cost.get("relative_to_fp32"),
+        relative_cost=_cost_so_far(points, config.settings) if summary is None else cost.get("relative_to_fp32"),
         bit_operations=cost.get("bitops"),
         mean_bits=_last(points, "mean_bits") if summary is None else cost.get("mean_bits"),
         memory={} if summary is None else summary.memory,
-        peak=None if summary is None else float(summary.peak),
-        seconds=None if summary is None else summary.seconds,
+        peak=_last_time(times, "peak") if summary is None else float(summary.peak),
+        seconds=_last_time(times, "seconds") if summary is None else summary.seconds,
+        step_seconds=_step_seconds(times),
         low_precision_ratio=cost.get("low_precision_ratio"),
         promotions=() if summary is None else summary.promotions,
         points=points,
         sites=_sites(folder.sites_file),
+        reference=None if config.reference is None else path / config.reference,
     )
 
 
@@ -204,6 +215,28 @@ def _runs_beneath(path: Path, depth: int) -> Iterator[Run]:
             yield read_run(child, labels[child.name])
         else:
             yield from _runs_beneath(child, depth - 1)
+
+
+def _cost_so_far(points: Sequence[Point], settings: Mapping[str, Any]) -> float | None:
+    """Bit operations so far as a share of FP32's for the same steps; lines have them as a share of the whole run's."""
+    point = next((point for point in reversed(points) if "cost" in point.values), None)
+    steps = [settings.get(name) for name in ("steps", "hold")]
+    total = sum(value for value in steps if isinstance(value, int) and not isinstance(value, bool))
+    if point is None or not point.step:
+        return None
+    return point.values["cost"] * (max(total, point.step) / point.step if total else 1.0)
+
+
+def _last_time(times: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    return next((float(line[name]) for line in reversed(times) if is_number(line.get(name))), None)
+
+
+def _step_seconds(times: Sequence[Mapping[str, Any]]) -> float | None:
+    """The median over intervals between lines, so that an evaluation in one of them, or a pause, does not count."""
+    numbers = [(line["step"], line["seconds"]) for line in times if is_number(line.get("seconds"))]
+    # The first step, which may compile, ends with the first line.
+    paces = [(end - start) / (last - first) for (first, start), (last, end) in pairwise(numbers) if last > first]
+    return statistics.median(paces) if len(paces) > 1 else None
 
 
 def _points(folder: RunFolder) -> list[Point]:

@@ -13,11 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from bitplan.lab.report.answer import counted, number_text, percent_text
 from bitplan.lab.report.runs import Run, SiteRecord, read_runs
 from bitplan.lab.tasks.task import Metric
+from bitplan.tables import Table
+
+if TYPE_CHECKING:
+    import pandas
 
 #: A plan keeps the reference's metric if its mean is worse by at most this share of it, or by at most the reference's
 #: own spread over seeds.
@@ -92,6 +96,8 @@ class PlanSummary:
     verdict: Verdict = "alone"
     #: The reason for the verdict.
     why: str = ""
+    #: Whether it keeps the reference's metric and is better by more than the tolerance.
+    is_better: bool = False
     #: Whether no other plan that works is both cheaper (in bit operations; in bytes) and better.
     on_cost_front: bool = False
     on_memory_front: bool = False
@@ -142,6 +148,16 @@ class PlanSummary:
     @cached_property
     def seconds(self) -> float | None:
         return _mean(run.seconds for run in self.judged)
+
+    @cached_property
+    def step_seconds(self) -> float | None:
+        """The measured time of a step."""
+        return _mean(run.step_seconds for run in self.judged)
+
+    @cached_property
+    def peak(self) -> float | None:
+        """The largest measured peak of its runs, in bytes."""
+        return max((run.peak for run in self.judged if run.peak), default=None)
 
     def count(self, status: str) -> int:
         """How many of its runs have that status."""
@@ -236,6 +252,17 @@ class Experiment:
         return summary_html(self)
 
     @property
+    def changes_bytes(self) -> bool:
+        """Whether its plans differ in the bytes of a step's tensors: plans of operands alone change none."""
+        sizes = [plan.memory for plan in self.plans if plan.memory]
+        return bool(sizes) and max(sizes) > 1.001 * min(sizes)
+
+    @property
+    def working(self) -> list[PlanSummary]:
+        """The plans that have a value and do not fail."""
+        return [plan for plan in self.plans if plan.has_value and plan.verdict != "fails"]
+
+    @property
     def has_lengths(self) -> bool:
         """Whether its runs differ in length, so that costs are not those of one iteration."""
         return any(run.length != 1 for run in self.runs)
@@ -272,6 +299,17 @@ class Report:
     def answer(self) -> str:
         """One sentence for each task."""
         return " ".join(experiment.answer for experiment in self.experiments)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """One line per run, with the columns of ``bitplan report --csv``."""
+        from bitplan.lab.report.tables import run_record
+
+        records = [run_record(run) for run in self.runs]
+        columns = {name: (lambda record, name=name: record[name]) for name in records[0]}
+        return Table(records, columns).to_pandas()
+
+    def __repr__(self) -> str:
+        return f"<Report: {self.answer}>"
 
     def _repr_html_(self) -> str:
         return "".join(experiment._repr_html_() for experiment in self.experiments)
@@ -356,12 +394,15 @@ def _difference(run: Run, twins: list[Run]) -> str:
 def _reference(plans: Sequence[PlanSummary]) -> PlanSummary | None:
     """The plan that the others are judged against; a plan alone has none.
 
-    Of several rows without a plan it is the longest, and of these the best: short ones are left from trials.
+    It is the one that runs name. If none does, of several rows without a plan it is the longest, and of these the best:
+    short ones are left from trials.
     """
     usable = [plan for plan in plans if plan.value is not None and plan.count("finished")]
     if len(plans) < 2 or not usable:
         return None
-    plain = [plan for plan in usable if not plan.has_plan]
+    folders = {run.reference.resolve() for plan in plans for run in plan.runs if run.reference is not None}
+    named = [plan for plan in usable if any(run.folder.resolve() in folders for run in plan.runs)]
+    plain = named or [plan for plan in usable if not plan.has_plan]
     if not plain:
         return max(usable, key=lambda plan: plan.cost or 0.0)
     sign = 1.0 if plain[0].metric.better == "higher" else -1.0
@@ -387,7 +428,23 @@ def _length(run: Run, reference: Run) -> float:
 
 def _judged(plan: PlanSummary, reference: PlanSummary | None) -> PlanSummary:
     verdict, why = _verdict(plan, reference)
-    return replace(plan, verdict=verdict, why=why)
+    is_better = verdict == "keeps" and reference is not None and -_loss(plan, reference) > _tolerance(reference)
+    if is_better and reference is not None:
+        why = f"better than {reference.label} by more than {TOLERANCE:.0%} and its spread"
+    return replace(plan, verdict=verdict, why=why, is_better=is_better)
+
+
+def _loss(plan: PlanSummary, reference: PlanSummary) -> float:
+    """By how much the plan's metric is worse than the reference's; below 0 where it is better."""
+    assert plan.value is not None
+    assert reference.value is not None
+    difference = reference.value.mean - plan.value.mean
+    return difference if plan.metric.better == "higher" else -difference
+
+
+def _tolerance(reference: PlanSummary) -> float:
+    assert reference.value is not None
+    return max(TOLERANCE * abs(reference.value.mean), reference.value.deviation)
 
 
 def _verdict(plan: PlanSummary, reference: PlanSummary | None) -> tuple[Verdict, str]:
@@ -406,18 +463,15 @@ def _verdict(plan: PlanSummary, reference: PlanSummary | None) -> tuple[Verdict,
         return "reference", "what the others are judged by"
     if reference is None or reference.value is None or not reference.value.is_finite:
         return "alone", "there is nothing to compare it with"
-    return _against(value, reference, metric)
+    return _against(plan, reference, reference.value)
 
 
-def _against(value: Spread, reference: PlanSummary, metric: Metric) -> tuple[Verdict, str]:
-    assert reference.value is not None
-    loss = reference.value.mean - value.mean
-    if metric.better == "lower":
-        loss = -loss
-    gain = abs(reference.value.mean - metric.trivial)
-    if math.isfinite(gain) and metric.is_better(reference.value.mean, metric.trivial) and loss > FAILING_LOSS * gain:
+def _against(plan: PlanSummary, reference: PlanSummary, standard: Spread) -> tuple[Verdict, str]:
+    metric, loss = plan.metric, _loss(plan, reference)
+    gain = abs(standard.mean - metric.trivial)
+    if math.isfinite(gain) and metric.is_better(standard.mean, metric.trivial) and loss > FAILING_LOSS * gain:
         return "fails", f"loses more than half of what {reference.label} gains over the trivial predictor"
-    if loss <= max(TOLERANCE * abs(reference.value.mean), reference.value.deviation):
+    if loss <= _tolerance(reference):
         return "keeps", f"within {TOLERANCE:.0%} or the spread of {reference.label}"
     return "loses", f"worse than {reference.label} by more than {TOLERANCE:.0%} and its spread"
 

@@ -60,11 +60,12 @@ class Column:
 def plan_columns(experiment: Experiment) -> list[Column]:
     """The columns of the table of plans."""
     metric = experiment.metric.name
+    sizes = Column("tensor bytes", lambda plan: _marked(plan.memory, byte_text, plan.on_memory_front))
     return [
         Column("plan", lambda plan: Cell(plan.label, plan.label), is_number=False),
         Column(metric, lambda plan: Cell(experiment.spread_text(plan), plan.value.mean if plan.value else None)),
         Column("bit operations", lambda plan: _marked(plan.cost, percent_text, plan.on_cost_front)),
-        Column("tensor bytes", lambda plan: _marked(plan.memory, byte_text, plan.on_memory_front)),
+        *([sizes] if experiment.changes_bytes or len(experiment.plans) == 1 else []),
         Column("mean bits", lambda plan: _cell(plan.mean_bits, lambda bits: f"{bits:.1f}")),
         Column("time", lambda plan: _cell(plan.seconds, duration_text)),
         Column("runs", lambda plan: Cell(_runs_text(plan), len(plan.runs))),
@@ -77,7 +78,7 @@ _VERDICT_ORDER = {"reference": 0, "keeps": 1, "loses": 2, "alone": 3, "unfinishe
 
 def verdict_text(plan: PlanSummary) -> str:
     """The verdict as readers see it."""
-    return {"alone": "no reference"}.get(plan.verdict, plan.verdict)
+    return "better" if plan.is_better else {"alone": "no reference"}.get(plan.verdict, plan.verdict)
 
 
 def _cell(value: float | None, text: Callable[[float], str]) -> Cell:
@@ -89,6 +90,15 @@ def _marked(value: float | None, text: Callable[[float], str], on_front: bool) -
     return replace(cell, text=f"{FRONT_MARK} {cell.text}") if on_front else cell
 
 
+def step_text(seconds: float) -> str:
+    """The time of a step.
+
+    >>> step_text(0.0123), step_text(2.5)
+    ('12.3 ms', '2.5 s')
+    """
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else duration_text(seconds)
+
+
 def _runs_text(plan: PlanSummary) -> str:
     return f"{len(plan.runs)} ({plan.status_text})" if plan.status_text else str(len(plan.runs))
 
@@ -97,8 +107,13 @@ def _runs_text(plan: PlanSummary) -> str:
 
 
 def plans_table(experiment: Experiment) -> Table:
-    """All plans with their verdicts, and the commands that reproduce them."""
-    columns = plan_columns(experiment)
+    """All plans with their verdicts, measured time and memory, and the commands that reproduce them."""
+    *columns, verdicts = plan_columns(experiment)
+    columns += [
+        Column("time a step", lambda plan: _cell(plan.step_seconds, step_text)),
+        Column("measured peak", lambda plan: _cell(plan.peak, byte_text)),
+        verdicts,
+    ]
     rows = []
     for plan in experiment.plans:
         *cells, verdict = (column.cell(plan) for column in columns)
@@ -275,6 +290,8 @@ def plan_record(plan: PlanSummary) -> dict[str, Any]:
         "on_cost_front": plan.on_cost_front,
         "on_memory_front": plan.on_memory_front,
         "seconds": plan.seconds,
+        "seconds_per_step": plan.step_seconds,
+        "peak_bytes": plan.peak,
     }
 
 
@@ -297,6 +314,7 @@ def run_record(run: Run) -> dict[str, Any]:
         "memory_bytes": run.total_memory,
         "peak_bytes": run.peak,
         "seconds": run.seconds,
+        "seconds_per_step": run.step_seconds,
         "execution": run.execution,
         "device": run.device,
         "compile": run.compiled,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -241,7 +242,7 @@ def _class_in_file(path: Path, name: str) -> tuple[type[Task], str]:
     if name:
         task_class = find_callable(module, path, name, "task", TaskError)
         if not isinstance(task_class, type) or not issubclass(task_class, Task):
-            raise TaskError(f"{path}:{name} is not a task: derive it from bitplan.lab.tasks.Task.")
+            raise TaskError(not_a_task(task_class, path, name))
         return task_class, module_sha256(module)
     own = [
         value
@@ -249,6 +250,33 @@ def _class_in_file(path: Path, name: str) -> tuple[type[Task], str]:
         if isinstance(value, type) and issubclass(value, Task) and value.__module__ == module.__name__
     ]
     if len(own) != 1:
+        if not own and "train" in vars(module) and is_training_function(module.train):
+            raise TaskError(not_a_task(module.train, path, "train"))
         names = ", ".join(task.__name__ for task in own) or "none"
         raise TaskError(f"{path} has {len(own)} tasks ({names}): name one of them as {path}:MyTask.")
     return own[0], module_sha256(module)
+
+
+def is_training_function(function: object) -> bool:
+    """Whether a function can be called with a plan and a seed, as ``bitplan compare`` calls ``file.py:train``."""
+    try:
+        inspect.signature(function).bind(None, 0)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    return not isinstance(function, type)
+
+
+def not_a_task(function: object, path: Path, name: str) -> str:
+    """What to add to a file so that it can be trained."""
+    if is_training_function(function):
+        return (
+            f"{path}:{name} is a function of a plan and a seed, which trains under several plans: run it with bitplan "
+            f"compare {path}:{name} --plans fp32 int8-all."
+        )
+    if isinstance(function, type):
+        return f"{path}:{name} is not a task: derive it from bitplan.lab.tasks.Task."
+    return (
+        f"{path}:{name} makes a model, a batch and a loss, and training needs data, an optimizer and a metric: add "
+        f"a function train(plan, seed) that returns its metrics, such as {{'accuracy': 0.97}}, for bitplan compare "
+        f"{path}:train --plans fp32 int8-all, or a class derived from bitplan.lab.tasks.Task, for bitplan train."
+    )

@@ -153,6 +153,12 @@ class RunConfig:
     #: The measured sizes from which on GEMMs run natively, as of ``NativeTerms.crossover_record``; None: nothing was
     #: measured, or the run is older than this key.
     crossover: Mapping[str, Any] | None = None
+    #: The name in tables and charts of a run without a plan; None: fp32.
+    label: str | None = None
+    #: Whether the run was recorded in a loop of its own (:func:`bitplan.record`), which only that loop can repeat.
+    is_recorded: bool = False
+    #: The folder of the run that this one is compared with, relative to its own; None: none was named.
+    reference: str | None = None
     #: The command that reproduces the run in a new folder.
     command: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -285,6 +291,9 @@ _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "log_every": (_is_whole, "a whole number"),
     "measure_every": (_is_whole, "a whole number"),
     "crossover": (_is_crossover, "null, or min_macs and min_channels, each a size for every backend"),
+    "label": (_is_optional_text, "a text or null"),
+    "is_recorded": (lambda value: isinstance(value, bool), "true or false"),
+    "reference": (_is_optional_text, "a text or null"),
     "command": (_is_text, "a text"),
     "versions": (_is_mapping, "a mapping"),
     "machine": (_is_mapping, "a mapping"),

@@ -5,7 +5,8 @@
 ``plan.yaml``           the plan with everything it extends; absent without a plan
 ``metrics.jsonl``       loss, learning rate, bits, cost and metrics by step: reproducible to the byte
 ``measurements.jsonl``  measurements of every product, on request: :mod:`bitplan.lab.train.monitor`
-``times.jsonl``         seconds by step
+``times.jsonl``         seconds and peak memory by step
+``statistics.jsonl``    statistics of the rounding of every tensor by step, of recorded loops
 ``sites.json``          the format of every tensor and, at the end, statistics of its rounding
 ``summary.json``        the result; absent while the run is not finished
 ``checkpoints/``        see :mod:`bitplan.lab.train.checkpoint`
@@ -180,6 +181,7 @@ class RunFolder:
         self.metrics_file = self.path / "metrics.jsonl"
         self.times_file = self.path / "times.jsonl"
         self.measurements_file = self.path / "measurements.jsonl"
+        self.statistics_file = self.path / "statistics.jsonl"
         self.sites_file = self.path / "sites.json"
         self.summary_file = self.path / "summary.json"
         self.model_file = self.path / "model.safetensors"

@@ -42,9 +42,13 @@ from bitplan.lab.train.summary import (
     PromotionRecord,
     Status,
     Summary,
+    bits_since,
+    cost_figures,
+    cost_sums,
     measured_sites,
     open_events,
     planned_sites,
+    share_of_run,
 )
 from bitplan.plans import Plan
 from bitplan.plans.loading import find_plan
@@ -261,7 +265,7 @@ class _Loop:
         self.loss: float | None = None
         self.metrics: dict[str, float] = {}
         self.best: float | None = None
-        #: The cost up to the last line of metrics.jsonl, as of :func:`_sums`.
+        #: The cost up to the last line of metrics.jsonl, as of :func:`cost_sums`.
         self.told: tuple[float, ...] = (0, 0, 0, 0)
         self.bits = self.cost = 0.0
         self.promoted = 0
@@ -344,19 +348,18 @@ class _Loop:
 
     def _log(self, rate: float) -> None:
         cost = self.session.run.cost()
-        macs, bit_operations, elements, bits = (now - then for now, then in zip(_sums(cost), self.told, strict=True))
-        self.told = _sums(cost)
-        self.bits = math.sqrt(bit_operations / macs) if macs else 0.0
+        widths = bits_since(cost, self.told)
+        self.told = cost_sums(cost)
+        self.bits = widths["bits"]
         step, before = self.session.step, self.cost
-        self.cost = _share_of_run(cost, self.steps)
+        self.cost = share_of_run(cost, self.steps)
         self._step_cost = (self.cost - before) / max(step - self._logged_at, 1)
         self._logged_at = step
         line = {
             "step": step,
             "loss": self.loss,
             "lr": rate,
-            "bits": self.bits,
-            "mean_bits": bits / elements if elements else 0.0,
+            **widths,
             "cost": self.cost,
             **self._promotions(cost),
         }
@@ -502,20 +505,12 @@ class _Loop:
     # --- reporting ---
 
     def _summary(self, status: Status, cost: Cost, **more: Any) -> Summary:
-        bf16 = cost.baseline_bit_operations("bf16")
         facts: dict[str, Any] = {
             "step": self.session.step,
             "metrics": self.metrics,
             "best": self.best,
             "loss": self.loss,
-            "cost": {
-                "bitops": cost.bit_operations,
-                "relative_to_fp32": cost.relative,
-                "relative_to_bf16": cost.bit_operations / bf16 if bf16 else 0.0,
-                "mean_bits": cost.mean_bits,
-                "low_precision_ratio": cost.low_precision_ratio,
-            },
-            "memory": {role: part.bytes / max(cost.steps, 1) for role, part in cost.tensors.items()},
+            **cost_figures(cost),
             "peak": self.session.peak(),
             "seconds": self._seconds(),
             "promotions": self._promotion_records(),
@@ -547,14 +542,3 @@ class _Loop:
                 promoted=self.promoted,
             )
         )
-
-
-def _sums(cost: Cost) -> tuple[float, ...]:
-    """MACs and bit operations of all products, elements and bits of all tensors."""
-    return cost.training_macs, cost.bit_operations, cost.total.elements, cost.total.bits
-
-
-def _share_of_run(cost: Cost, steps: int) -> float:
-    """Bit operations as a share of what the whole run needs in FP32."""
-    whole = cost.baseline_bit_operations("fp32") / max(cost.steps, 1) * steps
-    return cost.bit_operations / whole if whole else 0.0

@@ -258,7 +258,9 @@ class Session:
         self._evaluated = self._called if compile and task.evaluates_compiled and whole else self.model
         ready = Copies(pinned)
         is_ahead = device.type == "cuda" and not task.batches_need_model
-        self._batches_ahead = Ahead(lambda step: ready(self._batch(step)), task.settings.all_steps) if is_ahead else None
+        self._batches_ahead = (
+            Ahead(lambda step: ready(self._batch(step)), task.settings.all_steps) if is_ahead else None
+        )
 
     def _new_optimizer(self) -> Optimizer:
         """The task's optimizer, with its state in the plan's formats."""
@@ -452,15 +454,20 @@ class Session:
         return first_not_finite(_tensors_in({name: p.grad for name, p in self.model.named_parameters()}))
 
     def peak(self) -> int:
-        """The most bytes held so far: on a GPU by torch's allocator, else by the whole process."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        try:
-            import resource
-        except ImportError:  # Windows
-            return 0
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if os.uname().sysname == "Darwin" else most * 1024
+        """The most bytes held so far."""
+        return peak_bytes(self.device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most bytes held so far: on a GPU by torch's allocator, else by the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if os.uname().sysname == "Darwin" else most * 1024
 
 
 def _tensors_in(state: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:

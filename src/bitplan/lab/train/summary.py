@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -13,11 +13,13 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from bitplan.analysis.cost import Cost
 from bitplan.errors import RunError
 from bitplan.lab.train.session import Session
 from bitplan.plans import ROLES
 from bitplan.runtime.attach import Attachment
 from bitplan.runtime.rounding_op import Promoted
+from bitplan.runtime.statistics import Statistics
 
 # --- TensorBoard events, where tensorboard is installed
 
@@ -113,13 +115,60 @@ def measured_sites(session: Session) -> list[dict[str, Any]]:
         return sites
     finally:
         session.step += 1
+    return with_statistics(sites, seen)
+
+
+def with_statistics(sites: Iterable[dict[str, Any]], statistics: Mapping[str, Statistics]) -> list[dict[str, Any]]:
+    """The records of sites with what rounding did there."""
+    remaining, records = dict(statistics), []
     for site in sites:
         # Of several weights or results of an operation the largest has the record, and is listed first.
         label, _, shown = site["site"].rpartition(":")
-        statistics = seen.pop(f"{label}:{site['role']}", None) if "(" not in shown else None
-        if statistics is not None and site["format"] is not None:
-            site |= {"overflow": statistics.overflow, "underflow": statistics.underflow, "error": statistics.error}
-    return sites
+        own = remaining.pop(f"{label}:{site['role']}", None) if "(" not in shown else None
+        records.append({**site, **statistics_record(own)} if own and site["format"] is not None else site)
+    return records
+
+
+def statistics_record(statistics: Statistics) -> dict[str, float]:
+    return {name: getattr(statistics, name) for name in ("overflow", "underflow", "error")}
+
+
+# --- What steps have cost
+
+
+def cost_sums(cost: Cost) -> tuple[float, ...]:
+    """MACs and bit operations of all products, elements and bits of all tensors."""
+    return cost.training_macs, cost.bit_operations, cost.total.elements, cost.total.bits
+
+
+def bits_since(cost: Cost, earlier: Sequence[float]) -> dict[str, float]:
+    """The width of products' operands and the mean width of tensors, in the steps since the sums were `earlier`."""
+    macs, bit_operations, elements, bits = (now - then for now, then in zip(cost_sums(cost), earlier, strict=True))
+    return {
+        "bits": math.sqrt(bit_operations / macs) if macs else 0.0,
+        "mean_bits": bits / elements if elements else 0.0,
+    }
+
+
+def share_of_run(cost: Cost, steps: int) -> float:
+    """Bit operations as a share of what a run of `steps` steps needs in FP32."""
+    whole = cost.baseline_bit_operations("fp32") / max(cost.steps, 1) * steps
+    return cost.bit_operations / whole if whole else 0.0
+
+
+def cost_figures(cost: Cost) -> dict[str, Any]:
+    """The ``cost`` and the ``memory`` of a summary."""
+    bf16 = cost.baseline_bit_operations("bf16")
+    return {
+        "cost": {
+            "bitops": cost.bit_operations,
+            "relative_to_fp32": cost.relative,
+            "relative_to_bf16": cost.bit_operations / bf16 if bf16 else 0.0,
+            "mean_bits": cost.mean_bits,
+            "low_precision_ratio": cost.low_precision_ratio,
+        },
+        "memory": {role: part.bytes / max(cost.steps, 1) for role, part in cost.tensors.items()},
+    }
 
 
 #: *finished*: all steps are made. *stopped*: on request; can be resumed. *diverged*: the loss or the weights are no

@@ -17,11 +17,17 @@
     return key === "color" && typeof part === "string" ? plain(part) : part;
   };
 
+  // Long titles of axes take two lines on a narrow screen.
+  const title = (given) => {
+    const text = typeof given === "object" ? given.text : given ?? "";
+    return isNarrow() ? text.replace(/^(.{16,30}) (.{8,})$/, "$1<br>$2") : text;
+  };
+
   const axis = (given) => ({
     gridcolor: css("--grid"), linecolor: css("--line"), zerolinecolor: css("--line"), zeroline: false, showline: true,
     ticks: "outside", tickcolor: css("--line"), ticklen: 4, ...given,
     tickfont: { ...(given?.tickfont ?? {}), color: css("--quiet") },
-    title: { standoff: 10, ...(typeof given?.title === "object" ? given.title : { text: given?.title ?? "" }),
+    title: { standoff: 10, ...(typeof given?.title === "object" ? given.title : {}), text: title(given?.title),
       font: { size: 13, color: css("--quiet") } },
   });
 
@@ -64,12 +70,73 @@
     const plan = document.getElementById(`${place}-plan`).value;
     const measure = document.getElementById(`${place}-measure`);
     const choices = drawings[place].choices;
-    const error = measure.querySelector('[value="error"]');
-    error.disabled = !Object.hasOwn(choices, `${plan}/error`);
-    const format = measure.querySelector('[value="format"]');
-    format.disabled = !Object.hasOwn(choices, `${plan}/format`);
-    if (measure.selectedOptions[0].disabled) measure.value = error.disabled ? "format" : "error";
-    return choices[`${plan}/${measure.value}`];
+    for (const option of measure.options) option.disabled = !Object.hasOwn(choices, `${plan}/${option.value}`);
+    if (measure.selectedOptions[0].disabled) measure.value = [...measure.options].find((option) => !option.disabled).value;
+    return atStep(place, choices[`${plan}/${measure.value}`]);
+  };
+
+  // Where bits follow a schedule, a slider shows those of one step in place of their range.
+  const atStep = (place, figure) => {
+    const slider = document.getElementById(`${place}-step`);
+    const moving = figure.layout.meta;
+    slider.parentElement.hidden = !moving?.follows;
+    if (!moving?.follows) return figure;
+    slider.max = moving.steps.length - 1;
+    const number = Number(slider.value);
+    slider.nextElementSibling.textContent = number < 0 ? "all" : String(moving.steps[number]);
+    if (number < 0) return figure;
+    const heat = figure.data[0];
+    const bits = moving.follows.map((row) => row.map((schedule) => (schedule === null ? null : moving.bits[schedule][number])));
+    const change = (grid, value) => grid.map((row, y) => row.map((cell, x) => (bits[y][x] === null ? cell : value(bits[y][x], cell))));
+    const data = [{ ...heat, z: change(heat.z, Math.log2), text: change(heat.text, (width, text) => text.replace(/[0-9].*$/, width)) }];
+    return { data, layout: figure.layout };
+  };
+
+  // The second run against the first: the ratio of their errors, or else the two formats.
+  const compared = (place) => {
+    const { rows, names, columns, runs, colours, ink } = drawings[place].pairs;
+    const grid = () => rows.map(() => columns.map(() => null));
+    const [z, text, hover] = [grid(), grid().map((row) => row.map(() => "")), grid().map((row) => row.map(() => ""))];
+    const [first, second] = ["first", "second"].map((name) => {
+      const cells = grid();
+      for (const [y, x, format, error, word] of runs[document.getElementById(`${place}-${name}`).value])
+        cells[y][x] = { format, error, word };
+      return cells;
+    });
+    const percent = (value) => (value === null ? "not recorded" : `${(100 * value).toPrecision(3)} %`);
+    const word = (cell) => cell?.word || "-";
+    rows.forEach((_, y) => columns.forEach((_, x) => {
+      const [a, b] = [first[y][x], second[y][x]];
+      if (!a && !b) return;
+      const ratio = a?.error > 0 && b?.error > 0 ? b.error / a.error : null;
+      const differs = (a?.format ?? "") !== (b?.format ?? "");
+      z[y][x] = ratio === null ? 0 : Math.max(-1, Math.min(1, Math.log10(ratio)));
+      text[y][x] = ratio !== null ? `×${ratio.toPrecision(2)}` : differs ? `${word(a)} → ${word(b)}` : "=";
+      hover[y][x] = `<b>${names[y]}</b><br>${a?.format || "left alone"}, error ${percent(a?.error ?? null)}<br>${b?.format || "left alone"}, error ${percent(b?.error ?? null)}`;
+    }));
+    const scale = colours.map((colour, number) => [number / (colours.length - 1), colour]);
+    return {
+      data: [{
+        type: "heatmap", z, text, hovertext: hover, hoverinfo: "text", hoverongaps: false, texttemplate: "%{text}", x: columns,
+        y: rows.map((_, y) => y), textfont: { size: 10, color: ink }, xgap: 2, ygap: 1, zmin: -1, zmax: 1, colorscale: scale,
+        colorbar: { thickness: 10, outlinewidth: 0, len: 1, xpad: 4, ypad: 0, tickvals: [-1, 0, 1], ticktext: ["×0.1", "×1", "×10"] },
+      }],
+      layout: {
+        height: Math.max(110 + 17 * rows.length, 200), margin: { l: 8, r: 16, t: 28, b: 8, pad: 2 }, hovermode: "closest",
+        showlegend: false, xaxis: { side: "top", type: "category", tickangle: 0, showgrid: false, automargin: true },
+        yaxis: { tickvals: rows.map((_, y) => y), ticktext: rows, tickfont: { size: 11 }, range: [rows.length - 0.5, -0.5],
+          showgrid: false, zeroline: false, automargin: true },
+      },
+    };
+  };
+
+  // The whole axis in place of the part of it with the plans that work.
+  const whole = new Set();
+  const zoomed = (place, figure) => {
+    if (!whole.has(place)) return figure;
+    const range = figure.layout.meta.whole;
+    const yaxis = { ...figure.layout.yaxis, range: range ?? undefined, autorange: !range };
+    return { ...figure, layout: { ...figure.layout, yaxis } };
   };
 
   // On a narrow screen a heat map needs the room of its long names and of its scale for itself.
@@ -80,7 +147,8 @@
     const { xaxis, yaxis } = figure.layout;
     const isCrowded = figure.data[0].x.length > 5;
     return {
-      data: figure.data.map((trace) => ({ ...trace, showscale: false, textfont: { size: 9 },
+      data: figure.data.map((trace) => ({ ...trace, showscale: false, textfont: { ...trace.textfont, size: 9 },
+        text: trace.text.map((row) => row.map((text) => (isCrowded && text.includes("→") ? "≠" : text))),
         x: isCrowded ? trace.x.map((name) => name.replaceAll("<br>.", ".").replaceAll("<br>", " ")) : trace.x })),
       layout: { ...figure.layout,
         xaxis: { ...xaxis, tickfont: { size: 10 }, tickangle: isCrowded ? -60 : 0 },
@@ -90,7 +158,8 @@
 
   const draw = (place) => {
     const element = document.getElementById(place);
-    const figure = narrowed(drawings[place].choices ? picked(place) : drawings[place]);
+    const drawing = drawings[place];
+    const figure = narrowed(drawing.choices ? picked(place) : drawing.pairs ? compared(place) : zoomed(place, drawing));
     element.style.height = `${figure.layout.height}px`;
     const hidden = hiddenIn(element.closest(".experiment"));
     return Plotly.react(element, tracesInTheme(figure.data, hidden), layoutInTheme(figure.layout), settings);
@@ -111,18 +180,50 @@
   system.addEventListener("change", paint);
   matchMedia("(max-width: 519px)").addEventListener("change", paint);
 
+  // A plan that is hidden is in no chart of curves or points, and in no row of the tables of plans and runs.
+  const showPlans = (section) => {
+    const names = new Set();
+    for (const entry of section.querySelectorAll(".entry"))
+      if (entry.getAttribute("aria-pressed") === "false") names.add(entry.dataset.label);
+    for (const table of section.querySelectorAll("table[data-sorts]"))
+      for (const row of table.tBodies[0].rows) row.hidden = names.has(row.cells[0].dataset.order);
+    for (const place of Object.keys(drawings))
+      if (place.startsWith(`${section.id}-`) && !drawings[place].choices && !drawings[place].pairs) draw(place);
+  };
+
   for (const entry of document.querySelectorAll(".entry")) {
     entry.addEventListener("click", () => {
       entry.setAttribute("aria-pressed", String(entry.getAttribute("aria-pressed") !== "true"));
-      const key = entry.closest(".legend").dataset.for;
-      for (const place of Object.keys(drawings)) if (place.startsWith(`${key}-`) && !drawings[place].choices) draw(place);
+      showPlans(entry.closest(".experiment"));
+    });
+  }
+
+  const filterPlans = (field) => {
+    const section = field.closest(".experiment");
+    const part = field.value.trim().toLowerCase();
+    for (const entry of section.querySelectorAll(".entry")) {
+      const fits = entry.dataset.label.toLowerCase().includes(part);
+      entry.parentElement.hidden = !fits;
+      entry.setAttribute("aria-pressed", String(fits));
+    }
+    showPlans(section);
+  };
+  for (const field of document.querySelectorAll(".filter")) field.addEventListener("input", () => filterPlans(field));
+
+  for (const button of document.querySelectorAll(".zoom")) {
+    button.addEventListener("click", () => {
+      const place = button.dataset.for;
+      if (!whole.delete(place)) whole.add(place);
+      button.setAttribute("aria-pressed", String(whole.has(place)));
+      button.textContent = whole.has(place) ? "Show the plans that work" : "Show the whole axis";
+      draw(place);
     });
   }
 
   for (const place of Object.keys(drawings)) {
-    if (!drawings[place].choices) continue;
-    for (const control of ["plan", "measure"])
-      document.getElementById(`${place}-${control}`).addEventListener("change", () => draw(place));
+    for (const control of ["plan", "measure", "first", "second"])
+      document.getElementById(`${place}-${control}`)?.addEventListener("change", () => draw(place));
+    document.getElementById(`${place}-step`)?.addEventListener("input", () => draw(place));
   }
 
   // Numbers by size, texts by alphabet, and what is missing always last.
@@ -160,6 +261,30 @@
       }
       setTimeout(() => { button.textContent = "Copy"; }, 1500);
     });
+  }
+
+  // While runs go on, the page loads itself again, and shows what the reader had chosen.
+  const refresh = Number(root.dataset.refresh ?? 0);
+  const chosenControls = () => [...document.querySelectorAll(".filter, .controls select, .controls input[type=range]")];
+  if (refresh) {
+    const kept = JSON.parse(sessionStorage.getItem(location.pathname) ?? "null");
+    if (kept) {
+      chosen = kept.chosen;
+      chosenControls().forEach((control, number) => {
+        if (kept.values[number] !== undefined && kept.values[number] !== "") control.value = kept.values[number];
+      });
+      for (const field of document.querySelectorAll(".filter")) if (field.value) filterPlans(field);
+      for (const entry of document.querySelectorAll(".entry"))
+        if (kept.hidden.includes(entry.dataset.label)) entry.click();
+      for (const button of document.querySelectorAll(".zoom")) if (kept.whole.includes(button.dataset.for)) button.click();
+      addEventListener("load", () => scrollTo(0, kept.scroll));
+    }
+    setTimeout(() => {
+      const hidden = [...document.querySelectorAll('.entry[aria-pressed="false"]')].map((entry) => entry.dataset.label);
+      const values = chosenControls().map((control) => control.value);
+      sessionStorage.setItem(location.pathname, JSON.stringify({ chosen, values, hidden, whole: [...whole], scroll: scrollY }));
+      location.reload();
+    }, 1000 * refresh);
   }
 
   // Tests wait for this, and nothing else reads it.
