@@ -59,6 +59,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working folder with the examples in it, and short trainings for everything that trains to measure."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # as for a script in that folder
     monkeypatch.setattr("bitplan.lab.train.stages.STEPS", 3)
     return tmp_path
 

@@ -75,6 +75,7 @@ def test_the_public_names() -> None:
         "pack",
         "quantize",
         "range_test",
+        "register_format",
         "schedule",
     ]
     assert all(hasattr(bitplan, name) for name in bitplan.__all__)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from bitplan.analysis.measure import measure
     from bitplan.analysis.memory import estimate_memory
     from bitplan.analysis.sites import list_sites
-    from bitplan.numerics.formats import Format, get_format
+    from bitplan.numerics.formats import Format, get_format, register_format
     from bitplan.numerics.packing import PackedTensor, pack
     from bitplan.numerics.quantizer import Quantizer, quantize
     from bitplan.planners import advise, assign, auto, range_test
@@ -56,6 +56,7 @@ __all__ = [
     "pack",
     "quantize",
     "range_test",
+    "register_format",
     "schedule",
 ]
 
@@ -67,7 +68,7 @@ _EXPORTS = {
     "bitplan.analysis.measure": ("measure",),
     "bitplan.analysis.memory": ("estimate_memory",),
     "bitplan.analysis.sites": ("list_sites",),
-    "bitplan.numerics.formats": ("Format", "get_format"),
+    "bitplan.numerics.formats": ("Format", "get_format", "register_format"),
     "bitplan.numerics.packing": ("PackedTensor", "pack"),
     "bitplan.numerics.quantizer": ("Quantizer", "quantize"),
     "bitplan.planners": ("advise", "assign", "auto", "range_test"),

@@ -114,6 +114,7 @@ def _print_version(is_requested: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     verbose: Annotated[
         int,
         typer.Option("--verbose", "-v", count=True, show_default=False, help="Show the log on stderr; -vv for all."),
@@ -121,7 +122,18 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
+    allow_code: Annotated[
+        bool,
+        typer.Option(
+            "--allow-code", help="Import the functions that plans name as module:name. For plans that you trust only."
+        ),
+    ] = False,
 ) -> None:
+    if allow_code:
+        from bitplan.plans.code import code_allowed
+
+        sys.path.append(os.getcwd())  # as for python -m bitplan; workers inherit it
+        context.with_resource(code_allowed())
     if verbose:
         _show_log(logging.INFO if verbose == 1 else logging.DEBUG)
 

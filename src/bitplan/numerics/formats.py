@@ -7,7 +7,7 @@ There are four kinds, all available by name through :func:`bitplan.get_format`:
 * :class:`IntFormat`: whole numbers, symmetric about zero (``int8``: -127..127) or unsigned and affine
   (``uint8``: 0..255 steps above a minimum).
 * :class:`BlockFormat`: small elements sharing one stored scale per block: OCP MX and NVFP4.
-* :class:`CodebookFormat`: any list of up to 256 numbers; NF4 is one.
+* :class:`CodebookFormat`: any list of up to 256 numbers; NF4 is one, :func:`register_format` makes others.
 
 This module has data and closed formulas only; :mod:`bitplan.numerics.rounding` rounds tensors to a format.
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import re
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -28,6 +29,7 @@ from typing import Literal, cast
 
 from bitplan.compiler.tracing import is_traced
 from bitplan.errors import FormatError, nearest_names
+from bitplan.extensions import FORMATS, find_entry_point
 
 #: Which codes of the all-ones exponent are not numbers: ``ieee`` infinities and NaNs, ``fn`` one NaN
 #: per sign (OCP), ``none`` nothing: the binade is an ordinary one.
@@ -512,18 +514,74 @@ def _parse(name: str) -> Format:
         return block
     if text in _CODEBOOKS:
         return _CODEBOOKS[text]
+    if text in _REGISTERED:
+        return _REGISTERED[text]
     if match := _INT.fullmatch(text):
         return IntFormat(int(match["bits"]), affine=bool(match["affine"]))
     if match := _FLOAT.fullmatch(text):
         x, y = int(match["x"]), int(match["y"])
         specials = cast("Specials | None", match["specials"]) or _default_specials(x, y, match["bias"] is not None)
         return FloatFormat(x, y, int(match["bias"] or 0), specials, subnormals=not match["flush"])
-    suggestions = [*NAMED, "int5", "int7", "uint8", "e4m3b4", "e5m2b0", "e6m9b0"]
+    values = find_entry_point(FORMATS, text)
+    if values is not None:
+        return register_format(text, values() if callable(values) else values)
+    suggestions = [*NAMED, *_REGISTERED, "int5", "int7", "uint8", "e4m3b4", "e5m2b0", "e6m9b0"]
     raise FormatError(f"there is no number format {name!r}; {nearest_names(text, suggestions)}")
 
 
 #: Cached: attaching a plan to a model parses names a hundred thousand times.
 _parse_once = lru_cache(maxsize=1024)(_parse)
+
+
+# --- Formats of the user's own
+
+
+#: Name -> format, of :func:`register_format`. A name never changes its meaning: compiled code knows formats by name.
+_REGISTERED: dict[str, CodebookFormat] = {}
+#: Not names that stand for something else in plans, or that look like formats that their names define.
+OWN_NAME_PATTERN = r"^(?!(keep|int|float|(e[0-9]+m|u?int|mxfp|mxint|nvfp)[0-9].*)$)[a-z_][a-z0-9_-]*$"
+
+
+def check_own_name(name: str) -> None:
+    """Raise unless a format of the user's own may have that name."""
+    if not isinstance(name, str) or not re.fullmatch(OWN_NAME_PATTERN, name):
+        raise FormatError(
+            f"{name!r} cannot name a format of your own: use small letters, digits, - and _, and a name that does not "
+            f"look like a built-in one."
+        )
+
+
+def register_format(name: str, values: Iterable[float]) -> CodebookFormat:
+    """Make a list of up to 256 numbers a format, which is known by `name` in plans and everywhere else in this process.
+
+    :param values: in any order, each rounded to float32. A scale maps the amax to the largest magnitude.
+
+    >>> register_format("thirds", [-1, -1 / 3, 1 / 3, 1]).bits
+    2
+    >>> get_format("thirds").max
+    1.0
+    """
+    check_own_name(name)
+    try:
+        numbers = sorted(map(float, values))
+    except (TypeError, ValueError):
+        raise FormatError(f"the values of {name} must be a list of numbers.") from None
+    made, known = CodebookFormat(name, tuple(numbers)), _REGISTERED.get(name) or _built_in(name)
+    if known is not None and known != made:
+        kind = "registered with other values" if name in _REGISTERED else "a built-in format"
+        raise FormatError(f"{name!r} is {kind} already: choose another name.")
+    if known is None:
+        _REGISTERED[name] = made
+    return made
+
+
+def registered_format(name: str) -> CodebookFormat | None:
+    """The format that was registered by that name."""
+    return _REGISTERED.get(name)
+
+
+def _built_in(name: str) -> Format | None:
+    return _FLOAT_ALIASES.get(name) or _BLOCKS.get(_BLOCK_SPELLINGS.get(name, name)) or _CODEBOOKS.get(name)
 
 
 def float_name(value: FloatFormat) -> str:

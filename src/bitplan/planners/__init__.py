@@ -5,5 +5,17 @@ from bitplan.planners.assign import assign
 from bitplan.planners.auto import AutoResult, auto
 from bitplan.planners.cpt import cpt_plan
 from bitplan.planners.range_test import RangeTest, range_test
+from bitplan.planners.registry import register_planner
 
-__all__ = ["Advice", "AutoResult", "RangeTest", "advise", "advise_on", "assign", "auto", "cpt_plan", "range_test"]
+__all__ = [
+    "Advice",
+    "AutoResult",
+    "RangeTest",
+    "advise",
+    "advise_on",
+    "assign",
+    "auto",
+    "cpt_plan",
+    "range_test",
+    "register_planner",
+]

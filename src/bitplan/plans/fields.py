@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from bitplan.errors import PlanError, nearest_names
+from bitplan.errors import FormatError, PlanError, nearest_names
 from bitplan.plans.tree import Node
 
 T = TypeVar("T")
@@ -102,6 +103,20 @@ class Whole(Kind[int]):
 
 
 @dataclass(frozen=True)
+class Number(Kind[float]):
+    """A finite number."""
+
+    def read(self, node: Node) -> float:
+        value = node.value
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
+            raise node.error(f"this must be a number, not {node.describe()}.")
+        return float(value)
+
+    def shape(self) -> Schema:
+        return {"type": "number"}
+
+
+@dataclass(frozen=True)
 class Share(Kind[float]):
     """A number above 0, at most 1."""
 
@@ -174,7 +189,7 @@ class Named(Kind[dict[str, T]]):
         for name, item in entries_of(node).items():
             try:
                 self.check_name(name)
-            except PlanError as error:
+            except (FormatError, PlanError) as error:
                 raise item.error(str(error)) from None
             values[name] = self.item.read(item)
         return values

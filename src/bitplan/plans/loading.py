@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from bitplan.errors import PlanError, nearest_names
+from bitplan.errors import FormatError, PlanError, nearest_names
+from bitplan.numerics.formats import register_format
+from bitplan.plans.code import is_code_allowed
 from bitplan.plans.document import VERSION, Plan
 from bitplan.plans.fields import entries_of, items_of
 from bitplan.plans.grammar import PLAN
@@ -31,7 +33,9 @@ def plan_from_tree(tree: Node, origin: Path | None = None, chain: tuple[str, ...
     """The plan of a tree. `origin` is the file it came from, `chain` the files and presets being extended by now."""
     if tree.value is None:
         raise tree.error(f"the plan is empty: write at least version: {VERSION}.")
+    _register_formats(tree)
     values = PLAN.read(tree)
+    values.pop("formats", None)
     base = None
     if "extends" in values:
         base = _base(entries_of(tree)["extends"], values["extends"], origin, chain)
@@ -39,9 +43,22 @@ def plan_from_tree(tree: Node, origin: Path | None = None, chain: tuple[str, ...
     rules: tuple[Rule, ...] = values.pop("rules", ())
     _check_names(tree, quantizers, rules, values.get("schedules", {}), base)
     try:
-        return Plan(rules, quantizers, base=base, origin=origin, **values)
+        plan = Plan(rules, quantizers, base=base, origin=origin, **values)
     except PlanError as error:
         raise tree.error(str(error)) from None
+    return plan.with_code() if is_code_allowed() else plan
+
+
+def _register_formats(tree: Node) -> None:
+    """Make the plan's own code books known, before quantizers name them."""
+    formats = entries_of(tree).get("formats")
+    if formats is None:
+        return
+    for name, values in PLAN.fields["formats"].read(formats).items():
+        try:
+            register_format(name, values)
+        except FormatError as error:
+            raise entries_of(formats)[name].error(str(error)) from None
 
 
 def _check_names(

@@ -7,7 +7,7 @@ Over time a place may change its whole quantizer, scale included: ``until: 90%, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from bitplan.errors import PlanError, nearest_names
+from bitplan.extensions import QUANTIZERS
 from bitplan.numerics.formats import NAMED, get_format
 from bitplan.plans.schedules import Position, RunPoint, Schedule
 from bitplan.plans.schedules.base import Whole
@@ -205,6 +206,31 @@ def switches(use: Use) -> Iterator[OverTime]:
         yield use
         for case in use.cases:
             yield from switches(case)
+
+
+def written_quantizers(use: Use) -> Iterator[QuantizerSpec]:
+    """The quantizers that are spelled out within `use` itself, those of promotions included; names are not followed."""
+    if isinstance(use, (Switch, Choosing)):
+        for case in use.cases:
+            yield from written_quantizers(case)
+    elif isinstance(use, QuantizerSpec):
+        yield use
+        if use.promote is not None:
+            yield from written_quantizers(use.promote.to)
+
+
+def map_quantizers(use: Use, change: Callable[[QuantizerSpec], QuantizerSpec]) -> Use:
+    """`use` with every quantizer that it spells out changed."""
+    if isinstance(use, Switch):
+        return replace(use, use=map_quantizers(use.use, change), then=map_quantizers(use.then, change))
+    if isinstance(use, Choosing):
+        return replace(use, choose=tuple((level, map_quantizers(case, change)) for level, case in use.choose))
+    return change(use) if isinstance(use, QuantizerSpec) else use
+
+
+def with_imported_function(spec: QuantizerSpec) -> QuantizerSpec:
+    """The quantizer with its function imported."""
+    return spec if spec.function is None else replace(spec, function=spec.function.imported(QUANTIZERS))
 
 
 def looked_up(spec: QuantizerSpec, names: Names, passed: tuple[str, ...] = ()) -> QuantizerSpec:

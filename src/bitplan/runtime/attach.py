@@ -46,6 +46,7 @@ def attach(
     mutable_formats: bool = False,
     stats: bool = False,
     execution: str | ExecutionOptions | None = None,
+    allow_code: bool = False,
 ) -> Attachment:
     """Attach `plan` (a plan, a preset's name, a file or a mapping) to `model`.
 
@@ -67,6 +68,7 @@ def attach(
     :param stats: gather rounding statistics at every site, see :meth:`Attachment.stats`.
     :param execution: ``"emulate"``, ``"packed"`` or ``"native"``, or an object with options: :class:`bitplan.Packed`,
         :class:`bitplan.Native`. By default the plan's ``execution:``, or emulation where it has none.
+    :param allow_code: import the functions and classes that the plan names as ``module:name``, if you trust it.
     """
     from bitplan.executions import make_execution  # built on top of the runtime
 
@@ -74,6 +76,9 @@ def attach(
     if not isinstance(model, nn.Module):
         raise _not_a_model(model, plan)
     resolved = find_plan(plan)
+    if allow_code:
+        resolved = resolved.with_code()
+    resolved.require_code()
     example = inputs_of(model, example)
     options = options or resolved.declared_execution or Emulate()
     _release_copy(model)

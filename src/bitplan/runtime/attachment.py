@@ -94,6 +94,8 @@ class Attachment:
         self._rounder = Rounder(execution)
         self._clock = ScheduleClock(plan, steps, fixed=execution.packs_saved_tensors)
         decider = Decider(plan, mutable_formats, stats, execution)
+        #: Objects of the user's own classes that round, by site.
+        self._quantizer_modules = decider.quantizer_modules
         self._installation = Installation(self.model, self._rounder, decider, self._clock)
         self._all_tables = self._installation.tables
         self._coverage = RuleCoverage(plan, scripted_modules(self.model), not (mutable_formats or stats))
@@ -199,6 +201,7 @@ class Attachment:
         own_options = {**({} if mode is None else torch_private.list_mode_options(mode, dynamic)), **(options or {})}
         settings = self._compiler_settings(own_options)
         self._installation.update_versions()
+        self._installation.require_compilable()
         target = self.model if module is None else module
         arguments: dict[str, Any] = {
             "fullgraph": fullgraph,
@@ -317,6 +320,18 @@ class Attachment:
     def _formats_changed(self) -> None:
         self._cost_tracker.formats_changed()
         self._all_tables.formats_changed()
+
+    def quantizer_modules(self) -> dict[str, nn.Module]:
+        """The objects of the user's own classes that round tensors (``function: module:Class``), by site.
+
+        Those of the operations that the example or a forward pass has run. Their parameters are no parameters of the
+        model: give them to the optimizer by :meth:`quantizer_parameters`.
+        """
+        return dict(self._quantizer_modules)
+
+    def quantizer_parameters(self) -> list[nn.Parameter]:
+        """The parameters of :meth:`quantizer_modules`: ``optimizer.add_param_group({"params": ...})``."""
+        return [parameter for module in self._quantizer_modules.values() for parameter in module.parameters()]
 
     def set_format(self, quantizer: str, format: str) -> None:
         """Give the plan's named quantizer another number format from now on, without a recompilation.
@@ -554,6 +569,10 @@ class Attachment:
             total=self.steps,
             phase=self._installation.phase,
             position=[self._clock.position.step, self._clock.position.total],
+            quantizers={
+                site: {name: value.cpu().clone() for name, value in module.state_dict().items()}
+                for site, module in self._quantizer_modules.items()
+            },
         ).to_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -562,6 +581,7 @@ class Attachment:
         saved.require_plan(self.plan, self._clock)
         self._installation.prepare_phases(saved.phases)
         saved.require_rows(self._installation.rows_in(saved.phase))
+        saved.load_quantizers(self._quantizer_modules)
         self._step, self.seed = saved.step, saved.seed
         self._installation.restore_formats(saved.phase, saved.formats)
         self._clock.restore(saved.step, saved.position)

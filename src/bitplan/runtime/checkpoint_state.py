@@ -7,10 +7,10 @@ records of statistics, and the steps that costs are computed from.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from bitplan.errors import PlanError
 from bitplan.plans import Plan
@@ -41,6 +41,8 @@ class RunState:
     phase: Phase = ()
     #: Step and total of the clock, for runs whose loop reports its progress.
     position: list[int] | None = None
+    #: Site -> state of the object of the user's own class that rounds there.
+    quantizers: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, state: Any) -> RunState:
@@ -57,10 +59,23 @@ class RunState:
             total=state.get("total"),
             phase=tuple(state.get("phase", ())),
             position=state.get("position"),
+            quantizers=state.get("quantizers", {}),
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "phase": list(self.phase)}
+        entries = {**vars(self), "phase": list(self.phase)}
+        return entries if self.quantizers else {key: value for key, value in entries.items() if key != "quantizers"}
+
+    def load_quantizers(self, modules: Mapping[str, nn.Module]) -> None:
+        """Give objects of the user's own classes their saved parameters."""
+        missing = [site for site in self.quantizers if site not in modules]
+        if missing:
+            raise PlanError(
+                f"this state has parameters of the quantizer at {missing[0]}, which the plan has not made yet: give "
+                f"attach() an example= batch."
+            )
+        for site, state in self.quantizers.items():
+            modules[site].load_state_dict(state)
 
     @property
     def phases(self) -> Iterator[Phase]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.overrides
+from torch import nn
 
 from bitplan.capture.decompositions import DECOMPOSITIONS, has_slots, is_decomposed
 from bitplan.capture.ops import PRODUCTS, name_of
@@ -98,6 +99,8 @@ class Decider:
         self._named = named_operations(plan)
         self._mutable_formats: dict[QuantizerSpec, MutableFormat] = {} if whole is None else whole._mutable_formats
         self._rounding_ops: dict[Hashable, RoundingOp] = {} if whole is None else whole._rounding_ops
+        #: Objects of the user's own classes that round, by site.
+        self.quantizer_modules: dict[str, nn.Module] = {} if whole is None else whole.quantizer_modules
 
     def in_phase(self, plan: Plan) -> Decider:
         """The decider of a phase of the plan."""
@@ -137,7 +140,7 @@ class Decider:
         }
         frozen = frozen_spec(self.plan, tables.path, tables.module, op)
         prepared = self.execution.prepare(decision if frozen is None else with_stored_weight(decision, frozen), op)
-        rounding = OpRounding(decision, op, places, prepared)
+        rounding = OpRounding(decision, op, places, prepared, self.quantizer_modules)
         tables.needs_keys |= rounding.needs_key
         return rounding
 
