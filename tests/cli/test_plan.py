@@ -121,7 +121,7 @@ def test_a_rule_that_is_not_strict_is_a_remark_on_stderr(bitplan: Bitplan, own: 
         (["explain", "bf16-all", "gpt-huge"], "there is no built-in model or task 'gpt-huge'; did you mean"),
         (["explain", "int8-minmax", "absent.py:make"], "there is no file absent.py"),
         (["check", "bad.yaml"], "bad.yaml:2: rules[0]: there is no key 'wieght' here; did you mean weight"),
-        (["show", "absent.yaml"], "there is no file absent.yaml."),
+        (["show", "absent.yaml"], "there is no file absent.yaml: name a plan's file"),
     ],
 )
 def test_a_mistake_is_one_sentence_on_stderr(bitplan: Bitplan, own: str, arguments: list[str], sentence: str) -> None:

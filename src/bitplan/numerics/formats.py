@@ -27,6 +27,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Literal, cast
 
+import torch
+
 from bitplan.compiler.tracing import is_traced
 from bitplan.errors import FormatError, nearest_names
 from bitplan.extensions import FORMATS, find_entry_point
@@ -492,6 +494,16 @@ _FLOAT = re.compile(r"e(?P<x>\d+)m(?P<y>\d+)(?:b(?P<bias>-?\d+))?(?P<specials>ie
 _INT = re.compile(r"(?P<affine>u?)int(?P<bits>\d+)")
 
 
+#: Names that say a width only -> the formats that are meant.
+SEVERAL_FORMATS = {
+    "fp8": "e4m3 for weights and activations, e5m2 for gradients",
+    "float8": "e4m3 for weights and activations, e5m2 for gradients",
+    "fp6": "e2m3 or e3m2",
+    "fp4": "e2m1, with blocks and their scales mxfp4 or nvfp4, or nf4 for frozen weights",
+    "float4": "e2m1, with blocks and their scales mxfp4 or nvfp4, or nf4 for frozen weights",
+}
+
+
 def get_format(name: str | Format) -> Format:
     """The format of that name; a format is returned as it is.
 
@@ -501,8 +513,14 @@ def get_format(name: str | Format) -> Format:
     if isinstance(name, (FloatFormat, IntFormat, BlockFormat, CodebookFormat)):
         return name
     if not isinstance(name, str):
-        raise FormatError(f"a format is given by its name, such as 'e4m3' or 'int8', not by {name!r}.")
+        raise _not_a_name(name)
     return _parse(name) if is_traced() else _parse_once(name)  # Dynamo warns of caches
+
+
+def _not_a_name(value: object) -> FormatError:
+    actual = str(value) if isinstance(value, (int, float, torch.dtype)) else f"a {type(value).__name__}"
+    advice = f": whole numbers of {value} bits are int{value}" if type(value) is int else ""
+    return FormatError(f"a format is given by its name, such as 'e4m3' or 'int8', not by {actual}{advice}.")
 
 
 def _parse(name: str) -> Format:
@@ -525,6 +543,8 @@ def _parse(name: str) -> Format:
     values = find_entry_point(FORMATS, text)
     if values is not None:
         return register_format(text, values() if callable(values) else values)
+    if text in SEVERAL_FORMATS:
+        raise FormatError(f"there is no number format {name!r}, because there are several: {SEVERAL_FORMATS[text]}.")
     suggestions = [*NAMED, *_REGISTERED, "int5", "int7", "uint8", "e4m3b4", "e5m2b0", "e6m9b0"]
     raise FormatError(f"there is no number format {name!r}; {nearest_names(text, suggestions)}")
 

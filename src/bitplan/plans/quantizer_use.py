@@ -16,7 +16,7 @@ import numpy as np
 
 from bitplan.errors import PlanError, nearest_names
 from bitplan.extensions import QUANTIZERS
-from bitplan.numerics.formats import NAMED, get_format
+from bitplan.numerics.formats import NAMED, SEVERAL_FORMATS, get_format
 from bitplan.plans.schedules import Position, RunPoint, Schedule
 from bitplan.plans.schedules.base import Whole
 from bitplan.plans.spec import KEEP, LIKE_A_FORMAT, QuantizerSpec, check_name, is_family, is_format
@@ -281,23 +281,13 @@ def _named(name: str, names: Names, passed: Iterable[str]) -> Use:
     return names.quantizers[name]
 
 
-#: Names that say a width only -> the formats that are meant.
-_SEVERAL_FORMATS = {
-    "fp8": "e4m3 for weights and activations, e5m2 for gradients",
-    "float8": "e4m3 for weights and activations, e5m2 for gradients",
-    "fp6": "e2m3 or e3m2",
-    "fp4": "e2m1, with blocks and their scales mxfp4 or nvfp4, or nf4 for frozen weights",
-    "float4": "e2m1, with blocks and their scales mxfp4 or nvfp4, or nf4 for frozen weights",
-}
-
-
 def _unknown_name(text: str, names: Iterable[str]) -> str:
     if re.fullmatch(LIKE_A_FORMAT, text.strip(), re.IGNORECASE):
         try:
             get_format(text)
         except ValueError as error:
             return str(error)
-    if (several := _SEVERAL_FORMATS.get(text.strip().lower())) is not None:
+    if (several := SEVERAL_FORMATS.get(text.strip().lower())) is not None:
         return f"there is no quantizer or number format {text!r}, because there are several of this width: {several}."
     candidates = [*names, KEEP, *NAMED]
     return f"there is no quantizer or number format {text!r}; {nearest_names(text, candidates)}"

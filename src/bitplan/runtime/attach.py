@@ -11,7 +11,6 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from os import PathLike
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from bitplan.capture.selectors import expand_plan
 from bitplan.errors import BitplanWarning, PlanError
 from bitplan.plans import Plan
 from bitplan.plans.execution import Emulate, ExecutionOptions, Native, execution_options
-from bitplan.plans.loading import find_plan
+from bitplan.plans.loading import PlanSource, find_plan
 from bitplan.runtime.attachment import Attachment
 from bitplan.runtime.clock import Total
 from bitplan.runtime.module_state import remove_buffers
@@ -37,7 +36,7 @@ log = logging.getLogger("bitplan")
 
 def attach(
     model: nn.Module,
-    plan: Plan | str | PathLike[str] | Mapping[str, Any],
+    plan: PlanSource,
     *,
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
     steps: Total | None = None,
@@ -137,7 +136,7 @@ def _record(model: nn.Module, plan: Plan, example: Any) -> tuple[Plan, list[Oper
         if plan.has_selectors:
             return expand_plan(plan, unwrapped(model), example)
         return plan, record(unwrapped(model), example, opens=partial(is_decomposed, plan))
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise PlanError(
             f"the model does not run on the example ({reason}): give a batch as the model takes it."
@@ -185,6 +184,10 @@ def _optimizers(optimizer: Optimizer | Iterable[Optimizer] | None, model: nn.Mod
     for item in several:
         inner = getattr(item, "optimizer", None)
         item = inner if isinstance(inner, Optimizer) else item
+        if isinstance(item, type):
+            raise PlanError(
+                f"optimizer= is an optimizer, not the class {item.__name__}: {item.__name__}(model.parameters(), ...)."
+            )
         if not isinstance(item, Optimizer):
             raise PlanError(f"optimizer= takes a torch.optim.Optimizer or several of them, not {type(item).__name__}.")
         optimizers.append(item)
@@ -196,5 +199,9 @@ def _optimizers(optimizer: Optimizer | Iterable[Optimizer] | None, model: nn.Mod
 
 
 def _not_a_model(model: object, plan: object) -> PlanError:
-    order = " The model comes first: attach(model, plan)." if isinstance(plan, nn.Module) else ""
-    return PlanError(f"a plan is attached to a torch.nn.Module, not to {type(model).__name__}.{order}")
+    advice = " The model comes first: attach(model, plan)." if isinstance(plan, nn.Module) else ""
+    if isinstance(model, type):
+        return PlanError(f"a plan is attached to a model, not to the class {model.__name__}: make one of it first.")
+    if isinstance(model, Mapping):
+        advice = " Load a state_dict into a model first."
+    return PlanError(f"a plan is attached to a torch.nn.Module, not to {type(model).__name__}.{advice}")

@@ -382,6 +382,7 @@ class Attachment:
         """Raise where a rule has no effect on these operations; rules for the loss wait for :meth:`loss`."""
         self._coverage.note_recorded(operations)
         waiting = [rule for rule in self.plan.all_rules if self._coverage.waits_for_loss(rule)]
+        self._coverage.require_known_operations(waiting)
         self._coverage.require_effect(lambda rule: rule in waiting or self._coverage.covers_scripted_module(rule))
         self._cost_tracker.use(operations)
         self._installation.add_rows_for(operations)

@@ -282,7 +282,7 @@ def find_suite(name: str) -> Suite:
     if name in SUITES:
         return SUITES[name]
     if parse_file_name(name) is None and name not in registry.names():
-        raise RunError(f"there is no suite {name!r}; {nearest_names(name, (*SUITES, *registry.names()))}.")
+        raise RunError(f"there is no suite {name!r}; {nearest_names(name, (*SUITES, *registry.names()))}")
     planner = find_function(name, registry)
     return Suite(name, "FP32, and the plans of a planner", make=lambda task, options: _planned(name, planner, task))
 

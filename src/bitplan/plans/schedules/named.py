@@ -43,7 +43,7 @@ def schedule_from_data(data: Mapping[str, Any]) -> Schedule:
     name = options.pop("name", None)
     names = (*TEN, *_OTHERS)
     if not isinstance(name, str) or (name not in _OTHERS and name.upper() not in TEN):
-        raise ScheduleError(f"there is no schedule {name!r}; {nearest_names(str(name), names)}.")
+        raise ScheduleError(f"there is no schedule {name!r}; {nearest_names(str(name), names)}")
     if name in _OTHERS:
         make, needed, optional = _OTHERS[name]
         return make(_taken(name, options, needed, optional))
