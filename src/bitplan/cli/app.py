@@ -34,6 +34,7 @@ PLAN, UNDERSTAND, CHOOSE, LAB, OTHER = "Plan", "Understand", "Choose", "Lab", "E
 #: In the order of ``bitplan --help``.
 COMMANDS: dict[str, Entry] = {
     "plan": Entry("plan", PLAN, "List, show, check, explain and make plans."),
+    "models": Entry("model", UNDERSTAND, "List the built-in models."),
     "sites": Entry("model", UNDERSTAND, "List every tensor of one training step."),
     "cost": Entry("model", UNDERSTAND, "Bit operations and bytes of a training step under a plan."),
     "memory": Entry("model", UNDERSTAND, "Memory of a training step, estimated and measured."),

@@ -285,6 +285,14 @@ def _train(request: _RunRequest, output: Output) -> int:
     is_over = before is not None and before.status != "stopped"
     if request.compile and not is_over:
         output.note("the first step compiles the model, which may take minutes.")
+    if (
+        request.plan is not None
+        and request.execution is None
+        and resolve_execution(request.plan, None).kind == "emulate"
+    ):
+        output.note(
+            "the plan is emulated, which saves neither memory nor time: --execution packed saves memory, native time."
+        )
     metric = request.task.metric.name
     with stop_on_signals() as stop_request, RunProgress(output.console, metric) as progress, _own_code(request):
         summary = train(

@@ -8,6 +8,7 @@ bits. ``native`` multiplies the same operands on the hardware's low-precision un
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -25,6 +26,7 @@ from bitplan.errors import BitplanWarning, PlanError
 from bitplan.plans import Plan
 from bitplan.plans.execution import Emulate, ExecutionOptions, Native, execution_options
 from bitplan.plans.loading import PlanSource, find_plan
+from bitplan.progress import say_once
 from bitplan.runtime.attachment import Attachment
 from bitplan.runtime.clock import Total
 from bitplan.runtime.module_state import remove_buffers
@@ -112,6 +114,11 @@ def attach(
     except BaseException:
         run.detach()
         raise
+    if options == Emulate() and execution is None and resolved.all_rules and not _is_called_by_bitplan():
+        say_once(
+            "the plan is emulated: numbers are rounded, which saves neither memory nor time; execution='packed' saves "
+            "memory, 'native' time ('emulate' says that this is meant)."
+        )
     log.info("plan attached, execution %s: %s", options.kind, options.summary)
     return run
 
@@ -196,6 +203,12 @@ def _optimizers(optimizer: Optimizer | Iterable[Optimizer] | None, model: nn.Mod
     if not any(id(parameter) in parameters for parameter in trained):
         raise PlanError("optimizer= has no parameter of this model: give the optimizer that trains it.")
     return optimizers
+
+
+def _is_called_by_bitplan() -> bool:
+    """Whether :func:`attach` is called by a planner or a measurement, rather than by the user or a trainer."""
+    caller = str(sys._getframe(2).f_globals.get("__name__"))
+    return caller.startswith("bitplan.") and not caller.startswith("bitplan.integrations.")
 
 
 def _not_a_model(model: object, plan: object) -> PlanError:
