@@ -2,8 +2,8 @@
 
 Blocks of a page run in order, in one namespace and one empty folder: ``python`` blocks are executed, ``yaml`` blocks
 are loaded as plans, and every ``bitplan`` command line of an ``sh`` block is parsed and run. A command whose comment
-says "seconds" or "minutes", or that needs a GPU, is only parsed. The terminal has 80 columns, which no line and no table may exceed. A
-block with a title (``title="my_task.py"``) is written to that file.
+says "seconds" or "minutes", or that needs a GPU, is only parsed. The terminal has 80 columns, which no line and no
+table may exceed. A block with a title (``title="my_task.py"``) is written to that file.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("bitplan")
 
-#: What an operation of a planned model takes to compile, to announce how long the first call takes: natively 116 s on an
-#: H200 for a Llama of 1B, which has some 600 operations.
+#: What an operation of a planned model takes to compile, to announce how long the first call takes: 116 s, natively
+#: on an H200, for a Llama of 1B, which has some 600 operations.
 _SECONDS_PER_OPERATION = 0.2
 
 

@@ -235,8 +235,8 @@ def crossover_tables(device: torch.device, dtype: torch.dtype, measure_again: bo
     if missing:
         steps = ROUNDS * len(backends_of(device)) * len(SIZES[device.type]) * len(missing)
         sentence = (
-            f"measuring from which size on native products are faster on this {device.type}, {duration_text(_SECONDS)}, "
-            f"once per machine."
+            f"measuring from which size on native products are faster on this {device.type}: "
+            f"{duration_text(_SECONDS)}, once per machine."
         )
         # A plan may be attached under a fake mode; times need real tensors.
         with unset_fake_temporarily(), announced(sentence, steps) as advance:
