@@ -68,7 +68,11 @@ class LazyGroup(TyperGroup):
             self.commands[name] = TyperCommand(name, help=entry.summary, rich_help_panel=entry.panel)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] in COMMANDS:
+        if args and args[0] in COMMANDS and ctx.resilient_parsing:  # a shell asks what may follow
+            from bitplan.cli.completion import command_from_table
+
+            self.commands[args[0]] = command_from_table(args[0], COMMANDS[args[0]].summary)
+        elif args and args[0] in COMMANDS:
             self.commands[args[0]] = load_command(args[0])
         return super().resolve_command(ctx, args)
 
