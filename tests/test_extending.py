@@ -170,6 +170,11 @@ def test_a_learned_step_has_the_gradients_of_the_same_computation_by_hand(module
             run.quantizer_parameters()[0].fill_(9.0)
         run.load_state_dict(state)
         assert run.quantizer_parameters()[0].item() == first != 0
+    resumed = net()
+    with bp.attach(resumed, planned(rule), allow_code=True) as run:  # without an example: its objects are made later
+        run.load_state_dict(state)
+        resumed(X)
+        assert run.quantizer_parameters()[0].item() == first
         with pytest.raises(PlanError, match="uncompiled"):
             run.compile()
     assert "quantizers" not in bp.attach(net(), "int8-all").state_dict()

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from bitplan.errors import PlanError
 from bitplan.plans import Plan
 from bitplan.plans.document import Phase
 from bitplan.runtime.clock import ScheduleClock, Total
-from bitplan.runtime.module_state import FormatRow
+from bitplan.runtime.module_state import FormatRow, QuantizerModules
 
 #: The entries that every state has, also those of older versions.
 _NEEDED = frozenset({"plan", "step", "seed", "formats", "records", "steps"})
@@ -66,16 +66,11 @@ class RunState:
         entries = {**vars(self), "phase": list(self.phase)}
         return entries if self.quantizers else {key: value for key, value in entries.items() if key != "quantizers"}
 
-    def load_quantizers(self, modules: Mapping[str, nn.Module]) -> None:
-        """Give objects of the user's own classes their saved parameters."""
-        missing = [site for site in self.quantizers if site not in modules]
-        if missing:
-            raise PlanError(
-                f"this state has parameters of the quantizer at {missing[0]}, which the plan has not made yet: give "
-                f"attach() an example= batch."
-            )
-        for site, state in self.quantizers.items():
-            modules[site].load_state_dict(state)
+    def load_quantizers(self, modules: QuantizerModules) -> None:
+        """Give objects of the user's own classes their saved parameters, those that are made later included."""
+        modules.saved = dict(self.quantizers)
+        for site, module in modules.items():
+            modules.restore(site, module)
 
     @property
     def phases(self) -> Iterator[Phase]:

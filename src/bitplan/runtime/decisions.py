@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.overrides
-from torch import nn
 
 from bitplan.capture.decompositions import DECOMPOSITIONS, has_slots, is_decomposed
 from bitplan.capture.ops import PRODUCTS, name_of
@@ -23,7 +22,7 @@ from bitplan.plans.match import is_pattern
 from bitplan.plans.spec import QuantizerSpec
 from bitplan.runtime.execution import Execution
 from bitplan.runtime.frozen import frozen_spec, with_stored_weight
-from bitplan.runtime.module_state import ModuleTables
+from bitplan.runtime.module_state import ModuleTables, QuantizerModules
 from bitplan.runtime.rounding_op import OpRounding, RoundingOp
 
 #: Stands for every operation that no rule names.
@@ -100,7 +99,7 @@ class Decider:
         self._mutable_formats: dict[QuantizerSpec, MutableFormat] = {} if whole is None else whole._mutable_formats
         self._rounding_ops: dict[Hashable, RoundingOp] = {} if whole is None else whole._rounding_ops
         #: Objects of the user's own classes that round, by site.
-        self.quantizer_modules: dict[str, nn.Module] = {} if whole is None else whole.quantizer_modules
+        self.quantizer_modules: QuantizerModules = QuantizerModules() if whole is None else whole.quantizer_modules
 
     def in_phase(self, plan: Plan) -> Decider:
         """The decider of a phase of the plan."""

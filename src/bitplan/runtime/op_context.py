@@ -112,6 +112,7 @@ class OpContext:
             if not isinstance(made, nn.Module):
                 raise PlanError(f"{op.spec.function} is no subclass of torch.nn.Module: name one, or a function.")
             modules[name] = made
+            modules.restore(name, made)
         module = modules[name]
         parameter = next(module.parameters(), None)
         if parameter is not None and parameter.device != x.device and not x.is_meta:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from bitplan.compiler.tracing import is_traced, is_traced_below_dynamo, needs_shapes_only, transformable
 from bitplan.errors import PlanError, QuantizeError
@@ -33,7 +33,7 @@ from bitplan.numerics.wire_format import OPERAND_OF_SLOT, place_key, text_hash
 from bitplan.plans import OPERANDS, SLOTS, Decision
 from bitplan.plans.spec import Promotion, QuantizerSpec
 from bitplan.runtime.execution import PreparedProduct
-from bitplan.runtime.module_state import OperandState
+from bitplan.runtime.module_state import OperandState, QuantizerModules
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.rounded_mark import lies_on, mark_rounded
 from bitplan.runtime.statistics import (
@@ -508,7 +508,7 @@ class OpRounding:
         op: str,
         places: dict[str, RoundingOp],
         prepared: PreparedProduct | None = None,
-        modules: dict[str, nn.Module] | None = None,
+        modules: QuantizerModules | None = None,
     ) -> None:
         """`prepared`: what the execution has worked out for the product; None: it is emulated.
 
@@ -538,7 +538,7 @@ class OpRounding:
         #: Whether all results are promoted when the largest is. Ranges belong to one tensor, and so do their records.
         self.promotes_together = self.promotes and not self.uses_means and not self.delays
         self.needs_key = any(op.draws for op in places.values())
-        self.modules = {} if modules is None else modules
+        self.modules = QuantizerModules() if modules is None else modules
         #: Whether each of several weights needs a context of its own.
         self.tells_weights_apart = self.promotes or any(op.learns for op in places.values())
         self._check_learning()
