@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from bitplan.plans import Plan
+
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "examples.md").read_text()
 #: The first block of the page has one command for each script.
@@ -83,15 +85,18 @@ def test_a_task_of_ones_own_trains_by_name_under_a_plan(folder: Path) -> None:
     assert (folder / "runs" / "waves-int8-all-s0" / "model.safetensors").is_file()
 
 
-def test_a_format_of_ones_own_serves_its_purpose(folder: Path) -> None:
+def test_a_format_of_ones_own_is_trained_packed_and_written(folder: Path) -> None:
     shown = shown_by("own_format.py", folder)
-    assert "e3m4b2: 8 bits, from 0.00390625 to 7.75, 255 values" in shown
-    errors = {name: float(error) for name, error in re.findall(r"^(\w+) +relative error (\S+)$", shown, flags=re.M)}
-    assert set(errors) == {"e3m4b2", "e3m4", "e4m3", "e5m2"}
-    assert min(errors, key=lambda name: errors[name]) == "e3m4b2"
-    assert f"packed: {256 * 256 * 4} -> {256 * 256} bytes" in shown
-    assert "0/linear.0:weight: e3m4b2" in shown
-    assert "1/relu.0:activation: e3m4b2 tensor" in shown
+    assert "my-nf4: 4 bits, 16 values from -1.0 to 1.0" in shown
+    errors = {name: float(error) for name, error in re.findall(r"^(\S+) +relative error (\S+)$", shown, flags=re.M)}
+    assert min(errors, key=lambda name: errors[name]) == "my-nf4"
+    assert set(errors) == {"my-nf4", "int4", "e2m1"}
+    assert f"packed: {256 * 256 * 4} -> {256 * 256 // 2 + 256 * 4 * 4} bytes" in shown
+    (plain, rounded) = map(float, *re.findall(r"steps: (\S+) in float32, (\S+) in my-nf4", shown))
+    assert plain != rounded < 0.1
+    (saved, packed) = map(int, *re.findall(r"tensors: (\d+) bytes in float32, (\d+) in my-nf4", shown))
+    assert saved / 6 < packed < saved / 3
+    assert Plan.load(folder / "own_format.yaml").to_dict()["formats"]["my-nf4"][0] == -1.0
 
 
 def test_out_of_memory_finds_a_plan_that_fits_and_really_does(folder: Path) -> None:

@@ -78,6 +78,7 @@ def test_the_public_names() -> None:
         "quantize",
         "range_test",
         "record",
+        "register_format",
         "schedule",
     ]
     assert all(hasattr(bitplan, name) for name in bitplan.__all__)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
+import sys
+import tarfile
 import tomllib
 from importlib.resources import files
 from pathlib import Path
@@ -39,6 +42,32 @@ def test_the_citation_has_the_version_of_the_package_and_its_three_papers() -> N
     assert citation["version"] == __version__
     papers = {identifier["value"] for paper in citation["references"] for identifier in paper["identifiers"]}
     assert papers == {"arXiv:2403.02243", "arXiv:2301.13464", "arXiv:2408.02897"}
+
+
+def test_a_source_distribution_is_complete(tmp_path: Path) -> None:
+    """It holds every tracked file but those of the repository itself."""
+    pytest.importorskip("setuptools", "77", reason="the build backend")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git repository")
+    tracked = [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+    for name in tracked:
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / "tree" / name)
+    program = "import setuptools.build_meta as backend, sys; backend.build_sdist(sys.argv[1])"
+    made = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        cwd=tmp_path / "tree",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr[-2000:]
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        packed = {name.partition("/")[2] for name in opened.getnames()}
+    missing = [name for name in tracked if name not in packed and not name.startswith((".github/", ".gitignore"))]
+    assert missing == []
 
 
 def test_the_package_says_that_it_is_typed() -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from bitplan.analysis.sites import list_sites
     from bitplan.lab.compare.functions import compare
     from bitplan.lab.train.record import record
-    from bitplan.numerics.formats import Format, get_format
+    from bitplan.numerics.formats import Format, get_format, register_format
     from bitplan.numerics.packing import PackedTensor, pack
     from bitplan.numerics.quantizer import Quantizer, quantize
     from bitplan.planners import Watch, advise, assign, auto, range_test
@@ -62,6 +62,7 @@ __all__ = [
     "quantize",
     "range_test",
     "record",
+    "register_format",
     "schedule",
 ]
 
@@ -73,7 +74,7 @@ _EXPORTS = {
     "bitplan.analysis.measure": ("measure",),
     "bitplan.analysis.memory": ("estimate_memory",),
     "bitplan.analysis.sites": ("list_sites",),
-    "bitplan.numerics.formats": ("Format", "get_format"),
+    "bitplan.numerics.formats": ("Format", "get_format", "register_format"),
     "bitplan.numerics.packing": ("PackedTensor", "pack"),
     "bitplan.numerics.quantizer": ("Quantizer", "quantize"),
     "bitplan.planners": ("Watch", "advise", "assign", "auto", "range_test"),

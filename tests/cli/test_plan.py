@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 import yaml
 
+from bitplan.lab.models.built_in import BUILT_IN
 from bitplan.plans import Plan, plan_schema, preset_names, preset_text
 
 Bitplan = Callable[..., Any]
@@ -86,7 +87,8 @@ def test_explain_as_json_lists_every_site_with_quantizer_and_rule(bitplan: Bitpl
 def test_explain_for_people_leaves_out_slots_that_no_rule_speaks_of(bitplan: Bitplan, own: str) -> None:
     out = bitplan("plan", "explain", own, "gpt-tiny").out
     (row,) = [line for line in out.splitlines() if "blocks.0.up/linear.0:fprop.x" in line]
-    assert row.split() == ["blocks.0.up/linear.0:fprop.x", "8x64x64", "e4m3", "own.yaml:6:", "rules[1]"]
+    assert row.split() == ["blocks.0.up/linear.0:fprop.x", "8x64x64", "e4m3", "rules[1]"]
+    assert "rules[1]: own.yaml:6" in out
     assert "blocks.1.up/linear.0:fprop.x" not in out
     (kept,) = [line for line in out.splitlines() if "head/linear.0:activation" in line]
     assert kept.split()[2] == "-"
@@ -121,7 +123,7 @@ def test_a_rule_that_is_not_strict_is_a_remark_on_stderr(bitplan: Bitplan, own: 
         (["explain", "bf16-all", "gpt-huge"], "there is no built-in model or task 'gpt-huge'; did you mean"),
         (["explain", "int8-minmax", "absent.py:make"], "there is no file absent.py"),
         (["check", "bad.yaml"], "bad.yaml:2: rules[0]: there is no key 'wieght' here; did you mean weight"),
-        (["show", "absent.yaml"], "there is no file absent.yaml."),
+        (["show", "absent.yaml"], "there is no file absent.yaml: name a plan's file"),
     ],
 )
 def test_a_mistake_is_one_sentence_on_stderr(bitplan: Bitplan, own: str, arguments: list[str], sentence: str) -> None:
@@ -192,3 +194,54 @@ def test_check_cost_and_memory_take_a_plan_with_selectors(bitplan: Bitplan, own:
     assert bitplan("memory", "gpt-tiny", "--plan", "select.yaml", "--estimate-only").code == 0
     Path("wrong.yaml").write_text(SELECTING.replace("gate,", "gates,"))
     assert "did you mean gate" in bitplan("plan", "check", "wrong.yaml").err
+
+
+def test_one_order_of_arguments_holds_for_all_commands(bitplan: Bitplan, own: str) -> None:
+    first, second = (
+        bitplan("plan", "explain", *order, "--json") for order in ((own, "gpt-tiny"), ("gpt-tiny", "-p", own))
+    )
+    assert first.out == second.out != ""
+    assert bitplan("plan", "check", "gpt-tiny", "--plan", own).code == 0
+    for arguments, advice in (
+        (("plan", "explain", "gpt-tiny", "fp8-linear"), "plan explain gpt-tiny --plan fp8-linear"),
+        (("plan", "check", "gpt-tiny"), "plan check gpt-tiny --plan PLAN"),
+        (("plan", "explain", "fp8-linear"), "plan explain TARGET --plan fp8-linear"),
+        (("plan", "explain", "fp8-linear", "gpt-tiny", "--plan", "int8-all"), "the plan is given twice"),
+        (("cost", "fp8-linear", "--plan", "gpt-tiny"), "fp8-linear is a plan"),
+    ):
+        ran = bitplan(*arguments)
+        assert ran.code == 2
+        assert advice in ran.err
+
+
+def test_rounded_and_match_choose_rows(bitplan: Bitplan, own: str) -> None:
+    rows = json.loads(bitplan("plan", "explain", "gpt-tiny", "-p", "fp8-linear", "--rounded", "--json").out)
+    assert len(rows) == 54
+    assert all(row["quantizer"] for row in rows)
+    some = json.loads(
+        bitplan("plan", "explain", "gpt-tiny", "-p", "fp8-linear", "--rounded", "--match", "blocks.0", "--json").out
+    )
+    assert {row["module"].partition(".")[0] for row in some} == {"blocks"}
+    assert 0 < len(some) < len(rows)
+    sites = json.loads(
+        bitplan("sites", "gpt-tiny", "--plan", "fp8-linear", "--rounded", "--match", "blocks.0", "--json").out
+    )
+    assert [site["name"] for site in sites] == [row["name"] for row in some]
+    for arguments, token in (
+        (("sites", "gpt-tiny", "--rounded"), "--plan"),
+        (("sites", "gpt-tiny", "--match", "*.upp"), "the closest are"),
+    ):
+        ran = bitplan(*arguments)
+        assert ran.code == 2
+        assert token in ran.err
+
+
+def test_models_are_listed(bitplan: Bitplan) -> None:
+    records = {record["name"]: record for record in json.loads(bitplan("models", "--json").out)}
+    assert set(records) == set(BUILT_IN)
+    assert records["resnet20"] == {
+        "name": "resnet20",
+        "kind": "ResNet",
+        "parameters": 272_474,
+        "batch": "float32 128x3x32x32",
+    }

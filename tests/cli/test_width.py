@@ -83,7 +83,10 @@ def test_text_wraps_first_then_names_lose_their_front() -> None:
     assert any("1024x1024" in line for line in narrow)
 
 
-def test_optional_columns_are_left_out_last_and_named() -> None:
-    lines = printed(example(), 46)
-    assert not any("1024x1024" in line for line in lines)
-    assert lines[-1] == "Too wide for 46 columns: shape."
+def test_optional_columns_without_room_follow_below_behind_the_names() -> None:
+    lines = printed(example(), 42)
+    blank = lines.index("")
+    assert not any("1024x1024" in line for line in lines[:blank])
+    assert lines[blank + 1].split() == ["site", "shape"]
+    assert lines[-1].split()[-1] == "1024x1024"
+    assert all(len(line) <= 42 for line in lines)

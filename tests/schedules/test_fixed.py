@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from bitplan.errors import ScheduleError
+from bitplan.errors import PlanError, ScheduleError
 from bitplan.plans.schedules import RunPoint, Schedule, schedule, schedule_from_data
 
 
@@ -53,8 +53,8 @@ def test_a_function() -> None:
     assert chosen.table(6).tolist() == [4, 4, 4, 8, 8, 8]
     with pytest.raises(ScheduleError, match="gave 9 at step 0 of 5"):
         schedule(lambda step, total: 9, low=4, high=8).bits(0, 5)
-    with pytest.raises(ScheduleError, match="in Python"):
-        schedule_from_data(chosen.to_data())
+    with pytest.raises(PlanError, match="allow_code"):
+        schedule_from_data(chosen.to_data()).bits(0, 6)
 
 
 @pytest.mark.parametrize(

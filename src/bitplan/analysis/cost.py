@@ -45,8 +45,8 @@ from bitplan.gemm.operand_quantizers import (
     operand_quantizers,
     training_passes,
 )
-from bitplan.plans import ROLES, Decision, Plan
-from bitplan.plans.loading import find_plan
+from bitplan.plans import ROLES, Decision
+from bitplan.plans.loading import PlanSource, find_plan
 from bitplan.plans.spec import QuantizerSpec
 from bitplan.tables import html_table
 
@@ -205,7 +205,7 @@ class Cost:
 
 def estimate_cost(
     model: nn.Module,
-    plan: Plan | str,
+    plan: PlanSource,
     batch: Any,
     loss: Callable[..., Tensor] | None = None,
     steps: int | None = None,

@@ -24,7 +24,7 @@ from bitplan.executions.packed.recompute import RECOMPUTED
 from bitplan.numerics.packing import is_smaller
 from bitplan.plans import OPERANDS, SLOTS, Choice, Decision, Plan
 from bitplan.plans.frozen import FrozenSpec
-from bitplan.plans.loading import find_plan
+from bitplan.plans.loading import PlanSource, find_plan
 from bitplan.plans.schedules import Position
 from bitplan.plans.spec import QuantizerSpec
 from bitplan.runtime.coverage import RuleCoverage, require_interceptable
@@ -216,7 +216,7 @@ def explanation_table(rows: Sequence[Explanation]) -> Table[Explanation]:
 
 def explain(
     model: nn.Module,
-    plan: Plan | str,
+    plan: PlanSource,
     batch: Any,
     loss: Callable[..., Tensor] | None = None,
     *,
@@ -259,7 +259,7 @@ def plan_at(plan: Plan, step: int, steps: int | None) -> Plan:
 
 
 def explain_selections(
-    model: nn.Module, plan: Plan | str, batch: Any, loss: Callable[..., Tensor] | None = None
+    model: nn.Module, plan: PlanSource, batch: Any, loss: Callable[..., Tensor] | None = None
 ) -> list[Selection]:
     """The tensors that each rule with ``select`` chooses; arguments as in :func:`explain`."""
     resolved = find_plan(plan)

@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from bitplan.compiler.torch_private import tree_leaves
 from bitplan.errors import BitplanError, TargetError, nearest_names
+from bitplan.extensions import Registry
+
+T = TypeVar("T")
 
 # --- Python files that the user names, such as ``file.py:make`` or ``my_task.py:MyTask``
 
@@ -83,6 +86,18 @@ def find_callable(module: Any, path: Path, name: str, kind: str, error: type[Bit
         hint = f"; {nearest_names(name, names)}" if names else " nor any other."
         raise error(f"{path} has no {kind} {name!r}{hint}")
     return function
+
+
+def find_function(name: str, registry: Registry[T]) -> T:
+    """The function that a command names: one that is registered or installed, or ``file.py:name``, which is run."""
+    file = parse_file_name(name)
+    if file is None:
+        return registry.find(name)
+    path, function = file
+    if not path.is_file():
+        raise TargetError(f"there is no file {path}: name a {registry.kind} as file.py:function.")
+    found: T = find_callable(import_file(path, TargetError), path, function, registry.kind, TargetError)
+    return found
 
 
 def describe_error(error: Exception, path: Path) -> str:

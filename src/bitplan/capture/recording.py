@@ -55,6 +55,8 @@ from bitplan.plans.match import ancestors
 
 def split_batch(batch: Any, loss: Callable[..., Any] | None) -> tuple[Any, Any]:
     """(inputs, target): a pair is both where a loss wants a target, anything else is inputs alone."""
+    if isinstance(loss, type):
+        raise TargetError(f"the loss is the class {loss.__name__}: make one of it, as in {loss.__name__}().")
     if loss is not None and isinstance(batch, (tuple, list)) and len(batch) == 2 and wants_target(loss):
         return batch[0], batch[1]
     return batch, None
@@ -87,6 +89,8 @@ def inputs_of(model: nn.Module, example: Any) -> Any:
         raise PlanError(f"example= is one batch, not a {kind}: give next(iter(loader)), as the model takes it.")
     if isinstance(example, np.ndarray):
         raise PlanError("example= is a batch of tensors, not a numpy array: give torch.from_numpy(example).")
+    if isinstance(example, Iterator):
+        raise PlanError(f"example= is one batch, not a {type(example).__name__} of them: give next() of it.")
     if not isinstance(example, (tuple, list, Mapping)):
         return example
     try:
@@ -100,6 +104,15 @@ def inputs_of(model: nn.Module, example: Any) -> Any:
         return args[0]
     known = {name: value for name, value in kwargs.items() if name in signature.parameters}
     return known if known and _binds(signature, (), known) else example
+
+
+def require_tensors(batch: Any) -> None:
+    """Raise for what is no batch: a number, a shape, nothing."""
+    if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(batch)):
+        raise TargetError(
+            f"the batch has no tensor, it is of type {type(batch).__name__}: give a batch as the model takes it, such "
+            f"as torch.randn(8, 16), or (inputs, target)."
+        )
 
 
 def _binds(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -531,6 +544,7 @@ def record(
         except Exception:
             if any(parameter.is_meta for parameter in model.parameters()):
                 raise _missing_values(error) from error
+            require_tensors(batch)
             raise
 
 

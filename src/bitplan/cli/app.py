@@ -34,6 +34,7 @@ PLAN, UNDERSTAND, CHOOSE, LAB, OTHER = "Plan", "Understand", "Choose", "Lab", "E
 #: In the order of ``bitplan --help``.
 COMMANDS: dict[str, Entry] = {
     "plan": Entry("plan", PLAN, "List, show, check, explain, make, export and import plans."),
+    "models": Entry("model", UNDERSTAND, "List the built-in models."),
     "sites": Entry("model", UNDERSTAND, "List every tensor of one training step."),
     "cost": Entry("model", UNDERSTAND, "Bit operations and bytes of a training step under a plan."),
     "memory": Entry("model", UNDERSTAND, "Memory of a training step, estimated and measured."),
@@ -68,7 +69,11 @@ class LazyGroup(TyperGroup):
             self.commands[name] = TyperCommand(name, help=entry.summary, rich_help_panel=entry.panel)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] in COMMANDS:
+        if args and args[0] in COMMANDS and ctx.resilient_parsing:  # a shell asks what may follow
+            from bitplan.cli.completion import command_from_table
+
+            self.commands[args[0]] = command_from_table(args[0], COMMANDS[args[0]].summary)
+        elif args and args[0] in COMMANDS:
             self.commands[args[0]] = load_command(args[0])
         return super().resolve_command(ctx, args)
 
@@ -115,6 +120,7 @@ def _print_version(is_requested: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     verbose: Annotated[
         int,
         typer.Option("--verbose", "-v", count=True, show_default=False, help="Show the log on stderr; -vv for all."),
@@ -122,7 +128,18 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
+    allow_code: Annotated[
+        bool,
+        typer.Option(
+            "--allow-code", help="Import the functions that plans name as module:name. For plans that you trust only."
+        ),
+    ] = False,
 ) -> None:
+    if allow_code:
+        from bitplan.plans.code import code_allowed
+
+        sys.path.append(os.getcwd())  # as for python -m bitplan; workers inherit it
+        context.with_resource(code_allowed())
     if verbose:
         _show_log(logging.INFO if verbose == 1 else logging.DEBUG)
 

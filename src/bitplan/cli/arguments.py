@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from bitplan.errors import PlanError
 from bitplan.lab.models.built_in import BUILT_IN
 from bitplan.lab.tasks.registry import task_names
 from bitplan.plans import preset_names
@@ -49,6 +50,19 @@ PlanArgument = Annotated[
         show_default=False,
     ),
 ]
+PlanOption = Annotated[
+    str | None,
+    typer.Option("--plan", "-p", help="A plan's file or a preset.", autocompletion=complete_plan, show_default=False),
+]
+MatchOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATTERN",
+        help="Only tensors of these modules: a path and all beneath it, or a glob such as '*.attention.*'.",
+        show_default=False,
+    ),
+]
+RoundedOption = Annotated[bool, typer.Option("--rounded", help="Only tensors that the plan rounds.")]
 _TASK_HELP = "A task such as digits, or my_task.py:MyTask, a file that is executed: name only files that you trust."
 
 TaskArgument = Annotated[
@@ -68,3 +82,25 @@ SettingsOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Where TARGET is a task, change its recipe; repeatable."),
 ]
+
+
+def plan_and_target(first: str, second: str | None, plan: str | None, command: str) -> tuple[str, str | None]:
+    """The plan and the target of ``PLAN [TARGET]`` or ``TARGET --plan PLAN``; raises where they are swapped."""
+    if plan is not None:
+        if second is not None:
+            raise PlanError(
+                f"the plan is given twice, {first} and {plan}: write bitplan {command} {second} --plan {plan}"
+            )
+        return plan, first
+    if is_target(first) and (second is None or second in preset_names() or second.endswith((".yaml", ".yml", ".json"))):
+        raise PlanError(
+            f"{first} is a model or a task and stands where the plan is expected: write bitplan {command} {first} "
+            f"--plan {second or 'PLAN'}"
+        )
+    return first, second
+
+
+def is_target(name: str) -> bool:
+    """Whether a text names a built-in model, a task or a Python file, and no plan."""
+    is_file = ".py:" in name or name.endswith(".py")
+    return is_file or ((name.replace("_", "-") in BUILT_IN or name in task_names()) and name not in preset_names())

@@ -12,7 +12,7 @@ import typer
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from bitplan.analysis.memory.step import OPTIMIZER_NAMES
-from bitplan.analysis.targets import batch_size, move_target, target_errors
+from bitplan.analysis.targets import batch_size, find_function, move_target, target_errors
 from bitplan.cli.arguments import SettingsOption, TargetArgument
 from bitplan.cli.output import FittedTable, JsonOption, Output, command_output
 from bitplan.errors import MemoryEstimateError, nearest_names
@@ -21,6 +21,7 @@ from bitplan.lab.targets import load_target_and_task
 from bitplan.lab.train.loop import chosen_device
 from bitplan.planners.assign.budget import Budget
 from bitplan.planners.auto import AutoResult, Limits, LocalTrials, Problem, ProcessTrials, search
+from bitplan.planners.registry import registry
 
 #: Precisions of autocast by name.
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -61,6 +62,15 @@ def auto_command(
     jobs: Annotated[
         int, typer.Option(min=1, help="Candidates that are compiled at a time, each in a process of its own.")
     ] = 1,
+    planners: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--planner",
+            metavar="NAME",
+            help="A planner of your own, whose plans are tried, too: a registered name, or file.py:function, which is "
+            "executed; repeatable.",
+        ),
+    ] = None,
     settings: SettingsOption = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the plan there (default: print it).")
@@ -85,8 +95,9 @@ def auto_command(
         arguments = (target, tuple(settings or ()), device, batch, optimizer, is_compiled, autocast)
         problem = load_problem(*arguments)
         trials = LocalTrials(problem) if jobs == 1 else ProcessTrials(load_problem, arguments, jobs)
+        own = [find_function(name, registry) for name in planners or ()]
         with target_errors(target), _progress(output) as report:
-            result = search(problem, limits, trials, steps=steps, seeds=seeds, report=report)
+            result = search(problem, limits, trials, steps=steps, seeds=seeds, planners=own, report=report)
         output.document({"target": target, "batch": batch_size(problem.target.batch), **result.to_dict()})
         if out is not None:
             result.save(out)

@@ -19,8 +19,9 @@ from rich.text import Text
 
 from bitplan.analysis.measure import DEFAULT_CANDIDATES, Measurement, measure
 from bitplan.analysis.measure.candidate import check_candidates
+from bitplan.analysis.measure.pass_metrics import metric_registry
 from bitplan.analysis.measure.result import Row
-from bitplan.analysis.targets import parse_file_name, target_errors
+from bitplan.analysis.targets import find_function, parse_file_name, target_errors
 from bitplan.capture.selectors import plan_for_model
 from bitplan.cli.arguments import TargetArgument, TaskSettingsOption, complete_plan
 from bitplan.cli.compare import CompareProgress
@@ -86,6 +87,14 @@ def measure_command(
     candidates: CandidatesOption = None,
     rows: RowsOption = Sampling.rows,
     terms: TermsOption = Sampling.terms,
+    metrics: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--metric",
+            metavar="NAME",
+            help="An error metric of your own: a registered name, or file.py:function, which is executed; repeatable.",
+        ),
+    ] = None,
     settings: TaskSettingsOption = None,
     seed: SeedOption = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1; of tasks.")] = "cpu",
@@ -105,6 +114,7 @@ def measure_command(
         request = MeasureRequest(
             target, stages, steps, candidate_texts if candidates else None, rows, terms, tuple(settings or ()), seed
         )
+        request.metrics = tuple(metrics or ())
         measurement = request.measured(output, device)
         if file is not None:
             path = file / MEASUREMENT_FILE if file.is_dir() or not file.suffix else file
@@ -130,6 +140,8 @@ class MeasureRequest:
         settings: tuple[str, ...],
         seed: int,
     ) -> None:
+        #: Error metrics of the user's own.
+        self.metrics: tuple[str, ...] = ()
         self.target = target
         self.stages = stages
         self.steps = steps
@@ -152,6 +164,7 @@ class MeasureRequest:
     def measured(self, output: Output, device: str = "cpu") -> Measurement:
         task = self.task()
         how: dict[str, Any] = {"rows": self.rows, "terms": self.terms, "seed": self.seed}
+        how["metrics"] = {_metric_name(name): find_function(name, metric_registry) for name in self.metrics}
         if task is None:
             self._require_no_training()
             torch.manual_seed(self.seed)
@@ -191,26 +204,27 @@ class MeasureRequest:
         for name, default in (("rows", Sampling.rows), ("terms", Sampling.terms), ("seed", 0)):
             value = getattr(self, name)
             arguments += [] if value == default else [f"--{name}", str(value)]
+        for metric in self.metrics:
+            arguments += ["--metric", metric]
         for setting in self.settings:
             arguments += ["--set", setting]
         return shlex.join(arguments)
 
 
+def _metric_name(name: str) -> str:
+    """The column of a metric that a command names.
+
+    >>> _metric_name("my_metrics.py:worst")
+    'worst'
+    """
+    file = parse_file_name(name)
+    return name if file is None else file[1]
+
+
 def _print_measurement(measurement: Measurement, output: Output) -> None:
     for stage in measurement.stages:
-        rows = measurement.select(stage=stage)
-        table = FittedTable(_stage_title(rows[0]))
-        table.add_column("product", "name")
-        table.add_column("pass")
-        table.add_column("K", "number")
-        for candidate in measurement.candidates:
-            table.add_column(candidate.replace(" ", "\n"), "number", is_optional=candidate != measurement.candidates[0])
-        for product in dict.fromkeys((row.product, row.pass_) for row in rows):
-            own = {row.candidate: row for row in rows if (row.product, row.pass_) == product}
-            least = min((row.median for row in own.values() if not math.isnan(row.median)), default=math.nan)
-            cells = [_cell(own.get(candidate), least) for candidate in measurement.candidates]
-            table.add_row(*product, str(next(iter(own.values())).k), *cells)
-        table.print(output.console)
+        for metric in ("median", *measurement.own_metrics):
+            _print_stage(measurement, measurement.select(stage=stage), metric, output)
     cut = sum(row.k < row.length for row in measurement.rows)
     output.console.print(
         "Median backward error of sampled elements; the least of each line is bold. It is smaller for longer sums: "
@@ -221,14 +235,35 @@ def _print_measurement(measurement: Measurement, output: Output) -> None:
         output.note(f"{len(measurement.skipped)} products were not measured: {'; '.join(few)}")
 
 
+def _print_stage(measurement: Measurement, rows: Sequence[Row], metric: str, output: Output) -> None:
+    table = FittedTable(_stage_title(rows[0]) + ("" if metric == "median" else f", {metric}"))
+    table.add_column("product", "name")
+    table.add_column("pass")
+    table.add_column("K", "number")
+    for candidate in measurement.candidates:
+        table.add_column(candidate.replace(" ", "\n"), "number", is_optional=candidate != measurement.candidates[0])
+    for product in dict.fromkeys((row.product, row.pass_) for row in rows):
+        values = {
+            row.candidate: row.median if metric == "median" else row.own[metric]
+            for row in rows
+            if (row.product, row.pass_) == product
+        }
+        least = min((value for value in values.values() if not math.isnan(value)), default=math.nan)
+        terms = next(row.k for row in rows if (row.product, row.pass_) == product)
+        bold = least if metric == "median" else math.nan  # what is good in a metric of the user's own is unknown
+        cells = [_cell(values.get(candidate), bold) for candidate in measurement.candidates]
+        table.add_row(*product, str(terms), *cells)
+    table.print(output.console)
+
+
 def _stage_title(row: Row) -> str:
     return row.stage if row.stage == "now" else f"{row.stage}: after {row.step} steps"
 
 
-def _cell(row: Row | None, least: float) -> Text:
-    if row is None:
+def _cell(value: float | None, least: float) -> Text:
+    if value is None:
         return Text("-")
-    return Text(f"{row.median:.1e}", style="bold" if row.median == least else "")
+    return Text(f"{value:.1e}", style="bold" if value == least else "")
 
 
 # --- advise

@@ -9,6 +9,7 @@ import torch
 import typer
 
 from bitplan.analysis.cost import Cost, estimate_cost
+from bitplan.analysis.explain import explain
 from bitplan.analysis.memory.fit import LADDER, PlanEstimate, estimate_plans, free_memory
 from bitplan.analysis.memory.measure import measure_memory
 from bitplan.analysis.memory.ranks import Traffic, parse_bandwidths
@@ -17,20 +18,66 @@ from bitplan.analysis.sharding import DTYPES, Sharding
 from bitplan.analysis.sites import Site, list_sites
 from bitplan.analysis.targets import batch_size, move_target, target_errors
 from bitplan.capture.recording import scripted_modules
-from bitplan.cli.arguments import SettingsOption, TargetArgument, complete_plan
+from bitplan.cli.arguments import (
+    MatchOption,
+    PlanOption,
+    RoundedOption,
+    SettingsOption,
+    TargetArgument,
+    complete_plan,
+)
 from bitplan.cli.output import FittedTable, JsonOption, Output, command_output
+from bitplan.compiler.torch_private import tree_leaves
 from bitplan.errors import MemoryEstimateError, PlanError, TargetError, nearest_names
 from bitplan.files import byte_text, read_bytes
+from bitplan.lab.models.built_in import BUILT_IN
 from bitplan.lab.targets import load_target
 from bitplan.plans import ROLES
 from bitplan.plans.execution import EXECUTIONS
 from bitplan.plans.loading import find_plan
+from bitplan.plans.match import ancestors, closest, compile_pattern
+from bitplan.progress import announced
 
 
 def register(app: typer.Typer) -> None:
+    app.command("models")(models)
     app.command("sites")(sites)
     app.command("cost")(cost)
     app.command("memory")(memory)
+
+
+# --- models
+
+
+def models(as_json: JsonOption = False) -> None:
+    """List the built-in models, which every command takes as TARGET, with their parameters and batches.
+
+    A model of your own is named as file.py:make. With --json: a list of objects.
+    """
+    with command_output(as_json) as output:
+        records = [_model_record(name) for name in BUILT_IN]
+        output.document(records)
+        if not as_json:
+            table = FittedTable()
+            table.add_column("name", "name", style="bold")
+            table.add_column("kind")
+            table.add_column("parameters", "number")
+            table.add_column("batch", "text")
+            for record in records:
+                table.add_row(record["name"], record["kind"], f"{record['parameters']:,}", record["batch"])
+            table.print(output.console)
+            output.console.print("A model of your own is file.py:make, where make() returns model, batch and loss.")
+
+
+def _model_record(name: str) -> dict[str, Any]:
+    target = load_target(name, shapes_only=True)
+    first = next(leaf for leaf in tree_leaves(target.batch) if isinstance(leaf, torch.Tensor))
+    return {
+        "name": name,
+        "kind": type(target.model).__name__,
+        "parameters": sum(parameter.numel() for parameter in target.model.parameters()),
+        "batch": f"{str(first.dtype).removeprefix('torch.')} {'x'.join(map(str, first.shape))}",
+    }
 
 
 # --- sites
@@ -41,23 +88,49 @@ def sites(
     slots: Annotated[
         bool, typer.Option("--slots", help="Also show the operand slots of products (--json always has them).")
     ] = False,
+    match: MatchOption = None,
+    plan: PlanOption = None,
+    rounded: RoundedOption = False,
     settings: SettingsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List every tensor of one training step, in the order it is made.
 
-    The model runs on fake tensors: shapes and types, no data. With --json: a list of objects.
+    The model runs on fake tensors: shapes and types, no data. With --plan and --rounded: those that the plan rounds.
+    With --json: a list of objects.
     """
     with command_output(as_json) as output:
+        if rounded and plan is None:
+            raise PlanError("--rounded asks what a plan rounds: name one with --plan.")
         loaded = load_target(target, shapes_only=True, settings=settings or ())
         with target_errors(target):
-            listed = list_sites(loaded.model, loaded.batch, loaded.loss)
+            listed: Sequence[Site] = list_sites(loaded.model, loaded.batch, loaded.loss)
+            if rounded and plan is not None:
+                explained = explain(loaded.model, plan, loaded.batch, loaded.loss)
+                planned = {row.site.name for row in explained if row.quantizer is not None}
+                listed = [site for site in listed if site.name in planned]
+                slots = True
+        listed = matching(listed, match)
         for path in scripted_modules(loaded.model):
             output.note(f"{path or 'the model'} is scripted: nothing inside it is seen.")
         output.document([site_record(site) for site in listed])
         if not as_json:
             _print_sites([site for site in listed if slots or site.role in ROLES], output)
             output.console.print(_sites_summary(listed))
+
+
+def matching(sites: Sequence[Site], pattern: str | None) -> list[Site]:
+    """The sites of modules that a pattern fits; an error where there is none."""
+    if pattern is None:
+        return list(sites)
+    fits = compile_pattern(pattern)
+    chosen = [site for site in sites if any(fits(path) for path in (site.module, *ancestors(site.module)))]
+    if not chosen:
+        modules = dict.fromkeys(path for site in sites for path in (site.module, *ancestors(site.module)) if path)
+        near = closest(pattern, modules)
+        advice = f"; the closest are {', '.join(near)}" if near else ""
+        raise TargetError(f"no module fits {pattern!r}{advice}.")
+    return chosen
 
 
 def site_record(site: Site) -> dict[str, Any]:
@@ -220,7 +293,8 @@ def memory(
         shapes = move_target(load_target(target, shapes_only=True, settings=settings or ()), where, batch)
         tried_choices: list[PlanEstimate] = []
         tried: Sequence[str | None] = plans or (LADDER if limit is not None else (None,))
-        with target_errors(target):
+        step = "steps" if len(tried) > 1 else "step"
+        with target_errors(target), announced(f"predicting {len(tried)} {step} from shapes.", len(tried)) as advance:
             for choice in estimate_plans(
                 *(shapes, tried, execution, optimizer, limit),
                 compile=compile,
@@ -228,6 +302,7 @@ def memory(
                 device=where,
                 sharding=sharding,
             ):
+                advance()
                 tried_choices.append(choice)
                 output.note(f"{_choice_name(choice)}: a peak of {byte_text(choice.estimated.peak)}, estimated.")
                 if choice.fits and not plans:
@@ -236,7 +311,7 @@ def memory(
         free = free_memory(where)
         if limit is None and not estimate_only and sharding is None and _has_room(tried_choices, free, output):
             real = move_target(load_target(target, settings=settings or ()), where, batch)
-            with target_errors(target):
+            with target_errors(target), announced("measuring what was predicted.", len(tried_choices)) as advance:
                 measured = [
                     measure_memory(
                         *(real.model, real.batch, real.loss, optimizer, choice.plan),

@@ -174,7 +174,7 @@ Kind = Literal["name", "text", "word", "number"]
 
 #: Spaces between two columns, and the least width of a column that has to give way.
 _GAP = 2
-_LEAST = {"text": 16, "name": 18}
+_LEAST = {"text": 16, "name": 14}
 
 
 class _Column(NamedTuple):
@@ -185,7 +185,7 @@ class _Column(NamedTuple):
 
 
 class FittedTable:
-    """A table that is no wider than the console: text wraps, names shorten, and then optional columns are left out."""
+    """A table that is no wider than the console: text wraps, names shorten, and then optional columns follow below."""
 
     def __init__(self, title: str | None = None) -> None:
         self.title = title
@@ -194,7 +194,7 @@ class FittedTable:
         self._section_ends: set[int] = set()
 
     def add_column(self, heading: str, kind: Kind = "word", *, style: str = "", is_optional: bool = False) -> None:
-        """Add a column; of the optional ones, the last is left out first."""
+        """Add a column; of the optional ones, the last is moved below first."""
         self._columns.append(_Column(printable(heading), kind, style, is_optional))
 
     def add_row(self, *cells: Cell) -> None:
@@ -230,9 +230,23 @@ class FittedTable:
         if self.title:
             console.print(self.title, style="italic")
         console.print(table, soft_wrap=False)
-        dropped = [column.heading for index, column in enumerate(self._columns) if index not in shown]
-        if dropped:
-            console.print(f"Too wide for {console.width} columns: {', '.join(dropped)}.")
+        moved = [index for index in range(len(self._columns)) if index not in shown]
+        if moved:
+            console.print()
+            self._continued(moved).print(console)
+
+    def _continued(self, moved: Sequence[int]) -> FittedTable:
+        """A table of the columns that had no room, behind those that name the rows."""
+        table = FittedTable()
+        first_optional = min(index for index, column in enumerate(self._columns) if column.is_optional)
+        keys = [index for index in range(first_optional) if self._columns[index].kind in ("name", "word")] or [0]
+        for index in (*keys, *moved):
+            # The first of them stays, so that every table has fewer columns left than the one before.
+            is_optional = index in moved[1:]
+            table._columns.append(self._columns[index]._replace(is_optional=is_optional))
+        table._rows = [tuple(row[index] for index in (*keys, *moved)) for row in self._rows]
+        table._section_ends = self._section_ends
+        return table
 
     def _fit(self, shown: Sequence[int], available: int) -> tuple[list[str], list[int]]:
         """Headings and widths of the columns: as they are, if that fits; else broken headings and smaller columns."""

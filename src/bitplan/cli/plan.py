@@ -17,13 +17,17 @@ from bitplan.analysis.targets import target_errors
 from bitplan.capture.selectors import Selection
 from bitplan.cli.arguments import (
     TARGET_HELP,
+    MatchOption,
     OptionalTargetArgument,
     PlanArgument,
+    PlanOption,
+    RoundedOption,
     SettingsOption,
     TargetArgument,
     complete_target,
+    plan_and_target,
 )
-from bitplan.cli.model import shape_text, site_record
+from bitplan.cli.model import matching, shape_text, site_record
 from bitplan.cli.output import FittedTable, JsonOption, Output, command_output
 from bitplan.cli.schedules import GradientBitsOption, PeriodOption, complete_schedule, read_bits
 from bitplan.errors import BitplanWarning, PlanError
@@ -92,14 +96,16 @@ def schema() -> None:
 def check(
     plan: PlanArgument,
     target: OptionalTargetArgument = None,
+    plan_option: PlanOption = None,
     settings: SettingsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check a plan and, with a TARGET, that every rule matches something there.
 
-    Exit code 2, and one sentence, if something is wrong.
+    TARGET --plan PLAN says the same as PLAN TARGET. Exit code 2, and one sentence, if something is wrong.
     """
     with command_output(as_json) as output:
+        plan, target = plan_and_target(plan, target, plan_option, "plan check")
         loaded = find_plan(plan)
         record: dict[str, Any] = {"plan": plan, "ok": True, "rules": len(loaded.all_rules)}
         sentence = f"{plan} is fine: {len(loaded.all_rules)} rules"
@@ -119,7 +125,10 @@ def check(
 @group.command("explain")
 def explain(
     plan: PlanArgument,
-    target: TargetArgument,
+    target: OptionalTargetArgument = None,
+    plan_option: PlanOption = None,
+    rounded: RoundedOption = False,
+    match: MatchOption = None,
     step: Annotated[
         int | None,
         typer.Option(min=0, help="What the tensors get at this training step, from 0.", show_default=False),
@@ -137,15 +146,21 @@ def explain(
 ) -> None:
     """Show the format of every tensor of TARGET under PLAN, and the rule that sets it.
 
-    Above the table are the tensors that each rule with select chooses. With --json: a list of objects, operand slots
-    included; selected_by names the rules whose select chooses the operation.
+    TARGET --plan PLAN says the same as PLAN TARGET. Above the table are the tensors that each rule with select chooses.
+    With --json: a list of objects, operand slots included; selected_by names the rules whose select chooses the
+    operation.
     """
     with command_output(as_json) as output:
+        plan, target = plan_and_target(plan, target, plan_option, "plan explain")
+        if target is None:
+            raise PlanError(f"name what {plan} is to be explained on: bitplan plan explain TARGET --plan {plan}")
         loaded = find_plan(plan)
         if steps is not None and step is None:
             raise PlanError("--steps is the length of the run that --step is of: give --step, too, or drop --steps.")
         with _warnings_as_notes(output):
             sites = _explained(loaded, target, settings or (), step, steps)
+        chosen = matching([site.site for site in sites], match)
+        sites = [site for site in sites if site.site in chosen and (site.quantizer is not None or not rounded)]
         selections = _selections(loaded, target, settings or ())
         output.document([explanation_record(site, selections) for site in sites])
         if not as_json:
@@ -377,11 +392,19 @@ def _print(explanations: Sequence[Explanation], output: Output) -> None:
     table.add_column("shape", is_optional=True)
     table.add_column("quantizer", "text")
     table.add_column("rule", "name")
+    places: dict[str, set[str]] = {}
+    for explanation in explanations:
+        places.setdefault(explanation.where.rpartition(": ")[2], set()).add(explanation.where)
     for explanation in explanations:
         quantizer = explanation.words or ("-" if explanation.reason is None else explanation.treatment)
         rule = "-" if explanation.rule is None else explanation.where or f"rules[{explanation.rule}]"
+        short = rule.rpartition(": ")[2]
+        rule = short if len(places.get(short, ())) == 1 else rule  # plans that extend each other have rules[0] each
         table.add_row(explanation.site.name, shape_text(explanation.site), quantizer, rule)
     table.print(output.console)
+    for short, (where, *others) in places.items():
+        if short != where and not others:
+            output.console.print(f"{short}: {where.rpartition(': ')[0]}")
     rounded = sum(explanation.quantizer is not None for explanation in explanations)
     output.console.print(f"{rounded} of {len(explanations)} are rounded.")
     for kind, meaning in (

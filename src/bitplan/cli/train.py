@@ -335,6 +335,14 @@ def _train(request: _RunRequest, processes: Processes, output: Output) -> int:
     is_over = before is not None and before.status != "stopped"
     if request.compile and not is_over:
         output.note("the first step compiles the model, which may take minutes.")
+    if (
+        request.plan is not None
+        and request.execution is None
+        and resolve_execution(request.plan, None).kind == "emulate"
+    ):
+        output.note(
+            "the plan is emulated, which saves neither memory nor time: --execution packed saves memory, native time."
+        )
     metric = request.task.metric.name
     several = processes.count > 1
     with (

@@ -14,6 +14,7 @@ from bitplan.errors import TargetError, nearest_names
 from bitplan.lab.models.built_in import BUILT_IN
 from bitplan.lab.tasks.registry import find_task, own_task, task_names
 from bitplan.lab.tasks.task import Task
+from bitplan.plans import preset_names
 
 
 def load_target(source: str, *, shapes_only: bool = False, settings: Sequence[str] = ()) -> Target:
@@ -50,6 +51,8 @@ def load_target_and_task(
         task = find_task(source, settings, seed)
         return _task_target(task, shapes_only), task
     model_name = source.replace("_", "-")  # mobilenet_v2 is accepted for mobilenet-v2
+    if model_name not in BUILT_IN and source in preset_names():
+        raise TargetError(f"{source} is a plan: name a model or a task first, as in resnet20 --plan {source}.")
     if model_name not in BUILT_IN:
         raise TargetError(
             f"there is no built-in model or task {source!r}; {nearest_names(source, (*BUILT_IN, *task_names()))} "

@@ -7,7 +7,7 @@ There are four kinds, all available by name through :func:`bitplan.get_format`:
 * :class:`IntFormat`: whole numbers, symmetric about zero (``int8``: -127..127) or unsigned and affine
   (``uint8``: 0..255 steps above a minimum).
 * :class:`BlockFormat`: small elements sharing one stored scale per block: OCP MX and NVFP4.
-* :class:`CodebookFormat`: any list of up to 256 numbers; NF4 is one.
+* :class:`CodebookFormat`: any list of up to 256 numbers; NF4 is one, :func:`register_format` makes others.
 
 This module has data and closed formulas only; :mod:`bitplan.numerics.rounding` rounds tensors to a format.
 
@@ -21,13 +21,17 @@ from __future__ import annotations
 import math
 import re
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Literal, cast
 
+import torch
+
 from bitplan.compiler.tracing import is_traced
 from bitplan.errors import FormatError, nearest_names
+from bitplan.extensions import FORMATS, find_entry_point
 
 #: Which codes of the all-ones exponent are not numbers: ``ieee`` infinities and NaNs, ``fn`` one NaN
 #: per sign (OCP), ``none`` nothing: the binade is an ordinary one.
@@ -490,6 +494,16 @@ _FLOAT = re.compile(r"e(?P<x>\d+)m(?P<y>\d+)(?:b(?P<bias>-?\d+))?(?P<specials>ie
 _INT = re.compile(r"(?P<affine>u?)int(?P<bits>\d+)")
 
 
+#: Names that say a width only -> the formats that are meant.
+SEVERAL_FORMATS = {
+    "fp8": "e4m3 for weights and activations, e5m2 for gradients",
+    "float8": "e4m3 for weights and activations, e5m2 for gradients",
+    "fp6": "e2m3 or e3m2",
+    "fp4": "e2m1, with blocks and their scales mxfp4 or nvfp4, or nf4 for frozen weights",
+    "float4": "e2m1, with blocks and their scales mxfp4 or nvfp4, or nf4 for frozen weights",
+}
+
+
 def get_format(name: str | Format) -> Format:
     """The format of that name; a format is returned as it is.
 
@@ -499,8 +513,14 @@ def get_format(name: str | Format) -> Format:
     if isinstance(name, (FloatFormat, IntFormat, BlockFormat, CodebookFormat)):
         return name
     if not isinstance(name, str):
-        raise FormatError(f"a format is given by its name, such as 'e4m3' or 'int8', not by {name!r}.")
+        raise _not_a_name(name)
     return _parse(name) if is_traced() else _parse_once(name)  # Dynamo warns of caches
+
+
+def _not_a_name(value: object) -> FormatError:
+    actual = str(value) if isinstance(value, (int, float, torch.dtype)) else f"a {type(value).__name__}"
+    advice = f": whole numbers of {value} bits are int{value}" if type(value) is int else ""
+    return FormatError(f"a format is given by its name, such as 'e4m3' or 'int8', not by {actual}{advice}.")
 
 
 def _parse(name: str) -> Format:
@@ -512,18 +532,76 @@ def _parse(name: str) -> Format:
         return block
     if text in _CODEBOOKS:
         return _CODEBOOKS[text]
+    if text in _REGISTERED:
+        return _REGISTERED[text]
     if match := _INT.fullmatch(text):
         return IntFormat(int(match["bits"]), affine=bool(match["affine"]))
     if match := _FLOAT.fullmatch(text):
         x, y = int(match["x"]), int(match["y"])
         specials = cast("Specials | None", match["specials"]) or _default_specials(x, y, match["bias"] is not None)
         return FloatFormat(x, y, int(match["bias"] or 0), specials, subnormals=not match["flush"])
-    suggestions = [*NAMED, "int5", "int7", "uint8", "e4m3b4", "e5m2b0", "e6m9b0"]
+    values = find_entry_point(FORMATS, text)
+    if values is not None:
+        return register_format(text, values() if callable(values) else values)
+    if text in SEVERAL_FORMATS:
+        raise FormatError(f"there is no number format {name!r}, because there are several: {SEVERAL_FORMATS[text]}.")
+    suggestions = [*NAMED, *_REGISTERED, "int5", "int7", "uint8", "e4m3b4", "e5m2b0", "e6m9b0"]
     raise FormatError(f"there is no number format {name!r}; {nearest_names(text, suggestions)}")
 
 
 #: Cached: attaching a plan to a model parses names a hundred thousand times.
 _parse_once = lru_cache(maxsize=1024)(_parse)
+
+
+# --- Formats of the user's own
+
+
+#: Name -> format, of :func:`register_format`. A name never changes its meaning: compiled code knows formats by name.
+_REGISTERED: dict[str, CodebookFormat] = {}
+#: Not names that stand for something else in plans, or that look like formats that their names define.
+OWN_NAME_PATTERN = r"^(?!(keep|int|float|(e[0-9]+m|u?int|mxfp|mxint|nvfp)[0-9].*)$)[a-z_][a-z0-9_-]*$"
+
+
+def check_own_name(name: str) -> None:
+    """Raise unless a format of the user's own may have that name."""
+    if not isinstance(name, str) or not re.fullmatch(OWN_NAME_PATTERN, name):
+        raise FormatError(
+            f"{name!r} cannot name a format of your own: use small letters, digits, - and _, and a name that does not "
+            f"look like a built-in one."
+        )
+
+
+def register_format(name: str, values: Iterable[float]) -> CodebookFormat:
+    """Make a list of up to 256 numbers a format, which is known by `name` in plans and everywhere else in this process.
+
+    :param values: in any order, each rounded to float32. A scale maps the amax to the largest magnitude.
+
+    >>> register_format("thirds", [-1, -1 / 3, 1 / 3, 1]).bits
+    2
+    >>> get_format("thirds").max
+    1.0
+    """
+    check_own_name(name)
+    try:
+        numbers = sorted(map(float, values))
+    except (TypeError, ValueError):
+        raise FormatError(f"the values of {name} must be a list of numbers.") from None
+    made, known = CodebookFormat(name, tuple(numbers)), _REGISTERED.get(name) or _built_in(name)
+    if known is not None and known != made:
+        kind = "registered with other values" if name in _REGISTERED else "a built-in format"
+        raise FormatError(f"{name!r} is {kind} already: choose another name.")
+    if known is None:
+        _REGISTERED[name] = made
+    return made
+
+
+def registered_format(name: str) -> CodebookFormat | None:
+    """The format that was registered by that name."""
+    return _REGISTERED.get(name)
+
+
+def _built_in(name: str) -> Format | None:
+    return _FLOAT_ALIASES.get(name) or _BLOCKS.get(_BLOCK_SPELLINGS.get(name, name)) or _CODEBOOKS.get(name)
 
 
 def float_name(value: FloatFormat) -> str:

@@ -293,7 +293,10 @@ class Quantizer:
         """Raise an error if this quantizer cannot round `x`."""
         if not isinstance(x, Tensor) or x.dtype not in _DTYPES:
             actual = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise QuantizeError(f"only float32, bfloat16, float16 and float64 tensors can be rounded, not {actual}.")
+            advice = "convert it by .float()" if isinstance(x, Tensor) else "make it one by torch.tensor()"
+            raise QuantizeError(
+                f"only float32, bfloat16, float16 and float64 tensors can be rounded, not {actual}: {advice}."
+            )
         if not is_traced() and (x.layout != torch.strided or x.is_nested):
             layout = "nested" if x.is_nested else str(x.layout).removeprefix("torch.").strip("_")
             raise QuantizeError(f"only dense tensors can be rounded, not {layout} ones: round their values or a copy.")

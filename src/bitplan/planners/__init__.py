@@ -6,6 +6,7 @@ from bitplan.planners.auto import AutoResult, auto
 from bitplan.planners.cpt import cpt_plan
 from bitplan.planners.diagnose import Diagnosis
 from bitplan.planners.range_test import RangeTest, range_test
+from bitplan.planners.registry import register_planner
 from bitplan.planners.watch import Watch
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "auto",
     "cpt_plan",
     "range_test",
+    "register_planner",
 ]

@@ -16,13 +16,27 @@ from torch import Tensor, nn
 
 from bitplan.errors import PlanError
 from bitplan.files import write_whole
+from bitplan.numerics.formats import register_format, registered_format
+from bitplan.plans.code import CodeReference, not_allowed
 from bitplan.plans.execution import ExecutionOptions, execution_options
 from bitplan.plans.fields import Anything
 from bitplan.plans.frozen import FrozenSpec
 from bitplan.plans.match import KEYS, OPERANDS, PLACES, GradAt, Matcher, compile_match
 from bitplan.plans.presets import is_preset_name
-from bitplan.plans.quantizer_use import Choosing, Names, OverTime, Use, leaves, over_time, switches, use_data
-from bitplan.plans.schedules import Function, Position, Schedule
+from bitplan.plans.quantizer_use import (
+    Choosing,
+    Names,
+    OverTime,
+    Use,
+    leaves,
+    map_quantizers,
+    over_time,
+    switches,
+    use_data,
+    with_imported_function,
+    written_quantizers,
+)
+from bitplan.plans.schedules import Position, Schedule
 from bitplan.plans.spec import KEEP, OptimizerRule, QuantizerSpec, Rule, check_name, check_quantizer_name
 from bitplan.plans.tree import tree_from_data, yaml_text
 from bitplan.tables import Table
@@ -315,6 +329,57 @@ class Plan:
     def _repr_html_(self) -> str:
         return f"<p>{escape(repr(self).strip('<>'))}</p>{self.table()._repr_html_()}"
 
+    # --- what the user adds: code books, functions and classes
+
+    @cached_property
+    def code(self) -> tuple[CodeReference, ...]:
+        """The functions and classes of the user's own that the plan names."""
+        uses = [*self.all_quantizers.values(), *(use for rule in self.all_rules for _, use in rule.quantizers)]
+        specs = [spec for use in uses for spec in written_quantizers(use)]
+        references = [spec.function for spec in specs if spec.function is not None]
+        references += [reference for schedule in self.all_schedules.values() for reference in schedule.code()]
+        return tuple(dict.fromkeys(references))
+
+    def with_code(self) -> Plan:
+        """The same plan with the code that it names imported. Call it for plans that you trust only."""
+
+        def resolved(use: Use) -> Use:
+            return map_quantizers(use, with_imported_function)
+
+        return replace(
+            self,
+            rules=tuple(
+                replace(rule, quantizers=tuple((key, resolved(use)) for key, use in rule.quantizers))
+                for rule in self.rules
+            ),
+            quantizers={name: resolved(use) for name, use in self.quantizers.items()},
+            schedules={name: schedule.with_code() for name, schedule in self.schedules.items()},
+            base=None if self.base is None else self.base.with_code(),
+        )
+
+    def require_code(self) -> None:
+        """Raise where the plan names code that has not been imported."""
+        missing = [reference.name for reference in self.code if reference.target is None]
+        if missing:
+            raise not_allowed(", ".join(missing))
+
+    @cached_property
+    def _own_formats(self) -> dict[str, list[float]]:
+        """The values of formats that were registered, of the plan's own rules and quantizers."""
+        uses = [*self.quantizers.values(), *(use for rule in self.rules for _, use in rule.quantizers)]
+        names = [spec.format for use in uses for spec in written_quantizers(use)]
+        names += [rule.frozen.format for rule in self.rules if isinstance(rule.frozen, FrozenSpec)]
+        formats = {name: registered_format(name) for name in names}
+        return {name: list(made.book) for name, made in formats.items() if made is not None}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_own_formats": self._own_formats}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, values in state["_own_formats"].items():  # in another process they are unknown
+            register_format(name, values)
+        self.__dict__.update(state)
+
     # --- over time ---
 
     @cached_property
@@ -435,6 +500,8 @@ class Plan:
         for key in ("name", "description", "extends", "made_by"):
             if (value := getattr(self, key)) is not None:
                 data[key] = value
+        if self._own_formats:
+            data["formats"] = self._own_formats
         if self.schedules:
             data["schedules"] = {name: schedule.to_data() for name, schedule in self.schedules.items()}
         if self.quantizers:
@@ -457,8 +524,12 @@ class Plan:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan where :meth:`load` finds it again, the file that it extends included."""
         target = Path(path)
-        if any(isinstance(schedule, Function) for schedule in self.schedules.values()):
-            raise PlanError("a schedule that is a function cannot be written to a file: keep this plan in Python.")
+        for reference in self.code:
+            if not reference.can_be_imported:
+                raise PlanError(
+                    f"{reference} is no function or class of a module, so a plan file cannot name it: define it at the "
+                    f"top of a module, or keep this plan in Python."
+                )
         plan = replace(self, extends=self._extends_from(target))
         text = plan.to_json() if target.suffix.lower() == ".json" else plan.to_yaml()
         try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from bitplan.errors import PlanError, nearest_names
+from bitplan.errors import FormatError, PlanError, nearest_names
 from bitplan.plans.tree import Node
 
 T = TypeVar("T")
@@ -91,7 +92,8 @@ class Whole(Kind[int]):
     def read(self, node: Node) -> int:
         value = node.value
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
-            raise node.error(f"this must be a whole number, not {node.describe()}.")
+            advice = ": drop the quotes" if isinstance(value, str) and value.strip().isdigit() else ""
+            raise node.error(f"this must be a whole number, not {node.describe()}{advice}.")
         if not self.least <= value <= self.most:
             only = f"{self.least}" if self.least == self.most else f"{self.least} to {self.most}"
             raise node.error(f"this must be {only}, not {value}.")
@@ -99,6 +101,20 @@ class Whole(Kind[int]):
 
     def shape(self) -> Schema:
         return {"type": "integer", "minimum": self.least, "maximum": self.most}
+
+
+@dataclass(frozen=True)
+class Number(Kind[float]):
+    """A finite number."""
+
+    def read(self, node: Node) -> float:
+        value = node.value
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
+            raise node.error(f"this must be a number, not {node.describe()}.")
+        return float(value)
+
+    def shape(self) -> Schema:
+        return {"type": "number"}
 
 
 @dataclass(frozen=True)
@@ -174,7 +190,7 @@ class Named(Kind[dict[str, T]]):
         for name, item in entries_of(node).items():
             try:
                 self.check_name(name)
-            except PlanError as error:
+            except (FormatError, PlanError) as error:
                 raise item.error(str(error)) from None
             values[name] = self.item.read(item)
         return values
@@ -196,6 +212,10 @@ class Anything(Kind[Any]):
         return {"type": ["string", "object"]}
 
 
+#: Keys that are easily forgotten.
+_EXAMPLES = {"version": "version: 1", "format": "format: int8", "to": "promote: {to: bf16}"}
+
+
 @dataclass(frozen=True)
 class Record(Kind[dict[str, Any]]):
     """A mapping with known keys."""
@@ -209,10 +229,13 @@ class Record(Kind[dict[str, Any]]):
             if key not in self.fields:
                 # The key's own name is in the field that the message names, so the place is the mapping around it.
                 place = Node(None, node.source, node.field, item.line)
+                name, colon, _ = key.partition(":")
+                if colon and name in self.fields:
+                    raise place.error(f"a space is missing after {name}: in {key!r}; write {name}: and then the value.")
                 raise place.error(f"there is no key {key!r} here; {nearest_names(key, self.fields)}")
         for key in self.required:
             if key not in entries:
-                example = ", as in version: 1" if key == "version" else ""
+                example = f", as in {_EXAMPLES[key]}" if key in _EXAMPLES else ""
                 raise node.error(f"the key {key!r} is missing: add it{example}.")
         return {key: self.fields[key].read(item) for key, item in entries.items()}
 
@@ -228,14 +251,18 @@ class Record(Kind[dict[str, Any]]):
 def entries_of(node: Node) -> dict[str, Node]:
     """The entries of a mapping, or a sentence."""
     if not isinstance(node.value, dict):
-        raise node.error(f"this must be a mapping, not {node.describe()}.")
+        advice = (
+            ": promote: {to: bf16} names the quantizer of promoted tensors" if node.field.endswith("promote") else ""
+        )
+        raise node.error(f"this must be a mapping, not {node.describe()}{advice}.")
     return node.value
 
 
 def items_of(node: Node) -> list[Node]:
     """The items of a list, or a sentence."""
     if not isinstance(node.value, list):
-        raise node.error(f"this must be a list, not {node.describe()}.")
+        advice = ": put it into a list, [...]" if isinstance(node.value, dict) else ""
+        raise node.error(f"this must be a list, not {node.describe()}{advice}.")
     return node.value
 
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
 from bitplan.errors import PlanError, ScheduleError
-from bitplan.numerics.formats import Overflow
+from bitplan.numerics.formats import OWN_NAME_PATTERN, Overflow, check_own_name
 from bitplan.numerics.reference import ROUNDINGS
 from bitplan.numerics.scaling import LONGEST_HISTORY, MOST_MARGIN, Granularity, Range
 from bitplan.numerics.wire_format import ROLES
+from bitplan.plans.code import REFERENCE_PATTERN, check_reference
 from bitplan.plans.document import LOSSES, VERSION
 from bitplan.plans.execution import Executing
 from bitplan.plans.fields import (
@@ -24,6 +25,7 @@ from bitplan.plans.fields import (
     Kind,
     Listing,
     Named,
+    Number,
     OneOrMore,
     Record,
     Schema,
@@ -137,6 +139,11 @@ _FIELDS: dict[str, Kind[Any]] = {
     "pieces": Listing("Schedules, one after another.", Scheduled("")),
     "schedule": Scheduled("The schedule whose bits are raised."),
     "least": Whole("The bits that it never falls below.", LEAST_BITS, MOST_BITS),
+    "function": Text(
+        "Your own function (step, total) -> bits, as module:name; it is imported only where you allow it.",
+        check=check_reference,
+        pattern=REFERENCE_PATTERN,
+    ),
 }
 
 
@@ -198,6 +205,12 @@ QUANTIZER = Record(
             "In evaluation: the same, running ranges, no rounding, or the top precision.", get_args(Evaluation)
         ),
         "promote": _Promoting("When a tensor gets another quantizer for the rest of the run, and which."),
+        "function": Text(
+            "Your own function or class, as module:name, that rounds with the help of this quantizer; it is imported "
+            "only where you allow it.",
+            check=check_reference,
+            pattern=REFERENCE_PATTERN,
+        ),
     },
     required=("format",),
 )
@@ -400,6 +413,12 @@ PLAN = Record(
         "description": Text("What the plan does, for people."),
         "extends": Text("A plan file, relative to this one, or a preset's name; its rules come first."),
         "made_by": Anything("Who or what made the plan, and how: kept, never interpreted."),
+        "formats": Named(
+            "Number formats of your own: up to 256 values under a name that quantizers can give as format.",
+            Listing("The values, in any order.", Number("")),
+            check_own_name,
+            {"pattern": OWN_NAME_PATTERN},
+        ),
         "schedules": Named(
             "How bits move while a run goes on, under a name that quantizers can give as bits.",
             Scheduled(""),

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from bitplan.errors import PlanError, nearest_names
+from bitplan.errors import FormatError, PlanError, nearest_names
+from bitplan.numerics.formats import register_format
+from bitplan.plans.code import is_code_allowed
 from bitplan.plans.document import VERSION, Plan
 from bitplan.plans.fields import entries_of, items_of
 from bitplan.plans.grammar import PLAN
@@ -31,7 +33,11 @@ def plan_from_tree(tree: Node, origin: Path | None = None, chain: tuple[str, ...
     """The plan of a tree. `origin` is the file it came from, `chain` the files and presets being extended by now."""
     if tree.value is None:
         raise tree.error(f"the plan is empty: write at least version: {VERSION}.")
+    if isinstance(tree.value, str) and tree.value.endswith((".yaml", ".yml", ".json")):
+        raise tree.error(f"{tree.value!r} is a file's name, not the text of a plan: give Plan.load() the name.")
+    _register_formats(tree)
     values = PLAN.read(tree)
+    values.pop("formats", None)
     base = None
     if "extends" in values:
         base = _base(entries_of(tree)["extends"], values["extends"], origin, chain)
@@ -39,9 +45,22 @@ def plan_from_tree(tree: Node, origin: Path | None = None, chain: tuple[str, ...
     rules: tuple[Rule, ...] = values.pop("rules", ())
     _check_names(tree, quantizers, rules, values.get("schedules", {}), base)
     try:
-        return Plan(rules, quantizers, base=base, origin=origin, **values)
+        plan = Plan(rules, quantizers, base=base, origin=origin, **values)
     except PlanError as error:
         raise tree.error(str(error)) from None
+    return plan.with_code() if is_code_allowed() else plan
+
+
+def _register_formats(tree: Node) -> None:
+    """Make the plan's own code books known, before quantizers name them."""
+    formats = entries_of(tree).get("formats")
+    if formats is None:
+        return
+    for name, values in PLAN.fields["formats"].read(formats).items():
+        try:
+            register_format(name, values)
+        except FormatError as error:
+            raise entries_of(formats)[name].error(str(error)) from None
 
 
 def _check_names(
@@ -130,7 +149,9 @@ def _read_text(path: Path) -> str:
             # Four bytes hold any character of UTF-8, so a text that is cut here is too long in any case.
             raw = file.read(4 * MAX_CHARACTERS + 1)
     except FileNotFoundError:
-        raise _Unreadable(f"there is no file {path}.") from None
+        is_preset = str(path) in preset_names()
+        advice = f"Plan.preset({str(path)!r}) is the preset" if is_preset else "name a plan's file, or a preset"
+        raise _Unreadable(f"there is no file {path}: {advice}.") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise _Unreadable(f"{path} cannot be read: {reason}.") from None
@@ -146,7 +167,11 @@ def _read_text(path: Path) -> str:
 # --- A plan by whatever names it: itself, a preset, a file
 
 
-def find_plan(plan: Plan | str | os.PathLike[str] | Mapping[str, Any]) -> Plan:
+#: What names a plan: itself, a preset's name, a file or a mapping.
+PlanSource = Plan | str | os.PathLike[str] | Mapping[str, Any]
+
+
+def find_plan(plan: PlanSource) -> Plan:
     """The plan itself, that of a mapping, the preset of that name, or the plan in that file.
 
     >>> find_plan("bf16-all").all_rules[0].match
@@ -163,11 +188,19 @@ def find_plan(plan: Plan | str | os.PathLike[str] | Mapping[str, Any]) -> Plan:
     presets = preset_names()
     if plan in presets:
         return Plan.preset(plan)
+    if "\n" in plan or plan.lstrip().startswith("{"):
+        raise PlanError("this is the text of a plan, not a name: give Plan.from_yaml(text).")
     if is_preset_name(plan) and not Path(plan).exists():
         raise PlanError(f"there is no preset and no file {plan!r}; {nearest_names(plan, presets)}")
     return Plan.load(plan)
 
 
 def _not_a_plan(plan: object) -> PlanError:
-    advice = " A list of rules is {'version': 1, 'rules': [...]}." if isinstance(plan, list) else ""
+    advice = ""
+    if isinstance(plan, list):
+        advice = " A list of rules is {'version': 1, 'rules': [...]}."
+    elif type(plan).__module__.startswith("torch"):
+        advice = " The plan comes before the batch."
+    elif plan is None:
+        advice = " Without a plan, leave the model as it is."
     return PlanError(f"a plan is a Plan, a mapping, a preset's name or a file, not {type(plan).__name__}.{advice}")

@@ -18,7 +18,7 @@ import difflib
 import fnmatch
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
@@ -223,7 +223,22 @@ def closest(pattern: str, names: Iterable[str], most: int = 3) -> list[str]:
     ['layer1', 'layer2']
     """
     literal = re.sub(r"[*?\[\]\\^$()|+]", "", pattern.removeprefix(REGEX_PREFIX)).strip(".")
-    return difflib.get_close_matches(literal, list(dict.fromkeys(names)), n=most, cutoff=0.5)
+    distinct = list(dict.fromkeys(names))
+    near = difflib.get_close_matches(literal, distinct, n=most, cutoff=0.5)
+    return near or _closest_by_last_part(literal, distinct)[:most]
+
+
+def _closest_by_last_part(literal: str, paths: Sequence[str]) -> list[str]:
+    """Paths whose last part is like that of `literal`, as patterns: ``*.gate_proj`` for ``*.gate``.
+
+    >>> _closest_by_last_part("gate", ["layers.0.gate_proj", "layers.1.gate_proj", "head"])
+    ['*.gate_proj']
+    """
+    last = literal.rpartition(".")[2].lower()
+    by_part = {path.rpartition(".")[2]: path for path in paths if path}
+    parts = [part for part in by_part if len(last) > 1 and (last in part.lower() or part.lower() in last)]
+    parts += [part for part in difflib.get_close_matches(last, by_part, cutoff=0.6) if part not in parts]
+    return [part if by_part[part] == part else f"*.{part}" for part in parts]
 
 
 def unmatched_message(rule: Matching, module_paths: Iterable[str], ops: Iterable[str]) -> str:
@@ -233,6 +248,12 @@ def unmatched_message(rule: Matching, module_paths: Iterable[str], ops: Iterable
     place = f"{rule.where}: " if rule.where else ""
     if not any(map(matcher.matches_module, paths)):
         known_paths = [path for inner in paths for path in (inner, *ancestors(inner)) if path]
+        is_class = any(pattern.isidentifier() and pattern[0].isupper() for pattern in rule.match)
+        if is_class and not any(closest(pattern, known_paths) for pattern in rule.match):
+            return (
+                f"{place}the rule matches nothing: {_listed(rule.match)} is no path of a module; kinds of layers are "
+                f"chosen by their operation, as in match: '*' and op: linear."
+            )
         return f"{place}the rule matches nothing: no module fits {_listed(rule.match)}{_hint(rule.match, known_paths)}"
     if not any(map(matcher.matches_operation, operations)):
         return f"{place}the rule matches nothing: no operation fits {_listed(rule.op)}{_hint(rule.op, operations)}"

@@ -35,7 +35,8 @@ def preset_text(name: str) -> str:
     """The YAML text of a preset, comments included."""
     names = preset_names()
     if name not in names:
-        raise PlanError(f"there is no preset {name!r}; {nearest_names(name, names)}")
+        advice = nearest_names(name, names) if is_preset_name(name) else "Plan.load() reads files."
+        raise PlanError(f"there is no preset {name!r}; {advice}")
     return (_folder() / f"{name}{_SUFFIX}").read_text(encoding="utf-8")
 
 

@@ -7,7 +7,7 @@ Over time a place may change its whole quantizer, scale included: ``until: 90%, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from bitplan.errors import PlanError, nearest_names
-from bitplan.numerics.formats import NAMED, get_format
+from bitplan.extensions import QUANTIZERS
+from bitplan.numerics.formats import NAMED, SEVERAL_FORMATS, get_format
 from bitplan.plans.schedules import Position, RunPoint, Schedule
 from bitplan.plans.schedules.base import Whole
 from bitplan.plans.spec import KEEP, LIKE_A_FORMAT, QuantizerSpec, check_name, is_family, is_format
@@ -207,6 +208,31 @@ def switches(use: Use) -> Iterator[OverTime]:
             yield from switches(case)
 
 
+def written_quantizers(use: Use) -> Iterator[QuantizerSpec]:
+    """The quantizers that are spelled out within `use` itself, those of promotions included; names are not followed."""
+    if isinstance(use, (Switch, Choosing)):
+        for case in use.cases:
+            yield from written_quantizers(case)
+    elif isinstance(use, QuantizerSpec):
+        yield use
+        if use.promote is not None:
+            yield from written_quantizers(use.promote.to)
+
+
+def map_quantizers(use: Use, change: Callable[[QuantizerSpec], QuantizerSpec]) -> Use:
+    """`use` with every quantizer that it spells out changed."""
+    if isinstance(use, Switch):
+        return replace(use, use=map_quantizers(use.use, change), then=map_quantizers(use.then, change))
+    if isinstance(use, Choosing):
+        return replace(use, choose=tuple((level, map_quantizers(case, change)) for level, case in use.choose))
+    return change(use) if isinstance(use, QuantizerSpec) else use
+
+
+def with_imported_function(spec: QuantizerSpec) -> QuantizerSpec:
+    """The quantizer with its function imported."""
+    return spec if spec.function is None else replace(spec, function=spec.function.imported(QUANTIZERS))
+
+
 def looked_up(spec: QuantizerSpec, names: Names, passed: tuple[str, ...] = ()) -> QuantizerSpec:
     """The quantizer with everything that it names: the schedule of its bits, and what it is promoted to."""
     scheduled = with_schedule(spec, names.schedules)
@@ -255,23 +281,13 @@ def _named(name: str, names: Names, passed: Iterable[str]) -> Use:
     return names.quantizers[name]
 
 
-#: Names that say a width only -> the formats that are meant.
-_SEVERAL_FORMATS = {
-    "fp8": "e4m3 for weights and activations, e5m2 for gradients",
-    "float8": "e4m3 for weights and activations, e5m2 for gradients",
-    "fp6": "e2m3 or e3m2",
-    "fp4": "e2m1, with blocks and their scales mxfp4 or nvfp4, or nf4 for frozen weights",
-    "float4": "e2m1, with blocks and their scales mxfp4 or nvfp4, or nf4 for frozen weights",
-}
-
-
 def _unknown_name(text: str, names: Iterable[str]) -> str:
     if re.fullmatch(LIKE_A_FORMAT, text.strip(), re.IGNORECASE):
         try:
             get_format(text)
         except ValueError as error:
             return str(error)
-    if (several := _SEVERAL_FORMATS.get(text.strip().lower())) is not None:
+    if (several := SEVERAL_FORMATS.get(text.strip().lower())) is not None:
         return f"there is no quantizer or number format {text!r}, because there are several of this width: {several}."
     candidates = [*names, KEEP, *NAMED]
     return f"there is no quantizer or number format {text!r}; {nearest_names(text, candidates)}"

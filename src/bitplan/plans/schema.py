@@ -15,7 +15,7 @@ import re
 from itertools import combinations
 from typing import Any
 
-from bitplan.numerics.formats import NAMED, BlockFormat, CodebookFormat, FloatFormat, get_format
+from bitplan.numerics.formats import NAMED, OWN_NAME_PATTERN, BlockFormat, CodebookFormat, FloatFormat, get_format
 from bitplan.plans.fields import Schema
 from bitplan.plans.frozen import FROZEN
 from bitplan.plans.grammar import (
@@ -65,7 +65,7 @@ def _quantizer(shape: Schema) -> Schema:
     floats, blocks = "|".join([*_named_floats(), _BUILT_FLOAT]), "|".join(_block_names())
     books = "|".join(name for name in NAMED if isinstance(get_format(name), CodebookFormat))
     every = "|".join(["int", "float", floats, _SYMMETRIC, _AFFINE, blocks, books])
-    shape["properties"]["format"]["pattern"] = any_case(every)
+    shape["properties"]["format"]["anyOf"] = [{"pattern": any_case(every)}, {"pattern": OWN_NAME_PATTERN}]
     shape["dependentRequired"] = {"block": ["scale"], "range": ["scale"]}
     shape["allOf"] = [
         _if(_fits("format", "int"), _bits(2, 16) | _without("exponent_bits")),

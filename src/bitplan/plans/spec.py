@@ -15,11 +15,21 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 
 from bitplan.errors import BitplanError, FormatError, PlanError, nearest_names
-from bitplan.numerics.formats import NAMED, BlockFormat, FloatFormat, Format, IntFormat, Overflow, get_format
+from bitplan.numerics.formats import (
+    NAMED,
+    BlockFormat,
+    FloatFormat,
+    Format,
+    IntFormat,
+    Overflow,
+    get_format,
+    registered_format,
+)
 from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.quantizer import Quantizer, make_quantizer
 from bitplan.numerics.reference import Rounding
 from bitplan.numerics.scaling import LONGEST_HISTORY, MOST_MARGIN, Granularity, Range
+from bitplan.plans.code import CodeReference
 from bitplan.plans.fields import Kind, Record, Schema
 from bitplan.plans.frozen import FrozenUse
 from bitplan.plans.match import CONFLICTS, KEYS, NOT, SELECTIONS, GradAt, compile_match
@@ -99,6 +109,8 @@ class Promotion:
         if target is not None:
             if target.promote is not None:
                 raise PlanError("a promoted tensor is not promoted again: promote to a quantizer without promote.")
+            if target.function is not None:
+                raise PlanError("a promoted tensor is rounded by a format: promote to a quantizer without function.")
             if target.history is not None:
                 raise PlanError("a promoted tensor has no past: promote to a quantizer without history.")
             if isinstance(target.bits, str) or target.moved_by is not None:
@@ -232,6 +244,8 @@ class QuantizerSpec:
     eval: Evaluation = "same"
     #: When a tensor gets a better quantizer, and which.
     promote: Promotion | None = None
+    #: Code of the user's own that rounds instead, called with the tensor and this quantizer.
+    function: CodeReference | None = None
     #: What moves the bits, once the plan has looked it up; `bits` are then the highest.
     moved_by: Schedule | None = None
     #: The most bits it ever has in the run, where `bits` are those of a moment.
@@ -253,6 +267,10 @@ class QuantizerSpec:
         if self.eval == "ema" and self.scale != "tensor":
             raise PlanError("eval: ema averages the range of a whole tensor: it needs scale: tensor.")
         self._check_history()
+        if self.function is not None:
+            object.__setattr__(self, "function", CodeReference.of(self.function))
+            if self.promote is not None:
+                raise PlanError("what a function returns is not watched for a promotion: drop promote or function.")
         if self.promote is not None:
             self.promote.require_can_fire(scaled=self.scale is not None or self._is_block)
         for width in self._widths():
@@ -345,7 +363,7 @@ class QuantizerSpec:
         >>> [QuantizerSpec(name).holds_every_value_of(torch.float32) for name in ("fp32", "bf16")]
         [True, False]
         """
-        if self.scale is not None or self.bits is not None or self.overflow == "saturate":
+        if self.scale is not None or self.bits is not None or self.overflow == "saturate" or self.function is not None:
             return False
         target, info = self.target, torch.finfo(dtype)
         return (
@@ -407,6 +425,8 @@ class QuantizerSpec:
         non_defaults = {key: value for key, value in non_defaults.items() if key not in ("moved_by", "top_bits")}
         if self.promote is not None:
             non_defaults["promote"] = self.promote.to_data()
+        if self.function is not None:
+            non_defaults["function"] = self.function.name
         return self.format if set(non_defaults) == {"format"} else non_defaults
 
     def __str__(self) -> str:
@@ -421,6 +441,7 @@ class QuantizerSpec:
         parts += [self.overflow] if self.overflow else []
         parts += [f"eval={self.eval}"] if self.eval != "same" else []
         parts += [f"(promoted {self.promote})"] if self.promote is not None else []
+        parts += [f"by {self.function}"] if self.function is not None else []
         return " ".join(parts)
 
     def _width_words(self) -> str:
@@ -444,8 +465,13 @@ def check_name(name: str, what: str = "schedule") -> None:
 def check_quantizer_name(name: str) -> None:
     """A name must not be mistaken for a format, now or when formats grow."""
     check_name(name, "quantizer")
-    if re.fullmatch(RESERVED_NAMES, name, re.IGNORECASE):
-        kind = "a number format" if re.fullmatch(LIKE_A_FORMAT, name, re.IGNORECASE) else "something else in plans"
+    is_registered = registered_format(name.strip().lower()) is not None
+    if is_registered or re.fullmatch(RESERVED_NAMES, name, re.IGNORECASE):
+        kind = (
+            "a number format"
+            if is_registered or re.fullmatch(LIKE_A_FORMAT, name, re.IGNORECASE)
+            else "something else in plans"
+        )
         raise PlanError(f"{name!r} is the name of {kind} and cannot name a quantizer: choose another name.")
 
 

@@ -100,6 +100,8 @@ def _compose(text: str, source: str, language: str) -> yaml.Node | None:
             raise PlanError(f"{place}: a second document starts here: one file holds one plan.") from None
         if error.context == "while scanning an alias":
             raise PlanError(f'{place}: a * begins an alias in YAML: write it in quotes, as in match: "*".') from None
+        if "cannot start any token" in problem:
+            problem += "; put a text that begins with it in quotes"
         raise PlanError(f"{place}: this is not {language}: {problem}.") from None
     except yaml.reader.ReaderError as error:
         place = f"{source}:{text.count(chr(10), 0, error.position) + 1}"

@@ -8,11 +8,11 @@ bits. ``native`` multiplies the same operands on the hardware's low-precision un
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from functools import partial
-from os import PathLike
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,7 +26,8 @@ from bitplan.capture.selectors import expand_plan
 from bitplan.errors import BitplanWarning, PlanError
 from bitplan.plans import Plan
 from bitplan.plans.execution import Emulate, ExecutionOptions, Native, execution_options
-from bitplan.plans.loading import find_plan
+from bitplan.plans.loading import PlanSource, find_plan
+from bitplan.progress import say_once
 from bitplan.runtime.attachment import Attachment
 from bitplan.runtime.clock import Total
 from bitplan.runtime.module_state import remove_buffers
@@ -41,7 +42,7 @@ attach_observer: ContextVar[Callable[[Attachment], None] | None] = ContextVar("a
 
 def attach(
     model: nn.Module,
-    plan: Plan | str | PathLike[str] | Mapping[str, Any],
+    plan: PlanSource,
     *,
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
     steps: Total | None = None,
@@ -50,6 +51,7 @@ def attach(
     mutable_formats: bool = False,
     stats: bool = False,
     execution: str | ExecutionOptions | None = None,
+    allow_code: bool = False,
 ) -> Attachment:
     """Attach `plan` (a plan, a preset's name, a file or a mapping) to `model`.
 
@@ -71,6 +73,7 @@ def attach(
     :param stats: gather rounding statistics at every site, see :meth:`Attachment.stats`.
     :param execution: ``"emulate"``, ``"packed"`` or ``"native"``, or an object with options: :class:`bitplan.Packed`,
         :class:`bitplan.Native`. By default the plan's ``execution:``, or emulation where it has none.
+    :param allow_code: import the functions and classes that the plan names as ``module:name``, if you trust it.
     """
     from bitplan.executions import make_execution  # built on top of the runtime
 
@@ -78,6 +81,9 @@ def attach(
     if not isinstance(model, nn.Module):
         raise _not_a_model(model, plan)
     resolved = find_plan(plan)
+    if allow_code:
+        resolved = resolved.with_code()
+    resolved.require_code()
     example = inputs_of(model, example)
     options = options or resolved.declared_execution or Emulate()
     _release_copy(model)
@@ -112,6 +118,11 @@ def attach(
     except BaseException:
         run.detach()
         raise
+    if options == Emulate() and execution is None and resolved.all_rules and not _is_called_by_bitplan():
+        say_once(
+            "the plan is emulated: numbers are rounded, which saves neither memory nor time; execution='packed' saves "
+            "memory, 'native' time ('emulate' says that this is meant)."
+        )
     log.info("plan attached, execution %s: %s", options.kind, options.summary)
     observer = attach_observer.get()
     if observer is not None:
@@ -139,7 +150,7 @@ def _record(model: nn.Module, plan: Plan, example: Any) -> tuple[Plan, list[Oper
         if plan.has_selectors:
             return expand_plan(plan, unwrapped(model), example)
         return plan, record(unwrapped(model), example, opens=partial(is_decomposed, plan))
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise PlanError(
             f"the model does not run on the example ({reason}): give a batch as the model takes it."
@@ -187,6 +198,10 @@ def _optimizers(optimizer: Optimizer | Iterable[Optimizer] | None, model: nn.Mod
     for item in several:
         inner = getattr(item, "optimizer", None)
         item = inner if isinstance(inner, Optimizer) else item
+        if isinstance(item, type):
+            raise PlanError(
+                f"optimizer= is an optimizer, not the class {item.__name__}: {item.__name__}(model.parameters(), ...)."
+            )
         if not isinstance(item, Optimizer):
             raise PlanError(f"optimizer= takes a torch.optim.Optimizer or several of them, not {type(item).__name__}.")
         optimizers.append(item)
@@ -197,6 +212,16 @@ def _optimizers(optimizer: Optimizer | Iterable[Optimizer] | None, model: nn.Mod
     return optimizers
 
 
+def _is_called_by_bitplan() -> bool:
+    """Whether :func:`attach` is called by a planner or a measurement, rather than by the user or a trainer."""
+    caller = str(sys._getframe(2).f_globals.get("__name__"))
+    return caller.startswith("bitplan.") and not caller.startswith("bitplan.integrations.")
+
+
 def _not_a_model(model: object, plan: object) -> PlanError:
-    order = " The model comes first: attach(model, plan)." if isinstance(plan, nn.Module) else ""
-    return PlanError(f"a plan is attached to a torch.nn.Module, not to {type(model).__name__}.{order}")
+    advice = " The model comes first: attach(model, plan)." if isinstance(plan, nn.Module) else ""
+    if isinstance(model, type):
+        return PlanError(f"a plan is attached to a model, not to the class {model.__name__}: make one of it first.")
+    if isinstance(model, Mapping):
+        advice = " Load a state_dict into a model first."
+    return PlanError(f"a plan is attached to a torch.nn.Module, not to {type(model).__name__}.{advice}")

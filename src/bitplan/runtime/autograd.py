@@ -310,6 +310,8 @@ def _both_ways(
         return x if forward is None else forward.round(x, context, weight_key)
     if forward is None or forward.changes_nothing_in(x):
         passed: Tensor = transformable(RoundedGradient).apply(x, backward, back)
+    elif forward.function is not None:  # autograd follows it
+        passed = transformable(RoundedGradient).apply(forward.round(x, context, weight_key), backward, back)
     else:
         passed = transformable(RoundedBothWays).apply(x, forward, backward, context, back, weight_key)
     return passed if forward is None else mark_rounded(passed, forward.grid)

@@ -7,7 +7,7 @@ records of statistics, and the steps that costs are computed from.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from bitplan.errors import PlanError
 from bitplan.plans import Plan
 from bitplan.plans.document import Phase
 from bitplan.runtime.clock import ScheduleClock, Total
-from bitplan.runtime.module_state import FormatRow
+from bitplan.runtime.module_state import FormatRow, QuantizerModules
 
 #: The entries that every state has, also those of older versions.
 _NEEDED = frozenset({"plan", "step", "seed", "formats", "records", "steps"})
@@ -41,6 +41,8 @@ class RunState:
     phase: Phase = ()
     #: Step and total of the clock, for runs whose loop reports its progress.
     position: list[int] | None = None
+    #: Site -> state of the object of the user's own class that rounds there.
+    quantizers: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, state: Any) -> RunState:
@@ -57,10 +59,18 @@ class RunState:
             total=state.get("total"),
             phase=tuple(state.get("phase", ())),
             position=state.get("position"),
+            quantizers=state.get("quantizers", {}),
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "phase": list(self.phase)}
+        entries = {**vars(self), "phase": list(self.phase)}
+        return entries if self.quantizers else {key: value for key, value in entries.items() if key != "quantizers"}
+
+    def load_quantizers(self, modules: QuantizerModules) -> None:
+        """Give objects of the user's own classes their saved parameters, those that are made later included."""
+        modules.saved = dict(self.quantizers)
+        for site, module in modules.items():
+            modules.restore(site, module)
 
     @property
     def phases(self) -> Iterator[Phase]:

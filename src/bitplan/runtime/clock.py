@@ -43,6 +43,7 @@ class ScheduleClock:
         #: Schedule -> the number of the steps that were computed last, in units of _CACHED_STEPS, and their bits.
         self._cached_bits: dict[Schedule, tuple[int, list[int]]] = {}
         self._warned = False
+        self._check_steps()
         if self.moves:
             self._check()
         self.position = Position(0, steps if isinstance(steps, int) and self.moves else 1)
@@ -53,15 +54,19 @@ class ScheduleClock:
                 f"this plan changes over time ({', '.join(self._descriptions())}): give attach() steps=, the number of "
                 f'optimizer steps of the whole run, or steps="progress", and call run.progress(share) in the loop.'
             )
-        if isinstance(self.steps, str) and self.steps not in ("progress", "later"):
-            raise PlanError(f'steps is a number, "progress" or "later", not {self.steps!r}.')
-        if not isinstance(self.steps, str) and self.steps < 1:
-            raise PlanError(f"steps is {self.steps}; a run has at least 1.")
         counted = next((point for point in self._run_points() if point.step), None)
         if self.steps == "progress" and counted is not None:
             raise PlanError(
                 f"the plan names {counted}, and this run counts no steps: write a share such as 90%, or give steps=."
             )
+
+    def _check_steps(self) -> None:
+        if self.steps in (None, "progress", "later"):
+            return
+        if isinstance(self.steps, (str, bool)) or self.steps != int(self.steps):
+            raise PlanError(f'steps is a whole number, "progress" or "later", not {self.steps!r}.')
+        if self.steps < 1:
+            raise PlanError(f"steps is {self.steps}; a run has at least 1.")
 
     def _run_points(self) -> Iterator[RunPoint]:
         for switch in self.plan.switches:

@@ -7,6 +7,7 @@ all values of their dtype. It raises, or for rules with ``strict: false`` it war
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -33,7 +34,9 @@ from bitplan.gemm.operand_quantizers import (
 from bitplan.numerics.wire_format import FPROP, LOSS_PATH, OPERAND_OF_SLOT, op_site
 from bitplan.plans import KEYS, PLACES, SLOTS, Decision, Plan, Rule, compile_match, unmatched_message
 from bitplan.plans.frozen import KEEP as FROZEN_KEEP
+from bitplan.plans.match import is_pattern
 from bitplan.plans.quantizer_use import leaves
+from bitplan.runtime.decisions import known_operations
 from bitplan.runtime.weights import contains_weight
 
 # --- Rules without effect
@@ -130,6 +133,21 @@ class RuleCoverage:
     def waits_for_loss(self, rule: Rule) -> bool:
         """Whether a rule may still match operations of a loss that is attached later."""
         return compile_match(rule).matches_module(LOSS_PATH) and not any(op.is_matched_by(rule) for op in self.places)
+
+    def require_known_operations(self, rules: Iterable[Rule]) -> None:
+        """Raise where all operations that a rule names are unknown to torch and nearly one that it has."""
+        known = known_operations()
+        for rule in rules:
+            names = [re.sub(r"\.[0-9]+$", "", text) for text in rule.op]
+            if not names or any(is_pattern(name) or name in known for name in names):
+                continue
+            last = names[0].rpartition(".")[2].lower()
+            meant = [name for name in known if name == last] or [name for name in known if name.startswith(last)]
+            if meant:
+                raise PlanError(
+                    f"{rule.where or 'a rule'}: there is no operation {rule.op[0]!r}; did you mean "
+                    f"{' or '.join(meant[:3])}?"
+                )
 
     def covers_scripted_module(self, rule: Rule) -> bool:
         """Whether a rule matches a module whose operations cannot be intercepted."""

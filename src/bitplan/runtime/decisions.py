@@ -22,7 +22,7 @@ from bitplan.plans.match import is_pattern
 from bitplan.plans.spec import QuantizerSpec
 from bitplan.runtime.execution import Execution
 from bitplan.runtime.frozen import frozen_spec, with_stored_weight
-from bitplan.runtime.module_state import ModuleTables
+from bitplan.runtime.module_state import ModuleTables, QuantizerModules
 from bitplan.runtime.rounding_op import OpRounding, RoundingOp
 
 #: Stands for every operation that no rule names.
@@ -98,6 +98,8 @@ class Decider:
         self._named = named_operations(plan)
         self._mutable_formats: dict[QuantizerSpec, MutableFormat] = {} if whole is None else whole._mutable_formats
         self._rounding_ops: dict[Hashable, RoundingOp] = {} if whole is None else whole._rounding_ops
+        #: Objects of the user's own classes that round, by site.
+        self.quantizer_modules: QuantizerModules = QuantizerModules() if whole is None else whole.quantizer_modules
 
     def in_phase(self, plan: Plan) -> Decider:
         """The decider of a phase of the plan."""
@@ -137,7 +139,7 @@ class Decider:
         }
         frozen = frozen_spec(self.plan, tables.path, tables.module, op)
         prepared = self.execution.prepare(decision if frozen is None else with_stored_weight(decision, frozen), op)
-        rounding = OpRounding(decision, op, places, prepared)
+        rounding = OpRounding(decision, op, places, prepared, self.quantizer_modules)
         tables.needs_keys |= rounding.needs_key
         return rounding
 

@@ -283,7 +283,7 @@ class Rounder(Interceptor):
         main = largest((args, tuple(kwargs.values())), nn.Parameter)
 
         def rounded(tensor: Tensor) -> Tensor:
-            if action.promotes:
+            if action.tells_weights_apart:
                 return self._rounded_weight(module, action, context_of_parameter(context, module, tensor), tensor)
             recorded = main is None or tensor is main or not isinstance(tensor, nn.Parameter)
             return self._rounded_weight(module, action, context if recorded else context.unrecorded(), tensor)

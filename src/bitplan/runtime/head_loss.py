@@ -317,6 +317,8 @@ def why_not_in_chunks(rounding: OpRounding, training: bool) -> str | None:
         return "it rounds the logits or their gradient as a whole (activation, grad_activation)"
     if rounding.promotes:
         return "it promotes tensors of the head"
+    if any(op.function is not None for op in rounding.places.values()):
+        return "a function of your own rounds tensors of the head"
     for slot in _DY:
         op = rounding.places.get(rounding.shared.get("dy", slot))
         if op is None:

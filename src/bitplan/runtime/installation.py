@@ -13,10 +13,11 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from bitplan.capture import scopes as checkpointing
-from bitplan.capture.constants import CONSTANT
+from bitplan.capture.constants import CONSTANT, MASK
 from bitplan.capture.recording import Operation
 from bitplan.capture.scopes import install, is_planned, show_all_functions, state_of, uninstall
 from bitplan.compiler import torch_patches
@@ -47,7 +48,7 @@ from bitplan.runtime.module_state import (
     remove_buffers,
     with_copies,
 )
-from bitplan.runtime.op_context import OpContext
+from bitplan.runtime.op_context import OpContext, not_compilable
 from bitplan.runtime.rounding_op import OpRounding
 from bitplan.runtime.run_tables import RunTables, restore_rows
 from bitplan.runtime.statistics import Observed
@@ -189,6 +190,13 @@ class Installation:
         """Every phase of the plan has a graph of its own, in training and in evaluation; torch's limit is eight."""
         self._allowances.append(RaisedSetting("recompile_limit", 2 * self.clock.count_phases(), owner=self.rounder))
 
+    def require_compilable(self) -> None:
+        """Raise where a class of the user's own rounds, whose parameters a compiled graph cannot hold."""
+        for action in self.actions():
+            for op in action.places.values():
+                if op.learns:
+                    raise not_compilable(op)
+
     def update_versions(self) -> None:
         """Invalidate compiled graphs that were traced with other roundings, formats or flags."""
         for tables in self.tables.per_module:
@@ -226,14 +234,18 @@ class Installation:
         """Add rows for all observed tensors of these operations, now and in later phases of the plan."""
         self._operations = operations
         by_path = dict(self.modules)
-        for operation in operations if self.observes else ():
+        for operation in operations:
             module = by_path.get(operation.module)
             if module is None:
                 continue
             action = self.rounder.rounding_of(module, operation.op, operation.index, operation.inside)
             is_left_alone = operation.kind == CONSTANT and action is not None and not action.rounds_constants
-            if action is not None and not is_left_alone:
-                self.tables.add_rows(module, action, OpContext(op_site(operation.op, operation.index), module, action))
+            if action is None or is_left_alone:
+                continue
+            context = OpContext(op_site(operation.op, operation.index), module, action)
+            if self.observes:
+                self.tables.add_rows(module, action, context)
+            _make_quantizer_modules(action, context, operation)
 
     def apply_promotions(self) -> None:
         """In packed execution, apply promotions: a packed tensor has one width, so the host must know of them."""
@@ -326,6 +338,23 @@ class Installation:
                 if isinstance(action, OpRounding):
                     action.set_stored_formats(partial(_stored_format, tables, phase))
         self.update_versions()
+
+
+def _make_quantizer_modules(action: OpRounding, context: OpContext, operation: Operation) -> None:
+    """Make the objects of the user's own classes that round tensors of an operation: an optimizer has to know them."""
+    module = context.module
+    assert module is not None
+    like = next(module.parameters(), torch.empty(0))
+    for place, op in action.places.items():
+        if not op.learns or (place == "activation" and operation.kind == MASK):
+            continue
+        if place != "weight":
+            context.quantizer_module(op, like)
+            continue
+        for full_name, _ in operation.parameters:
+            name = full_name.removeprefix(f"{operation.module}.")
+            context_of_weight = context.of_parameter(name) if name in module._parameters else context
+            context_of_weight.quantizer_module(op, like)
 
 
 def _stored_format(tables: ModuleTables, phase: Phase, row: int) -> Format:

@@ -56,6 +56,21 @@ class OperandState:
         return tuple(self.records.items()), tuple(self.promoted)
 
 
+class QuantizerModules(dict[str, nn.Module]):
+    """The objects of the user's own classes that round, by site; those of a whole run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: Site -> state of a resumed run, for objects that are made when their tensor is first met.
+        self.saved: dict[str, dict[str, Any]] = {}
+
+    def restore(self, site: str, module: nn.Module) -> None:
+        """Give an object its saved parameters."""
+        state = self.saved.pop(site, None)
+        if state is not None:
+            module.load_state_dict(state)
+
+
 class FormatRow:
     """A mutable format in the table of one module."""
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from bitplan.capture.scopes import state_of
 from bitplan.compiler.tracing import is_traced
-from bitplan.errors import QuantizeError
-from bitplan.numerics.wire_format import consumer_site, parameter_suffix
+from bitplan.errors import PlanError, QuantizeError
+from bitplan.numerics.wire_format import consumer_site, parameter_suffix, place_key, site_path
 from bitplan.runtime.module_state import AMAX_HISTORY_MAX, RECORD, TABLE
 
 if TYPE_CHECKING:
@@ -101,6 +101,24 @@ class OpContext:
         """Whether packed execution has promoted the tensor in that place."""
         return self.rounding is not None and self.tensor in self.rounding.state_of(place).promoted
 
+    def quantizer_module(self, op: RoundingOp, x: Tensor) -> nn.Module:
+        """The object of the user's own class that rounds this tensor; made when it is first met."""
+        if self.module is None or self.rounding is None:
+            raise not_compilable(op)
+        modules, name = self.rounding.modules, site_path(state_of(self.module).path, place_key(self.tensor, op.place))
+        if name not in modules:
+            assert op.function is not None
+            made = op.function()
+            if not isinstance(made, nn.Module):
+                raise PlanError(f"{op.spec.function} is no subclass of torch.nn.Module: name one, or a function.")
+            modules[name] = made
+            modules.restore(name, made)
+        module = modules[name]
+        parameter = next(module.parameters(), None)
+        if parameter is not None and parameter.device != x.device and not x.is_meta:
+            module.to(x.device)
+        return module.train(self.training)
+
     def of_parameter(self, name: str) -> OpContext:
         """This context for one of several weights."""
         assert self.module is not None
@@ -124,6 +142,13 @@ class OpContext:
         back = OpContext(self.site, self.module, self.rounding)
         back.salt = consumer_site(self.site, consumer.site)
         return back
+
+
+def not_compilable(op: RoundingOp) -> PlanError:
+    return PlanError(
+        f"{op.spec.function} is a class with parameters, which compiled code cannot hold: run the model uncompiled, or "
+        f"name a function."
+    )
 
 
 def missing_record(site: str) -> QuantizeError:

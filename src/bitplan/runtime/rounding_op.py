@@ -18,21 +18,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bitplan.compiler.tracing import is_traced, is_traced_below_dynamo, needs_shapes_only, transformable
+from bitplan.errors import PlanError, QuantizeError
 from bitplan.gemm.axes import resolve
 from bitplan.numerics import chunks
 from bitplan.numerics.chunks import chunked_on_gpu
 from bitplan.numerics.dtypes import is_cast_small
-from bitplan.numerics.formats import BlockFormat, FloatFormat, Format, IntFormat
+from bitplan.numerics.formats import BlockFormat, FloatFormat, Format, IntFormat, registered_format
 from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.noise import bits_of_key, key_of
 from bitplan.numerics.packing import is_smaller, stored
 from bitplan.numerics.quantizer import Between, Encoded, Quantizer, Span, StraightThrough, straight_through
 from bitplan.numerics.scaling import amax_of
-from bitplan.numerics.wire_format import place_key, text_hash
+from bitplan.numerics.wire_format import OPERAND_OF_SLOT, place_key, text_hash
 from bitplan.plans import OPERANDS, SLOTS, Decision
 from bitplan.plans.spec import Promotion, QuantizerSpec
 from bitplan.runtime.execution import PreparedProduct
-from bitplan.runtime.module_state import OperandState
+from bitplan.runtime.module_state import OperandState, QuantizerModules
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.rounded_mark import lies_on, mark_rounded
 from bitplan.runtime.statistics import (
@@ -182,6 +183,9 @@ class RoundingOp:
     higher: RoundingOp | None = field(init=False)
     #: What rounds in evaluation at the highest bits of a schedule, whatever the bits of the moment.
     top: RoundingOp | None = field(init=False)
+    #: Code of the user's own that rounds, and the rounding that it is handed.
+    function: Callable[..., Any] | None = field(init=False)
+    inner: RoundingOp | None = field(init=False)
     #: The values that may come out, where these are always the same ones.
     grid: str | None = field(init=False)
     #: Whether random bits are drawn, before a promotion or after it.
@@ -204,6 +208,8 @@ class RoundingOp:
         top_spec = spec.at_the_top() if spec.eval == "top" else None
         if top_spec is not None:
             top = RoundingOp(top_spec, self.place, self.op, has_records=False)
+        function = None if spec.function is None else spec.function.target
+        inner = None if function is None else replace(self, spec=replace(spec, function=None))
         is_stochastic = spec.rounding == "stochastic"
         is_scaled = spec.scale is not None or isinstance(spec.target, BlockFormat)
         is_fixed = self.mutable_format is None and promotion is None
@@ -216,7 +222,9 @@ class RoundingOp:
             "promotion": promotion,
             "higher": higher,
             "top": top,
-            "grid": spec.target.name if is_fixed and not is_scaled else None,
+            "function": function,
+            "inner": inner,
+            "grid": spec.target.name if is_fixed and not is_scaled and function is None else None,
             "draws": is_stochastic or (higher is not None and higher.is_stochastic),
             "observes": self.watched or uses_mean_range or is_delayed or promotion is not None,
             "_quantizers": {dims: resolve(spec, self.place, self.op, dims, self.mutable_format) for dims in range(7)},
@@ -237,7 +245,10 @@ class RoundingOp:
         spec: Any = (self.spec.without_width, top) if is_mutable and not self.is_packed else self.spec
         width = None if self.stored_format is None else self.stored_format.name
         parts = (spec, self.place, self.op, is_mutable, self.row, self.watched, self.is_packed, self.keeps_codes, width)
-        digest = hashlib.blake2b(repr((*parts, self.has_records)).encode(), digest_size=16).hexdigest()
+        # Names of the user's own say little: compiled code that torch stores on disk depends on what they stand for.
+        own = registered_format(self.spec.target.name), None if self.function is None else id(self.function)
+        named = (*parts, self.has_records) if own == (None, None) else (*parts, self.has_records, own)
+        digest = hashlib.blake2b(repr(named).encode(), digest_size=16).hexdigest()
         return f"{self.op} {self.place} {digest}"
 
     @cached_property
@@ -258,6 +269,8 @@ class RoundingOp:
 
         A weight brings the key of its parameter, so that every use of it sees the same bits.
         """
+        if self.inner is not None:
+            return self._call_function(x, context, weight_key)
         if self.top is not None and not context.training:
             return self.top.round(x, context, weight_key)
         if self.grid is not None and self.changes_nothing_in(x):
@@ -276,6 +289,27 @@ class RoundingOp:
         if record is not None and context.observing:
             self._observe(record, quantizer, x, rounded, rounded, row, span)
         return rounded if self.grid is None else mark_rounded(rounded, self.grid)
+
+    @property
+    def learns(self) -> bool:
+        """Whether a class rounds, whose objects may have parameters: there is one for each tensor."""
+        return isinstance(self.function, type)
+
+    def _call_function(self, x: Tensor, context: OpContext, weight_key: Tensor | None) -> Tensor:
+        """What the user's own code makes of `x`; autograd follows it."""
+        assert self.inner is not None
+        assert self.function is not None
+        function = context.quantizer_module(self, x) if self.learns else self.function
+        rounded = function(x, PlanQuantizer(self.inner, context, weight_key))
+        if not isinstance(rounded, Tensor) or rounded.shape != x.shape or rounded.dtype != x.dtype:
+            actual = (
+                f"{tuple(rounded.shape)} {rounded.dtype}" if isinstance(rounded, Tensor) else type(rounded).__name__
+            )
+            raise QuantizeError(
+                f"{self.spec.function} returned {actual} for a tensor {tuple(x.shape)} {x.dtype}: return one of the "
+                f"same shape and dtype."
+            )
+        return rounded
 
     def _round_and_mark(self, x: Tensor, context: OpContext, weight_key: Tensor | None) -> Tensor:
         """The same for packed execution, where the values are marked as rounded, and for promotion."""
@@ -308,9 +342,8 @@ class RoundingOp:
         is_fixed = self.stored_format is None and self.mutable_kind is None
         is_scaled = self.spec.scale is not None or (is_fixed and isinstance(self.spec.target, BlockFormat))
         is_counted = self.observes or self.promotion is not None
-        return (
-            is_fixed and not (is_scaled or self.is_stochastic or is_counted) and (self.top is None or context.training)
-        )
+        is_simple = not (is_scaled or self.is_stochastic or is_counted) and self.function is None
+        return is_fixed and is_simple and (self.top is None or context.training)
 
     def quantizer_of(self, x: Tensor) -> Quantizer:
         """The quantizer for tensors with as many dimensions as `x` has."""
@@ -426,6 +459,31 @@ class RoundingOp:
         return self.grid is not None and not self.watched and lies_on(x, self.grid)
 
 
+class PlanQuantizer:
+    """The plan's quantizer for one tensor, as functions of the user's own are handed it: ``quantize(x)`` rounds.
+
+    With its scale, random bits and statistics, and with a gradient that passes straight through.
+    """
+
+    def __init__(self, op: RoundingOp, context: OpContext, weight_key: Tensor | None) -> None:
+        self._op = op
+        self._context = context
+        self._weight_key = weight_key
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._op.round(x, self._context, self._weight_key)
+
+    @property
+    def format(self) -> Format:
+        """The plan's format; where a schedule moves its bits, that of the highest."""
+        return self._op.spec.target
+
+    @property
+    def quantizer(self) -> QuantizerSpec:
+        """The quantizer as the plan has it, without the function."""
+        return self._op.spec
+
+
 #: Key -> the operation that graphs are traced with. Holds none alive: models do.
 _OPS: weakref.WeakValueDictionary[str, RoundingOp] = weakref.WeakValueDictionary()
 
@@ -450,8 +508,12 @@ class OpRounding:
         op: str,
         places: dict[str, RoundingOp],
         prepared: PreparedProduct | None = None,
+        modules: QuantizerModules | None = None,
     ) -> None:
-        """`prepared`: what the execution has worked out for the product; None: it is emulated."""
+        """`prepared`: what the execution has worked out for the product; None: it is emulated.
+
+        `modules`: the objects of the user's own classes that round, by site; those of the whole run.
+        """
         self.op = op
         self.places = places
         self.prepared = prepared
@@ -476,6 +538,19 @@ class OpRounding:
         #: Whether all results are promoted when the largest is. Ranges belong to one tensor, and so do their records.
         self.promotes_together = self.promotes and not self.uses_means and not self.delays
         self.needs_key = any(op.draws for op in places.values())
+        self.modules = QuantizerModules() if modules is None else modules
+        #: Whether each of several weights needs a context of its own.
+        self.tells_weights_apart = self.promotes or any(op.learns for op in places.values())
+        self._check_learning()
+
+    def _check_learning(self) -> None:
+        for place, op in self.places.items():
+            is_shared = place in SLOTS and not self.slots_apart and OPERAND_OF_SLOT[place].tensor in ("x", "w")
+            if op.learns and not is_shared and place not in ("weight", "activation"):
+                raise PlanError(
+                    f"{op.spec.function} is a class, which learns from the gradient of what it returns, and there is "
+                    f"none for {place}: use it for weight, activation, or x and w beside dy, or name a function."
+                )
 
     def state_of(self, place: str) -> OperandState:
         return self.states[place]

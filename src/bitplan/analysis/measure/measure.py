@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.analysis.measure.candidate import Candidate, check_candidates
+from bitplan.analysis.measure.pass_metrics import Metric, metric_registry
 from bitplan.analysis.measure.probe import Probe
 from bitplan.analysis.measure.result import Measurement, Row, average_rows
 from bitplan.capture.recording import call_arguments, call_loss, split_batch
@@ -36,6 +37,7 @@ def measure(
     stage: str = "now",
     step: int = 0,
     target: str | None = None,
+    metrics: Mapping[str, Metric] | Iterable[str] = (),
 ) -> Measurement:
     """Measure the error of each candidate in every product of `model`: fprop, dgrad and wgrad.
 
@@ -51,12 +53,14 @@ def measure(
     :param terms: the largest number of terms of a sum; of longer sums this many terms are sampled.
     :param seed: of the sampling and of stochastic rounding.
     :param stage: the name of this stage of training, after `step` steps.
+    :param metrics: error metrics of your own (:func:`register_metric`): names, or functions by name.
 
     >>> result = measure(nn.Linear(64, 8), [torch.randn(32, 64)], candidates=["int8 vector", "e4m3 vector"])
     >>> [row.candidate for row in sorted(result.select(pass_="fprop"), key=lambda row: row.median)]
     ['int8 vector', 'e4m3 vector']
     """
     checked, sampling = check_candidates(candidates), Sampling(rows, terms, seed)
+    own = metrics if isinstance(metrics, Mapping) else {name: metric_registry.find(name) for name in metrics}
     if isinstance(batches, (Tensor, dict)):
         raise MetricError("batches must be a list of batches or a loader: put a single batch into a list.")
     measured_rows: list[Row] = []
@@ -64,7 +68,7 @@ def measure(
     is_empty = True
     for batch in islice(batches, MAX_BATCHES):
         is_empty = False
-        probe = Probe(checked, sampling, stage, step)
+        probe = Probe(checked, sampling, stage, step, metrics=own)
         with preserve_rng_state():
             probe_step(model, batch, loss, probe)
         measured_rows += probe.rows

@@ -7,10 +7,10 @@ candidates are one batched product in float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from bitplan.analysis.error_metrics import ErrorSummary, decibels
 from bitplan.analysis.measure.candidate import FormatPair
+from bitplan.errors import MetricError
+from bitplan.extensions import METRICS, Registry
 from bitplan.gemm.axes import resolve
 from bitplan.gemm.layouts import SampledOperand
 from bitplan.numerics.dtypes import carrier_for
@@ -71,6 +73,23 @@ class PassMetrics:
     overflow: float
     left: OperandMetrics
     right: OperandMetrics
+    #: Metrics of the user's own, by name.
+    own: Mapping[str, float] = field(default_factory=dict)
+
+
+#: An error metric of the user's own: of the exact elements of a product that were sampled, and those computed from
+#: rounded operands, both (matrices, rows, columns) in float64.
+Metric = Callable[[Tensor, Tensor], Any]
+
+metric_registry: Registry[Metric] = Registry(METRICS, "error metric")
+
+
+def register_metric(name: str, metric: Metric) -> Metric:
+    """Make an error metric known by a name, for ``measure(metrics=...)`` and ``bitplan measure --metric``.
+
+    :param metric: a function of the exact and the computed product, float64 tensors of one shape; returns a number.
+    """
+    return metric_registry.register(name, metric)
 
 
 @dataclass(frozen=True)
@@ -91,6 +110,7 @@ def measure_products(
     pairs: Sequence[tuple[SampledOperand, SampledOperand]],
     candidates: tuple[FormatPair, ...],
     seed: int,
+    own: Mapping[str, Metric] | None = None,
 ) -> list[tuple[ReductionLength, list[PassMetrics]]]:
     """The metrics of all candidates that apply to the pass, for products whose sampled rows have the same shapes.
 
@@ -126,7 +146,10 @@ def measure_products(
     return [
         (
             ReductionLength(pair[0].values.shape[-1], pair[0].length, terms[number] / max(counts[number], 1)),
-            _combine(pass_plan, errors[number], ratios[number], [metrics[side][number] for side in (0, 1)], weights),
+            _combine(
+                *(pass_plan, errors[number], ratios[number], [metrics[side][number] for side in (0, 1)], weights),
+                [_own_metrics(own or {}, exact[number], computed) for computed in both[:, number]],
+            ),
         )
         for number, pair in enumerate(pairs)
     ]
@@ -138,6 +161,7 @@ def _combine(
     ratios: Sequence[float],
     operand_metrics: Sequence[Sequence[OperandMetrics]],
     weights: Sequence[int],
+    own: Sequence[Mapping[str, float]],
 ) -> list[PassMetrics]:
     combined = []
     for number, candidate in enumerate(pass_plan.candidates):
@@ -154,9 +178,23 @@ def _combine(
                 overflow=_mean((left.overflow, right.overflow), weights),
                 left=left,
                 right=right,
+                own=own[number],
             )
         )
     return combined
+
+
+def _own_metrics(metrics: Mapping[str, Metric], exact: Tensor, computed: Tensor) -> dict[str, float]:
+    values = {}
+    for name, metric in metrics.items():
+        try:
+            values[name] = float(metric(exact, computed))
+        except Exception as error:
+            raise MetricError(
+                f"the error metric {name} failed ({type(error).__name__}: {error}): it is called with the exact and "
+                f"the computed product and returns a number."
+            ) from error
+    return values
 
 
 def needs_whole_operands(pass_: str, candidates: tuple[FormatPair, ...]) -> bool:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bitplan.analysis.measure.candidate import FormatPair, Planned
-from bitplan.analysis.measure.pass_metrics import measure_products, needs_whole_operands
+from bitplan.analysis.measure.pass_metrics import Metric, measure_products, needs_whole_operands
 from bitplan.analysis.measure.result import Row, make_row
 from bitplan.capture.decompositions import DECOMPOSITIONS
 from bitplan.capture.ops import FUSED, PRODUCTS
@@ -46,8 +46,10 @@ class Probe(Interceptor):
         stage: str = "now",
         step: int = 0,
         plan: Plan | None = None,
+        metrics: Mapping[str, Metric] | None = None,
     ) -> None:
         self.candidates = candidates
+        self.metrics = metrics
         self.sampling = sampling
         self.stage = stage
         self.step = step
@@ -149,7 +151,7 @@ class Probe(Interceptor):
         candidates: tuple[FormatPair, ...],
         group: list[tuple[_Product, tuple[SampledOperand, SampledOperand]]],
     ) -> None:
-        results = measure_products(pass_, op, [pair for _, pair in group], candidates, self.sampling.seed)
+        results = measure_products(pass_, op, [pair for _, pair in group], candidates, self.sampling.seed, self.metrics)
         for (product, _), (reduction, metrics) in zip(group, results, strict=True):
             self.rows += [
                 make_row(product.label, pass_, reduction, pass_metrics, self.stage, self.step, product.inside)

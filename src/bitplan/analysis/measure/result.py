@@ -54,6 +54,8 @@ class Row:
     right: OperandMetrics
     #: The fused operation that contains the product, such as ``scaled_dot_product_attention``.
     inside: str | None = None
+    #: Metrics of the user's own, by name.
+    own: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def module(self) -> str:
@@ -66,7 +68,8 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; ``pass_`` has the key ``pass``."""
-        return {("pass" if key == "pass_" else key): value for key, value in asdict(self).items()}
+        values = {("pass" if key == "pass_" else key): value for key, value in asdict(self).items()}
+        return values if self.own else {key: value for key, value in values.items() if key != "own"}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Row:
@@ -99,6 +102,7 @@ def make_row(
         reduction.nonzero,
         **{name: getattr(metrics, name) for name in names},
         inside=inside,
+        own=metrics.own,
     )
 
 
@@ -126,6 +130,11 @@ class Measurement:
     def stages(self) -> list[str]:
         return list(dict.fromkeys(row.stage for row in self.rows))
 
+    @property
+    def own_metrics(self) -> list[str]:
+        """The names of the user's own metrics."""
+        return list(dict.fromkeys(name for row in self.rows for name in row.own))
+
     def select(self, **criteria: str) -> list[Row]:
         """The rows with these values: ``measurement.select(pass_="wgrad", candidate="e4m3 tensor")``."""
         if criteria.get("candidate", PLANNED) != PLANNED:
@@ -134,7 +143,7 @@ class Measurement:
 
     def table(self) -> Table[Row]:
         """All rows with their main columns; :meth:`to_dict` has all metrics."""
-        return Table(self.rows, _columns(len(self.stages) > 1), empty="no products were measured")
+        return Table(self.rows, _columns(self), empty="no products were measured")
 
     def to_pandas(self) -> pandas.DataFrame:
         """One line per row, with the columns of :meth:`table`."""
@@ -216,7 +225,7 @@ class Measurement:
         return cls.from_dict(content)
 
 
-def _columns(has_stages: bool) -> dict[str, Callable[[Row], Any]]:
+def _columns(measurement: Measurement) -> dict[str, Callable[[Row], Any]]:
     columns: dict[str, Callable[[Row], Any]] = {
         "product": lambda row: row.product,
         "pass": lambda row: row.pass_,
@@ -228,7 +237,11 @@ def _columns(has_stages: bool) -> dict[str, Callable[[Row], Any]]:
         "underflow": lambda row: row.underflow,
         "overflow": lambda row: row.overflow,
     }
-    return {name: value for name, value in columns.items() if has_stages or name != "stage"}
+    if len(measurement.stages) <= 1:
+        del columns["stage"]
+    for name in measurement.own_metrics:
+        columns[name] = lambda row, name=name: row.own.get(name)  # type: ignore[misc]
+    return columns
 
 
 def average_rows(rows: Iterable[Row]) -> tuple[Row, ...]:
@@ -259,6 +272,7 @@ def _mean_row(group: Sequence[Row]) -> Row:
     values = average(lambda row: row)
     for side in ("left", "right"):
         values[side] = OperandMetrics(**average(lambda row, side=side: getattr(row, side)))  # type: ignore[misc]
+    values["own"] = {name: mean([row.own[name] for row in group]) for name in group[0].own}
     return Row(**values)
 
 

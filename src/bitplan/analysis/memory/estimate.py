@@ -38,8 +38,8 @@ from bitplan.compiler.backends import compile_packed
 from bitplan.compiler.torch_private import FakeTensor, TorchDispatchMode, tree_leaves, unset_fake_temporarily
 from bitplan.compiler.tracing import raise_recompile_limit
 from bitplan.errors import MemoryEstimateError
-from bitplan.plans import Plan
 from bitplan.plans.execution import ExecutionOptions
+from bitplan.plans.loading import PlanSource
 from bitplan.runtime.attach import Attachment, attach
 
 # --- Tracking of storages on fake tensors
@@ -216,7 +216,7 @@ def estimate_memory(
     batch: Any,
     loss: Loss | None = None,
     optimizer: OptimizerChoice = "default",
-    plan: Plan | str | None = None,
+    plan: PlanSource | None = None,
     execution: str | ExecutionOptions | None = None,
     compile: bool = False,
     *,
@@ -248,7 +248,7 @@ def run_on_fakes(
     batch: Any,
     loss: Loss | None,
     optimizer: OptimizerChoice,
-    plan: Plan | str | None,
+    plan: PlanSource | None,
     execution: str | ExecutionOptions | None,
     compile: bool,
     autocast: torch.dtype | None,

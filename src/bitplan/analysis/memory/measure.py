@@ -25,8 +25,8 @@ from bitplan.capture.recording import split_batch
 from bitplan.compiler.torch_private import ProfilerEventType, is_profiler_enabled
 from bitplan.compiler.tracing import raise_recompile_limit
 from bitplan.errors import MemoryEstimateError
-from bitplan.plans import Plan
 from bitplan.plans.execution import ExecutionOptions
+from bitplan.plans.loading import PlanSource
 from bitplan.runtime.attach import Attachment, attach
 
 _EVENT_PREFIX = "bitplan:"
@@ -158,7 +158,7 @@ def measure_memory(
     batch: Any,
     loss: Loss | None = None,
     optimizer: OptimizerChoice = "default",
-    plan: Plan | str | None = None,
+    plan: PlanSource | None = None,
     execution: str | ExecutionOptions | None = None,
     compile: bool = False,
     steps: int = 3,

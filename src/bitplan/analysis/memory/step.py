@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bitplan.capture.recording import FakeInputs, call_arguments, call_loss, split_batch
+from bitplan.capture.recording import FakeInputs, call_arguments, call_loss, require_tensors, split_batch
 from bitplan.compiler.torch_private import tree_leaves
 from bitplan.errors import MemoryEstimateError, nearest_names
 from bitplan.files import byte_text
 from bitplan.plans import KEEP, Plan
-from bitplan.plans.loading import find_plan
+from bitplan.plans.loading import PlanSource, find_plan
 from bitplan.plans.spec import OptimizerRule
 from bitplan.runtime.attach import Attachment
 from bitplan.runtime.frozen import frozen_buffers
@@ -158,7 +158,7 @@ def resolve_optimizer(choice: OptimizerChoice, *plans: Plan | None) -> Optimizer
     return "adamw" if any(plan is not None and plan.optimizer_rule is not None for plan in plans) else "sgd"
 
 
-def plan_for(plan: Plan | str | None, choice: OptimizerChoice) -> Plan | None:
+def plan_for(plan: PlanSource | None, choice: OptimizerChoice) -> Plan | None:
     """The plan to attach; its rule for optimizer state is dropped if the step has no optimizer."""
     resolved = None if plan is None else find_plan(plan)
     if resolved is None or resolved.optimizer_rule is None or not (choice is None or choice == "none"):
@@ -188,6 +188,7 @@ def split_call(batch: Any, loss: Loss | None) -> tuple[Any, dict[str, Any], Any]
     """Arguments and keyword arguments of the model's call, and the target of the loss."""
     if isinstance(batch, FakeInputs):
         return batch.args, batch.kwargs, None
+    require_tensors(batch)
     inputs, expected = split_batch(batch, loss)
     args, kwargs = call_arguments(inputs)
     return args, kwargs, expected

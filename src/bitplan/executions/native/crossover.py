@@ -44,6 +44,7 @@ from bitplan.machine import cpu_name
 from bitplan.numerics.noise import preserve_rng_state
 from bitplan.numerics.quantizer import Quantizer, make_quantizer
 from bitplan.plans.match import PASSES
+from bitplan.progress import announced, duration_text
 
 log = logging.getLogger("bitplan")
 
@@ -64,6 +65,8 @@ _CALLS = 2
 _WIDEST_RATIOS = 0.2
 #: Alternating measurements of a single product.
 _TURNS = 7
+#: What measuring takes, roughly: to announce it.
+_SECONDS = 20.0
 #: Calls per CUDA graph, so that its launch does not count.
 _CALLS_PER_GRAPH = 10
 _FORMATS = {"int8": "int8", "fp8": "e4m3"}
@@ -230,9 +233,16 @@ def crossover_tables(device: torch.device, dtype: torch.dtype, measure_again: bo
     known = {} if measure_again else {**cached, **unsettled}
     missing = {name: measure for name, measure in measures.items() if not known.get(name)}
     if missing:
-        with unset_fake_temporarily():  # a plan may be attached under a fake mode; times need real tensors
+        steps = ROUNDS * len(backends_of(device)) * len(SIZES[device.type]) * len(missing)
+        sentence = (
+            f"measuring from which size on native products are faster on this {device.type}: "
+            f"{duration_text(_SECONDS)}, once per machine."
+        )
+        # A plan may be attached under a fake mode; times need real tensors.
+        with unset_fake_temporarily(), announced(sentence, steps) as advance:
             for name, measure in missing.items():
                 rounds = measure(device, dtype)
+                advance(steps // len(missing))
                 known[name] = rounds.fastest
                 _UNSETTLED.pop((file, name), None)
                 if rounds.is_quiet:

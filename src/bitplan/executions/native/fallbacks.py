@@ -195,6 +195,8 @@ def backend_or_reason(
         quantizer = operand.quantizer()
         if quantizer is None or operand.spec is None:
             return f"{operand.slot} has no format"
+        if operand.spec.function is not None:
+            return f"{operand.slot} is rounded by {operand.spec.function}"
         if operand.spec.promote is not None:
             return f"{operand.slot} may be promoted"
         if quantizer.scaling is not None and quantizer.scaling.range == "minmax":

@@ -71,7 +71,7 @@ def varying_axes(quantizer: Quantizer, dims: int) -> set[int] | None:
 
 def byte_of(spec: QuantizerSpec) -> torch.dtype | None:
     """The dtype that stores elements of that quantizer in one byte each, with separate scales; None where none does."""
-    if spec.promote is not None or spec.scale == "block" or spec.range == "minmax":
+    if spec.promote is not None or spec.function is not None or spec.scale == "block" or spec.range == "minmax":
         return None
     if spec.scale is None and isinstance(spec.target, IntFormat):
         return None  # a NaN would become a number

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bitplan.analysis.targets import find_function, parse_file_name
 from bitplan.capture.recording import Operation
 from bitplan.errors import RunError, nearest_names
 from bitplan.lab.compare.folder import Choice
@@ -19,6 +20,7 @@ from bitplan.lab.tasks.task import Task
 from bitplan.planners.assign.assign import LOSS_SCALE, AssignRequest
 from bitplan.planners.assign.levels import PAPER, Formats
 from bitplan.planners.cpt import Widths, equal_cost_plan, make_plan, mean_bit_operations, record_operations
+from bitplan.planners.registry import Planner, planned_by, registry
 from bitplan.plans import Plan
 from bitplan.plans.schedules import TEN, Deficit, RunPoint, Schedule, Static, schedule
 from bitplan.plans.schedules.cyclic import DEFAULT_CYCLES, Period
@@ -276,7 +278,16 @@ SUITES: dict[str, Suite] = {
 
 
 def find_suite(name: str) -> Suite:
-    """The suite of that name."""
-    if name not in SUITES:
-        raise RunError(f"there is no suite {name!r}; {nearest_names(name, SUITES)}.")
-    return SUITES[name]
+    """The suite of that name, or FP32 and the plans of a planner: of a registered one, or ``file.py:function``."""
+    if name in SUITES:
+        return SUITES[name]
+    if parse_file_name(name) is None and name not in registry.names():
+        raise RunError(f"there is no suite {name!r}; {nearest_names(name, (*SUITES, *registry.names()))}")
+    planner = find_function(name, registry)
+    return Suite(name, "FP32, and the plans of a planner", make=lambda task, options: _planned(name, planner, task))
+
+
+def _planned(name: str, planner: Planner, task: Task) -> tuple[Choice, ...]:
+    target = task.target()
+    plans = planned_by(planner, target.model, target.batch, target.loss)
+    return (Choice("FP32", None), *(Choice(label, plan) for label, plan in plans.items()))

@@ -265,6 +265,11 @@ class Session:
     def _new_optimizer(self) -> Optimizer:
         """The task's optimizer, with its state in the plan's formats."""
         plain = self.task.optimizer(self.model)
+        learned = self.run.quantizer_parameters()
+        if learned:  # of quantizers of the user's own, which no decay should pull to zero
+            plain.add_param_group(
+                {"params": learned, **({"weight_decay": 0.0} if "weight_decay" in plain.defaults else {})}
+            )
         # Before the optimizer is replaced by one that holds its rates in float32.
         self._peaks = [float(group["lr"]) for group in plain.param_groups]
         return self.run.optimizer(plain)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from bitplan.analysis.measure import Candidate, Measurement, measure
+from bitplan.analysis.measure.pass_metrics import Metric
 from bitplan.errors import MetricError, nearest_names
 from bitplan.gemm.sampling import Sampling
 from bitplan.lab.tasks.task import Task
@@ -29,6 +30,7 @@ def measure_task(
     rows: int = Sampling.rows,
     terms: int = Sampling.terms,
     seed: int = 0,
+    metrics: Mapping[str, Metric] | Iterable[str] = (),
     device: str | torch.device = "cpu",
     on_step: Callable[[int, int], None] | None = None,
 ) -> Measurement:
@@ -36,7 +38,7 @@ def measure_task(
 
     :param stages: early (after a tenth of the steps), middle, late (after all of them).
     :param steps: by default 60, or all steps of the task if these are fewer.
-    :param rows, terms, seed: as :func:`bitplan.measure` takes them.
+    :param rows, terms, seed, metrics: as :func:`bitplan.measure` takes them.
     :param on_step: called with (steps made, steps to make).
     """
     for stage in stages:
@@ -70,6 +72,7 @@ def measure_task(
                             stage=stage,
                             step=session.step,
                             target=task.name,
+                            metrics=metrics,
                         )
         finally:
             session.close()

@@ -52,7 +52,7 @@ class Candidate:
     saved_bytes: int = 0
     #: Expected squared change of the loss by rounded activations, see :mod:`bitplan.planners.auto.damage`.
     damage: float = 0.0
-    #: ``none``, ``recompute``, ``packed`` or ``native``.
+    #: ``none``, ``recompute``, ``packed``, ``native``, or ``planner`` for those of the user's own planners.
     family: str = "none"
 
 

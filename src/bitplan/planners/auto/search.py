@@ -63,6 +63,7 @@ from bitplan.planners.auto.trials import (
     device_alone,
 )
 from bitplan.planners.auto.verify import measure_loss_gap
+from bitplan.planners.registry import Planner, planned_by
 from bitplan.plans import Plan
 from bitplan.plans.spec import OptimizerRule
 
@@ -125,6 +126,7 @@ def auto(
     autocast: torch.dtype | None = None,
     steps: int | None = None,
     seeds: int = 3,
+    planners: Sequence[str | Planner] = (),
     report: Callable[[str], None] | None = None,
 ) -> AutoResult:
     """Find a plan for `model`: formats, execution and recomputation, measured and verified.
@@ -140,6 +142,8 @@ def auto(
     :param compile: plans are for the compiled model; by default on a GPU.
     :param steps: training steps of the verification; 0: none. By default 200, and fewer where a step takes long.
     :param seeds: trainings of the verification, on other batches each.
+    :param planners: planners of your own (:func:`bitplan.planners.register_planner`), or their names: their plans are
+        measured and verified like all others.
     :param report: called with a sentence before each part of the search.
 
     Ctrl-C ends the search and returns the best so far. The model is not changed.
@@ -147,7 +151,7 @@ def auto(
     is_compiled = next(model.parameters(), torch.empty(0)).is_cuda if compile is None else compile
     problem = Problem(Target(model, batch, loss), optimizer, data, is_compiled, autocast)
     limits = Limits(None if memory is None else Budget.parse(memory), slowdown, loss_gap)
-    return search(problem, limits, LocalTrials(problem), steps=steps, seeds=seeds, report=report)
+    return search(problem, limits, LocalTrials(problem), steps=steps, seeds=seeds, planners=planners, report=report)
 
 
 def search(
@@ -157,6 +161,7 @@ def search(
     *,
     steps: int | None = None,
     seeds: int = 3,
+    planners: Sequence[str | Planner] = (),
     report: Callable[[str], None] | None = None,
 ) -> AutoResult:
     """:func:`auto` for a problem, with trials in this process or in others."""
@@ -167,7 +172,7 @@ def search(
     work = _Search(problem, limits, trials, report or (lambda sentence: log.info("%s", sentence)))
     is_interrupted = False
     try:
-        work.run(steps, seeds)
+        work.run(steps, seeds, planners)
     except KeyboardInterrupt:
         is_interrupted = True
         if not any(row.trial for row in work.rows):
@@ -188,8 +193,9 @@ class _Search:
         self.products: list[TimedProducts] = []
         self.cache = TrialCache()
 
-    def run(self, steps: int | None, seeds: int) -> None:
+    def run(self, steps: int | None, seeds: int, planners: Sequence[str | Planner] = ()) -> None:
         problem = self.problem
+        own = self._planned_candidates(planners)
         self.report("recording the model")
         self.operations = record(problem.target.model, problem.target.batch, problem.target.loss)
         self.fingerprint = fingerprint_of(problem, self.operations)
@@ -209,6 +215,8 @@ class _Search:
             raise BitplanError(f"the model does not train without a plan ({plain.reason}): fix that first.")
         if native and not self._is_native_faster():
             self._measure(self._packed_candidates())
+        if own:
+            self._measure(own)
         if self._has_small_state():
             self._measure([self._with_small_state()])
         if self.limits.memory is not None:
@@ -252,6 +260,14 @@ class _Search:
         except torch.OutOfMemoryError:
             self.report("there is no memory to score damage: all activations count alike")
             return {}
+
+    def _planned_candidates(self, planners: Sequence[str | Planner]) -> list[Candidate]:
+        """The plans of the user's own planners."""
+        target = self.problem.target
+        made: dict[str, Plan] = {}
+        for planner in planners:
+            made |= planned_by(planner, target.model, target.batch, target.loss)
+        return [Candidate(name, plan, family="planner") for name, plan in made.items()]
 
     def _own_precision(self) -> list[Candidate]:
         """The model without rounding: with recomputation, and with its loss in chunks or without constant masks."""

@@ -21,6 +21,8 @@ from bitplan.errors import ScheduleError
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
+    from bitplan.plans.code import CodeReference
+
 
 # --- Points of a training run: after so many steps, or after a share of all steps
 
@@ -162,6 +164,14 @@ class Schedule(ABC):
     def run_points(self) -> Iterator[RunPoint]:
         """Every point of a run that it names."""
         yield from ()
+
+    def code(self) -> Iterator[CodeReference]:
+        """The functions of the user's own that it calls."""
+        yield from ()
+
+    def with_code(self) -> Schedule:
+        """The same with these functions imported."""
+        return self
 
     def bits(self, step: int, total: int) -> int:
         """The bits of training step `step` (from 0) of `total`; after the last step those of the last.

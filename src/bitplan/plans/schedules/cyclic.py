@@ -96,7 +96,7 @@ class Cyclic(LowToHigh):
             ("period", self.period, get_args(Period)),
         ):
             if value not in choices:
-                raise ScheduleError(f"there is no {what} {value!r}; {nearest_names(str(value), choices)}.")
+                raise ScheduleError(f"there is no {what} {value!r}; {nearest_names(str(value), choices)}")
         if isinstance(self.cycles, bool) or not isinstance(self.cycles, int) or not 1 <= self.cycles <= MOST_CYCLES:
             raise ScheduleError(f"cycles is {self.cycles!r}; it must be a whole number of 1 to {MOST_CYCLES:,}.")
         if self.shape == "repeated" and self.reflection is not None:

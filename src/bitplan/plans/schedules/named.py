@@ -24,7 +24,7 @@ def schedule(name: str | Callable[[int, int], int], **options: Any) -> Schedule:
     ``deficit``            ``low``, ``high``, ``start``, ``end``: low inside the window
     ``pieces``             ``pieces``, a list of schedules, and ``at``, when each but the first begins
     ``at-least``           ``schedule``, another one, and ``least``: the bits that it never falls below
-    a function             ``low`` and ``high``, between which its bits lie
+    a function             ``low`` and ``high``, between which its bits lie; a plan has ``function: module:name``
     =====================  ===================================================================================
 
     Moments are steps (5000) or shares ("90%").
@@ -41,11 +41,9 @@ def schedule_from_data(data: Mapping[str, Any]) -> Schedule:
     """What :meth:`Schedule.to_data` gave."""
     options = dict(data)
     name = options.pop("name", None)
-    if name == "function":
-        raise ScheduleError("a function cannot be read from a file: give bitplan.schedule() the function in Python.")
     names = (*TEN, *_OTHERS)
     if not isinstance(name, str) or (name not in _OTHERS and name.upper() not in TEN):
-        raise ScheduleError(f"there is no schedule {name!r}; {nearest_names(str(name), names)}.")
+        raise ScheduleError(f"there is no schedule {name!r}; {nearest_names(str(name), names)}")
     if name in _OTHERS:
         make, needed, optional = _OTHERS[name]
         return make(_taken(name, options, needed, optional))
@@ -128,6 +126,11 @@ _OTHERS: dict[str, tuple[_Make, tuple[str, ...], tuple[str, ...]]] = {
     "deficit": (_deficit, ("low", "high", "start", "end"), ()),
     "pieces": (_pieces, ("pieces", "at"), ()),
     "at-least": (_at_least, ("schedule", "least"), ()),
+    "function": (
+        lambda given: Function(given["function"], given["low"], given["high"]),
+        ("function", "low", "high"),
+        (),
+    ),
 }
 
 #: Every name that :func:`schedule` knows.

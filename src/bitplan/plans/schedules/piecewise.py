@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from bitplan.errors import ScheduleError
+from bitplan.errors import PlanError, ScheduleError
+from bitplan.extensions import SCHEDULES
+from bitplan.plans.code import CodeReference, not_allowed
 from bitplan.plans.schedules.base import LowToHigh, RunPoint, Schedule, Whole, check_bits, check_range
 
 
@@ -192,6 +194,13 @@ class Piecewise(Schedule):
         for piece in self.pieces:
             yield from piece.run_points()
 
+    def code(self) -> Iterator[CodeReference]:
+        for piece in self.pieces:
+            yield from piece.code()
+
+    def with_code(self) -> Piecewise:
+        return replace(self, pieces=tuple(piece.with_code() for piece in self.pieces))
+
     def at(self, steps: Whole, total: int) -> Whole:
         inner = [min(change.first_step(total), total) for change in self.changes]
         bits = np.zeros_like(steps)
@@ -242,6 +251,12 @@ class AtLeast(Schedule):
     def run_points(self) -> Iterator[RunPoint]:
         yield from self.schedule.run_points()
 
+    def code(self) -> Iterator[CodeReference]:
+        yield from self.schedule.code()
+
+    def with_code(self) -> AtLeast:
+        return replace(self, schedule=self.schedule.with_code())
+
     def at(self, steps: Whole, total: int) -> Whole:
         return np.maximum(self.schedule.at(steps, total), self.least)
 
@@ -254,26 +269,43 @@ class AtLeast(Schedule):
 
 @dataclass(frozen=True)
 class Function(LowToHigh):
-    """A function of the user's own, (step, total) -> bits; no file can hold one."""
+    """A function of the user's own, (step, total) -> bits; a plan file names it as ``module:name``."""
 
-    function: Callable[[int, int], int]
+    function: CodeReference | Callable[[int, int], int] | str
     low: int
     high: int
 
     def __post_init__(self) -> None:
         check_range(self.low, self.high)
-        if not callable(self.function):
+        if not isinstance(self.function, (str, CodeReference)) and not callable(self.function):
             raise ScheduleError(f"a schedule's function is called with step and total: {self.function!r} cannot be.")
+        try:
+            object.__setattr__(self, "function", CodeReference.of(self.function))
+        except PlanError as error:
+            raise ScheduleError(str(error)) from None
 
     @property
     def name(self) -> str:
         return "function"
 
+    @property
+    def reference(self) -> CodeReference:
+        assert isinstance(self.function, CodeReference)
+        return self.function
+
+    def code(self) -> Iterator[CodeReference]:
+        yield self.reference
+
+    def with_code(self) -> Function:
+        return replace(self, function=self.reference.imported(SCHEDULES))
+
     def at(self, steps: Whole, total: int) -> Whole:
         return np.array([self._checked(int(step), total) for step in steps], dtype=np.int64)
 
     def _checked(self, step: int, total: int) -> int:
-        bits = self.function(step, total)
+        if self.reference.target is None:
+            raise not_allowed(self.reference.name)
+        bits = self.reference.target(step, total)
         if isinstance(bits, bool) or bits != int(bits) or not self.low <= bits <= self.high:
             raise ScheduleError(
                 f"the schedule's function gave {bits!r} at step {step} of {total}: let it return a whole number of "
@@ -282,9 +314,7 @@ class Function(LowToHigh):
         return int(bits)
 
     def to_data(self) -> dict[str, Any]:
-        """Which function it was: enough to tell two plans apart, not to make one of them again."""
-        title = f"{getattr(self.function, '__module__', '?')}.{getattr(self.function, '__qualname__', '?')}"
-        return {"name": self.name, "function": title, "low": self.low, "high": self.high}
+        return {"name": self.name, "function": self.reference.name, "low": self.low, "high": self.high}
 
 
 def _check_changes(count: int, parts: str, changes: tuple[RunPoint, ...]) -> None:
