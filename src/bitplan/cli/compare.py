@@ -74,7 +74,10 @@ def compare_command(
     suite: Annotated[
         str | None,
         typer.Option(
-            help=f"Plans that belong together: {_SUITES_HELP}.", autocompletion=_complete_suite, show_default=False
+            help=f"Plans that belong together: {_SUITES_HELP}; or those of a planner of your own, file.py:function, "
+            "which is executed.",
+            autocompletion=_complete_suite,
+            show_default=False,
         ),
     ] = None,
     bits: Annotated[
