@@ -53,6 +53,7 @@ from bitplan.compiler.torch_private import (
     CHECKPOINT_GENERATOR,
     COMPILED_CALL,
     DISPATCH_MODULES,
+    DISTRIBUTED_MODULES,
     FUNCTORCH_MODULES,
     DisableTorchFunction,
     are_transforms_active,
@@ -176,6 +177,9 @@ class Interceptor:
         """Functions that make no values of their own."""
         return func(*args, **kwargs)
 
+    def on_new_class(self, module: nn.Module) -> None:
+        """A module was given another class, as ``fully_shard`` gives one."""
+
     def on_weight(self, path: str, weight: Any) -> Any:
         """A weight that the parametrization of that path has made."""
         return weight
@@ -217,9 +221,8 @@ class Scope(TorchFunctionMode):
             if not has_float_tensor:
                 op, decomposition, is_ours = None, None, False
             else:
-                # Compiled code was planned when it was traced.
-                is_ours = torch.compiler.is_compiling() or not _is_called_by_compiled_code()
                 op = name_of(func)
+                is_ours = torch.compiler.is_compiling() or _is_called_by_model(op)
                 if op in MAY_BE_DECOMPOSED and (op != "einsum" or _has_several_operands(args)):
                     decomposition = TRANSPARENT.get(op) or interceptor.decomposition_of(self, op)
                 else:
@@ -290,18 +293,23 @@ class Scope(TorchFunctionMode):
 _BETWEEN = DISPATCH_MODULES | {__name__}
 
 
-def _is_called_by_compiled_code() -> bool:
-    """Whether a graph is running: a single compiled block inside a model whose own scope is open.
+def _is_called_by_model(op: str | None) -> bool:
+    """Whether the model's own code calls an operation, not a graph that runs and not a hook of a sharded module.
 
-    Inductor calls matrix products as torch functions, and other backends all operations. After a graph break several
-    scopes may be open: the inner ones pass the call on.
+    Compiled code was planned when it was traced; a single compiled block may run inside a model whose own scope is
+    open. Inductor calls matrix products as torch functions, and other backends all operations. After a graph break
+    several scopes may be open: the inner ones pass the call on. Hooks of sharded modules gather weights and split
+    activations: of these calls, casts and views alone concern a plan, which has to know what they return.
     """
     frame = sys._getframe(2)
     while frame.f_globals.get("__name__") in _BETWEEN and frame.f_back is not None:
         frame = frame.f_back
-    if "extern_kernels" in frame.f_globals or frame.f_globals.get("__name__", "").startswith(FUNCTORCH_MODULES):
-        return True
-    return frame.f_code.co_filename.startswith("<eval_with_key>") and not is_planned(frame.f_locals.get("self"))
+    caller = frame.f_globals.get("__name__", "")
+    if "extern_kernels" in frame.f_globals or caller.startswith(FUNCTORCH_MODULES):
+        return False
+    if op is not None and caller.startswith(DISTRIBUTED_MODULES):
+        return False
+    return not frame.f_code.co_filename.startswith("<eval_with_key>") or is_planned(frame.f_locals.get("self"))
 
 
 #: Counts of the calls that torch.compile is tracing. A call is over long before so many others began.
@@ -381,6 +389,8 @@ class _Planned:
             elif isinstance(value, nn.Module) and not torch.compiler.is_compiling():
                 _on_new_submodule(self, name, value)  # type: ignore[arg-type]
         super().__setattr__(name, value)
+        if name == "__class__" and _STATE in self.__dict__:
+            self.__dict__[_STATE].interceptor.on_new_class(self)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         if _STATE in self.__dict__ and module is not None:

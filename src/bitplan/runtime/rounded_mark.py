@@ -25,6 +25,7 @@ from bitplan.numerics.packing import is_smaller
 from bitplan.numerics.quantizer import Quantizer
 
 _MARK = "_bitplan_rounded"
+_RECOMPUTABLE = "_bitplan_recomputable"
 
 
 @dataclass(eq=False)
@@ -112,6 +113,27 @@ def copy_mark(copy: Tensor, original: Tensor) -> None:
         mark_rounded(copy, grid, details.quantizer, details.scales)
     else:
         mark_rounded(copy, grid)
+
+
+@dataclass(frozen=True)
+class Recomputable:
+    """How a tensor is made again, so that it need not be saved for the backward pass."""
+
+    make: Callable[[], Tensor]
+    version: int
+
+
+def mark_recomputable(tensor: Tensor, source: Tensor, make: Callable[[], Tensor]) -> None:
+    """Mark `tensor`, which was made of `source`: `make` returns the same values again, in memory laid out alike."""
+    holder = _holder(tensor)
+    if not is_traced() and holder is not None and holder is not _holder(source):
+        setattr(holder, _RECOMPUTABLE, Recomputable(make, tensor._version))
+
+
+def recomputable(tensor: Tensor) -> Recomputable | None:
+    """How the memory that `tensor` refers to is made again; None where that is not known, or no longer."""
+    found: Recomputable | None = getattr(_holder(tensor), _RECOMPUTABLE, None)
+    return None if found is None or found.version != tensor._version else found
 
 
 def _holder(tensor: Tensor) -> Any:

@@ -14,7 +14,6 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bitplan.compiler.tracing import is_traced, is_traced_below_dynamo, needs_shapes_only, transformable
@@ -133,14 +132,6 @@ PROMOTION_COLUMNS: dict[str, Callable[[Promoted], Any]] = {
     "measure": lambda promoted: promoted.measure,
     "share": lambda promoted: promoted.share,
 }
-
-
-def sum_over_ranks(values: Tensor) -> Tensor:
-    """The sum of what all processes of a training hold; `values` itself where there is one process."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        values = values.contiguous()
-        dist.all_reduce(values)
-    return values
 
 
 @dataclass(frozen=True, eq=False)

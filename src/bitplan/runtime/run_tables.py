@@ -22,17 +22,17 @@ from bitplan.runtime.module_state import (
     write_amax_history_max,
 )
 from bitplan.runtime.op_context import OpContext
-from bitplan.runtime.rounding_op import OpRounding, Promoted, RoundingOp, promotion_limit, sum_over_ranks
+from bitplan.runtime.rounding_op import OpRounding, Promoted, RoundingOp, promotion_limit
+from bitplan.runtime.sharding import Ranks
 from bitplan.runtime.statistics import (
     COLUMNS,
     PROMOTED,
-    SIGNAL,
     Observed,
     Statistics,
     amax_history_max,
+    combine_ranks,
     fold,
     promotion_in,
-    share_amax,
     statistics,
 )
 
@@ -114,10 +114,9 @@ class RunTables:
         else:
             torch.cat(records, out=self._whole)
         whole, parts = self._whole, self._parts
-        if self.promotes:
-            whole[:, SIGNAL] = sum_over_ranks(whole[:, SIGNAL])
-        if self.delays:
-            share_amax(whole)
+        ranks = Ranks.of(self.model)
+        if ranks is not None:
+            combine_ranks(whole, self.watched, ranks.largest, ranks.total)
         fold(whole, step, self.watched)
         foreach_copy_(records, parts)
         if self.delays:
