@@ -139,6 +139,8 @@ class Interceptor:
     records_values = False
     #: The model that a plan is attached to, while there is one.
     model: Callable[[], nn.Module | None] = staticmethod(lambda: None)
+    #: The processes over which tensor parallelism splits tensors of the model.
+    split_over: Any = None
     #: Kinds of operations out of its reach that were warned about, each once; None: they are not reported.
     reported_gaps: set[str] | None = None
 
@@ -176,6 +178,9 @@ class Interceptor:
     def on_view(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Functions that make no values of their own."""
         return func(*args, **kwargs)
+
+    def on_outermost_call(self, module: nn.Module) -> None:
+        """A module is about to be called eagerly, by no other module with a plan."""
 
     def on_new_class(self, module: nn.Module) -> None:
         """A module was given another class, as ``fully_shard`` gives one."""
@@ -360,6 +365,7 @@ class _Planned:
                 interceptor.check_compilation()
         elif innermost_scope() is None:
             _check_outermost_call(self, state, args)
+            interceptor.on_outermost_call(self)  # type: ignore[arg-type]
             if interceptor.wraps_calls:
                 return self._wrapped_call(interceptor, args, kwargs)
         interceptor.on_call(self, args, kwargs)
@@ -487,6 +493,7 @@ def _call_in_scope(module: nn.Module, function: Callable[..., Any], args: Any, k
             interceptor.check_compilation()
     elif innermost_scope() is None:
         _check_outermost_call(module, state, args)
+        interceptor.on_outermost_call(module)
         is_outermost = True
     interceptor.on_call(module, args, kwargs)
     if is_outermost and interceptor.wraps_calls:

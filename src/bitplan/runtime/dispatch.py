@@ -46,7 +46,7 @@ from bitplan.runtime.head_loss import HeadLoss, why_not_in_chunks
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.rounded_mark import copy_mark, mark_recomputable, recomputable
 from bitplan.runtime.rounding_op import OpRounding, RoundingOp, is_finer
-from bitplan.runtime.sharding import follow_fsdp, is_freed_after_forward, is_sharded
+from bitplan.runtime.sharding import follow_fsdp, is_freed_after_forward, is_sharded, keep_buffers_local, ranks_of_shards
 from bitplan.runtime.traced_dispatch import GENERAL, PLAIN, inplace_argument, traced_operation, way_of
 from bitplan.runtime.weights import (
     WEIGHT_TAG,
@@ -79,6 +79,7 @@ class Rounder(Interceptor):
     def __init__(self, execution: Execution) -> None:
         self.execution = execution
         self.wraps_calls = execution.packs_saved_tensors
+        self._finds_shards = True
         #: Set when some plan rounds gradients where they leave a consumer.
         self.tags_gradients = False
         #: Set when some plan rounds weights, so that views of them must be known.
@@ -176,6 +177,10 @@ class Rounder(Interceptor):
         return self.execution.around_call()
 
     def check_compilation(self) -> None:
+        if self.split_over is not None:
+            raise PlanError(
+                "torch.compile does not know which tensors of a plan tensor parallelism splits: run the model eagerly."
+            )
         self.execution.check_compilation()
 
     def on_call(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -198,6 +203,18 @@ class Rounder(Interceptor):
             result = taggable(result)
             tag_views(result, func, args, kwargs)
         return result
+
+    def on_outermost_call(self, module: nn.Module) -> None:
+        if self._finds_shards:
+            self.find_shards(module)
+
+    def find_shards(self, model: nn.Module) -> None:
+        """Find out whether tensors of the model are split; its layout is final when it is first called."""
+        self._finds_shards = False
+        self.split_over = ranks_of_shards(model)
+        if self.split_over is not None:
+            keep_buffers_local(model)
+            self.wraps_calls = True  # for check_compilation()
 
     def on_new_class(self, module: nn.Module) -> None:
         if is_sharded(module):

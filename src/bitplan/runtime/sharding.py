@@ -3,10 +3,16 @@
 A plan rounds whole tensors. Under FSDP2 a weight is whole while its module runs. Where its memory is freed after the
 forward pass, its rounded copy must not stay either: it is rounded again in the backward pass. Activations are those of
 a micro-batch of their own, as under DistributedDataParallel.
+
+Under tensor parallelism a process has shards. Those of a DTensor are known: a shard is rounded with the scale of the
+whole tensor, and where that is not enough, the tensor is gathered, rounded and split. Between two layers activations
+are plain tensors, and whether they are shards is not known: a scale for the tensor is right in either case when it is
+reduced over all processes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +51,8 @@ class Ranks:
         """The processes that train `model`; None where there is one."""
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return None
-        mesh = next((p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")), None)
+        meshes = [p.device_mesh for p in model.parameters() if is_distributed(p)]  # type: ignore[attr-defined]
+        mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
         if mesh is None or not any(isinstance(module, torch.distributed.fsdp.FSDPModule) for module in model.modules()):
             return cls((None,))  # beside tensor parallelism alone there may be other copies of the model
         return cls(tuple(mesh.get_group(axis) for axis in range(mesh.ndim)))
@@ -63,6 +70,102 @@ class Ranks:
         for group in self.groups:
             dist.all_reduce(values, op, group=group)
         return values
+
+
+def ranks_of_shards(model: nn.Module) -> Ranks | None:
+    """The processes over which tensor parallelism splits tensors of `model`; None without."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    fsdp_axes: dict[int, tuple[str, ...]] = {}
+    for module in model.modules():
+        if isinstance(module, torch.distributed.fsdp.FSDPModule):
+            for group in _param_groups(module):
+                axes = group.mesh_info.mesh.mesh_dim_names or ()
+                fsdp_axes.update((id(parameter.sharded_param), axes) for parameter in group.fsdp_params)
+    for parameter in model.parameters():
+        if is_distributed(parameter):
+            mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+            names = mesh.mesh_dim_names or (None,) * mesh.ndim
+            own = fsdp_axes.get(id(parameter))
+            axes_of_shards = [
+                axis for axis in range(mesh.ndim) if own is None or (names[axis] not in own and mesh.ndim > 1)
+            ]
+            if any(mesh.size(axis) > 1 for axis in axes_of_shards):
+                return Ranks(tuple(mesh.get_group(axis) for axis in axes_of_shards))
+    return None
+
+
+def _param_groups(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return list(groups) if groups is not None else [state._fsdp_param_group]
+
+
+# --- Rounding the tensors of tensor parallelism
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether `tensor` is a DTensor."""
+    return type(tensor) not in _PLAIN and hasattr(tensor, "device_mesh")
+
+
+def keep_buffers_local(model: nn.Module) -> None:
+    """Make plain tensors of a plan's buffers, which ``parallelize_module`` distributes with those of the model."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name.startswith(_OURS):
+                module._buffers[name] = local_part(buffer)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor: the tensor itself, or its part of a DTensor."""
+    return tensor._local_tensor if is_distributed(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
+
+
+#: Rounds what a process holds of a tensor, which may be spread over these processes.
+RoundShard = Callable[[Tensor, Ranks | None], Tensor]
+
+
+class RoundedDistributed(torch.autograd.Function):
+    """A DTensor whose shards are rounded forward; backward the gradient unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, round_shard: RoundShard, needs_whole: Callable[[tuple[int, ...]], bool]) -> Tensor:
+        return _rounded_shards(x, round_shard, needs_whole)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0], None, None
+
+
+def rounded_distributed(x: Tensor, round_shard: RoundShard, needs_whole: Callable[[tuple[int, ...]], bool]) -> Tensor:
+    """A DTensor rounded as the whole tensor would be; the gradient passes straight through.
+
+    :param needs_whole: whether rounding needs more than the amax of a tensor that is split along these dimensions.
+    """
+    if x.requires_grad and torch.is_grad_enabled():
+        rounded: Tensor = RoundedDistributed.apply(x, round_shard, needs_whole)  # type: ignore[no-untyped-call]
+        return rounded
+    with torch.no_grad():
+        return _rounded_shards(x, round_shard, needs_whole)
+
+
+def _rounded_shards(x: Any, round_shard: RoundShard, needs_whole: Callable[[tuple[int, ...]], bool]) -> Tensor:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if any(placement.is_partial() for placement in x.placements):  # terms of a sum, which is what is rounded
+        x = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
+    mesh, placements = x.device_mesh, x.placements
+    axes = [axis for axis, placement in enumerate(placements) if placement.is_shard()]
+    if axes and needs_whole(tuple(placements[axis].dim % x.dim() for axis in axes)):
+        whole = round_shard(x.full_tensor(), None)
+        replicas = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return replicas.redistribute(placements=placements)
+    ranks = Ranks(tuple(mesh.get_group(axis) for axis in axes)) if axes else None
+    rounded = round_shard(x.to_local(), ranks)
+    return DTensor.from_local(rounded, mesh, placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
 def follow_fsdp() -> Undo:

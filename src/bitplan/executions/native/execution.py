@@ -30,7 +30,7 @@ from bitplan.runtime.frozen import FrozenOperand
 from bitplan.runtime.head_loss import HeadLoss
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.rounding_op import OpRounding, RoundingOp
-from bitplan.runtime.sharding import is_freed_after_forward
+from bitplan.runtime.sharding import is_distributed, is_freed_after_forward
 from bitplan.tables import Table
 
 #: Inputs of linear layers have fewer dimensions than this.
@@ -106,7 +106,7 @@ class NativeExecution(EmulateExecution):
     ) -> Tensor | None:
         candidate = rounding.prepared
         assert isinstance(candidate, NativeCandidate)
-        if not has_settings(op, args, kwargs):
+        if not has_settings(op, args, kwargs) or is_distributed(w):
             return None
         product, bias = product_of(op, args, kwargs)
         backends = backends_for_passes(candidate.passes, op, product.settings, x, w, self.terms)

@@ -27,6 +27,7 @@ from bitplan.numerics.dtypes import TORCH_16_BIT, TORCH_FLOAT8
 from bitplan.numerics.packing import PackedTensor, pack_rounded
 from bitplan.numerics.scaling import divide
 from bitplan.runtime.rounded_mark import Packable, packable, recomputable
+from bitplan.runtime.sharding import is_distributed, local_part
 
 #: Formats that torch has a dtype for: a cast each way is faster than packing codes.
 _DTYPES = TORCH_16_BIT | TORCH_FLOAT8
@@ -129,7 +130,27 @@ class RecomputedRef:
     offset: int
 
     def unpack(self) -> Tensor:
-        return self.make().as_strided(self.shape, self.stride, self.offset)
+        return local_part(self.make()).as_strided(self.shape, self.stride, self.offset)
+
+
+class ShardRef:
+    """A DTensor whose local part is not saved as it is."""
+
+    def __init__(self, local: PackedRef | RecomputedRef, tensor: Any) -> None:
+        self.local = local
+        self.mesh, self.placements = tensor.device_mesh, tensor.placements
+        self.shape, self.stride = tensor.shape, tensor.stride()
+
+    def unpack(self) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
+        local = local_part(unpack(self.local))  # a weight that is rounded again is a DTensor
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
+
+
+SavedRef = PackedRef | UnpackedRef | RecomputedRef | ShardRef
 
 
 class SavedTensorPacker:
@@ -173,13 +194,16 @@ class SavedTensorPacker:
         with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack):
             yield
 
-    def pack(self, tensor: Tensor) -> PackedRef | UnpackedRef | RecomputedRef:
+    def pack(self, tensor: Tensor) -> SavedRef:
         # Autograd functions of users, and checkpointing, save tensors inside a module's scope, which would treat the
         # operations of packing as the model's and round them.
         with DisableTorchFunction():
             return self._pack(tensor)
 
-    def _pack(self, tensor: Tensor) -> PackedRef | UnpackedRef | RecomputedRef:
+    def _pack(self, tensor: Tensor) -> SavedRef:
+        if is_distributed(tensor):
+            local = self._pack(local_part(tensor))
+            return UnpackedRef(tensor) if isinstance(local, UnpackedRef) else ShardRef(local, tensor)
         source = recomputable(tensor)
         if source is not None:
             return RecomputedRef(source.make, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
@@ -205,9 +229,11 @@ class SavedTensorPacker:
         self.plain_bytes += plain
 
 
-def unpack(saved: PackedRef | UnpackedRef | RecomputedRef) -> Tensor:
+def unpack(saved: SavedRef) -> Tensor:
     """Restore the argument of :meth:`SavedTensorPacker.pack`, bit for bit."""
     if isinstance(saved, UnpackedRef):
+        return saved.unpack()
+    if isinstance(saved, ShardRef):
         return saved.unpack()
     if torch.is_grad_enabled():
         raise PlanError(
