@@ -46,7 +46,13 @@ from bitplan.runtime.head_loss import HeadLoss, why_not_in_chunks
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.rounded_mark import copy_mark, mark_recomputable, recomputable
 from bitplan.runtime.rounding_op import OpRounding, RoundingOp, is_finer
-from bitplan.runtime.sharding import follow_fsdp, is_freed_after_forward, is_sharded, keep_buffers_local, ranks_of_shards
+from bitplan.runtime.sharding import (
+    follow_fsdp,
+    is_freed_after_forward,
+    is_sharded,
+    keep_buffers_local,
+    ranks_of_shards,
+)
 from bitplan.runtime.traced_dispatch import GENERAL, PLAIN, inplace_argument, traced_operation, way_of
 from bitplan.runtime.weights import (
     WEIGHT_TAG,
@@ -86,6 +92,8 @@ class Rounder(Interceptor):
         self.tags_weights = False
         #: Set when weights are stored in few bits (:mod:`bitplan.runtime.frozen`).
         self.has_frozen = False
+        #: Called when ``fully_shard`` has sharded a module.
+        self.on_sharding: Callable[[], None] | None = None
         #: Called eagerly when a module is entered; None to stop.
         self.on_first_call: Callable[[nn.Module, Any, dict[str, Any]], None] | None = None
         #: Called eagerly for every operation with its tensors; None to stop.
@@ -219,6 +227,8 @@ class Rounder(Interceptor):
     def on_new_class(self, module: nn.Module) -> None:
         if is_sharded(module):
             self.follow_sharding()
+            if self.on_sharding is not None:
+                self.on_sharding()
 
     def follow_sharding(self) -> None:
         """The model is sharded: rounded copies of weights that are gathered for a while must not stay either."""

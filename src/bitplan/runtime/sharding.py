@@ -79,7 +79,7 @@ def ranks_of_shards(model: nn.Module) -> Ranks | None:
     fsdp_axes: dict[int, tuple[str, ...]] = {}
     for module in model.modules():
         if isinstance(module, torch.distributed.fsdp.FSDPModule):
-            for group in _param_groups(module):
+            for group in param_groups(module):
                 axes = group.mesh_info.mesh.mesh_dim_names or ()
                 fsdp_axes.update((id(parameter.sharded_param), axes) for parameter in group.fsdp_params)
     for parameter in model.parameters():
@@ -95,7 +95,8 @@ def ranks_of_shards(model: nn.Module) -> Ranks | None:
     return None
 
 
-def _param_groups(module: Any) -> list[Any]:
+def param_groups(module: Any) -> list[Any]:
+    """The groups of parameters that FSDP2 gathers together for this module."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     return list(groups) if groups is not None else [state._fsdp_param_group]
