@@ -194,6 +194,15 @@ def probe_ddp_buffers() -> None:
     assert torch_private.DDP_ASSIGN_BUFFERS in vars(torch.nn.parallel.DistributedDataParallel)
 
 
+def probe_fsdp() -> None:
+    group = torch_private.FSDPParamGroup
+    assert torch_private.FSDP_REGISTER_POST_BACKWARD in vars(group)
+    assert isinstance(group._reshard_after_forward, property)
+    attributes = inspect.getsource(group.__init__) + inspect.getsource(torch.distributed.fsdp.FSDPModule)
+    for name in ("fsdp_params", "mesh_info", "_all_gather_comm", "_reduce_scatter_comm", "_get_fsdp_state"):
+        assert name in attributes
+
+
 def probe_transforms() -> None:
     def keys() -> list[str]:
         assert torch_private.are_transforms_active()
@@ -478,6 +487,7 @@ PROBES: dict[str, Callable[[], None]] = {
     "ProfilerEventType": probe_profiler,
     "checkpoint_generator": probe_checkpoint_generator,
     "ddp_assign_buffers": probe_ddp_buffers,
+    "FSDPParamGroup": probe_fsdp,
     "are_transforms_active": probe_transforms,
     "transform_stack": probe_transforms,
     "TransformType": probe_transforms,

@@ -365,7 +365,7 @@ class _Planned:
                 interceptor.check_compilation()
         elif innermost_scope() is None:
             _check_outermost_call(self, state, args)
-            interceptor.on_outermost_call(self)  # type: ignore[arg-type]
+            interceptor.on_outermost_call(self)
             if interceptor.wraps_calls:
                 return self._wrapped_call(interceptor, args, kwargs)
         interceptor.on_call(self, args, kwargs)

@@ -74,9 +74,9 @@ class QuantizedAllGather:
         payload = torch.cat(parts)
         world = group.size()
         gathered = torch.empty(world * payload.numel(), dtype=torch.uint8, device=payload.device)
-        dist.all_gather_into_tensor(gathered, payload, group=group)
-        received = gathered.view(world, -1).split([len(part) for part in parts], 1)
-        outputs = output_tensor.view(world, -1).split([shard.numel() for shard in shards], 1)
+        _all_gather(gathered, payload, group)
+        received = torch.split(gathered.view(world, -1), [len(part) for part in parts], 1)
+        outputs = torch.split(output_tensor.view(world, -1), [shard.numel() for shard in shards], 1)
         for number, (shard, largest) in enumerate(zip(shards, amax, strict=True)):
             for sent, output in zip(received[number], outputs[number], strict=True):
                 output.copy_(self._decode(sent, shard, largest))
@@ -114,7 +114,7 @@ class QuantizedAllGather:
                 "communication.gather cannot gather tensor subclasses, nor after reshard_after_forward=N with another "
                 "number of processes: give reshard_after_forward=True or False, or drop gather."
             )
-        for part, parameter in zip(flat.split(sizes), self.group.fsdp_params, strict=True):
+        for part, parameter in zip(torch.split(flat, sizes), self.group.fsdp_params, strict=True):
             shape = parameter.sharded_param.shape
             is_matrix = len(shape) > 1 and parameter.fsdp_placement.dim == 0
             shards.append(part.view(-1, shape[1:].numel()) if is_matrix else part)
@@ -170,7 +170,7 @@ class QuantizedReduce:
         codes, scales = self._encode(mean[None], seed, step, world + group.rank())
         sent = torch.cat((codes.flatten(), _bytes_of(scales)))
         received = torch.empty(world * sent.numel(), dtype=torch.uint8, device=sent.device)
-        dist.all_gather_into_tensor(received, sent, group=group)
+        _all_gather(received, sent, group)
         received = received.view(world, -1)
         codes = received[:, : codes.numel()].reshape(world, *codes.shape[1:])
         scales = received[:, codes[0].numel() :].contiguous().view(torch.float32).view(world, *scales.shape[1:])
@@ -185,6 +185,11 @@ class QuantizedReduce:
     def _decode(self, codes: Tensor, scales: Tensor, length: int) -> Tensor:
         values = codes.view(self.codes.dtype).float() * scales
         return values.flatten(1)[:, :length]
+
+
+def _all_gather(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
+    gather(received, sent, group=group)
 
 
 def _amax_of(x: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ def keep_buffers_local(model: nn.Module) -> None:
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor: the tensor itself, or its part of a DTensor."""
-    return tensor._local_tensor if is_distributed(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
+    return tensor._local_tensor if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
 
 #: Rounds what a process holds of a tensor, which may be spread over these processes.

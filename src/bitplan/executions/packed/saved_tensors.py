@@ -136,7 +136,7 @@ class RecomputedRef:
 class ShardRef:
     """A DTensor whose local part is not saved as it is."""
 
-    def __init__(self, local: PackedRef | RecomputedRef, tensor: Any) -> None:
+    def __init__(self, local: PackedRef | RecomputedRef | ShardRef, tensor: Any) -> None:
         self.local = local
         self.mesh, self.placements = tensor.device_mesh, tensor.placements
         self.shape, self.stride = tensor.shape, tensor.stride()
