@@ -10,11 +10,12 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 INPUTS := pyproject.toml constraints.txt src/bitplan/_version.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest lint types unit goldens zoo torture wheel-check bench docs clean
+.PHONY: help demo test test-distributed test-oldest lint types unit goldens zoo torture wheel-check bench docs clean
 
 help:
 	@echo "make demo         install bitplan into $(VENV), train digits under six plans, and write a page about it"
 	@echo "make test         install with the dev extra, then ruff, mypy --strict and every test"
+	@echo "make test-distributed  the tests that start several processes (make test has them, too)"
 	@echo "make test-oldest  probe private torch and run the goldens on torch $(OLDEST_TORCH), installed into $(OLDEST_VENV)"
 	@echo "make goldens      compare every golden run to its stored losses and weights (make test has a sample of them)"
 	@echo "make zoo          check foreign models (transformers, timm, torch_geometric) and write docs/zoo.md; an hour on one core"
@@ -42,6 +43,10 @@ types: $(VENV)/.stamp-dev
 unit: $(VENV)/.stamp-dev
 	@echo "== pytest"
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
+
+# Part of make test, too; on a machine with GPUs, see docs/how-to/distributed.md.
+test-distributed: $(VENV)/.stamp-dev
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 0 -m distributed tests $(PYTEST_ARGS)
 
 # Every case of tests/golden; make.py in that folder says how they were made.
 goldens: $(VENV)/.stamp-dev

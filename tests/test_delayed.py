@@ -15,6 +15,7 @@ import bitplan
 from bitplan import Plan
 from bitplan.errors import BitplanWarning, PlanError
 from bitplan.executions.native.backends import Float8Backend
+from bitplan.runtime.sharding import Ranks
 
 LATE: dict[str, Any] = {"format": "e4m3", "scale": "tensor", "history": 2, "margin": 1}
 LATE_GRAD: dict[str, Any] = {"format": "e5m2", "scale": "tensor", "history": 3}
@@ -214,7 +215,11 @@ def test_a_plan_says_it_as_it_was_written() -> None:
 
 
 def test_processes_tell_each_other_their_largest_magnitudes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bitplan.runtime.statistics.largest_over_ranks", lambda values: values.clamp_min(7.0))
+    class Others(Ranks):
+        def largest(self, values: torch.Tensor) -> torch.Tensor:
+            return values.clamp_min(7.0)
+
+    monkeypatch.setattr("bitplan.runtime.run_tables.Ranks.of", lambda model: Others(()))
     model = nn.Linear(2, 1, bias=False)
     run = bitplan.attach(model, plan_of(**{"fprop.x": LATE}))
     model(torch.ones(1, 2)).sum().backward()

@@ -45,6 +45,12 @@ def shown_by(script: str, folder: Path) -> str:
     return ended.stdout
 
 
+def test_fsdp2_learns_on_two_processes(folder: Path) -> None:
+    losses = [float(text) for text in re.findall(r"loss (\S+)", shown_by("fsdp2_train.py", folder))]
+    assert len(losses) == 4  # from the first process only
+    assert losses[-1] < 0.2 * losses[0]
+
+
 def test_the_page_has_a_command_for_every_example() -> None:
     named = re.findall(r"examples/(\w+\.py)", " ".join(word for text in COMMANDS for word in text))
     assert sorted(named) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))

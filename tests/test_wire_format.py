@@ -64,6 +64,7 @@ def test_constants() -> None:
 
 def test_composed_keys() -> None:
     assert wire_format.op_site("conv2d", 0) == "conv2d.0"
+    assert wire_format.reduction_site("model.layers.0[0]", 1, 2) == "reduce model.layers.0[0] from 1, 2"
     assert wire_format.site_path("layer1.0.conv1", "conv2d.0") == "layer1.0.conv1/conv2d.0"
     assert wire_format.place_key("conv2d.0", "activation") == "conv2d.0:activation"
     assert wire_format.place_key("", "weight") == ":weight"

@@ -195,6 +195,15 @@ def probe_ddp_buffers() -> None:
     assert torch_private.DDP_ASSIGN_BUFFERS in vars(torch.nn.parallel.DistributedDataParallel)
 
 
+def probe_fsdp() -> None:
+    group = torch_private.FSDPParamGroup
+    assert torch_private.FSDP_REGISTER_POST_BACKWARD in vars(group)
+    assert isinstance(group._reshard_after_forward, property)
+    for name in ("fsdp_params", "mesh_info", "_all_gather_comm", "_reduce_scatter_comm"):
+        assert f"self.{name}" in inspect.getsource(group.__init__)
+    assert hasattr(torch.distributed.fsdp.FSDPModule, "_get_fsdp_state")
+
+
 def probe_transforms() -> None:
     def keys() -> list[str]:
         assert torch_private.are_transforms_active()
@@ -490,6 +499,7 @@ PROBES: dict[str, Callable[[], None]] = {
     "ProfilerEventType": probe_profiler,
     "checkpoint_generator": probe_checkpoint_generator,
     "ddp_assign_buffers": probe_ddp_buffers,
+    "FSDPParamGroup": probe_fsdp,
     "are_transforms_active": probe_transforms,
     "transform_stack": probe_transforms,
     "TransformType": probe_transforms,

@@ -35,6 +35,7 @@ from bitplan.capture.scopes import (
     state_of,
 )
 from bitplan.compiler.torch_private import (
+    DISTRIBUTED_MODULES,
     FAKE_TENSOR_LOGGER,
     DataDependentOutputException,
     DisableTorchFunction,
@@ -141,7 +142,11 @@ class Faker:
     def fake(self, tensor: Any) -> Any:
         if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor):
             return tensor
-        twin = self.mode.from_tensor(tensor.detach())
+        if hasattr(tensor, "device_mesh"):  # spread over processes: a whole tensor in its place
+            with self.mode:
+                twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        else:
+            twin = self.mode.from_tensor(tensor.detach())
         if tensor.layout != torch.strided:
             self.nonzeros[id(twin)] = tensor._nnz()
         return twin.requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else twin
@@ -530,8 +535,6 @@ def record(
     :param opens: of a module's path and a fused operation, whether it is written out; without, none is.
     """
     try:
-        if _has_values(batch) and any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-            return _record_on_values(model, batch, loss, opens)  # hooks of fully_shard gather values
         with _without_logs_of_failures():
             return _record_on_fakes(model, batch, loss, opens)
     except BitplanError:
@@ -565,7 +568,8 @@ def _record_on_fakes(
         arguments = call_arguments(inputs)
     recorder = Recorder(_first_names(fakes), opens, faker.nonzeros)
     recorder.fixed.update(map(id, buffers.values()))
-    _run(model, recorder, {**fakes, **buffers}, arguments, loss, target, faker.mode)
+    with _without_distributed_hooks(model):
+        _run(model, recorder, {**fakes, **buffers}, arguments, loss, target, faker.mode)
     return _with_kinds_of_squares(recorder.operations)
 
 
@@ -695,6 +699,29 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
             for name, value in attributes.items():
                 if module.__dict__.get(name) is not value:  # a write would make torch.compile check its guards again
                     module.__dict__[name] = value
+
+
+@contextmanager
+def _without_distributed_hooks(model: nn.Module) -> Iterator[None]:
+    """Leave out the hooks that gather and split the tensors of a sharded model: it is recorded on whole ones."""
+    changed: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            others = {number: hook for number, hook in hooks.items() if not _is_distributed(hook)}
+            if len(others) < len(hooks):
+                changed.append((hooks, dict(hooks)))
+                hooks.clear()
+                hooks.update(others)
+    try:
+        yield
+    finally:
+        for hooks, before in changed:
+            hooks.clear()
+            hooks.update(before)
+
+
+def _is_distributed(hook: Callable[..., Any]) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith(DISTRIBUTED_MODULES)
 
 
 @contextmanager

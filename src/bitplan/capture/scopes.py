@@ -53,6 +53,7 @@ from bitplan.compiler.torch_private import (
     CHECKPOINT_GENERATOR,
     COMPILED_CALL,
     DISPATCH_MODULES,
+    DISTRIBUTED_MODULES,
     FUNCTORCH_MODULES,
     DisableTorchFunction,
     are_transforms_active,
@@ -138,6 +139,8 @@ class Interceptor:
     records_values = False
     #: The model that a plan is attached to, while there is one.
     model: Callable[[], nn.Module | None] = staticmethod(lambda: None)
+    #: The processes over which tensor parallelism splits tensors of the model.
+    split_over: Any = None
     #: Kinds of operations out of its reach that were warned about, each once; None: they are not reported.
     reported_gaps: set[str] | None = None
 
@@ -175,6 +178,12 @@ class Interceptor:
     def on_view(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Functions that make no values of their own."""
         return func(*args, **kwargs)
+
+    def on_outermost_call(self, module: nn.Module) -> None:
+        """A module is about to be called eagerly, by no other module with a plan."""
+
+    def on_new_class(self, module: nn.Module) -> None:
+        """A module was given another class, as ``fully_shard`` gives one."""
 
     def on_weight(self, path: str, weight: Any) -> Any:
         """A weight that the parametrization of that path has made."""
@@ -217,9 +226,8 @@ class Scope(TorchFunctionMode):
             if not has_float_tensor:
                 op, decomposition, is_ours = None, None, False
             else:
-                # Compiled code was planned when it was traced.
-                is_ours = torch.compiler.is_compiling() or not _is_called_by_compiled_code()
                 op = name_of(func)
+                is_ours = torch.compiler.is_compiling() or _is_called_by_model(op)
                 if op in MAY_BE_DECOMPOSED and (op != "einsum" or _has_several_operands(args)):
                     decomposition = TRANSPARENT.get(op) or interceptor.decomposition_of(self, op)
                 else:
@@ -291,18 +299,23 @@ class Scope(TorchFunctionMode):
 _BETWEEN = DISPATCH_MODULES | {__name__}
 
 
-def _is_called_by_compiled_code() -> bool:
-    """Whether a graph is running: a single compiled block inside a model whose own scope is open.
+def _is_called_by_model(op: str | None) -> bool:
+    """Whether the model's own code calls an operation, not a graph that runs and not a hook of a sharded module.
 
-    Inductor calls matrix products as torch functions, and other backends all operations. After a graph break several
-    scopes may be open: the inner ones pass the call on.
+    Compiled code was planned when it was traced; a single compiled block may run inside a model whose own scope is
+    open. Inductor calls matrix products as torch functions, and other backends all operations. After a graph break
+    several scopes may be open: the inner ones pass the call on. Hooks of sharded modules gather weights and split
+    activations: of these calls, casts and views alone concern a plan, which has to know what they return.
     """
     frame = sys._getframe(2)
     while frame.f_globals.get("__name__") in _BETWEEN and frame.f_back is not None:
         frame = frame.f_back
-    if "extern_kernels" in frame.f_globals or frame.f_globals.get("__name__", "").startswith(FUNCTORCH_MODULES):
-        return True
-    return frame.f_code.co_filename.startswith("<eval_with_key>") and not is_planned(frame.f_locals.get("self"))
+    caller = frame.f_globals.get("__name__", "")
+    if "extern_kernels" in frame.f_globals or caller.startswith(FUNCTORCH_MODULES):
+        return False
+    if op is not None and caller.startswith(DISTRIBUTED_MODULES):
+        return False
+    return not frame.f_code.co_filename.startswith("<eval_with_key>") or is_planned(frame.f_locals.get("self"))
 
 
 #: Counts of the calls that torch.compile is tracing. A call is over long before so many others began.
@@ -353,6 +366,7 @@ class _Planned:
                 interceptor.check_compilation()
         elif innermost_scope() is None:
             _check_outermost_call(self, state, args)
+            interceptor.on_outermost_call(self)
             if interceptor.wraps_calls:
                 return self._wrapped_call(interceptor, args, kwargs)
         interceptor.on_call(self, args, kwargs)
@@ -382,6 +396,8 @@ class _Planned:
             elif isinstance(value, nn.Module) and not torch.compiler.is_compiling():
                 _on_new_submodule(self, name, value)  # type: ignore[arg-type]
         super().__setattr__(name, value)
+        if name == "__class__" and _STATE in self.__dict__:
+            self.__dict__[_STATE].interceptor.on_new_class(self)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         if _STATE in self.__dict__ and module is not None:
@@ -478,6 +494,7 @@ def _call_in_scope(module: nn.Module, function: Callable[..., Any], args: Any, k
             interceptor.check_compilation()
     elif innermost_scope() is None:
         _check_outermost_call(module, state, args)
+        interceptor.on_outermost_call(module)
         is_outermost = True
     interceptor.on_call(module, args, kwargs)
     if is_outermost and interceptor.wraps_calls:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import torch
@@ -17,6 +18,7 @@ from bitplan.analysis.memory.step import OPTIMIZER_NAMES, Memory, resolve_optimi
 from bitplan.analysis.sharding import DTYPES, Sharding
 from bitplan.analysis.sites import Site, list_sites
 from bitplan.analysis.targets import batch_size, move_target, target_errors
+from bitplan.analysis.wire import wire_bytes
 from bitplan.capture.recording import scripted_modules
 from bitplan.cli.arguments import (
     MatchOption,
@@ -202,9 +204,18 @@ def cost(
         loaded = load_target(target, shapes_only=True, settings=settings or ())
         with target_errors(target):
             whole = estimate_cost(loaded.model, plan, loaded.batch, loaded.loss, steps)
-        output.document({"plan": plan, "target": target, **whole.to_dict()})
+            communication = find_plan(plan).declared_communication
+            wire = None if communication is None else wire_bytes(loaded.model, communication)
+        sent = {} if wire is None else {"wire": asdict(wire)}
+        output.document({"plan": plan, "target": target, **whole.to_dict(), **sent})
         if not as_json:
             _print_cost(whole, plan, output)
+            if wire is not None:
+                output.console.print(
+                    f"On the wire, for several processes: weights gathered once {byte_text(wire.gathered)}, "
+                    f"{wire.gathered_per_parameter:.3f} bytes a parameter; gradients reduced once "
+                    f"{byte_text(wire.reduced)}, {wire.reduced_per_parameter:.3f}."
+                )
 
 
 def _print_cost(whole: Cost, plan: str, output: Output) -> None:

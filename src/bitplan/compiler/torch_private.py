@@ -78,6 +78,8 @@ if TYPE_CHECKING:
     are_transforms_active = torch._C._are_functorch_transforms_active
     checkpoint_generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
     ddp_assign_buffers = torch.nn.parallel.DistributedDataParallel._assign_modules_buffers
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as FSDPParamGroup
+
     dynamo_config = torch._dynamo.config
     FrameAction = torch._C._dynamo.eval_frame._FrameAction
     FrameExecStrategy = torch._C._dynamo.eval_frame._FrameExecStrategy
@@ -133,6 +135,8 @@ SYMBOLS: dict[str, str] = {
     "checkpoint_generator": "torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
     # Which buffers DistributedDataParallel broadcasts before every forward: patched, so that those of a plan stay.
     "ddp_assign_buffers": "torch.nn.parallel:DistributedDataParallel._assign_modules_buffers",
+    # The parameters that fully_shard gathers together: patched, so that inputs of modules keep what is known of them.
+    "FSDPParamGroup": "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
     # Whether code runs inside torch.func.grad, vmap and the like, and inside which of them.
     "are_transforms_active": "torch._C:_are_functorch_transforms_active",
     "transform_stack": "torch._C._functorch:get_interpreter_stack",
@@ -194,12 +198,16 @@ DISPATCH_MODULES = frozenset(
 )
 #: Prefix of the modules that run compiled graphs.
 FUNCTORCH_MODULES = "torch._functorch"
+#: Prefix of the modules that gather, split and cast tensors around the calls of a sharded model's modules.
+DISTRIBUTED_MODULES = "torch.distributed."
 #: The logger that reports operations that fail on fake tensors.
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 #: The attribute of torch.utils.checkpoint that holds ``checkpoint_generator``.
 CHECKPOINT_GENERATOR = SYMBOLS["checkpoint_generator"].partition(":")[2]
 #: The attribute of DistributedDataParallel that holds ``ddp_assign_buffers``.
 DDP_ASSIGN_BUFFERS = SYMBOLS["ddp_assign_buffers"].rpartition(".")[2]
+#: The method of ``FSDPParamGroup`` that passes the inputs of a module through an autograd function.
+FSDP_REGISTER_POST_BACKWARD = "_register_post_backward_hook"
 #: The attribute that torch.compiler.assume_constant_result sets on a function; calling that imports ``torch._dynamo``.
 CONSTANT_MARK = "_dynamo_marked_constant"
 #: The attribute of a module that ``nn.Module.compile()`` sets.

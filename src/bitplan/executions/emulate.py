@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bitplan.capture.recording import Operation
+from bitplan.executions.packed.saved_tensors import SavedTensorPacker
 from bitplan.gemm.products import Product
 from bitplan.plans import Decision
 from bitplan.plans.execution import Emulate, ExecutionOptions
@@ -31,12 +32,13 @@ class EmulateExecution:
 
     def __init__(self, options: ExecutionOptions = Emulate()) -> None:  # noqa: B008 - frozen
         self.options = options
+        self.packer = SavedTensorPacker(packs=self.packs_saved_tensors)
 
     def facts(self) -> Hashable:
         return self.options.kind
 
     def around_call(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        return self.packer.hooks()
 
     def check_compilation(self) -> None:
         pass

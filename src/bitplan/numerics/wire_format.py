@@ -74,6 +74,11 @@ def text_hash(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
+def reduction_site(site: str, sender: int, call: int) -> str:
+    """What the random bits of a gradient on the wire depend on, beside seed and step."""
+    return f"reduce {site} from {sender}, {call}"
+
+
 def op_site(op: str, index: int) -> str:
     """An operation and its number among its equals in one call of a module: ``conv2d.0``."""
     return f"{op}.{index}"

@@ -18,6 +18,7 @@ from bitplan.errors import PlanError
 from bitplan.files import write_whole
 from bitplan.numerics.formats import register_format, registered_format
 from bitplan.plans.code import CodeReference, not_allowed
+from bitplan.plans.communication import Communication
 from bitplan.plans.execution import ExecutionOptions, execution_options
 from bitplan.plans.fields import Anything
 from bitplan.plans.frozen import FrozenSpec
@@ -136,6 +137,8 @@ class Plan:
     execution: ExecutionOptions | None = None
     #: How the loss of a language model is computed: one of :data:`LOSSES`; the plan's own replaces the base's.
     loss: str | None = None
+    #: The formats in which processes exchange weights and gradients; the plan's own replaces the base's.
+    communication: Communication | None = None
     #: The file it was loaded from.
     origin: Path | None = field(default=None, compare=False, repr=False)
 
@@ -274,6 +277,11 @@ class Plan:
         """How the plan, or else its base, says that the loss is computed; None where neither does."""
         return self.loss or (self.base.declared_loss if self.base else None)
 
+    @property
+    def declared_communication(self) -> Communication | None:
+        """The formats on the wire of the plan, or else of its base; None where neither names any."""
+        return self.communication or (self.base.declared_communication if self.base else None)
+
     def flattened(self) -> Plan:
         """The same plan with nothing to extend: a text that stands alone."""
         return replace(
@@ -284,6 +292,7 @@ class Plan:
             optimizer=self.optimizer_rule,
             execution=self.declared_execution,
             loss=self.declared_loss,
+            communication=self.declared_communication,
             extends=None,
             base=None,
         )
@@ -512,6 +521,8 @@ class Plan:
             data["execution"] = self.execution.to_data()
         if self.loss is not None:
             data["loss"] = self.loss
+        if self.communication is not None:
+            data["communication"] = self.communication.to_data()
         data["rules"] = [rule.to_data() for rule in self.rules]
         return data
 

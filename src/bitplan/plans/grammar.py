@@ -16,6 +16,7 @@ from bitplan.numerics.reference import ROUNDINGS
 from bitplan.numerics.scaling import LONGEST_HISTORY, MOST_MARGIN, Granularity, Range
 from bitplan.numerics.wire_format import ROLES
 from bitplan.plans.code import REFERENCE_PATTERN, check_reference
+from bitplan.plans.communication import Communicating
 from bitplan.plans.document import LOSSES, VERSION
 from bitplan.plans.execution import Executing
 from bitplan.plans.fields import (
@@ -437,6 +438,7 @@ PLAN = Record(
             "chunked: a language model of transformers computes its loss in chunks of tokens and returns no logits.",
             LOSSES,
         ),
+        "communication": Communicating("The formats in which processes exchange weights and gradients."),
         "rules": Listing("Ordered rules.", _Rules("")),
     },
     required=("version",),

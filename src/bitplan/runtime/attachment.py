@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from bitplan.plans.frozen import FrozenSpec
 from bitplan.progress import LEAST_SECONDS, duration_text, say
 from bitplan.runtime.checkpoint_state import RunState
 from bitplan.runtime.clock import ScheduleClock, Total
+from bitplan.runtime.communication import PlannedCommunication
 from bitplan.runtime.cost_tracker import CostTracker
 from bitplan.runtime.coverage import ProductCoverage, RuleCoverage, product_coverage
 from bitplan.runtime.decisions import Decider
@@ -134,6 +136,13 @@ class Attachment:
         #: Undoes a change of the model that is no rounding, such as a loss in chunks.
         self.after_detach: Callable[[], None] | None = None
         self._frozen_weights: list[FrozenSite] = []
+        spec = plan.declared_communication
+        #: Exchanges weights and gradients in the plan's formats.
+        self._communication: PlannedCommunication | None = None
+        if spec is not None:
+            self._communication = PlannedCommunication(spec, lambda: (self.seed, self._step))
+            self._communication.install(model)
+            self._rounder.on_sharding = partial(self._communication.install, self.model)
         if plan.all_rules:
             self._install()
         if plan.all_rules or plan.optimizer_rule is not None:
@@ -169,6 +178,8 @@ class Attachment:
         self._detach_callbacks = []
         self._installation.uninstall()
         self._remove_optimizer_hook()
+        if self._communication is not None:
+            self._communication.remove()
         if self._step_counter is not None:
             self._step_counter.remove()
         for module in self._compiled_in_place:
@@ -358,6 +369,8 @@ class Attachment:
     def _count_step(self) -> None:
         self._clock.require_total()
         self._check_coverage()
+        if self._communication is not None:
+            self._communication.require_installed()
         self._optimizer_state.after_step()
         self._step += 1
         self._cost_tracker.count_step()
@@ -660,6 +673,11 @@ class Attachment:
         """Go on where :meth:`state_dict` was taken; nothing is changed where the state does not fit."""
         saved = RunState.from_dict(state)
         saved.require_plan(self.plan, self._clock)
+        if saved.steps and not saved.records and self._installation.observes:
+            raise PlanError(
+                "this state has lost its records: torch.distributed.checkpoint loads what the attachment has room for "
+                "already, so give attach() an example= batch."
+            )
         self._installation.prepare_phases(saved.phases)
         saved.require_rows(self._installation.rows_in(saved.phase))
         saved.load_quantizers(self._quantizer_modules)

@@ -25,6 +25,7 @@ from bitplan.capture.ops import (
 )
 from bitplan.capture.recording import ProductWatch
 from bitplan.capture.scopes import Interceptor, Scope, state_of
+from bitplan.compiler import torch_patches
 from bitplan.compiler.tracing import VERSION
 from bitplan.errors import PlanError, QuantizeError
 from bitplan.gemm.products import has_settings, product_of
@@ -43,8 +44,15 @@ from bitplan.runtime.frozen import FROZEN_PRODUCTS, FROZEN_TAG, FrozenOperand
 from bitplan.runtime.frozen_product import frozen_product
 from bitplan.runtime.head_loss import HeadLoss, why_not_in_chunks
 from bitplan.runtime.op_context import OpContext
-from bitplan.runtime.rounded_mark import copy_mark
+from bitplan.runtime.rounded_mark import copy_mark, mark_recomputable, recomputable
 from bitplan.runtime.rounding_op import OpRounding, RoundingOp, is_finer
+from bitplan.runtime.sharding import (
+    follow_fsdp,
+    is_freed_after_forward,
+    is_sharded,
+    keep_buffers_local,
+    ranks_of_shards,
+)
 from bitplan.runtime.traced_dispatch import GENERAL, PLAIN, inplace_argument, traced_operation, way_of
 from bitplan.runtime.weights import (
     WEIGHT_TAG,
@@ -77,12 +85,15 @@ class Rounder(Interceptor):
     def __init__(self, execution: Execution) -> None:
         self.execution = execution
         self.wraps_calls = execution.packs_saved_tensors
+        self._finds_shards = True
         #: Set when some plan rounds gradients where they leave a consumer.
         self.tags_gradients = False
         #: Set when some plan rounds weights, so that views of them must be known.
         self.tags_weights = False
         #: Set when weights are stored in few bits (:mod:`bitplan.runtime.frozen`).
         self.has_frozen = False
+        #: Called when ``fully_shard`` has sharded a module.
+        self.on_sharding: Callable[[], None] | None = None
         #: Called eagerly when a module is entered; None to stop.
         self.on_first_call: Callable[[nn.Module, Any, dict[str, Any]], None] | None = None
         #: Called eagerly for every operation with its tensors; None to stop.
@@ -174,6 +185,10 @@ class Rounder(Interceptor):
         return self.execution.around_call()
 
     def check_compilation(self) -> None:
+        if self.split_over is not None:
+            raise PlanError(
+                "torch.compile does not know which tensors of a plan tensor parallelism splits: run the model eagerly."
+            )
         self.execution.check_compilation()
 
     def on_call(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -196,6 +211,29 @@ class Rounder(Interceptor):
             result = taggable(result)
             tag_views(result, func, args, kwargs)
         return result
+
+    def on_outermost_call(self, module: nn.Module) -> None:
+        if self._finds_shards:
+            self.find_shards(module)
+
+    def find_shards(self, model: nn.Module) -> None:
+        """Find out whether tensors of the model are split; its layout is final when it is first called."""
+        self._finds_shards = False
+        self.split_over = ranks_of_shards(model)
+        if self.split_over is not None:
+            keep_buffers_local(model)
+            self.wraps_calls = True  # for check_compilation()
+
+    def on_new_class(self, module: nn.Module) -> None:
+        if is_sharded(module):
+            self.follow_sharding()
+            if self.on_sharding is not None:
+                self.on_sharding()
+
+    def follow_sharding(self) -> None:
+        """The model is sharded: rounded copies of weights that are gathered for a while must not stay either."""
+        self.wraps_calls = True
+        torch_patches.apply(follow_fsdp)
 
     def on_weight(self, path: str, weight: Any) -> Any:
         if isinstance(weight, Tensor) and not isinstance(weight, nn.Parameter):
@@ -300,7 +338,8 @@ class Rounder(Interceptor):
         gradient = action.places.get("grad_weight") if torch.is_grad_enabled() and tensor.requires_grad else None
         value = action.places["weight"] if action.applies("weight", context.training) else None
         key = weight_key(module, tensor) if action.needs_key else None
-        return rounded_both_ways(tensor, value, gradient, context, key)
+        rounded = rounded_both_ways(tensor, value, gradient, context, key)
+        return rounded if value is None else _saved_with_source(rounded, tensor, value, context, key)
 
     # --- products ---
 
@@ -333,8 +372,9 @@ class Rounder(Interceptor):
                 x_op = places["fprop.x"]
                 x = x_op.round(x, context) if is_direct else rounded(x, x_op, context)
             if "w" in shared and action.applies("fprop.w", training):
-                w_op = places["fprop.w"]
+                w_op, unrounded = places["fprop.w"], w
                 w = w_op.round(w, context, key) if is_direct else rounded(w, w_op, context, key)
+                w = _saved_with_source(w, unrounded, w_op, context, key)
             args, kwargs = _replaced(args, kwargs, x_at, x_name, x)
             args, kwargs = _replaced(args, kwargs, w_at, w_name, w)
             result = func(*args, **kwargs)
@@ -426,6 +466,19 @@ def _rounds_weight_again(op: str, action: OpRounding, args: Any, kwargs: dict[st
         return False
     # What is observed must be observed once.
     return not action.promotes and not any(rounding.observes for rounding in action.places.values())
+
+
+def _saved_with_source(
+    rounded: Tensor, weight: Tensor, op: RoundingOp, context: OpContext, key: Tensor | None
+) -> Tensor:
+    """`rounded`, which the backward pass makes again of `weight` where FSDP2 frees that after the forward pass."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return rounded
+    source, present = recomputable(weight), op.after_promotion(context)
+    if present is not None and (source is not None or is_freed_after_forward(weight)):
+        make = weight.detach if source is None else source.make
+        mark_recomputable(rounded, weight, lambda: present.round(make(), context, key))
+    return rounded
 
 
 def frozen_operand(op: str, args: Any, kwargs: dict[str, Any]) -> FrozenOperand | None:

@@ -68,7 +68,7 @@ class Execution(Protocol):
         ...
 
     def around_call(self) -> AbstractContextManager[None]:
-        """The context of an eager call of the outermost module, if :attr:`packs_saved_tensors`."""
+        """The context of an eager call of the outermost module, if tensors are packed or the model is sharded."""
         ...
 
     def check_compilation(self) -> None:

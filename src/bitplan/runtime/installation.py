@@ -51,6 +51,7 @@ from bitplan.runtime.module_state import (
 from bitplan.runtime.op_context import OpContext, not_compilable
 from bitplan.runtime.rounding_op import OpRounding
 from bitplan.runtime.run_tables import RunTables, restore_rows
+from bitplan.runtime.sharding import is_sharded
 from bitplan.runtime.statistics import Observed
 
 
@@ -94,6 +95,8 @@ class Installation:
         torch_patches.apply(hide_custom_backward)
         torch_patches.apply(fall_back_to_eager)
         torch_patches.apply(keep_buffers_per_rank)
+        if is_sharded(self.model):
+            self.rounder.follow_sharding()
         for path, module in self.modules:
             self.add(path, module, seed, step)
         self._allow_compiled_rnn()

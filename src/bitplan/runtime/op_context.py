@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ from bitplan.runtime.module_state import AMAX_HISTORY_MAX, RECORD, TABLE
 
 if TYPE_CHECKING:
     from bitplan.runtime.rounding_op import OpRounding, RoundingOp
+    from bitplan.runtime.sharding import Ranks
 
 
 class OpContext:
@@ -36,11 +38,16 @@ class OpContext:
         #: Whether the operation returns masked scores: their gradient is rounded, their values are not.
         self.is_mask = False
         self.training = module.training
+        #: The processes over which the tensor is split, or may be; None: this process has all of it.
+        self.split_over: Ranks | None = None
+        #: Whether that is known: of DTensors it is.
+        self.knows_split = False
         self.table: Tensor | None = None
         self._record: Tensor | None = None
         self._amax_history_max: Tensor | None = None
         if not torch.compiler.is_compiling():
             self.table = module._buffers.get(TABLE)  # the other two are looked up when they are needed
+            self.split_over = state_of(module).interceptor.split_over
         elif state_of(module).has_buffers:
             buffers = module._buffers
             self.table, self._record = buffers.get(TABLE), buffers.get(RECORD)
@@ -63,6 +70,7 @@ class OpContext:
         context.table, context._record, context._amax_history_max = buffers
         context.row = None if row < 0 else row
         context.part, context.is_recorded, context.is_mask = "", True, False
+        context.split_over, context.knows_split = None, False
         return context
 
     @property
@@ -134,6 +142,12 @@ class OpContext:
         assert self.module is not None
         other = OpContext(self.site, self.module, self.rounding)
         other.is_recorded, other.observing, other.is_mask = follows, False, self.is_mask
+        return other
+
+    def of_shard(self, ranks: Ranks | None) -> OpContext:
+        """This context for what a process holds of a tensor that is split over `ranks`."""
+        other = copy.copy(self)
+        other.split_over, other.knows_split = ranks, True
         return other
 
     def towards(self, consumer: OpContext) -> OpContext:

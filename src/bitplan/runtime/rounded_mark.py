@@ -23,8 +23,10 @@ from bitplan.compiler.tracing import is_traced
 from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.packing import is_smaller
 from bitplan.numerics.quantizer import Quantizer
+from bitplan.runtime.sharding import is_distributed, local_part
 
 _MARK = "_bitplan_rounded"
+_RECOMPUTABLE = "_bitplan_recomputable"
 
 
 @dataclass(eq=False)
@@ -57,6 +59,7 @@ class RoundedMark:
 
 def rounded_mark(tensor: Tensor) -> RoundedMark | None:
     """The mark of the memory that `tensor` refers to; None where it has none, or no longer."""
+    tensor = local_part(tensor)
     holder = _holder(tensor)
     mark: RoundedMark | None = None if holder is None else getattr(holder, _MARK, None)
     if mark is None or mark.dtype != tensor.dtype or tensor.is_inference() or mark.version != tensor._version:
@@ -83,6 +86,9 @@ def mark_rounded(
 ) -> Tensor:
     """Mark `tensor`: all its values lie on `grid`, and `quantizer` has rounded them with these scales."""
     if (grid is None and quantizer is None) or tensor.is_inference():
+        return tensor
+    if is_distributed(tensor):
+        mark_rounded(local_part(tensor), grid, quantizer, scales)
         return tensor
     holder = _holder(tensor)
     if holder is None or not _covers_storage(tensor, holder):
@@ -118,6 +124,29 @@ def _has_scales_of(view: Tensor, details: Packable) -> bool:
     """Whether the scales of a tensor fit a view of its memory: a transposed square has its shape, not its axes."""
     is_same_view = view.stride() == details.stride or all(scale.numel() == 1 for scale in details.scales)
     return view.shape == details.shape and is_same_view
+
+
+@dataclass(frozen=True)
+class Recomputable:
+    """How a tensor is made again, so that it need not be saved for the backward pass."""
+
+    make: Callable[[], Tensor]
+    version: int
+
+
+def mark_recomputable(tensor: Tensor, source: Tensor, make: Callable[[], Tensor]) -> None:
+    """Mark `tensor`, which was made of `source`: `make` returns the same values again, in memory laid out alike."""
+    tensor = local_part(tensor)
+    holder = _holder(tensor)
+    if not is_traced() and holder is not None and holder is not _holder(local_part(source)):
+        setattr(holder, _RECOMPUTABLE, Recomputable(make, tensor._version))
+
+
+def recomputable(tensor: Tensor) -> Recomputable | None:
+    """How the memory that `tensor` refers to is made again; None where that is not known, or no longer."""
+    tensor = local_part(tensor)
+    found: Recomputable | None = getattr(_holder(tensor), _RECOMPUTABLE, None)
+    return None if found is None or found.version != tensor._version else found
 
 
 def _holder(tensor: Tensor) -> Any:

@@ -14,7 +14,6 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bitplan.compiler.tracing import is_traced, is_traced_below_dynamo, needs_shapes_only, transformable
@@ -28,7 +27,7 @@ from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.noise import bits_of_key, key_of
 from bitplan.numerics.packing import is_smaller, stored
 from bitplan.numerics.quantizer import Between, Encoded, Quantizer, Span, StraightThrough, straight_through
-from bitplan.numerics.scaling import amax_of
+from bitplan.numerics.scaling import amax_of, reduced_dims
 from bitplan.numerics.wire_format import OPERAND_OF_SLOT, place_key, text_hash
 from bitplan.plans import OPERANDS, SLOTS, Decision
 from bitplan.plans.spec import Promotion, QuantizerSpec
@@ -36,6 +35,7 @@ from bitplan.runtime.execution import PreparedProduct
 from bitplan.runtime.module_state import OperandState, QuantizerModules
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.rounded_mark import lies_on, mark_rounded
+from bitplan.runtime.sharding import Ranks, is_distributed, rounded_distributed
 from bitplan.runtime.statistics import (
     PROMOTED,
     mean_range,
@@ -134,14 +134,6 @@ PROMOTION_COLUMNS: dict[str, Callable[[Promoted], Any]] = {
     "measure": lambda promoted: promoted.measure,
     "share": lambda promoted: promoted.share,
 }
-
-
-def sum_over_ranks(values: Tensor) -> Tensor:
-    """The sum of what all processes of a training hold; `values` itself where there is one process."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        values = values.contiguous()
-        dist.all_reduce(values)
-    return values
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,6 +261,17 @@ class RoundingOp:
 
         A weight brings the key of its parameter, so that every use of it sees the same bits.
         """
+        if is_distributed(x):
+            if self.inner is not None:
+                raise PlanError(
+                    f"{self.op} {self.place}: a quantizer of your own is given whole tensors, and this one is split "
+                    f"over processes: keep it out of layers under tensor parallelism."
+                )
+            return rounded_distributed(
+                x,
+                lambda shard, ranks: self.round(shard, context.of_shard(ranks), weight_key),
+                lambda dims: self._needs_whole(x, dims),
+            )
         if self.inner is not None:
             return self._call_function(x, context, weight_key)
         if self.top is not None and not context.training:
@@ -360,6 +363,8 @@ class RoundingOp:
     ) -> tuple[Quantizer, Tensor | None, Tensor | None, Span | None, Tensor | None]:
         """The quantizer, its random bits, the row of a format that may change, a range from the past, and the row of
         the record."""
+        if context.split_over is not None and not context.knows_split:
+            context = self._context_of_plain(x, context)
         quantizer = self.quantizer_of(x)
         bits: Tensor | None = None
         if self.is_stochastic and is_traced_below_dynamo() and needs_shapes_only(x):
@@ -370,13 +375,58 @@ class RoundingOp:
             key = context.table[0] if weight_key is None else weight_key
             bits = bits_of_key(x, key[0] ^ first, key[1] ^ second)
         row = None if self.mutable_kind is None else self.format_row(context)
-        if not self.observes:
-            return quantizer, bits, row, None, None
-        record, history_max = self.remembered(context)
-        span: Span | None = history_max
-        if record is not None and self.uses_mean_range and not context.training:
-            span = mean_range(record, x)
+        record: Tensor | None = None
+        span: Span | None = None
+        if self.observes:
+            record, span = self.remembered(context)
+            if record is not None and self.uses_mean_range and not context.training:
+                span = mean_range(record, x)
+        if context.split_over is not None and not isinstance(span, tuple):
+            span = self._span_over(context.split_over, quantizer, x, span)
         return quantizer, bits, row, span, record
+
+    def _context_of_plain(self, x: Tensor, context: OpContext) -> OpContext:
+        """The context for a plain tensor beside tensor parallelism; raise where it must be known whether it is a shard.
+
+        A weight is whole, and so is the axis that a product sums over.
+        """
+        if self.place in ("weight", "grad_weight") or self.place.endswith(".w"):
+            return context.of_shard(None)
+        scaling = self.quantizer(x.dim()).scaling
+        has_summed_axis = self.place in SLOTS and scaling is not None and scaling.granularity in ("vector", "block")
+        if self.is_stochastic or (not has_summed_axis and self._needs_whole(x, tuple(range(x.dim())))):
+            raise PlanError(
+                f"{self.place} of {context.site} is rounded stochastically or with scales for parts of it, and tensor "
+                f"parallelism may have split it, which a plain tensor does not say: parallelize with "
+                f"use_local_output=False, or give {self.op} a scale for the tensor and rounding to nearest."
+            )
+        return context
+
+    def _needs_whole(self, x: Tensor, dims: tuple[int, ...]) -> bool:
+        """Whether a tensor that is split along these dimensions must be gathered to be rounded.
+
+        Not if one number, its amax, is all that a shard needs to know of the others.
+        """
+        if self.higher is not None and self.higher._needs_whole(x, dims):
+            return True
+        quantizer = self.quantizer(x.dim())
+        scaling = quantizer.scaling
+        if self.is_stochastic or isinstance(quantizer.format, BlockFormat):
+            return True
+        if scaling is None or scaling.granularity == "tensor":
+            return False
+        return scaling.granularity == "block" or not set(dims).isdisjoint(reduced_dims(x, scaling))
+
+    def _span_over(self, ranks: Ranks, quantizer: Quantizer, x: Tensor, span: Tensor | None) -> Span | None:
+        """The range of the whole tensor, of which `x` is a shard; `span` is that of past steps, if they decide."""
+        if quantizer.scaling is None or quantizer.scaling.granularity != "tensor" or not x.numel():
+            return span
+        least, largest = torch.aminmax(x.detach())
+        extremes = ranks.largest(torch.stack((largest, -least)))
+        if quantizer.scaling.range == "minmax":
+            return -extremes[1], extremes[0]
+        amax = extremes.amax()
+        return amax if span is None else torch.where(span > 0, span, amax)
 
     def quantizer(self, dims: int) -> Quantizer:
         """The quantizer of a tensor with that number of dimensions."""

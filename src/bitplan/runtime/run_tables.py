@@ -22,17 +22,17 @@ from bitplan.runtime.module_state import (
     write_amax_history_max,
 )
 from bitplan.runtime.op_context import OpContext
-from bitplan.runtime.rounding_op import OpRounding, Promoted, RoundingOp, promotion_limit, sum_over_ranks
+from bitplan.runtime.rounding_op import OpRounding, Promoted, RoundingOp, promotion_limit
+from bitplan.runtime.sharding import Ranks
 from bitplan.runtime.statistics import (
     COLUMNS,
     PROMOTED,
-    SIGNAL,
     Observed,
     Statistics,
     amax_history_max,
+    combine_ranks,
     fold,
     promotion_in,
-    share_amax,
     statistics,
 )
 
@@ -48,6 +48,8 @@ class RunTables:
         self.watched = Observed()
         #: Whether anything was ever observed: a step must not ask every module where nothing is.
         self._observes = False
+        #: The processes that train the model; looked for until there are several.
+        self._ranks: Ranks | None = None
         #: The records that were last folded, and memory for all of them, in parts as large as they are.
         self._folded: list[Tensor] = []
         self._whole = torch.empty(0)
@@ -114,10 +116,10 @@ class RunTables:
         else:
             torch.cat(records, out=self._whole)
         whole, parts = self._whole, self._parts
-        if self.promotes:
-            whole[:, SIGNAL] = sum_over_ranks(whole[:, SIGNAL])
-        if self.delays:
-            share_amax(whole)
+        if self._ranks is None:
+            self._ranks = Ranks.of(self.model)
+        if self._ranks is not None:
+            combine_ranks(whole, self.watched, self._ranks.largest, self._ranks.total)
         fold(whole, step, self.watched)
         foreach_copy_(records, parts)
         if self.delays:

@@ -10,10 +10,10 @@ operation has several weights or results, the record describes the largest.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bitplan.numerics.scaling import LONGEST_HISTORY
@@ -36,6 +36,9 @@ PROMOTED, _REACHED = 20, 21
 _NOW, LENGTH, MARGIN = 22, 23, 24
 _PAST = slice(25, 25 + LONGEST_HISTORY)
 COLUMNS = 25 + LONGEST_HISTORY
+
+#: Reduces a tensor over the processes of a training.
+Reduce = Callable[[Tensor], Tensor]
 
 #: Weight of the past in a running mean of ranges, as in Fu et al. 2021 and Wolfe & Kyrillidis 2024.
 MOMENTUM = 0.9
@@ -183,17 +186,25 @@ def latest_amax(row: list[float]) -> float:
     return row[_PAST.start] if row[LENGTH] else 0.0
 
 
-def share_amax(record: Tensor) -> None:
-    """All-reduce the amax of this step over the processes of a training."""
-    record[:, _NOW] = largest_over_ranks(record[:, _NOW])
+def combine_ranks(record: Tensor, watched: Observed, largest: Reduce, total: Reduce) -> None:
+    """Combine what the processes of a training have recorded in this step, as if one of them had seen all tensors.
 
+    Each of them has rounded its own share of a batch: amax and ranges are the extremes, fractions and errors the means.
 
-def largest_over_ranks(values: Tensor) -> Tensor:
-    """The maximum over all processes of a training; `values` itself if there is one process."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        values = values.contiguous()
-        dist.all_reduce(values, dist.ReduceOp.MAX)
-    return values
+    :param largest: the largest of all processes, element by element; `total`: the sum.
+    """
+    is_fresh = record[:, FRESH] > 0
+    if watched.amax or watched.ranges or watched.rounding:
+        peak = torch.where(is_fresh, record[:, AMAX], 0.0)
+        extremes = largest(torch.cat((record[:, _NOW], -record[:, _LOW], record[:, _HIGH], peak)))
+        record[:, _NOW], low, record[:, _HIGH], peak = extremes.view(4, -1)
+        record[:, _LOW] = -low
+    if watched.signals:
+        record[:, SIGNAL] = total(record[:, SIGNAL])
+    if watched.rounding:
+        sums = total(torch.where(is_fresh[:, None], record[:, _MEASURES], 0.0))
+        record[:, _MEASURES] = torch.where(sums[:, :1] > 0, sums / sums[:, :1], 0.0)
+        record[:, AMAX] = peak
 
 
 def promotion_in(row: list[float]) -> tuple[int, float] | None:

@@ -30,6 +30,7 @@ from bitplan.runtime.frozen import FrozenOperand
 from bitplan.runtime.head_loss import HeadLoss
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.rounding_op import OpRounding, RoundingOp
+from bitplan.runtime.sharding import is_distributed, is_freed_after_forward
 from bitplan.tables import Table
 
 #: Inputs of linear layers have fewer dimensions than this.
@@ -105,14 +106,15 @@ class NativeExecution(EmulateExecution):
     ) -> Tensor | None:
         candidate = rounding.prepared
         assert isinstance(candidate, NativeCandidate)
-        if not has_settings(op, args, kwargs):
+        if not has_settings(op, args, kwargs) or is_distributed(w):
             return None
         product, bias = product_of(op, args, kwargs)
         backends = backends_for_passes(candidate.passes, op, product.settings, x, w, self.terms)
         saves_codes = candidate.keeps_codes and op != "linear" and x.dim() == w.dim() and x.numel() > 0
         if not backends and not saves_codes:
             return None
-        return native_product(x, w, bias, product, backends, rounding, context, weight_key, self.recast_in_backward)
+        recast = ("w",) if is_freed_after_forward(w) else self.recast_in_backward
+        return native_product(x, w, bias, product, backends, rounding, context, weight_key, recast)
 
     def frozen_product(
         self,

@@ -32,6 +32,7 @@ from bitplan.runtime.autograd import (
 )
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.rounding_op import OpRounding, RoundingOp
+from bitplan.runtime.sharding import is_freed_after_forward
 from bitplan.runtime.statistics import observe_amax
 
 #: Attribute of a traced tensor: quantizer -> the amax history that its first reader with that quantizer has.
@@ -160,7 +161,8 @@ def native_product(
 ) -> Tensor:
     """y = x w + bias of a layer: the passes in `backends` run there, the others are emulated.
 
-    :param recast_in_backward: in compiled code: operands, of x and w, that the backward pass casts again.
+    :param recast_in_backward: operands, of x and w, that the backward pass casts again: in compiled code, and weights
+        that FSDP2 frees after the forward pass.
     """
     applied: dict[str, RoundingOp] = {}
     for slot in SLOTS:
@@ -177,7 +179,8 @@ def native_product(
     }
     if not torch.compiler.is_compiling():
         chosen = {slot: (op, context) for slot, op in applied.items()}
-        return _multiply(x, w, bias, layout, NativeSlots(chosen, weight_key, backends, features=layout.features))
+        recast = tuple(operand for operand in recast_in_backward if operand == "w" and is_freed_after_forward(w))
+        return _multiply(x, w, bias, layout, NativeSlots(chosen, weight_key, backends, recast, layout.features))
     refs = tuple(op_ref(applied.get(slot), context) for slot in SLOTS)
     return _native_product_in_graph(
         x,

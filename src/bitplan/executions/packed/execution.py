@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from bitplan.compiler.backends import (
 )
 from bitplan.executions.emulate import EmulateExecution
 from bitplan.executions.packed.recompute import memory_saving, rounded_bit_relu, sequential_convolution
-from bitplan.executions.packed.saved_tensors import SavedTensorPacker
 from bitplan.plans.execution import Packed
 from bitplan.runtime.execution import CompilerSettings
 from bitplan.runtime.op_context import OpContext
@@ -36,11 +34,7 @@ class PackedExecution(EmulateExecution):
     def __init__(self, options: Packed) -> None:
         super().__init__(options)
         self.packed = options
-        self.packer = SavedTensorPacker()
         register_backend()
-
-    def around_call(self) -> AbstractContextManager[None]:
-        return self.packer.hooks()
 
     def check_compilation(self) -> None:
         refuse_other_backends()

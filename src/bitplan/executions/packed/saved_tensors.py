@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,8 @@ from bitplan.numerics.chunks import chunked_on_gpu
 from bitplan.numerics.dtypes import TORCH_16_BIT, TORCH_FLOAT8
 from bitplan.numerics.packing import PackedTensor, pack_rounded
 from bitplan.numerics.scaling import divide
-from bitplan.runtime.rounded_mark import Packable, packable
+from bitplan.runtime.rounded_mark import Packable, packable, recomputable
+from bitplan.runtime.sharding import is_distributed, local_part
 
 #: Formats that torch has a dtype for: a cast each way is faster than packing codes.
 _DTYPES = TORCH_16_BIT | TORCH_FLOAT8
@@ -119,10 +120,47 @@ class UnpackedRef:
         return self.tensor
 
 
-class SavedTensorPacker:
-    """The saved-tensor hooks of an attached plan, and the bytes of the packed copies."""
+@dataclass
+class RecomputedRef:
+    """A rounded weight that is not saved: the backward pass rounds it again."""
 
-    def __init__(self) -> None:
+    make: Callable[[], Tensor]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def unpack(self) -> Tensor:
+        return local_part(self.make()).as_strided(self.shape, self.stride, self.offset)
+
+
+class ShardRef:
+    """A DTensor whose local part is not saved as it is."""
+
+    def __init__(self, local: PackedRef | RecomputedRef | ShardRef, tensor: Any) -> None:
+        self.local = local
+        self.mesh, self.placements = tensor.device_mesh, tensor.placements
+        self.shape, self.stride = tensor.shape, tensor.stride()
+
+    def unpack(self) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
+        local = local_part(unpack(self.local))  # a weight that is rounded again is a DTensor
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
+
+
+SavedRef = PackedRef | UnpackedRef | RecomputedRef | ShardRef
+
+
+class SavedTensorPacker:
+    """The saved-tensor hooks of an attached plan, and the bytes of the packed copies.
+
+    :param packs: whether rounded tensors are packed. Without, only tensors that are made again are not saved.
+    """
+
+    def __init__(self, packs: bool = True) -> None:
+        self.packs = packs
         #: Bytes of all packed copies that exist.
         self.packed_bytes = 0
         #: Bytes that the same tensors would take unpacked.
@@ -140,6 +178,7 @@ class SavedTensorPacker:
         if others is not None or not torch.is_grad_enabled():
             if (
                 others is not None
+                and self.packs
                 and not self._warned
                 and getattr(others[0], "__module__", "") != checkpoint.__module__
             ):
@@ -155,14 +194,20 @@ class SavedTensorPacker:
         with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack):
             yield
 
-    def pack(self, tensor: Tensor) -> PackedRef | UnpackedRef:
+    def pack(self, tensor: Tensor) -> SavedRef:
         # Autograd functions of users, and checkpointing, save tensors inside a module's scope, which would treat the
         # operations of packing as the model's and round them.
         with DisableTorchFunction():
             return self._pack(tensor)
 
-    def _pack(self, tensor: Tensor) -> PackedRef | UnpackedRef:
-        mark = packable(tensor)
+    def _pack(self, tensor: Tensor) -> SavedRef:
+        if is_distributed(tensor):
+            local = self._pack(local_part(tensor))
+            return UnpackedRef(tensor) if isinstance(local, UnpackedRef) else ShardRef(local, tensor)
+        source = recomputable(tensor)
+        if source is not None:
+            return RecomputedRef(source.make, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        mark = packable(tensor) if self.packs else None
         if mark is None:
             return UnpackedRef(tensor)
         copy: PackedCopy | None = None if mark.copy is None else mark.copy()
@@ -184,14 +229,18 @@ class SavedTensorPacker:
         self.plain_bytes += plain
 
 
-def unpack(saved: PackedRef | UnpackedRef) -> Tensor:
+def unpack(saved: SavedRef) -> Tensor:
     """Restore the argument of :meth:`SavedTensorPacker.pack`, bit for bit."""
     if isinstance(saved, UnpackedRef):
         return saved.unpack()
+    if isinstance(saved, ShardRef):
+        return saved.unpack()
     if torch.is_grad_enabled():
         raise PlanError(
-            "packed execution saves tensors without their history, so there is no second derivative: "
-            "attach with execution='emulate' for create_graph=True."
+            "packed execution, and any plan under FSDP2, saves tensors without their history, so there is no second "
+            "derivative: attach with execution='emulate' to an unsharded model for create_graph=True."
         )
     with DisableTorchFunction():  # as for packing: a backward pass may run inside of a forward pass
+        if isinstance(saved, RecomputedRef):
+            return saved.unpack()
         return saved.copy.unpack().as_strided(saved.shape, saved.stride, saved.offset)
