@@ -20,7 +20,6 @@ from bitplan.lab.report.tables import Cell, Table
 from bitplan.lab.train.folder import RunFolder, read_lines
 from bitplan.numerics.formats import get_format
 from bitplan.plans import PLACES, Plan
-from bitplan.plans.schedules import AtLeast, Function, Piecewise, Schedule
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -164,15 +163,8 @@ def moving_bits(run: Run) -> dict[str, tuple[list[int], list[int]]]:
     return {
         str(schedule): (steps.tolist(), schedule.at(steps, total).tolist())
         for schedule in schedules
-        if not _calls_code(schedule)
+        if next(schedule.code(), None) is None
     }
-
-
-def _calls_code(schedule: Schedule) -> bool:
-    """Whether a schedule, or a part of it, is a function: what is read from a folder is not executed."""
-    parts = schedule.pieces if isinstance(schedule, Piecewise) else ()
-    parts = (schedule.schedule,) if isinstance(schedule, AtLeast) else parts
-    return isinstance(schedule, Function) or any(map(_calls_code, parts))
 
 
 def _schedule_of(site: SiteRecord, moving: Mapping[str, Any]) -> str | None:
