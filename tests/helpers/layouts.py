@@ -286,9 +286,15 @@ def go_on(folder: str, rank: int, world: int) -> list[float]:
     return _losses(model, run, batches[2:])
 
 
-def go_on_without_example(folder: str, rank: int, world: int) -> None:
+def go_on_alone(folder: str, rank: int, world: int) -> tuple[list[float], str]:
+    """The losses, and the error of an attachment that has no room for the records."""
+    losses = go_on(folder, rank, world)
     model = shard(model_of(), CHECKPOINTED, world)
-    dcp.load({"bitplan": attach(model, CHECKPOINTED)}, checkpoint_id=folder)
+    try:
+        dcp.load({"bitplan": attach(model, CHECKPOINTED)}, checkpoint_id=folder)
+    except Exception as error:
+        return losses, str(error)
+    return losses, ""
 
 
 def _losses(model: nn.Module, run: bitplan.Attachment, batches: Tensor) -> list[float]:
