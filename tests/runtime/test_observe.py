@@ -139,6 +139,19 @@ def test_statistics_are_off_unless_asked_for() -> None:
             run.stats()
 
 
+def test_a_run_without_statistics_goes_on_with_them() -> None:
+    model = Net()
+    with attached(model, {"match": "*", "weight": "e4m3"}, example=X) as run:
+        model(X).sum().backward()
+        run.step()
+        state = run.state_dict()
+    with attached(model, {"match": "*", "weight": "e4m3"}, stats=True) as run:
+        run.load_state_dict(state)
+        model(X).sum().backward()
+        run.step()
+        assert run.stats()["first/linear.0:weight"].amax == model.first.weight.abs().max().item()
+
+
 def test_of_several_weights_or_results_the_largest_is_observed() -> None:
     model, recurrent = nn.Linear(6, 8), nn.LSTM(6, 4)
     nn.init.constant_(model.bias, 1e-9)

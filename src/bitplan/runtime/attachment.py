@@ -673,7 +673,7 @@ class Attachment:
         """Go on where :meth:`state_dict` was taken; nothing is changed where the state does not fit."""
         saved = RunState.from_dict(state)
         saved.require_plan(self.plan, self._clock)
-        if saved.steps and not saved.records and self._installation.observes:
+        if saved.steps and not saved.records and self._installation.tables.watched.decides:
             raise PlanError(
                 "this state has lost its records: torch.distributed.checkpoint loads what the attachment has room for "
                 "already, so give attach() an example= batch."

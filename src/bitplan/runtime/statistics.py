@@ -118,6 +118,11 @@ class Observed:
             *(self.signals or other.signals, self.amax or other.amax),
         )
 
+    @property
+    def decides(self) -> bool:
+        """Whether later steps are rounded by the records, so that a state without them is not whole."""
+        return self.ranges or self.signals or self.amax
+
 
 def fold(record: Tensor, step: int, watched: Observed) -> None:
     """Fold a step into sums, running means and histories, decide on promotions, and clear the record for the next one.
