@@ -32,7 +32,7 @@ def test_the_table_is_that_of_the_commands() -> None:
     ("line", "expected"),
     [
         ("bitplan pl", {"plan"}),
-        ("bitplan plan ex", {"explain"}),
+        ("bitplan plan ex", {"explain", "export"}),
         ("bitplan plan explain int8", {"int8-all", "int8-linear", "int8-minmax"}),
         ("bitplan cost resnet20 --plan int8", {"int8-all", "int8-linear", "int8-minmax"}),
         ("bitplan sites gpt-t", {"gpt-tiny"}),

@@ -167,8 +167,8 @@ def test_the_table_of_one_process_has_its_collectives(bitplan: Bitplan) -> None:
 def test_a_mistake_is_one_sentence_and_exit_code_2(bitplan: Bitplan, arguments: list[str], sentence: str) -> None:
     ran = bitplan("memory", *arguments, "--json")
     assert (ran.code, ran.out) == (2, "")
-    assert ran.err.startswith(f"bitplan: {sentence}")
-    assert ran.err.count("\n") == 1
+    assert ran.err.splitlines()[-1].startswith(f"bitplan: {sentence}")  # after what was announced
+    assert "Traceback" not in ran.err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, so nothing to complain about")

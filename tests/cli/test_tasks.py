@@ -77,7 +77,7 @@ def test_tasks_are_targets(bitplan: Bitplan, command: tuple[str, ...]) -> None:
 
 
 def test_names_are_completed() -> None:
-    from bitplan.cli.arguments import _complete_target
+    from bitplan.cli.arguments import complete_target
 
     assert complete_task("ls") == ["lstm-lm"]
-    assert {"lstm", "lstm-lm"} <= set(_complete_target("lst"))
+    assert {"lstm", "lstm-lm"} <= set(complete_target("lst"))

@@ -35,7 +35,7 @@ def counted(target: Target, plan: Plan | None, execution: str) -> int:
         run = bitplan.attach(model, plan, example=kwargs or args, execution=execution)
         loss = run.loss(loss) if loss is not None else None
     step = TrainingStep(model, (args, kwargs, expected), loss, "none", run)
-    packer = None if run is None else getattr(run._execution, "packer", None)
+    packer = run._execution.packer if run is not None and run._execution.packs_saved_tensors else None
     return saved_tensor_bytes(step.loss_of_batch, [*step.weights(), *step.batch()], packer)
 
 
