@@ -44,8 +44,6 @@ def test_the_allocator_and_the_hooks_agree() -> None:
     run = bitplan.attach(model, PLAN, example=target.batch[0], execution="packed")
     assert target.loss is not None
     step = TrainingStep(model, split_call(target.batch, target.loss), run.loss(target.loss), "none", run)
-    counted = saved_tensor_bytes(
-        step.loss_of_batch, [*step.weights(), *step.batch()], run._execution.packer
-    )
+    counted = saved_tensor_bytes(step.loss_of_batch, [*step.weights(), *step.batch()], run._execution.packer)
     # One tensor of the last stage, 1 % of all, was counted by the hooks and not found by the allocator (one H200).
     assert measured.activations == pytest.approx(counted, rel=0.02)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,26 @@ def test_the_numbers_are_those_of_the_loop_without_recording(tmp_path: Path) -> 
     for ours, theirs in zip(model_again.parameters(), model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     assert (tmp_path / "a/metrics.jsonl").read_bytes() == (tmp_path / "b/metrics.jsonl").read_bytes()
+
+
+def test_no_graph_of_a_step_is_kept(tmp_path: Path) -> None:
+    class Hook:
+        def __call__(self, *gradients: Any) -> None:
+            pass
+
+    model, optimizer, x = perceptron()
+    with bp.record(tmp_path / "a", model, None, optimizer=optimizer, example=x) as run:
+        for _ in range(3):
+            hook = Hook()
+            loss = model(x).square().mean()
+            loss.grad_fn.register_hook(hook)
+            loss.backward()
+            optimizer.step()
+            run.log(loss=loss)
+        held_by_graph = weakref.ref(hook)
+        del hook, loss
+        gc.collect()
+        assert held_by_graph() is None
 
 
 def test_runs_are_judged_against_their_reference(tmp_path: Path) -> None:

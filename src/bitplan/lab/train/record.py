@@ -156,7 +156,10 @@ class Recorder:
 
     def log(self, loss: Tensor | float | None = None, **values: Tensor | float) -> None:
         """Record the loss of this step, and other values by name; a tensor is read only where a line is written."""
-        self._values = values if loss is None else {"loss": loss, **values}
+        if loss is not None:
+            values = {"loss": loss, **values}
+        # Detached: a loss that waits for its line would keep the graph of its step alive.
+        self._values = {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
         if self.run is None:
             self._count(self.step + 1)
         if self._pending is not None:
