@@ -125,12 +125,6 @@ def test_the_host_allocator_tells_every_byte() -> None:
     assert len(kept) == 1000
 
 
-def test_nothing_is_said_on_stderr_by_the_profiler(capfd: pytest.CaptureFixture[str]) -> None:
-    with HostAllocator():
-        torch.empty(10)
-    assert capfd.readouterr().err == ""
-
-
 def test_inside_of_a_profiler_nothing_can_be_measured(make_target: MakeTarget) -> None:
     target = make_target("perceptron")
     with torch.profiler.profile(), pytest.raises(MemoryEstimateError, match="measure outside of it"):
