@@ -1,6 +1,5 @@
 """Measuring memory prints nothing, though torch's profiler reports its starts and stops on stderr.
 
-
 Run by tests/test_fresh_process.py.
 """
 
