@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -90,10 +90,22 @@ class EmulateExecution:
     ) -> Tensor:
         return loss.rounded(x, w, bias, rounding, context, weight_key)
 
-    def check(self, operations: Sequence[Operation], decide: Decide, device: torch.device) -> None:
+    def check(
+        self,
+        operations: Sequence[Operation],
+        decide: Decide,
+        device: torch.device,
+        split_modules: Collection[str] = (),
+    ) -> None:
         pass
 
-    def fallbacks(self, operations: Sequence[Operation], decide: Decide, device: torch.device) -> Table[Any]:
+    def fallbacks(
+        self,
+        operations: Sequence[Operation],
+        decide: Decide,
+        device: torch.device,
+        split_modules: Collection[str] = (),
+    ) -> Table[Any]:
         return Table([], {})
 
     def compiler_settings(self, ops: Iterable[RoundingOp], options: dict[str, Any]) -> CompilerSettings:

@@ -45,6 +45,7 @@ from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.optimizers import OptimizerStateCheck, OptimizerSteps, StepCounter, before_every_step
 from bitplan.runtime.rounding_op import PROMOTION_COLUMNS, OpRounding, Promoted
 from bitplan.runtime.scalars import PREFIX, ScalarSink, StepTimer, run_scalars, scalar_writer
+from bitplan.runtime.sharding import split_modules
 from bitplan.runtime.statistics import Statistics
 from bitplan.tables import Table, html_table
 
@@ -467,7 +468,7 @@ class Attachment:
         if self._checked:
             self._rounder.on_site = self._rounder.on_product = self._rounder.on_first_call = None
         log.info("%s", self.coverage())
-        self._execution.check(operations, self._decide_product, self._device)
+        self._execution.check(operations, self._decide_product, self._device, split_modules(self.model))
 
     def check_again(self) -> None:
         """Check rules once more, on the operations of the next forward pass, which may differ from the example's.
@@ -522,7 +523,7 @@ class Attachment:
             operations = self._cost_tracker.operations()
         except (BitplanError, RuntimeError):
             return  # the model cannot be recorded; run.fallbacks() says why
-        self._execution.check(operations, self._decide_product, self._device)
+        self._execution.check(operations, self._decide_product, self._device, split_modules(self.model))
 
     def loss(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`function` with its tensors brought in as sites of the module path ``loss``."""
@@ -606,7 +607,8 @@ class Attachment:
         """
         if not isinstance(self.execution, Native):
             raise PlanError("only native execution has fallbacks: attach with execution='native'.")
-        return self._execution.fallbacks(self._cost_tracker.operations(), self._decide_product, self._device)
+        operations, split = self._cost_tracker.operations(), split_modules(self.model)
+        return self._execution.fallbacks(operations, self._decide_product, self._device, split)
 
     def _decide_product(self, path: str, op: str) -> Decision:
         """What the plan decides for a product, with the format of a weight that is stored in few bits."""

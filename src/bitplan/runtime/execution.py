@@ -6,7 +6,7 @@ run on low-precision units and how a model is compiled. Implementations are in :
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -128,11 +128,26 @@ class Execution(Protocol):
         """The loss of a head in chunks of tokens, with the operands of its product rounded."""
         ...
 
-    def check(self, operations: Sequence[Operation], decide: Decide, device: torch.device) -> None:
-        """Warn of, or reject, recorded operations that cannot be executed this way."""
+    def check(
+        self,
+        operations: Sequence[Operation],
+        decide: Decide,
+        device: torch.device,
+        split_modules: Collection[str] = (),
+    ) -> None:
+        """Warn of, or reject, recorded operations that cannot be executed this way.
+
+        :param split_modules: paths of modules whose parameters tensor parallelism splits.
+        """
         ...
 
-    def fallbacks(self, operations: Sequence[Operation], decide: Decide, device: torch.device) -> Table[Any]:
+    def fallbacks(
+        self,
+        operations: Sequence[Operation],
+        decide: Decide,
+        device: torch.device,
+        split_modules: Collection[str] = (),
+    ) -> Table[Any]:
         """The products that are emulated instead, and why."""
         ...
 

@@ -12,7 +12,7 @@ reduced over all processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,15 +74,25 @@ class Ranks:
 
 def ranks_of_shards(model: nn.Module) -> Ranks | None:
     """The processes over which tensor parallelism splits tensors of `model`; None without."""
+    return next((ranks for _, ranks in _split_parameters(model)), None)
+
+
+def split_modules(model: nn.Module) -> frozenset[str]:
+    """The paths of modules of which tensor parallelism splits a parameter."""
+    return frozenset(name.rpartition(".")[0] for name, _ in _split_parameters(model))
+
+
+def _split_parameters(model: nn.Module) -> Iterator[tuple[str, Ranks]]:
+    """The names of parameters that tensor parallelism splits, and the processes that have the parts."""
     if not dist.is_available() or not dist.is_initialized():
-        return None
+        return
     fsdp_axes: dict[int, tuple[str, ...]] = {}
     for module in model.modules():
         if isinstance(module, torch.distributed.fsdp.FSDPModule):
             for group in param_groups(module):
                 axes = group.mesh_info.mesh.mesh_dim_names or ()
                 fsdp_axes.update((id(parameter.sharded_param), axes) for parameter in group.fsdp_params)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if is_distributed(parameter):
             mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
             names = mesh.mesh_dim_names or (None,) * mesh.ndim
@@ -91,8 +101,7 @@ def ranks_of_shards(model: nn.Module) -> Ranks | None:
                 axis for axis in range(mesh.ndim) if own is None or (names[axis] not in own and mesh.ndim > 1)
             ]
             if any(mesh.size(axis) > 1 for axis in axes_of_shards):
-                return Ranks(tuple(mesh.get_group(axis) for axis in axes_of_shards))
-    return None
+                yield name, Ranks(tuple(mesh.get_group(axis) for axis in axes_of_shards))
 
 
 def param_groups(module: Any) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,13 +149,25 @@ class NativeExecution(EmulateExecution):
         chunks = backends_of_chunks(backends, x, w, loss, rounding, context)
         return loss.rounded(x, w, bias, rounding, context, weight_key, chunks)
 
-    def fallbacks(self, operations: Sequence[Operation], decide: Decide, device: torch.device) -> Table[Fallback]:
-        rows = fallbacks_of(operations, decide, backends_of(device), self.terms, device.type)
+    def fallbacks(
+        self,
+        operations: Sequence[Operation],
+        decide: Decide,
+        device: torch.device,
+        split_modules: Collection[str] = (),
+    ) -> Table[Fallback]:
+        rows = fallbacks_of(operations, decide, backends_of(device), self.terms, device.type, split_modules)
         return Table(rows, FALLBACK_COLUMNS, empty="no fallbacks: every product of the plan runs natively")
 
-    def check(self, operations: Sequence[Operation], decide: Decide, device: torch.device) -> None:
+    def check(
+        self,
+        operations: Sequence[Operation],
+        decide: Decide,
+        device: torch.device,
+        split_modules: Collection[str] = (),
+    ) -> None:
         """Warn once, or raise where execution is strict, of products that the plan rounds and that are emulated."""
-        fallbacks = list(self.fallbacks(operations, decide, device))
+        fallbacks = list(self.fallbacks(operations, decide, device, split_modules))
         if not fallbacks:
             return
         if self.native.strict:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from bitplan.plans.match import PASSES
 from bitplan.plans.spec import QuantizerSpec
 from bitplan.runtime.coverage import counted_products, rounded_slots
 
+_IS_SPLIT = "tensor parallelism splits its weight; products of shards are emulated"
 _ONLY_LAYERS = "only linear layers and convolutions have a native path; this is emulated"
 
 
@@ -105,11 +106,17 @@ def fallbacks_of(
     backends: Sequence[GemmBackend],
     terms: NativeTerms,
     device_type: str = "cpu",
+    split_modules: Collection[str] = (),
 ) -> list[Fallback]:
-    """Every pass of every product that the plan rounds and that is emulated."""
+    """Every pass of every product that the plan rounds and that is emulated.
+
+    :param split_modules: paths of modules whose parameters tensor parallelism splits.
+    """
     fallbacks = []
     for operation, operands in operand_quantizers(operations, decisions_for(operations, decide)):
-        if operation.op in PRODUCTS and operation.operands is not None and has_slots(operands.decision):
+        if operation.module in split_modules and (has_slots(operands.decision) or _is_rounded(operands)):
+            fallbacks.append(Fallback(operation.label, "all passes", _IS_SPLIT))
+        elif operation.op in PRODUCTS and operation.operands is not None and has_slots(operands.decision):
             fallbacks += _fallbacks_of_operation(operation, operands.decision, backends, terms, device_type)
         elif _is_rounded(operands):
             fallbacks.append(Fallback(operation.label, "all passes", _why_no_native_path(operation.op)))
