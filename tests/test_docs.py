@@ -92,7 +92,7 @@ def run_commands(block: Block) -> None:
             main(argv[1:])
         print(shown.getvalue(), end="")
         assert not ended.value.code, " ".join(argv)
-        if not {"--json", "schema", "show"} & set(argv):  # a plan is YAML, whose lines have no width
+        if not {"--json", "schema", "show", "export"} & set(argv):  # plans and files, whose lines have no width
             text, _, _ = shown.getvalue().partition("version: 1\n")
             long = [line for line in text.splitlines() if len(line.rstrip()) > 80]
             # A command that is meant to be copied stays on one line.
