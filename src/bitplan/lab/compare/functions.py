@@ -65,7 +65,7 @@ def compare(
     :param plans: presets, files or plans; ``"fp32"`` or None for no plan.
     :param seeds: how many, from 0 on, or which.
     :param folder: by default one in ``runs/``, the same for the same file and plans.
-    :param metric, better, trivial: as :func:`bitplan.record` takes them.
+    :param metric: as :func:`bitplan.record` takes it; so are `better` and `trivial`.
     :param jobs: processes side by side.
     :param on_update: called with the progress and the end of every run.
     """

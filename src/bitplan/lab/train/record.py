@@ -481,7 +481,7 @@ def record(
     :func:`bitplan.compare`, the comparison decides the folder, the seed and the metric.
 
     :param plan: as :func:`bitplan.attach` takes it; None: no plan, the run that others are compared with.
-    :param optimizer, example, steps, seed, execution: as :func:`bitplan.attach` takes them.
+    :param optimizer: as :func:`bitplan.attach` takes it; so are `example`, `steps`, `seed` and `execution`.
     :param reference: the folder of the run that this one is judged against in reports.
     :param task: runs of one task are compared with each other; by default the script's name.
     :param metric: the name of the figure of :meth:`Recorder.evaluate` that the run is judged by; by default the mean
