@@ -25,6 +25,12 @@ from bitplan.errors import BitplanError
 from bitplan.files import byte_text
 from bitplan.numerics.formats import get_format
 
+JobsOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Rows that compile at the same time, each in its own process (default: 4 on a GPU, else 1)."
+    ),
+]
 OutputFile = Annotated[Path | None, typer.Option("--output", "-o", help="Also write the JSON document here.")]
 
 PROGRAM = "python benchmarks/run.py"
@@ -121,6 +127,7 @@ def memory(
     loss_jobs: Annotated[
         int, typer.Option(min=0, help="Processes that make these steps meanwhile (0: none, or one with --loss-batch).")
     ] = 0,
+    jobs: JobsOption = None,
     as_json: JsonOption = False,
     output_file: OutputFile = None,
 ) -> None:
@@ -129,6 +136,7 @@ def memory(
         _require_device(device)
         document = bench_memory(
             *(model, variants, plan, device, batch, optimizer, autocast, turns, loss_steps, loss_batch, loss_jobs),
+            jobs=jobs,
             on_news=output.note,
         )
         _finish(context, output, document, output_file, as_json, _print_memory)
@@ -159,7 +167,10 @@ def speed(
     ] = None,
     loss_batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch of these steps.")] = 1,
     switches: Annotated[bool, typer.Option(help="Measure changes of formats in the middle of a run, too.")] = True,
-    peers: Annotated[bool, typer.Option(help="Measure torchao too, where it is installed.")] = True,
+    peers: Annotated[
+        bool, typer.Option(help="Measure what torch itself offers, and torchao where it is installed.")
+    ] = True,
+    jobs: JobsOption = None,
     as_json: JsonOption = False,
     output_file: OutputFile = None,
 ) -> None:
@@ -174,6 +185,7 @@ def speed(
             loss_batch=loss_batch,
             switches=switches,
             peers=peers,
+            jobs=jobs,
             on_news=output.note,
         )
         _finish(context, output, document, output_file, as_json, _print_speed)
@@ -183,14 +195,14 @@ def _print_speed(output: Output, document: dict[str, Any]) -> None:
     for shape, rows in document["rows"].items():
         table = FittedTable(shape)
         table.add_column("variant", "name")
-        for heading in ("ms", "times bf16", "peak", "loss gap", "emulated passes", "first step, s"):
+        for heading in ("ms", "times bf16", "peak", "loss gap", "emulated passes", "graphs", "first step, s"):
             table.add_column(heading, "number")
         for row in rows:
             peak = "" if row["peak"] is None else byte_text(row["peak"])
             gap = "" if row["loss_gap"] is None else f"{row['loss_gap']:+.4f}"
             table.add_row(
                 *(row["variant"], f"{row['milliseconds']:.2f}", f"{row['ratio']:.3f}", peak, gap),
-                *(str(row["fallbacks"]), f"{row['first_seconds']:.1f}"),
+                *(str(row["fallbacks"]), str(row["graphs"]), f"{row['first_seconds']:.1f}"),
             )
         table.print(output.console)
         for name, reason in document["failed"].get(shape, {}).items():

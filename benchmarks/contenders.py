@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.curves import losses_of
-from benchmarks.timing import seconds_per_step
+from benchmarks.real_data import stream_for
+from benchmarks.timing import seconds_per_step, seconds_per_turn
 from bitplan.analysis.memory.measure import measure_step
 from bitplan.analysis.memory.step import Memory, TrainingStep
 from bitplan.analysis.targets import Target
@@ -130,6 +131,7 @@ class Contender:
         self, target: Target, variant: Variant, plan: Plan, autocast: bool, optimizer: Callable[[nn.Module], Optimizer]
     ) -> None:
         self.variant = variant
+        self._target = target
         model = copy.deepcopy(target.model)
         if variant.checkpointed and not checkpoint_blocks(model):
             raise BitplanError("the model has no blocks to checkpoint.")
@@ -160,15 +162,25 @@ class Contender:
             functorch_config.patch(aggressive_recomputation=True) if self.variant.aggressive else nullcontext()
         )
         with settings:
-            return count * self.seconds_per_step(count)
+            return count * seconds_per_step(self._make_step, count, self.device)
 
     def seconds_per_step(self, steps: int) -> float:
         """Wall time per step over a number of steps."""
-        return seconds_per_step(lambda: self.step(lambda phase: None), steps, self.device)
+        return seconds_per_turn(self._make_step, steps, self.device)
+
+    def _make_step(self) -> None:
+        self.step(lambda phase: None)
 
     def memory(self) -> Memory:
         """The memory of two steps."""
         return measure_step(self.step, 2, warm_up=False)
+
+    def learn(self, steps: int, seed: int) -> list[float]:
+        """The loss of every step on real data in the shape of the batch."""
+        stream = stream_for(self._target, seed)
+        if stream is None:
+            raise BitplanError("there is no real data in the shape of this model's batch: run with --loss-steps 0.")
+        return self.losses(stream.batch, steps)
 
     def losses(self, batch_of: Callable[[int], Any], steps: int) -> list[float]:
         """The loss of every step, from the initial weights on; see :func:`losses_of`."""

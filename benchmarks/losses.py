@@ -17,16 +17,14 @@ from typing import Any
 import torch
 
 from benchmarks.contenders import VARIANTS, Contender, optimizer_for
-from benchmarks.real_data import stream_for
 from bitplan.analysis.targets import move_target
-from bitplan.errors import BitplanError
 from bitplan.lab.targets import load_target
 from bitplan.plans import Plan
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Everything that a process needs to train one variant."""
+    """Everything that a process needs to create one variant. Equal seeds give all variants of a model equal weights."""
 
     model: str
     variant: str
@@ -35,26 +33,28 @@ class Trial:
     batch: int | None
     optimizer: str
     autocast: bool
-    steps: int
     seed: int
 
 
-def losses_of_trial(trial: Trial) -> list[float]:
-    """The loss of every step. Equal seeds give all variants of a model the same weights and batches."""
+def load_contender(trial: Trial) -> Contender:
+    """The variant, not compiled yet."""
+    torch.compiler.reset()
     torch.manual_seed(trial.seed)
     target = move_target(load_target(trial.model), torch.device(trial.device), trial.batch)
-    stream = stream_for(target, trial.seed)
-    if stream is None:
-        raise BitplanError(f"there is no real data in the shape of {trial.model}'s batch: run with --loss-steps 0.")
     variant = VARIANTS[trial.variant]
     plan = Plan.from_dict(dict(trial.plan))
-    contender = Contender(target, variant, plan, trial.autocast, optimizer_for(trial.optimizer, variant))
+    return Contender(target, variant, plan, trial.autocast, optimizer_for(trial.optimizer, variant))
+
+
+def losses_of_trial(trial: Trial, steps: int) -> list[float]:
+    """The loss of every step."""
+    contender = load_contender(trial)
     contender.first_steps()
-    return contender.losses(stream.batch, trial.steps)
+    return contender.learn(steps, trial.seed)
 
 
 @contextmanager
-def beside(trials: Sequence[Trial], jobs: int) -> Iterator[dict[str, Future[list[float]]]]:
+def beside(trials: Sequence[Trial], steps: int, jobs: int) -> Iterator[dict[str, Future[list[float]]]]:
     """Start all trials, `jobs` at a time, in processes that run during the ``with`` block; by variant.
 
     They are ended if the block fails or is interrupted.
@@ -62,7 +62,7 @@ def beside(trials: Sequence[Trial], jobs: int) -> Iterator[dict[str, Future[list
     others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, initializer=_ignore_interrupts, max_tasks_per_child=1) as pool:
-        pending = {trial.variant: pool.submit(losses_of_trial, trial) for trial in trials}
+        pending = {trial.variant: pool.submit(losses_of_trial, trial, steps) for trial in trials}
         try:
             yield pending
         except BaseException:

@@ -1,32 +1,32 @@
 """``python benchmarks/run.py memory``: memory and speed of packed training against variants of BF16 training.
 
-All variants are created first, then their memory is measured, then they take turns for their speed, and last each
-trains from the same weights on the same real data, to detect a loss of accuracy.
+Every variant has a process of its own. All are compiled first, then their memory is measured, then they take turns for
+their speed, and last each trains from the same weights on the same real data, to detect a loss of accuracy.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.contenders import VARIANTS, Contender, Variant, optimizer_for
+from benchmarks.contenders import VARIANTS, Variant, optimizer_for
 from benchmarks.curves import final, thinned
-from benchmarks.losses import Trial, beside
+from benchmarks.losses import Trial, beside, load_contender
 from benchmarks.own_plans import own_plan
 from benchmarks.peers import has_torchao
+from benchmarks.processes import ContenderError, call_all, contenders, require_all
 from benchmarks.real_data import stream_for
-from benchmarks.timing import best_turns
+from benchmarks.timing import take_turns
+from bitplan.analysis.memory.step import Memory
 from bitplan.analysis.targets import batch_size, move_target
 from bitplan.errors import BitplanError, nearest_names
 from bitplan.lab.targets import load_target
 from bitplan.lab.train.loop import chosen_device
 from bitplan.machine import describe_machine
-
-log = logging.getLogger(__name__)
 
 #: The benchmark's own plans, and the plan of each model; other models use the first.
 OWN_PLANS = ("packed", "packed-cnn", "packed-gpt")
@@ -72,6 +72,8 @@ class Row:
     kept: int
     memory: dict[str, int]
     milliseconds: float
+    #: Interquartile range of the turns over their median.
+    spread: float
     samples_per_second: float
     #: Seconds of the first steps, compilation included.
     first_seconds: float
@@ -110,6 +112,8 @@ def bench_memory(
     loss_batch: int | None = None,
     loss_jobs: int = 0,
     seed: int = 0,
+    jobs: int | None = None,
+    in_processes: bool = True,
     on_news: Callable[[str], None] = lambda sentence: None,
 ) -> dict[str, Any]:
     """Measure everything; returns a document with machine, versions, settings and one entry per row.
@@ -119,12 +123,13 @@ def bench_memory(
     :param optimizer: ``sgd`` or ``adamw``; by default AdamW if the model reads tokens.
     :param loss_steps: steps on real data; by default 1,000 on a GPU and none on a CPU.
     :param loss_batch: samples per step; by default `batch`.
-    :param loss_jobs: processes that make these steps in parallel; 0: in this process, one variant after the other, at
-        the end, or in one process if their batch is a different one.
+    :param loss_jobs: further processes that make these steps while variants compile; 0: each variant makes them at the
+        end, or one process if their batch is a different one.
+    :param jobs: variants that compile at the same time; by default four on a GPU and one on a CPU.
+    :param in_processes: every variant has a process of its own.
     """
-    torch.manual_seed(seed)
     where = chosen_device(device)
-    target = move_target(load_target(model), where, batch)
+    target = move_target(load_target(model), torch.device("cpu"), batch)
     stream = stream_for(target, seed)
     reads_tokens = stream is not None and "bytes" in stream.description
     by_name = optimizer or ("adamw" if reads_tokens else "sgd")
@@ -135,64 +140,60 @@ def bench_memory(
     samples = batch_size(target.batch)
 
     chosen = chosen_variants(variants, by_name)
-    optimizers = {name: optimizer_for(by_name, variant) for name, variant in chosen.items()}
+    for variant in chosen.values():
+        optimizer_for(by_name, variant)
     apart = loss_jobs or int(loss_batch not in (None, samples))
-    trials = [
-        Trial(model, name, precision.to_dict(), device, loss_batch or batch, by_name, autocast, steps, seed)
-        for name in (chosen if steps and apart else ())
-    ]
-    contenders: dict[str, Contender] = {}
-    first: dict[str, float] = {}
+    trials = {name: Trial(model, name, precision.to_dict(), device, batch, by_name, autocast, seed) for name in chosen}
+    learning = [replace(trial, batch=loss_batch or batch) for trial in trials.values()] if steps and apart else []
+    rows: list[Row] = []
     failed: dict[str, str] = {}
     curves: dict[str, list[float]] = {}
 
-    def fail(name: str, error: Exception) -> None:
-        """A variant that fails must not waste the GPU time of the others."""
-        failed[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        log.info("%s failed", name, exc_info=error)
-        on_news(f"{name} failed: {failed[name]}")
+    def succeeded(name: str, result: Any) -> bool:
+        """Note a failure: a variant that fails must not waste the GPU time of the others."""
+        if isinstance(result, ContenderError):
+            failed[name] = str(result)
+            on_news(f"{name} failed: {result}")
+        return not isinstance(result, ContenderError)
 
-    torch.compiler.reset()
-    with beside(trials, apart or 1) as pending:
-        for name, variant in chosen.items():
-            try:
-                made = Contender(target, variant, precision, autocast, optimizers[name])
-                first[name] = made.first_steps()
-            except Exception as error:
-                fail(name, error)
-                continue
-            contenders[name] = made
-            on_news(f"{name}: ready after {first[name]:.1f} s")
-        for name, losses in pending.items():
-            try:
-                curves[name] = losses.result()
-                on_news(f"{name}: loss {final(curves[name]):.4f} after {steps} steps")
-            except Exception as error:
-                fail(f"{name}, losses", error)
-    if not contenders:
-        raise BitplanError(f"no variant could be made: {'; '.join(failed.values())}")
+    def learnt(name: str, losses: list[float]) -> None:
+        curves[name] = losses
+        on_news(f"{name}: loss {final(losses):.4f} after {steps} steps")
 
-    held = {name: contender.memory() for name, contender in contenders.items()}
-    best = best_turns({name: runner.seconds_per_step for name, runner in contenders.items()}, turns)
-    rows: list[Row] = []
-    for name, contender in contenders.items():
-        account, seconds = held[name], best[name]
-        rows.append(
-            Row(
-                *(name, contender.variant.is_ours, account.peak, account.activations, account.to_dict()),
-                *(seconds * 1e3, samples / seconds, first[name]),
-            )
-        )
-        on_news(f"{name}: {account.peak / 2**30:.2f} GiB, {samples / seconds:.0f} samples a second")
-    if steps and stream is not None and not apart:
-        for name, contender in contenders.items():
-            curves[name] = contender.losses(stream.batch, steps)
-            on_news(f"{name}: loss {final(curves[name]):.4f} after {steps} steps")
+    arguments = {name: (trial,) for name, trial in trials.items()}
+    compiling = (4 if where.type == "cuda" else 1) if jobs is None else jobs
+    with contenders(load_contender, arguments, in_processes) as started:
+        first: dict[str, float] = {}
+        with beside(learning, steps, apart or 1) as pending:
+            for name, seconds in call_all(started, "first_steps", jobs=compiling):
+                if succeeded(name, seconds):
+                    first[name] = seconds
+                    on_news(f"{name}: ready after {seconds:.1f} s")
+            for name, losses in pending.items():
+                try:
+                    learnt(name, losses.result())
+                except Exception as error:
+                    succeeded(f"{name}, losses", ContenderError.of(error))
+        if not first:
+            raise BitplanError(f"no variant could be made: {'; '.join(failed.values())}")
+        ready = {name: started[name] for name in first}
+        held: dict[str, Memory] = require_all(call_all(ready, "memory"))
+        times = take_turns({name: partial(each.call, "seconds_per_step") for name, each in ready.items()}, turns)
+        for name, account in held.items():
+            time, speed = times[name], samples / times[name].best
+            parts = (account.peak, account.activations, account.to_dict())
+            rows.append(Row(name, chosen[name].is_ours, *parts, time.best * 1e3, time.spread, speed, first[name]))
+            on_news(f"{name}: {account.peak / 2**30:.2f} GiB, {speed:.0f} samples a second")
+        if steps and not apart:
+            for name, losses in call_all(ready, "learn", steps, seed):
+                if succeeded(f"{name}, losses", losses):
+                    learnt(name, losses)
     rows = [_with_loss(row, curves) for row in rows]
     return {
         "benchmark": "memory",
         "machine": describe_machine(where),
         "threads": torch.get_num_threads(),
+        "processes": "one per row" if in_processes else "one for all rows",
         "device": device,
         "model": model,
         "batch": samples,

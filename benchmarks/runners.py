@@ -1,8 +1,7 @@
-"""The runners of ``python benchmarks/run.py speed``: a copy of a model in one variant, compiled."""
+"""The runners of ``python benchmarks/run.py speed``: a model in one variant, compiled."""
 
 from __future__ import annotations
 
-import copy
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -16,10 +15,11 @@ from benchmarks.contenders import WithLoss, with_own_code
 from benchmarks.curves import Call, losses_of, mean_loss
 from benchmarks.real_data import TextStream
 from benchmarks.speed_variants import SpeedVariant
-from benchmarks.timing import seconds_per_step, wait_for
+from benchmarks.timing import seconds_per_turn, wait_for
 from bitplan.analysis.memory.fakes import storage_bytes
-from bitplan.analysis.memory.step import TrainingStep
+from bitplan.analysis.memory.step import TrainingStep, split_call
 from bitplan.analysis.targets import Target
+from bitplan.capture.recording import split_batch
 from bitplan.runtime.attach import Attachment
 
 #: Evaluation batches of a trained model, and the bytes at the end of the text that are held out for them.
@@ -44,7 +44,7 @@ class Runner(ABC):
         """The tensors that it holds between two steps."""
 
     def seconds(self, steps: int) -> float:
-        return seconds_per_step(self.step, steps, self.device)
+        return seconds_per_turn(self.step, steps, self.device)
 
     def measure_peak(self) -> None:
         """Measure the peak of a step above the memory before it, plus what this runner holds; others do not count."""
@@ -65,7 +65,7 @@ class ForwardAndBackward(Runner):
 
     def __init__(self, model: nn.Module, x: Tensor, variant: SpeedVariant) -> None:
         self.device = x.device
-        self.model = copy.deepcopy(model)
+        self.model = model
         self.x = x.detach().clone().requires_grad_()
         self.dy = torch.randn_like(x[..., :1]).expand_as(x).contiguous()
         self.run = variant.change(self.model, self.x)
@@ -82,6 +82,24 @@ class ForwardAndBackward(Runner):
         return [*self.model.parameters(), *self.model.buffers(), self.x, self.dy]
 
 
+class ForeignStep(Runner):
+    """Forward and backward pass of a model of another library, with its own loss."""
+
+    def __init__(self, target: Target, variant: SpeedVariant) -> None:
+        self.run = variant.change(target.model, split_batch(target.batch, target.loss)[0])
+        called = torch.compile(target.model) if self.run is None else self.run.compile(fullgraph=False)
+        loss = target.loss if target.loss is None or self.run is None else self.run.loss(target.loss)
+        call = split_call(target.batch, target.loss)
+        self.training = TrainingStep(target.model, call, loss, None, self.run, called)
+        self.device = self.training.device
+
+    def step(self) -> None:
+        self.training(lambda phase: None)
+
+    def holds(self) -> Iterable[Tensor]:
+        return [*self.training.weights(), *self.training.batch()]
+
+
 class FullStep(Runner):
     """A full training step of a model of tokens: weights in float32, BF16 autocast, AdamW.
 
@@ -90,7 +108,7 @@ class FullStep(Runner):
     """
 
     def __init__(self, target: Target, variant: SpeedVariant) -> None:
-        model = copy.deepcopy(target.model)
+        model = target.model
         tokens, expected = target.batch
         self.device = tokens.device
         # The plan, or the peer, is applied to the layers between embedding and head if these are not part of the shape.

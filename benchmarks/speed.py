@@ -1,26 +1,30 @@
-"""``python benchmarks/run.py speed``: training on low-precision hardware units, against BF16 and torchao.
+"""``python benchmarks/run.py speed``: training on low-precision hardware units, against BF16, torch and torchao.
 
-Some shapes are forward and backward of a model in bfloat16, others a full training step. All variants are created first
-and then take turns, so that a machine that gets hot or busy slows all of them; the best turn of each counts. Then each
-trains on real text from the same weights, to detect a loss of accuracy.
+Some shapes are forward and backward of a model in bfloat16, others a full training step. Every row has a process of
+its own. All are compiled first and then take turns, so that a machine that gets hot or busy slows all of them; the best
+turn of each counts. Then each trains on real text from the same weights, to detect a loss of accuracy.
 """
 
 from __future__ import annotations
 
 import gc
-import logging
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from benchmarks.curves import thinned
+from benchmarks.foreign_models import MODELS
 from benchmarks.own_plans import own_plan
+from benchmarks.processes import ContenderError, ContenderHandle, call_all, contenders
 from benchmarks.real_data import TextStream
-from benchmarks.runners import Bytes, ForwardAndBackward, FullStep, Runner
+from benchmarks.runners import Bytes, ForeignStep, ForwardAndBackward, FullStep, Runner
 from benchmarks.speed_variants import (
     OWN_FULL_PLANS,
     OWN_PLANS,
@@ -31,17 +35,13 @@ from benchmarks.speed_variants import (
     variants_of,
 )
 from benchmarks.switching import measure_switches
-from benchmarks.timing import best_turns
+from benchmarks.timing import seconds_per_step, take_turns
 from bitplan.analysis.targets import Target, resize_batch
-from bitplan.compiler.tracing import raise_recompile_limit
 from bitplan.errors import BitplanError, nearest_names
 from bitplan.executions.native import crossover
 from bitplan.lab.models.language_models import GPT, LlamaBlocks, next_token_loss, random_states
 from bitplan.lab.train.loop import chosen_device
 from bitplan.machine import describe_machine
-
-log = logging.getLogger(__name__)
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -56,21 +56,43 @@ class Aim:
     beats_all: bool = False
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(ABC):
     """A model whose training is measured."""
 
-    #: Makes the model and its input; for a full step, its tokens.
-    make: Callable[[], tuple[nn.Module, Tensor]]
     #: Whether it is a training step with loss and optimizer, rather than forward and backward.
     full_step: bool = False
     aim: Aim | None = None
 
-    def target(self, device: torch.device, batch: int | None = None) -> Target | None:
+    @abstractmethod
+    def runner(self, device: torch.device, variant: SpeedVariant) -> Runner:
+        """Make the model in one variant."""
+
+    def text_target(self, device: torch.device, batch: int | None = None) -> Target | None:
         """The shape as a byte-level language model, to be trained on real text; None if it is no model of sequences.
 
         :param batch: sequences per batch, if not the shape's own.
         """
+        return None
+
+
+@dataclass(frozen=True)
+class OwnShape(Shape):
+    """A model of bitplan's own."""
+
+    #: Makes the model and its input; for a full step, its tokens.
+    make: Callable[[], tuple[nn.Module, Tensor]]
+    full_step: bool = False
+    aim: Aim | None = None
+
+    def runner(self, device: torch.device, variant: SpeedVariant) -> Runner:
+        if self.full_step:
+            target = self.text_target(device)
+            assert target is not None
+            return FullStep(target, variant)
+        model, x = self.make()
+        return ForwardAndBackward(model.to(device, torch.bfloat16), x.to(device, torch.bfloat16), variant)
+
+    def text_target(self, device: torch.device, batch: int | None = None) -> Target | None:
         model, inputs = self.make()
         if inputs.dim() < 2 or (inputs.dim() == 2 and inputs.is_floating_point()):
             return None
@@ -81,6 +103,16 @@ class Shape:
         return Target(model.to(device), (tokens, tokens.clone()), next_token_loss)
 
 
+@dataclass(frozen=True)
+class ForeignShape(Shape):
+    """A model of another library, in BF16, with its own loss. Its losses are compared by ``benchmarks/auto.py``."""
+
+    load: Callable[[], Target]
+
+    def runner(self, device: torch.device, variant: SpeedVariant) -> Runner:
+        return ForeignStep(self.load(), variant)
+
+
 def _gpt(tokens: int, length: int, layers: int, heads: int, features: int, batch: int) -> tuple[nn.Module, Tensor]:
     return GPT(tokens, length, layers, heads, features), torch.randint(tokens, (batch, length))
 
@@ -89,25 +121,28 @@ def _gib(count: float) -> int:
     return round(count * 2**30)
 
 
-SHAPES: dict[str, Shape] = {
-    "linear-1024": Shape(
+SHAPES: Mapping[str, Shape] = {
+    "linear-1024": OwnShape(
         lambda: (nn.Linear(1024, 1024, bias=False), torch.randn(1024, 1024)), aim=Aim("2 CPU cores", 26.0)
     ),
-    "llama-tiny": Shape(lambda: (LlamaBlocks(256, 2, 512), random_states(2, 128, 256))),
-    "llama-4096": Shape(
+    "llama-tiny": OwnShape(lambda: (LlamaBlocks(256, 2, 512), random_states(2, 128, 256))),
+    "llama-4096": OwnShape(
         lambda: (LlamaBlocks(4096, 4, 14336), random_states(4, 4096, 4096)), aim=Aim("one H200", 104.0, _gib(8.5))
     ),
-    "llama-2048": Shape(
+    "llama-2048": OwnShape(
         lambda: (LlamaBlocks(2048, 8, 8192), random_states(8, 2048, 2048)), aim=Aim("one H200", 67.0, _gib(7.5))
     ),
     # 1.03e9 parameters, 16,384 tokens per step.
-    "gpt-1b": Shape(
+    "gpt-1b": OwnShape(
         lambda: _gpt(32768, 1024, layers=15, heads=18, features=2304, batch=16),
         full_step=True,
         aim=Aim("one H200", beats_all=True),
     ),
-    "gpt-1b-tiny": Shape(lambda: _gpt(256, 16, layers=1, heads=2, features=32, batch=2), full_step=True),
+    "gpt-1b-tiny": OwnShape(lambda: _gpt(256, 16, layers=1, heads=2, features=32, batch=2), full_step=True),
+    **{name: ForeignShape(load) for name, load in MODELS.items()},
 }
+#: Presets for the models of other libraries.
+FOREIGN_PLANS = ("fp8-train", "fp8-train-small")
 
 
 @dataclass(frozen=True)
@@ -120,18 +155,69 @@ class Row:
     #: What native execution recomputed in the backward pass.
     recompute: str
     milliseconds: float
+    #: Interquartile range of the turns over their median.
+    spread: float
     #: Relative to BF16.
     ratio: float
     #: The peak in bytes on a GPU, weights, gradients and optimizer state included; None on a CPU.
     peak: int | None
     #: Products, or passes of them, that were emulated.
     fallbacks: int
-    #: Seconds of the first step, compilation included.
+    #: Graphs that torch.compile made: more than those of a whole model mean graph breaks.
+    graphs: int
+    #: Seconds of the first step, compilation included; other rows may have compiled meanwhile.
     first_seconds: float
     #: On held-out text after training, and its difference from BF16's; None if not trained. Rows of one plan that
     #: differ in recomputation share it: they compute the same.
     loss: float | None = None
     loss_gap: float | None = None
+
+
+@dataclass(frozen=True)
+class FirstStep:
+    """What is known of a variant after its first step."""
+
+    seconds: float
+    peak: int | None
+    fallbacks: int
+    graphs: int
+
+
+class SpeedContender:
+    """One variant of one shape. Equal seeds give all variants of a shape the same weights."""
+
+    def __init__(self, shape: str, variant: SpeedVariant, device: str, seed: int) -> None:
+        self.shape, self.variant, self.seed = SHAPES[shape], variant, seed
+        self.device = chosen_device(device)
+        self._runner: Runner | None = None
+
+    def first_step(self) -> FirstStep:
+        """Compile, and measure the peak."""
+        torch.compiler.reset()
+        counters.clear()
+        torch.manual_seed(self.seed)
+        with self.variant.compile_options():
+            runner = self._runner = self.shape.runner(self.device, self.variant)
+            first = seconds_per_step(runner.step, 1, self.device)
+            runner.step()  # delayed scales and the optimizer's state exist from now on
+            runner.measure_peak()
+        fallbacks = 0 if runner.run is None else len(runner.run.fallbacks())
+        return FirstStep(first, runner.peak, fallbacks, counters["stats"]["unique_graphs"])
+
+    def seconds(self, steps: int) -> float:
+        assert self._runner is not None
+        return self._runner.seconds(steps)
+
+    def learn(self, steps: int, batch: int, data_seed: int) -> tuple[list[float], float]:
+        """The losses of a number of steps on real text, and the loss on held-out text."""
+        self._runner = None
+        gc.collect()
+        torch.compiler.reset()
+        torch.manual_seed(self.seed)
+        target = self.shape.text_target(self.device, batch)
+        assert target is not None
+        with self.variant.compile_options():
+            return FullStep(target, self.variant).learn(steps, data_seed)
 
 
 def bench_speed(
@@ -146,16 +232,21 @@ def bench_speed(
     loss_batch: int = 1,
     switches: bool = True,
     peers: bool = True,
+    jobs: int | None = None,
+    in_processes: bool = True,
     on_news: Callable[[str], None] = lambda sentence: None,
 ) -> dict[str, Any]:
     """Measure everything; returns a document with machine, versions, the crossover table and one entry per row.
 
     :param recompute: also measure every plan with each kind of recomputation.
     :param fast_accumulation: also measure FP8 plans with fast accumulation, in the forward pass and in all passes.
-    :param loss_steps: steps on real text; by default 1,000 on a GPU and none on a CPU.
+    :param loss_steps: steps on real text; by default 1,000 on a GPU and none on a CPU; none for models of
+        other libraries.
     :param loss_batch: sequences per batch of these steps.
-    :param peers: also measure other packages.
+    :param peers: also measure what torch itself and other packages offer.
     :param switches: also measure changes of formats in the middle of a run.
+    :param jobs: rows that compile at the same time; by default four on a GPU and one on a CPU.
+    :param in_processes: every row has a process of its own.
     """
     where = chosen_device(device)
     steps = (1000 if where.type == "cuda" else 0) if loss_steps is None else loss_steps
@@ -164,17 +255,15 @@ def bench_speed(
     for name in shapes:
         if name not in SHAPES:
             raise BitplanError(f"there is no shape {name!r}; {nearest_names(name, SHAPES)}")
-        own = OWN_PLANS[:2] if where.type == "cpu" else OWN_PLANS
-        chosen[name] = plans or (OWN_FULL_PLANS if SHAPES[name].full_step else own)
+        chosen[name] = plans or _plans_of(name, where)
+    jobs = (4 if where.type == "cuda" else 1) if jobs is None else jobs
     for name in shapes:
-        torch.manual_seed(seed)
         variants = variants_of(chosen[name], where, recompute, fast_accumulation, SHAPES[name].full_step)
         raced = [variant for variant in variants if peers or not variant.is_peer]
-        made = _Measured(SHAPES[name], chosen[name], raced, where, partial(_prefixed, on_news, name))
-        with raise_recompile_limit():  # all variants of a shape share their code
-            made.take_turns(turns)
-        if steps:
-            made.learn(steps, loss_batch, seed)
+        made = _Measured(name, device, seed, chosen[name], raced, in_processes, partial(_prefixed, on_news, name))
+        made.take_turns(turns, jobs)
+        if steps and name not in MODELS:
+            made.learn(steps, loss_batch)
         measured[name] = made
     used = dict.fromkeys(plan for names in chosen.values() for plan in names)
     aims = {name: reached(SHAPES[name].aim, measured[name].rows, where) for name in shapes}
@@ -185,6 +274,7 @@ def bench_speed(
         "device": device,
         "dtype": "bfloat16",
         "full_steps": "weights in float32, BF16 autocast, AdamW",
+        "processes": "one per row" if in_processes else "one for all rows",
         "seed": seed,
         "plans": {name: own_plan(name).to_dict() for name in used},
         "aims": {name: aim for name, aim in aims.items() if aim is not None},
@@ -198,6 +288,14 @@ def bench_speed(
     }
 
 
+def _plans_of(shape: str, device: torch.device) -> Sequence[str]:
+    if shape in MODELS:
+        return FOREIGN_PLANS
+    if SHAPES[shape].full_step:
+        return OWN_FULL_PLANS
+    return OWN_PLANS[:2] if device.type == "cpu" else OWN_PLANS
+
+
 def _prefixed(on_news: Callable[[str], None], shape: str, sentence: str) -> None:
     on_news(f"{shape}, {sentence}")
 
@@ -207,92 +305,74 @@ class _Measured:
 
     def __init__(
         self,
-        shape: Shape,
+        shape: str,
+        device: str,
+        seed: int,
         plans: Sequence[str],
         variants: Sequence[SpeedVariant],
-        device: torch.device,
+        in_processes: bool,
         on_news: Callable[[str], None],
     ) -> None:
-        self.shape, self.plans, self.variants, self.device, self.on_news = shape, plans, variants, device, on_news
+        self.shape, self.device, self.seed = shape, device, seed
+        self.plans, self.variants, self.in_processes, self.on_news = plans, variants, in_processes, on_news
         self.rows: list[Row] = []
         self.failed: dict[str, str] = {}
         self.losses: dict[str, Any] | None = None
 
-    def take_turns(self, turns: int) -> None:
+    def _contenders(self, variants: Sequence[SpeedVariant]) -> AbstractContextManager[dict[str, ContenderHandle]]:
+        arguments = {variant.name: (self.shape, variant, self.device, self.seed) for variant in variants}
+        return contenders(SpeedContender, arguments, self.in_processes)
+
+    def take_turns(self, turns: int, jobs: int) -> None:
         """Create all variants and measure their time and memory."""
-        make = self._maker()
-        runners: dict[str, Runner] = {}
-        first: dict[str, float] = {}
-        torch.compiler.reset()
+        with self._contenders(self.variants) as started:
+            first = {
+                name: result
+                for name, result in call_all(started, "first_step", jobs=jobs)
+                if not self._has_failed(name, result)
+            }
+            times = take_turns({name: partial(started[name].call, "seconds") for name in first}, turns)
         for variant in self.variants:
-
-            def make_runner(variant: SpeedVariant = variant) -> Runner:
-                runner = make(variant)
-                first[variant.name] = runner.seconds(1)
-                runner.step()  # delayed scales and the optimizer's state exist from now on
-                runner.measure_peak()
-                return runner
-
-            runner = self._try(variant, make_runner)
-            if runner is not None:
-                runners[variant.name] = runner
-        best = best_turns({name: runner.seconds for name, runner in runners.items()}, turns)
-        for variant in self.variants:
-            if variant.name not in runners:
+            if variant.name not in first:
                 continue
-            runner, seconds = runners[variant.name], best[variant.name]
-            count = 0 if runner.run is None else len(runner.run.fallbacks())
-            identity = (variant.name, variant.is_ours, variant.recompute)
-            times = (seconds * 1e3, seconds / best[PLAIN])
-            self.rows.append(Row(*identity, *times, runner.peak, count, first[variant.name]))
-            peak = "" if runner.peak is None else f", {runner.peak / 2**30:.2f} GiB"
-            self.on_news(f"{variant.name}: {seconds * 1e3:.2f} ms, {seconds / best[PLAIN]:.3f}x{peak}")
+            known, time = first[variant.name], times[variant.name]
+            ratio = time.best / times[PLAIN].best
+            self.rows.append(
+                Row(
+                    *(variant.name, variant.is_ours, variant.recompute, time.best * 1e3, time.spread, ratio),
+                    *(known.peak, known.fallbacks, known.graphs, known.seconds),
+                )
+            )
+            peak = "" if known.peak is None else f", {known.peak / 2**30:.2f} GiB"
+            self.on_news(f"{variant.name}: {time.best * 1e3:.2f} ms, {ratio:.3f}x{peak}")
 
-    def _maker(self) -> Callable[[SpeedVariant], Runner]:
-        if self.shape.full_step:
-            target = self.shape.target(self.device)
-            assert target is not None
-            return partial(FullStep, target)
-        model, x = self.shape.make()
-        model, x = model.to(self.device, torch.bfloat16), x.to(self.device, torch.bfloat16)
-        return partial(ForwardAndBackward, model, x)
+    def _has_failed(self, name: str, result: Any) -> bool:
+        """Note a failure: a variant that fails does not waste the GPU time of the others."""
+        if not isinstance(result, ContenderError):
+            return False
+        if name == PLAIN:  # the reference of all others
+            raise result
+        self.failed[name] = str(result)
+        self.on_news(f"{name} failed: {result}")
+        return True
 
-    def _try(self, variant: SpeedVariant, make: Callable[[], Made]) -> Made | None:
-        """The result of `make`; a variant that fails is reported, and does not waste the GPU time of the others."""
-        try:
-            return make()
-        except Exception as error:
-            if variant.name == PLAIN:  # the reference of all others
-                raise
-            self.failed[variant.name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            log.info("%s failed", variant.name, exc_info=True)
-            self.on_news(f"{variant.name} failed: {self.failed[variant.name]}")
-            return None
-
-    def learn(self, steps: int, batch: int, seed: int) -> None:
+    def learn(self, steps: int, batch: int) -> None:
         """Train every variant that has a row, the last plan emulated, and BF16 on text in another order."""
-        torch.manual_seed(seed)
-        gc.collect()  # frees the timed runners
-        target = self.shape.target(self.device, batch)
+        target = SHAPES[self.shape].text_target(torch.device("cpu"), batch)
         if target is None:
             return
         names = {row.variant for row in self.rows}
         last = emulated(self.plans[-1])
         again = SpeedVariant(f"{PLAIN}, other order", unchanged)
+        learning = [v for v in self.variants if v.name in names and v.learns_as in ("", v.name)]
         losses: dict[str, float] = {}
         curves: dict[str, list[float]] = {}
-        learning = [v for v in self.variants if v.name in names and v.learns_as in ("", v.name)]
         for variant in [*learning, last, again]:
-
-            def train(variant: SpeedVariant = variant) -> tuple[list[float], float]:
-                torch.compiler.reset()
-                torch.manual_seed(seed)
-                return FullStep(target, variant).learn(steps, seed + (variant is again))
-
-            ended = self._try(variant, train)
-            if ended is not None:
-                curves[variant.name], losses[variant.name] = ended
-                self.on_news(f"{variant.name}: loss {ended[1]:.4f} after {steps} steps")
+            with self._contenders([variant]) as started:
+                results = dict(call_all(started, "learn", steps, batch, self.seed + (variant is again)))
+            if not self._has_failed(variant.name, results[variant.name]):
+                curves[variant.name], losses[variant.name] = results[variant.name]
+                self.on_news(f"{variant.name}: loss {losses[variant.name]:.4f} after {steps} steps")
         gap = partial(_gap, losses, PLAIN)
         learnt_by = {variant.name: variant.learns_as or variant.name for variant in self.variants}
         by_row = [learnt_by[row.variant] for row in self.rows]

@@ -1,15 +1,23 @@
-"""The variants that ``python benchmarks/run.py speed`` compares."""
+"""The variants that ``python benchmarks/run.py speed`` compares.
+
+A peer is measured as its authors recommend it: their recipe by name, compiled, in a process of its own, and it must
+have changed the model. One that does not run is listed with its error, never measured in a slower form.
+"""
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 
 from benchmarks.own_plans import own_plan
 from benchmarks.peers import has_torchao
@@ -33,7 +41,15 @@ _FAST_ACCUMULATION: dict[str, tuple[str, ...]] = {
 }
 
 #: Changes a model in place, for such inputs; returns the attachment, if any.
-Change = Callable[[nn.Module, Tensor], Attachment | None]
+Change = Callable[[nn.Module, Any], Attachment | None]
+
+#: Options of torch's memory-optimal partitioner.
+_RECOMPUTE = {"aggressive_recomputation": True}
+_ACTIVATION_PASS = {
+    "post_grad_fusion_options": {
+        "activation_quantization_aten_pass": {"quant_type": "torch.float8_e4m3fn", "use_scaling": True}
+    }
+}
 
 
 @dataclass(frozen=True)
@@ -50,16 +66,27 @@ class SpeedVariant:
     small_optimizer: bool = False
     #: The variant that computes the same, whose losses it shares; empty: its own.
     learns_as: str = ""
+    #: Options of AOTAutograd and of Inductor while it compiles.
+    functorch: Mapping[str, Any] = field(default_factory=dict)
+    inductor: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_ours(self) -> bool:
         return not self.is_peer and self.name != PLAIN
 
+    def compile_options(self) -> AbstractContextManager[Any]:
+        """The variant's options of torch.compile, for the steps that compile."""
+        stack = ExitStack()
+        for config, options in ((functorch_config, self.functorch), (inductor_config, self.inductor)):
+            if options:
+                stack.enter_context(config.patch(dict(options)))
+        return stack
+
 
 def planned(
     plan: Plan,
     model: nn.Module,
-    x: Tensor,
+    x: Any,
     execution: str = "native",
     fast_accumulation: Sequence[str] = (),
     recompute: Sequence[str] = (),
@@ -78,7 +105,14 @@ def emulated(name: str) -> SpeedVariant:
     return SpeedVariant(f"{name}, emulated", partial(planned, own_plan(name), execution="emulate"))
 
 
-def unchanged(model: nn.Module, x: Tensor) -> None:
+def as_written(plan: Plan, model: nn.Module, x: Any) -> Attachment:
+    """Attach the plan with the execution that it names."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BitplanWarning)  # fallbacks are counted in the row
+        return attach(model, plan, example=x)
+
+
+def unchanged(model: nn.Module, x: Any) -> None:
     """Plain BF16."""
 
 
@@ -92,6 +126,9 @@ def variants_of(
     """
     variants = [SpeedVariant(PLAIN, unchanged)]
     for plan in plans:
+        if own_plan(plan).execution is not None:
+            variants.append(SpeedVariant(plan, partial(as_written, own_plan(plan))))
+            continue
         default, *always = _OWN_RECOMPUTE.get(plan, ("no",))
         others = [kind for kind in ("no", *RECOMPUTE) if kind in always or (recompute and kind != "no")]
         has_fast = fast_accumulation and _has_float8(own_plan(plan))
@@ -102,9 +139,7 @@ def variants_of(
                 change = partial(planned, own_plan(plan), fast_accumulation=passes, recompute=recomputed)
                 title = name if kind == default else f"{name}, recompute {kind}"
                 variants.append(SpeedVariant(title, change, kind, learns_as=name))
-    if full_step:
-        return [*variants, *full_step_peers(device)]
-    return [*variants, *(SpeedVariant(name, change, is_peer=True) for name, change in peers(device).items())]
+    return [*variants, *(full_step_peers(device) if full_step else peers(device))]
 
 
 def _has_float8(plan: Plan) -> bool:
@@ -127,17 +162,25 @@ def full_step_peers(device: torch.device) -> Iterator[SpeedVariant]:
         yield SpeedVariant("torchao fp8 tensorwise, AdamW8bit", float8, is_peer=True, small_optimizer=True)
 
 
-def peers(device: torch.device) -> dict[str, Change]:
-    """Other packages' variants for a device, if they are installed."""
-    if not has_torchao():
-        return {}
-    changes: dict[str, Change] = {"torchao int8": _torchao_int8}
+def peers(device: torch.device) -> Iterator[SpeedVariant]:
+    """What torch itself and, if they are installed, other packages offer on a device."""
+    peer = partial(SpeedVariant, is_peer=True)
+    yield peer(f"{PLAIN}, aggressive recompute", unchanged, functorch=_RECOMPUTE)
+    yield peer(f"{PLAIN}, activation budget 0.5", unchanged, functorch={"activation_memory_budget": 0.5})
     if device.type == "cuda":
-        changes |= {f"torchao fp8 {recipe}": partial(_torchao_float8, recipe) for recipe in ("tensorwise", "rowwise")}
-    return changes
+        yield peer("torch activation pass e4m3", unchanged, inductor=_ACTIVATION_PASS)
+        name = "torch activation pass e4m3, aggressive recompute"
+        yield peer(name, unchanged, functorch=_RECOMPUTE, inductor=_ACTIVATION_PASS)
+    if not has_torchao():
+        return
+    yield peer("torchao int8", _torchao_int8)
+    if device.type == "cuda":
+        for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+            yield peer(f"torchao fp8 {recipe}", partial(_torchao_float8, recipe))
+        yield peer("torchao fp8 blockwise (prototype)", _torchao_blockwise)
 
 
-def _torchao_int8(model: nn.Module, x: Tensor) -> None:
+def _torchao_int8(model: nn.Module, x: Any) -> None:
     from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
     from torchao.quantization import quantize_
 
@@ -146,10 +189,29 @@ def _torchao_int8(model: nn.Module, x: Tensor) -> None:
         raise BitplanError("torchao's INT8 training did not apply to this model.")
 
 
-def _torchao_float8(recipe: str, model: nn.Module, x: Tensor) -> None:
+def _torchao_float8(recipe: str, model: nn.Module, x: Any) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(recipe)
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda module, path: path != "head")
+    convert_to_float8_training(model, config=config, module_filter_fn=_is_body)
     if not any("Float8" in type(module).__name__ for module in model.modules()):
         raise BitplanError("torchao's FP8 training did not apply to this model.")
+
+
+def _torchao_blockwise(model: nn.Module, x: Any) -> None:
+    """Blocks of 1 x 128 for activations and gradients, 128 x 128 for weights."""
+    from torchao.prototype.blockwise_fp8_training.linear import Float8BlockwiseLinear, Float8BlockwiseLinearConfig
+    from torchao.quantization import quantize_
+
+    quantize_(model, Float8BlockwiseLinearConfig(), filter_fn=_is_body_linear)
+    if not any(isinstance(module, Float8BlockwiseLinear) for module in model.modules()):
+        raise BitplanError("torchao's blockwise FP8 training did not apply to this model.")
+
+
+def _is_body(module: nn.Module, path: str) -> bool:
+    """All but the head: its width need not be a multiple of 16, and torchao's recipes leave it in BF16."""
+    return path.rpartition(".")[2] not in ("head", "lm_head")
+
+
+def _is_body_linear(module: nn.Module, path: str) -> bool:
+    return isinstance(module, nn.Linear) and _is_body(module, path)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -32,21 +34,55 @@ def seconds_per_step(step: Callable[[], object], steps: int, device: torch.devic
     return (time.perf_counter() - begin) / steps
 
 
-def best_turns(timed: Mapping[str, Callable[[int], float]], turns: int) -> dict[str, float]:
-    """Name -> seconds per step, the best of the turns that all take one after the other.
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds per step over several turns."""
 
-    A turn is as many steps as the fastest makes in half a second: before its first step a GPU waits for the host, which
-    it does not do in training.
+    #: The best turn: the speed of the undisturbed machine.
+    best: float
+    #: Interquartile range of the turns over their median; 0 for a single turn.
+    spread: float
+
+    @classmethod
+    def of(cls, turns: Sequence[float]) -> StepTime:
+        """
+        >>> StepTime.of([4.0, 2.0, 2.0, 3.0, 2.0])
+        StepTime(best=2.0, spread=0.75)
+        """
+        if len(turns) < 2:
+            return cls(min(turns), 0.0)
+        quarters = statistics.quantiles(turns, n=4)
+        return cls(min(turns), (quarters[2] - quarters[0]) / statistics.median(turns))
+
+
+def seconds_per_turn(step: Callable[[], object], steps: int, device: torch.device) -> float:
+    """Wall time per step, between turns of other processes on the same GPU.
+
+    A step before the clock starts takes memory from the device, which the others may have again afterwards.
+    """
+    if device.type != "cuda":
+        return seconds_per_step(step, steps, device)
+    step()
+    seconds = seconds_per_step(step, steps, device)
+    torch.cuda.empty_cache()
+    return seconds
+
+
+def take_turns(timed: Mapping[str, Callable[[int], float]], turns: int) -> dict[str, StepTime]:
+    """Name -> seconds per step, over the turns that all take one after the other.
+
+    A machine that gets hot or busy then slows all of them. A turn is as many steps as the fastest makes in half a
+    second: before its first step a GPU waits for the host, which it does not do in training.
 
     :param timed: name -> a function that makes a number of steps and returns the seconds per step.
     """
     fastest = min(seconds(1) for seconds in timed.values())
     steps = max(1, min(20, int(0.5 / max(fastest, 1e-4))))
-    best = dict.fromkeys(timed, float("inf"))
+    times: dict[str, list[float]] = {name: [] for name in timed}
     for _ in range(turns):
         for name, seconds in timed.items():
-            best[name] = min(best[name], seconds(steps))
-    return best
+            times[name].append(seconds(steps))
+    return {name: StepTime.of(taken) for name, taken in times.items()}
 
 
 def wait_for(device: torch.device) -> None:

@@ -192,8 +192,14 @@ def test_native_speed_was_measured() -> None:
         for cell, shape in zip(shown, ("llama-2048", "llama-4096"), strict=True):
             rows = {result["variant"]: result for result in measured(f"speed-{shape}-h200.json")["rows"][shape]}
             figures = rows[variant]
-            assert cell.replace("*", "") == f"{figures['milliseconds']:.1f}, {figures['peak'] / 2**30:.2f}"
+            memory = "" if variant.startswith("torchao") else f", {figures['peak'] / 2**30:.2f}"
+            assert cell.replace("*", "") == f"{figures['milliseconds']:.1f}{memory}"
     assert not variants
+    alone = rows_of("speed-llama-2048-torchao-h200")
+    plain, peer = alone["bf16"], alone["torchao fp8 tensorwise"]
+    text = " ".join(BENCHMARKS.split())
+    assert f"{peer['milliseconds']:.1f} ms and {peer['peak'] / 2**30:.2f} GiB at width 2048" in text
+    assert f"{peer['milliseconds'] / plain['milliseconds']:.2f} times BF16's time where the table has 0.81" in text
     for shape in ("llama-2048", "llama-4096"):  # the last row reaches both aims, as it says
         assert variant in measured(f"speed-{shape}-h200.json")["aims"][shape]["reached_by"]
 

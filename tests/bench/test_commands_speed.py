@@ -20,6 +20,7 @@ ROW = {
     "ratio": 1.0,
     "peak": 12 * 2**30,
     "fallbacks": 0,
+    "graphs": 1,
     "first_seconds": 61.0,
     "loss": 1.5,
     "loss_gap": 0.0,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import benchmarks.losses as losses
 import benchmarks.memory as bench
 import bitplan
 from benchmarks.contenders import (
@@ -30,12 +31,12 @@ from bitplan.lab.models.language_models import GPT
 from bitplan.lab.models.resnet import cifar_resnet
 from bitplan.lab.targets import load_target
 
-ROW = Row("bf16", False, 1000, 500, {}, 10.0, 100.0, 1.0)
+ROW = Row("bf16", False, 1000, 500, {}, 10.0, 0.0, 100.0, 1.0)
 
 
 def eager(model: str, **more: Any) -> dict[str, Any]:
     """The one real measurement here: what compiles would take minutes."""
-    return bench_memory(model, ("bf16-eager", "packed-eager"), turns=1, **more)
+    return bench_memory(model, ("bf16-eager", "packed-eager"), turns=1, in_processes=False, **more)
 
 
 def test_a_row_has_memory_speed_and_loss() -> None:
@@ -66,7 +67,9 @@ def test_an_optimizer_that_is_not_there_is_told_before_anything_starts() -> None
 def test_processes_beside_lose_what_this_one_does() -> None:
     here = eager("gpt-tiny", batch=2, loss_steps=2)
     beside = eager("gpt-tiny", batch=2, loss_steps=2, loss_jobs=2)
-    smaller = bench_memory("gpt-tiny", ("bf16-eager",), batch=2, turns=1, loss_steps=2, loss_batch=1)
+    smaller = bench_memory(
+        "gpt-tiny", ("bf16-eager",), batch=2, turns=1, loss_steps=2, loss_batch=1, in_processes=False
+    )
     assert beside["curves"] == here["curves"]
     assert (smaller["batch"], smaller["loss_batch"]) == (2, 1)
     assert smaller["curves"]["bf16-eager"] != here["curves"]["bf16-eager"]
@@ -95,8 +98,19 @@ def test_a_variant_that_fails_leaves_the_others_their_rows() -> None:
     target = "tests-linear"
     made = Target(nn.Linear(8, 8), torch.randn(4, 8), None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench, "load_target", lambda text: made)
-        result = bench_memory(target, ("bf16-checkpointed", "bf16-eager"), optimizer="sgd", turns=1, loss_steps=0)
+        for module in (bench, losses):
+            patch.setattr(module, "load_target", lambda text: made)
+        result = bench_memory(
+            target,
+            ("bf16-checkpointed", "bf16-eager"),
+            None,
+            "cpu",
+            None,
+            "sgd",
+            turns=1,
+            loss_steps=0,
+            in_processes=False,
+        )
     assert [row["variant"] for row in result["rows"]] == ["bf16-eager"]
     assert result["failed"]["bf16-checkpointed"] == "BitplanError: the model has no blocks to checkpoint."
 

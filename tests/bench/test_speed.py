@@ -7,14 +7,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 
 from benchmarks import runners, speed, speed_variants, switching
 from benchmarks.own_plans import own_plan
 from benchmarks.real_data import TextStream
-from benchmarks.speed import Aim, Row, Shape
+from benchmarks.speed import Aim, ForeignShape, OwnShape, Row
 from benchmarks.speed_variants import SpeedVariant, planned, unchanged
 from bitplan.analysis.memory.fakes import storage_bytes
+from bitplan.analysis.targets import Target
 from bitplan.errors import BitplanError
+
+#: The peers before the fixture replaces them.
+ALL_PEERS = speed_variants.peers
 
 
 def _broken(model: nn.Module, x: torch.Tensor) -> None:
@@ -25,8 +31,8 @@ def _broken(model: nn.Module, x: torch.Tensor) -> None:
 def small_and_uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """No peers but a broken one, a shape that is quick, and nothing compiled; the backends that were asked for."""
     backends: list[str] = []
-    small = Shape(lambda: (nn.Linear(16, 16, bias=False), torch.randn(8, 16)), aim=Aim("2 CPU cores", 1e9))
-    monkeypatch.setattr(speed_variants, "peers", lambda device: {"a peer": _broken})
+    small = OwnShape(lambda: (nn.Linear(16, 16, bias=False), torch.randn(8, 16)), aim=Aim("2 CPU cores", 1e9))
+    monkeypatch.setattr(speed_variants, "peers", lambda device: [SpeedVariant("a peer", _broken, is_peer=True)])
     monkeypatch.setitem(speed.SHAPES, "small", small)
     monkeypatch.setattr("bitplan.executions.native.crossover.SIZES", {"cpu": (8,)})
 
@@ -39,8 +45,14 @@ def small_and_uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return backends
 
 
+def own_shape(name: str) -> OwnShape:
+    shape = speed.SHAPES[name]
+    assert isinstance(shape, OwnShape)
+    return shape
+
+
 def measured(shape: str, *plans: str, **settings: Any) -> dict[str, Any]:
-    return speed.bench_speed([shape], plans, turns=1, switches=False, **settings)
+    return speed.bench_speed([shape], plans, turns=1, switches=False, in_processes=False, **settings)
 
 
 def test_every_variant_has_a_row_and_what_fails_is_told() -> None:
@@ -78,7 +90,7 @@ def test_each_variant_learns_from_the_same_text_and_is_held_against_its_emulatio
 ) -> None:
     from bitplan.lab.models.language_models import LlamaBlocks, random_states
 
-    blocks = Shape(lambda: (LlamaBlocks(32, 1, 64, heads=2), random_states(2, 16, 32)))
+    blocks = OwnShape(lambda: (LlamaBlocks(32, 1, 64, heads=2), random_states(2, 16, 32)))
     monkeypatch.setitem(speed.SHAPES, "blocks", blocks)
     document = measured("blocks", "native-int8-tensor", loss_steps=12, peers=False)
     assert document["failed"] == {}
@@ -113,10 +125,10 @@ def test_a_full_step_has_an_optimizer_whose_state_the_plan_keeps_small() -> None
     assert [row["variant"] for row in document["rows"]["gpt-1b-tiny"]][:3] == [
         *("bf16", "native-fp8-gpt", "native-fp8-gpt, recompute activations")
     ]
-    target = speed.SHAPES["gpt-1b-tiny"].target(torch.device("cpu"))
-    assert target is not None
     held = {}
     for small, change in ((False, unchanged), (True, lambda model, x: planned(own_plan("native-fp8-gpt"), model, x))):
+        target = speed.SHAPES["gpt-1b-tiny"].text_target(torch.device("cpu"))
+        assert target is not None
         runner = runners.FullStep(target, SpeedVariant("", change))
         before = {name: value.detach().clone() for name, value in runner.module.named_parameters()}
         runner.step()
@@ -129,7 +141,7 @@ def test_a_full_step_has_an_optimizer_whose_state_the_plan_keeps_small() -> None
 
 def test_gpt_1b_has_a_billion_parameters() -> None:
     with torch.device("meta"):
-        model, tokens = speed.SHAPES["gpt-1b"].make()
+        model, tokens = own_shape("gpt-1b").make()
     assert 1.0e9 < sum(parameter.numel() for parameter in model.parameters()) < 1.05e9
     assert tokens.numel() == 16 * 1024
 
@@ -142,9 +154,42 @@ def test_formats_change_in_turns() -> None:
     assert plan.moves
 
 
+def _tiny_llama() -> Target:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, use_cache=False
+    )
+    ids = torch.randint(64, (2, 16))
+    return Target(LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}, lambda output: output.loss)
+
+
+def test_models_of_other_libraries_run_under_presets_as_these_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(speed.SHAPES, "foreign", ForeignShape(_tiny_llama))
+    document = measured("foreign", "fp8-train", loss_steps=0, peers=False)
+    assert document["failed"] == {}
+    plain, planned_row = document["rows"]["foreign"]
+    assert (plain["fallbacks"], planned_row["variant"]) == (0, "fp8-train")
+    assert planned_row["fallbacks"] > 0  # there is no FP8 unit here, and the row says so
+
+
+def test_the_peers_have_options_of_their_own_while_they_compile() -> None:
+    by_name = {variant.name: variant for variant in ALL_PEERS(torch.device("cuda"))}
+    aggressive = by_name["torch activation pass e4m3, aggressive recompute"]
+    before = functorch_config.aggressive_recomputation
+    with aggressive.compile_options():
+        options = inductor_config.post_grad_fusion_options["activation_quantization_aten_pass"]
+        assert options == {"quant_type": "torch.float8_e4m3fn", "use_scaling": True}
+        assert functorch_config.aggressive_recomputation
+    assert functorch_config.aggressive_recomputation is before
+    assert "activation_quantization_aten_pass" not in inductor_config.post_grad_fusion_options
+    with by_name["bf16, activation budget 0.5"].compile_options():
+        assert functorch_config.activation_memory_budget == 0.5
+
+
 def test_an_aim_is_reached_by_a_row_that_reaches_all_of_it() -> None:
     def row(name: str, milliseconds: float, peak: int | None, ours: bool = True) -> Row:
-        return Row(name, ours, "no", milliseconds, 1.0, peak, 0, 0.0)
+        return Row(name, ours, "no", milliseconds, 0.0, 1.0, peak, 0, 1, 0.0)
 
     rows = [row("bf16", 10, 10, ours=False), row("fast", 5, 12), row("small", 12, 5), row("both", 6, 6)]
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
@@ -182,7 +227,7 @@ def test_the_plans_of_the_benchmark_run_all_three_products_natively(name: str, m
 
     for kind in (Int8Backend, Float8Backend):
         monkeypatch.setattr(kind, "is_available", lambda self, device: True)
-    model, x = speed.SHAPES["llama-tiny"].make()
+    model, x = own_shape("llama-tiny").make()
     with planned(own_plan(name), model.bfloat16(), x.bfloat16()) as run:
         assert run.fallbacks() == []
         model(x.bfloat16()).sum().backward()

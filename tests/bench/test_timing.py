@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from benchmarks.timing import best_turns
+from benchmarks.timing import StepTime, take_turns
 
 
 def test_all_take_turns_of_as_many_steps_as_the_fastest_makes_in_half_a_second() -> None:
@@ -11,6 +11,7 @@ def test_all_take_turns_of_as_many_steps_as_the_fastest_makes_in_half_a_second()
         seen.append((name, steps))
         return next(times[name])
 
-    result = best_turns({name: lambda steps, name=name: seconds(name, steps) for name in times}, turns=2)  # type: ignore[misc]
-    assert result == {"slow": 0.4, "fast": 0.2}
+    result = take_turns({name: lambda steps, name=name: seconds(name, steps) for name in times}, turns=2)  # type: ignore[misc]
+    assert {name: time.best for name, time in result.items()} == {"slow": 0.4, "fast": 0.2}
+    assert result["slow"] == StepTime.of([0.5, 0.4])
     assert seen == [("slow", 1), ("fast", 1), *[("slow", 5), ("fast", 5)] * 2]
