@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from importlib import metadata
 from pathlib import Path
@@ -37,3 +38,8 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         described["gpu"] = torch.cuda.get_device_name(device)
         described["cuda"] = torch.version.cuda
     return described
+
+
+def cores() -> int:
+    """The number of CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

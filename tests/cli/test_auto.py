@@ -29,10 +29,15 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"{tmp_path / 'model.py'}:make"
 
 
-def test_a_plan_is_written_and_the_document_says_what_was_tried(target: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [[], ["--cluster", "auto"]], ids=["here", "cluster"])
+def test_a_plan_is_written_and_the_document_says_what_was_tried(
+    target: str, options: list[str], tmp_path: Path
+) -> None:
+    if options:
+        pytest.importorskip("ray", reason="needs the extra ray")
     out = tmp_path / "plan.yaml"
     command = ["auto", target, "--memory", "80%", "--steps", "3", "--seeds", "2", "-o", str(out), "--json"]
-    ended = CliRunner().invoke(app, command)
+    ended = CliRunner().invoke(app, [*command, *options])
     assert ended.exit_code == 0, ended.output
     document = json.loads(ended.stdout)
     assert document["meets_limits"]
@@ -52,7 +57,16 @@ def test_an_impossible_budget_ends_with_1_and_the_nearest_plan(target: str, tmp_
     assert out.exists()
 
 
-@pytest.mark.parametrize("options", [["--memory", "many"], ["--optimizer", "adam"], ["--autocast", "fp8"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--memory", "many"],
+        ["--optimizer", "adam"],
+        ["--autocast", "fp8"],
+        ["--gpus-per-run", "1"],
+        ["--cluster", "auto", "--jobs", "2"],
+    ],
+)
 def test_wrong_options_are_one_sentence(target: str, options: list[str]) -> None:
     ended = CliRunner().invoke(app, ["auto", target, *options])
     assert ended.exit_code != 0

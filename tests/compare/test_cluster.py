@@ -7,26 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from local_ray import local_ray
 
+from bitplan.cluster import Cluster
 from bitplan.errors import BitplanError, RunError, TaskError
 from bitplan.lab.compare import Choice, Update, compare
-from bitplan.lab.compare.cluster import Cluster
 from bitplan.lab.train import RunFolder
-
-ray = pytest.importorskip("ray", reason="needs the extra ray")
 
 CHOICES = [Choice("FP32", None), Choice("8 bits", "int8-all")]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[Cluster]:
-    patch = pytest.MonkeyPatch()
-    patch.setenv("OMP_NUM_THREADS", "1")
-    patch.setenv("RAY_worker_niceness", "0")
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
-    yield Cluster()
-    ray.shutdown()
-    patch.undo()
+    with local_ray():
+        yield Cluster()
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -8,8 +8,9 @@ import pytest
 
 from bitplan.errors import RunError, TaskError
 from bitplan.lab.compare import Choice, Update, compare
-from bitplan.lab.compare.workers import Job, _next_job, _Worker, cores, threads_per_worker
+from bitplan.lab.compare.workers import Job, _next_job, _Worker, threads_per_worker
 from bitplan.lab.train import RunFolder
+from bitplan.machine import cores
 from bitplan.plans import Plan
 
 CHOICES = [Choice("FP32", None), Choice("8 bits", "int8-all")]

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from bitplan.errors import PlanError
+from bitplan.cluster import Cluster
+from bitplan.errors import PlanError, RunError
 from bitplan.lab.models.built_in import BUILT_IN
 from bitplan.lab.tasks.registry import task_names
 from bitplan.plans import preset_names
@@ -104,3 +105,26 @@ def is_target(name: str) -> bool:
     """Whether a text names a built-in model, a task or a Python file, and no plan."""
     is_file = ".py:" in name or name.endswith(".py")
     return is_file or ((name.replace("_", "-") in BUILT_IN or name in task_names()) and name not in preset_names())
+
+
+ClusterOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Train on a Ray cluster: its address, or auto for this machine's (started where there is none).",
+        show_default=False,
+    ),
+]
+GpusPerRunOption = Annotated[
+    float | None,
+    typer.Option(min=0.0, help="With --cluster (default: 1 with --device cuda, else 0).", show_default=False),
+]
+
+
+def chosen_cluster(address: str | None, gpus_per_run: float | None, device: str) -> Cluster | None:
+    """The cluster that the two options name."""
+    if address is None:
+        if gpus_per_run is not None:
+            raise RunError("--gpus-per-run is for runs on a cluster: give --cluster, too.")
+        return None
+    return Cluster(address, float(device.startswith("cuda")) if gpus_per_run is None else gpus_per_run)

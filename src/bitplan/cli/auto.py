@@ -13,14 +13,16 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from bitplan.analysis.memory.step import OPTIMIZER_NAMES
 from bitplan.analysis.targets import batch_size, find_function, move_target, target_errors
-from bitplan.cli.arguments import SettingsOption, TargetArgument
+from bitplan.cli.arguments import ClusterOption, GpusPerRunOption, SettingsOption, TargetArgument, chosen_cluster
 from bitplan.cli.output import FittedTable, JsonOption, Output, command_output
-from bitplan.errors import MemoryEstimateError, nearest_names
+from bitplan.errors import MemoryEstimateError, PlanError, nearest_names
 from bitplan.files import byte_text
 from bitplan.lab.targets import load_target_and_task
 from bitplan.lab.train.loop import chosen_device
 from bitplan.planners.assign.budget import Budget
 from bitplan.planners.auto import AutoResult, Limits, LocalTrials, Problem, ProcessTrials, search
+from bitplan.planners.auto.cluster_trials import ClusterTrials
+from bitplan.planners.auto.trials import Trials
 from bitplan.planners.registry import registry
 
 #: Precisions of autocast by name.
@@ -62,6 +64,8 @@ def auto_command(
     jobs: Annotated[
         int, typer.Option(min=1, help="Candidates that are compiled at a time, each in a process of its own.")
     ] = 1,
+    cluster: ClusterOption = None,
+    gpus_per_run: GpusPerRunOption = None,
     planners: Annotated[
         list[str] | None,
         typer.Option(
@@ -94,9 +98,16 @@ def auto_command(
         is_compiled = chosen_device(device).type == "cuda" if compile is None else compile
         arguments = (target, tuple(settings or ()), device, batch, optimizer, is_compiled, autocast)
         problem = load_problem(*arguments)
-        trials = LocalTrials(problem) if jobs == 1 else ProcessTrials(load_problem, arguments, jobs)
+        workers = chosen_cluster(cluster, gpus_per_run, device)
+        if workers is not None and jobs > 1:
+            raise PlanError("a cluster has as many candidates at a time as it has room for: drop --jobs or --cluster.")
         own = [find_function(name, registry) for name in planners or ()]
         with target_errors(target), _progress(output) as report:
+            trials: Trials
+            if workers is not None:
+                trials = ClusterTrials(load_problem, arguments, workers)
+            else:
+                trials = LocalTrials(problem) if jobs == 1 else ProcessTrials(load_problem, arguments, jobs)
             result = search(problem, limits, trials, steps=steps, seeds=seeds, planners=own, report=report)
         output.document({"target": target, "batch": batch_size(problem.target.batch), **result.to_dict()})
         if out is not None:

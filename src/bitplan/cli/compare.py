@@ -15,18 +15,25 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from bitplan.cli.arguments import ExecutionOption, TaskArgument, TaskSettingsOption, complete_plan
+from bitplan.cli.arguments import (
+    ClusterOption,
+    ExecutionOption,
+    GpusPerRunOption,
+    TaskArgument,
+    TaskSettingsOption,
+    chosen_cluster,
+    complete_plan,
+)
 from bitplan.cli.output import JsonOption, Output, command_output, make_folder
 from bitplan.cli.runs import print_experiment, write_page
 from bitplan.cli.schedules import GradientBitsOption, PeriodOption, read_bits
 from bitplan.cli.train import STOPPED
+from bitplan.cluster import Cluster
 from bitplan.errors import RunError
 from bitplan.lab.compare import SUITES, Choice, SuiteOptions, Update, compare, find_suite
-from bitplan.lab.compare.cluster import Cluster
 from bitplan.lab.compare.compare import choices_of, slug
 from bitplan.lab.compare.functions import compare_function, names_function
 from bitplan.lab.compare.suite_options import read_names, read_shares, read_widths
-from bitplan.lab.compare.workers import cores
 from bitplan.lab.report.answer import counted, listed, number_text
 from bitplan.lab.report.figures import plotly
 from bitplan.lab.report.summaries import Report
@@ -37,6 +44,7 @@ from bitplan.lab.train import Summary
 from bitplan.lab.train.folder import DEFAULT_PARENT
 from bitplan.lab.train.loop import stop_on_signals
 from bitplan.lab.train.record import metric_named
+from bitplan.machine import cores
 
 
 def register(app: typer.Typer) -> None:
@@ -119,18 +127,8 @@ def compare_command(
     jobs: Annotated[
         int, typer.Option("--jobs", "-j", min=1, help="Processes side by side, which share the cores.")
     ] = 1,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Train on a Ray cluster: its address, or auto for this machine's (started where there is none).",
-            show_default=False,
-        ),
-    ] = None,
-    gpus_per_run: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="With --cluster (default: 1 with --device cuda, else 0).", show_default=False),
-    ] = None,
+    cluster: ClusterOption = None,
+    gpus_per_run: GpusPerRunOption = None,
     settings: TaskSettingsOption = None,
     execution: ExecutionOption = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")] = "cpu",
@@ -172,7 +170,7 @@ def compare_command(
         judged_by = _metric(metric, better)
         comparison = Comparison(task, tuple(settings or ()), execution, device, compile, options, judged_by)
         plan_names = [*(plans or ()), *(more_plans or ())]
-        workers = _cluster(cluster, gpus_per_run, device)
+        workers = chosen_cluster(cluster, gpus_per_run, device)
         report, code = run_comparison(comparison, suite, plan_names, seeds, out, jobs, output, workers)
         output.document({} if report is None else report_record(report))
         if code == 0 and not as_json:
@@ -181,14 +179,6 @@ def compare_command(
             output.console.print(f"The runs are in {folder}; draw it with: bitplan report {folder}")
     if code:
         raise typer.Exit(code)
-
-
-def _cluster(address: str | None, gpus_per_run: float | None, device: str) -> Cluster | None:
-    if address is None:
-        if gpus_per_run is not None:
-            raise RunError("--gpus-per-run is for runs on a cluster: give --cluster, too.")
-        return None
-    return Cluster(address, float(device.startswith("cuda")) if gpus_per_run is None else gpus_per_run)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from bitplan.analysis.explain import explain
+from bitplan.cluster import Cluster
 from bitplan.errors import PlanError, RunError
 from bitplan.files import json_text
-from bitplan.lab.compare.cluster import Cluster, run_on_cluster
+from bitplan.lab.compare.cluster import run_on_cluster
 from bitplan.lab.compare.folder import COMPARE_FILE, Choice, Comparison, PlanEntry, read_comparison
 from bitplan.lab.compare.workers import Job, Setting, Trainer, Update, run_in_workers
 from bitplan.lab.tasks.registry import task_class

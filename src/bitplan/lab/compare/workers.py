@@ -32,6 +32,7 @@ from bitplan.errors import BitplanError, RunError, TaskError
 from bitplan.lab.tasks.registry import find_task
 from bitplan.lab.tasks.task import Task
 from bitplan.lab.train import Progress, Summary, train
+from bitplan.machine import cores
 from bitplan.plans import Plan
 
 
@@ -174,11 +175,6 @@ class Trainer:
 
 #: Seconds between two progress updates of a job, and between two checks of the request to stop.
 _PAUSE = 0.1
-
-
-def cores() -> int:
-    """The number of CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads_per_worker(workers: int) -> int:

@@ -14,7 +14,7 @@ import statistics
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -301,16 +301,32 @@ class LocalTrials(Trials):
             return [candidate.final_loss(steps, seed) for seed in range(seeds)]
 
 
-@dataclass
-class _Child:
-    """The process of a candidate."""
+class Child(ABC):
+    """A process that prepares one candidate, measures it and trains it."""
 
-    process: BaseProcess
-    connection: Connection
+    @abstractmethod
+    def send(self, *request: Any) -> None:
+        """Ask for something, without waiting for the answer."""
+
+    @abstractmethod
+    def receive(self) -> Any:
+        """The answer to the oldest request; a failure if the process is gone."""
+
+    @abstractmethod
+    def is_alive(self) -> bool: ...
+
+    @abstractmethod
+    def stop(self) -> None: ...
 
     def ask(self, *request: Any) -> Any:
         self.send(*request)
         return self.receive()
+
+
+@dataclass
+class _LocalChild(Child):
+    process: BaseProcess
+    connection: Connection
 
     def send(self, *request: Any) -> None:
         with suppress(OSError):  # the answer says that it is gone
@@ -321,6 +337,9 @@ class _Child:
             return self.connection.recv()
         except (EOFError, OSError):
             return Failure("its process was killed, for example because memory ran out")
+
+    def is_alive(self) -> bool:
+        return self.process.is_alive()
 
     def stop(self) -> None:
         self.connection.close()
@@ -336,7 +355,7 @@ class ProcessTrials(Trials):
         :param load: loads the problem in every process: a function of an importable module.
         """
         self.load, self.arguments, self.most = load, arguments, most
-        self._children: dict[str, _Child] = {}
+        self._children: dict[str, Child] = {}
 
     def measure(self, plans: Sequence[Plan | None]) -> list[Outcome]:
         outcomes: list[Outcome] = []
@@ -344,7 +363,7 @@ class ProcessTrials(Trials):
             outcomes += self._measure_group(plans[first : first + self.most])
         for index, plan in enumerate(plans):
             if outcomes[index] == OUT_OF_MEMORY and len(plans) > 1:  # perhaps because of the others
-                self.close()
+                self._stop_children()
                 (outcomes[index],) = self._measure_group([plan])
         return outcomes
 
@@ -358,23 +377,24 @@ class ProcessTrials(Trials):
             for child, news in zip(children, ready, strict=True)
         ]
 
-    def _start(self, plan: Plan | None) -> _Child:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        arguments = (self.load, self.arguments, None if plan is None else plan.to_dict(), theirs)
-        process = context.Process(target=_serve, args=arguments, daemon=True)
-        process.start()
-        theirs.close()
-        child = _Child(process, ours)
+    def _start(self, plan: Plan | None) -> Child:
         previous = self._children.pop(_key(plan), None)
         if previous is not None:
             previous.stop()
-        self._children[_key(plan)] = child
+        child = self._children[_key(plan)] = self._new_child(None if plan is None else plan.to_dict())
         return child
+
+    def _new_child(self, plan: dict[str, Any] | None) -> Child:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(self.load, self.arguments, plan, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        return _LocalChild(process, ours)
 
     def final_losses(self, plan: Plan | None, steps: int, seeds: int) -> list[float]:
         child = self._children.get(_key(plan))
-        if child is None or not child.process.is_alive():
+        if child is None or not child.is_alive():
             child = self._start(plan)
             news = child.ask("prepare")
             if isinstance(news, Failure):
@@ -385,6 +405,9 @@ class ProcessTrials(Trials):
         return list(losses)
 
     def close(self) -> None:
+        self._stop_children()
+
+    def _stop_children(self) -> None:
         for child in self._children.values():
             child.stop()
         self._children.clear()
@@ -394,29 +417,43 @@ def _key(plan: Plan | None) -> str:
     return "" if plan is None else plan.to_json()
 
 
+class CandidateServer:
+    """Answers requests about one candidate, in a process of its own."""
+
+    def __init__(
+        self, load: Callable[..., Problem], arguments: tuple[Any, ...], plan: Mapping[str, Any] | None
+    ) -> None:
+        self.load, self.arguments, self.plan = load, arguments, plan
+        self.candidate: CandidateStep | None = None
+
+    def answer(self, request: str, *options: int) -> Any:
+        """
+        :param request: ``prepare``; then ``measure``, or ``train`` with the numbers of steps and seeds.
+        """
+        try:
+            if request == "prepare":
+                plan = None if self.plan is None else Plan.from_dict(self.plan)
+                self.candidate = CandidateStep(self.load(*self.arguments), plan, copies=False)
+                return "ready"
+            assert self.candidate is not None
+            if request == "measure":
+                return self.candidate.measure()
+            steps, seeds = options
+            losses = [self.candidate.final_loss(steps, seed) for seed in range(seeds)]
+            self.candidate.release_cache()
+            return losses
+        except Exception as error:
+            return failure_of(error)
+
+
 def _serve(
     load: Callable[..., Problem], arguments: tuple[Any, ...], plan: dict[str, Any] | None, connection: Connection
 ) -> None:
     """The life of a child: answers requests until the parent closes the connection."""
-    candidate: CandidateStep | None = None
+    server = CandidateServer(load, arguments, plan)
     while True:
         try:
-            request, *options = connection.recv()
+            request = connection.recv()
         except (EOFError, OSError):
             return
-        try:
-            if request == "prepare":
-                problem = load(*arguments)
-                candidate = CandidateStep(problem, None if plan is None else Plan.from_dict(plan), copies=False)
-                answer: Any = "ready"
-            elif request == "measure":
-                assert candidate is not None
-                answer = candidate.measure()
-            else:
-                assert candidate is not None
-                steps, seeds = options
-                answer = [candidate.final_loss(steps, seed) for seed in range(seeds)]
-                candidate.release_cache()
-        except Exception as error:
-            answer = failure_of(error)
-        connection.send(answer)
+        connection.send(server.answer(*request))
