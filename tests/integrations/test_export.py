@@ -390,6 +390,15 @@ def test_megatron_leaves_in_bf16_what_it_cannot_mix() -> None:
     assert "current scales only" in reasons(exported("megatron", linear(x=F8 | {"history": 4}, w=F8, dy=G8)))
 
 
+def test_patterns_of_megatron_fit_no_module_that_is_not_meant() -> None:
+    """A glob's ``*`` also fits dots and names."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.ModuleDict({"norm": nn.LayerNorm(16), "0": nn.Linear(16, 16)}))
+    model[1].forward = lambda x: model[1]["0"](model[1]["norm"](x))  # type: ignore[method-assign, index, operator]
+    export = plan_of(linear(**FP8_TENSOR)).export("megatron", model, torch.randn(2, 16))
+    recipes = megatron_configs(export.text, ["0", "1", "1.norm", "1.0"])
+    assert [path for path, recipe in recipes.items() if recipe] == ["0", "1.0"]
+
+
 @pytest.mark.parametrize("preset", ["fp8-linear", "mxfp8-linear"])
 def test_a_plan_comes_back_from_megatron(preset: str, tmp_path: Path) -> None:
     export = bp.Plan.preset(preset).export("megatron", *net())
@@ -571,6 +580,18 @@ def test_transformer_engine_multiplies_formats_of_one_kind_only() -> None:
     assert hybrid.kwargs["columnwise_quantizer"].kind == "Float8CurrentScalingQuantizer"
 
 
+@pytest.mark.usefixtures("transformer_engine")
+def test_transformer_engine_does_not_confuse_a_layer_with_one_whose_name_ends_alike() -> None:
+    model = nn.ModuleDict({"fc": nn.Linear(16, 16), "model": nn.ModuleDict({"fc": nn.Linear(16, 16)})})
+    model.forward = lambda x: model["fc"](model["model"]["fc"](x))  # type: ignore[method-assign, index, operator]
+    rules = linear(**FP8_TENSOR), {"match": "model.fc", "keep": True}
+    export = plan_of(*rules).export("transformer-engine", model, torch.randn(2, 16), strict=True)
+    assert export.layers == 1
+    assert quantizer_for(export, "fc", "weight").kind == "Float8CurrentScalingQuantizer"
+    assert quantizer_for(export, "decoder.fc", "weight").kind == "Float8CurrentScalingQuantizer"
+    assert quantizer_for(export, "model.fc", "weight").kind == "IdentityQuantizer"
+
+
 # --- torchtitan
 
 
@@ -621,6 +642,17 @@ def test_torchtitan_has_recipes_and_no_others(monkeypatch: pytest.MonkeyPatch) -
     assert "e4m3, not e5m2" in text
 
 
+def test_torchtitan_leaves_out_layers_that_its_converter_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 10))
+    vector = {"format": "e4m3", "scale": "vector", "power_of_two": True}
+    export = plan_of(linear(**dict.fromkeys(SLOTS, vector))).export("torchtitan", model, torch.randn(2, 16))
+    assert export.layers == 1
+    assert export.lines == ["1: torchtitan leaves out layers with dimensions that 16 does not divide"]
+    assert torchtitan_converter(export.text, monkeypatch)[1]["filter_fqns"] == []
+    with pytest.raises(PlanError, match="16 does not divide"):
+        plan_of(linear(**dict.fromkeys(SLOTS, vector))).export("torchtitan", model[1:], torch.randn(2, 16))
+
+
 def test_torchtitan_cannot_name_a_layer_whose_name_is_part_of_anothers() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.ModuleDict({"0": nn.Linear(16, 16)}))
     model[1].forward = lambda x: model[1]["0"](x)  # type: ignore[method-assign, index, operator]
@@ -636,6 +668,20 @@ def test_torchtitan_cannot_name_a_layer_whose_name_is_part_of_anothers() -> None
 def test_a_plan_without_anything_to_export_raises(to: str) -> None:
     with pytest.raises(PlanError, match=f"nothing that {to} can do"):
         exported(to, {"match": "head", "activation": "e4m3"})  # which no linear layer reads
+
+
+@pytest.mark.parametrize(
+    ("preset", "to", "token"),
+    [
+        ("int8-all", "torchao", "not in int8"),  # and not the embedding, which it rounds, too
+        ("nvfp4-late", "torchao", "not in nvfp4"),
+        ("fp8-late", "compressed-tensors", "at the end of a run it rounds no operand"),
+        ("int8-linear", "megatron", "wgrad.dy, wgrad.x is not"),
+    ],
+)
+def test_the_reason_why_nothing_can_be_exported_is_that_of_the_layers(preset: str, to: str, token: str) -> None:
+    with pytest.raises(PlanError, match=token):
+        bp.Plan.preset(preset).export(to, *net())
 
 
 @pytest.mark.parametrize(

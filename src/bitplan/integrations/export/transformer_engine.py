@@ -64,6 +64,10 @@ def write_transformer_engine(planned: PlannedModel, header: FileHeader, omission
             treatments[layer.path] = tuple(
                 (tensor, quantizers[row], quantizers[column]) for tensor, (row, column) in _COPIES.items()
             )
+    count = len(treatments)
+    for layer in planned.layers:  # modules are also found by the end of their names
+        if any(layer.path.endswith(f".{path}") for path in treatments):
+            treatments.setdefault(layer.path, ())
     groups = group_by_treatment(treatments)
     rows = []
     for treatment, paths in groups.items():
@@ -72,7 +76,7 @@ def write_transformer_engine(planned: PlannedModel, header: FileHeader, omission
             for tensor, row, column in treatment
         )
         rows.append(f"    (\n        {{\n{tensors}\n        }},\n        {python_strings(paths, 8)},\n    ),")
-    return _RECIPE.format(header=header.comment("#"), treatments="\n".join(rows)), len(treatments)
+    return _RECIPE.format(header=header.comment("#"), treatments="\n".join(rows)), count
 
 
 def _quantizers(layer: LinearLayer, omissions: Omissions) -> dict[str, _Quantizer | None]:
