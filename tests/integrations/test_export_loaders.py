@@ -97,9 +97,9 @@ def test_a_plan_of_megatrons_file_decides_as_its_first_match() -> None:
 
 
 @pytest.fixture
-def config_manager() -> Iterator[Any]:
+def config_manager(tmp_path: Path) -> Iterator[Any]:
     manager = pytest.importorskip("nvdlfw_inspect.config_manager").ConfigManager
-    pytest.importorskip("nvdlfw_inspect.logging").initialize_logger("")
+    pytest.importorskip("nvdlfw_inspect.logging").initialize_logger(str(tmp_path))
     yield manager
     manager.reset()
 
