@@ -71,11 +71,12 @@ def measure(
     measured_rows: list[Row] = []
     skipped: dict[str, str] = {}
     is_empty = True
+    planned: Plan | None = None
     for batch in islice(batches, MAX_BATCHES):
         if is_empty and plan is not None:
-            plan = plan_for_model(find_plan(plan), model, batch, loss)
+            planned = plan_for_model(find_plan(plan), model, batch, loss)
         is_empty = False
-        probe = Probe(checked, sampling, stage, step, None if plan is None else find_plan(plan), own)
+        probe = Probe(checked, sampling, stage, step, planned, own)
         with preserve_rng_state():
             probe_step(model, batch, loss, probe)
         measured_rows += probe.rows
@@ -84,7 +85,7 @@ def measure(
         raise MetricError("there is no batch to measure with.")
     if not measured_rows and not skipped:
         raise MetricError("the model has no product (linear, convolution, matmul, attention) to measure.")
-    if plan is not None and all(row.candidate != PLANNED for row in measured_rows):
+    if planned is not None and all(row.candidate != PLANNED for row in measured_rows):
         raise MetricError("the plan rounds no operand of a product: leave it out, or name one that does.")
     return Measurement(average_rows(measured_rows), skipped, target)
 
