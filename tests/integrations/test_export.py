@@ -6,6 +6,7 @@ import fnmatch
 import re
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,17 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Tensor]]:
     return operands
 
 
-def torchao_operands(export: Export, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Tensor]]:
+def mean_square(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def torchao_operands(
+    export: Export,
+    monkeypatch: pytest.MonkeyPatch,
+    model: nn.Module | None = None,
+    batch: Tensor | None = None,
+    loss: Callable[[Tensor], Tensor] = mean_square,
+) -> dict[str, list[Tensor]]:
     """The operands of one step of the converted model, by slot."""
     from torchao.float8 import float8_linear
 
@@ -177,10 +188,11 @@ def torchao_operands(export: Export, monkeypatch: pytest.MonkeyPatch) -> dict[st
         return float8
 
     monkeypatch.setattr(float8_linear, "hp_tensor_to_float8_dynamic", record)
-    model, batch = net()
-    loss = executed(export.text)["convert"](model, emulate=True)(batch).square().mean()
+    if model is None or batch is None:
+        model, batch = net()
+    value = loss(executed(export.text)["convert"](model, emulate=True)(batch))
     in_backward.append(True)
-    loss.backward()
+    value.backward()
     return operands
 
 
@@ -210,20 +222,29 @@ def test_torchao_multiplies_the_same_operands_bit_for_bit(
         assert len(ours.unique()) < ours.numel()  # rounded at all
 
 
+@pytest.mark.parametrize("scale", ["tensor", "vector"])
 def test_torchao_with_scales_of_any_value_differs_in_single_codes(
-    multiplied: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch
+    scale: str, multiplied: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = plan_of(linear(**dict.fromkeys(SLOTS, F8)))
-    model, batch = net()
-    with bp.attach(model, plan, example=batch):
-        model(batch).square().mean().backward()
-    theirs = torchao_operands(plan.export("torchao", *net()), monkeypatch)
-    ours, other = multiplied["fprop.w"][0], theirs["fprop.w"][0]
-    exact = net()[0].embed.weight.detach()
-    error = (ours - exact).abs().mean()
-    assert error > 1e-4 * exact.abs().mean()  # it is rounded
-    assert (ours - other).abs().mean() < 0.02 * error  # and both round alike
-    assert torch.allclose(ours, other, rtol=0.13, atol=1e-4)  # to at most the next code
+    """In all six operands of a layer that gets the same input and the same gradient from both."""
+    torch.manual_seed(0)
+    model, batch, gradient = nn.Linear(64, 48), torch.randn(32, 64, requires_grad=True), torch.randn(32, 48)
+    plan = plan_of(linear(**{slot: {"format": "e4m3", "scale": scale} for slot in SLOTS}))
+    exact = {"x": batch.detach(), "w": model.weight.detach().clone(), "dy": gradient}
+
+    def loss(output: Tensor) -> Tensor:
+        return (output * gradient).sum()
+
+    with bp.attach(model, plan, example=batch.detach()):
+        loss(model(batch)).backward()
+    export = plan.export("torchao", nn.Sequential(model), batch.detach(), strict=True)
+    theirs = torchao_operands(export, monkeypatch, nn.Sequential(model), batch, loss)
+    for slot in SLOTS:
+        ours, other, plain = multiplied[slot][0], theirs[slot][0], exact[slot.partition(".")[2]]
+        error = (ours - plain).abs().mean()
+        assert error > 0.005 * plain.abs().mean(), slot  # it is rounded
+        assert (ours - other).abs().mean() < 0.02 * error, slot  # and both round alike
+        assert torch.allclose(ours, other, rtol=0.13, atol=1e-4), slot  # to at most the next code
 
 
 def test_torchao_leaves_a_product_without_formats_in_high_precision() -> None:
