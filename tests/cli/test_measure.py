@@ -40,6 +40,21 @@ def test_a_model_is_measured_as_it_is(bitplan: Callable[..., Any]) -> None:
     assert "blocks.0.attention/matmul.0" in {row["product"] for row in rows}
 
 
+def test_the_formats_of_a_plan_are_measured_too(bitplan: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "m.json"
+    rows = bitplan("measure", TINY, *FEW, "--plan", "int8-linear", "--steps", 5, "-o", file, "--json").json
+    assert {row["candidate"] for row in rows} == {"int8 tensor", "e4m3 vector", "plan"}
+    assert {row["pass"] for row in rows if row["candidate"] == "plan"} == {"fprop", "dgrad"}
+    command = Measurement.load(file).command
+    assert command is not None
+    assert "--plan int8-linear" in command
+    # What reads measurements does not take the plan for a format.
+    assert bitplan("advise", TINY, "--measurement", file).code == 0
+    assert bitplan("report", file, "-o", tmp_path / "page.html").code == 0
+    ran = bitplan("measure", TINY, *FEW, "--plan", "packed-fp8", "--steps", 5)
+    assert (ran.code, ran.err.count("\n")) == (2, 1)
+
+
 def test_mistakes_are_one_sentence(bitplan: Callable[..., Any]) -> None:
     for arguments, sentence in (
         (["nothing"], "there is no built-in model or task"),

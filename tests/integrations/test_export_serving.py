@@ -213,10 +213,10 @@ def test_modelopt_configures_every_quantizer() -> None:
                 if fnmatch.fnmatch(f"{path}.{quantizer}", entry["quantizer_name"]):
                     chosen[f"{path}.{quantizer}"] = entry.get("cfg") if entry["enable"] else None
     assert chosen["model.layers.0.mlp.down_proj.weight_quantizer"] == {"num_bits": 8, "axis": 0}
-    per_token = {"num_bits": 8, "block_sizes": {-1: None, "type": "dynamic"}}
+    per_token = {"num_bits": 8, "type": "dynamic", "block_sizes": {-1: None}}
     assert chosen["model.layers.0.mlp.down_proj.input_quantizer"] == per_token
     assert chosen["model.layers.0.mlp.up_proj.input_quantizer"] is None
-    nvfp4 = {"num_bits": "e2m1", "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": "e4m3"}}
+    nvfp4 = {"num_bits": [2, 1], "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": [4, 3]}}
     assert chosen["model.layers.1.self_attn.q_proj.weight_quantizer"] == nvfp4
     assert chosen["lm_head.weight_quantizer"] is None
     assert exported.omissions == ()
@@ -232,6 +232,24 @@ def test_a_plan_comes_back_from_compressed_tensors(tmp_path: Path) -> None:
         for plan in (back, plan_of(*rules))
     ]
     assert rows[0] == rows[1]
+
+
+def test_modelopt_leaves_convolutions_alone() -> None:
+    """Its convolutions have quantizers of the same names, and ``*`` also fits dots."""
+    model = nn.Sequential(nn.Conv1d(4, 4, 1), nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32)))
+    block = {"format": "int4", "scale": "block", "block": 16}
+    exported = plan_of(linear("1", fprop=block), linear("2", fprop={"format": "e4m3", "scale": "tensor"})).export(
+        "modelopt", model, torch.randn(2, 4, 32)
+    )
+    entries = {entry["quantizer_name"]: entry for entry in yaml.safe_load(exported.text)["quant_cfg"][1:]}
+    assert list(entries) == [
+        f"{path}.{name}" for name in ("weight_quantizer", "input_quantizer") for path in ("1", "*.*")
+    ]
+    assert not any(fnmatch.fnmatch("0.weight_quantizer", name) for name in entries)
+    assert entries["1.weight_quantizer"]["cfg"] == {"num_bits": 4, "block_sizes": {-1: 16}}
+    assert entries["*.*.input_quantizer"]["cfg"] == {"num_bits": [4, 3], "axis": None, "type": "dynamic"}
+    assert entries["1.input_quantizer"]["cfg"] == {"num_bits": 4, "type": "dynamic", "block_sizes": {-1: 16}}
+    assert exported.omissions == ()
 
 
 # --- Folders

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,10 @@ TENSORWISE = BF16 | {
     "training_recipe": {"fp8_quantization_recipe": "tensorwise", "fp8_format": "hybrid"},
     "evaluation_recipe": {},
 }
+
+
+def recipe(**keys: Any) -> dict[str, Any]:
+    return BF16 | {"training_recipe": keys}
 
 
 def operands(imported: ImportedPlan, path: str) -> list[str]:
@@ -108,6 +113,31 @@ def test_the_first_matcher_of_megatron_wins(tmp_path: Path) -> None:
     assert any("under --fp8-format or --fp4-format only" in note for note in imported.notes)
 
 
+@pytest.mark.parametrize(
+    "pattern", ["*.[0-1].fc?", "a[^b].*", "a[!^].*", r"a[\]\*", "a[]b].x", "a[b", "a]**.x", "[!]b]", "[z-a]"]
+)
+def test_globs_fit_as_in_megatron(pattern: str) -> None:
+    plan = import_plan(megatron({"mx": MXFP8}, ("mx", pattern)), "megatron").plan
+    for path in (
+        "x.0.fc1",
+        "x.2.fc1",
+        "ab.x",
+        "ac.x",
+        "a^.x",
+        "a].x",
+        "a\\b",
+        "a\\",
+        "a[b",
+        "a[b.x",
+        "c",
+        "b",
+        "",
+        "a.b",
+    ):
+        is_rounded = plan.decide(path, "linear.0")["fprop.x"].quantizer is not None
+        assert is_rounded == fnmatch.fnmatchcase(path, pattern), path
+
+
 def test_an_imported_plan_is_an_ordinary_document(tmp_path: Path) -> None:
     imported = import_plan(megatron({"mx": MXFP8}, ("mx", "*.nothing"), ("mx", "0")), "megatron")
     imported.plan.save(tmp_path / "plan.yaml")
@@ -129,6 +159,16 @@ def test_an_imported_plan_is_an_ordinary_document(tmp_path: Path) -> None:
         (megatron({"mx": {"training_recipe": {}}}, ("mx", "*")), "TEQuantizationParams"),
         (megatron({"high": BF16}, ("high", "*")), "rounds nothing"),
         ({"configs": {}, "matchers": {}, "more": 1}, "more"),
+        (
+            megatron({"mx": recipe(fp8_quantization_recipe="mxfp8", fp4_quantization_recipe="nvfp4")}, ("mx", "*")),
+            "one of",
+        ),
+        (megatron({"mx": recipe(fp8_quantization_recipe="delayed")}, ("mx", "*")), "delayed"),
+        (megatron({"mx": recipe(fp8_quantization_recipe="mxfp")}, ("mx", "*")), "did you mean mxfp8"),
+        (megatron({"mx": recipe(fp8_quantization_recipe=["mxfp8"])}, ("mx", "*")), "list"),
+        (megatron({"mx": recipe(fp8_quantization_recipe="mxfp8", fp8_format="e5m2")}, ("mx", "*")), "e5m2"),
+        (megatron({"mx": recipe(override_quantized_autocast="no")}, ("mx", "*")), "override_quantized_autocast"),
+        ({"configs": {"mx": MXFP8}, "matchers": {"m": {"enabled": True, "type": "glob", "pattern": "*"}}}, "config"),
     ],
 )
 def test_what_megatron_would_refuse_raises(document: dict[str, Any], token: str) -> None:

@@ -241,3 +241,23 @@ def test_a_watch_in_a_loop_of_ones_own() -> None:
     assert watch.measurement.candidates == ["int8 tensor", "e4m3 tensor"]
     with pytest.raises(MetricError, match="every is 0"):
         Watch(model, every=0)
+
+
+def test_the_formats_of_a_plan_are_a_candidate() -> None:
+    """Those of an operand that the plan leaves alone are exact; selectors find their products in the model."""
+    torch.manual_seed(0)
+    int8 = {"format": "int8", "scale": "tensor"}
+    rules = [{"match": "fc", "op": "linear", "fprop": int8, "dgrad.dy": int8}]
+    plan = bitplan.Plan.from_dict({"version": 1, "rules": rules})
+    model = Small()
+    result = measure(model, [batch(), batch(1)], F.cross_entropy, ["int8 tensor"], plan=plan)
+    rows = {(row.product, row.pass_, row.candidate): row for row in result.rows}
+    planned = {(product, pass_) for product, pass_, candidate in rows if candidate == "plan"}
+    assert planned == {("fc/linear.0", "fprop"), ("fc/linear.0", "dgrad")}
+    assert rows["fc/linear.0", "fprop", "plan"].median == rows["fc/linear.0", "fprop", "int8 tensor"].median
+    assert 0 < rows["fc/linear.0", "dgrad", "plan"].median < rows["fc/linear.0", "dgrad", "int8 tensor"].median
+    selected = {"version": 1, "rules": [{"select": "last-product", "fprop": int8}]}
+    by_selector = measure(model, [batch()], F.cross_entropy, ["int8 tensor"], plan=bitplan.Plan.from_dict(selected))
+    assert {row.product for row in by_selector.rows if row.candidate == "plan"} == {"fc/linear.0"}
+    with pytest.raises(MetricError, match="the plan rounds no operand"):
+        measure(model, [batch()], F.cross_entropy, ["int8 tensor"], plan="packed-fp8")

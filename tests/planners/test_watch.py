@@ -191,6 +191,15 @@ def test_a_run_without_trouble_is_left_alone() -> None:
     assert loop.watch.diagnose().cause == "none"
 
 
+def test_a_run_is_diagnosed_by_its_watch() -> None:
+    loop = Loop(perceptron(), plan({"match": "4", "op": "linear", "dgrad.dy": "e2m1"}), every=20)
+    loop.go(20)
+    first = loop.run.diagnose(most_replays=40)
+    assert [str(tensor) for tensor in first.culprits] == ["4/linear.0:dgrad.dy"]
+    assert loop.watch.run is not loop.run  # attached anew by the replays, and diagnosed by the same watch
+    assert str(loop.watch.run.diagnose(most_replays=40)) == str(loop.run.diagnose(most_replays=40)) == str(first)
+
+
 def state_of(loop: Loop) -> tuple[Any, ...]:
     moments = [state["momentum_buffer"] for state in loop.optimizer.state.values()]
     generators = random.random(), np.random.rand(), torch.rand(2)
@@ -282,6 +291,7 @@ BAD: dict[str, Callable[[nn.Module, Any], Any]] = {
     "optimizer": lambda model, step: bp.Watch(bp.attach(model, plan()), step),
     "every": lambda model, step: bp.Watch(attached(model), step, every=0),
     "spike": lambda model, step: bp.Watch(attached(model), step, spike=1.0),
+    "bp.Watch": lambda model, step: attached(model).diagnose(),
     "replay": lambda model, step: bp.Watch(attached(model), step).diagnose(),
     "go back": lambda model, step: bp.Watch(attached(model), step).rewind(),
     "loss": lambda model, step: bp.Watch(attached(model), lambda batch: "done").step(None),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from breaking_runs import Net, Planted
-from torch import nn
+from torch import Tensor, nn
 
 from bitplan.errors import BitplanWarning, RunError
 from bitplan.lab.tasks.task import Task
@@ -48,6 +48,58 @@ def test_a_gradient_in_four_bits_is_found_and_mended(tiny: MakeTask, tmp_path: P
     assert mended.loss is not None
     assert before.loss is not None
     assert mended.loss < 0.7 * before.loss
+
+
+class Clouds(Planted):
+    """Three clouds of points with a last feature that is always 0, which no weight of its own can matter for."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__(make, 99, steps=60, batch=32, lr=0.2)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        own = torch.Generator().manual_seed(step)
+        labels = torch.randint(3, (self.settings.batch,), generator=own)
+        points = 2.0 * nn.functional.one_hot(labels, 6) + 0.5 * torch.randn(self.settings.batch, 6, generator=own)
+        points[:, -1] = 0
+        return points, labels
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, target)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        points, labels = self.batch(1000)
+        return {"error": float(self.loss(model(points), labels))}
+
+
+def net_with_outlier() -> nn.Module:
+    """The outlier leaves no other weight of the first layer a code but 0 in INT8."""
+    net = Net()
+    with torch.no_grad():
+        net.first.weight[0, -1] = 1e3
+    return net
+
+
+def test_an_outlier_in_the_weights_of_a_layer_is_found_and_mended(tmp_path: Path) -> None:
+    before = train(Clouds(net_with_outlier), plan(LINEAR), folder=tmp_path / "run")
+    diagnosis = diagnose_run(Clouds(net_with_outlier), tmp_path / "run")
+    assert (diagnosis.cause, culprits(diagnosis)) == ("plan", ["first/linear.0:fprop.w"])
+    assert "in the forward pass" in diagnosis.summary
+    assert diagnosis.plan is not None
+    assert str(diagnosis.plan.decide("first", "linear.0")["fprop.w"].quantizer) not in ("None", "int8 tensor")
+    mended = train(Clouds(net_with_outlier), diagnosis.plan, folder=tmp_path / "mended")
+    assert mended.loss is not None
+    assert before.loss is not None
+    assert mended.loss < 0.7 * before.loss
+
+
+def test_a_loss_that_jumps_is_found_in_the_logged_losses(tmp_path: Path) -> None:
+    late = {"until": 40, "use": "bf16", "then": INT8}
+    document = plan({"match": "first", "op": "linear", "fprop.w": late}, {"match": "third", "weight": "bf16"})
+    assert train(Clouds(net_with_outlier), document, folder=tmp_path, log_every=1).status == "finished"
+    diagnosis = diagnose_run(Clouds(net_with_outlier), tmp_path)
+    assert "The loss jumps from about" in diagnosis.summary
+    assert "at step 41." in diagnosis.summary
+    assert culprits(diagnosis) == ["first/linear.0:fprop.w"]
 
 
 def test_a_run_that_falls_behind_its_reference_is_looked_at_there(tiny: MakeTask, tmp_path: Path) -> None:

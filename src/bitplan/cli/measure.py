@@ -85,6 +85,16 @@ def measure_command(
     stages: StagesOption = False,
     steps: StepsOption = None,
     candidates: CandidatesOption = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(
+            "--plan",
+            metavar="PLAN",
+            help="Also measure the formats of a plan: a preset or a file.",
+            autocompletion=complete_plan,
+            show_default=False,
+        ),
+    ] = None,
     rows: RowsOption = Sampling.rows,
     terms: TermsOption = Sampling.terms,
     metrics: Annotated[
@@ -115,6 +125,7 @@ def measure_command(
             target, stages, steps, candidate_texts if candidates else None, rows, terms, tuple(settings or ()), seed
         )
         request.metrics = tuple(metrics or ())
+        request.plan = plan
         measurement = request.measured(output, device)
         if file is not None:
             path = file / MEASUREMENT_FILE if file.is_dir() or not file.suffix else file
@@ -142,6 +153,8 @@ class MeasureRequest:
     ) -> None:
         #: Error metrics of the user's own.
         self.metrics: tuple[str, ...] = ()
+        #: A plan whose formats are measured, too.
+        self.plan: str | None = None
         self.target = target
         self.stages = stages
         self.steps = steps
@@ -163,7 +176,7 @@ class MeasureRequest:
 
     def measured(self, output: Output, device: str = "cpu") -> Measurement:
         task = self.task()
-        how: dict[str, Any] = {"rows": self.rows, "terms": self.terms, "seed": self.seed}
+        how: dict[str, Any] = {"plan": self.plan, "rows": self.rows, "terms": self.terms, "seed": self.seed}
         how["metrics"] = {_metric_name(name): find_function(name, metric_registry) for name in self.metrics}
         if task is None:
             self._require_no_training()
@@ -201,6 +214,7 @@ class MeasureRequest:
         arguments += [] if self.steps is None else ["--steps", str(self.steps)]
         for candidate in self.candidates or ():
             arguments += ["--candidate", candidate]
+        arguments += [] if self.plan is None else ["--plan", self.plan]
         for name, default in (("rows", Sampling.rows), ("terms", Sampling.terms), ("seed", 0)):
             value = getattr(self, name)
             arguments += [] if value == default else [f"--{name}", str(value)]

@@ -7,6 +7,7 @@ names it. JSON and YAML files are read as data.
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -277,9 +278,11 @@ _FLOAT_BLOCKS: dict[Any, str] = {(8, 32): "mxfp8", (4, 32): "mxfp4", (4, 16): "n
 # --- Megatron
 
 
+_FLAGS = ("override_quantized_autocast", "override_nonquantized_autocast", "tp_only_amax_red", "fp8_param", "fp4_param")
+_KINDS = {bool: "truth value", str: "name"}
 _RECIPE_KEYS = (
     *("fp8_quantization_recipe", "fp4_quantization_recipe", "custom_recipe_factory", "fp8_format"),
-    *("override_quantized_autocast", "override_nonquantized_autocast", "tp_only_amax_red", "fp8_param", "fp4_param"),
+    *_FLAGS,
 )
 
 
@@ -299,7 +302,9 @@ def _from_megatron(source: Any, notes: list[str]) -> Rules:
             continue
         if matcher.get("type") != "glob" or not isinstance(matcher.get("pattern"), str):
             raise PlanError(f"{where} must have type: glob and a pattern.")
-        config = str(matcher.get("config"))
+        config = matcher.get("config")
+        if not isinstance(config, str):
+            raise PlanError(f"{where}.config must be a name, not {type(config).__name__}.")
         if config not in configs:
             raise PlanError(f"{where}: {config!r} is not among the configs; {nearest_names(config, configs)}")
         rules.append(_rule(_glob_expression(matcher["pattern"]), **configs[config]))
@@ -321,17 +326,9 @@ def _glob_expression(pattern: str) -> str:
     """
     if pattern == "*":
         return pattern
-    parts = re.split(r"(\[!?\]?[^\]]*\]|\*|\?)", pattern)
-    signs = {"*": ".*", "?": "."}
-    return "re:" + "".join(
-        signs.get(part)
-        or (
-            f"[{'^' if part[1] == '!' else ''}{part[1:].lstrip('!')}"
-            if part[:1] == "[" and part[-1:] == "]"
-            else re.escape(part)
-        )
-        for part in parts
-    )
+    pieces = re.split(r"(\[!?\]?[^\]]*\]|\*+|\?)", pattern)
+    # Without the "(?s:" and ")\\Z" around it; the whole pattern at once would get groups between its stars.
+    return "re:" + "".join(fnmatch.translate(piece)[4:-3] for piece in pieces)
 
 
 def _megatron_places(config: Any, where: str, notes: list[str]) -> dict[str, Any]:
@@ -343,25 +340,36 @@ def _megatron_places(config: Any, where: str, notes: list[str]) -> dict[str, Any
     places = _recipe_places(recipe, f"{where}.training_recipe", notes)
     if "evaluation_recipe" in config and config["evaluation_recipe"] != recipe:
         evaluation = _only(config["evaluation_recipe"], _RECIPE_KEYS, f"{where}.evaluation_recipe")
-        if not _recipe_name(evaluation) and "keep" not in places:
+        if not _recipe_name(evaluation, f"{where}.evaluation_recipe") and "keep" not in places:
             places = {place: _without_evaluation(quantizer) for place, quantizer in places.items()}
         else:
             notes.append(f"{where}: evaluation has the formats of training")
     return places
 
 
-def _recipe_name(recipe: Mapping[str, Any]) -> str | None:
+def _recipe_name(recipe: Mapping[str, Any], where: str) -> str | None:
+    """The recipe that is named, after a look at the values of all keys, as Megatron itself refuses them."""
+    for key, value in recipe.items():
+        kind = bool if key in _FLAGS else str
+        if value is not None and not isinstance(value, kind):
+            raise PlanError(f"{where}.{key} must be a {_KINDS[kind]}, not {type(value).__name__}.")
     names = [recipe[key] for key in ("fp8_quantization_recipe", "fp4_quantization_recipe") if recipe.get(key)]
+    if len(names) > 1:
+        raise PlanError(f"{where} has an FP8 recipe and an FP4 recipe: keep one of them.")
+    if recipe.get("fp8_format", "e4m3") not in ("e4m3", "hybrid"):
+        raise PlanError(f"{where}.fp8_format is {recipe['fp8_format']!r}; it must be e4m3 or hybrid.")
     return names[0] if names else None
 
 
 def _recipe_places(recipe: Mapping[str, Any], where: str, notes: list[str]) -> dict[str, Any]:
-    name = _recipe_name(recipe)
+    name = _recipe_name(recipe, where)
     gradient = "e5m2" if recipe.get("fp8_format", "e4m3") == "hybrid" else "e4m3"
     if name is None:
         return {"keep": True}
     if not recipe.get("override_nonquantized_autocast", False):
         notes.append(f"{where} counts under --fp8-format or --fp4-format only; here it always does")
+    if not recipe.get("override_quantized_autocast", True):
+        notes.append(f"{where} does not count under --fp8-format or --fp4-format; here it always does")
     if name == "tensorwise":
         forward = {"format": "e4m3", "scale": "tensor"}
         return {"x": forward, "w": forward, "dy": {"format": gradient, "scale": "tensor"}}
@@ -380,7 +388,12 @@ def _recipe_places(recipe: Mapping[str, Any], where: str, notes: list[str]) -> d
         return {slot: stochastic if OPERAND_OF_SLOT[slot].tensor == "dy" else "nvfp4" for slot in SLOTS}
     if name == "custom":
         raise PlanError(f"{where} is made by {recipe.get('custom_recipe_factory')}, Python code that is not read.")
-    raise PlanError(f"{where} has the unknown recipe {name!r}.")
+    if name == "delayed":
+        raise PlanError(f"{where}: Megatron has no delayed scales in this file; choose tensorwise.")
+    raise PlanError(f"{where} has the unknown recipe {name!r}; {nearest_names(name, _RECIPES)}")
+
+
+_RECIPES = ("tensorwise", "blockwise", "mxfp8", "nvfp4", "custom")
 
 
 def _without_evaluation(quantizer: Any) -> Any:

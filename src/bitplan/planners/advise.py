@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from bitplan.analysis.cost import stored_bits
 from bitplan.analysis.measure import DEFAULT_CANDIDATES, Candidate, Measurement, measure
+from bitplan.analysis.measure.candidate import PLANNED
 from bitplan.analysis.measure.measure import MAX_BATCHES
 from bitplan.analysis.measure.pass_metrics import OperandMetrics
 from bitplan.capture.decompositions import is_decomposed
@@ -133,6 +134,8 @@ def collect_pairs(measurement: Measurement) -> list[Pair]:
     collected: dict[tuple[str, str], tuple[dict[str, Option], dict[str, Option]]] = {}
     insides: dict[str, str | None] = {}
     for row in measurement.rows:
+        if row.candidate == PLANNED:  # measured for people; an option is a quantizer that is alone in its product
+            continue
         product = f"{row.module}/{row.inside}" if row.inside in RECURRENT else row.product
         insides[product] = row.inside
         sides = collected.setdefault((product, row.pass_), ({}, {}))

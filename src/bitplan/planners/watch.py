@@ -102,6 +102,7 @@ class Watch:
         if not run.optimizers:
             raise PlanError("a Watch needs a run that counts its steps by itself: give attach() the optimizer=.")
         self.run = run
+        run.diagnosed_by = self.diagnose
         self.train_step = train_step
         self.every = every
         self.spike = spike
@@ -207,6 +208,7 @@ class Watch:
     def _restore(self, snapshot: _Snapshot, plan: Plan, rate: float = FULL_RATE, stats: bool | None = None) -> None:
         """Attach a plan and go back to a state."""
         self.run = self.run.attach_again(plan, stats=stats)
+        self.run.diagnosed_by = self.diagnose
         with torch.no_grad():
             for name, tensor in _changing(self.model):
                 tensor.copy_(snapshot.tensors[name])

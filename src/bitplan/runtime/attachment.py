@@ -134,6 +134,8 @@ class Attachment:
         self._timer = StepTimer()
         #: Modules that :meth:`compile` has compiled in place.
         self._compiled_in_place: list[nn.Module] = []
+        #: Diagnoses the run, where a :class:`bitplan.Watch` makes its steps.
+        self.diagnosed_by: Callable[..., Any] | None = None
         #: Undoes a change of the model that is no rounding, such as a loss in chunks.
         self.after_detach: Callable[[], None] | None = None
         self._frozen_weights: list[FrozenSite] = []
@@ -599,6 +601,18 @@ class Attachment:
     def coverage(self) -> ProductCoverage:
         """How many of the model's products have operands that the plan rounds, and what share of multiplications."""
         return product_coverage(self._cost_tracker.operations(), self.plan.decide)
+
+    def diagnose(self, **options: Any) -> Any:
+        """The tensors whose rounding breaks the run, and a plan that mends it; see :meth:`bitplan.Watch.diagnose`.
+
+        An attachment keeps nothing to replay by itself, so that its steps have to be made by a ``Watch``.
+        """
+        if self.diagnosed_by is None:
+            raise PlanError(
+                "nothing is kept to replay: make the steps by bp.Watch(run, train_step), or name the folder of a "
+                "run to bitplan doctor."
+            )
+        return self.diagnosed_by(**options)
 
     def fallbacks(self) -> Table[Any]:
         """In native execution: the products that the plan rounds and that are emulated, and why.

@@ -11,15 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.analysis.measure.candidate import Candidate, check_candidates
+from bitplan.analysis.measure.candidate import PLANNED, Candidate, check_candidates
 from bitplan.analysis.measure.pass_metrics import Metric, metric_registry
 from bitplan.analysis.measure.probe import Probe
 from bitplan.analysis.measure.result import Measurement, Row, average_rows
 from bitplan.capture.recording import call_arguments, call_loss, split_batch
 from bitplan.capture.scopes import Scope, followed, loss_holder, unwrapped
+from bitplan.capture.selectors import plan_for_model
 from bitplan.errors import MetricError
 from bitplan.gemm.sampling import Sampling
 from bitplan.numerics.noise import preserve_rng_state
+from bitplan.plans import Plan
+from bitplan.plans.loading import find_plan
 
 #: Batches that are measured, if there are more.
 MAX_BATCHES = 4
@@ -31,6 +34,7 @@ def measure(
     loss: Callable[..., Tensor] | None = None,
     candidates: Iterable[str | Candidate] | None = None,
     *,
+    plan: Plan | str | None = None,
     rows: int = Sampling.rows,
     terms: int = Sampling.terms,
     seed: int = 0,
@@ -49,6 +53,7 @@ def measure(
     :param loss: a function of the output and, if it takes one, the target; None: the mean square of the outputs.
     :param candidates: pairs of formats, such as ``"e4m3 tensor"``, ``"e5m2/e4m3 tensor"`` (left and right operand) or
         ``"int8 vector stochastic-dy"``; by default :data:`DEFAULT_CANDIDATES`.
+    :param plan: its formats are measured, too, as the candidate ``plan``; of a plan that changes over time, the first.
     :param rows: number of sampled rows of each operand.
     :param terms: the largest number of terms of a sum; of longer sums this many terms are sampled.
     :param seed: of the sampling and of stochastic rounding.
@@ -66,9 +71,12 @@ def measure(
     measured_rows: list[Row] = []
     skipped: dict[str, str] = {}
     is_empty = True
+    planned: Plan | None = None
     for batch in islice(batches, MAX_BATCHES):
+        if is_empty and plan is not None:
+            planned = plan_for_model(find_plan(plan), model, batch, loss)
         is_empty = False
-        probe = Probe(checked, sampling, stage, step, metrics=own)
+        probe = Probe(checked, sampling, stage, step, planned, own)
         with preserve_rng_state():
             probe_step(model, batch, loss, probe)
         measured_rows += probe.rows
@@ -77,6 +85,8 @@ def measure(
         raise MetricError("there is no batch to measure with.")
     if not measured_rows and not skipped:
         raise MetricError("the model has no product (linear, convolution, matmul, attention) to measure.")
+    if planned is not None and all(row.candidate != PLANNED for row in measured_rows):
+        raise MetricError("the plan rounds no operand of a product: leave it out, or name one that does.")
     return Measurement(average_rows(measured_rows), skipped, target)
 
 

@@ -44,10 +44,10 @@ class ExportFormat:
 #: By the names that ``--to`` takes.
 EXPORT_FORMATS: dict[str, ExportFormat] = {
     "torchao": ExportFormat(write_torchao, ("0.18",)),
-    "torchtitan": ExportFormat(write_torchtitan, ("2026-08",)),
+    "torchtitan": ExportFormat(write_torchtitan, ("0.3",)),
     "transformer-engine": ExportFormat(write_transformer_engine, ("2.20",)),
     "te-debug": ExportFormat(write_te_debug, ("2.20",)),
-    "megatron": ExportFormat(write_megatron, ("2026-08",)),
+    "megatron": ExportFormat(write_megatron, ("0.16", "2026-08")),
     "compressed-tensors": ExportFormat(write_compressed_tensors, ("0.20",), is_for_inference=True),
     "modelopt": ExportFormat(write_modelopt, ("0.47",), is_for_inference=True),
 }
@@ -134,7 +134,7 @@ def export_plan(
 
     export_format.write(planned, header(), omissions)  # the omissions of the format itself
     text, layers = export_format.write(planned, header(), omissions)
-    require_exported(layers, to, tuple(omissions))
+    require_exported(layers, to, planned, tuple(omissions))
     if strict and (lines := omission_lines(tuple(omissions))):
         more = f" ({len(lines) - 1} more lines without strict)" if len(lines) > 1 else ""
         raise PlanError(f"{to} cannot express all of the plan: {lines[0]}{more}: change the plan, or drop strict.")

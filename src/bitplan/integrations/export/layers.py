@@ -136,6 +136,10 @@ class PlannedModel:
     omissions: tuple[Omission, ...]
     #: The passes whose FP8 products accumulate in reduced precision.
     fast_passes: tuple[str, ...]
+    #: The paths of all modules of the model. A pattern must not fit one that is not meant.
+    module_paths: tuple[str, ...]
+    #: Whether the layers are those of the last step, because the plan changes over time and no step was chosen.
+    is_at_end: bool = False
 
 
 def find_layers(
@@ -158,7 +162,8 @@ def find_layers(
     coverage = RuleCoverage(plan, scripted_modules(model))
     coverage.note_recorded(operations)
     coverage.require_effect(waits=coverage.covers_scripted_module)
-    if step is None and is_for_inference and plan.moves:
+    is_at_end = step is None and is_for_inference and plan.moves
+    if is_at_end:
         momentary = plan.at(Position(FINE_STEPS - 1, FINE_STEPS), fixed=True)
     else:
         momentary = plan if step is None else plan_at(plan, step, steps)
@@ -200,7 +205,8 @@ def find_layers(
     _note_keys(plan, omissions)
     execution = plan.declared_execution
     fast_passes = execution.fast_passes if isinstance(execution, Native) else ()
-    return PlannedModel(tuple(layers), tuple(omissions), fast_passes)
+    module_paths = tuple(path for path, _ in model.named_modules(remove_duplicate=False))
+    return PlannedModel(tuple(layers), tuple(omissions), fast_passes, module_paths, is_at_end)
 
 
 def _calls_of_layers(operations: Sequence[Operation], linear_modules: Mapping[str, nn.Module]) -> set[int]:
@@ -341,15 +347,24 @@ def operand_site(layer: LinearLayer, slot: str) -> str:
     return f"{site_path(layer.path, op_site('linear', 0))}:{slot}"
 
 
-def require_exported(count: int, target: str, omissions: Sequence[Omission]) -> None:
-    """Raise where nothing of a plan can be exported."""
+def require_exported(count: int, target: str, planned: PlannedModel, omissions: Sequence[Omission]) -> None:
+    """Raise where nothing of a plan can be exported.
+
+    :param omissions: of the plan, and after them those of the target.
+    """
     if count:
         return
-    lines = omission_lines(omissions)
-    reason = f" ({lines[0]})" if lines else ""
+    of_plan = set(planned.omissions)
+    of_target = omission_lines([omission for omission in omissions if omission not in of_plan])
+    if of_target:
+        reason = of_target[-1]
+    else:
+        when = "at the end of a run it" if planned.is_at_end else "it"
+        reason = f"{when} rounds no operand of an nn.Linear layer that {target} could round"
+    other_step = "export another step of the run" if planned.is_at_end else "choose another target"
     raise PlanError(
-        f"the plan has nothing that {target} can do{reason}: give formats of {target} to operands of nn.Linear layers, "
-        f"or choose another target."
+        f"the plan has nothing that {target} can do ({reason}): give formats of {target} to operands of nn.Linear "
+        f"layers, or {other_step}."
     )
 
 

@@ -284,12 +284,11 @@ def write_modelopt(planned: PlannedModel, header: FileHeader, omissions: Omissio
             if config is None:
                 continue
             quantized.update(paths)
-            others = [path for path in configs if path not in set(paths)]
-            for pattern in layer_globs(paths, others):
+            for pattern in layer_globs(paths, planned.module_paths):
                 name = f"{pattern}.{quantizer}" if pattern else quantizer
                 entries.append({"quantizer_name": name, "cfg": _with_integer_keys(json.loads(config)), "enable": True})
     body = yaml.safe_dump(
-        {"quant_cfg": entries, "algorithm": "max"}, sort_keys=False, default_flow_style=False, width=100_000
+        {"quant_cfg": entries, "algorithm": "max"}, sort_keys=False, default_flow_style=None, width=100_000
     )
     return f"{header.comment('#')}\n{body}", len(quantized)
 
@@ -301,30 +300,35 @@ def _modelopt_config(layer: LinearLayer, slot: str, omissions: Omissions) -> str
         return None
     spec, site, is_weight = operand.quantizer, operand_site(layer, slot), slot == "fprop.w"
     target, granularity = spec.target, operand.granularity(slot)
-    blocks = {
-        "mxfp8": ("e4m3", 32, "e8m0"),
-        "mxfp4": ("e2m1", 32, "e8m0"),
-        "mxint8": (8, 32, "e8m0"),
-        "nvfp4": ("e2m1", 16, "e4m3"),
-    }
-    if target.name in blocks:
+    if target.name in _MODELOPT_BLOCKS:
         note_rounding(layer, slot, omissions, "modelopt")
-        bits, size, scale = blocks[target.name]
+        bits, size, scale = _MODELOPT_BLOCKS[target.name]
         return json.dumps({"num_bits": bits, "block_sizes": {"-1": size, "type": "dynamic", "scale_bits": scale}})
     if not (target.name == "e4m3" or (isinstance(target, IntFormat) and 2 <= target.bits <= 8)):
         omissions.add(site, f"modelopt has no {target.name} with such scales: left as it is")
         return None
     note_rounding(layer, slot, omissions, "modelopt")
-    config: dict[str, Any] = {"num_bits": target.bits if isinstance(target, IntFormat) else "e4m3"}
+    config: dict[str, Any] = {"num_bits": target.bits if isinstance(target, IntFormat) else _E4M3}
+    if not is_weight:  # the type of block_sizes means something else: block formats of the hardware
+        config["type"] = "dynamic"
     if granularity == "block":
-        kind = {} if is_weight else {"type": "dynamic"}
-        return json.dumps(config | {"block_sizes": {"-1": spec.block, **kind}})
+        return json.dumps(config | {"block_sizes": {"-1": spec.block}})
     if granularity == "vector":
-        vectors = {"axis": 0} if is_weight else {"block_sizes": {"-1": None, "type": "dynamic"}}
-        return json.dumps(config | vectors)
+        return json.dumps(config | ({"axis": 0} if is_weight else {"block_sizes": {"-1": None}}))
     if granularity != "tensor":
         omissions.add(site, f"modelopt has no such scale ({spec}): one per tensor instead")
-    return json.dumps(config | {"axis": None} | ({} if is_weight else {"type": "dynamic"}))
+    return json.dumps(config | {"axis": None})
+
+
+# ModelOpt's own loader of recipes also takes the text e4m3, mtq.quantize() only exponent and mantissa bits.
+_E4M3, _E2M1, _E8M0 = [4, 3], [2, 1], [8, 0]
+#: bitplan's block formats -> num_bits, values per scale, scale_bits.
+_MODELOPT_BLOCKS = {
+    "mxfp8": (_E4M3, 32, _E8M0),
+    "mxfp4": (_E2M1, 32, _E8M0),
+    "mxint8": (8, 32, _E8M0),
+    "nvfp4": (_E2M1, 16, _E4M3),
+}
 
 
 def _with_integer_keys(config: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bitplan._version import __version__
@@ -52,19 +52,17 @@ def python_strings(texts: Sequence[str], indent: int) -> str:
 # --- Patterns
 
 
-def layer_globs(paths: Sequence[str], others: Sequence[str]) -> list[str]:
-    """Globs (:mod:`fnmatch`) that fit all of `paths` and none of `others`, with ``*`` for numbers where that is so.
+def layer_globs(paths: Sequence[str], modules: Sequence[str]) -> list[str]:
+    """Globs (:mod:`fnmatch`) that fit all of `paths` and no other module, with ``*`` for numbers where that is so.
 
     >>> layer_globs(["layers.0.up", "layers.1.up", "layers.0.down"], ["layers.1.down"])
     ['layers.*.up', 'layers.0.down']
     """
-    globs: dict[str, None] = {}
-    for path in paths:
-        exact = ".".join(map(_glob_escape, path.split(".")))
-        general = ".".join("*" if part.isdigit() else _glob_escape(part) for part in path.split("."))
-        fits_another = any(fnmatch.fnmatchcase(other, general) for other in others)
-        globs[exact if fits_another else general] = None
-    return list(globs)
+    globs = {
+        path: ".".join("*" if part.isdigit() else _glob_escape(part) for part in path.split(".")) for path in paths
+    }
+    fits = _fitting_another(globs, modules, lambda glob: re.compile(fnmatch.translate(glob)))
+    return list(dict.fromkeys(_glob_escape(path) if glob in fits else glob for path, glob in globs.items()))
 
 
 def _glob_escape(part: str) -> str:
@@ -72,16 +70,26 @@ def _glob_escape(part: str) -> str:
     return re.sub(r"([*?[])", r"[\1]", part)
 
 
-def layer_expression(paths: Sequence[str], others: Sequence[str]) -> str:
+def layer_expression(paths: Sequence[str], modules: Sequence[str]) -> str:
     """One regular expression for :func:`layer_globs`, without anchors; numbers become ``[0-9]+``.
 
     >>> layer_expression(["layers.0.up", "layers.1.up"], ["head"])
     'layers\\\\.[0-9]+\\\\.up'
     """
-    expressions: dict[str, None] = {}
-    for path in paths:
-        parts = path.split(".")
-        general = r"\.".join("[0-9]+" if part.isdigit() else re.escape(part) for part in parts)
-        fits_another = any(re.fullmatch(general, other) for other in others)
-        expressions[re.escape(path) if fits_another else general] = None
-    return "|".join(expressions)
+    expressions = {
+        path: r"\.".join("[0-9]+" if part.isdigit() else re.escape(part) for part in path.split(".")) for path in paths
+    }
+    fits = _fitting_another(expressions, modules, re.compile)
+    return "|".join(
+        dict.fromkeys(re.escape(path) if expression in fits else expression for path, expression in expressions.items())
+    )
+
+
+def _fitting_another(
+    pattern_of_path: Mapping[str, str], modules: Sequence[str], compiled: Callable[[str], re.Pattern[str]]
+) -> set[str]:
+    """The patterns that also fit a module that is not among the paths."""
+    others = [module for module in modules if module not in pattern_of_path]
+    return {
+        pattern for pattern in dict.fromkeys(pattern_of_path.values()) if any(map(compiled(pattern).fullmatch, others))
+    }

@@ -196,10 +196,11 @@ def write_torchtitan(planned: PlannedModel, header: FileHeader, omissions: Omiss
                 path or "the model", f"torchtitan has one recipe for all layers, and most have {chosen}: left as it is"
             )
     converted = [path for path, family in families.items() if family == chosen]
-    others = [path for path, family in families.items() if family != chosen]
-    for layer in planned.layers:
-        if families[layer.path] == chosen and (layer.in_features % 16 or layer.out_features % 16):
-            omissions.add(layer.path, "torchtitan leaves out layers with dimensions that 16 does not divide")
+    others = [
+        layer.path
+        for layer in planned.layers
+        if families[layer.path] != chosen and (chosen == "mxfp8" or _has_dimensions_of_fp8(layer))
+    ]
     if chosen == "mxfp8":
         converter = "MXFP8LinearConverter"
         arguments = f"fqns={python_strings(_substrings(converted, others), 8)}"
@@ -224,6 +225,9 @@ def _torchtitan_family(layer: LinearLayer, omissions: Omissions) -> str | None:
         if any(is_cast.values()):
             omissions.add(layer.path, "torchtitan's recipes have FP8 in fprop and dgrad at least: left as it is")
         return None
+    if not _has_dimensions_of_fp8(layer):
+        omissions.add(layer.path, "torchtitan leaves out layers with dimensions that 16 does not divide")
+        return None
     recipe = "rowwise" if is_cast["wgrad"] else "rowwise_with_gw_hp"
     for slot, cast in casts.items():
         if cast is None:
@@ -237,6 +241,11 @@ def _torchtitan_family(layer: LinearLayer, omissions: Omissions) -> str | None:
         if not cast.power_of_two:
             omissions.add(site, f"torchtitan's {recipe} rounds scales to powers of two")
     return recipe
+
+
+def _has_dimensions_of_fp8(layer: LinearLayer) -> bool:
+    """Whether torchtitan's Float8LinearConverter takes the layer."""
+    return layer.in_features % 16 == 0 and layer.out_features % 16 == 0
 
 
 def _substrings(paths: Sequence[str], others: Sequence[str]) -> list[str]:

@@ -64,6 +64,10 @@ def write_transformer_engine(planned: PlannedModel, header: FileHeader, omission
             treatments[layer.path] = tuple(
                 (tensor, quantizers[row], quantizers[column]) for tensor, (row, column) in _COPIES.items()
             )
+    count = len(treatments)
+    for layer in planned.layers:  # modules are also found by the end of their names
+        if any(layer.path.endswith(f".{path}") for path in treatments):
+            treatments.setdefault(layer.path, ())
     groups = group_by_treatment(treatments)
     rows = []
     for treatment, paths in groups.items():
@@ -72,7 +76,7 @@ def write_transformer_engine(planned: PlannedModel, header: FileHeader, omission
             for tensor, row, column in treatment
         )
         rows.append(f"    (\n        {{\n{tensors}\n        }},\n        {python_strings(paths, 8)},\n    ),")
-    return _RECIPE.format(header=header.comment("#"), treatments="\n".join(rows)), len(treatments)
+    return _RECIPE.format(header=header.comment("#"), treatments="\n".join(rows)), count
 
 
 def _quantizers(layer: LinearLayer, omissions: Omissions) -> dict[str, _Quantizer | None]:
@@ -222,7 +226,8 @@ recipe = CustomRecipe(qfactory=quantizer)
 # --- nvdlfw_inspect: operands are rounded, products are computed in high precision
 
 
-_FAKE_QUANT = {"e4m3": "FP8E4M3", "e5m2": "FP8E5M2", "mxfp8": "MXFP8E4M3", "mxfp8e5m2": "MXFP8E5M2"}
+# FakeQuant also lists MXFP8E4M3 and MXFP8E5M2, but TE 2.20 passes these texts on as a dtype, which raises.
+_FAKE_QUANT = {"e4m3": "FP8E4M3", "e5m2": "FP8E5M2"}
 _TENSORS = {"x": "activation", "w": "weight", "dy": "gradient"}
 
 
@@ -232,11 +237,12 @@ def write_te_debug(planned: PlannedModel, header: FileHeader, omissions: Omissio
     count = sum(bool(treatment) for treatment in treatments.values())
     document: dict[str, Any] = {}
     for treatment, paths in group_by_treatment(treatments).items():
-        others = [path for path in treatments if path not in set(paths)]
         name = f"treatment_{len(document)}" if treatment else "not_rounded"
         document[name] = {
             "enabled": True,
-            "layers": {"layer_name_regex_pattern": _anchored(layer_expression(paths, others), treatments)},
+            "layers": {
+                "layer_name_regex_pattern": _anchored(layer_expression(paths, planned.module_paths), treatments)
+            },
             "transformer_engine": _features(dict(treatment)),
         }
     return _yaml_text(document, header), count
@@ -267,12 +273,10 @@ def _fake_quant_formats(layer: LinearLayer, omissions: Omissions) -> tuple[tuple
             omissions.add(site, f"te-debug has no {name}: left as it is")
             continue
         note_rounding(layer, slot, omissions, "te-debug")
-        if name in _FP8 and granularity != "tensor":
+        if granularity != "tensor":
             omissions.add(site, f"te-debug has one scale per tensor ({spec})")
-        elif name in _FP8 and spec.power_of_two:
+        elif spec.power_of_two:
             omissions.add(site, "te-debug's scales are no powers of two")
-        elif name in _MXFP8 and granularity == "other":
-            omissions.add(site, "te-debug has blocks along the summed axis only")
         formats.append((slot, _FAKE_QUANT[name]))
     return tuple(formats)
 
@@ -320,8 +324,7 @@ def write_megatron(planned: PlannedModel, header: FileHeader, omissions: Omissio
             # Without it the recipe is ignored where no --fp8-format or --fp4-format is on the command line.
             | {"override_nonquantized_autocast": True}
         )
-        others = [path for path in recipes if path not in set(paths)]
-        for pattern in layer_globs(paths, others):
+        for pattern in layer_globs(paths, planned.module_paths):
             matchers[f"matcher_{len(matchers)}"] = _matcher(recipe, pattern)
     # The first match wins: whatever has no recipe above stays in BF16, also under --fp8-format.
     configs[_HIGH_PRECISION] = _megatron_config({})

@@ -25,6 +25,7 @@ def measure_task(
     task: Task,
     candidates: Iterable[str | Candidate] | None = None,
     *,
+    plan: Plan | str | None = None,
     stages: Sequence[str] = tuple(STAGES),
     steps: int | None = None,
     rows: int = Sampling.rows,
@@ -38,7 +39,7 @@ def measure_task(
 
     :param stages: early (after a tenth of the steps), middle, late (after all of them).
     :param steps: by default 60, or all steps of the task if these are fewer.
-    :param rows, terms, seed, metrics: as :func:`bitplan.measure` takes them.
+    :param plan, rows, terms, seed, metrics: as :func:`bitplan.measure` takes them.
     :param on_step: called with (steps made, steps to make).
     """
     for stage in stages:
@@ -66,6 +67,7 @@ def measure_task(
                     if stage_step == session.step:
                         measurement += measure(
                             *(session.model, [session.next_batch()], task.loss, chosen_candidates),
+                            plan=plan,
                             rows=rows,
                             terms=terms,
                             seed=seed,
