@@ -679,7 +679,7 @@ def _deepcopy_attributes(self: Any, memo: dict[int, Any]) -> Any:
 
 def show_all_functions() -> Undo:
     """A patch of torch: torch.compile shows modes only functions that torch lists as overridable, and that list has
-    gaps: hardswish is one.
+    gaps: hardswish is one, and the grouped product of expert layers another.
 
     A function that is added here is shown to modes, and is no different where there is none.
     """
@@ -696,7 +696,7 @@ def show_all_functions() -> Undo:
             "upsample_nearest",
         ),
         torch.sparse: ("addmm", "log_softmax", "mm", "sampled_addmm", "softmax", "sum"),
-        torch: (),
+        torch: ("_grouped_mm",),
     }
     missing: set[Callable[..., Any]] = set()
     for home, names in homes.items():

@@ -82,6 +82,17 @@ def why_not_native(op: str, settings: tuple[Any, ...], x: Tensor, w: Tensor, ter
     return None
 
 
+def why_groups_not_native(x: Tensor, w: Tensor, terms: NativeTerms) -> str | None:
+    """Why no pass of a grouped product goes to the FP8 kernel, whatever its formats; None where some may."""
+    if x.dim() != 2 or w.dim() != 3:
+        return "only rows of a matrix times a matrix for each group have a native path"
+    if w.shape[1] % 16 or w.shape[2] % 16:
+        return "grouped products in FP8 need matrices whose sides are multiples of 16"
+    if x.numel() * w.shape[2] < max(terms.min_macs, 1, dict(terms.min_macs_by_backend).get("fp8", 0)):
+        return TOO_SMALL
+    return None
+
+
 def why_pass_not_native(
     gemm_pass: str, backend: str, op: str, settings: tuple[Any, ...], x: Tensor, w: Tensor, terms: NativeTerms
 ) -> str | None:
