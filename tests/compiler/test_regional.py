@@ -20,6 +20,7 @@ from bitplan.executions.emulate import EmulateExecution
 from bitplan.executions.native.execution import NativeExecution
 from bitplan.executions.packed.execution import PackedExecution
 from bitplan.runtime.regions import equal_blocks
+from bitplan.runtime.step_in_backward import StepInBackward
 
 pytestmark = pytest.mark.filterwarnings("ignore::bitplan.errors.BitplanWarning")
 
@@ -192,6 +193,45 @@ def test_a_resumed_run_goes_on_with_the_same_numbers() -> None:
     second, _ = train(2, model, state)
     assert [*first, *second] == whole
     assert len(set(whole)) == 4
+
+
+def gradient_bytes_at_once(loss: Tensor) -> int:
+    """The most bytes of gradients that one node of the backward pass makes, all of which are alive before it ends."""
+    most, nodes, seen = 0, [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        following = [function for function, _ in node.next_functions]
+        parameters = {function.variable for function in following if hasattr(function, "variable")}
+        most = max(most, sum(parameter.nbytes for parameter in parameters))
+        nodes += following
+    return most
+
+
+def test_steps_in_the_backward_pass_free_the_gradients_of_each_block() -> None:
+    def train(regional: bool | None) -> tuple[int, list[Tensor]]:
+        torch.compiler.reset()
+        model = Net(5)
+        with bp.attach(model, "fp8-linear", example=tokens()) as run:
+            optimizer = StepInBackward(model, lambda parameter: torch.optim.SGD([parameter], lr=0.1), run)
+            called = model if regional is None else run.compile(regional=regional)
+            for _ in range(2):
+                loss = called(tokens()).square().mean()
+                at_once = gradient_bytes_at_once(loss)
+                loss.backward()
+                optimizer.step()
+        return at_once, [parameter.detach() for parameter in model.parameters()]
+
+    model = Net(5)
+    _, expected = train(None)
+    regional, ours = train(True)
+    whole, _ = train(False)
+    assert whole == sum(parameter.nbytes for parameter in model.parameters())
+    assert regional == sum(parameter.nbytes for parameter in model.blocks[0].parameters())
+    for value, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
 
 
 def test_a_model_without_equal_blocks_is_refused() -> None:
