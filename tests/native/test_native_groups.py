@@ -173,3 +173,13 @@ def test_its_input_is_saved_as_codes(kernel: Kernel) -> None:
         model(x)
     inputs = [tensor for tensor in saved if tensor.shape == x.shape]
     assert [tensor.dtype for tensor in inputs] == [torch.float8_e4m3fn]
+
+
+@pytest.mark.filterwarnings("ignore::bitplan.errors.BitplanWarning")
+def test_another_dtype_than_that_of_the_kernels_results_is_emulated(kernel: Kernel) -> None:
+    model, x = Experts().float(), torch.randn(TOKENS, WIDTH)
+    with bp.attach(model, plan_of(ROWWISE), example=x, execution=bp.Native(min_macs=0)) as run:
+        model(x)
+        (row,) = run.fallbacks()
+    assert "bfloat16" in row.reason
+    assert kernel.calls == 0

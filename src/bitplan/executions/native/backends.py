@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,21 +108,15 @@ def multiplies_groups(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and _capability(device)[0] == 9
 
 
-def multiply_groups(
-    left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], offsets: Tensor, dtype: torch.dtype, fast: bool
-) -> Tensor:
-    """Codes (rows, k) by codes (groups, k, n), each with a scale that is constant along k."""
+def multiply_groups(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], offsets: Tensor, fast: bool) -> Tensor:
+    """Codes (rows, k) by codes (groups, k, n) in bfloat16, each with a scale that is constant along k."""
     (a, a_scale), (b, b_scale) = left, right
     groups, _, columns = b.shape
-    row_scale = a_scale.expand(a.shape[0], 1).reshape(-1).contiguous()
-    column_scale = b_scale.expand(groups, 1, columns).reshape(groups, columns).contiguous()
+    scale_a = a_scale.expand(a.shape[0], 1).reshape(-1).contiguous()
+    scale_b = b_scale.expand(groups, 1, columns).reshape(groups, columns).contiguous()
     b = b.transpose(1, 2).contiguous().transpose(1, 2)  # the summed axis innermost
-    ends = offsets.to(torch.int32)
-    # Results are in bfloat16 only.
-    y = scaled_grouped_mm(
-        a.contiguous(), b, row_scale, column_scale, ends, out_dtype=torch.bfloat16, use_fast_accum=fast
-    )
-    return y.to(dtype)
+    options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": fast}
+    return scaled_grouped_mm(a.contiguous(), b, scale_a, scale_b, offsets.to(torch.int32), **options)
 
 
 def backends_of(device: torch.device) -> tuple[GemmBackend, ...]:

@@ -21,7 +21,7 @@ from bitplan.errors import PlanError
 from bitplan.executions.native.backends import multiplies_groups, multiply_groups
 from bitplan.executions.native.fallbacks import reasons_of_groups
 from bitplan.executions.native.paths import NativeTerms, why_groups_not_native
-from bitplan.executions.native.product import NativeSlots
+from bitplan.executions.native.product import NativeSlots, applied_ops
 from bitplan.gemm.products import Product
 from bitplan.numerics.quantizer import Encoded
 from bitplan.numerics.wire_format import OPERAND_OF_SLOT
@@ -29,7 +29,7 @@ from bitplan.plans import SLOTS, Decision
 from bitplan.plans.match import PASSES
 from bitplan.runtime.autograd import Buffers, CallConstants, OpRef, call_buffers, call_constants, chosen_ops, op_ref
 from bitplan.runtime.op_context import OpContext
-from bitplan.runtime.rounding_op import OpRounding, RoundingOp
+from bitplan.runtime.rounding_op import OpRounding
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,7 @@ def native_grouped_product(
     """The product with the candidate's passes in FP8; None: it is emulated."""
     if not multiplies_groups(x.device) or why_groups_not_native(x, w, terms) is not None:
         return None
-    applied: dict[str, RoundingOp] = {}
-    for slot in SLOTS:
-        place = rounding.shared.get(OPERAND_OF_SLOT[slot].tensor, slot)
-        if rounding.applies(place, context.training):
-            applied[slot] = rounding.places[place]
+    applied = applied_ops(rounding, context)
     # Operands that evaluation leaves unrounded are multiplied as they are.
     passes = tuple(name for name in candidate.passes if all(slot in applied for slot in PASSES[name]))
     assert product.offsets is not None
@@ -111,7 +107,7 @@ class NativeGroupedProduct(torch.autograd.Function):
         ctx.passes, ctx.fast, ctx.slots, ctx.dtypes = passes, fast, slots, (x.dtype, w.dtype)
         if "fprop" in passes:
             left = _codes("fprop.x", x, slots)
-            y = multiply_groups(left, _codes("fprop.w", w, slots), offsets, x.dtype, "fprop" in fast)
+            y = multiply_groups(left, _codes("fprop.w", w, slots), offsets, "fprop" in fast)
         else:
             rounded_w = slots.round("fprop.w", w)
             y = Product("grouped_mm", offsets=offsets).forward(slots.round("fprop.x", x), rounded_w, None)
@@ -134,7 +130,7 @@ class NativeGroupedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0] and "dgrad" in ctx.passes:
             right = _codes("dgrad.w", w, slots)
             transposed = right[0].transpose(1, 2), right[1].transpose(1, 2)
-            grad_x = multiply_groups(_codes("dgrad.dy", dy, slots), transposed, offsets, x_dtype, "dgrad" in ctx.fast)
+            grad_x = multiply_groups(_codes("dgrad.dy", dy, slots), transposed, offsets, "dgrad" in ctx.fast)
         elif ctx.needs_input_grad[0]:
             rounded_w = slots.round("dgrad.w", w).to(dy.dtype)
             grad_x = product.grad_x(slots.round("dgrad.dy", dy), dy, rounded_w).to(x_dtype)
