@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from graph_backend import compile_without_inductor
 from operand_spy import OperandSpy
 from torch import Tensor, nn
 
@@ -117,6 +118,21 @@ def test_a_compiled_mixtral_has_the_numbers_of_eager_code(plan: Any, dtype: torc
         assert float((ours - expected).float().norm()) <= bound * size
         if plan is PLAN:
             assert float((ours - unrounded).float().norm()) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_packed_equals_compiled_emulate(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for how in ("emulate", "packed"):
+        torch.compiler.reset()
+        model = make("Mixtral", "grouped_mm", dtype)
+        with bp.attach(model, PLAN, example=batch(), execution=how) as run:
+            results.append(step(model, compile_without_inductor(run, model, monkeypatch)))
+    for ours, expected in zip(results[1], results[0], strict=True):
+        if dtype == torch.float32:
+            assert torch.equal(ours, expected)
+        gap = float((ours - expected).float().norm())
+        assert gap <= 0.02 * float(expected.float().norm())
 
 
 def test_ways_agree() -> None:
