@@ -162,6 +162,10 @@ def speed(
         bool,
         typer.Option("--fast-accumulation", help="Also measure FP8 plans with fast accumulation."),
     ] = False,
+    regional: Annotated[
+        bool,
+        typer.Option("--regional", help="Also measure every plan with equal blocks compiled once."),
+    ] = False,
     loss_steps: Annotated[
         int | None, typer.Option(min=0, help="Steps on real text (default: 1000 on a GPU, none on a CPU).")
     ] = None,
@@ -181,6 +185,7 @@ def speed(
             *(shapes or ("linear-1024",), plans or (), device, turns),
             recompute=recompute,
             fast_accumulation=fast_accumulation,
+            regional=regional,
             loss_steps=loss_steps,
             loss_batch=loss_batch,
             switches=switches,

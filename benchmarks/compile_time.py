@@ -8,6 +8,7 @@ nodes of the forward and backward graphs that AOTAutograd makes, kernels of Indu
 
     python benchmarks/compile_time.py -o benchmarks/results/compile-time-cpu.json
     python benchmarks/compile_time.py --model llama --compiler aot_eager --plan fp8-all
+    python benchmarks/compile_time.py --regional --model llama-8 -o benchmarks/results/compile-time-regional-cpu.json
 """
 
 from __future__ import annotations
@@ -39,9 +40,12 @@ class Contender:
     compiler: str
     plan: str = PLAIN
     execution: str = "emulate"
+    #: Equal blocks are compiled once, and the rest of the model not at all.
+    regional: bool = False
 
     def __str__(self) -> str:
-        return f"{self.model} {self.compiler} {self.plan}" + (f" {self.execution}" if self.plan != PLAIN else "")
+        execution = f" {self.execution}" if self.plan != PLAIN else ""
+        return f"{self.model} {self.compiler} {self.plan}{execution}{' regional' * self.regional}"
 
 
 @dataclass(frozen=True)
@@ -63,14 +67,14 @@ class Row:
 # --- Models: the loss of one batch, as a function without arguments
 
 
-def _llama() -> tuple[Any, dict[str, Any]]:
+def _llama(layers: int = 4) -> tuple[Any, dict[str, Any]]:
     transformers: Any = importlib.import_module("transformers")
 
     config = transformers.LlamaConfig(
         vocab_size=128,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         use_cache=False,
@@ -126,6 +130,7 @@ def _encoder() -> tuple[Any, dict[str, Any]]:
 #: Small ones, since compiling does not depend on the sizes of tensors.
 MODELS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "llama": _llama,
+    "llama-8": lambda: _llama(8),
     "gpt2": _gpt2,
     "bert": _bert,
     "resnet18": _resnet,
@@ -147,7 +152,8 @@ def measure(contender: Contender, repeats: int) -> dict[str, Any]:
     importlib.import_module("zoo_models").import_torchvision()  # transformers and timm import it, broken or not
     model, batch = MODELS[contender.model]()
     run = None if contender.plan == PLAIN else _attach(model, contender, batch)
-    _compile(torch.nn.Linear(2, 2), None, contender.compiler)(torch.ones(1, 2)).sum().backward()  # imports, set-up
+    warm_up = Contender("", contender.compiler)
+    _compile(torch.nn.Linear(2, 2), None, warm_up)(torch.ones(1, 2)).sum().backward()  # imports, set-up
 
     def step(compiled: Any) -> float:
         begin = _cpu_seconds()
@@ -158,7 +164,7 @@ def measure(contender: Contender, repeats: int) -> dict[str, Any]:
     seconds = []
     for _ in range(repeats):
         torch.compiler.reset()
-        compiled = _compile(model, run, contender.compiler)
+        compiled = _compile(model, run, contender)
         first = step(compiled)
         step(compiled)
         seconds.append(first - step(compiled))
@@ -172,12 +178,19 @@ def _attach(model: Any, contender: Contender, batch: dict[str, Any]) -> Any:
     return bp.attach(model, contender.plan, example=batch, execution=execution)
 
 
-def _compile(model: Any, run: Any, compiler: str) -> Any:
+def _compile(model: Any, run: Any, contender: Contender, **options: Any) -> Any:
     import torch
 
-    if compiler == "inductor" and run is not None:
-        return run.compile()
-    return torch.compile(model, fullgraph=True, backend=compiler)
+    from bitplan.runtime.regions import equal_blocks
+
+    if contender.compiler == "inductor" and run is not None and not options:
+        return run.compile(regional=contender.regional)
+    arguments = {"fullgraph": True, "backend": contender.compiler, **options}
+    if not contender.regional:
+        return torch.compile(model, **arguments)
+    for block in equal_blocks(model):
+        block.compile(**arguments)
+    return model
 
 
 def _cpu_seconds() -> float:
@@ -198,7 +211,7 @@ def _count(model: Any, run: Any, contender: Contender, step: Callable[[Any], flo
     if contender.compiler == "inductor":
         torch.compiler.reset()
         metrics.reset()
-        step(_compile(model, run, contender.compiler))
+        step(_compile(model, run, contender))
         counts["kernels"] = metrics.generated_kernel_count
     if contender.execution != "emulate":
         return counts  # partitioned by backends of their own
@@ -221,7 +234,7 @@ def _count(model: Any, run: Any, contender: Contender, step: Callable[[Any], flo
         counts["guards"] += sum(is_kept)
         return is_kept
 
-    step(torch.compile(model, fullgraph=True, backend=backend, options={"guard_filter_fn": count_guards}))
+    step(_compile(model, run, contender, backend=backend, options={"guard_filter_fn": count_guards}))
     return counts
 
 
@@ -238,6 +251,17 @@ def contenders(models: Sequence[str], compilers: Sequence[str], plans: Sequence[
                 chosen.extend(Contender(model, compiler, plan, "packed") for plan in plans if plan == "fp8-all")
                 chosen.append(Contender(model, compiler, "int8-linear", "native"))
     return chosen
+
+
+def regional_contenders(models: Sequence[str], compilers: Sequence[str], plans: Sequence[str]) -> list[Contender]:
+    """The whole model and its equal blocks, without a plan and with each."""
+    return [
+        Contender(model, compiler, plan, regional=regional)
+        for model in models
+        for compiler in compilers
+        for plan in (PLAIN, *plans)
+        for regional in (False, True)
+    ]
 
 
 def run_contender(contender: Contender, repeats: int) -> dict[str, Any]:
@@ -262,7 +286,7 @@ def run_all(chosen: Sequence[Contender], repeats: int, on_row: Callable[[Row], N
     for contender in chosen:
         measured = run_contender(contender, repeats)
         seconds = statistics.median(measured.pop("seconds"))
-        if contender.plan == PLAIN:
+        if contender.plan == PLAIN and not contender.regional:
             plain = seconds
         rows.append(Row(contender, seconds, seconds / plain, **measured))
         on_row(rows[-1])
@@ -273,7 +297,7 @@ def medians(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The median ratio over all models, by compiler, plan and execution."""
     ratios: dict[tuple[str, str, str], list[float]] = {}
     for row in rows:
-        if row.contender.plan != PLAIN:
+        if row.contender.plan != PLAIN and not row.contender.regional:
             key = row.contender.compiler, row.contender.plan, row.contender.execution
             ratios.setdefault(key, []).append(row.ratio)
     return [
@@ -292,6 +316,7 @@ def main() -> None:
     parser.add_argument("--model", action="append", choices=MODELS, help="repeatable; all by default")
     parser.add_argument("--compiler", action="append", choices=COMPILERS)
     parser.add_argument("--plan", action="append", choices=PLANS)
+    parser.add_argument("--regional", action="store_true", help="whole models next to their equal blocks compiled once")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("-o", "--output", type=Path, help="rows of other contenders in the file stay")
     parser.add_argument("--contender", help=argparse.SUPPRESS)
@@ -303,7 +328,9 @@ def main() -> None:
 
     from bitplan.machine import describe_machine
 
-    chosen = contenders(options.model or list(MODELS), options.compiler or COMPILERS, options.plan or PLANS)
+    choose = regional_contenders if options.regional else contenders
+    models = options.model or [name for name in MODELS if name != "llama-8"]
+    chosen = choose(models, options.compiler or COMPILERS, options.plan or PLANS)
     print(f"{'':44} {'CPU':>9} {'ratio':>6} {'dynamo':>6} {'aot':>6} {'kern.':>5} {'guards':>6}")
     rows = run_all(chosen, options.repeats, print_row)
     for median in medians(rows):

@@ -69,7 +69,7 @@ class ForwardAndBackward(Runner):
         self.x = x.detach().clone().requires_grad_()
         self.dy = torch.randn_like(x[..., :1]).expand_as(x).contiguous()
         self.run = variant.change(self.model, self.x)
-        self.called = torch.compile(self.model) if self.run is None else self.run.compile()
+        self.called = torch.compile(self.model) if self.run is None else self.run.compile(regional=variant.regional)
 
     def step(self) -> None:
         self.called(self.x).backward(self.dy)
@@ -87,7 +87,9 @@ class ForeignStep(Runner):
 
     def __init__(self, target: Target, variant: SpeedVariant) -> None:
         self.run = variant.change(target.model, split_batch(target.batch, target.loss)[0])
-        called = torch.compile(target.model) if self.run is None else self.run.compile(fullgraph=False)
+        called = torch.compile(target.model)
+        if self.run is not None:
+            called = self.run.compile(fullgraph=variant.regional, regional=variant.regional)
         loss = target.loss if target.loss is None or self.run is None else self.run.loss(target.loss)
         call = split_call(target.batch, target.loss)
         self.training = TrainingStep(target.model, call, loss, None, self.run, called)
@@ -117,7 +119,7 @@ class FullStep(Runner):
         self.module: nn.Module = with_own_code(WithLoss)(model, target.loss)
         called = torch.compile(self.module)
         if self.run is not None:
-            called = self.run.compile(self.module)
+            called = self.run.compile(self.module, regional=variant.regional)
         call: tuple[Any, dict[str, Any], Any] = ((expected, tokens), {}, None)
         optimizer = small_adamw if variant.small_optimizer else adamw
         self.training = TrainingStep(self.module, call, _itself, optimizer, self.run, called, autocast=torch.bfloat16)

@@ -228,6 +228,7 @@ def bench_speed(
     seed: int = 0,
     recompute: bool = False,
     fast_accumulation: bool = False,
+    regional: bool = False,
     loss_steps: int | None = None,
     loss_batch: int = 1,
     switches: bool = True,
@@ -239,6 +240,7 @@ def bench_speed(
     """Measure everything; returns a document with machine, versions, the crossover table and one entry per row.
 
     :param recompute: also measure every plan with each kind of recomputation.
+    :param regional: also measure every plan with equal blocks compiled once.
     :param fast_accumulation: also measure FP8 plans with fast accumulation, in the forward pass and in all passes.
     :param loss_steps: steps on real text; by default 1,000 on a GPU and none on a CPU; none for models of
         other libraries.
@@ -258,7 +260,7 @@ def bench_speed(
         chosen[name] = plans or _plans_of(name, where)
     jobs = (4 if where.type == "cuda" else 1) if jobs is None else jobs
     for name in shapes:
-        variants = variants_of(chosen[name], where, recompute, fast_accumulation, SHAPES[name].full_step)
+        variants = variants_of(*(chosen[name], where, recompute, fast_accumulation, SHAPES[name].full_step, regional))
         raced = [variant for variant in variants if peers or not variant.is_peer]
         made = _Measured(name, device, seed, chosen[name], raced, in_processes, partial(_prefixed, on_news, name))
         made.take_turns(turns, jobs)

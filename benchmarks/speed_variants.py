@@ -10,7 +10,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -66,6 +66,8 @@ class SpeedVariant:
     small_optimizer: bool = False
     #: The variant that computes the same, whose losses it shares; empty: its own.
     learns_as: str = ""
+    #: Equal blocks are compiled once, and the rest of the model not at all.
+    regional: bool = False
     #: Options of AOTAutograd and of Inductor while it compiles.
     functorch: Mapping[str, Any] = field(default_factory=dict)
     inductor: Mapping[str, Any] = field(default_factory=dict)
@@ -117,12 +119,18 @@ def unchanged(model: nn.Module, x: Any) -> None:
 
 
 def variants_of(
-    plans: Sequence[str], device: torch.device, recompute: bool, fast_accumulation: bool, full_step: bool
+    plans: Sequence[str],
+    device: torch.device,
+    recompute: bool,
+    fast_accumulation: bool,
+    full_step: bool,
+    regional: bool = False,
 ) -> list[SpeedVariant]:
     """BF16, the plans, and other packages.
 
     :param recompute: every plan also with each other kind of recomputation.
     :param fast_accumulation: FP8 plans also with fast accumulation, in the forward pass, as in torchao, and in all.
+    :param regional: every plan also with equal blocks compiled once.
     """
     variants = [SpeedVariant(PLAIN, unchanged)]
     for plan in plans:
@@ -139,6 +147,13 @@ def variants_of(
                 change = partial(planned, own_plan(plan), fast_accumulation=passes, recompute=recomputed)
                 title = name if kind == default else f"{name}, recompute {kind}"
                 variants.append(SpeedVariant(title, change, kind, learns_as=name))
+    if regional:
+        planned_ones = [variant for variant in variants if variant.is_ours]
+        twins = [
+            replace(v, name=f"{v.name}, equal blocks once", learns_as=v.learns_as or v.name, regional=True)
+            for v in planned_ones
+        ]
+        variants += twins
     return [*variants, *(full_step_peers(device) if full_step else peers(device))]
 
 

@@ -77,6 +77,16 @@ def test_every_plan_may_spare_memory(small_and_uncompiled: list[str]) -> None:
     assert ["compile_native at" in backend for backend in small_and_uncompiled] == [*[False] * 3, *[True] * 3]
 
 
+def test_every_plan_may_compile_equal_blocks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = OwnShape(lambda: (nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), torch.randn(8, 16)))
+    monkeypatch.setitem(speed.SHAPES, "blocks", blocks)
+    found: list[int] = []
+    monkeypatch.setattr("bitplan.runtime.attachment.equal_blocks", lambda m: found.append(len(list(m))) or list(m))
+    rows = measured("blocks", "native-int8", regional=True)["rows"]["blocks"]
+    assert [row["variant"] for row in rows] == ["bf16", "native-int8", "native-int8, equal blocks once"]
+    assert found == [2]
+
+
 def test_plans_in_fp8_may_have_fast_sums(small_and_uncompiled: list[str]) -> None:
     """A row of another unit's that bore their name would be the same row twice."""
     document = measured("small", "native-int8", "native-fp8", fast_accumulation=True, peers=False)

@@ -118,6 +118,18 @@ def probe_scaled_mm() -> None:
     torch.testing.assert_close(product, 2 * a.float() @ b.float().t(), rtol=1e-3, atol=1e-3)
 
 
+def probe_scaled_grouped_mm() -> None:
+    """On a GPU its numbers are compared by tests/gpu; fake tensors tell whether a graph can hold it."""
+    with torch_private.FakeTensorMode():
+        a = torch.empty(8, 16, device="cuda", dtype=torch.float8_e4m3fn)
+        b = torch.empty(2, 32, 16, device="cuda", dtype=torch.float8_e4m3fn).transpose(1, 2)
+        scales = torch.empty(8, device="cuda"), torch.empty(2, 32, device="cuda")
+        ends = torch.empty(2, device="cuda", dtype=torch.int32)
+        product = torch_private.scaled_grouped_mm(a, b, *scales, ends, out_dtype=torch.bfloat16, use_fast_accum=False)
+    assert product.shape == (8, 32)
+    assert product.dtype == torch.bfloat16
+
+
 def probe_foreach_copy() -> None:
     targets = [torch.zeros(2), torch.zeros(3)]
     torch_private.foreach_copy_(targets, [torch.ones(2), torch.ones(3)])
@@ -482,6 +494,7 @@ PROBES: dict[str, Callable[[], None]] = {
     "int_mm": probe_int_mm,
     "is_vnni_supported": probe_vnni,
     "scaled_mm": probe_scaled_mm,
+    "scaled_grouped_mm": probe_scaled_grouped_mm,
     "foreach_copy_": probe_foreach_copy,
     "FakeTensor": probe_fake_tensors,
     "FakeTensorMode": probe_fake_tensors,

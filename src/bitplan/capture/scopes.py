@@ -632,9 +632,12 @@ _WITHOUT_PLAN: dict[type[nn.Module], type[nn.Module]] = {}
 def planned_class(plain: type[nn.Module]) -> type[nn.Module]:
     """The subclass that enters the mode; one for each class, so that equal blocks share compiled code."""
     if plain not in _EXCHANGED:
-        # Code of its own, though the same: torch.compile counts recompilations by the code object.
+        # Code of its own, though the same: torch.compile counts recompilations by the code object, and remembers by
+        # file, line and name which sizes changed. Under one name a model's sizes would be symbolic because a planned
+        # model of another class had others before.
         template: Any = _Planned._make_weight if issubclass(plain, ParametrizationList) else _Planned.forward
-        forward = FunctionType(template.__code__.replace(), globals(), "forward", None, template.__closure__)
+        code = template.__code__.replace(co_name=f"forward of {plain.__module__}.{plain.__qualname__}")
+        forward = FunctionType(code, globals(), "forward", None, template.__closure__)
         forward.__signature__ = _forward_signature(plain)  # type: ignore[attr-defined]  # trainers read it
         own = {"__module__": plain.__module__, "forward": forward}
         exchanged = type(plain.__name__, (_Planned, plain), own)
@@ -676,7 +679,7 @@ def _deepcopy_attributes(self: Any, memo: dict[int, Any]) -> Any:
 
 def show_all_functions() -> Undo:
     """A patch of torch: torch.compile shows modes only functions that torch lists as overridable, and that list has
-    gaps: hardswish is one.
+    gaps: hardswish is one, and the grouped product of expert layers another.
 
     A function that is added here is shown to modes, and is no different where there is none.
     """
@@ -693,7 +696,7 @@ def show_all_functions() -> Undo:
             "upsample_nearest",
         ),
         torch.sparse: ("addmm", "log_softmax", "mm", "sampled_addmm", "softmax", "sum"),
-        torch: (),
+        torch: ("_grouped_mm",),
     }
     missing: set[Callable[..., Any]] = set()
     for home, names in homes.items():

@@ -89,6 +89,7 @@ if TYPE_CHECKING:
     int_mm = torch._int_mm
     is_profiler_enabled = torch._C._autograd._profiler_enabled
     is_vnni_supported = torch.cpu._is_vnni_supported
+    scaled_grouped_mm = torch._scaled_grouped_mm
     scaled_mm = torch._scaled_mm
     top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
     set_code_exec_strategy = torch._C._dynamo.eval_frame.set_code_exec_strategy
@@ -112,6 +113,7 @@ SYMBOLS: dict[str, str] = {
     "int_mm": "torch:_int_mm",
     "is_vnni_supported": "torch.cpu:_is_vnni_supported",
     "scaled_mm": "torch:_scaled_mm",
+    "scaled_grouped_mm": "torch:_scaled_grouped_mm",
     "foreach_copy_": "torch:_foreach_copy_",
     # Fake tensors: shapes and dtypes without data, for recording models and estimating memory.
     "FakeTensor": "torch._subclasses.fake_tensor:FakeTensor",

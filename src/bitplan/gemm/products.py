@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitplan.compiler.tracing import transformable
+from bitplan.capture.decompositions import grouped_mm
+from bitplan.compiler.tracing import is_traced, transformable
 from bitplan.errors import QuantizeError
 
 
@@ -23,6 +24,8 @@ class Product:
 
     op: str
     settings: tuple[Any, ...] = field(default=())
+    #: Of a grouped product: the row at which each group of x ends. Not a setting, because a graph has it as a tensor.
+    offsets: Tensor | None = field(default=None, compare=False)
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         if self.op == "linear":
@@ -35,6 +38,8 @@ class Product:
         if self.op == "einsum":
             left, right, out = self.settings
             return torch.einsum(f"{left},{right}->{out}", x, w)
+        if self.op == "grouped_mm":
+            return _grouped_rows(x, w, self.offsets)
         if bias is None:
             return torch.matmul(x, w)
         add = torch.addmm if x.dim() == 2 else torch.baddbmm  # one rounding of product and sum, as in the model
@@ -48,6 +53,8 @@ class Product:
         if self.op == "einsum":
             left, right, out = self.settings
             return _einsum_gradient(f"{out},{right}", left, dy, w, x)
+        if self.op == "grouped_mm":
+            return _grouped_rows(dy, w.transpose(-2, -1), self.offsets)
         if w.dim() == 1:
             return (dy.unsqueeze(-1) * w).sum_to_size(x.shape)
         grad = torch.matmul(_add_row_axis(dy, x), w.transpose(-1, -2))
@@ -61,6 +68,8 @@ class Product:
         if self.op == "einsum":
             left, right, out = self.settings
             return _einsum_gradient(f"{left},{out}", right, x, dy, w)
+        if self.op == "grouped_mm":
+            return _grouped_columns(x, dy, self.offsets)
         if w.dim() == 1:
             columns = torch.matmul(_add_row_axis(x, x).transpose(-1, -2), dy.unsqueeze(-1))
             return columns.squeeze(-1).sum_to_size(w.shape)
@@ -96,6 +105,27 @@ class Product:
         settings = (stride, padding, dilation, True, output_padding, groups)
         gradient: Tensor = torch.ops.aten.convolution(dy, w, None, *settings)
         return gradient
+
+
+def _grouped_rows(x: Tensor, w: Tensor, offsets: Tensor | None) -> Tensor:
+    """Each group of rows of x times its own matrix of w."""
+    assert offsets is not None
+    if _needs_loop(x):
+        return grouped_mm(x, w, offsets)
+    return torch.nn.functional.grouped_mm(x, w, offs=offsets)
+
+
+def _grouped_columns(x: Tensor, dy: Tensor, offsets: Tensor | None) -> Tensor:
+    """For each group of rows, x transposed times dy: the gradient of the group's matrix."""
+    assert offsets is not None
+    if _needs_loop(x):
+        return torch.ops.bitplan.grouped_mm_of_rows(x, dy, offsets)  # type: ignore[no-any-return]
+    return torch.nn.functional.grouped_mm(x.transpose(-2, -1), dy, offs=offsets)
+
+
+def _needs_loop(x: Tensor) -> bool:
+    """In graphs, torch multiplies groups in bfloat16 only."""
+    return is_traced() and x.dtype != torch.bfloat16
 
 
 def _add_row_axis(tensor: Tensor, x: Tensor) -> Tensor:
@@ -198,10 +228,13 @@ def product_of(op: str, args: Any, kwargs: dict[str, Any]) -> tuple[Product, Ten
     if op == "einsum":
         return Product(op, _einsum_terms(args[0])), None
     if op == "grouped_mm":
-        raise QuantizeError(
-            "the operands of a grouped product are rounded once for both of their products: give x, w and dy in place "
-            "of fprop, dgrad and wgrad, or keep: true for op: grouped_mm."
-        )
+        if not has_settings(op, args, kwargs):
+            raise QuantizeError(
+                "the passes of a grouped product are rounded separately only where rows of a matrix are multiplied "
+                "with a matrix for each group, without a bias: give x, w and dy in place of fprop, dgrad and wgrad, "
+                "or keep: true for op: grouped_mm."
+            )
+        return Product(op, offsets=_offsets(args, kwargs)), None
     if op in ("addmm", "baddbmm"):
         if _argument(args, kwargs, 3, "beta", 1) != 1 or _argument(args, kwargs, 4, "alpha", 1) != 1:
             raise QuantizeError(f"slots of {op} with alpha or beta other than 1 are not supported: use matmul and add.")
@@ -231,10 +264,20 @@ def _per_axis(value: Any, dims: int) -> list[int]:
 
 
 def has_settings(op: str, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether :func:`product_of` supports a call: not with asymmetric padding."""
+    """Whether :func:`product_of` supports a call: not with asymmetric padding, or a grouped sum."""
+    if op == "grouped_mm":
+        x, w = (_argument(args, kwargs, position, name, None) for position, name in enumerate(("self", "mat2")))
+        extra = _argument(args, kwargs, 3, "bias", None), _argument(args, kwargs, 4, "out_dtype", None)
+        is_plain = x is not None and w is not None and x.dim() == 2 and w.dim() == 3 and extra == (None, None)
+        return is_plain and _offsets(args, kwargs) is not None
     if not op.startswith("conv") or _argument(args, kwargs, 4, "padding", 0) != "same":
         return True
     return all(size % 2 for size in _argument(args, kwargs, 1, "weight", None).shape[2:])
+
+
+def _offsets(args: Any, kwargs: dict[str, Any]) -> Tensor | None:
+    offsets: Tensor | None = _argument(args, kwargs, 2, "offs", None)
+    return offsets
 
 
 def _numeric_padding(padding: str, weight: Tensor, dilation: Any, dims: int) -> list[int]:

@@ -43,6 +43,7 @@ from bitplan.runtime.frozen import FrozenSite, with_stored_weight
 from bitplan.runtime.installation import Installation
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.optimizers import OptimizerStateCheck, OptimizerSteps, StepCounter, before_every_step
+from bitplan.runtime.regions import equal_blocks
 from bitplan.runtime.rounding_op import PROMOTION_COLUMNS, OpRounding, Promoted
 from bitplan.runtime.scalars import PREFIX, ScalarSink, StepTimer, run_scalars, scalar_writer
 from bitplan.runtime.sharding import split_modules
@@ -248,6 +249,7 @@ class Attachment:
         dynamic: bool | None = None,
         options: dict[str, Any] | None = None,
         in_place: bool = False,
+        regional: bool = False,
     ) -> Any:
         """Compile the model as its execution needs it: packed and native execution partition the graph themselves.
 
@@ -259,6 +261,9 @@ class Attachment:
         :param options: of Inductor, as ``torch.compile`` takes them; those that `mode` stands for come first.
         :param in_place: the module itself runs compiled from now on, as by ``nn.Module.compile()``, and stays the same
             object: for trainers, which hold the model. :meth:`detach` undoes it.
+        :param regional: compile the model's equal blocks only, in place: one graph serves all blocks that the plan
+            treats alike, whatever their number. What is around the blocks (embedding, last norm, head, loss) runs
+            eagerly. Returns the model itself.
         """
         self._installation.require_attached()
         own_options = {**({} if mode is None else torch_private.list_mode_options(mode, dynamic)), **(options or {})}
@@ -272,6 +277,18 @@ class Attachment:
             "backend": settings.backend,
             "options": {"guard_filter_fn": keep_guards, **settings.options},
         }
+        if regional:
+            blocks = equal_blocks(target)
+            if not blocks:
+                raise PlanError(
+                    f"{type(target).__name__} has no equal blocks: no nn.ModuleList or nn.Sequential of it holds two "
+                    f"modules of one class with parameters of equal shapes; compile it with regional=False."
+                )
+            self._installation.allow_graphs_for(len(blocks))
+            for block in blocks:
+                block.compile(**arguments)
+            self._compiled_in_place += blocks
+            return target
         self._announce_compilation()
         if not in_place:
             return torch.compile(target, **arguments)

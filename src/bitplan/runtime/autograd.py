@@ -214,9 +214,10 @@ def _slot_product_in_graph(
     call: CallConstants,
     buffers: Buffers,
     weight_key: Tensor | None,
+    offsets: Tensor | None,
 ) -> Tensor:
     chosen = chosen_ops(refs, call, buffers)
-    return slot_product(x, w, bias, Product(op, settings), Slots(chosen, weight_key))
+    return slot_product(x, w, bias, Product(op, settings, offsets), Slots(chosen, weight_key))
 
 
 # --- what the rounder asks for --------------------------------------------------------------------------------
@@ -290,7 +291,7 @@ def rounded_product(
     refs = tuple(op_ref(applied.get(slot), context) for slot in SLOTS)
     return _slot_product_in_graph(
         *(x, w, bias, product.op, product.settings, refs, call_constants(context)),
-        *(call_buffers(context), weight_key),
+        *(call_buffers(context), weight_key, product.offsets),
     )
 
 

@@ -189,6 +189,11 @@ class Installation:
         if any(state_of(m).actions[f"open {m.mode.lower()}"] for m in recurrent):
             self._allowances.append(RaisedSetting("allow_rnn", True, owner=self.rounder))
 
+    def allow_graphs_for(self, blocks: int) -> None:
+        """Allow a graph for each of some blocks, which share their code and may all be treated differently."""
+        limit = 2 * self.clock.count_phases() * blocks
+        self._allowances.append(RaisedSetting("recompile_limit", limit, owner=self.rounder))
+
     def _raise_recompile_limit(self) -> None:
         """Every phase of the plan has a graph of its own, in training and in evaluation; torch's limit is eight."""
         self._allowances.append(RaisedSetting("recompile_limit", 2 * self.clock.count_phases(), owner=self.rounder))

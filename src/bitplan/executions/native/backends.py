@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bitplan.compiler.torch_private import int_mm, is_vnni_supported, scaled_mm
+from bitplan.compiler.torch_private import int_mm, is_vnni_supported, scaled_grouped_mm, scaled_mm
 from bitplan.numerics.dtypes import TORCH_FLOAT8
 from bitplan.numerics.formats import FloatFormat, Format, IntFormat
 
@@ -99,6 +100,23 @@ BACKENDS: tuple[GemmBackend, ...] = (Float8Backend(), Int8Backend())
 _FAST = Float8Backend(fast_accumulation=True)
 #: Name of a backend -> name of its variant with fast accumulation.
 FAST_VARIANTS = {"fp8": _FAST.name}
+
+
+@cache
+def multiplies_groups(device: torch.device) -> bool:
+    """Whether the device multiplies groups of E4M3 rows, each with a matrix of its own: Hopper does."""
+    return device.type == "cuda" and torch.version.hip is None and _capability(device)[0] == 9
+
+
+def multiply_groups(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], offsets: Tensor, fast: bool) -> Tensor:
+    """Codes (rows, k) by codes (groups, k, n) in bfloat16, each with a scale that is constant along k."""
+    (a, a_scale), (b, b_scale) = left, right
+    groups, _, columns = b.shape
+    scale_a = a_scale.expand(a.shape[0], 1).reshape(-1).contiguous()
+    scale_b = b_scale.expand(groups, 1, columns).reshape(groups, columns).contiguous()
+    b = b.transpose(1, 2).contiguous().transpose(1, 2)  # the summed axis innermost
+    options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": fast}
+    return scaled_grouped_mm(a.contiguous(), b, scale_a, scale_b, offsets.to(torch.int32), **options)
 
 
 def backends_of(device: torch.device) -> tuple[GemmBackend, ...]:

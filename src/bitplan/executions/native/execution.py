@@ -15,10 +15,11 @@ from bitplan.capture.decompositions import has_slots
 from bitplan.capture.recording import Operation
 from bitplan.errors import BitplanWarning, PlanError
 from bitplan.executions.emulate import EmulateExecution
-from bitplan.executions.native.backends import GemmBackend, backends_of
+from bitplan.executions.native.backends import GemmBackend, backends_of, multiplies_groups
 from bitplan.executions.native.crossover import load_crossover
 from bitplan.executions.native.fallbacks import FALLBACK_COLUMNS, Fallback, fallbacks_of, keeps_codes, passes_of
 from bitplan.executions.native.frozen import native_frozen_product
+from bitplan.executions.native.grouped import GroupedCandidate, native_grouped_product, prepare_grouped
 from bitplan.executions.native.head_loss import backends_of_chunks
 from bitplan.executions.native.paths import NativeTerms, Passes, backends_for_passes
 from bitplan.executions.native.product import native_product
@@ -87,7 +88,9 @@ class NativeExecution(EmulateExecution):
     def facts(self) -> Hashable:
         return self.options.kind, self.terms, self.recast_in_backward
 
-    def prepare(self, decision: Decision, op: str) -> NativeCandidate | None:
+    def prepare(self, decision: Decision, op: str) -> NativeCandidate | GroupedCandidate | None:
+        if op == "grouped_mm":
+            return prepare_grouped(decision) if has_slots(decision) else None
         if not (op == "linear" or op.startswith("conv")) or not has_slots(decision):
             return None
         passes = _native_passes(decision, op)
@@ -105,10 +108,12 @@ class NativeExecution(EmulateExecution):
         weight_key: Tensor | None,
     ) -> Tensor | None:
         candidate = rounding.prepared
-        assert isinstance(candidate, NativeCandidate)
         if not has_settings(op, args, kwargs) or is_distributed(w):
             return None
         product, bias = product_of(op, args, kwargs)
+        if isinstance(candidate, GroupedCandidate):
+            return native_grouped_product(x, w, product, candidate, self.terms, rounding, context, weight_key)
+        assert isinstance(candidate, NativeCandidate)
         backends = backends_for_passes(candidate.passes, op, product.settings, x, w, self.terms)
         saves_codes = candidate.keeps_codes and op != "linear" and x.dim() == w.dim() and x.numel() > 0
         if not backends and not saves_codes:
@@ -156,7 +161,8 @@ class NativeExecution(EmulateExecution):
         device: torch.device,
         split_modules: Collection[str] = (),
     ) -> Table[Fallback]:
-        rows = fallbacks_of(operations, decide, backends_of(device), self.terms, device.type, split_modules)
+        kernels = backends_of(device), self.terms, device.type
+        rows = fallbacks_of(operations, decide, *kernels, split_modules, multiplies_groups(device))
         return Table(rows, FALLBACK_COLUMNS, empty="no fallbacks: every product of the plan runs natively")
 
     def check(

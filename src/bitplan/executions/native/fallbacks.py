@@ -20,6 +20,7 @@ from bitplan.executions.native.paths import (
     TOO_SMALL,
     NativeTerms,
     is_plain_gemm,
+    why_groups_not_native,
     why_not_native,
     why_pass_not_native,
 )
@@ -27,7 +28,7 @@ from bitplan.gemm.axes import resolve, summed_axes
 from bitplan.gemm.macs import Multiplication
 from bitplan.gemm.operand_quantizers import Decide, OperandQuantizers, decisions_for, operand_quantizers
 from bitplan.gemm.products import has_settings, product_of
-from bitplan.numerics.formats import IntFormat
+from bitplan.numerics.formats import FloatFormat, IntFormat
 from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.quantizer import Quantizer
 from bitplan.numerics.wire_format import OPERAND_OF_SLOT
@@ -37,7 +38,10 @@ from bitplan.plans.spec import QuantizerSpec
 from bitplan.runtime.coverage import counted_products, rounded_slots
 
 _IS_SPLIT = "tensor parallelism splits its weight; products of shards are emulated"
-_ONLY_LAYERS = "only linear layers and convolutions have a native path; this is emulated"
+_NO_GROUPS = "this device has no grouped product in FP8, which Hopper has"
+_RAGGED_SUM = "sums over the rows of a group, which FP8 kernels want in multiples of 16; its input is saved as codes"
+_E4M3 = FloatFormat(4, 3, specials="fn")
+_ONLY_LAYERS = "only linear layers, convolutions and grouped products have a native path; this is emulated"
 
 
 @dataclass(frozen=True)
@@ -107,15 +111,19 @@ def fallbacks_of(
     terms: NativeTerms,
     device_type: str = "cpu",
     split_modules: Collection[str] = (),
+    has_grouped_kernel: bool = False,
 ) -> list[Fallback]:
     """Every pass of every product that the plan rounds and that is emulated.
 
     :param split_modules: paths of modules whose parameters tensor parallelism splits.
+    :param has_grouped_kernel: whether the device multiplies groups of FP8 rows.
     """
     fallbacks = []
     for operation, operands in operand_quantizers(operations, decisions_for(operations, decide)):
         if operation.module in split_modules and (has_slots(operands.decision) or _is_rounded(operands)):
             fallbacks.append(Fallback(operation.label, "all passes", _IS_SPLIT))
+        elif operation.op == "grouped_mm" and operation.operands is not None and has_slots(operands.decision):
+            fallbacks += _fallbacks_of_groups(operation, operands.decision, terms, has_grouped_kernel)
         elif operation.op in PRODUCTS and operation.operands is not None and has_slots(operands.decision):
             fallbacks += _fallbacks_of_operation(operation, operands.decision, backends, terms, device_type)
         elif _is_rounded(operands):
@@ -183,6 +191,34 @@ def _fallbacks_of_operation(
     ]
 
 
+def reasons_of_groups(decision: Decision) -> dict[str, str | None]:
+    """For each pass of a grouped product: why it is emulated whatever its shape; None: it may run natively."""
+    reasons: dict[str, str | None] = dict.fromkeys(PASSES)
+    for gemm_pass, slots in PASSES.items():
+        for slot in slots:
+            tensor = OPERAND_OF_SLOT[slot].tensor
+            place = decision.shared.get(tensor, slot)
+            dims = 3 if tensor == "w" else 2
+            operand = PlannedOperand(slot, place, decision[place].quantizer, dims, "grouped_mm", is_plain_gemm=True)
+            reason = _why_no_codes(operand)
+            if reason is None and operand.spec is not None and operand.spec.target != _E4M3:
+                reason = f"grouped products in FP8 are e4m3 by e4m3, and {slot} is {operand.spec.target.name}"
+            reasons[gemm_pass] = reasons[gemm_pass] or reason
+    reasons["wgrad"] = reasons["wgrad"] or _RAGGED_SUM
+    return reasons
+
+
+def _fallbacks_of_groups(
+    operation: Operation, decision: Decision, terms: NativeTerms, has_kernel: bool
+) -> list[Fallback]:
+    assert operation.operands is not None
+    reason = why_groups_not_native(*operation.operands, terms) if has_kernel else _NO_GROUPS
+    if reason is None and not has_settings(operation.op, operation.details["args"], operation.details["kwargs"]):
+        reason = "a grouped product with a bias or another dtype has no native path"
+    reasons = reasons_of_groups(decision) if reason is None else {"all passes": reason}
+    return [Fallback(operation.label, name, reason) for name, reason in reasons.items() if reason is not None]
+
+
 def _shape_text(shape: tuple[int, int, int]) -> str:
     return " x ".join(map(str, shape))
 
@@ -197,23 +233,11 @@ def backend_or_reason(
     left: PlannedOperand, right: PlannedOperand, backends: Sequence[GemmBackend]
 ) -> GemmBackend | str:
     """The backend that multiplies the two operands, or why none does."""
-    quantizers = []
     for operand in (left, right):
-        quantizer = operand.quantizer()
-        if quantizer is None or operand.spec is None:
-            return f"{operand.slot} has no format"
-        if operand.spec.function is not None:
-            return f"{operand.slot} is rounded by {operand.spec.function}"
-        if operand.spec.promote is not None:
-            return f"{operand.slot} may be promoted"
-        if quantizer.scaling is not None and quantizer.scaling.range == "minmax":
-            return f"{operand.slot} has a zero point (range: minmax), which no backend supports"
-        if quantizer.scaling is None and isinstance(quantizer.format, IntFormat):
-            return f"{operand.slot} has no scale, and a NaN in it would become a number"
-        varying = varying_axes(quantizer, operand.dims)
-        if varying is None or varying & operand.summed_axes():
-            return f"the scale of {operand.slot} changes along the sum"
-        quantizers.append(quantizer)
+        reason = _why_no_codes(operand)
+        if reason is not None:
+            return reason
+    quantizers = [quantizer for quantizer in (left.quantizer(), right.quantizer()) if quantizer is not None]
     targets = [quantizer.format for quantizer in quantizers if not isinstance(quantizer.format, MutableFormat)]
     for backend in backends:
         if backend.supports_formats(targets[0], targets[1]):
@@ -221,3 +245,22 @@ def backend_or_reason(
     formats = " by ".join(target.name for target in targets)
     available = ", ".join(backend.name for backend in backends)
     return f"no backend here multiplies {formats}" + (f" (available: {available})" if available else "")
+
+
+def _why_no_codes(operand: PlannedOperand) -> str | None:
+    """Why an operand cannot be multiplied as codes with a scale that is constant along the sum."""
+    quantizer = operand.quantizer()
+    if quantizer is None or operand.spec is None:
+        return f"{operand.slot} has no format"
+    if operand.spec.function is not None:
+        return f"{operand.slot} is rounded by {operand.spec.function}"
+    if operand.spec.promote is not None:
+        return f"{operand.slot} may be promoted"
+    if quantizer.scaling is not None and quantizer.scaling.range == "minmax":
+        return f"{operand.slot} has a zero point (range: minmax), which no backend supports"
+    if quantizer.scaling is None and isinstance(quantizer.format, IntFormat):
+        return f"{operand.slot} has no scale, and a NaN in it would become a number"
+    varying = varying_axes(quantizer, operand.dims)
+    if varying is None or varying & operand.summed_axes():
+        return f"the scale of {operand.slot} changes along the sum"
+    return None

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from bitplan.executions.native.backends import FAST_VARIANTS
@@ -78,6 +79,19 @@ def why_not_native(op: str, settings: tuple[Any, ...], x: Tensor, w: Tensor, ter
         if reason is not None:
             return reason
     if macs_of(op, settings, x, w) < max(terms.min_macs, 1):  # an empty batch has no amax to take a scale from
+        return TOO_SMALL
+    return None
+
+
+def why_groups_not_native(x: Tensor, w: Tensor, terms: NativeTerms) -> str | None:
+    """Why no pass of a grouped product goes to the FP8 kernel, whatever its formats; None where some may."""
+    if x.dim() != 2 or w.dim() != 3:
+        return "only rows of a matrix times a matrix for each group have a native path"
+    if x.dtype != torch.bfloat16:
+        return "grouped products in FP8 have results in bfloat16 only, and this one computes in another dtype"
+    if w.shape[1] % 16 or w.shape[2] % 16:
+        return "grouped products in FP8 need matrices whose sides are multiples of 16"
+    if x.numel() * w.shape[2] < max(terms.min_macs, 1, dict(terms.min_macs_by_backend).get("fp8", 0)):
         return TOO_SMALL
     return None
 

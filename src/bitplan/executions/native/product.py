@@ -148,6 +148,16 @@ def gemm_layout(product: Product, x: Tensor, w: Tensor) -> GemmLayout:
     return ConvGemmLayout(product, w.shape[2:], is_channels_last(x))
 
 
+def applied_ops(rounding: OpRounding, context: OpContext) -> dict[str, RoundingOp]:
+    """Slot -> what rounds it; evaluation leaves some operands unrounded."""
+    applied: dict[str, RoundingOp] = {}
+    for slot in SLOTS:
+        place = rounding.shared.get(OPERAND_OF_SLOT[slot].tensor, slot)
+        if rounding.applies(place, context.training):
+            applied[slot] = rounding.places[place]
+    return applied
+
+
 def native_product(
     x: Tensor,
     w: Tensor,
@@ -164,11 +174,7 @@ def native_product(
     :param recast_in_backward: operands, of x and w, that the backward pass casts again: in compiled code, and weights
         that FSDP2 frees after the forward pass.
     """
-    applied: dict[str, RoundingOp] = {}
-    for slot in SLOTS:
-        place = rounding.shared.get(OPERAND_OF_SLOT[slot].tensor, slot)
-        if rounding.applies(place, context.training):
-            applied[slot] = rounding.places[place]
+    applied = applied_ops(rounding, context)
     layout = gemm_layout(product, x, w)
     # Operands that evaluation leaves unrounded are multiplied as they are.
     backends = {

@@ -1,0 +1,150 @@
+"""Optimizer steps inside the backward pass: a gradient is used as soon as it is complete, and then freed.
+
+Without that all gradients are alive at the end of the backward pass: as many bytes as the weights have. Every
+parameter has an optimizer of its own here, whose step a hook of torch's makes when the parameter's gradient is
+accumulated. Updates are those of one optimizer after the backward pass, bit for bit, for optimizers that treat
+parameters independently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from bitplan.capture.scopes import unwrapped
+from bitplan.errors import PlanError
+from bitplan.runtime.optimizers import load_plain_state, plain_state
+from bitplan.runtime.sharding import is_distributed
+
+if TYPE_CHECKING:
+    from bitplan.runtime.attachment import Attachment
+
+
+class StepInBackward:
+    """Updates every parameter of a model in the backward pass; :meth:`step` ends a training step.
+
+    >>> model = nn.Linear(2, 2)
+    >>> optimizer = StepInBackward(model, lambda parameter: torch.optim.SGD([parameter], lr=0.1))
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> model.weight.grad is None
+    True
+    >>> optimizer.step()
+    """
+
+    def __init__(
+        self, model: nn.Module, make_optimizer: Callable[[nn.Parameter], Optimizer], run: Attachment | None = None
+    ) -> None:
+        """
+        :param make_optimizer: makes the optimizer of one parameter: ``lambda p: torch.optim.AdamW([p], lr=1e-3)``.
+        :param run: a plan that is attached to the model, whose steps :meth:`step` counts.
+        """
+        self._run = run
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise PlanError(
+                "DistributedDataParallel reduces gradients after the hooks that would use them: step the optimizer "
+                "after the backward pass."
+            )
+        if run is not None and run.plan.optimizer_rule is not None:
+            raise PlanError(
+                "the plan asks for optimizer state in few bits, which one optimizer for each parameter cannot have: "
+                "drop optimizer: from the plan, or step after the backward pass by run.optimizer()."
+            )
+        if run is not None and run.optimizers:
+            raise PlanError(
+                "attach(optimizer=) counts the steps of this run: attach without optimizer=, and give run= here."
+            )
+        #: Name of a parameter -> its optimizer.
+        self.optimizers: dict[str, Optimizer] = {}
+        self._stepped: set[str] = set()
+        self._handles: list[Any] = []
+        for name, parameter in unwrapped(model).named_parameters():
+            if parameter.requires_grad:
+                self.optimizers[name] = self._make(name, parameter, make_optimizer)
+        for name, parameter in unwrapped(model).named_parameters():
+            if name in self.optimizers:
+                hook = self._hook(name)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _make(name: str, parameter: nn.Parameter, make: Callable[[nn.Parameter], Optimizer]) -> Optimizer:
+        if is_distributed(parameter):
+            raise PlanError(f"{name} is split over several processes, which reduce gradients after these hooks.")
+        if parameter.dtype == torch.float16:
+            raise PlanError(
+                f"{name} is in float16, whose gradients a GradScaler has to unscale before a step: use bfloat16, or "
+                f"step after the backward pass."
+            )
+        if parameter.grad is not None:
+            raise PlanError(f"{name} has a gradient already: call zero_grad() before its optimizer is made.")
+        optimizer = make(parameter)
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        if len(own) != 1 or own[0] is not parameter:
+            raise PlanError(
+                f"make_optimizer() made an optimizer of {len(own)} parameters for {name}: make one of the parameter "
+                f"that it is given."
+            )
+        return optimizer
+
+    def _hook(self, name: str) -> Callable[[Tensor], None]:
+        optimizer = self.optimizers[name]
+
+        def update(parameter: Tensor) -> None:
+            if name in self._stepped:
+                parameter.grad = None
+                raise PlanError(
+                    f"{name} got a second gradient in one training step, and its first one is used already: call "
+                    f"step() after every backward pass; gradients cannot be accumulated here."
+                )
+            self._stepped.add(name)
+            optimizer.step()
+            parameter.grad = None
+
+        return update
+
+    def step(self) -> None:
+        """End a training step, after its backward pass: the run counts it."""
+        if not self._stepped:
+            raise PlanError("step() found no gradient: call it once, after the backward pass.")
+        self._stepped.clear()
+        if self._run is not None:
+            self._run.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: gradients are freed as soon as they are used."""
+
+    def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not possible: the norm of all gradients is known only when the first of them are gone."""
+        raise PlanError(
+            "the norm of all gradients is known after the backward pass, when they are used already: clip by an "
+            "optimizer that steps after it."
+        )
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all optimizers, one for each parameter: a schedule sets ``lr`` in each of them."""
+        return [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of every optimizer by the name of its parameter, in plain tensors and numbers."""
+        return {name: plain_state(optimizer) for name, optimizer in self.optimizers.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken; nothing is changed where the parameters differ."""
+        different = sorted(set(self.optimizers).symmetric_difference(state))
+        if different:
+            raise PlanError(
+                f"the state is of other parameters than this model trains ({different[0]}): load it into the model "
+                f"that it was saved with."
+            )
+        for name, optimizer in self.optimizers.items():
+            load_plain_state(optimizer, state[name])
+
+    def remove(self) -> None:
+        """Stop updating parameters in the backward pass."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
