@@ -182,7 +182,7 @@ QUANTIZERS = st.fixed_dictionaries(
         "rounding": st.sampled_from(["nearest", "stochastic", "up"]),
         "scale": st.sampled_from(["tensor", "channel", "vector", "block", "row"]),
         "axis": st.integers(-2, 2),
-        "block": st.integers(0, 33),
+        "block": st.one_of(st.integers(0, 33), st.lists(st.integers(0, 33), min_size=1, max_size=3)),
         "range": st.sampled_from(["amax", "minmax"]),
         "power_of_two": st.booleans(),
         "history": st.integers(0, 40),

@@ -66,7 +66,8 @@ def _quantizer(shape: Schema) -> Schema:
     books = "|".join(name for name in NAMED if isinstance(get_format(name), CodebookFormat))
     every = "|".join(["int", "float", floats, _SYMMETRIC, _AFFINE, blocks, books])
     shape["properties"]["format"]["anyOf"] = [{"pattern": any_case(every)}, {"pattern": OWN_NAME_PATTERN}]
-    shape["dependentRequired"] = {"block": ["scale"], "range": ["scale"]}
+    shape["dependentRequired"] = {"range": ["scale"]}
+    tile = {"required": ["block"], "properties": {"block": {"type": "array"}}}
     shape["allOf"] = [
         _if(_fits("format", "int"), _bits(2, 16) | _without("exponent_bits")),
         _if(_fits("format", "float"), {"allOf": [_float_bits(bits) for bits in range(1, 9)]}),
@@ -75,7 +76,9 @@ def _quantizer(shape: Schema) -> Schema:
         _if(_fits("format", books), _only("overflow", "saturate")),
         _if(_fits("format", _AFFINE), {"required": ["scale"]}),
         _if(_fits("format", f"int|{_SYMMETRIC}|{_AFFINE}"), _only("overflow", "saturate"), _only("range", "amax")),
-        _if(_is("scale", "block"), {"required": ["block"]}, _without("block")),
+        _if(_is("scale", "block"), {"required": ["block"]}, {"anyOf": [_without("block"), _fits("format", blocks)]}),
+        _if({"allOf": [_fits("format", blocks), {"required": ["block"]}]}, tile),
+        _if(tile, _without("axis")),
         _if(_is("scale", "tensor"), _without("axis")),
         _if({"not": {"anyOf": [{"required": ["scale"]}, _fits("format", blocks)]}}, _without("axis")),
         _if(_is("power_of_two", True), {"required": ["scale"]}),

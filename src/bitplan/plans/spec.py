@@ -28,7 +28,7 @@ from bitplan.numerics.formats import (
 from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.quantizer import Quantizer, make_quantizer
 from bitplan.numerics.reference import Rounding
-from bitplan.numerics.scaling import LONGEST_HISTORY, MOST_MARGIN, Granularity, Range
+from bitplan.numerics.scaling import LONGEST_HISTORY, MOST_MARGIN, BlockShape, Granularity, Range, as_pair
 from bitplan.plans.code import CodeReference
 from bitplan.plans.fields import Kind, Record, Schema
 from bitplan.plans.frozen import FrozenUse
@@ -232,7 +232,8 @@ class QuantizerSpec:
     exponent_bits: int | None = None
     scale: Granularity | None = None
     axis: int | None = None
-    block: int | None = None
+    #: How many neighbours share a scale: along one axis, or rows and columns of the operand seen as a matrix.
+    block: BlockShape | None = None
     range: Range | None = None
     power_of_two: bool = False
     #: The scale comes from the largest magnitudes of so many past steps rather than from the tensor itself.
@@ -266,6 +267,7 @@ class QuantizerSpec:
             raise PlanError(f"there is no eval {self.eval!r}; {nearest_names(str(self.eval), get_args(Evaluation))}")
         if self.eval == "ema" and self.scale != "tensor":
             raise PlanError("eval: ema averages the range of a whole tensor: it needs scale: tensor.")
+        self._check_block()
         self._check_history()
         if self.function is not None:
             object.__setattr__(self, "function", CodeReference.of(self.function))
@@ -278,6 +280,11 @@ class QuantizerSpec:
                 width.resolve(axis_default=0)
             except BitplanError as error:
                 raise PlanError(str(error)) from None
+
+    def _check_block(self) -> None:
+        object.__setattr__(self, "block", as_pair(self.block))
+        if isinstance(self.block, tuple) and self.axis is not None:
+            raise PlanError("a block of rows and columns lies along the summed axis and the other one: drop axis.")
 
     def _check_history(self) -> None:
         if self.history is None:
@@ -383,6 +390,8 @@ class QuantizerSpec:
         """
         if self.axis is not None:
             return None
+        if isinstance(self.block, tuple):
+            return "summed"
         if self.scale == "channel":
             return "kept"
         if self.scale is None:
@@ -403,16 +412,21 @@ class QuantizerSpec:
         """The format as parameters that may change while a run goes on."""
         return MutableFormat(self.stored(self.target), overflow=self.overflow)
 
-    def resolve(self, *, axis_default: int | None = None, live: MutableFormat | None = None) -> Quantizer:
+    def resolve(
+        self, *, axis_default: int | tuple[int, int] | None = None, live: MutableFormat | None = None
+    ) -> Quantizer:
         """The quantizer; `axis_default` is the axis where the plan names none (see :attr:`axis_meaning`).
+
+        A block of rows and columns takes the axes of both, and without them the last two.
 
         :param live: the format as parameters in a tensor, in place of constants.
         """
+        axis = axis_default if self.axis_meaning else self.axis
         return make_quantizer(
             self.target if live is None else live,
             self.rounding,
             self.scale,
-            axis=axis_default if self.axis_meaning else self.axis,
+            axis=None if isinstance(self.block, tuple) and not isinstance(axis, tuple) else axis,
             block=self.block,
             range=self.range,
             power_of_two=self.power_of_two,
@@ -423,6 +437,8 @@ class QuantizerSpec:
         """As a plan writes it: a mapping without what is default, or only the format's name."""
         non_defaults = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         non_defaults = {key: value for key, value in non_defaults.items() if key not in ("moved_by", "top_bits")}
+        if isinstance(self.block, tuple):
+            non_defaults["block"] = list(self.block)
         if self.promote is not None:
             non_defaults["promote"] = self.promote.to_data()
         if self.function is not None:
@@ -432,7 +448,8 @@ class QuantizerSpec:
     def __str__(self) -> str:
         """One line for tables, such as ``int8 tensor minmax stochastic`` or ``int CR 3-8 x8 channel minmax``."""
         parts: list[str] = [self._width_words()]
-        for value in (self.scale, self.block, self.range, None if self.rounding == "nearest" else self.rounding):
+        block = "x".join(map(str, self.block)) if isinstance(self.block, tuple) else self.block
+        for value in (self.scale, block, self.range, None if self.rounding == "nearest" else self.rounding):
             parts += [] if value is None else [str(value)]
         parts += [] if self.axis is None else [f"axis={self.axis}"]
         parts += ["power-of-two"] if self.power_of_two else []

@@ -64,7 +64,7 @@ def varying_axes(quantizer: Quantizer, dims: int) -> set[int] | None:
         return set()
     if scaling.granularity == "block":
         return None
-    assert scaling.axis is not None
+    assert isinstance(scaling.axis, int)
     axis = scaling.axis % dims
     return {axis} if scaling.granularity == "channel" else set(range(dims)) - {axis}
 

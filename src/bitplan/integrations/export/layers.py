@@ -102,6 +102,10 @@ class Operand:
         scaling = quantizer.scaling
         if isinstance(quantizer.format, BlockFormat) or (scaling is not None and scaling.granularity == "block"):
             axis = quantizer.axis if scaling is None else scaling.axis
+            if isinstance(axis, tuple):
+                shape = quantizer.block if scaling is None else scaling.block
+                is_square = isinstance(shape, tuple) and shape[0] == shape[1] and set(axis) >= {summed[-1]}
+                return "block" if is_square or axis[1] == summed[-1] else "other"
             return "block" if (-1 if axis is None else axis) % dims == summed[-1] else "other"
         if scaling is None:
             return "none"
