@@ -152,7 +152,9 @@ def _bits(spec: QuantizerSpec | None, producer: Operation) -> float:
 
 def _is_same_grid(spec: QuantizerSpec, activation: QuantizerSpec | None) -> bool:
     """Whether the activation is already on the operand's grid, so that it is not rounded again."""
-    return activation is not None and spec.scale is activation.scale is None and spec.target == activation.target
+    if activation is None or spec.rotate is not None:
+        return False
+    return spec.scale is activation.scale is None and spec.target == activation.target
 
 
 def _bits_text(bits: float) -> str:

@@ -26,11 +26,14 @@ from functools import lru_cache
 
 from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.quantizer import Quantizer
+from bitplan.numerics.rotation import Rotation
 from bitplan.numerics.wire_format import OPERAND_OF_SLOT, WGRAD
 from bitplan.plans.spec import QuantizerSpec
 
 #: Roles and slots of weights.
 _WEIGHT_SITES = ("weight", "grad_weight", "fprop.w", "dgrad.w")
+#: Products whose operands have the summed axis in common, so that both can be rotated along it.
+ROTATABLE = ("linear", "matmul", "bmm", "addmm", "baddbmm")
 #: Operations whose results have the features in the last dimension, however many dimensions there are.
 _FEATURES_LAST = ("linear", "matmul", "scaled_dot_product_attention", "layer_norm", "rms_norm", "softmax")
 
@@ -76,6 +79,12 @@ def matrix_axes(place: str, op: str, dims: int) -> tuple[int, int]:
         return (1, dims - 1) if operand is not None and operand.pass_ == WGRAD else (dims - 1, 1)
     summed = (summed_axes(place, op, dims) or [dims - 2])[-1]
     return (dims - 2 if summed == dims - 1 else dims - 1), summed
+
+
+def rotation_of(spec: QuantizerSpec, slot: str, op: str, dims: int) -> Rotation | None:
+    """How an operand with `dims` dimensions is rotated; None where nothing is, or the product has no sum."""
+    summed = summed_axes(slot, op, dims) if spec.rotate else []
+    return Rotation(summed[-1], spec.rotate_size) if summed else None
 
 
 def _feature_axis(place: str, op: str, dims: int) -> int:

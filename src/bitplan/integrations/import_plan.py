@@ -376,9 +376,15 @@ def _recipe_places(recipe: Mapping[str, Any], where: str, notes: list[str]) -> d
             return dict.fromkeys(PASSES, "mxfp8")
         return {slot: "mxfp8e5m2" if OPERAND_OF_SLOT[slot].tensor == "dy" else "mxfp8" for slot in SLOTS}
     if name == "nvfp4":
-        notes.append(f"{where}: without random Hadamard transforms, and with a scale per 16 values of a weight")
-        stochastic = {"format": "nvfp4", "rounding": "stochastic"}
-        return {slot: stochastic if OPERAND_OF_SLOT[slot].tensor == "dy" else "nvfp4" for slot in SLOTS}
+        gradient_of = {"format": "nvfp4", "rounding": "stochastic"}
+        rotation = {"rotate": "hadamard", "rotate_size": 16}
+        return {
+            "fprop.x": "nvfp4",
+            "w": {"format": "nvfp4", "block": [16, 16]},
+            "dgrad.dy": gradient_of,
+            "wgrad.dy": {**gradient_of, **rotation},
+            "wgrad.x": {"format": "nvfp4", **rotation},
+        }
     if name == "custom":
         raise PlanError(f"{where} is made by {recipe.get('custom_recipe_factory')}, Python code that is not read.")
     raise PlanError(f"{where} has the unknown recipe {name!r}.")

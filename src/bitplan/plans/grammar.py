@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, get_args
 from bitplan.errors import PlanError, ScheduleError
 from bitplan.numerics.formats import OWN_NAME_PATTERN, Overflow, check_own_name
 from bitplan.numerics.reference import ROUNDINGS
+from bitplan.numerics.rotation import ROTATION_SIZES
 from bitplan.numerics.scaling import LONGEST_HISTORY, MOST_MARGIN, Granularity, Range
 from bitplan.numerics.wire_format import ROLES
 from bitplan.plans.code import REFERENCE_PATTERN, check_reference
@@ -202,6 +203,17 @@ class BlockSize(Kind[int | tuple[int, int]]):
         return {"anyOf": [size, {"type": "array", "items": size, "minItems": 2, "maxItems": 2}]}
 
 
+@dataclass(frozen=True)
+class RotationSize(Kind[int]):
+    """A power of two."""
+
+    def read(self, node: Node) -> int:
+        return Whole("", ROTATION_SIZES[0], ROTATION_SIZES[-1]).read(node)
+
+    def shape(self) -> Schema:
+        return {"enum": list(ROTATION_SIZES)}
+
+
 QUANTIZER = Record(
     "How one tensor is rounded.",
     {
@@ -219,6 +231,10 @@ QUANTIZER = Record(
             "columns lie along the summed axis. With scale: block; two numbers also with a block format.",
             *(1, 2**31 - 1),
         ),
+        "rotate": Choice(
+            "Both operands of a product are turned alike along its summed axis before they are rounded.", ("hadamard",)
+        ),
+        "rotate_size": RotationSize("How many neighbours are turned together (16 if not given); with rotate."),
         "range": Choice("What a scale covers: the largest magnitude, or least to largest (integers).", get_args(Range)),
         "power_of_two": Flag("Round the scale up to a power of two."),
         "history": Whole(

@@ -28,6 +28,7 @@ from bitplan.numerics.formats import (
 from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.quantizer import Quantizer, make_quantizer
 from bitplan.numerics.reference import Rounding
+from bitplan.numerics.rotation import ROTATION_SIZES
 from bitplan.numerics.scaling import LONGEST_HISTORY, MOST_MARGIN, BlockShape, Granularity, Range, as_pair
 from bitplan.plans.code import CodeReference
 from bitplan.plans.fields import Kind, Record, Schema
@@ -236,6 +237,9 @@ class QuantizerSpec:
     block: BlockShape | None = None
     range: Range | None = None
     power_of_two: bool = False
+    #: Both operands of a product are turned before they are rounded, so many neighbours along the summed axis together.
+    rotate: Literal["hadamard"] | None = None
+    rotate_size: int = 16
     #: The scale comes from the largest magnitudes of so many past steps rather than from the tensor itself.
     history: int | None = None
     #: It makes room for 2^margin times as much.
@@ -268,6 +272,7 @@ class QuantizerSpec:
         if self.eval == "ema" and self.scale != "tensor":
             raise PlanError("eval: ema averages the range of a whole tensor: it needs scale: tensor.")
         self._check_block()
+        self._check_rotation()
         self._check_history()
         if self.function is not None:
             object.__setattr__(self, "function", CodeReference.of(self.function))
@@ -285,6 +290,22 @@ class QuantizerSpec:
         object.__setattr__(self, "block", as_pair(self.block))
         if isinstance(self.block, tuple) and self.axis is not None:
             raise PlanError("a block of rows and columns lies along the summed axis and the other one: drop axis.")
+
+    def _check_rotation(self) -> None:
+        if self.rotate not in (None, "hadamard"):
+            raise PlanError(f"rotate is hadamard, or not given; not {self.rotate!r}.")
+        if self.rotate is None:
+            if self.rotate_size != 16:
+                raise PlanError("rotate_size is the size of a rotation: give rotate: hadamard, too.")
+            return
+        if self.rotate_size not in ROTATION_SIZES:
+            raise PlanError(
+                f"rotate_size is a power of two from {ROTATION_SIZES[0]} to {ROTATION_SIZES[-1]}, "
+                f"not {self.rotate_size!r}."
+            )
+        if self.promote is not None or self.function is not None:
+            other = "function" if self.promote is None else "promote"
+            raise PlanError(f"rotate turns both operands of a product alike, whatever one of them needs: drop {other}.")
 
     def _check_history(self) -> None:
         if self.history is None:
@@ -370,7 +391,9 @@ class QuantizerSpec:
         >>> [QuantizerSpec(name).holds_every_value_of(torch.float32) for name in ("fp32", "bf16")]
         [True, False]
         """
-        if self.scale is not None or self.bits is not None or self.overflow == "saturate" or self.function is not None:
+        if self.scale is not None or self.bits is not None or self.overflow == "saturate":
+            return False
+        if self.function is not None or self.rotate is not None:
             return False
         target, info = self.target, torch.finfo(dtype)
         return (
@@ -453,6 +476,7 @@ class QuantizerSpec:
             parts += [] if value is None else [str(value)]
         parts += [] if self.axis is None else [f"axis={self.axis}"]
         parts += ["power-of-two"] if self.power_of_two else []
+        parts += [f"{self.rotate} {self.rotate_size}"] if self.rotate else []
         parts += [f"of {self.history} steps"] if self.history is not None else []
         parts += [f"margin={self.margin}"] if self.margin else []
         parts += [self.overflow] if self.overflow else []

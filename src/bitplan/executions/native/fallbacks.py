@@ -204,6 +204,8 @@ def backend_or_reason(
             return f"{operand.slot} has no format"
         if operand.spec.function is not None:
             return f"{operand.slot} is rounded by {operand.spec.function}"
+        if operand.spec.rotate is not None:
+            return f"{operand.slot} is rotated ({operand.spec.rotate}), which is emulated"
         if operand.spec.promote is not None:
             return f"{operand.slot} may be promoted"
         if quantizer.scaling is not None and quantizer.scaling.range == "minmax":

@@ -397,7 +397,10 @@ def _note_megatron(layer: LinearLayer, recipe: str, granularities: Mapping[str, 
         operand = layer.operands[slot]
         assert operand is not None
         spec, site = operand.quantizer, operand_site(layer, slot)
-        note_rounding(layer, slot, omissions, "megatron", stochastic=recipe == "nvfp4" and slot.endswith("dy"))
+        is_nvfp4 = recipe == "nvfp4"
+        is_rotated = is_nvfp4 and slot.startswith("wgrad") and (spec.rotate, spec.rotate_size) == ("hadamard", 16)
+        is_stochastic = is_nvfp4 and slot.endswith("dy")
+        note_rounding(layer, slot, omissions, "megatron", stochastic=is_stochastic, rotated=is_rotated)
         if recipe.startswith("tensorwise"):
             if granularity != "tensor":
                 omissions.add(site, f"megatron's tensorwise has one scale per tensor ({spec})")
@@ -412,11 +415,11 @@ def _note_megatron(layer: LinearLayer, recipe: str, granularities: Mapping[str, 
                 omissions.add(site, "megatron's blockwise scales are powers of two")
         elif granularity == "other":
             omissions.add(site, f"megatron has blocks along the summed axis only ({spec})")
-        if recipe == "nvfp4":
+        if is_nvfp4:
             if slot.endswith("w"):
                 if spec.block != (16, 16):
                     omissions.add(site, "megatron's nvfp4 has a scale per 16 x 16 of a weight")
-            elif slot.startswith("wgrad"):
+            elif slot.startswith("wgrad") and not is_rotated:
                 omissions.add(site, "megatron's nvfp4 has random Hadamard transforms in wgrad")
             if slot.endswith("dy") and spec.rounding != "stochastic":
                 omissions.add(site, "megatron's nvfp4 rounds gradients stochastically")
