@@ -13,6 +13,7 @@ from bitplan.capture.ops import PRODUCTS
 from bitplan.capture.recording import Operation
 from bitplan.compiler.torch_private import tree_leaves
 from bitplan.executions.native.backends import GemmBackend, supports_shape
+from bitplan.executions.native.blocks import block_backend_or_reason, block_of, cuts_blocks
 from bitplan.executions.native.convolution import ConvGemmLayout
 from bitplan.executions.native.gemm import GemmLayout, byte_of, varying_axes
 from bitplan.executions.native.paths import (
@@ -173,6 +174,8 @@ def _fallbacks_of_operation(
                 pass_reason = f"{_shape_text(layout.gemm_shape('fprop', x.shape, w.shape))} {pass_reason}"
             elif pass_reason is None and not supports_shape(backend.name, device_type, shape):
                 pass_reason = f"the {backend.name} backend does not support the shape {_shape_text(shape)}"
+            elif pass_reason is None and cuts_blocks(backend.name, gemm_pass, x.shape):
+                pass_reason = f"sequences of {x.shape[-2]} tokens cut blocks of 128"
         if pass_reason is not None:
             fallbacks.append(Fallback(operation.label, gemm_pass, pass_reason))
     if len(fallbacks) == len(PASSES) and len({fallback.reason for fallback in fallbacks}) == 1:
@@ -197,7 +200,8 @@ def backend_or_reason(
     left: PlannedOperand, right: PlannedOperand, backends: Sequence[GemmBackend]
 ) -> GemmBackend | str:
     """The backend that multiplies the two operands, or why none does."""
-    quantizers = []
+    quantizers: list[Quantizer] = []
+    blocks = []
     for operand in (left, right):
         quantizer = operand.quantizer()
         if quantizer is None or operand.spec is None:
@@ -212,14 +216,20 @@ def backend_or_reason(
             return f"{operand.slot} has a zero point (range: minmax), which no backend supports"
         if quantizer.scaling is None and isinstance(quantizer.format, IntFormat):
             return f"{operand.slot} has no scale, and a NaN in it would become a number"
+        quantizers.append(quantizer)
+        if quantizer.scaling is not None and quantizer.scaling.granularity == "block":
+            blocks.append(block_of(operand.slot, quantizer, operand.dims, operand.summed_axes()))
+            continue
         varying = varying_axes(quantizer, operand.dims)
         if varying is None or varying & operand.summed_axes():
             return f"the scale of {operand.slot} changes along the sum"
-        quantizers.append(quantizer)
+    if blocks:
+        return block_backend_or_reason(left.slot, right.slot, left.op, blocks, quantizers, backends)
     targets = [quantizer.format for quantizer in quantizers if not isinstance(quantizer.format, MutableFormat)]
-    for backend in backends:
+    plain = [backend for backend in backends if not backend.takes_blocks]
+    for backend in plain:
         if backend.supports_formats(targets[0], targets[1]):
             return backend
     formats = " by ".join(target.name for target in targets)
-    available = ", ".join(backend.name for backend in backends)
+    available = ", ".join(backend.name for backend in plain)
     return f"no backend here multiplies {formats}" + (f" (available: {available})" if available else "")
