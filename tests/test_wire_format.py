@@ -59,6 +59,7 @@ def test_constants() -> None:
         "RANDOM_ACTIONS": "random actions",
         "TRAINING_SET": "training",
         "HELD_OUT_SET": "held out",
+        "SIGNS": "hadamard signs",
     }
 
 

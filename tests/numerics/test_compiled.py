@@ -147,6 +147,9 @@ BLOCKS: list[Case] = [
     ("nvfp4", "stochastic", {"axis": 0}),
     ("mxfp6", "toward-zero", {"axis": 0}),
     ("uint4", "nearest", {"scale": "block", "block": 20}),
+    ("uint4", "nearest", {"scale": "block", "block": (3, 20)}),
+    ("e4m3", "nearest", {"scale": "block", "block": (2, 16)}),
+    ("nvfp4", "stochastic", {"block": (16, 16)}),
 ]
 
 
@@ -179,6 +182,7 @@ def test_packing_and_unpacking() -> None:
         ("fp16", "nearest", {}),
         ("mxfp4", "nearest", {}),
         ("uint5", "nearest", {"scale": "block", "block": 20}),
+        ("uint5", "nearest", {"scale": "block", "block": (3, 20)}),
     ]
 
     def packed(x: Tensor) -> list[Tensor]:

@@ -29,6 +29,7 @@ SCALES: list[dict[str, Any]] = [
     {"scale": "vector", "axis": -1, "power_of_two": True},
     {"scale": "block", "block": 4},
     {"scale": "block", "block": 3, "axis": 0},
+    {"scale": "block", "block": (2, 4)},
 ]
 #: Each kind of code: special codes or none, no mantissa, no subnormals, all subnormal, carried by float64 (e8m3b1).
 FLOATS = (
@@ -81,6 +82,14 @@ def assert_same(ours: Tensor, expected: Tensor) -> None:
         ((8, 10), "mxfp8", {}, 80 + 8),
         ((8, 10), "nvfp4", {}, 40 + 8 + 4),
         ((10, 8), "uint4", {"scale": "block", "block": 16, "axis": 0}, 40 + 8 * 8),
+        # One scale per tile of rows and columns, ragged ones included; then tiles of block formats.
+        ((256, 384), "e4m3", {"scale": "block", "block": (128, 128)}, 256 * 384 + 2 * 3 * 4),
+        ((256, 384), "e4m3", {"scale": "block", "block": (1, 128)}, 256 * 384 + 256 * 3 * 4),
+        ((130, 200), "e4m3", {"scale": "block", "block": (128, 128)}, 130 * 200 + 2 * 2 * 4),
+        ((3, 10, 9), "uint4", {"scale": "block", "block": (4, 4)}, 135 + 3 * 3 * 3 * 8),
+        ((10, 9), "int8", {"scale": "block", "block": (1 << 31, 1 << 31)}, 90 + 4),
+        ((64, 256), "nvfp4", {"block": (16, 16)}, 8192 + 64 + 4),
+        ((20, 40), "mxfp8", {"block": (16, 32)}, 800 + 2 * 2),
         ((), "int8", {}, 1),
         ((0, 7), "mxfp4", {}, 0),
     ],
@@ -109,7 +118,7 @@ def test_a_packed_tensor_says_what_it_is() -> None:
 
 def cases(name: str) -> list[dict[str, Any]]:
     if name in BLOCKS:
-        return [{}, {"axis": 0}]
+        return [{}, {"axis": 0}, {"block": (2, 4)}]
     return [*SCALES, *([] if name in AFFINE else [{}]), *([{**SCALES[3], "range": "minmax"}] if name in INTS else [])]
 
 
@@ -154,8 +163,10 @@ def layouts() -> list[Tensor]:
         ("e4m3", {}),
         ("int3", {"scale": "tensor"}),
         ("uint5", {"scale": "block", "block": 4}),
+        ("uint5", {"scale": "block", "block": (2, 4)}),
         ("mxfp4", {}),
         ("nvfp4", {}),
+        ("nvfp4", {"block": (3, 3)}),
     ],
 )
 def test_layouts_survive(name: str, scale: dict[str, Any], index: int) -> None:

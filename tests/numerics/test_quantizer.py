@@ -368,6 +368,13 @@ MISTAKES: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     ((X, "e4m3"), {"scale": "block"}, "scale='block' needs block="),
     ((X, "e4m3"), {"scale": "block", "block": 0}, "scale='block' needs block="),
     ((X, "e4m3"), {"scale": "channel", "axis": 0, "block": 4}, "block= belongs to scale='block'"),
+    ((X, "e4m3"), {"scale": "block", "block": (2, 2, 2)}, "scale='block' needs block="),
+    ((X, "e4m3"), {"scale": "block", "block": (2, 0)}, "scale='block' needs block="),
+    ((X, "e4m3"), {"scale": "block", "block": (2, 2), "axis": 1}, "lies along two axes"),
+    ((X, "e4m3"), {"scale": "block", "block": 2, "axis": (0, 1)}, "lies along two axes"),
+    ((X, "e4m3"), {"scale": "block", "block": (2, 2), "axis": (0, -2)}, "names one axis"),
+    ((X, "mxfp4"), {"block": 16}, "mxfp4 has blocks of 32: drop block="),
+    ((X, "mxfp4"), {"block": (2, 2), "range": "amax"}, "mxfp4 brings its own block scales: drop range="),
     ((X, "e4m3"), {"block": 4}, "give scale= too"),
     ((X, "e4m3"), {"power_of_two": True}, "give scale= too"),
     ((X, "int8"), {"range": "minmax"}, "give scale= too"),
@@ -404,6 +411,8 @@ def test_a_block_longer_than_its_axis_is_as_long_as_the_axis(name: str, shape: t
     longest = (1 << 31) - 1
     assert torch.equal(bitplan.quantize(x, name, scale="block", block=longest), whole)
     assert torch.equal(bitplan.pack(x, name, scale="block", block=longest).unpack(), whole)
+    tile = bitplan.quantize(x, name, scale="block", block=[longest, longest])
+    assert torch.equal(tile, bitplan.quantize(x, name, scale="tensor"))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -27,17 +27,26 @@ def sample(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=generator) * spread
 
 
-def groups(shape: tuple[int, ...], scale: Granularity, axis: int | None, block: int | None) -> Iterator[list[Any]]:
+#: An axis, or the two of a tile; the size of a block, or the rows and columns of a tile.
+Axis = int | tuple[int, int] | None
+Block = int | tuple[int, int] | None
+
+
+def groups(shape: tuple[int, ...], scale: Granularity, axis: Axis, block: Block) -> Iterator[list[Any]]:
     """The index sets that share a scale, by looping over every element."""
     result: dict[tuple[Any, ...], list[Any]] = {}
     for index in itertools.product(*map(range, shape)):
         if scale == "tensor":
             key: tuple[Any, ...] = ()
+        elif isinstance(block, tuple):
+            pair = [number % len(shape) for number in (axis if isinstance(axis, tuple) else (-2, -1))]
+            rest = tuple(at for number, at in enumerate(index) if number not in pair)
+            key = (*rest, *(index[number] // size for number, size in zip(pair, block, strict=True)))
         elif scale == "channel":
-            assert axis is not None
+            assert isinstance(axis, int)
             key = (index[axis],)
         else:
-            along = (-1 if axis is None else axis) % len(shape)
+            along = (axis if isinstance(axis, int) else -1) % len(shape)
             rest = index[:along] + index[along + 1 :]
             key = rest if scale == "vector" else (*rest, index[along] // (block or 1))
         result.setdefault(key, []).append(index)
@@ -45,7 +54,7 @@ def groups(shape: tuple[int, ...], scale: Granularity, axis: int | None, block: 
 
 
 def by_hand(
-    x: Tensor, name: str, scale: Granularity, axis: int | None, block: int | None, power_of_two: bool, minmax: bool
+    x: Tensor, name: str, scale: Granularity, axis: Axis, block: Block, power_of_two: bool, minmax: bool
 ) -> Tensor:
     """Scale, round, scale back, group by group, in float32 steps (numpy's division is IEEE's)."""
     target = bitplan.get_format(name)
@@ -78,13 +87,19 @@ CASES = [
     ("block", 0, 2),
     ("block", 1, 3),
     ("block", -1, 100),
+    ("block", None, (2, 4)),
+    ("block", (0, 2), (2, 3)),
+    ("block", (2, 0), (3, 2)),
+    ("block", (1, 0), (100, 4)),
+    ("block", None, (1, 4)),
+    ("block", (-1, -2), (1, 2)),
 ]
 
 
 @pytest.mark.parametrize("power_of_two", [False, True], ids=["plain", "power-of-two"])
 @pytest.mark.parametrize(("scale", "axis", "block"), CASES)
 def test_every_granularity_is_the_loop_over_groups(
-    scale: Granularity, axis: int | None, block: int | None, power_of_two: bool
+    scale: Granularity, axis: Axis, block: Block, power_of_two: bool
 ) -> None:
     x = sample(5, 3, 10)
     for name, minmax in (("int4", False), ("e4m3", False), ("e2m1", False), ("uint4", True), ("uint8", True)):

@@ -15,8 +15,19 @@ from bitplan.plans.schedules import Position
 SELECTING = ["fp8-train", "fp8-train-small", "packed-fp8", "packed-fp8-mlp"]
 
 NAMING = [
-    *("bf16-all", "fp8-all", "fp8-late", "fp8-linear", "int2-all", "int4-all", "int6-all", "int8-all", "int8-linear"),
-    *("int8-minmax", "lora-4bit", "lora-4bit-small", "lora-fp8", "mxfp8-linear", "nvfp4-late", "paper-low"),
+    *(
+        "bf16-all",
+        "deepseek-v3",
+        "fp8-all",
+        "fp8-late",
+        "fp8-linear",
+        "int2-all",
+        "int4-all",
+        "int6-all",
+        "int8-all",
+        "int8-linear",
+    ),
+    *("int8-minmax", "lora-4bit", "lora-4bit-small", "lora-fp8", "mxfp8-linear", "nvfp4", "nvfp4-late", "paper-low"),
 ]
 
 EXPECTED = SELECTING + NAMING

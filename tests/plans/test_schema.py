@@ -174,6 +174,10 @@ FORMATS = st.one_of(
     st.from_regex(r"u?int0?[0-9]{1,2}", fullmatch=True),
     st.text("e4m3int", max_size=5),
 )
+#: Drawn a few at a time.
+OPTIONS = (
+    *("bits", "scale", "block", "axis", "range", "overflow", "eval", "history", "margin", "rotate", "rotate_size"),
+)
 QUANTIZERS = st.fixed_dictionaries(
     {"format": FORMATS},
     optional={
@@ -182,8 +186,10 @@ QUANTIZERS = st.fixed_dictionaries(
         "rounding": st.sampled_from(["nearest", "stochastic", "up"]),
         "scale": st.sampled_from(["tensor", "channel", "vector", "block", "row"]),
         "axis": st.integers(-2, 2),
-        "block": st.integers(0, 33),
+        "block": st.one_of(st.integers(0, 33), st.lists(st.integers(0, 33), min_size=1, max_size=3)),
         "range": st.sampled_from(["amax", "minmax"]),
+        "rotate": st.just("hadamard"),
+        "rotate_size": st.sampled_from([16, 32, 12, 0]),
         "power_of_two": st.booleans(),
         "history": st.integers(0, 40),
         "margin": st.integers(-1, 20),
@@ -199,7 +205,7 @@ def sparse_quantizers(draw: st.DrawFn) -> dict[str, Any]:
     whole = draw(QUANTIZERS)
     kept = draw(
         st.lists(
-            st.sampled_from(["bits", "scale", "block", "axis", "range", "overflow", "eval", "history", "margin"]),
+            st.sampled_from(OPTIONS),
             max_size=3,
         )
     )
@@ -211,7 +217,7 @@ def sparse_quantizers(draw: st.DrawFn) -> dict[str, Any]:
 @given(st.one_of(QUANTIZERS, sparse_quantizers()))
 @settings(max_examples=1500, suppress_health_check=[HealthCheck.too_slow])
 def test_the_loader_and_the_schema_agree_on_quantizers(quantizer: dict[str, Any]) -> None:
-    data = with_rule(weight=quantizer)
+    data = with_rule(wgrad=quantizer)
     is_unknown = re.fullmatch(OWN_NAME_PATTERN, quantizer["format"]) and not is_format(quantizer["format"])
     assert (
         VALIDATOR.is_valid(data) == loads(data) or is_unknown

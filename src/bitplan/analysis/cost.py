@@ -45,6 +45,7 @@ from bitplan.gemm.operand_quantizers import (
     operand_quantizers,
     training_passes,
 )
+from bitplan.numerics.formats import BlockFormat
 from bitplan.plans import ROLES, Decision
 from bitplan.plans.loading import PlanSource, find_plan
 from bitplan.plans.spec import QuantizerSpec
@@ -296,9 +297,14 @@ def stored_bits(quantizer: QuantizerSpec) -> float:
 
     >>> stored_bits(QuantizerSpec("mxfp4")), stored_bits(QuantizerSpec("int4", scale="block", block=64))
     (4.25, 4.5)
+    >>> stored_bits(QuantizerSpec("nvfp4", block=(16, 16)))
+    4.03125
     """
-    share = 32 / quantizer.block if quantizer.scale == "block" and quantizer.block else 0.0
-    return quantizer.target.bits_per_value + share
+    target, block = quantizer.target, quantizer.block
+    if block is None:
+        return target.bits_per_value
+    size = block if isinstance(block, int) else block[0] * block[1]
+    return target.element.bits + 8 / size if isinstance(target, BlockFormat) else target.bits_per_value + 32 / size
 
 
 def _bits(operands: OperandQuantizers, slot: str, product: Multiplication) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from bitplan.analysis.cost import stored_bits
 from bitplan.analysis.sites import Site, sites_of_operations
 from bitplan.capture.constants import ACTIVATION
 from bitplan.capture.decompositions import decision_for, is_decomposed
@@ -146,12 +147,14 @@ def _bits(spec: QuantizerSpec | None, producer: Operation) -> float:
     """Bits of a saved value after rounding by `spec`."""
     dtype = producer.outputs[0].dtype
     is_packed = spec is not None and is_smaller(spec.target, dtype)
-    return spec.target.bits_per_value if spec is not None and is_packed else 8.0 * dtype.itemsize
+    return stored_bits(spec) if spec is not None and is_packed else 8.0 * dtype.itemsize
 
 
 def _is_same_grid(spec: QuantizerSpec, activation: QuantizerSpec | None) -> bool:
     """Whether the activation is already on the operand's grid, so that it is not rounded again."""
-    return activation is not None and spec.scale is activation.scale is None and spec.target == activation.target
+    if activation is None or spec.rotate is not None:
+        return False
+    return spec.scale is activation.scale is None and spec.target == activation.target
 
 
 def _bits_text(bits: float) -> str:

@@ -11,6 +11,10 @@ conv         sample | output channel    sample | input channel               out
 matmul       row of x | column of w     row of dy | row of w                 column of dy | column of x
 ===========  =========================  ===================================  ==========================
 
+A block of rows and columns covers the operand seen as a matrix: its columns lie along the summed axis, its rows along
+the other axis of the product (the output axis of a weight in fprop, its input axis in dgrad). A square block of a
+weight is the same in both, so that one rounded weight serves both products.
+
 ``channel`` has a scale for each index of the feature axis: the output axis of a weight, dimension 1 of images, and the
 last dimension of other tensors.
 """
@@ -22,11 +26,14 @@ from functools import lru_cache
 
 from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.quantizer import Quantizer
+from bitplan.numerics.rotation import Rotation
 from bitplan.numerics.wire_format import OPERAND_OF_SLOT, WGRAD
 from bitplan.plans.spec import QuantizerSpec
 
 #: Roles and slots of weights.
 _WEIGHT_SITES = ("weight", "grad_weight", "fprop.w", "dgrad.w")
+#: Products whose operands have the summed axis in common, so that both can be rotated along it.
+ROTATABLE = ("linear", "matmul", "bmm", "addmm", "baddbmm")
 #: Operations whose results have the features in the last dimension, however many dimensions there are.
 _FEATURES_LAST = ("linear", "matmul", "scaled_dot_product_attention", "layer_norm", "rms_norm", "softmax")
 
@@ -41,11 +48,43 @@ def resolve(spec: QuantizerSpec, place: str, op: str, dims: int, live: MutableFo
         return spec.resolve(live=live)
     if meaning == "kept":
         return spec.resolve(axis_default=_feature_axis(place, op, dims) % dims, live=live)
+    if isinstance(spec.block, tuple):
+        if dims > 1:
+            return spec.resolve(axis_default=matrix_axes(place, op, dims), live=live)
+        spec = replace(spec, block=spec.block[1] if spec.scale else None)  # a vector is one row
+        return spec.resolve(axis_default=0, live=live)
     summed = summed_axes(place, op, dims) or [0]
     unsummed = [axis for axis in range(dims) if axis not in summed]
     if spec.scale == "vector" and len(summed) > 1 and len(unsummed) == 1:
         return replace(spec, scale="channel", axis=unsummed[0]).resolve(live=live)
     return spec.resolve(axis_default=summed[-1], live=live)
+
+
+def matrix_axes(place: str, op: str, dims: int) -> tuple[int, int]:
+    """The axes of rows and columns of a tensor with `dims` >= 2 dimensions seen as a matrix, columns summed over.
+
+    Of a linear layer's tokens and of batched matrices each matrix has its own blocks. A convolution sums over input
+    channels, one position of the kernel and one pixel after the other; for its weight's gradient, over the last axis.
+
+    >>> matrix_axes("fprop.w", "linear", 2), matrix_axes("dgrad.w", "linear", 2), matrix_axes("wgrad.x", "linear", 3)
+    ((0, 1), (1, 0), (2, 1))
+    >>> matrix_axes("fprop.w", "conv2d", 4), matrix_axes("fprop.x", "conv2d", 4)
+    ((0, 1), (3, 1))
+    """
+    if op.startswith("conv") and dims > 2:
+        if place in _WEIGHT_SITES:
+            output = 1 if op.startswith("conv_transpose") else 0
+            return (1 - output, output) if place == "dgrad.w" else (output, 1 - output)
+        operand = OPERAND_OF_SLOT.get(place)
+        return (1, dims - 1) if operand is not None and operand.pass_ == WGRAD else (dims - 1, 1)
+    summed = (summed_axes(place, op, dims) or [dims - 2])[-1]
+    return (dims - 2 if summed == dims - 1 else dims - 1), summed
+
+
+def rotation_of(spec: QuantizerSpec, slot: str, op: str, dims: int) -> Rotation | None:
+    """How an operand with `dims` dimensions is rotated; None where nothing is, or the product has no sum."""
+    summed = summed_axes(slot, op, dims) if spec.rotate else []
+    return Rotation(summed[-1], spec.rotate_size) if summed else None
 
 
 def _feature_axis(place: str, op: str, dims: int) -> int:

@@ -261,8 +261,7 @@ def _quantizer_of(arguments: Any, slot: str, where: str, notes: list[str]) -> An
         if not isinstance(structure, list) or len(structure) != 2:
             raise PlanError(f"{where}.block_structure must be two numbers, rows and columns, not {structure!r}.")
         rows, columns = structure
-        quantizer |= {"scale": "block", "block": columns}
-        notes.append(f"{where}: a scale per {columns} values, not per {rows} x {columns}")
+        quantizer |= {"scale": "block", "block": [rows, columns]}
     else:
         raise PlanError(f"{where} has the unknown strategy {strategy!r}.")
     if not args.get("symmetric", True):
@@ -374,18 +373,26 @@ def _recipe_places(recipe: Mapping[str, Any], where: str, notes: list[str]) -> d
         forward = {"format": "e4m3", "scale": "tensor"}
         return {"x": forward, "w": forward, "dy": {"format": gradient, "scale": "tensor"}}
     if name == "blockwise":
-        notes.append(f"{where}: a scale per 128 values of a weight, not per 128 x 128")
-        block = {"scale": "block", "block": 128, "power_of_two": True}
-        formats = {slot: gradient if OPERAND_OF_SLOT[slot].tensor == "dy" else "e4m3" for slot in SLOTS}
-        return {slot: {"format": formats[slot], **block} for slot in SLOTS}
+        block = {"scale": "block", "power_of_two": True}
+        tile = {"format": "e4m3", **block, "block": [128, 128]}
+        lines = {
+            tensor: {"format": gradient if tensor == "dy" else "e4m3", **block, "block": 128} for tensor in OPERANDS
+        }
+        return {slot: lines[OPERAND_OF_SLOT[slot].tensor] for slot in SLOTS if not slot.endswith(".w")} | {"w": tile}
     if name == "mxfp8":
         if gradient == "e4m3":
             return dict.fromkeys(PASSES, "mxfp8")
         return {slot: "mxfp8e5m2" if OPERAND_OF_SLOT[slot].tensor == "dy" else "mxfp8" for slot in SLOTS}
     if name == "nvfp4":
-        notes.append(f"{where}: without random Hadamard transforms, and with a scale per 16 values of a weight")
-        stochastic = {"format": "nvfp4", "rounding": "stochastic"}
-        return {slot: stochastic if OPERAND_OF_SLOT[slot].tensor == "dy" else "nvfp4" for slot in SLOTS}
+        gradient_of = {"format": "nvfp4", "rounding": "stochastic"}
+        rotation = {"rotate": "hadamard", "rotate_size": 16}
+        return {
+            "fprop.x": "nvfp4",
+            "w": {"format": "nvfp4", "block": [16, 16]},
+            "dgrad.dy": gradient_of,
+            "wgrad.dy": {**gradient_of, **rotation},
+            "wgrad.x": {"format": "nvfp4", **rotation},
+        }
     if name == "custom":
         raise PlanError(f"{where} is made by {recipe.get('custom_recipe_factory')}, Python code that is not read.")
     if name == "delayed":

@@ -36,7 +36,7 @@ from bitplan.numerics.noise import Counter
 from bitplan.numerics.quantizer import Encoded, Quantizer, make_quantizer, round_element, with_plain_bits
 from bitplan.numerics.reference import Rounding
 from bitplan.numerics.rounding import round_float, round_int
-from bitplan.numerics.scaling import Granularity, Range, Scaling, divide, multiply_by_power
+from bitplan.numerics.scaling import BlockShape, Granularity, Range, Scaling, divide, multiply_by_power
 
 # --- Codes of any width in bytes, without gaps
 
@@ -287,8 +287,8 @@ def pack(
     scale: Granularity | Scaling | None = None,
     seed: Counter | None = None,
     *,
-    axis: int | None = None,
-    block: int | None = None,
+    axis: int | tuple[int, int] | None = None,
+    block: BlockShape | None = None,
     range: Range | None = None,
     power_of_two: bool = False,
     overflow: Overflow | None = None,

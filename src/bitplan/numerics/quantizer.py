@@ -42,12 +42,17 @@ from bitplan.numerics.reference import ROUNDINGS, Rounding
 from bitplan.numerics.rounding import round_float, round_float_by_row, round_int, round_to_whole
 from bitplan.numerics.scaling import (
     Blocks,
+    BlockShape,
     Granularity,
     Range,
     Scaling,
+    Tiles,
     amax_of,
+    as_pair,
     block_amax,
-    checked_axis,
+    blocks_of,
+    checked_axes,
+    checked_block,
     divide,
     floor_log2,
     largest_finite,
@@ -193,14 +198,16 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class Quantizer:
     """How a tensor is rounded: validated when created, without state.
 
-    `axis` is that of a block format's blocks; other scales have their own.
+    `axis` is that of a block format's blocks, and `block` their shape where it is not the format's own; other scales
+    have their own.
     """
 
     format: Format | MutableFormat
     rounding: Rounding = "nearest"
     scaling: Scaling | None = None
     overflow: Overflow | None = None
-    axis: int | None = None
+    axis: int | tuple[int, int] | None = None
+    block: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.rounding not in ROUNDINGS:
@@ -229,6 +236,16 @@ class Quantizer:
             raise QuantizeError("a live format carries its own overflow: give it to MutableFormat instead.")
         if self.axis is not None and not isinstance(self.format, BlockFormat):
             raise QuantizeError("axis= goes with a scale: give scale='channel', 'vector' or 'block' too.")
+        if self.block is not None:
+            if not isinstance(self.format, BlockFormat):
+                raise QuantizeError("block= describes a scale: give scale='block' too.")
+            if not isinstance(checked_block(self.block), tuple):
+                raise QuantizeError(
+                    f"{self._name} has blocks of {self.format.size}: drop block=, or give it two numbers, rows and "
+                    f"columns, such as [{self.format.size}, {self.format.size}]."
+                )
+            object.__setattr__(self, "block", checked_block(self.block))
+        object.__setattr__(self, "axis", checked_axes(self.axis, self.block))
 
     @property
     def _is_affine(self) -> bool:
@@ -467,17 +484,13 @@ class Quantizer:
             return (self.overflow or self.format.default_overflow) == "saturate"
         return isinstance(self.format, IntFormat) or self.format.kind == "int"
 
-    def blocks(self, x: Tensor) -> Blocks | None:
+    def blocks(self, x: Tensor) -> Blocks | Tiles | None:
         """How `x` is split into blocks; None without blocks. A block is not longer than its axis."""
         if isinstance(self.format, BlockFormat):
-            axis, size = self.axis, self.format.size
-        elif self.scaling is not None and self.scaling.granularity == "block":
-            axis, size = self.scaling.axis, self.scaling.block or 1
-        else:
-            return None
-        axis = checked_axis(-1 if axis is None else axis, x) if x.dim() else 0
-        length = x.shape[axis] if x.dim() else 1
-        return Blocks(axis, max(length, 1) if length < size else size)
+            return blocks_of(x, self.axis, self.block if self.block and x.dim() > 1 else self.format.size)
+        if self.scaling is not None and self.scaling.granularity == "block":
+            return blocks_of(x, self.scaling.axis, self.scaling.block or 1)
+        return None
 
     def _carrier_dtype(self, x: Tensor) -> torch.dtype:
         if isinstance(self.format, MutableFormat):
@@ -538,14 +551,18 @@ def make_quantizer(
     rounding: Rounding = "nearest",
     scale: Granularity | Scaling | None = None,
     *,
-    axis: int | None = None,
-    block: int | None = None,
+    axis: int | tuple[int, int] | None = None,
+    block: BlockShape | None = None,
     range: Range | None = None,
     power_of_two: bool = False,
     overflow: Overflow | None = None,
 ) -> Quantizer:
     """The :class:`Quantizer` of the arguments of :func:`quantize`."""
     target = format if isinstance(format, MutableFormat) else get_format(format)
+    if scale is None and block is not None and isinstance(target, BlockFormat):
+        if range is not None or power_of_two:
+            raise QuantizeError(f"{target.name} brings its own block scales: drop range= and power_of_two=.")
+        return Quantizer(target, rounding, None, overflow, axis, block)  # type: ignore[arg-type]  # it checks block
     if scale is None:
         if block is not None or range is not None or power_of_two:
             raise QuantizeError("block=, range= and power_of_two= describe a scale: give scale= too.")
@@ -569,8 +586,8 @@ def quantize(
     scale: Granularity | Scaling | None = None,
     seed: Counter | None = None,
     *,
-    axis: int | None = None,
-    block: int | None = None,
+    axis: int | tuple[int, int] | None = None,
+    block: BlockShape | None = None,
     range: Range | None = None,
     power_of_two: bool = False,
     overflow: Overflow | None = None,
@@ -585,6 +602,8 @@ def quantize(
     :param format: a name (:func:`bitplan.get_format`), a format, or a :class:`MutableFormat`.
     :param rounding: ``nearest`` (ties to even), ``nearest-away``, ``toward-zero`` or ``stochastic``.
     :param scale: None, ``tensor``, ``channel`` (with `axis`), ``vector`` (with `axis`), ``block`` (with `block`).
+    :param block: how many neighbours along `axis` share a scale; or two numbers, rows and columns of a tile along the
+        last two axes, or along the two of `axis`. Block formats take two numbers, too.
     :param range: ``amax`` (the default), or ``minmax`` for integers: 2^n - 1 steps from the least value to the largest.
     :param power_of_two: round the scale up to a power of two.
     :param overflow: ``saturate`` or ``special``; None is the format's own default.
@@ -596,6 +615,13 @@ def quantize(
     """
     make = make_quantizer if is_traced() or not isinstance(format, str) else _make_quantizer_once
     quantizer = make(
-        format, rounding, scale, axis=axis, block=block, range=range, power_of_two=power_of_two, overflow=overflow
+        format,
+        rounding,
+        scale,
+        axis=as_pair(axis),
+        block=as_pair(block),
+        range=range,
+        power_of_two=power_of_two,
+        overflow=overflow,
     )
     return quantizer.quantize(x, seed=seed, step=step, site=site)

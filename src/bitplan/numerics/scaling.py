@@ -15,7 +15,8 @@ the tensor's dtype, and values beyond saturate. An infinity or NaN makes the sca
 tensor     one scale
 channel    one scale per index of `axis`
 vector     one scale per vector along `axis`, the axis a product sums over
-block      one scale per `block` neighbours along `axis` (the last by default)
+block      one scale per `block` neighbours along `axis` (the last by default), or per tile of
+           `block` = (rows, columns) along the two axes of `axis` (the last two by default)
 =========  ===================================================================================
 
 Divisions are correctly rounded everywhere. Two traps are avoided for that: torch on CUDA divides by a Python number by
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -37,6 +38,8 @@ from bitplan.numerics.dtypes import FLOAT64, carrier_of
 
 Granularity = Literal["tensor", "channel", "vector", "block"]
 Range = Literal["amax", "minmax"]
+#: The number of neighbours that share a scale: along one axis, or rows and columns of a tile.
+BlockShape = int | tuple[int, int]
 
 #: The longest amax history in steps, and the largest margin of a delayed scale as a power of two; beyond that few
 #: formats have any values left for the current tensor.
@@ -48,8 +51,8 @@ class Scaling:
     """Which elements share a scale, and how it is computed."""
 
     granularity: Granularity
-    axis: int | None = None
-    block: int | None = None
+    axis: int | tuple[int, int] | None = None
+    block: BlockShape | None = None
     range: Range = "amax"
     power_of_two: bool = False
 
@@ -67,10 +70,45 @@ class Scaling:
             raise QuantizeError("scale='vector' needs axis=, the dimension that the product sums over.")
         if self.granularity == "tensor" and self.axis is not None:
             raise QuantizeError("scale='tensor' has one scale and no axis: drop axis=, or use 'channel' or 'vector'.")
-        if self.granularity == "block" and (self.block is None or self.block < 1):
-            raise QuantizeError("scale='block' needs block=, how many neighbours share a scale (16, 32, 128, ...).")
+        object.__setattr__(self, "block", checked_block(self.block))
+        if self.granularity == "block" and self.block is None:
+            raise QuantizeError(
+                "scale='block' needs block=, how many neighbours share a scale: 128, or tiles of [128, 128]."
+            )
         if self.granularity != "block" and self.block is not None:
             raise QuantizeError(f"block= belongs to scale='block', not to {self.granularity!r}.")
+        object.__setattr__(self, "axis", checked_axes(self.axis, self.block))
+
+
+def as_pair(value: Any) -> Any:
+    """Two numbers in a list, as plans hold them, as a tuple; everything else as it is."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def checked_block(block: Any) -> BlockShape | None:
+    """`block=` as a number or a pair of numbers; raises unless it is one of them, or None."""
+    if block is None:
+        return None
+    sizes = tuple(block) if isinstance(block, (tuple, list)) else (block,)
+    if len(sizes) not in (1, 2) or not all(type(size) is int and size >= 1 for size in sizes):
+        raise QuantizeError(
+            f"scale='block' needs block=, how many neighbours share a scale: a number from 1 on, or two, rows and "
+            f"columns, as in [128, 128]; not {block!r}."
+        )
+    return (sizes[0], sizes[1]) if len(sizes) == 2 else sizes[0]
+
+
+def checked_axes(axis: Any, block: BlockShape | None) -> Any:
+    """`axis=` of a scale whose blocks are `block`; raises where one has two dimensions and the other has not."""
+    is_pair = isinstance(axis, (tuple, list))
+    if axis is None or (not is_pair and not isinstance(block, tuple)):
+        return axis
+    if not is_pair or not isinstance(block, tuple) or len(axis) != 2 or axis[0] == axis[1]:
+        raise QuantizeError(
+            f"a block of two numbers lies along two axes, as axis=(0, 1), and every other scale along one: axis is "
+            f"{axis!r} and block is {block!r}."
+        )
+    return tuple(axis)
 
 
 @dataclass(frozen=True)
@@ -105,6 +143,56 @@ class Blocks:
         return flat[..., : shape[self.axis]].movedim(-1, self.axis)
 
 
+@dataclass(frozen=True)
+class Tiles:
+    """How a tensor is split into two-dimensional blocks: two axes moved last, padded with zeros, each split in two."""
+
+    axes: tuple[int, int]
+    sizes: tuple[int, int]
+
+    def split(self, x: Tensor, repeat_last: bool = False) -> Tensor:
+        """(..., tiles down, tiles across, elements of a tile)."""
+        last = x.movedim(self.axes, (-2, -1))
+        for axis, size in zip((-2, -1), self.sizes, strict=True):
+            missing = -last.shape[axis] % size
+            if missing and repeat_last:  # zeros would widen a min-max range
+                edge = last.narrow(axis, last.shape[axis] - 1, 1)
+                last = torch.cat((last, torch.cat([edge] * missing, axis)), axis)
+            elif missing:
+                last = torch.nn.functional.pad(last, (0, missing) if axis == -1 else (0, 0, 0, missing))
+        (rows, columns), (height, width) = last.shape[-2:], self.sizes
+        grid = last.reshape(*last.shape[:-2], rows // height, height, columns // width, width)
+        return grid.transpose(-3, -2).reshape(*last.shape[:-2], rows // height, columns // width, height * width)
+
+    def join(self, blocks: Tensor, shape: torch.Size) -> Tensor:
+        """The inverse of :meth:`split` for a tensor of that shape."""
+        down, across = blocks.shape[-3:-1]
+        height, width = self.sizes
+        grid = blocks.reshape(*blocks.shape[:-1], height, width).transpose(-3, -2)
+        flat = grid.reshape(*blocks.shape[:-3], down * height, across * width)
+        if is_traced() and not blocks.is_cuda:
+            flat = flat.as_strided(flat.shape, flat.stride())  # see Blocks.join
+        rows, columns = (shape[axis] for axis in self.axes)
+        return flat[..., :rows, :columns].movedim((-2, -1), self.axes)
+
+
+def blocks_of(x: Tensor, axis: int | tuple[int, int] | None, block: BlockShape) -> Blocks | Tiles:
+    """How `x` is split into blocks, none of which is longer than its axis. A vector is one row of a matrix."""
+    if isinstance(block, int) or x.dim() < 2:
+        size = block if isinstance(block, int) else block[1]
+        along = axis if isinstance(axis, int) else -1
+        along = checked_axis(along, x) if x.dim() else 0
+        length = x.shape[along] if x.dim() else 1
+        return Blocks(along, min(size, max(length, 1)))
+    rows, columns = (checked_axis(number, x) for number in (axis if isinstance(axis, tuple) else (-2, -1)))
+    if rows == columns:
+        raise QuantizeError(f"axis {axis} names one axis of a tensor of shape {tuple(x.shape)} twice: give two axes.")
+    height, width = (min(size, max(x.shape[at], 1)) for size, at in zip(block, (rows, columns), strict=True))
+    if height == 1:
+        return Blocks(columns, width)
+    return Blocks(rows, height) if width == 1 else Tiles((rows, columns), (height, width))
+
+
 def checked_axis(axis: int, x: Tensor) -> int:
     """`axis` as a non-negative number; raises if `x` has no such axis."""
     if not -x.dim() <= axis < x.dim():
@@ -118,7 +206,7 @@ def reduced_dims(x: Tensor, scaling: Scaling) -> tuple[int, ...]:
         return (x.dim() - 1,)
     if scaling.granularity == "tensor":
         return tuple(range(x.dim()))
-    assert scaling.axis is not None
+    assert isinstance(scaling.axis, int)
     axis = checked_axis(scaling.axis, x)
     return (axis,) if scaling.granularity == "vector" else tuple(d for d in range(x.dim()) if d != axis)
 

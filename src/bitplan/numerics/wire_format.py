@@ -64,6 +64,9 @@ EPISODE, HELD_OUT_EPISODE, RANDOM_EPISODE = "episode", "held-out episode", "rand
 ACTIONS, RANDOM_ACTIONS = "actions", "random actions"
 TRAINING_SET, HELD_OUT_SET = "training", "held out"
 
+#: The signs that a Hadamard rotation flips.
+SIGNS = "hadamard signs"
+
 
 def text_hash(text: str) -> int:
     """The CRC-32 of a text.

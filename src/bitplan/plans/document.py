@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from bitplan.errors import PlanError
 from bitplan.files import write_whole
 from bitplan.numerics.formats import register_format, registered_format
+from bitplan.numerics.wire_format import ROLES
 from bitplan.plans.code import CodeReference, not_allowed
 from bitplan.plans.communication import Communication
 from bitplan.plans.execution import ExecutionOptions, execution_options
 from bitplan.plans.fields import Anything
 from bitplan.plans.frozen import FrozenSpec
-from bitplan.plans.match import KEYS, OPERANDS, PLACES, GradAt, Matcher, compile_match
+from bitplan.plans.match import KEYS, OPERANDS, PASSES, PLACES, GradAt, Matcher, compile_match
 from bitplan.plans.presets import is_preset_name
 from bitplan.plans.quantizer_use import (
     Choosing,
@@ -163,7 +164,7 @@ class Plan:
             self._check(use, f"quantizers.{name}")
         for index, rule in enumerate(self.all_rules):
             for key, use in rule.quantizers:
-                self._check(use, f"{rule.where or f'rules[{index}]'}.{key}")
+                self._check(use, f"{rule.where or f'rules[{index}]'}.{key}", key)
 
     @cached_property
     def all_rules(self) -> tuple[Rule, ...]:
@@ -215,10 +216,14 @@ class Plan:
         """The quantizer that stands behind a name; None for ``keep``. Over time: the first that is not None."""
         return next((spec for spec in leaves(use, self.names) if spec is not None), None)
 
-    def _check(self, use: Use, where: str) -> None:
+    def _check(self, use: Use, where: str, key: str = "") -> None:
         try:
-            for _ in leaves(use, self.names):
-                pass
+            for spec in leaves(use, self.names):
+                if spec is not None and spec.rotate and key in (*ROLES, *OPERANDS):
+                    raise PlanError(
+                        f"rotate turns both operands of one product, and {key} is no operand of one product: give it "
+                        f"to fprop, dgrad or wgrad, or to single operands such as wgrad.x and wgrad.dy."
+                    )
         except PlanError as error:
             raise PlanError(f"{where}: {error}") from None
 
@@ -254,7 +259,23 @@ class Plan:
                 choices |= dict.fromkeys(KEYS[key], Choice(spec, index, name, share, story))
                 if key == "grad_activation":
                     grad_at = rule.grad_at or "producer"
+        self._require_pairs(choices)
         return Decision(_without_lonely_shares(choices), grad_at, constants)
+
+    def _require_pairs(self, choices: Mapping[str, Choice]) -> None:
+        """Raise where one operand of a product is rotated and the other is not, or otherwise."""
+        for first, second in PASSES.values():
+            turns = [_rotation_of(choices[slot].quantizer) for slot in (first, second)]
+            if turns[0] == turns[1]:
+                continue
+            lone, other = (first, second) if turns[0] else (second, first)
+            rule = choices[lone].rule
+            where = "" if rule is None else f"{self.all_rules[rule].where or f'rules[{rule}]'}: "
+            raise PlanError(
+                f"{where}{lone} is rotated ({choices[lone].quantizer}) and {other} is not in the same way "
+                f"({choices[other].quantizer}), which would change their product: give both the same rotate and "
+                f"rotate_size."
+            )
 
     def frozen_at(self, module: str, op: str) -> tuple[FrozenSpec | None, int | None]:
         """What a weight that is not trained, and that `op` in the module at that path reads, is stored in.
@@ -577,6 +598,11 @@ class Plan:
         if base_file is None or os.path.normpath(base_file) == os.path.normpath(folder / self.extends):
             return self.extends
         return Path(os.path.relpath(base_file, folder)).as_posix()
+
+
+def _rotation_of(spec: QuantizerSpec | None) -> tuple[Any, ...] | None:
+    """How an operand is rotated, and whether in evaluation too; None where it is not."""
+    return None if spec is None or spec.rotate is None else (spec.rotate, spec.rotate_size, spec.eval == "off")
 
 
 def _without_lonely_shares(choices: dict[str, Choice]) -> dict[str, Choice]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, get_args
 from bitplan.errors import PlanError, ScheduleError
 from bitplan.numerics.formats import OWN_NAME_PATTERN, Overflow, check_own_name
 from bitplan.numerics.reference import ROUNDINGS
+from bitplan.numerics.rotation import ROTATION_SIZES
 from bitplan.numerics.scaling import LONGEST_HISTORY, MOST_MARGIN, Granularity, Range
 from bitplan.numerics.wire_format import ROLES
 from bitplan.plans.code import REFERENCE_PATTERN, check_reference
@@ -181,6 +182,38 @@ class _Promoting(Kind[Promotion]):
         return {"$ref": "#/$defs/promotion"}
 
 
+@dataclass(frozen=True)
+class BlockSize(Kind[int | tuple[int, int]]):
+    """A whole number, or a list of two."""
+
+    least: int
+    most: int
+
+    def read(self, node: Node) -> int | tuple[int, int]:
+        size = Whole("", self.least, self.most)
+        if not isinstance(node.value, list):
+            return size.read(node)
+        if len(node.value) != 2:
+            raise node.error("a block is a number or two numbers, rows and columns, as in block: [128, 128].")
+        rows, columns = map(size.read, node.value)
+        return rows, columns
+
+    def shape(self) -> Schema:
+        size = Whole("", self.least, self.most).shape()
+        return {"anyOf": [size, {"type": "array", "items": size, "minItems": 2, "maxItems": 2}]}
+
+
+@dataclass(frozen=True)
+class RotationSize(Kind[int]):
+    """A power of two."""
+
+    def read(self, node: Node) -> int:
+        return Whole("", ROTATION_SIZES[0], ROTATION_SIZES[-1]).read(node)
+
+    def shape(self) -> Schema:
+        return {"enum": list(ROTATION_SIZES)}
+
+
 QUANTIZER = Record(
     "How one tensor is rounded.",
     {
@@ -193,7 +226,15 @@ QUANTIZER = Record(
             get_args(Granularity),
         ),
         "axis": Whole("The axis of the scale; the role decides where it is not given.", -64, 63),
-        "block": Whole("How many neighbours share a scale; with scale: block.", 1, 2**31 - 1),
+        "block": BlockSize(
+            "How many neighbours along the summed axis share a scale; or two numbers, [rows, columns], of which the "
+            "columns lie along the summed axis. With scale: block; two numbers also with a block format.",
+            *(1, 2**31 - 1),
+        ),
+        "rotate": Choice(
+            "Both operands of a product are turned alike along its summed axis before they are rounded.", ("hadamard",)
+        ),
+        "rotate_size": RotationSize("How many neighbours are turned together (16 if not given); with rotate."),
         "range": Choice("What a scale covers: the largest magnitude, or least to largest (integers).", get_args(Range)),
         "power_of_two": Flag("Round the scale up to a power of two."),
         "history": Whole(

@@ -2,10 +2,10 @@
 
 Fields and their kinds come from the tables that the loader reads by (:mod:`bitplan.plans.grammar`), conflicts between
 keys from :mod:`bitplan.plans.match`. Added here is what goes with what inside a quantizer; a test lets the schema and
-the loader judge the same random plans. Five things only the loader knows: whether a name or a file exists, whether a
+the loader judge the same random plans. Six things only the loader knows: whether a name or a file exists, whether a
 regular expression is one, whether a schedule's numbers fit together and fit their quantizers, whether selectors and
-sizes of a rule exclude each other, and a few floats that fit the pattern but have no value but zero or too large a
-bias.
+sizes of a rule exclude each other, whether both operands of a product are rotated alike, and a few floats that fit the
+pattern but have no value but zero or too large a bias.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def _quantizer(shape: Schema) -> Schema:
     books = "|".join(name for name in NAMED if isinstance(get_format(name), CodebookFormat))
     every = "|".join(["int", "float", floats, _SYMMETRIC, _AFFINE, blocks, books])
     shape["properties"]["format"]["anyOf"] = [{"pattern": any_case(every)}, {"pattern": OWN_NAME_PATTERN}]
-    shape["dependentRequired"] = {"block": ["scale"], "range": ["scale"]}
+    shape["dependentRequired"] = {"range": ["scale"]}
+    sized = {"required": ["rotate_size"], "properties": {"rotate_size": {"not": {"const": 16}}}}
+    tile = {"required": ["block"], "properties": {"block": {"type": "array"}}}
     shape["allOf"] = [
         _if(_fits("format", "int"), _bits(2, 16) | _without("exponent_bits")),
         _if(_fits("format", "float"), {"allOf": [_float_bits(bits) for bits in range(1, 9)]}),
@@ -75,7 +77,11 @@ def _quantizer(shape: Schema) -> Schema:
         _if(_fits("format", books), _only("overflow", "saturate")),
         _if(_fits("format", _AFFINE), {"required": ["scale"]}),
         _if(_fits("format", f"int|{_SYMMETRIC}|{_AFFINE}"), _only("overflow", "saturate"), _only("range", "amax")),
-        _if(_is("scale", "block"), {"required": ["block"]}, _without("block")),
+        _if(_is("scale", "block"), {"required": ["block"]}, {"anyOf": [_without("block"), _fits("format", blocks)]}),
+        _if({"allOf": [_fits("format", blocks), {"required": ["block"]}]}, tile),
+        _if(tile, _without("axis")),
+        _if(sized, {"required": ["rotate"]}),
+        _if({"required": ["rotate"]}, _without("promote", "function")),
         _if(_is("scale", "tensor"), _without("axis")),
         _if({"not": {"anyOf": [{"required": ["scale"]}, _fits("format", blocks)]}}, _without("axis")),
         _if(_is("power_of_two", True), {"required": ["scale"]}),

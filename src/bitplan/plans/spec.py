@@ -28,7 +28,8 @@ from bitplan.numerics.formats import (
 from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.quantizer import Quantizer, make_quantizer
 from bitplan.numerics.reference import Rounding
-from bitplan.numerics.scaling import LONGEST_HISTORY, MOST_MARGIN, Granularity, Range
+from bitplan.numerics.rotation import ROTATION_SIZES
+from bitplan.numerics.scaling import LONGEST_HISTORY, MOST_MARGIN, BlockShape, Granularity, Range, as_pair
 from bitplan.plans.code import CodeReference
 from bitplan.plans.fields import Kind, Record, Schema
 from bitplan.plans.frozen import FrozenUse
@@ -232,9 +233,13 @@ class QuantizerSpec:
     exponent_bits: int | None = None
     scale: Granularity | None = None
     axis: int | None = None
-    block: int | None = None
+    #: How many neighbours share a scale: along one axis, or rows and columns of the operand seen as a matrix.
+    block: BlockShape | None = None
     range: Range | None = None
     power_of_two: bool = False
+    #: Both operands of a product are turned before they are rounded, so many neighbours along the summed axis together.
+    rotate: Literal["hadamard"] | None = None
+    rotate_size: int = 16
     #: The scale comes from the largest magnitudes of so many past steps rather than from the tensor itself.
     history: int | None = None
     #: It makes room for 2^margin times as much.
@@ -266,6 +271,8 @@ class QuantizerSpec:
             raise PlanError(f"there is no eval {self.eval!r}; {nearest_names(str(self.eval), get_args(Evaluation))}")
         if self.eval == "ema" and self.scale != "tensor":
             raise PlanError("eval: ema averages the range of a whole tensor: it needs scale: tensor.")
+        self._check_block()
+        self._check_rotation()
         self._check_history()
         if self.function is not None:
             object.__setattr__(self, "function", CodeReference.of(self.function))
@@ -278,6 +285,27 @@ class QuantizerSpec:
                 width.resolve(axis_default=0)
             except BitplanError as error:
                 raise PlanError(str(error)) from None
+
+    def _check_block(self) -> None:
+        object.__setattr__(self, "block", as_pair(self.block))
+        if isinstance(self.block, tuple) and self.axis is not None:
+            raise PlanError("a block of rows and columns lies along the summed axis and the other one: drop axis.")
+
+    def _check_rotation(self) -> None:
+        if self.rotate not in (None, "hadamard"):
+            raise PlanError(f"rotate is hadamard, or not given; not {self.rotate!r}.")
+        if self.rotate is None:
+            if self.rotate_size != 16:
+                raise PlanError("rotate_size is the size of a rotation: give rotate: hadamard, too.")
+            return
+        if self.rotate_size not in ROTATION_SIZES:
+            raise PlanError(
+                f"rotate_size is a power of two from {ROTATION_SIZES[0]} to {ROTATION_SIZES[-1]}, "
+                f"not {self.rotate_size!r}."
+            )
+        if self.promote is not None or self.function is not None:
+            other = "function" if self.promote is None else "promote"
+            raise PlanError(f"rotate turns both operands of a product alike, whatever one of them needs: drop {other}.")
 
     def _check_history(self) -> None:
         if self.history is None:
@@ -363,7 +391,9 @@ class QuantizerSpec:
         >>> [QuantizerSpec(name).holds_every_value_of(torch.float32) for name in ("fp32", "bf16")]
         [True, False]
         """
-        if self.scale is not None or self.bits is not None or self.overflow == "saturate" or self.function is not None:
+        if self.scale is not None or self.bits is not None or self.overflow == "saturate":
+            return False
+        if self.function is not None or self.rotate is not None:
             return False
         target, info = self.target, torch.finfo(dtype)
         return (
@@ -383,6 +413,8 @@ class QuantizerSpec:
         """
         if self.axis is not None:
             return None
+        if isinstance(self.block, tuple):
+            return "summed"
         if self.scale == "channel":
             return "kept"
         if self.scale is None:
@@ -403,16 +435,21 @@ class QuantizerSpec:
         """The format as parameters that may change while a run goes on."""
         return MutableFormat(self.stored(self.target), overflow=self.overflow)
 
-    def resolve(self, *, axis_default: int | None = None, live: MutableFormat | None = None) -> Quantizer:
+    def resolve(
+        self, *, axis_default: int | tuple[int, int] | None = None, live: MutableFormat | None = None
+    ) -> Quantizer:
         """The quantizer; `axis_default` is the axis where the plan names none (see :attr:`axis_meaning`).
+
+        A block of rows and columns takes the axes of both, and without them the last two.
 
         :param live: the format as parameters in a tensor, in place of constants.
         """
+        axis = axis_default if self.axis_meaning else self.axis
         return make_quantizer(
             self.target if live is None else live,
             self.rounding,
             self.scale,
-            axis=axis_default if self.axis_meaning else self.axis,
+            axis=None if isinstance(self.block, tuple) and not isinstance(axis, tuple) else axis,
             block=self.block,
             range=self.range,
             power_of_two=self.power_of_two,
@@ -423,6 +460,8 @@ class QuantizerSpec:
         """As a plan writes it: a mapping without what is default, or only the format's name."""
         non_defaults = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         non_defaults = {key: value for key, value in non_defaults.items() if key not in ("moved_by", "top_bits")}
+        if isinstance(self.block, tuple):
+            non_defaults["block"] = list(self.block)
         if self.promote is not None:
             non_defaults["promote"] = self.promote.to_data()
         if self.function is not None:
@@ -432,10 +471,12 @@ class QuantizerSpec:
     def __str__(self) -> str:
         """One line for tables, such as ``int8 tensor minmax stochastic`` or ``int CR 3-8 x8 channel minmax``."""
         parts: list[str] = [self._width_words()]
-        for value in (self.scale, self.block, self.range, None if self.rounding == "nearest" else self.rounding):
+        block = "x".join(map(str, self.block)) if isinstance(self.block, tuple) else self.block
+        for value in (self.scale, block, self.range, None if self.rounding == "nearest" else self.rounding):
             parts += [] if value is None else [str(value)]
         parts += [] if self.axis is None else [f"axis={self.axis}"]
         parts += ["power-of-two"] if self.power_of_two else []
+        parts += [f"{self.rotate} {self.rotate_size}"] if self.rotate else []
         parts += [f"of {self.history} steps"] if self.history is not None else []
         parts += [f"margin={self.margin}"] if self.margin else []
         parts += [self.overflow] if self.overflow else []

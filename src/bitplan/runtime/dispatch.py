@@ -28,6 +28,7 @@ from bitplan.capture.scopes import Interceptor, Scope, state_of
 from bitplan.compiler import torch_patches
 from bitplan.compiler.tracing import VERSION
 from bitplan.errors import PlanError, QuantizeError
+from bitplan.gemm.axes import ROTATABLE
 from bitplan.gemm.products import has_settings, product_of
 from bitplan.numerics.wire_format import op_site
 from bitplan.plans import SLOTS
@@ -355,6 +356,8 @@ class Rounder(Interceptor):
     ) -> Any:
         (x_at, x_name), (w_at, w_name) = PRODUCTS[op]
         w = args[w_at] if len(args) > w_at else kwargs[w_name]
+        if action.rotates:
+            _require_rotatable(op, args[x_at] if len(args) > x_at else kwargs[x_name], w, context)
         key = weight_key(module, w) if action.needs_key and isinstance(w, nn.Parameter) else None
         args, kwargs = self._rounded_weights(module, action, context, args, kwargs)
         x = args[x_at] if len(args) > x_at else kwargs[x_name]
@@ -453,6 +456,15 @@ class Rounder(Interceptor):
         if not action.has_slots:
             return loss(x, w, bias)
         return self.execution.head_loss(x, w, bias, loss, action, context, key)
+
+
+def _require_rotatable(op: str, x: Any, w: Any, context: OpContext) -> None:
+    """Raise where the operands of a product cannot be rotated along one axis."""
+    if op not in ROTATABLE or (op != "linear" and min(x.dim(), w.dim()) < 2):
+        raise PlanError(
+            f"rotate turns operands of linear layers and matrix products, and not those of {context.site}: restrict "
+            f"the rule, as in op: [linear, addmm]."
+        )
 
 
 def _rounds_weight_again(op: str, action: OpRounding, args: Any, kwargs: dict[str, Any], x: Tensor, w: Any) -> bool:

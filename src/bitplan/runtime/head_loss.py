@@ -317,6 +317,8 @@ def why_not_in_chunks(rounding: OpRounding, training: bool) -> str | None:
         return "it rounds the logits or their gradient as a whole (activation, grad_activation)"
     if rounding.promotes:
         return "it promotes tensors of the head"
+    if rounding.rotates:
+        return "it rotates operands of the head"
     if any(op.function is not None for op in rounding.places.values()):
         return "a function of your own rounds tensors of the head"
     for slot in _DY:
@@ -333,6 +335,8 @@ def why_not_in_chunks(rounding: OpRounding, training: bool) -> str | None:
         else:
             scaling = quantizer.scaling
             along_row = scaling is not None and scaling.granularity in ("vector", "block") and scaling.axis in (1, -1)
+            if scaling is not None and isinstance(scaling.block, tuple):
+                along_row = scaling.block[0] == 1 and scaling.axis == (0, 1)
             crosses_chunks = scaling is not None and scaling.granularity != "tensor" and not along_row
         if crosses_chunks:
             return f"the scales of {slot} ({op.spec}) reach across chunks of tokens"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bitplan.compiler.tracing import is_traced, is_traced_below_dynamo, needs_shapes_only, transformable
 from bitplan.errors import PlanError, QuantizeError
-from bitplan.gemm.axes import resolve
+from bitplan.gemm.axes import resolve, rotation_of
 from bitplan.numerics import chunks
 from bitplan.numerics.chunks import chunked_on_gpu
 from bitplan.numerics.dtypes import is_cast_small
@@ -216,7 +216,9 @@ class RoundingOp:
             "top": top,
             "function": function,
             "inner": inner,
-            "grid": spec.target.name if is_fixed and not is_scaled and function is None else None,
+            "grid": spec.target.name
+            if is_fixed and not is_scaled and function is None and spec.rotate is None
+            else None,
             "draws": is_stochastic or (higher is not None and higher.is_stochastic),
             "observes": self.watched or uses_mean_range or is_delayed or promotion is not None,
             "_quantizers": {dims: resolve(spec, self.place, self.op, dims, self.mutable_format) for dims in range(7)},
@@ -278,6 +280,8 @@ class RoundingOp:
             return self.top.round(x, context, weight_key)
         if self.grid is not None and self.changes_nothing_in(x):
             return x
+        if self.rotates:
+            x = self._rotated(x)
         traced = is_traced()
         if self.is_packed and not traced:
             with chunked_on_gpu():
@@ -292,6 +296,17 @@ class RoundingOp:
         if record is not None and context.observing:
             self._observe(record, quantizer, x, rounded, rounded, row, span)
         return rounded if self.grid is None else mark_rounded(rounded, self.grid)
+
+    @property
+    def rotates(self) -> bool:
+        """Whether the operand is turned before it is rounded; its product is that of both operands turned."""
+        return self.spec.rotate is not None
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        if is_traced_below_dynamo() and needs_shapes_only(x):
+            return x
+        rotation = rotation_of(self.spec, self.place, self.op, x.dim())
+        return x if rotation is None or not x.numel() else rotation.apply(x)
 
     @property
     def learns(self) -> bool:
@@ -333,6 +348,8 @@ class RoundingOp:
         """`x` as elements and scales, for low-precision matrix units; without a gradient."""
         if self.top is not None and not context.training:
             return self.top.encode(x, context, weight_key)
+        if self.rotates:
+            x = self._rotated(x)
         quantizer, bits, row, span, record = self._prepare(x, context, weight_key)
         encoded = quantizer.encode(x.detach(), bits, row, span)
         if record is not None and context.observing:
@@ -345,7 +362,7 @@ class RoundingOp:
         is_fixed = self.stored_format is None and self.mutable_kind is None
         is_scaled = self.spec.scale is not None or (is_fixed and isinstance(self.spec.target, BlockFormat))
         is_counted = self.observes or self.promotion is not None
-        is_simple = not (is_scaled or self.is_stochastic or is_counted) and self.function is None
+        is_simple = not (is_scaled or self.is_stochastic or is_counted or self.rotates) and self.function is None
         return is_fixed and is_simple and (self.top is None or context.training)
 
     def quantizer_of(self, x: Tensor) -> Quantizer:
@@ -411,7 +428,7 @@ class RoundingOp:
             return True
         quantizer = self.quantizer(x.dim())
         scaling = quantizer.scaling
-        if self.is_stochastic or isinstance(quantizer.format, BlockFormat):
+        if self.is_stochastic or self.rotates or isinstance(quantizer.format, BlockFormat):
             return True
         if scaling is None or scaling.granularity == "tensor":
             return False
@@ -579,6 +596,8 @@ class OpRounding:
         self.has_slots = any(place in places for place in SLOTS)
         shared_slots = [slot for operand in self.shared for slot in OPERANDS[operand]]
         self.slots_apart = any(slot in places and slot not in shared_slots for slot in SLOTS)
+        #: Whether operands are rotated, which not all products allow.
+        self.rotates = any(op.rotates for op in places.values())
         self.rounds_weights = "weight" in places or "grad_weight" in places
         self.promotes = any(op.promotion is not None for op in places.values())
         self.uses_means = any(op.uses_mean_range for op in places.values())

@@ -18,12 +18,15 @@ from bitplan.numerics.dtypes import TORCH_FLOAT8
 from bitplan.numerics.formats import FloatFormat, Format, IntFormat
 
 _E5M2 = FloatFormat(5, 2)
+_E4M3 = FloatFormat(4, 3, specials="fn")
 
 
 class GemmBackend(ABC):
     """One way to multiply low-precision matrices."""
 
     name: str
+    #: Whether it multiplies operands with scales for blocks along the sum, and no others.
+    takes_blocks = False
 
     @abstractmethod
     def code_dtype(self, target: Format) -> torch.dtype | None:
@@ -95,9 +98,57 @@ class Float8Backend(GemmBackend):
         return scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype, use_fast_accum=fast)
 
 
+#: The side of the blocks that cuBLAS multiplies.
+BLOCK = 128
+
+
+class Float8BlockBackend(GemmBackend):
+    """E4M3 with a scale for 1 x 128 or 128 x 128 values, accumulated in float32 from block to block: Hopper.
+
+    Scales come as the matrices that they form: (m, k / 128) or (m / 128, k / 128) for `a`, (k / 128, n) or
+    (k / 128, n / 128) for `b`. cuBLAS multiplies two operands with lines, or one with lines and one with tiles.
+    """
+
+    name = "fp8 blocks"
+    takes_blocks = True
+
+    def code_dtype(self, target: Format) -> torch.dtype | None:
+        return torch.float8_e4m3fn if target == _E4M3 else None
+
+    def is_available(self, device: torch.device) -> bool:
+        is_hopper = device.type == "cuda" and torch.version.hip is None and _capability(device) == (9, 0)
+        return is_hopper and _cuda_version() >= (12, 9) and hasattr(torch.nn.functional, "scaled_mm")
+
+    def multiply(self, a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], out_dtype: torch.dtype) -> Tensor:
+        scale_a, recipe_a = _scale_of_blocks(scales[0], a.shape[0])
+        scale_b, recipe_b = _scale_of_blocks(scales[1].t(), b.shape[1])
+        result_dtype = torch.float32 if out_dtype == torch.float16 else out_dtype
+        product: Tensor = torch.nn.functional.scaled_mm(
+            _row_major(a), _column_major(b), scale_a, recipe_a, scale_b, recipe_b, output_dtype=result_dtype
+        )
+        return product.to(out_dtype)
+
+
+def _scale_of_blocks(scale: Tensor, rows: int) -> tuple[Tensor, Any]:
+    """The scales of an operand with that many rows, whose columns are summed, in the layout that cuBLAS reads.
+
+    Of lines as columns; of tiles with whole groups of four along the sum, transposed.
+    """
+    types = torch.nn.functional.ScalingType
+    if scale.shape[0] == rows:
+        return _column_major(scale.float()), types.BlockWise1x128
+    padded = torch.nn.functional.pad(scale.float(), (0, -scale.shape[1] % 4))
+    return _row_major(padded).t(), types.BlockWise128x128
+
+
 #: All backends; the first that supports both formats is used.
 BACKENDS: tuple[GemmBackend, ...] = (Float8Backend(), Int8Backend())
 _FAST = Float8Backend(fast_accumulation=True)
+BLOCKS = Float8BlockBackend()
+#: What a product of blocks takes, for messages.
+BLOCKS_NEED = "a Hopper GPU (compute capability 9.0), CUDA 12.9 and torch.nn.functional.scaled_mm"
+#: Name of a backend -> name of the one whose measured crossover it has.
+CROSSOVER_OF = {BLOCKS.name: "fp8"}
 #: Name of a backend -> name of its variant with fast accumulation.
 FAST_VARIANTS = {"fp8": _FAST.name}
 
@@ -124,8 +175,13 @@ def backends_of(device: torch.device) -> tuple[GemmBackend, ...]:
     return tuple(backend for backend in BACKENDS if backend.is_available(device))
 
 
+def backends_with_blocks(device: torch.device) -> tuple[GemmBackend, ...]:
+    """The same with the one for scales of blocks, where the device has it."""
+    return (*backends_of(device), *((BLOCKS,) if BLOCKS.is_available(device) else ()))
+
+
 def backend_named(name: str) -> GemmBackend:
-    return next(backend for backend in (*BACKENDS, _FAST) if backend.name == name)
+    return next(backend for backend in (*BACKENDS, _FAST, BLOCKS) if backend.name == name)
 
 
 def supports_shape(name: str, device_type: str, shape: tuple[int, int, int]) -> bool:
@@ -137,6 +193,8 @@ def supports_shape(name: str, device_type: str, shape: tuple[int, int, int]) -> 
     True
     """
     m, k, n = shape
+    if name == BLOCKS.name:
+        return m % 16 == 0 and k % BLOCK == 0 and n % BLOCK == 0
     if device_type != "cuda":
         # For a single-row matrix that is a transposed column, torch's integer GEMM reads wrong memory (2.11 to 2.13).
         return m > 1 and k > 1
@@ -156,6 +214,10 @@ def _row_major(a: Tensor) -> Tensor:
 
 def _column_major(b: Tensor) -> Tensor:
     return _row_major(b.t()).t()
+
+
+def _cuda_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
 
 
 @cache

@@ -15,7 +15,7 @@ from bitplan.capture.decompositions import has_slots
 from bitplan.capture.recording import Operation
 from bitplan.errors import BitplanWarning, PlanError
 from bitplan.executions.emulate import EmulateExecution
-from bitplan.executions.native.backends import GemmBackend, backends_of, multiplies_groups
+from bitplan.executions.native.backends import GemmBackend, backends_with_blocks, multiplies_groups
 from bitplan.executions.native.crossover import load_crossover
 from bitplan.executions.native.fallbacks import FALLBACK_COLUMNS, Fallback, fallbacks_of, keeps_codes, passes_of
 from bitplan.executions.native.frozen import native_frozen_product
@@ -161,7 +161,7 @@ class NativeExecution(EmulateExecution):
         device: torch.device,
         split_modules: Collection[str] = (),
     ) -> Table[Fallback]:
-        kernels = backends_of(device), self.terms, device.type
+        kernels = backends_with_blocks(device), self.terms, device.type
         rows = fallbacks_of(operations, decide, *kernels, split_modules, multiplies_groups(device))
         return Table(rows, FALLBACK_COLUMNS, empty="no fallbacks: every product of the plan runs natively")
 
@@ -207,7 +207,7 @@ def _native_passes(decision: Decision, op: str) -> Passes:
     devices = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
     found: Passes = {}
     for device in devices:
-        backends = backends_of(device)
+        backends = backends_with_blocks(device)
         for dims in range(1, _MAX_DIMS) if backends else ():
             for is_plain_gemm in (True,) if op == "linear" else (True, False):
                 chosen = passes_of(decision, dims, backends, op, is_plain_gemm)

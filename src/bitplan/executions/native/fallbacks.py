@@ -13,6 +13,7 @@ from bitplan.capture.ops import PRODUCTS
 from bitplan.capture.recording import Operation
 from bitplan.compiler.torch_private import tree_leaves
 from bitplan.executions.native.backends import GemmBackend, supports_shape
+from bitplan.executions.native.blocks import block_backend_or_reason, block_of, cuts_blocks
 from bitplan.executions.native.convolution import ConvGemmLayout
 from bitplan.executions.native.gemm import GemmLayout, byte_of, varying_axes
 from bitplan.executions.native.paths import (
@@ -181,6 +182,8 @@ def _fallbacks_of_operation(
                 pass_reason = f"{_shape_text(layout.gemm_shape('fprop', x.shape, w.shape))} {pass_reason}"
             elif pass_reason is None and not supports_shape(backend.name, device_type, shape):
                 pass_reason = f"the {backend.name} backend does not support the shape {_shape_text(shape)}"
+            elif pass_reason is None and cuts_blocks(backend.name, gemm_pass, x.shape):
+                pass_reason = f"sequences of {x.shape[-2]} tokens cut blocks of 128"
         if pass_reason is not None:
             fallbacks.append(Fallback(operation.label, gemm_pass, pass_reason))
     if len(fallbacks) == len(PASSES) and len({fallback.reason for fallback in fallbacks}) == 1:
@@ -200,7 +203,7 @@ def reasons_of_groups(decision: Decision) -> dict[str, str | None]:
             place = decision.shared.get(tensor, slot)
             dims = 3 if tensor == "w" else 2
             operand = PlannedOperand(slot, place, decision[place].quantizer, dims, "grouped_mm", is_plain_gemm=True)
-            reason = _why_no_codes(operand)
+            reason = _why_no_codes(operand) or _why_scale_varies(operand)
             if reason is None and operand.spec is not None and operand.spec.target != _E4M3:
                 reason = f"grouped products in FP8 are e4m3 by e4m3, and {slot} is {operand.spec.target.name}"
             reasons[gemm_pass] = reasons[gemm_pass] or reason
@@ -233,34 +236,51 @@ def backend_or_reason(
     left: PlannedOperand, right: PlannedOperand, backends: Sequence[GemmBackend]
 ) -> GemmBackend | str:
     """The backend that multiplies the two operands, or why none does."""
+    quantizers: list[Quantizer] = []
+    blocks = []
     for operand in (left, right):
-        reason = _why_no_codes(operand)
-        if reason is not None:
+        quantizer, reason = operand.quantizer(), _why_no_codes(operand)
+        if quantizer is None or reason is not None:
+            return reason or f"{operand.slot} has no format"
+        quantizers.append(quantizer)
+        if quantizer.scaling is not None and quantizer.scaling.granularity == "block":
+            blocks.append(block_of(operand.slot, quantizer, operand.dims, operand.summed_axes()))
+        elif (reason := _why_scale_varies(operand)) is not None:
             return reason
-    quantizers = [quantizer for quantizer in (left.quantizer(), right.quantizer()) if quantizer is not None]
+    if blocks:
+        return block_backend_or_reason(left.slot, right.slot, left.op, blocks, quantizers, backends)
     targets = [quantizer.format for quantizer in quantizers if not isinstance(quantizer.format, MutableFormat)]
-    for backend in backends:
+    plain = [backend for backend in backends if not backend.takes_blocks]
+    for backend in plain:
         if backend.supports_formats(targets[0], targets[1]):
             return backend
     formats = " by ".join(target.name for target in targets)
-    available = ", ".join(backend.name for backend in backends)
+    available = ", ".join(backend.name for backend in plain)
     return f"no backend here multiplies {formats}" + (f" (available: {available})" if available else "")
 
 
 def _why_no_codes(operand: PlannedOperand) -> str | None:
-    """Why an operand cannot be multiplied as codes with a scale that is constant along the sum."""
+    """Why an operand cannot be multiplied as codes, whatever its scales."""
     quantizer = operand.quantizer()
     if quantizer is None or operand.spec is None:
         return f"{operand.slot} has no format"
     if operand.spec.function is not None:
         return f"{operand.slot} is rounded by {operand.spec.function}"
+    if operand.spec.rotate is not None:
+        return f"{operand.slot} is rotated ({operand.spec.rotate}), which is emulated"
     if operand.spec.promote is not None:
         return f"{operand.slot} may be promoted"
     if quantizer.scaling is not None and quantizer.scaling.range == "minmax":
         return f"{operand.slot} has a zero point (range: minmax), which no backend supports"
     if quantizer.scaling is None and isinstance(quantizer.format, IntFormat):
         return f"{operand.slot} has no scale, and a NaN in it would become a number"
-    varying = varying_axes(quantizer, operand.dims)
+    return None
+
+
+def _why_scale_varies(operand: PlannedOperand) -> str | None:
+    """Whether the scale of an operand varies along the sum, as a reason."""
+    quantizer = operand.quantizer()
+    varying = None if quantizer is None else varying_axes(quantizer, operand.dims)
     if varying is None or varying & operand.summed_axes():
         return f"the scale of {operand.slot} changes along the sum"
     return None

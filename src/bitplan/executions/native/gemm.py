@@ -18,6 +18,7 @@ from bitplan.executions.native.backends import BACKENDS
 from bitplan.gemm.products import Product, no_view
 from bitplan.numerics.formats import BlockFormat, IntFormat
 from bitplan.numerics.quantizer import Encoded, Quantizer
+from bitplan.numerics.scaling import Tiles
 from bitplan.plans.spec import QuantizerSpec
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ BY_ROW = ("fprop.x", "fprop.w", "dgrad.dy")
 class Codes(NamedTuple):
     """A matrix of codes, (rows, features), and its scale: a number, (rows, 1) or (1, features).
 
+    With blocks the scales are a matrix, too: (rows, blocks), (blocks, features) or (blocks, blocks).
+
     Row-major or, where a GEMM needs it so, column-major in memory.
     """
 
@@ -38,7 +41,12 @@ class Codes(NamedTuple):
 
     def decoded(self) -> Tensor:
         """The values that the codes stand for, in float32."""
-        return self.values.float() * self.scale
+        scale = self.scale
+        if scale.dim() == 2:
+            for axis, size in enumerate(self.values.shape):
+                if 1 < scale.shape[axis] < size:
+                    scale = scale.repeat_interleave(-(-size // scale.shape[axis]), axis).narrow(axis, 0, size)
+        return self.values.float() * scale
 
     def transposed(self) -> Codes:
         return Codes(self.values.t(), self.scale.t() if self.scale.dim() == 2 else self.scale)
@@ -64,7 +72,7 @@ def varying_axes(quantizer: Quantizer, dims: int) -> set[int] | None:
         return set()
     if scaling.granularity == "block":
         return None
-    assert scaling.axis is not None
+    assert isinstance(scaling.axis, int)
     axis = scaling.axis % dims
     return {axis} if scaling.granularity == "channel" else set(range(dims)) - {axis}
 
@@ -93,6 +101,17 @@ def codes_of(encoded: Encoded, dtype: torch.dtype, features: int = -1) -> Codes:
     if scale.shape[-1] == 1:
         return Codes(rows, scale.expand(*values.shape[:-1], 1).reshape(-1, 1))
     return Codes(rows, scale.reshape(1, -1))
+
+
+def block_codes_of(encoded: Encoded, quantizer: Quantizer, like: Tensor, dtype: torch.dtype) -> Codes:
+    """Elements and scales in blocks of an operand of a linear layer as a matrix of codes and one of scales."""
+    blocks = quantizer.blocks(like)
+    assert blocks is not None
+    (scale,) = encoded.scales
+    grid = scale.squeeze(-1)  # the axes of the blocks are the last
+    grid = grid.movedim((-2, -1), blocks.axes) if isinstance(blocks, Tiles) else grid.movedim(-1, blocks.axis)
+    values = blocks.join(encoded.elements, like.shape).to(dtype)
+    return Codes(values.reshape(-1, values.shape[-1]), grid.reshape(-1, grid.shape[-1]))
 
 
 #: Attribute of a traced tensor: the list of output gradients of the layers that read it, the first to arrive first.

@@ -32,6 +32,8 @@ def backends_of_chunks(
     sizes = {min(size, tokens), tokens % size or size}
 
     def is_native(gemm_pass: str, name: str) -> bool:
+        if backend_named(name).takes_blocks:
+            return False
         for slot in PASSES[gemm_pass]:
             place = rounding.shared.get(OPERAND_OF_SLOT[slot].tensor, slot)
             if not rounding.applies(place, context.training):

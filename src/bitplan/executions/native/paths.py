@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bitplan.executions.native.backends import FAST_VARIANTS
+from bitplan.executions.native.backends import CROSSOVER_OF, FAST_VARIANTS
 from bitplan.executions.native.convolution import (
     is_pointwise,
     output_sizes,
@@ -100,7 +100,7 @@ def why_pass_not_native(
     gemm_pass: str, backend: str, op: str, settings: tuple[Any, ...], x: Tensor, w: Tensor, terms: NativeTerms
 ) -> str | None:
     """Why that pass does not go to that backend."""
-    if macs_of(op, settings, x, w) < dict(terms.min_macs_by_backend).get(backend, 0):
+    if macs_of(op, settings, x, w) < dict(terms.min_macs_by_backend).get(CROSSOVER_OF.get(backend, backend), 0):
         return TOO_SMALL
     if is_plain_gemm(op, settings, w):
         return None

@@ -12,9 +12,19 @@ from torch import Tensor
 
 from bitplan.compiler.tracing import is_traced, opaque_in_graph, transformable
 from bitplan.executions.native.backends import backend_named, supports_shape
+from bitplan.executions.native.blocks import cuts_blocks
 from bitplan.executions.native.convolution import ConvGemmLayout, is_channels_last
 from bitplan.executions.native.float8_cast import FORMATS, INPUT_DTYPES, cast_float8
-from bitplan.executions.native.gemm import BY_ROW, Codes, GemmLayout, NativeProduct, SavedOperand, byte_of, codes_of
+from bitplan.executions.native.gemm import (
+    BY_ROW,
+    Codes,
+    GemmLayout,
+    NativeProduct,
+    SavedOperand,
+    block_codes_of,
+    byte_of,
+    codes_of,
+)
 from bitplan.gemm.products import Product
 from bitplan.numerics.wire_format import OPERAND_OF_SLOT
 from bitplan.plans import SLOTS
@@ -84,6 +94,9 @@ class NativeSlots(Slots):
         operand = OPERAND_OF_SLOT[slots[0]]
         dtype = self.backends[operand.pass_].code_dtype(op.spec.target)
         assert dtype is not None
+        if self.backends[operand.pass_].takes_blocks:
+            blocked, quantizer = op.encode(tensor, context, self.weight_key if operand.tensor == "w" else None)
+            return [block_codes_of(blocked, quantizer, tensor, dtype)] * len(slots)
         if is_plain_cast(op, tensor, dtype):
             return self._cast(slots, tensor, dtype, after)
         encoded, _ = op.encode(tensor, context, self.weight_key if operand.tensor == "w" else None)
@@ -182,6 +195,7 @@ def native_product(
         for gemm_pass, name in backends.items()
         if all(slot in applied for slot in PASSES[gemm_pass])
         and supports_shape(name, x.device.type, layout.gemm_shape(gemm_pass, x.shape, w.shape))
+        and not cuts_blocks(name, gemm_pass, x.shape)
     }
     if not torch.compiler.is_compiling():
         chosen = {slot: (op, context) for slot, op in applied.items()}

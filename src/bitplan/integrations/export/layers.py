@@ -102,6 +102,10 @@ class Operand:
         scaling = quantizer.scaling
         if isinstance(quantizer.format, BlockFormat) or (scaling is not None and scaling.granularity == "block"):
             axis = quantizer.axis if scaling is None else scaling.axis
+            if isinstance(axis, tuple):
+                shape = quantizer.block if scaling is None else scaling.block
+                is_square = isinstance(shape, tuple) and shape[0] == shape[1] and set(axis) >= {summed[-1]}
+                return "block" if is_square or axis[1] == summed[-1] else "other"
             return "block" if (-1 if axis is None else axis) % dims == summed[-1] else "other"
         if scaling is None:
             return "none"
@@ -297,18 +301,28 @@ def _note_keys(plan: Plan, omissions: Omissions) -> None:
 
 
 def note_rounding(
-    layer: LinearLayer, slot: str, omissions: Omissions, target: str, *, stochastic: bool = False, delayed: bool = False
+    layer: LinearLayer,
+    slot: str,
+    omissions: Omissions,
+    target: str,
+    *,
+    stochastic: bool = False,
+    delayed: bool = False,
+    rotated: bool = False,
 ) -> None:
     """Note what a target that rounds to nearest, with symmetric current scales, does not do of an operand.
 
     :param stochastic: the target rounds this operand stochastically.
     :param delayed: the target takes its scale from previous steps.
+    :param rotated: the target rotates this operand.
     """
     operand = layer.operands[slot]
     assert operand is not None
     spec, site = operand.quantizer, operand_site(layer, slot)
     if spec.rounding != "nearest" and not stochastic:
         omissions.add(site, f"{target} rounds to nearest, not {spec.rounding}")
+    if spec.rotate is not None and not rotated:
+        omissions.add(site, f"the operand is exported for {target} without its rotation ({spec})")
     if spec.history is not None and not delayed:
         omissions.add(site, f"{target} has current scales only, none of {spec.history} past steps")
     if spec.range == "minmax" or getattr(spec.target, "affine", False):

@@ -101,6 +101,9 @@ def _arguments(layer: LinearLayer, slot: str, omissions: Omissions) -> dict[str,
     if not (target.name in ("e4m3", *_BLOCKS) or (isinstance(target, IntFormat) and 2 <= target.bits <= 8)):
         omissions.add(site, f"compressed-tensors has no {target.name}: the layer is left as it is")
         return None
+    if isinstance(spec.block, tuple) and spec.block[0] > 1:
+        omissions.add(site, f"weights are written with lines of inputs only ({spec}): the layer is left as it is")
+        return None
     note_rounding(layer, slot, omissions, "compressed-tensors")
     arguments: dict[str, Any] = {
         "num_bits": target.bits if isinstance(target, IntFormat) else 8,
@@ -117,7 +120,7 @@ def _arguments(layer: LinearLayer, slot: str, omissions: Omissions) -> dict[str,
             if not is_weight:
                 omissions.add(site, "compressed-tensors has a scale of the whole input from calibration")
     elif granularity == "block":
-        arguments |= {"strategy": "group", "group_size": spec.block}
+        arguments |= {"strategy": "group", "group_size": spec.block[1] if isinstance(spec.block, tuple) else spec.block}
     elif granularity == "vector":
         arguments["strategy"] = "channel" if is_weight else "token"
     else:
@@ -300,7 +303,10 @@ def _modelopt_config(layer: LinearLayer, slot: str, omissions: Omissions) -> str
         return None
     spec, site, is_weight = operand.quantizer, operand_site(layer, slot), slot == "fprop.w"
     target, granularity = spec.target, operand.granularity(slot)
+    rows, columns = spec.block if isinstance(spec.block, tuple) else (1, spec.block)
     if target.name in _MODELOPT_BLOCKS:
+        if rows > 1:
+            omissions.add(site, f"modelopt's {target.name} has blocks along the inputs only ({spec})")
         note_rounding(layer, slot, omissions, "modelopt")
         bits, size, scale = _MODELOPT_BLOCKS[target.name]
         return json.dumps({"num_bits": bits, "block_sizes": {"-1": size, "type": "dynamic", "scale_bits": scale}})
@@ -312,7 +318,7 @@ def _modelopt_config(layer: LinearLayer, slot: str, omissions: Omissions) -> str
     if not is_weight:  # the type of block_sizes means something else: block formats of the hardware
         config["type"] = "dynamic"
     if granularity == "block":
-        return json.dumps(config | {"block_sizes": {"-1": spec.block}})
+        return json.dumps(config | {"block_sizes": {"-1": columns, **({"-2": rows} if rows > 1 else {})}})
     if granularity == "vector":
         return json.dumps(config | ({"axis": 0} if is_weight else {"block_sizes": {"-1": None}}))
     if granularity != "tensor":
@@ -336,4 +342,4 @@ def _with_integer_keys(config: dict[str, Any]) -> dict[str, Any]:
     blocks = config.get("block_sizes")
     if blocks is None:
         return config
-    return config | {"block_sizes": {-1 if key == "-1" else key: value for key, value in blocks.items()}}
+    return config | {"block_sizes": {int(key) if key in ("-1", "-2") else key: size for key, size in blocks.items()}}

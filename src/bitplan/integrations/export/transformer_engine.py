@@ -36,7 +36,8 @@ _COPIES = {
 _FP8 = {"e4m3": "kFloat8E4M3", "e5m2": "kFloat8E5M2"}
 _MXFP8 = {"mxfp8": "kFloat8E4M3", "mxfp8e5m2": "kFloat8E5M2"}
 #: The values that share a scale in Float8BlockQuantizer.
-_BLOCK = 128
+#: The blocks that Transformer Engine has: tiles, and lines along the summed axis.
+_TILE, _LINES = (128, 128), ((1, 128), 128)
 
 
 class _Quantizer(NamedTuple):
@@ -51,7 +52,8 @@ class _Quantizer(NamedTuple):
 
 def _can_multiply(first: _Quantizer, second: _Quantizer) -> bool:
     """Formats of one kind, but not two in E5M2, for which GPUs have no product."""
-    kinds = {"tensor" if quantizer.kind == "delayed" else quantizer.kind for quantizer in (first, second)}
+    alike = {"delayed": "tensor", "tile": "block"}
+    kinds = {alike.get(quantizer.kind, quantizer.kind) for quantizer in (first, second)}
     return len(kinds) == 1 and {first.dtype, second.dtype} != {"e5m2"}
 
 
@@ -123,11 +125,13 @@ def _quantizer(layer: LinearLayer, slot: str, omissions: Omissions) -> _Quantize
     if name in _MXFP8:
         return _Quantizer("mxfp8", "e4m3" if name == "mxfp8" else "e5m2")
     if name == "nvfp4":
+        if spec.block is not None:
+            omissions.add(site, f"transformer-engine's quantizer is written with blocks of 16 ({spec})")
         return _Quantizer("nvfp4", "e2m1", stochastic=is_stochastic)
     if granularity == "block":
-        if spec.block != _BLOCK:
-            omissions.add(site, f"transformer-engine has blocks of {_BLOCK}, not of {spec.block}")
-        return _Quantizer("block", name, spec.power_of_two)
+        if spec.block not in (*_LINES, _TILE):
+            omissions.add(site, f"transformer-engine has blocks of 128 and of 128 x 128 only ({spec})")
+        return _Quantizer("tile" if spec.block == _TILE else "block", name, spec.power_of_two)
     if granularity in ("none", "vector"):
         has = "a scale per vector" if granularity == "vector" else "no scale"
         omissions.add(site, f"transformer-engine has one scale per tensor, not {has}")
@@ -148,7 +152,8 @@ def _quantizer_text(quantizer: _Quantizer | None, treatment: Any) -> str:
     dtype = f"DType.{_FP8[quantizer.dtype]}"
     if quantizer.kind == "mxfp8":
         return f"partial(mxfp8, {dtype})"
-    return f"partial({'fp8_block' if quantizer.kind == 'block' else 'fp8_tensor'}, {dtype}, {quantizer.power_of_two})"
+    make = {"block": "fp8_block", "tile": "fp8_tile"}.get(quantizer.kind, "fp8_tensor")
+    return f"partial({make}, {dtype}, {quantizer.power_of_two})"
 
 
 _RECIPE = '''\
@@ -179,6 +184,12 @@ def fp8_tensor(dtype, power_of_two):
 def fp8_block(dtype, power_of_two):
     return Float8BlockQuantizer(
         dtype, rowwise=True, columnwise=True, force_pow_2_scales=power_of_two, block_scaling_dim=1
+    )
+
+
+def fp8_tile(dtype, power_of_two):
+    return Float8BlockQuantizer(
+        dtype, rowwise=True, columnwise=True, force_pow_2_scales=power_of_two, block_scaling_dim=2
     )
 
 
@@ -389,25 +400,29 @@ def _note_megatron(layer: LinearLayer, recipe: str, granularities: Mapping[str, 
         operand = layer.operands[slot]
         assert operand is not None
         spec, site = operand.quantizer, operand_site(layer, slot)
-        note_rounding(layer, slot, omissions, "megatron", stochastic=recipe == "nvfp4" and slot.endswith("dy"))
+        is_nvfp4 = recipe == "nvfp4"
+        is_rotated = is_nvfp4 and slot.startswith("wgrad") and (spec.rotate, spec.rotate_size) == ("hadamard", 16)
+        is_stochastic = is_nvfp4 and slot.endswith("dy")
+        note_rounding(layer, slot, omissions, "megatron", stochastic=is_stochastic, rotated=is_rotated)
         if recipe.startswith("tensorwise"):
             if granularity != "tensor":
                 omissions.add(site, f"megatron's tensorwise has one scale per tensor ({spec})")
             elif spec.power_of_two:
                 omissions.add(site, "megatron's tensorwise scales are no powers of two")
         elif recipe.startswith("blockwise"):
-            if spec.block != _BLOCK:
-                omissions.add(site, f"megatron has blocks of {_BLOCK}, not of {spec.block}")
+            if slot.endswith("w") and spec.block != _TILE:
+                omissions.add(site, f"megatron has a scale per 128 x 128 of a weight ({spec})")
+            elif not slot.endswith("w") and spec.block not in _LINES:
+                omissions.add(site, f"megatron has blocks of 128 of activations and gradients ({spec})")
             if not spec.power_of_two:
                 omissions.add(site, "megatron's blockwise scales are powers of two")
-            if slot.endswith("w"):
-                omissions.add(site, f"megatron has a scale per {_BLOCK} x {_BLOCK} of a weight")
         elif granularity == "other":
             omissions.add(site, f"megatron has blocks along the summed axis only ({spec})")
-        if recipe == "nvfp4":
+        if is_nvfp4:
             if slot.endswith("w"):
-                omissions.add(site, "megatron's nvfp4 has a scale per 16 x 16 of a weight")
-            elif slot.startswith("wgrad"):
+                if spec.block != (16, 16):
+                    omissions.add(site, "megatron's nvfp4 has a scale per 16 x 16 of a weight")
+            elif slot.startswith("wgrad") and not is_rotated:
                 omissions.add(site, "megatron's nvfp4 has random Hadamard transforms in wgrad")
             if slot.endswith("dy") and spec.rounding != "stochastic":
                 omissions.add(site, "megatron's nvfp4 rounds gradients stochastically")
