@@ -71,6 +71,16 @@ def test_a_task_that_cannot_be_learnt_below_some_width_gets_that_width(bits: int
     assert len(result.losses) == result.window * 8
 
 
+@pytest.mark.parametrize("offset", [2.0, 4.0])
+def test_what_needs_nothing_of_the_inputs_is_no_learning(offset: float) -> None:
+    """A wrong bias makes the loss high at first; every width unlearns it, over several windows, and no more than it."""
+    model, batches = planted(5)
+    with torch.no_grad():
+        model[-1].bias.copy_(torch.tensor([offset, -offset]))  # type: ignore[index,operator,union-attr]
+    result = range_test(model, adam(model), batches, nn.functional.cross_entropy)
+    assert result.low == 5, result.reason
+
+
 def test_nothing_of_the_users_is_touched() -> None:
     model, batches = planted(5)
     model.append = None  # type: ignore[assignment]  # a plain attribute
