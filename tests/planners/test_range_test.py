@@ -223,6 +223,16 @@ def test_the_answer_does_not_depend_on_where_the_test_starts(low: int) -> None:
     assert result.widths == whole.widths[low - 2 :]
 
 
+@pytest.mark.parametrize("high", [5, 6])
+def test_the_answer_does_not_depend_on_where_the_test_ends(high: int) -> None:
+    """Gradients keep 8 bits: with the highest width of the test, their error would decide."""
+    model, batches = planted(5)
+    result = range_test(model, adam(model), batches, nn.functional.cross_entropy, high=high, window=24)
+    whole = range_test(model, adam(model), batches, nn.functional.cross_entropy, window=24)
+    assert result.low == whole.low == 5
+    assert result.widths == whole.widths[: high - 1]
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

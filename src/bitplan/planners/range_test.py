@@ -45,6 +45,9 @@ WINDOW = 40
 THRESHOLD = 0.1
 #: The width of the window before all others.
 WARM_UP_BITS = 2
+#: The least bits of gradients in the default plan: coarser ones break models at widths that are sufficient, and the
+#: answer would depend on the highest width of the test.
+GRADIENT_BITS = 8
 #: Learning rates that are tried, relative to the optimizer's, and the most windows, until the model learns in its own
 #: precision.
 RATES = (1.0, 1 / 4, 1 / 16)
@@ -143,10 +146,12 @@ def range_test(
         model, optimizer = copy.deepcopy((model, optimizer))
         torch.manual_seed(seed)
         source = _Batches(batches)
-        rising = StepList((WARM_UP_BITS, high), (RunPoint(step=1),)) if high > WARM_UP_BITS else Static(high)
-        scheduled = plan if plan is not None else cpt_plan(model, source.first(1)[0], loss, schedule=rising)
+        if plan is None:
+            rising = StepList((WARM_UP_BITS, high), (RunPoint(step=1),)) if high > WARM_UP_BITS else Static(high)
+            gradient_bits = max(high, GRADIENT_BITS)
+            plan = cpt_plan(model, source.first(1)[0], loss, schedule=rising, gradient_bits=gradient_bits)
         progress = _Progress(on_step)
-        trial = _Trial(model, optimizer, loss, scheduled, seed, progress)
+        trial = _Trial(model, optimizer, loss, plan, seed, progress)
         untrained = trial.state()
         before = _level(trial.losses_without_steps(source.first(window)))
         recipe = _find_recipe(trial, untrained, before, source, window, threshold)
