@@ -107,7 +107,13 @@ class RangeTest:
             "threshold": self.threshold,
             "rate": self.rate,
             "widths": [
-                {"bits": result.bits, "level": result.level, "change": result.change, "learns": result.learns}
+                {
+                    "bits": result.bits,
+                    "before": result.before,
+                    "level": result.level,
+                    "change": result.change,
+                    "learns": result.learns,
+                }
                 for result in self.widths
             ],
             "losses": list(self.losses),
