@@ -255,7 +255,7 @@ class _OwnPrecision:
     def __init__(self, trial: _Trial, rate: float, untrained: _State) -> None:
         self.trial, self.rate, self.state = trial, rate, untrained
         self.windows = 0
-        #: Of the last window.
+        #: Of all windows, so that the level is that of a width's window of this length.
         self.losses: list[float] = []
 
     @property
@@ -267,7 +267,7 @@ class _OwnPrecision:
         trial.rate = self.rate
         trial.load(self.state)
         trial.progress.expect(len(batches))
-        self.losses = trial.train(None, batches)
+        self.losses += trial.train(None, batches)
         self.state = trial.state()
         self.windows += 1
 
