@@ -262,6 +262,30 @@ def test_what_the_measured_errors_tell() -> None:
     assert f"{runs} of {2 * sum(map(len, plans.values()))} runs" in text
 
 
+# --- Range tests
+
+RANGE_TESTS = (RESULTS / "range-test.md").read_text()
+
+
+@pytest.mark.parametrize(("name", "model"), [("mobilenet-v2", "MobileNet-v2"), ("resnet38", "ResNet-38")])
+def test_range_tests(name: str, model: str) -> None:
+    content = json.loads((RESULTS / f"range-test-{name}.json").read_text())
+    (study,) = content["studies"]
+    (tested,) = study["plans"]
+    assert content["command"] in RANGE_TESTS
+    rows = {row["bits"]: row[model] for row in table(f"| {model} |", RANGE_TESTS) if row[model]}
+    assert rows == {
+        str(width["bits"]): f"{width['level']:.2f} ({-100 * width['change']:+.1f} %)" for width in tested["widths"]
+    }
+    before = {f"{width['before']:.2f}" for width in tested["widths"] if not width["learns"]}
+    rate = study["settings"][-1]
+    text = one_line(RANGE_TESTS)
+    bound = "none" if study["bound"] is None else str(study["bound"])
+    steps = f"{model}: bound {bound} (published: {study['published']}), windows of {tested['window']} steps"
+    assert f"{steps} at {tested['rate']:g} of its peak rate" in text, rate
+    assert all(f"{level} before" in text for level in before)
+
+
 # --- Deficits: what a whole run costs
 
 DEFICITS = (RESULTS / "deficits.md").read_text()
