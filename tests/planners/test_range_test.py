@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -190,9 +191,18 @@ def quadratic() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     return model, [(inputs, inputs.sum(1, keepdim=True))]
 
 
-def test_the_rate_is_lowered_until_the_model_learns_in_its_own_precision() -> None:
+class Clones(list[Any]):
+    """The same batch, made anew each time, as tasks of graphs make theirs."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((inputs.clone(), target.clone()) for inputs, target in super().__iter__())
+
+
+@pytest.mark.parametrize("kind", [list, Clones])
+def test_the_rate_is_lowered_until_the_model_learns_in_its_own_precision(kind: type[list[Any]]) -> None:
     """At a rate of 1.5 the error doubles with each step; at a quarter of it, it is divided by four."""
     model, batches = quadratic()
+    batches = kind(batches)
     result = range_test(model, torch.optim.SGD(model.parameters(), lr=1.5), batches, nn.functional.mse_loss, window=8)
     assert (result.rate, result.window) == (0.25, 8)
     assert len(result.losses) == 8 * result.window

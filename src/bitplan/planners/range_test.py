@@ -382,9 +382,12 @@ class _Trial:
 
 
 def _with_other_targets(batches: Sequence[Any]) -> list[Any] | None:
-    """Inputs with the targets of the batch before; None where there is no other batch, or shapes differ."""
+    """Inputs with the targets of the batch before; None where all are the same (those of a graph), or shapes differ."""
     shapes = [[leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)] for batch in batches]
-    if any(shape != shapes[0] for shape in shapes) or all(batch is batches[0] for batch in batches):
+    if any(shape != shapes[0] for shape in shapes):
+        return None
+    targets = [[leaf for leaf in tree_leaves(target) if isinstance(leaf, Tensor)] for _, target in batches]
+    if all(torch.equal(leaf, first) for target in targets for leaf, first in zip(target, targets[0], strict=True)):
         return None
     return [(inputs, batches[number - 1][1]) for number, (inputs, _) in enumerate(batches)]
 
