@@ -9,9 +9,10 @@ weights harms no other, and the answer does not depend on which width the test b
 The recipe is tried in the model's own precision first, and windows are lengthened, and the learning rate lowered, until
 the model learns in the same sense: at its peak rate and without a warm-up, MobileNet-v2 does not within 40 steps.
 
-Before the widths the model is trained for a window, so that little is left to learn that needs no precision: at two
-bits, or in its own precision with the targets of other batches. The widths start from the one with the lower loss. If
-neither lowers the loss, which happens where both break the weights, they start from the untrained model.
+Before the widths the model is trained for a window in its own precision with the targets of other batches, so that little
+is left to learn that needs nothing of the inputs, such as class frequencies. Where there are no other targets, it is
+trained with its own at two bits or, if that breaks the weights, in its own precision. If neither lowers the loss, the
+widths start from the untrained model.
 
 Fu et al. 2021 (arXiv 2101.09868) use the change of the training accuracy, averaged over a window. Their code has
 neither the window nor the threshold, so both are parameters here.
@@ -43,7 +44,7 @@ from bitplan.runtime.attach import attach
 WINDOW = 40
 #: Required relative decrease of the loss.
 THRESHOLD = 0.1
-#: The width of the window before all others.
+#: The width of the window before all others, where there are no other targets.
 WARM_UP_BITS = 2
 #: The least bits of gradients in the default plan: coarser ones break models at widths that are sufficient, and the
 #: answer would depend on the highest width of the test.
@@ -168,19 +169,17 @@ def range_test(
             )
             return RangeTest(None, high, reason, (), (), window, threshold)
         trial.rate, length = recipe.rate, recipe.length
-        progress.expect(length * (high - low + 4))
+        progress.expect(length * (high - low + 3))
         drawn = source.first(2 * length)
         warm_up_batches, test_batches = drawn[:length], drawn[length:]
         start, reference, warm_up = untrained, before, list[float]()
-        other_batches = _with_other_targets(warm_up_batches)
-        for bits, warm_up_pairs in ((WARM_UP_BITS, warm_up_batches), (None, other_batches or warm_up_batches)):
+        others = _with_other_targets(warm_up_batches)
+        for bits, pairs in ((None, others),) if others else ((WARM_UP_BITS, warm_up_batches), (None, warm_up_batches)):
             trial.load(untrained)
-            losses = trial.train(bits, warm_up_pairs)
-            warm_up = warm_up or losses
-            if _level(losses).mean < reference.mean and trial.is_finite():
-                start, reference, warm_up = trial.state(), _level(losses), losses
-                if other_batches is None:
-                    break
+            warm_up = trial.train(bits, pairs)
+            if _level(warm_up).mean < reference.mean and trial.is_finite():
+                start, reference = trial.state(), _level(warm_up)
+                break
         other_batches = _with_other_targets(test_batches)
         by_width, controls, is_found = dict[int, list[float]](), dict[int, list[float]](), False
         for width in range(low, high + 1):
