@@ -9,10 +9,10 @@ weights harms no other, and the answer does not depend on which width the test b
 The recipe is tried in the model's own precision first, and windows are lengthened, and the learning rate lowered, until
 the model learns in the same sense: at its peak rate and without a warm-up, MobileNet-v2 does not within 40 steps.
 
-Before the widths the model is trained for a window in its own precision with the targets of other batches, so that little
-is left to learn that needs nothing of the inputs, such as class frequencies. Where there are no other targets, it is
-trained with its own at two bits or, if that breaks the weights, in its own precision. If neither lowers the loss, the
-widths start from the untrained model.
+Before the widths the model is trained for a window in its own precision with the targets of other batches, so that
+little is left to learn that needs nothing of the inputs, such as class frequencies. Where there are no other targets,
+it is trained with its own at two bits or, if that breaks the weights, in its own precision. If neither lowers the loss,
+the widths start from the untrained model.
 
 Fu et al. 2021 (arXiv 2101.09868) use the change of the training accuracy, averaged over a window. Their code has
 neither the window nor the threshold, so both are parameters here.
