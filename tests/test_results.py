@@ -278,12 +278,14 @@ def test_range_tests(name: str, model: str) -> None:
         str(width["bits"]): f"{width['level']:.2f} ({-100 * width['change']:+.1f} %)" for width in tested["widths"]
     }
     before = {f"{width['before']:.2f}" for width in tested["widths"] if not width["learns"]}
-    rate = study["settings"][-1]
     text = one_line(RANGE_TESTS)
     bound = "none" if study["bound"] is None else str(study["bound"])
     steps = f"{model}: bound {bound} (published: {study['published']}), windows of {tested['window']} steps"
-    assert f"{steps} at {tested['rate']:g} of its peak rate" in text, rate
-    assert all(f"{level} before" in text for level in before)
+    assert f"{steps} at {tested['rate']:g} of its peak rate, a loss of {before.pop()} before" in text
+    assert not before
+    (missed,) = [width for width in tested["widths"] if width["bits"] == study["published"]]
+    assert 0.09 < missed["change"] < content["threshold"] == 0.1
+    assert f"{100 * missed['change']:.1f}" in text.split("narrowly, by falls of ")[1].split(":")[0]
 
 
 # --- Deficits: what a whole run costs
