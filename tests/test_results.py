@@ -12,6 +12,7 @@ import pytest
 
 from bitplan.lab.targets import load_target
 from bitplan.lab.tasks.task import Metric
+from bitplan.planners.advise import TAU
 from bitplan.planners.assign import AssignRequest, make_assignment
 from bitplan.planners.assign.levels import PAPER
 
@@ -206,6 +207,87 @@ def test_the_order_of_the_small_graph_study() -> None:
     assert (row["FP-Agg"], row["Q-Agg"]) == (pairs_text(first["order"]), pairs_text(second["order"]))
 
 
+# --- Measured error
+
+METRICS = (RESULTS / "metrics.md").read_text()
+FORMATS = ("int8 tensor", "e4m3 tensor")
+
+
+def rank_text(correlation: dict[str, Any]) -> str:
+    low, high = correlation["interval"]
+    return f"{correlation['value']:+.2f} ({low:+.2f} to {high:+.2f})"
+
+
+def test_the_table_of_measured_errors() -> None:
+    bert, resnet = ({plan["plan"]: plan for plan in study["plans"]} for study in studies_of("metrics"))
+    rows = {row["rounded"]: row for row in table("| rounded |", METRICS)}
+    assert set(rows) == set(bert) - {"bf16"} == set(resnet) - {"bf16"}
+    for name, row in rows.items():
+        for network, plans in (("BERT", bert), ("ResNet", resnet)):
+            predicted, gap = plans[name]["predicted"], plans[name]["gap"]
+            expected = "" if predicted is None else f"{predicted['all']:.2f}"
+            assert row[f"{network}: predicted"] == expected, name
+            assert float(row[f"{network}: predicted: gap"]) == pytest.approx(gap, abs=0.0006 if gap < 10 else 0.06), (
+                name
+            )
+
+
+def test_what_the_measured_errors_tell() -> None:
+    text, (bert, resnet) = one_line(METRICS), studies_of("metrics")
+    plans = {study["study"]: {plan["plan"]: plan for plan in study["plans"]} for study in (bert, resnet)}
+    spreads = [float(study["reading"].split("that learn, is ")[1].split(". ")[0]) for study in (bert, resnet)]
+    assert f"move the loss by {spreads[0]:.2f} (BERT;" in text
+    assert f"and by {spreads[1]:.2f} (ResNet)" in text
+    rounded = {study: [plan for plan in own.values() if plan["predicted"]] for study, own in plans.items()}
+    good = [plan for plan in rounded["bert"] if plan["predicted"]["all"] <= 0.255]
+    bad = [plan for plan in rounded["bert"] if plan["predicted"]["all"] >= 0.435]
+    assert len(good) + len(bad) == len(rounded["bert"])
+    assert max(plan["gap"] for plan in good) < spreads[0]
+    assert min(plan["gap"] for plan in bad) >= 1.5
+    assert max(plan["gap"] for plan in rounded["resnet"] if plan["predicted"]["all"] <= 0.285) == pytest.approx(
+        0.061, abs=0.0005
+    )
+    dgrad = [[stage[name]["dgrad"] for stage in bert["measurement"]["stages"].values()] for name in FORMATS]
+    assert f"is {min(dgrad[0]):.2f} to {max(dgrad[0]):.2f} in `dgrad`, that of E4M3 {max(dgrad[1]):.2f}" in text
+    costs = [100 * own["advice"]["relative_to_fp32"] for own in plans.values()]
+    assert "at {:.1f} and {:.1f} % of FP32's bit operations".format(*costs) in text
+    assert all(own["advice"]["gap"] < spread for own, spread in zip(plans.values(), spreads, strict=True))
+    levels = ["{:.3f}".format(study["advice"]["tau"]) for study in (bert, resnet)]
+    assert "90 % level of E4M3 on the model at hand, {} and {}".format(*levels) in text
+    assert min(study["advice"]["tau"] for study in (bert, resnet)) > TAU
+    for study, name in ((bert, "BERT"), (resnet, "ResNet")):
+        assert f"{name} {rank_text(study['spearman']['all'])}" in text
+    assert f"`wgrad.dy` {rank_text(bert['spearman']['wgrad.dy'])}" in text
+    runs = sum(len(plan["values"]) for own in plans.values() for plan in own.values())
+    assert f"{runs} of {2 * sum(map(len, plans.values()))} runs" in text
+
+
+# --- Range tests
+
+RANGE_TESTS = (RESULTS / "range-test.md").read_text()
+
+
+@pytest.mark.parametrize(("name", "model"), [("mobilenet-v2", "MobileNet-v2"), ("resnet38", "ResNet-38")])
+def test_range_tests(name: str, model: str) -> None:
+    content = json.loads((RESULTS / f"range-test-{name}.json").read_text())
+    (study,) = content["studies"]
+    (tested,) = study["plans"]
+    assert content["command"] in RANGE_TESTS
+    rows = {row["bits"]: row[model] for row in table(f"| {model} |", RANGE_TESTS) if row[model]}
+    assert rows == {
+        str(width["bits"]): f"{width['level']:.2f} ({-100 * width['change']:+.1f} %)" for width in tested["widths"]
+    }
+    before = {f"{width['before']:.2f}" for width in tested["widths"] if not width["learns"]}
+    text = one_line(RANGE_TESTS)
+    bound = "none" if study["bound"] is None else str(study["bound"])
+    steps = f"{model}: bound {bound} (published: {study['published']}), windows of {tested['window']} steps"
+    assert f"{steps} at {tested['rate']:g} of its peak rate, a loss of {before.pop()} before" in text
+    assert not before
+    (missed,) = [width for width in tested["widths"] if width["bits"] == study["published"]]
+    assert 0.09 < missed["change"] < content["threshold"] == 0.1
+    assert f"{100 * missed['change']:.1f}" in text.split("narrowly, by falls of ")[1].split(":")[0]
+
+
 # --- Deficits: what a whole run costs
 
 DEFICITS = (RESULTS / "deficits.md").read_text()
@@ -225,6 +307,27 @@ LENGTHS = {
     "first half, activations alone": ("half from 0%, activations only", 1.0),
     "first half, gradients alone": ("half from 0%, gradients only", 1.0),
 }
+
+
+def test_what_the_deficits_tell() -> None:
+    text, (images, graph) = one_line(DEFICITS), studies_of("deficits")
+    reached = {plan["plan"]: 100 * plan["metric"] for plan in images["plans"]}
+    # Ties, such as 5.25, round up.
+    loss = {name: reached["no deficit"] - metric + 1e-9 for name, metric in reached.items()}
+    start, later, end = (loss[f"half from {share}"] for share in ("0%", "12.5%", "50%"))
+    assert f"costs more at the start ({start:.1f} points) than a little later ({later:.1f})" in text
+    assert f"3 bits in the last half are ({end:.1f} points)" in text
+    twice = reached["no deficit, 100% longer"] - reached["early 100%, then a full budget"]
+    assert f"ends {twice:.1f} points below two full budgets" in text
+    assert f"spread evenly lose {loss['static at the cost of half']:.1f} points, where windows lose 2 to 5" in text
+    assert all(2 <= loss[f"half from {share}"] < 5.5 for share in ("0%", "12.5%", "25%", "50%"))
+    weights, activations, gradients = (
+        loss[f"half from 0%, {part} only"] for part in ("weights", "activations", "gradients")
+    )
+    assert f"for weights cost {weights:.1f} points, for activations {activations:.1f}" in text
+    assert f"and for gradients alone {gradients:.0f}:" in text
+    nodes = [1000 * plan["metric"] for plan in graph["plans"]]
+    assert f"all are within {max(nodes) - min(nodes):.0f} of 1,000 test nodes" in text
 
 
 def test_deficits_cost_what_their_whole_runs_cost() -> None:

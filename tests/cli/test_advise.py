@@ -72,6 +72,21 @@ def test_advice_that_does_not_train_is_made_again(bitplan: Callable[..., Any], t
     made_by = Plan.load(file).made_by
     assert isinstance(made_by, dict)
     assert made_by["tau"] == last  # the plan that was written is the one that was checked last
+    assert made_by["verified"] == ran.json["conclusion"]
+
+
+def test_a_plan_that_does_not_train_says_so(bitplan: Callable[..., Any], tmp_path: Path) -> None:
+    """Every tau that is tried is too high."""
+    file = tmp_path / "plan.yaml"
+    options = ("--early", "--steps", 4, "--tau", 1e6, "--verify", "--verify-steps", 40)
+    ran = bitplan("advise", MASSIVE, *options, "-o", file)
+    assert ran.code == 0
+    made_by = Plan.load(file).made_by
+    assert isinstance(made_by, dict)
+    assert "does not train, even with tau 2.5e+05" in made_by["verified"]
+    assert made_by["verified"] in " ".join(ran.out.split())
+    assert "which does not train" in ran.err
+    assert "bitplan train" not in ran.err
 
 
 def test_mistakes_are_one_sentence(bitplan: Callable[..., Any]) -> None:

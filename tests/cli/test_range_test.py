@@ -39,7 +39,7 @@ def test_json(bitplan: Callable[..., Any]) -> None:
     result = bitplan("range-test", TINY, "--window", 8, "--threshold", 0.2, "--set", "lr=0.05", "--json").json
     assert [item["bits"] for item in result["widths"]] == [2, 3, 4, 5, 6, 7, 8]
     assert len(result["losses"]) == 8 * result["window"]
-    assert result["window"] in (8, 16, 24)  # as many windows of eight steps as the model needs to learn without a plan
+    assert result["window"] in range(8, 65, 8)  # as many windows as it needs without a plan
     assert (result["threshold"], result["high"]) == (0.2, 8)
     again = bitplan("range-test", TINY, "--window", 8, "--threshold", 0.2, "--set", "lr=0.05", "--json").json
     assert again == result

@@ -373,7 +373,7 @@ def advise_command(
         if check:
             runs = partial(_verify, request, verify_out, verify_steps, verify_seeds, device, output)
             verified = verified_advice(advice, advised, runs, output.note)
-            advice = verified.advice
+            advice = _with_conclusion(verified)
         if base_plan is not None:
             _note_below_need(advice, str(base), output)
         if out is not None:
@@ -389,7 +389,15 @@ def advise_command(
             document["conclusion"] = verified.conclusion
         output.document(document)
         if out is not None:
-            output.note(f"wrote {out}: {_next_step(request, out)}")
+            fails = verified is not None and verified.trains is False
+            output.note(f"wrote {out}, which does not train." if fails else f"wrote {out}: {_next_step(request, out)}")
+
+
+def _with_conclusion(verified: VerifiedAdvice) -> Advice:
+    """The advice, whose plan says what its check found."""
+    plan = verified.advice.plan
+    made_by = plan.made_by if isinstance(plan.made_by, dict) else {}
+    return replace(verified.advice, plan=replace(plan, made_by={**made_by, "verified": verified.conclusion}))
 
 
 def _next_step(request: MeasureRequest, plan: Path) -> str:

@@ -2,16 +2,17 @@
 
 Every width is tried for a window of steps, on copies of the model and the optimizer, from the same state and with the
 same batches and random numbers. It is sufficient if the training loss falls by more than a threshold below the level
-before. Widths do not see each other's steps: one that destroys the weights harms no other, and the answer does not
-depend on which width the test begins with.
+before. The bound must also fall by it below what the same window reaches with the targets of other batches: that needs
+nothing of the inputs, such as unlearning a wrong bias. Widths do not see each other's steps: one that destroys the
+weights harms no other, and the answer does not depend on which width the test begins with.
 
 The recipe is tried in the model's own precision first, and windows are lengthened, and the learning rate lowered, until
-the model learns: at its peak rate and without a warm-up, MobileNet-v2 does not within 40 steps.
+the model learns in the same sense: at its peak rate and without a warm-up, MobileNet-v2 does not within 40 steps.
 
-Before the widths the model is trained for a window at two bits, in which it learns what needs no precision, such as
-class frequencies. If that does not lower the loss, or breaks the weights, it is trained in its own precision instead,
-with the targets of other batches: these tell it frequencies, and nothing of the inputs. If that fails, too, the widths
-start from the untrained model.
+Before the widths the model is trained for a window in its own precision with the targets of other batches, so that
+little is left to learn that needs nothing of the inputs, such as class frequencies. Where there are no other targets,
+it is trained with its own at two bits or, if that breaks the weights, in its own precision. If neither lowers the loss,
+the widths start from the untrained model.
 
 Fu et al. 2021 (arXiv 2101.09868) use the change of the training accuracy, averaged over a window. Their code has
 neither the window nor the threshold, so both are parameters here.
@@ -43,8 +44,11 @@ from bitplan.runtime.attach import attach
 WINDOW = 40
 #: Required relative decrease of the loss.
 THRESHOLD = 0.1
-#: The width of the window before all others.
+#: The width of the window before all others, where there are no other targets.
 WARM_UP_BITS = 2
+#: The least bits of gradients in the default plan: coarser ones break models at widths that are sufficient, and the
+#: answer would depend on the highest width of the test.
+GRADIENT_BITS = 8
 #: Learning rates that are tried, relative to the optimizer's, and the most windows, until the model learns in its own
 #: precision.
 RATES = (1.0, 1 / 4, 1 / 16)
@@ -60,7 +64,7 @@ class WidthResult:
     bits: int
     #: Mean training loss of the window's second half.
     level: float
-    #: The level before, which is the same for all widths.
+    #: The level before; of the bound, or that of the same window with other targets, if it is lower.
     before: float
     #: Whether it fell by more than the threshold, and by more than chance.
     learns: bool
@@ -104,7 +108,13 @@ class RangeTest:
             "threshold": self.threshold,
             "rate": self.rate,
             "widths": [
-                {"bits": result.bits, "level": result.level, "change": result.change, "learns": result.learns}
+                {
+                    "bits": result.bits,
+                    "before": result.before,
+                    "level": result.level,
+                    "change": result.change,
+                    "learns": result.learns,
+                }
                 for result in self.widths
             ],
             "losses": list(self.losses),
@@ -143,10 +153,12 @@ def range_test(
         model, optimizer = copy.deepcopy((model, optimizer))
         torch.manual_seed(seed)
         source = _Batches(batches)
-        rising = StepList((WARM_UP_BITS, high), (RunPoint(step=1),)) if high > WARM_UP_BITS else Static(high)
-        scheduled = plan if plan is not None else cpt_plan(model, source.first(1)[0], loss, schedule=rising)
+        if plan is None:
+            rising = StepList((WARM_UP_BITS, high), (RunPoint(step=1),)) if high > WARM_UP_BITS else Static(high)
+            gradient_bits = max(high, GRADIENT_BITS)
+            plan = cpt_plan(model, source.first(1)[0], loss, schedule=rising, gradient_bits=gradient_bits)
         progress = _Progress(on_step)
-        trial = _Trial(model, optimizer, loss, scheduled, seed, progress)
+        trial = _Trial(model, optimizer, loss, plan, seed, progress)
         untrained = trial.state()
         before = _level(trial.losses_without_steps(source.first(window)))
         recipe = _find_recipe(trial, untrained, before, source, window, threshold)
@@ -157,21 +169,28 @@ def range_test(
             )
             return RangeTest(None, high, reason, (), (), window, threshold)
         trial.rate, length = recipe.rate, recipe.length
-        progress.expect(length * (high - low + 2))
+        progress.expect(length * (high - low + 3))
         drawn = source.first(2 * length)
         warm_up_batches, test_batches = drawn[:length], drawn[length:]
         start, reference, warm_up = untrained, before, list[float]()
-        for bits, warm_up_pairs in ((WARM_UP_BITS, warm_up_batches), (None, _with_other_targets(warm_up_batches))):
+        others = _with_other_targets(warm_up_batches)
+        for bits, pairs in ((None, others),) if others else ((WARM_UP_BITS, warm_up_batches), (None, warm_up_batches)):
             trial.load(untrained)
-            warm_up = trial.train(bits, warm_up_pairs)
+            warm_up = trial.train(bits, pairs)
             if _level(warm_up).mean < reference.mean and trial.is_finite():
                 start, reference = trial.state(), _level(warm_up)
                 break
-        by_width: dict[int, list[float]] = {}
+        other_batches = _with_other_targets(test_batches)
+        by_width, controls, is_found = dict[int, list[float]](), dict[int, list[float]](), False
         for width in range(low, high + 1):
             trial.load(start)
             by_width[width] = trial.train(width, test_batches)
-    result = evaluate_losses(reference, warm_up, by_width, length, threshold)
+            if other_batches is not None and not is_found:
+                if _learns(reference, _level(by_width[width]), threshold):
+                    trial.load(start)
+                    controls[width] = trial.train(width, other_batches)
+                is_found = _width_result(width, by_width, controls, reference, threshold).learns
+    result = evaluate_losses(reference, warm_up, by_width, length, threshold, controls)
     return replace(result, rate=recipe.rate, reason=f"{result.reason}{recipe.remark(window)}")
 
 
@@ -200,22 +219,56 @@ def _find_recipe(
 
     After the most windows, falling by the threshold is enough.
     """
-    states, losses = dict.fromkeys(RATES, untrained), {rate: list[float]() for rate in RATES}
+    runs = {rate: _OwnPrecision(trial, rate, untrained) for rate in RATES}
+    controls = {rate: _OwnPrecision(trial, rate, untrained) for rate in RATES}
+    clearly = min(2 * threshold, 0.9)  # so that the widths differ by more than chance
+
+    def learns(rate: float, count: int, share: float) -> bool:
+        """Whether the loss of a rate falls below the untrained model's, and below that without the right targets."""
+        level = _level(runs[rate].losses)
+        if not _learns(before, level, share):
+            return False
+        batches = source.first(count * window)
+        others = _with_other_targets(batches)
+        if others is None:
+            return True
+        control = controls[rate]
+        while control.windows < count:
+            control.train(others[control.windows * window :][:window])
+        return _learns(min(before, _level(control.losses)), level, share)
+
     for count in range(1, MAX_WINDOWS + 1):
         batches = source.first(count * window)[-window:]
-        for rate in RATES:
-            if losses[rate] and not math.isfinite(losses[rate][-1]):
-                continue
-            trial.rate = rate
-            trial.load(states[rate])
-            trial.progress.expect(window)
-            losses[rate] = trial.train(None, batches)
-            states[rate] = trial.state()
-            # Clearly, so that the widths differ by more than chance.
-            if _learns(before, _level(losses[rate]), min(2 * threshold, 0.9)):
-                return Recipe(rate, count * window)
-    best = min(RATES, key=lambda rate: _level(losses[rate]).mean)
-    return Recipe(best, MAX_WINDOWS * window) if _learns(before, _level(losses[best]), threshold) else None
+        for rate, run in runs.items():
+            if run.is_finite:
+                run.train(batches)
+                if learns(rate, count, clearly):
+                    return Recipe(rate, count * window)
+    best = min(RATES, key=lambda rate: _level(runs[rate].losses).mean)
+    return Recipe(best, MAX_WINDOWS * window) if learns(best, MAX_WINDOWS, threshold) else None
+
+
+class _OwnPrecision:
+    """Training at a rate in the model's own precision, window by window."""
+
+    def __init__(self, trial: _Trial, rate: float, untrained: _State) -> None:
+        self.trial, self.rate, self.state = trial, rate, untrained
+        self.windows = 0
+        #: Of all windows, so that the level is that of a width's window of this length.
+        self.losses: list[float] = []
+
+    @property
+    def is_finite(self) -> bool:
+        return not self.losses or math.isfinite(self.losses[-1])
+
+    def train(self, batches: Sequence[Any]) -> None:
+        trial = self.trial
+        trial.rate = self.rate
+        trial.load(self.state)
+        trial.progress.expect(len(batches))
+        self.losses += trial.train(None, batches)
+        self.state = trial.state()
+        self.windows += 1
 
 
 def _learns(before: Level, after: Level, threshold: float) -> bool:
@@ -327,11 +380,14 @@ class _Trial:
         return self.loss(self.model(*args, **kwargs), target)
 
 
-def _with_other_targets(batches: Sequence[Any]) -> list[Any]:
-    """Inputs with the targets of the batch before; the same pairs where batches differ in their shapes."""
+def _with_other_targets(batches: Sequence[Any]) -> list[Any] | None:
+    """Inputs with the targets of the batch before; None where all are the same (those of a graph), or shapes differ."""
     shapes = [[leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)] for batch in batches]
     if any(shape != shapes[0] for shape in shapes):
-        return list(batches)
+        return None
+    targets = [[leaf for leaf in tree_leaves(target) if isinstance(leaf, Tensor)] for _, target in batches]
+    if all(torch.equal(leaf, first) for target in targets for leaf, first in zip(target, targets[0], strict=True)):
+        return None
     return [(inputs, batches[number - 1][1]) for number, (inputs, _) in enumerate(batches)]
 
 
@@ -347,16 +403,19 @@ class Level(NamedTuple):
 
 
 def evaluate_losses(
-    reference: Level, warm_up: list[float], by_width: Mapping[int, list[float]], window: int, threshold: float
+    reference: Level,
+    warm_up: list[float],
+    by_width: Mapping[int, list[float]],
+    window: int,
+    threshold: float,
+    controls: Mapping[int, list[float]] | None = None,
 ) -> RangeTest:
     """Evaluate the training losses of the windows of all widths.
 
     :param reference: the level before them.
+    :param controls: of some widths, the losses of the same window with the targets of other batches.
     """
-    results: list[WidthResult] = []
-    for bits, losses in by_width.items():
-        level = _level(losses)
-        results.append(WidthResult(bits, level.mean, reference.mean, _learns(reference, level, threshold)))
+    results = [_width_result(bits, by_width, controls or {}, reference, threshold) for bits in by_width]
     lowest = next((result for result in results if result.learns), None)
     return RangeTest(
         None if lowest is None else lowest.bits,
@@ -367,6 +426,18 @@ def evaluate_losses(
         window,
         threshold,
     )
+
+
+def _width_result(
+    bits: int,
+    by_width: Mapping[int, list[float]],
+    controls: Mapping[int, list[float]],
+    reference: Level,
+    threshold: float,
+) -> WidthResult:
+    level = _level(by_width[bits])
+    before = min(reference, _level(controls[bits])) if bits in controls else reference
+    return WidthResult(bits, level.mean, before.mean, _learns(before, level, threshold))
 
 
 def _explain(lowest: WidthResult | None, results: list[WidthResult], window: int, threshold: float) -> str:
