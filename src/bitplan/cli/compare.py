@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from bitplan.cli.arguments import ExecutionOption, TaskArgument, TaskSettingsOption, complete_plan
+from bitplan.cli.arguments import ExecutionOption, TaskArgument, TaskSettingsOption, complete_plan, is_plan
 from bitplan.cli.output import JsonOption, Output, command_output, make_folder
 from bitplan.cli.runs import print_experiment, write_page
 from bitplan.cli.schedules import GradientBitsOption, PeriodOption, read_bits
@@ -24,7 +24,7 @@ from bitplan.errors import RunError
 from bitplan.lab.compare import SUITES, Choice, SuiteOptions, Update, compare, find_suite
 from bitplan.lab.compare.cluster import Cluster
 from bitplan.lab.compare.compare import choices_of, slug
-from bitplan.lab.compare.functions import compare_function, names_function
+from bitplan.lab.compare.functions import compare_function, load_function, names_function
 from bitplan.lab.compare.suite_options import read_names, read_shares, read_widths
 from bitplan.lab.compare.workers import cores
 from bitplan.lab.report.answer import counted, listed, number_text
@@ -258,10 +258,13 @@ def _metric(name: str | None, better: str | None) -> Metric | None:
 
 
 def _choices(comparison: Comparison, plans: Sequence[str], suite: str | None) -> list[Choice]:
+    if is_plan(comparison.task):
+        raise RunError(f"{comparison.task} is a plan: name a task first, as in digits --plans fp32 {comparison.task}.")
     if suite is not None and plans:
         raise RunError("give --plans or --suite, not both.")
     if suite is not None:
         if comparison.is_of_function and find_suite(suite).make is not None:
+            load_function(comparison.task)  # raises for a function that cannot train
             raise RunError(
                 f"the plans of {suite} are made for a task, and {comparison.task} is a function: give --plans."
             )
