@@ -186,7 +186,8 @@ def _require_no_parameters(make: Callable[[], Any], label: str) -> None:
     needed = [
         parameter.name
         for parameter in signature.parameters.values()
-        if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     if needed:
         raise TargetError(

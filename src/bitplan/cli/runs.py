@@ -13,7 +13,7 @@ from rich.console import Console
 
 from bitplan.analysis.measure import Measurement
 from bitplan.cli.arguments import complete_task
-from bitplan.cli.output import FittedTable, JsonOption, Output, command_output, make_folder, write_file
+from bitplan.cli.output import FittedTable, JsonOption, Kind, Output, command_output, make_folder, write_file
 from bitplan.errors import RunError
 from bitplan.lab.compare.folder import read_comparison
 from bitplan.lab.report.heatmaps import MEASUREMENT_FILE
@@ -332,9 +332,9 @@ def print_experiment(experiment: Experiment, console: Console) -> None:
     columns = plan_columns(experiment)
     table = FittedTable(experiment.name)
     for number, column in enumerate(columns):
-        table.add_column(
-            column.title, "number" if column.is_number else "name", is_optional=column.is_number and number > 2
-        )
+        # Names of plans wrap: their ends alone may be alike.
+        kind: Kind = "number" if column.is_number else "text" if number == 0 else "name"
+        table.add_column(column.title, kind, is_optional=column.is_number and number > 2)
     for plan in experiment.plans:
         table.add_row(*(column.cell(plan).text for column in columns))
     table.print(console)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +128,7 @@ def sites_chart(plan: PlanSummary, measure: Measure) -> Figure | None:
         grid(lambda site: format_text(site, moving) if measure == "format" else _error_text(site)),
         grid(_hover),
         [operand_text(operand) for operand in operands],
-        [safe(end_of(operation, 34)) for operation in operations],
+        row_names(operations),
         value_range,
         ticks,
         110,
@@ -139,6 +140,18 @@ def sites_chart(plan: PlanSummary, measure: Measure) -> Figure | None:
         bits = [moving[name][1] for name in names]
         figure.update_layout(meta={"steps": moving[names[0]][0], "bits": bits, "follows": follows})
     return figure
+
+
+def row_names(operations: Sequence[str]) -> list[str]:
+    """Operations by the paths of their modules, with the name of the operation where a module has several.
+
+    >>> row_names(["layer1.conv1/conv2d.0", "layer1/add.0", "layer1/add.1"])
+    ['layer1.conv1', 'layer1/add.0', 'layer1/add.1']
+    """
+    modules = [operation.rpartition("/")[0] for operation in operations]
+    alone = {module for module, count in Counter(modules).items() if module and count == 1}
+    names = [module if module in alone else operation for module, operation in zip(modules, operations, strict=True)]
+    return [safe(end_of(name, 34)) for name in names]
 
 
 def operand_text(operand: str) -> str:
