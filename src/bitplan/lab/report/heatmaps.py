@@ -143,13 +143,13 @@ def sites_chart(plan: PlanSummary, measure: Measure) -> Figure | None:
 
 
 def row_names(operations: Sequence[str]) -> list[str]:
-    """Operations by the paths of their modules, with the name of the operation where a module has several.
+    """Operations by their modules; with the operation's name where a module has several, or only a number for a name.
 
-    >>> row_names(["layer1.conv1/conv2d.0", "layer1/add.0", "layer1/add.1"])
-    ['layer1.conv1', 'layer1/add.0', 'layer1/add.1']
+    >>> row_names(["layer1.conv1/conv2d.0", "layer1/add.0", "layer1/add.1", "0/linear.0"])
+    ['layer1.conv1', 'layer1/add.0', 'layer1/add.1', '0/linear.0']
     """
     modules = [operation.rpartition("/")[0] for operation in operations]
-    alone = {module for module, count in Counter(modules).items() if module and count == 1}
+    alone = {module for module, count in Counter(modules).items() if module and not module.isdigit() and count == 1}
     names = [module if module in alone else operation for module, operation in zip(modules, operations, strict=True)]
     return [safe(end_of(name, 34)) for name in names]
 
