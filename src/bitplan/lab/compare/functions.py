@@ -30,6 +30,8 @@ from bitplan.lab.train.folder import DEFAULT_PARENT, RunFolder
 from bitplan.lab.train.record import Recorder, RunNames, compared_run, metric_named
 from bitplan.lab.train.summary import Progress, Summary
 from bitplan.plans import Plan
+from bitplan.progress import leave_unsaid
+from bitplan.runtime.attach import EMULATED
 
 if TYPE_CHECKING:
     from bitplan.lab.report.summaries import Report
@@ -121,8 +123,9 @@ def compare_function(
         on_update(Update(job, summary=summary))
     if metric is None and over:
         metric = _metric_of(RunFolder(over[0].folder))
-    setting = FunctionSetting(source, sha256, folder, metric)
     left = [job for job in planned if job not in over]
+    speaker = next((job.folder for job in left if job.plan is not None), None)
+    setting = FunctionSetting(source, sha256, folder, metric, speaker=speaker)
     return summaries + run_in_workers(setting, left, jobs, on_update, stop or (lambda: False))
 
 
@@ -141,6 +144,8 @@ class FunctionSetting:
     compile: bool = False
     #: Seeds, peaks of memory and compiled graphs of one run are nothing to the next one, which has a new process.
     has_one_job: bool = True
+    #: The run whose process says that plans are emulated, once for the comparison.
+    speaker: Path | None = None
 
     def trainer(self) -> FunctionTrainer:
         return FunctionTrainer(self)
@@ -169,6 +174,8 @@ class FunctionTrainer:
             sha256=self.setting.sha256,
         )
         recorder = Recorder(job.folder, names, on_progress=on_progress)
+        if job.folder != self.setting.speaker:
+            leave_unsaid(EMULATED)
         torch.manual_seed(job.seed)
         with recorder.opened():
             current = compared_run.set(recorder)
