@@ -178,7 +178,8 @@ def compare_command(
         if code == 0 and not as_json:
             assert report is not None
             folder = comparison.folder(suite, plan_names, out)
-            output.console.print(f"The runs are in {folder}; draw it with: bitplan report {folder}")
+            output.console.print(f"The runs are in {folder}. A page about them:")
+            output.console.print(f"bitplan report {shlex.quote(str(folder))}", soft_wrap=True)  # to be copied
     if code:
         raise typer.Exit(code)
 

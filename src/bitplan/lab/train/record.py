@@ -148,6 +148,8 @@ class Recorder:
         self._cost: Cost | None = None
         self._sums: tuple[float, ...] = (0, 0, 0, 0)
         self._is_detached = self._is_unpriced = False
+        #: Whether a trainer counts the steps of a run without a plan, rather than the calls of :meth:`log`.
+        self._is_counted = False
         self._statistics: dict[str, Statistics] = {}
         self._promotions: tuple[PromotionRecord, ...] = ()
         self._sites: list[dict[str, Any]] = []
@@ -160,7 +162,7 @@ class Recorder:
             values = {"loss": loss, **values}
         # Detached: a loss that waits for its line would keep the graph of its step alive.
         self._values = {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
-        if self.run is None:
+        if self.run is None and not self._is_counted:
             self._count(self.step + 1)
         if self._pending is not None:
             self._write_line()
@@ -195,12 +197,22 @@ class Recorder:
         recorder = self
 
         class RecordCallback(TrainerCallback):
+            def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                recorder._is_counted = True
+                steps = {"steps": int(state.max_steps)}
+                recorder.names = replace(recorder.names, settings={**steps, **recorder.names.settings})
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                if recorder.run is None:
+                    recorder._count(int(state.global_step))
+
             def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
                 figures = {name.removeprefix("eval_"): value for name, value in logs.items() if name[:5] == "eval_"}
                 figures = {name: value for name, value in figures.items() if not name.endswith(_SPEEDS)}
                 if figures:
                     recorder.evaluate(**figures)
                 elif "loss" in logs:
+                    recorder._pending = recorder.step  # the Trainer has read its loss: every one has a line
                     recorder.log(loss=float(logs["loss"]), lr=float(logs.get("learning_rate", math.nan)))
 
         return RecordCallback()
