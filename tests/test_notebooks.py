@@ -112,7 +112,7 @@ def test_measurements_compare_candidates() -> None:
     measurement = bp.measure(
         nn.Linear(8, 8), [torch.randn(4, 8)], candidates=["int8 tensor", "e4m3 tensor"], target="a<b"
     )
-    assert repr(measurement) == "<Measurement of a<b: 1 products, 2 candidates, 1 stages>"
+    assert repr(measurement) == "<Measurement of a<b: 1 product, 2 candidates, 1 stage>"
     table = measurement.comparison()
     assert table.columns == ("product", "pass", "int8 tensor", "e4m3 tensor")
     row = next(row for row in measurement.rows if row.pass_ == "fprop" and row.candidate == "e4m3 tensor")
