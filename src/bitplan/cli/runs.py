@@ -260,15 +260,24 @@ def report_command(
             output.console.print(f"The page: {page}")
 
 
+#: How often --watch looks for another run after all have ended.
+_ROUNDS_FOR_NEXT_RUN = 3
+
+
 def watch_runs(runs: Sequence[Path], page: Path, every: float, output: Output) -> None:
-    """Write the page again and again until all runs are over, or a signal arrives."""
-    written, is_told = "", False
+    """Write the page again and again until all runs are over, or a signal arrives.
+
+    A script may begin its next run a moment after the last one has ended: that is waited for.
+    """
+    written, is_told, rounds_complete = "", False, 0
     with stop_on_signals() as request:
         while not request():
             present = [path for path in runs if path.is_dir() and runs_state(path)]
             if present:
                 state = "".join(map(runs_state, present))
-                if len(present) == len(runs) and all(map(is_complete, present)):
+                are_over = len(present) == len(runs) and all(map(is_complete, present))
+                rounds_complete = rounds_complete + 1 if are_over else 0
+                if rounds_complete > (_ROUNDS_FOR_NEXT_RUN if is_told else 0):
                     return
                 if state != written:
                     write_page(Report.of(present), page, every)
