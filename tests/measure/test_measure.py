@@ -241,3 +241,9 @@ def test_a_watch_in_a_loop_of_ones_own() -> None:
     assert watch.measurement.candidates == ["int8 tensor", "e4m3 tensor"]
     with pytest.raises(MetricError, match="every is 0"):
         Watch(model, every=0)
+
+
+def test_batches_of_a_loader_may_have_a_target_that_the_model_does_not_take() -> None:
+    model, x = nn.Sequential(nn.Linear(16, 8)), torch.randn(8, 16)
+    pairs = [[x, torch.zeros(8)]]
+    assert measure(model, pairs, candidates=["int8 tensor"]) == measure(model, [x], candidates=["int8 tensor"])

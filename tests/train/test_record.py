@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import bitplan as bp
-from bitplan.errors import RunError
+from bitplan.errors import BitplanWarning, RunError
 from bitplan.lab.report.summaries import Report
 from bitplan.lab.train import RunFolder
 from bitplan.lab.train.folder import read_lines
@@ -330,3 +330,14 @@ def test_a_trainer_that_logs_seldom_is_recorded_with_its_steps_and_all_its_losse
     logged = {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
     assert list(logged) == [2, 4, 6]
     assert {line["step"]: line["loss"] for line in lines(tmp_path / "run") if "loss" in line} == logged
+
+
+@pytest.mark.parametrize(("value", "token"), [("good", "accuracy is of type str"), (torch.zeros(2), "shape")])
+def test_only_numbers_are_recorded(tmp_path: Path, value: Any, token: str) -> None:
+    with pytest.raises(RunError, match=token), bp.record(tmp_path / "run") as run:
+        run.log(loss=1.0, accuracy=value)
+
+
+def test_a_metric_that_never_came_is_said(tmp_path: Path) -> None:
+    with pytest.warns(BitplanWarning, match="evaluate"), bp.record(tmp_path / "run", metric="accuracy") as run:
+        run.log(loss=1.0)

@@ -73,6 +73,8 @@ def compare(
     """
     from bitplan.lab.report.summaries import Report
 
+    if isinstance(plans, (str, Plan, Mapping)):
+        raise RunError("plans is a list of plans, such as ['fp32', 'int8-all']: put a single one into a list.")
     source = train if isinstance(train, str) else function_source(train)
     choices = _choices(plans)
     place = default_folder(source, [choice.label for choice in choices]) if folder is None else Path(folder)
@@ -221,6 +223,8 @@ def load_function(source: str) -> TrainFunction:
 
 def function_source(train: TrainFunction) -> str:
     """The name ``file.py:train`` of a function, which processes of their own import it by."""
+    if isinstance(train, type) or not callable(train):
+        raise RunError("compare() calls a function of a plan and a seed, train(plan, seed), which returns its metrics.")
     name, file = getattr(train, "__qualname__", ""), None
     with suppress(TypeError):  # a function without Python source
         file = inspect.getsourcefile(train)

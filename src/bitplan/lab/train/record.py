@@ -13,6 +13,7 @@ import os
 import shlex
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bitplan.analysis.cost import Cost
-from bitplan.errors import BitplanError, RunError
+from bitplan.errors import BitplanError, BitplanWarning, RunError
 from bitplan.files import strict
 from bitplan.lab.tasks.task import Metric
 from bitplan.lab.train.config import LOG_EVERY, RunConfig, machine, plan_name, versions
@@ -171,7 +172,7 @@ class Recorder:
         """Record figures on held-out data at this step, the run's metric among them."""
         if self._pending is not None:
             self._write_line()
-        figures = {name: _number(value) for name, value in metrics.items()}
+        figures = {name: _number(name, value) for name, value in metrics.items()}
         metric = self.names.metric
         if metric is not None:
             if metric.name not in figures:
@@ -335,7 +336,7 @@ class Recorder:
     def _write_line(self) -> None:
         step, self._pending = self._pending, None
         journal = self._journal()
-        values = {name: _number(value) for name, value in self._values.items()}
+        values = {name: _number(name, value) for name, value in self._values.items()}
         self._values = {}
         self._losses += [values["loss"]] if "loss" in values else []
         rate = None if self.optimizer is None else self.optimizer.param_groups[0].get("lr")
@@ -410,6 +411,13 @@ class Recorder:
             last = self._losses[-max(1, round(_LAST * len(self._losses))) :]
             self._metrics = {_TRAINING_LOSS.name: sum(last) / len(last), **self._metrics}
             journal.add({"step": self.step, "evaluation": True, **self._metrics})
+        if status == "finished" and self.names.metric is not None and not self._metrics:
+            warnings.warn(
+                f"{self.folder} is judged by {self.names.metric.name}, which it never got: call "
+                f"evaluate({self.names.metric.name}=...) before the end.",
+                BitplanWarning,
+                stacklevel=2,
+            )
         loss = self._losses[-1] if self._losses else None
         if status == "finished" and loss is not None and not math.isfinite(loss):
             status, why = "diverged", f"the loss is not finite at step {self.step}"
@@ -567,5 +575,13 @@ def _precision(run: Attachment | None) -> str | None:
     return names.get(max(sizes, key=lambda dtype: sizes[dtype])) if sizes else None
 
 
-def _number(value: Tensor | float) -> float:
-    return float(value_before_rounding(value).detach() if isinstance(value, Tensor) else value)
+def _number(name: str, value: Tensor | float) -> float:
+    try:
+        return float(value_before_rounding(value).detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = (
+            f"a tensor of shape {tuple(value.shape)}"
+            if isinstance(value, Tensor)
+            else f"of type {type(value).__name__}"
+        )
+        raise RunError(f"{name} is {kind}, and a run records numbers: give a number or a tensor with one.") from error
