@@ -361,6 +361,8 @@ def measured_chart(measured: Measured) -> Figure | None:
     def grid(value: Any, empty: Any = "") -> _Grid:
         return [[value(row[name]) if name in row else empty for name in candidates] for row in rows.values()]
 
+    products = list(dict.fromkeys(product for product, _ in rows))
+    names = dict(zip(products, row_names(products), strict=True))
     heats = [_measured_heat(cell) for cell in measured.cells if math.isfinite(cell.level)]
     low, high = min(heats, default=-4.0), max(heats, default=0.0)
     return heatmap(
@@ -368,7 +370,7 @@ def measured_chart(measured: Measured) -> Figure | None:
         grid(lambda cell: f"{cell.median:.0e}".replace("e-0", "e-")),
         grid(_measured_hover),
         [safe(name).replace(" ", "<br>").replace("/", "/<br>").replace("-dy", "-<br>dy") for name in candidates],
-        [safe(end_of(f"{product}  {pass_}", 44)) for product, pass_ in rows],
+        [f"{names[product]}  {safe(pass_)}" for product, pass_ in rows],
         (low, max(high, low + 0.5)),
         [(tick, f"{10.0**tick:g}") for tick in range(math.floor(low), math.ceil(high) + 1)],
         130,

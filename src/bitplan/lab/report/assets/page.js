@@ -141,17 +141,18 @@
 
   // On a narrow screen a heat map needs the room of its long names and of its scale for itself.
   const isNarrow = () => innerWidth < 520;
-  const shortened = (name) => (name.length > 17 ? `${name.slice(0, 7)}…${name.slice(-9).replace(/^[^;]{0,4};/, "")}` : name);
+  const shortened = (name) => (name.length > 21 ? `${name.slice(0, 9)}…${name.slice(-11).replace(/^[^;]{0,4};/, "")}` : name);
   const narrowed = (figure) => {
     if (!isNarrow() || figure.data[0]?.type !== "heatmap") return figure;
     const { xaxis, yaxis } = figure.layout;
     const isCrowded = figure.data[0].x.length > 5;
+    const hasNoRoom = figure.data[0].x.length > 8; // for texts in cells; a touch shows them
     return {
       data: figure.data.map((trace) => ({ ...trace, showscale: false, textfont: { ...trace.textfont, size: 9 },
-        text: trace.text.map((row) => row.map((text) => (isCrowded && text.includes("→") ? "≠" : text))),
+        texttemplate: hasNoRoom ? "" : trace.texttemplate, text: trace.text.map((row) => row.map((text) => (isCrowded && text.includes("→") ? "≠" : text))),
         x: isCrowded ? trace.x.map((name) => name.replaceAll("<br>.", ".").replaceAll("<br>", " ")) : trace.x })),
       layout: { ...figure.layout,
-        xaxis: { ...xaxis, tickfont: { size: 10 }, tickangle: isCrowded ? -60 : 0 },
+        xaxis: { ...xaxis, tickfont: { size: 10 }, tickangle: hasNoRoom ? -90 : isCrowded ? -60 : 0, ...(xaxis.nticks ? {} : { dtick: 1 }) },
         yaxis: { ...yaxis, tickfont: { size: 10 }, ticktext: yaxis.ticktext.map(shortened) } },
     };
   };
@@ -193,7 +194,7 @@
     const chosen = new Map();
     for (const point of points.map((point) => [free(point).length, point]).sort((a, b) => a[0] - b[0]).map(([, point]) => point)) {
       const [best] = free(point).map((box) => [crossed(box), box]).sort((a, b) => a[0] - b[0]);
-      if (best) taken.push(best[1]);
+      if (best) taken.push({ ...best[1], left: best[1].left - 8, right: best[1].right + 8 });
       chosen.set(point.number, best?.[1].side);
     }
     const numbers = [...chosen.keys()];
