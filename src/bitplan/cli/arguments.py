@@ -91,7 +91,7 @@ def plan_and_target(first: str, second: str | None, plan: str | None, command: s
             raise PlanError(
                 f"the plan is given twice, {first} and {plan}: write bitplan {command} {second} --plan {plan}"
             )
-        if is_target(plan):
+        if is_target(plan) and is_plan(first):
             raise swapped(plan, first, command)
         return plan, first
     if is_target(first) and (second is None or is_plan(second)):

@@ -576,12 +576,10 @@ def _precision(run: Attachment | None) -> str | None:
 
 
 def _number(name: str, value: Tensor | float) -> float:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value_before_rounding(value).detach())
     try:
-        return float(value_before_rounding(value).detach() if isinstance(value, Tensor) else value)
+        return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        kind = (
-            f"a tensor of shape {tuple(value.shape)}"
-            if isinstance(value, Tensor)
-            else f"of type {type(value).__name__}"
-        )
+        kind = "a tensor of shape " + str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
         raise RunError(f"{name} is {kind}, and a run records numbers: give a number or a tensor with one.") from error
