@@ -10,7 +10,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 INPUTS := pyproject.toml constraints.txt src/bitplan/_version.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-distributed test-oldest lint types unit goldens zoo torture wheel-check bench docs clean
+.PHONY: help demo test test-distributed test-oldest lint types unit goldens zoo torture wheel-check release bench docs clean
 
 help:
 	@echo "make demo         install bitplan into $(VENV), train digits under six plans, and write a page about it"
@@ -21,6 +21,7 @@ help:
 	@echo "make zoo          check foreign models (transformers, timm, torch_geometric) and write docs/zoo.md; an hour on one core"
 	@echo "make torture      ten minutes of kills, damaged run folders, fuzzed plans and fuzzed command lines, with counts"
 	@echo "make wheel-check  build the wheel, install it into a fresh environment and run it there"
+	@echo "make release      build sdist and wheel into dist/ with the links of URL=https://host/owner/bitplan; uploads nothing"
 	@echo "make bench        install the peers and measure every number format against them"
 	@echo "make docs         install mkdocs-material and build the documentation into site/"
 	@echo "make clean        remove $(VENV), caches and what the demo and the documentation wrote"
@@ -64,6 +65,12 @@ torture: $(VENV)/.stamp-dev
 wheel-check: $(VENV)/.stamp-lab
 	@$(PIP_INSTALL) build twine
 	@.ci/wheel-check $(BIN)/python
+
+# The files of a checkout name no host; those of a package index need one for their links.
+release: $(VENV)/.stamp-base
+	@test -n "$(URL)" || { echo "name the repository: make release URL=https://host/owner/bitplan"; exit 2; }
+	@$(PIP_INSTALL) build twine
+	@$(BIN)/python .ci/release $(URL)
 
 # Goldens are keyed by torch version: without stored ones for this torch they are skipped, with the reason.
 test-oldest: $(OLDEST_VENV)/.stamp

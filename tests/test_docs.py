@@ -96,7 +96,7 @@ def run_commands(block: Block) -> None:
             text, _, _ = shown.getvalue().partition("version: 1\n")
             long = [line for line in text.splitlines() if len(line.rstrip()) > 80]
             # A command that is meant to be copied stays on one line.
-            assert [line for line in long if not line.startswith("command:")] == [], " ".join(argv)
+            assert [line for line in long if not line.startswith(("command:", "bitplan report"))] == [], " ".join(argv)
 
 
 def run_page(page: Path) -> tuple[dict[str, Any], str]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import bitplan as bp
 from bitplan.errors import BitplanError
@@ -123,6 +124,9 @@ MISTAKES: Mapping[str, tuple[Callable[[], object], str]] = {
     "no batch": (lambda: bp.list_sites(Model(), None), r"torch\.randn"),
     "a number as a batch": (lambda: bp.estimate_memory(Model(), 32), r"torch\.randn"),
     "a single batch to measure": (lambda: bp.measure(Model(), X), "into a list"),
+    "a loader where a batch belongs": (lambda: bp.list_sites(Model(), DataLoader([X])), r"next\(iter\(loader\)\)"),  # type: ignore[arg-type]
+    "one plan to compare": (lambda: bp.compare("own.py:train", "int8-all"), "put a single one into a list"),
+    "a model to compare": (lambda: bp.compare(nn.Linear, ["fp32"]), r"train\(plan, seed\)"),  # type: ignore[arg-type]
     "whole numbers to round": (lambda: bp.quantize(torch.arange(4), "int8"), r"\.float\(\)"),
     "a list to round": (lambda: bp.quantize([1.0], "int8"), r"torch\.tensor\(\)"),  # type: ignore[arg-type]
     "swapped tensor and format": (lambda: bp.quantize("int8", X), "by a Tensor"),  # type: ignore[arg-type]

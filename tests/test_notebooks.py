@@ -15,7 +15,7 @@ from torch import nn
 import bitplan as bp
 from bitplan.lab.report import formats_picture
 from bitplan.lab.report.summaries import Report
-from bitplan.tables import MOST_ROWS, Table
+from bitplan.tables import MOST_ROWS, Table, plain_table
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -112,7 +112,7 @@ def test_measurements_compare_candidates() -> None:
     measurement = bp.measure(
         nn.Linear(8, 8), [torch.randn(4, 8)], candidates=["int8 tensor", "e4m3 tensor"], target="a<b"
     )
-    assert repr(measurement) == "<Measurement of a<b: 1 products, 2 candidates, 1 stages>"
+    assert repr(measurement) == "<Measurement of a<b: 1 product, 2 candidates, 1 stage>"
     table = measurement.comparison()
     assert table.columns == ("product", "pass", "int8 tensor", "e4m3 tensor")
     row = next(row for row in measurement.rows if row.pass_ == "fprop" and row.candidate == "e4m3 tensor")
@@ -136,3 +136,11 @@ def test_a_picture_of_formats(tmp_path: Path) -> None:
     assert (tmp_path / "formats.svg").read_text() == picture._repr_svg_()
     assert "e4m3: 126 positive values" in picture.svg
     assert len(repr(picture)) < 60
+
+
+def test_a_table_breaks_texts_between_words_before_it_breaks_names() -> None:
+    name = "encoder.layers.11.attention.output.dense:weight"
+    text = plain_table({"site": [name], "why": ["the error is small enough for it to be rounded to few bits"]}, 80)
+    assert name in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert max(map(len, plain_table({"site": [name], "why": ["word"]}, 40).splitlines())) <= 40

@@ -8,8 +8,11 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+from importlib.machinery import SourceFileLoader
 from importlib.resources import files
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -70,11 +73,41 @@ def test_a_source_distribution_is_complete(tmp_path: Path) -> None:
     assert missing == []
 
 
+def release_script() -> Any:
+    loader = SourceFileLoader("release", str(ROOT / ".ci" / "release"))
+    module = module_from_spec(spec_from_loader("release", loader))  # type: ignore[arg-type]
+    loader.exec_module(module)
+    return module
+
+
+def test_the_long_description_of_a_release_has_absolute_links_that_lead_to_files() -> None:
+    script, address = release_script(), "https://example.org/owner/bitplan"
+    text = script.with_absolute_links((ROOT / "README.md").read_text(), address, __version__)
+    targets = [target for _, _, target in script.LINK.findall(text)]
+    assert len(targets) > 30
+    assert all(target.startswith("https://") for target in targets)
+    beginning = f"{address}/blob/v{__version__}/"
+    own = [target.removeprefix(beginning).partition("#")[0] for target in targets if target.startswith(beginning)]
+    assert len(own) > 30
+    assert all((ROOT / path).exists() for path in own)
+    picture = script.with_absolute_links("![a](docs/images/report.png) [b](https://a.b/c) [c](#d)", address, "1")
+    assert picture == f"![a]({address}/raw/v1/docs/images/report.png) [b](https://a.b/c) [c](#d)"
+
+
+def test_a_release_names_its_project() -> None:
+    text = (ROOT / "pyproject.toml").read_text() + release_script().project_urls("https://example.org/b", __version__)
+    urls = tomllib.loads(text)["project"]["urls"]
+    assert set(urls) == {"Homepage", "Documentation", "Changelog", "Issues"}
+    for url in urls.values():
+        path = url.partition(f"/blob/v{__version__}/")[2]
+        assert not path or (ROOT / path).is_file()
+
+
 def test_the_package_says_that_it_is_typed() -> None:
     assert (files("bitplan") / "py.typed").is_file()
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "wheel-check", "bench", "docs", "clean"])
+@pytest.mark.parametrize("target", ["demo", "test", "wheel-check", "release", "bench", "docs", "clean"])
 def test_make_knows_its_targets_and_pins_what_it_installs(target: str) -> None:
     planned = subprocess.run(
         ["make", "--dry-run", "VENV=no-such-venv", target], cwd=ROOT, capture_output=True, text=True, check=True

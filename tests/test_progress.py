@@ -66,6 +66,13 @@ def test_a_bar_is_drawn_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> No
         assert ("1/4" in stream.getvalue()) == is_terminal
 
 
+def test_of_several_processes_the_first_one_speaks(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        progress.say(f"rank {rank}")
+    assert capsys.readouterr().err == "bitplan: rank 0\n"
+
+
 def test_the_same_sentence_is_said_once(capsys: Any) -> None:
     say_once("a")
     say_once("a")

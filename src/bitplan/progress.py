@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +20,9 @@ class Advance(Protocol):
 
 
 def say(sentence: str) -> None:
-    """Print a sentence on stderr."""
-    print(f"bitplan: {sentence}", file=sys.stderr, flush=True)
+    """Print a sentence on stderr; of several processes that train one model, the first does."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"bitplan: {sentence}", file=sys.stderr, flush=True)
 
 
 def say_once(sentence: str) -> None:
@@ -28,6 +30,11 @@ def say_once(sentence: str) -> None:
     if sentence not in _said:
         _said.add(sentence)
         say(sentence)
+
+
+def leave_unsaid(sentence: str) -> None:
+    """Let :func:`say_once` drop the sentence, because another process says it."""
+    _said.add(sentence)
 
 
 def duration_text(seconds: float) -> str:

@@ -104,8 +104,14 @@ def plain_table(columns: Mapping[str, Sequence[Any]], width: int = WIDTH) -> str
     texts = {name: [_text(value) for value in values] for name, values in columns.items()}
     widths = {name: max([len(name), *map(len, cells)]) for name, cells in texts.items()}
     room = width - len(_GAP) * (len(texts) - 1)
+    whole = {
+        name: max(len(word) for cell in (name, *cells) for word in cell.split() or [""])
+        for name, cells in texts.items()
+    }
     while sum(widths.values()) > room:
-        widest = max(widths, key=lambda name: widths[name])
+        # Columns that can break between words give way first, so that names stay in one piece.
+        breakable = [name for name in widths if widths[name] > max(whole[name], _LEAST_WIDTH)]
+        widest = max(breakable or widths, key=lambda name: widths[name])
         if widths[widest] <= _LEAST_WIDTH:
             break
         widths[widest] -= 1

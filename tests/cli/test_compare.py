@@ -28,7 +28,7 @@ def test_plans_are_compared_in_a_folder_that_the_same_command_finds_again(
     ]
     assert "[6/6] bf16-all, seed 1: accuracy " in ran.out
     assert "On tiny (2 seeds, 6 steps), " in ran.out
-    assert ran.out.endswith(f"The runs are in {folder}; draw it with: bitplan report {folder}\n")
+    assert ran.out.endswith(f"The runs are in {folder}. A page about them:\nbitplan report {folder}\n")
     before = {file: file.stat().st_mtime_ns for file in folder.glob("*/summary.json")}
     again = bitplan(*requests)
     assert again.out.splitlines()[6:] == ran.out.splitlines()[6:]

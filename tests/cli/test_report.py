@@ -115,6 +115,8 @@ def test_a_page_is_written_anew_while_runs_go_on(bitplan: Bitplan, runs: Path, w
             time.sleep(0.02)
         seen.append(page.read_text())
         (run / "summary.json").write_text((runs / "a-0" / "summary.json").read_text())
+        time.sleep(0.8)  # all runs are over for a moment, as between two runs of a script
+        write_run(runs / "later", plan="later")
 
     training = threading.Thread(target=train)
     training.start()
@@ -124,6 +126,7 @@ def test_a_page_is_written_anew_while_runs_go_on(bitplan: Bitplan, runs: Path, w
     assert str(page) in ran.err
     assert 'data-refresh="0.5"' in seen[0]
     assert "1 of 6 runs is not finished" in seen[0]
+    assert "later" in page.read_text()
     assert "data-refresh=" not in page.read_text()
     assert "not finished" not in page.read_text()
 

@@ -9,11 +9,24 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from bitplan.cli.app import whole_group
 from bitplan.cli.output import FittedTable
+from bitplan.executions.native import crossover
 
+TINY = Path(__file__).parents[1] / "train" / "tiny_task.py"
+MODEL = """
+import torch
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)), torch.randn(64, 32), None
+"""
 COMMANDS: list[list[str]] = [
     ["plan", "list"],
+    ["plan", "check", "fp8-linear", "gpt-tiny"],
     ["plan", "explain", "fp8-linear", "gpt-tiny"],
+    ["plan", "cpt", "resnet20", "-o", "cpt.yaml"],
+    ["models"],
     ["sites", "resnet20"],
     ["sites", "gpt-tiny", "--slots"],
     ["cost", "resnet20", "--plan", "int8-minmax"],
@@ -30,9 +43,30 @@ COMMANDS: list[list[str]] = [
     ["tasks", "digits"],
     ["runs"],
     ["train", "digits", "--plan", "int8-all", "--dry-run"],
+    ["train", "tiny.py:Tiny", "--plan", "int8-all", "--set", "steps=6"],
+    ["range-test", "tiny.py:Tiny", "--set", "steps=24", "--window", "4"],
+    ["compare", "tiny.py:Tiny", "--plans", "fp32", "int8-all", "early.yaml", "late.yaml", "--set", "steps=4"],
+    ["report", "runs"],
+    ["auto", "model.py:make", "--steps", "0", "--memory", "100%", "-o", "auto.yaml"],
+    ["crossover"],
     ["env"],
     ["--help"],
 ]
+#: What these print has no width, or they print what the commands above print.
+WITHOUT_WIDTH = {("plan", "show"), ("plan", "schema"), ("plan", "export"), ("plan", "import"), ("doctor",), ("demo",)}
+
+
+def leaves(group: Any, path: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
+    return {
+        leaf
+        for name, command in group.commands.items()
+        for leaf in (leaves(command, (*path, name)) if hasattr(command, "commands") else {(*path, name)})
+    }
+
+
+def test_every_command_is_here() -> None:
+    shown = {tuple(arguments[:count]) for arguments in COMMANDS for count in (1, 2)}
+    assert leaves(whole_group()) - shown == WITHOUT_WIDTH
 
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
@@ -41,12 +75,21 @@ def test_no_line_is_longer_than_80_columns(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
-    if arguments == ["runs"]:
+    monkeypatch.setenv("BITPLAN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(crossover, "SIZES", {"cpu": (8,)})
+    monkeypatch.setattr(crossover, "CHANNELS", (16,))
+    Path("model.py").write_text(MODEL)
+    Path("tiny.py").write_text(TINY.read_text())
+    for name in ("early", "late"):
+        rule = "{match: '*', weight: int8}"
+        Path(f"{name}.yaml").write_text(f"version: 1\nname: {name}, then a full budget for the rest\nrules: [{rule}]\n")
+    if arguments[0] in ("runs", "report"):
         write_run(tmp_path / "runs" / "a-run-with-quite-a-long-name-for-a-folder-0001", plan="int8-all", seed=3)
     ran = bitplan(*arguments)
     assert ran.code == 0, ran.err
     # A command that is meant to be copied stays on one line.
-    assert [line for line in ran.out.splitlines() if len(line.rstrip()) > 80 and not line.startswith("command:")] == []
+    long = [line for line in ran.out.splitlines() if len(line.rstrip()) > 80]
+    assert [line for line in long if not line.startswith(("command:", "bitplan report"))] == []
 
 
 def printed(table: FittedTable, width: int) -> list[str]:

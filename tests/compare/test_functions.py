@@ -97,6 +97,11 @@ def test_a_comparison_that_was_killed_keeps_what_has_ended(file: Path, monkeypat
         bp.compare("own.py", ["fp32", "int8-all"])
 
 
+def test_a_comparison_says_once_that_its_plans_are_emulated(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    bp.compare("own.py", ["fp32", "int8-all", "int4-all"])
+    assert capfd.readouterr().err.count("saves neither memory nor time") == 1
+
+
 def one_run(source: str, folder: Path, plan: str | None = None) -> RunFolder:
     """A run of a training function in this process."""
     job = Job("label", None if plan is None else bp.Plan.preset(plan), plan, 3, folder / "run")

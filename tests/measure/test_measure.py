@@ -261,3 +261,9 @@ def test_the_formats_of_a_plan_are_a_candidate() -> None:
     assert {row.product for row in by_selector.rows if row.candidate == "plan"} == {"fc/linear.0"}
     with pytest.raises(MetricError, match="the plan rounds no operand"):
         measure(model, [batch()], F.cross_entropy, ["int8 tensor"], plan="packed-fp8")
+
+
+def test_batches_of_a_loader_may_have_a_target_that_the_model_does_not_take() -> None:
+    model, x = nn.Sequential(nn.Linear(16, 8)), torch.randn(8, 16)
+    pairs = [[x, torch.zeros(8)]]
+    assert measure(model, pairs, candidates=["int8 tensor"]) == measure(model, [x], candidates=["int8 tensor"])

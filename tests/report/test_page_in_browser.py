@@ -264,3 +264,43 @@ def test_a_live_page_loads_itself_again_and_keeps_what_was_chosen(
     assert browser.run("document.querySelector('.filter').value") == "int"
     assert browser.run("[...document.querySelectorAll('.entry')].filter(e => e.offsetParent).length") == 1
     assert browser.complaints == []
+
+
+#: Boxes of the names beside points, and of the points.
+NAMES = """[...document.querySelectorAll('#e0-0 .textpoint text')].filter((t) => t.textContent).map((t) => {
+  const { left, right, top, bottom } = t.getBoundingClientRect();
+  return { name: t.textContent, left, right, top: top + 3, bottom: bottom - 3 };
+})"""
+POINTS = """[...document.querySelectorAll('#e0-0 .scatterlayer path.point')].map((p) => p.getBoundingClientRect())
+  .filter((box) => box.width > 9).map(({ left, right, top, bottom }) => ({ left, right, top, bottom }))"""
+
+
+def overlap(a: dict[str, float], b: dict[str, float]) -> bool:
+    return a["left"] < b["right"] and b["left"] < a["right"] and a["top"] < b["bottom"] and b["top"] < a["bottom"]
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_names_beside_points_overlap_neither_each_other_nor_points(
+    browser: Any, write_run: WriteRun, tmp_path: Path, width: int
+) -> None:
+    write_run(tmp_path / "fp32", value=0.97)
+    for number in range(14):
+        plan = f"a plan with a long name, {number}"
+        write_run(tmp_path / str(number), plan=plan, cost=0.04 + 0.01 * (number % 3), value=0.9 + 0.005 * number)
+    file = tmp_path / "page.html"
+    file.write_text(page_html(Report.of([tmp_path])))
+    browser.open(file, width=width)
+    names, points = browser.run(NAMES), browser.run(POINTS)
+    assert len(points) == 15
+    assert 3 <= len(names) < 15  # there is no room for all
+    assert "fp32" in {name["name"] for name in names}
+    assert not any(overlap(first, second) for number, first in enumerate(names) for second in names[:number])
+    assert not any(overlap(name, point) for name in names for point in points)
+    assert browser.complaints == []
+
+
+def test_rows_of_heat_maps_differ_on_a_telephone(browser: Any, page: Path) -> None:
+    browser.open(page, width=390)
+    rows = browser.run("document.getElementById('e0-sites').layout.yaxis.ticktext")
+    assert len(set(rows)) == len(rows) == 12
+    assert max(map(len, rows)) <= 21

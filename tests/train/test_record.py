@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import bitplan as bp
-from bitplan.errors import RunError
+from bitplan.errors import BitplanWarning, RunError
 from bitplan.lab.report.summaries import Report
 from bitplan.lab.train import RunFolder
 from bitplan.lab.train.folder import read_lines
@@ -301,10 +301,43 @@ def test_a_trainer_of_transformers_is_recorded(tmp_path: Path) -> None:
     assert summary is not None
     assert (summary.status, summary.step) == ("finished", 6)
     assert 0 < summary.cost["relative_to_fp32"] < 0.5
-    assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2, 4, 6]
     logged = {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
-    assert [line["loss"] for line in lines(tmp_path / "run")] == [logged[step] for step in (1, 2, 4, 6)]
+    assert {line["step"]: line["loss"] for line in lines(tmp_path / "run")} == logged
+    assert list(logged) == [1, 2, 3, 4, 5, 6]
+    assert RunFolder(tmp_path / "run").config().settings["steps"] == 6
     assert summary.metrics["loss"] == next(
         line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line
     )
     assert RunFolder(tmp_path / "run").config().plan == "int8-all"
+
+
+@pytest.mark.parametrize("plan", [None, "int8-all"])
+def test_a_trainer_that_logs_seldom_is_recorded_with_its_steps_and_all_its_losses(
+    tmp_path: Path, plan: str | None
+) -> None:
+    pytest.importorskip("transformers")
+    from hf_training import make_trainer
+
+    from bitplan.integrations.transformers import BitplanCallback
+
+    with bp.record(tmp_path / "run", metric="loss") as recorder:
+        callbacks = [recorder.trainer_callback(), *([] if plan is None else [BitplanCallback(plan)])]
+        trainer = make_trainer(tmp_path / "out", callbacks, save_strategy="no")
+        trainer.args.logging_steps = trainer.state.logging_steps = 2
+        trainer.train()
+        trainer.evaluate()
+    assert recorder.step == 6
+    logged = {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
+    assert list(logged) == [2, 4, 6]
+    assert {line["step"]: line["loss"] for line in lines(tmp_path / "run") if "loss" in line} == logged
+
+
+@pytest.mark.parametrize(("value", "token"), [("good", "accuracy is str"), (torch.zeros(2), "shape")])
+def test_only_numbers_are_recorded(tmp_path: Path, value: Any, token: str) -> None:
+    with pytest.raises(RunError, match=token), bp.record(tmp_path / "run") as run:
+        run.log(loss=1.0, accuracy=value)
+
+
+def test_a_metric_that_never_came_is_said(tmp_path: Path) -> None:
+    with pytest.warns(BitplanWarning, match="evaluate"), bp.record(tmp_path / "run", metric="accuracy") as run:
+        run.log(loss=1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -160,6 +161,7 @@ def target_function(path: Path, name: str) -> Callable[[], Any]:
 def make_target(make: Callable[[], Any], path: Path, name: str) -> Target:
     """Call a target's function; an error in it, or a result that is no target, is reported in one sentence."""
     function = name or DEFAULT_FUNCTION
+    _require_no_parameters(make, f"{path}:{function}")
     try:
         target = make()
     except BitplanError:
@@ -174,6 +176,24 @@ def make_target(make: Callable[[], Any], path: Path, name: str) -> Target:
             f"{path}:{function} must return three things, model, batch and loss, not {type(target).__name__}{count}."
         )
     return Target(*target)
+
+
+def _require_no_parameters(make: Callable[[], Any], label: str) -> None:
+    try:
+        signature = inspect.signature(make)
+    except (TypeError, ValueError):  # without a Python signature
+        return
+    needed = [
+        parameter.name
+        for parameter in signature.parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if needed:
+        raise TargetError(
+            f"{label} needs arguments ({', '.join(needed)}), and a target is a function without any: add make(), which "
+            "returns model, batch and loss."
+        )
 
 
 @contextmanager

@@ -110,9 +110,10 @@ def inputs_of(model: nn.Module, example: Any) -> Any:
 def require_tensors(batch: Any) -> None:
     """Raise for what is no batch: a number, a shape, nothing."""
     if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(batch)):
+        advice = "next(iter(loader))" if isinstance(batch, DataLoader) else "torch.randn(8, 16), or (inputs, target)"
         raise TargetError(
             f"the batch has no tensor, it is of type {type(batch).__name__}: give a batch as the model takes it, such "
-            f"as torch.randn(8, 16), or (inputs, target)."
+            f"as {advice}."
         )
 
 

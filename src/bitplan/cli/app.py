@@ -57,6 +57,9 @@ COMMANDS: dict[str, Entry] = {
     "env": Entry("env", OTHER, "Versions, processor and GPUs, for a bug report."),
 }
 
+#: Commands of one argument that take a plan by ``--plan``.
+WITH_PLAN = ("sites", "cost", "memory", "train")
+
 _LOG_HANDLER = "bitplan command line"
 
 
@@ -75,6 +78,10 @@ class LazyGroup(TyperGroup):
             self.commands[args[0]] = command_from_table(args[0], COMMANDS[args[0]].summary)
         elif args and args[0] in COMMANDS:
             self.commands[args[0]] = load_command(args[0])
+            if args[0] in WITH_PLAN:
+                from bitplan.cli.arguments import require_one_argument
+
+                require_one_argument(args[0], args[1:])
         return super().resolve_command(ctx, args)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import typer
@@ -92,13 +92,35 @@ def plan_and_target(first: str, second: str | None, plan: str | None, command: s
             raise PlanError(
                 f"the plan is given twice, {first} and {plan}: write bitplan {command} {second} --plan {plan}"
             )
+        if is_target(plan) and is_plan(first):
+            raise swapped(plan, first, command)
         return plan, first
-    if is_target(first) and (second is None or second in preset_names() or second.endswith((".yaml", ".yml", ".json"))):
-        raise PlanError(
-            f"{first} is a model or a task and stands where the plan is expected: write bitplan {command} {first} "
-            f"--plan {second or 'PLAN'}"
-        )
+    if is_target(first) and (second is None or is_plan(second)):
+        raise swapped(first, second or "PLAN", command)
     return first, second
+
+
+def swapped(target: str, plan: str, command: str) -> PlanError:
+    """The error where a target stands in the place of a plan."""
+    return PlanError(
+        f"{target} is a model or a task and stands where the plan is expected: write bitplan {command} {target} "
+        f"--plan {plan}"
+    )
+
+
+def require_one_argument(command: str, arguments: Sequence[str]) -> None:
+    """Raise if a plan stands beside the target of a command that takes it by ``--plan``."""
+    if len(arguments) < 2 or any(argument.startswith("-") for argument in arguments[:2]):
+        return
+    first, second = arguments[:2]
+    plan, target = (first, second) if is_plan(first) else (second, first)
+    if is_plan(plan):
+        raise PlanError(f"a plan is given by --plan: write bitplan {command} {target} --plan {plan}")
+
+
+def is_plan(name: str) -> bool:
+    """Whether a text names a preset or a plan's file."""
+    return name in preset_names() or name.endswith((".yaml", ".yml", ".json"))
 
 
 def is_target(name: str) -> bool:

@@ -23,6 +23,7 @@ from bitplan.cli.arguments import (
     TaskSettingsOption,
     chosen_cluster,
     complete_plan,
+    is_plan,
 )
 from bitplan.cli.output import JsonOption, Output, command_output, make_folder
 from bitplan.cli.runs import print_experiment, write_page
@@ -32,7 +33,7 @@ from bitplan.cluster import Cluster
 from bitplan.errors import RunError
 from bitplan.lab.compare import SUITES, Choice, SuiteOptions, Update, compare, find_suite
 from bitplan.lab.compare.compare import choices_of, slug
-from bitplan.lab.compare.functions import compare_function, names_function
+from bitplan.lab.compare.functions import compare_function, load_function, names_function
 from bitplan.lab.compare.suite_options import read_names, read_shares, read_widths
 from bitplan.lab.report.answer import counted, listed, number_text
 from bitplan.lab.report.figures import plotly
@@ -176,7 +177,8 @@ def compare_command(
         if code == 0 and not as_json:
             assert report is not None
             folder = comparison.folder(suite, plan_names, out)
-            output.console.print(f"The runs are in {folder}; draw it with: bitplan report {folder}")
+            output.console.print(f"The runs are in {folder}. A page about them:")
+            output.console.print(f"bitplan report {shlex.quote(str(folder))}", soft_wrap=True)  # to be copied
     if code:
         raise typer.Exit(code)
 
@@ -248,10 +250,13 @@ def _metric(name: str | None, better: str | None) -> Metric | None:
 
 
 def _choices(comparison: Comparison, plans: Sequence[str], suite: str | None) -> list[Choice]:
+    if is_plan(comparison.task):
+        raise RunError(f"{comparison.task} is a plan: name a task first, as in digits --plans fp32 {comparison.task}.")
     if suite is not None and plans:
         raise RunError("give --plans or --suite, not both.")
     if suite is not None:
         if comparison.is_of_function and find_suite(suite).make is not None:
+            load_function(comparison.task)  # raises for a function that cannot train
             raise RunError(
                 f"the plans of {suite} are made for a task, and {comparison.task} is a function: give --plans."
             )

@@ -118,7 +118,7 @@ def sites(
         output.document([site_record(site) for site in listed])
         if not as_json:
             _print_sites([site for site in listed if slots or site.role in ROLES], output)
-            output.console.print(_sites_summary(listed))
+            output.console.print(f"{len(listed)} are rounded." if rounded else _sites_summary(listed))
 
 
 def matching(sites: Sequence[Site], pattern: str | None) -> list[Site]:

@@ -28,6 +28,7 @@ from bitplan.files import json_text, printable, write_whole
 __all__ = [
     "FittedTable",
     "JsonOption",
+    "Kind",
     "Output",
     "OutputClosed",
     "command_output",

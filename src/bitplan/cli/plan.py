@@ -160,7 +160,10 @@ def explain(
         with _warnings_as_notes(output):
             sites = _explained(loaded, target, settings or (), step, steps)
         chosen = matching([site.site for site in sites], match)
-        sites = [site for site in sites if site.site in chosen and (site.quantizer is not None or not rounded)]
+        sites = [site for site in sites if site.site in chosen]
+        # An operand without a rule takes the tensor as it is: nothing to show.
+        total = sum(site.site.role in ROLES or site.rule is not None for site in sites)
+        sites = [site for site in sites if site.quantizer is not None or not rounded]
         selections = _selections(loaded, target, settings or ())
         output.document([explanation_record(site, selections) for site in sites])
         if not as_json:
@@ -169,8 +172,7 @@ def explain(
                 output.console.print(
                     f"{selection.where or f'rules[{selection.rule}]'} ({selection.selection}): {tensors}"
                 )
-            # An operand without a rule takes the tensor as it is: nothing to show.
-            _print([site for site in sites if site.site.role in ROLES or site.rule is not None], output)
+            _print([site for site in sites if site.site.role in ROLES or site.rule is not None], total, output)
             rule = loaded.optimizer_rule
             if rule is not None:
                 output.console.print(f"optimizer state: {rule.state} ({rule.where or 'optimizer'})")
@@ -386,7 +388,7 @@ def _warnings_as_notes(output: Output) -> Iterator[None]:
             output.note(str(warning.message))
 
 
-def _print(explanations: Sequence[Explanation], output: Output) -> None:
+def _print(explanations: Sequence[Explanation], total: int, output: Output) -> None:
     table = FittedTable()
     table.add_column("name", "name", style="bold")
     table.add_column("shape", is_optional=True)
@@ -406,7 +408,7 @@ def _print(explanations: Sequence[Explanation], output: Output) -> None:
         if short != where and not others:
             output.console.print(f"{short}: {where.rpartition(': ')[0]}")
     rounded = sum(explanation.quantizer is not None for explanation in explanations)
-    output.console.print(f"{rounded} of {len(explanations)} are rounded.")
+    output.console.print(f"{rounded} of {total} are rounded.")
     for kind, meaning in (
         ("constant", "depend on no parameter and no floating-point input (constants: true in a rule rounds them)"),
         ("mask", "have entries that stand for minus infinity"),

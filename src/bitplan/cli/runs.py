@@ -13,7 +13,7 @@ from rich.console import Console
 
 from bitplan.analysis.measure import Measurement
 from bitplan.cli.arguments import complete_task
-from bitplan.cli.output import FittedTable, JsonOption, Output, command_output, make_folder, write_file
+from bitplan.cli.output import FittedTable, JsonOption, Kind, Output, command_output, make_folder, write_file
 from bitplan.errors import RunError
 from bitplan.lab.compare.folder import read_comparison
 from bitplan.lab.report.heatmaps import MEASUREMENT_FILE
@@ -260,15 +260,24 @@ def report_command(
             output.console.print(f"The page: {page}")
 
 
+#: How often --watch looks for another run after all have ended.
+_ROUNDS_FOR_NEXT_RUN = 3
+
+
 def watch_runs(runs: Sequence[Path], page: Path, every: float, output: Output) -> None:
-    """Write the page again and again until all runs are over, or a signal arrives."""
-    written, is_told = "", False
+    """Write the page again and again until all runs are over, or a signal arrives.
+
+    A script may begin its next run a moment after the last one has ended: that is waited for.
+    """
+    written, is_told, rounds_complete = "", False, 0
     with stop_on_signals() as request:
         while not request():
             present = [path for path in runs if path.is_dir() and runs_state(path)]
             if present:
                 state = "".join(map(runs_state, present))
-                if len(present) == len(runs) and all(map(is_complete, present)):
+                are_over = len(present) == len(runs) and all(map(is_complete, present))
+                rounds_complete = rounds_complete + 1 if are_over else 0
+                if rounds_complete > (_ROUNDS_FOR_NEXT_RUN if is_told else 0):
                     return
                 if state != written:
                     write_page(Report.of(present), page, every)
@@ -332,9 +341,9 @@ def print_experiment(experiment: Experiment, console: Console) -> None:
     columns = plan_columns(experiment)
     table = FittedTable(experiment.name)
     for number, column in enumerate(columns):
-        table.add_column(
-            column.title, "number" if column.is_number else "name", is_optional=column.is_number and number > 2
-        )
+        # Names of plans wrap: their ends alone may be alike.
+        kind: Kind = "number" if column.is_number else "text" if number == 0 else "name"
+        table.add_column(column.title, kind, is_optional=column.is_number and number > 2)
     for plan in experiment.plans:
         table.add_row(*(column.cell(plan).text for column in columns))
     table.print(console)

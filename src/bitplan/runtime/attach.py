@@ -36,6 +36,12 @@ __all__ = ["Attachment", "attach"]
 
 log = logging.getLogger("bitplan")
 
+#: Said once, of a plan that is emulated by default.
+EMULATED = (
+    "the plan is emulated: numbers are rounded, which saves neither memory nor time; execution='packed' saves memory, "
+    "'native' time ('emulate' says that this is meant)."
+)
+
 #: Called with every attachment that is made in a context: this is how :func:`bitplan.record` finds the plan of a loop.
 attach_observer: ContextVar[Callable[[Attachment], None] | None] = ContextVar("attach_observer", default=None)
 
@@ -119,10 +125,7 @@ def attach(
         run.detach()
         raise
     if options == Emulate() and execution is None and resolved.all_rules and not _is_called_by_bitplan():
-        say_once(
-            "the plan is emulated: numbers are rounded, which saves neither memory nor time; execution='packed' saves "
-            "memory, 'native' time ('emulate' says that this is meant)."
-        )
+        say_once(EMULATED)
     log.info("plan attached, execution %s: %s", options.kind, options.summary)
     observer = attach_observer.get()
     if observer is not None:

@@ -15,7 +15,7 @@ from bitplan.analysis.measure.candidate import PLANNED, Candidate, check_candida
 from bitplan.analysis.measure.pass_metrics import Metric, metric_registry
 from bitplan.analysis.measure.probe import Probe
 from bitplan.analysis.measure.result import Measurement, Row, average_rows
-from bitplan.capture.recording import call_arguments, call_loss, split_batch
+from bitplan.capture.recording import call_arguments, call_loss, inputs_of, split_batch
 from bitplan.capture.scopes import Scope, followed, loss_holder, unwrapped
 from bitplan.capture.selectors import plan_for_model
 from bitplan.errors import MetricError
@@ -99,7 +99,7 @@ def probe_step(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None,
         raise MetricError(f"the model cannot be copied ({reason}): keep no results of its own in it.") from error
     replica.zero_grad(set_to_none=True)
     inputs, target = split_batch(batch, loss)
-    args, kwargs = call_arguments(inputs)
+    args, kwargs = call_arguments(inputs_of(model, inputs) if loss is None else inputs)
     with torch.enable_grad(), followed(replica, probe):
         output = replica(*args, **kwargs)
         with _loss_scope(probe):

@@ -153,8 +153,9 @@ class Measurement:
         return str(self.table())
 
     def __repr__(self) -> str:
-        counts = f"{len(self.products)} products, {len(self.candidates)} candidates, {len(self.stages)} stages"
-        return f"<Measurement{f' of {self.target}' if self.target else ''}: {counts}>"
+        counts = {"product": len(self.products), "candidate": len(self.candidates), "stage": len(self.stages)}
+        listed = ", ".join(f"{count} {noun}{'s' * (count != 1)}" for noun, count in counts.items())
+        return f"<Measurement{f' of {self.target}' if self.target else ''}: {listed}>"
 
     def _repr_html_(self) -> str:
         """Products and passes down, candidates across: the median backward errors."""

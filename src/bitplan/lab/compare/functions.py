@@ -30,6 +30,8 @@ from bitplan.lab.train.folder import DEFAULT_PARENT, RunFolder
 from bitplan.lab.train.record import Recorder, RunNames, compared_run, metric_named
 from bitplan.lab.train.summary import Progress, Summary
 from bitplan.plans import Plan
+from bitplan.progress import leave_unsaid
+from bitplan.runtime.attach import EMULATED
 
 if TYPE_CHECKING:
     from bitplan.lab.report.summaries import Report
@@ -71,6 +73,8 @@ def compare(
     """
     from bitplan.lab.report.summaries import Report
 
+    if isinstance(plans, (str, Plan, Mapping)):
+        raise RunError("plans is a list of plans, such as ['fp32', 'int8-all']: put a single one into a list.")
     source = train if isinstance(train, str) else function_source(train)
     choices = _choices(plans)
     place = default_folder(source, [choice.label for choice in choices]) if folder is None else Path(folder)
@@ -121,8 +125,9 @@ def compare_function(
         on_update(Update(job, summary=summary))
     if metric is None and over:
         metric = _metric_of(RunFolder(over[0].folder))
-    setting = FunctionSetting(source, sha256, folder, metric)
     left = [job for job in planned if job not in over]
+    speaker = next((job.folder for job in left if job.plan is not None), None)
+    setting = FunctionSetting(source, sha256, folder, metric, speaker=speaker)
     return summaries + run_in_workers(setting, left, jobs, on_update, stop or (lambda: False))
 
 
@@ -141,6 +146,8 @@ class FunctionSetting:
     compile: bool = False
     #: Seeds, peaks of memory and compiled graphs of one run are nothing to the next one, which has a new process.
     has_one_job: bool = True
+    #: The run whose process says that plans are emulated, once for the comparison.
+    speaker: Path | None = None
 
     def trainer(self) -> FunctionTrainer:
         return FunctionTrainer(self)
@@ -169,6 +176,8 @@ class FunctionTrainer:
             sha256=self.setting.sha256,
         )
         recorder = Recorder(job.folder, names, on_progress=on_progress)
+        if job.folder != self.setting.speaker:
+            leave_unsaid(EMULATED)
         torch.manual_seed(job.seed)
         with recorder.opened():
             current = compared_run.set(recorder)
@@ -214,6 +223,8 @@ def load_function(source: str) -> TrainFunction:
 
 def function_source(train: TrainFunction) -> str:
     """The name ``file.py:train`` of a function, which processes of their own import it by."""
+    if isinstance(train, type) or not callable(train):
+        raise RunError("compare() calls a function of a plan and a seed, train(plan, seed), which returns its metrics.")
     name, file = getattr(train, "__qualname__", ""), None
     with suppress(TypeError):  # a function without Python source
         file = inspect.getsourcefile(train)

@@ -199,7 +199,7 @@ def _thinned(values: list[Any]) -> list[Any]:
 
 # --- The metric against its price
 
-#: Up to so many plans have labels beside their points; more have them on hover only.
+#: Up to so many plans have labels beside their points; more have them on hover, and on the page where there is room.
 MOST_NAMES = 12
 
 Price = Literal["cost", "memory"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +128,7 @@ def sites_chart(plan: PlanSummary, measure: Measure) -> Figure | None:
         grid(lambda site: format_text(site, moving) if measure == "format" else _error_text(site)),
         grid(_hover),
         [operand_text(operand) for operand in operands],
-        [safe(end_of(operation, 34)) for operation in operations],
+        row_names(operations),
         value_range,
         ticks,
         110,
@@ -139,6 +140,18 @@ def sites_chart(plan: PlanSummary, measure: Measure) -> Figure | None:
         bits = [moving[name][1] for name in names]
         figure.update_layout(meta={"steps": moving[names[0]][0], "bits": bits, "follows": follows})
     return figure
+
+
+def row_names(operations: Sequence[str]) -> list[str]:
+    """Operations by their modules; with the operation's name where a module has several, or only a number for a name.
+
+    >>> row_names(["layer1.conv1/conv2d.0", "layer1/add.0", "layer1/add.1", "0/linear.0"])
+    ['layer1.conv1', 'layer1/add.0', 'layer1/add.1', '0/linear.0']
+    """
+    modules = [operation.rpartition("/")[0] for operation in operations]
+    alone = {module for module, count in Counter(modules).items() if module and not module.isdigit() and count == 1}
+    names = [module if module in alone else operation for module, operation in zip(modules, operations, strict=True)]
+    return [safe(end_of(name, 34)) for name in names]
 
 
 def operand_text(operand: str) -> str:
@@ -348,6 +361,8 @@ def measured_chart(measured: Measured) -> Figure | None:
     def grid(value: Any, empty: Any = "") -> _Grid:
         return [[value(row[name]) if name in row else empty for name in candidates] for row in rows.values()]
 
+    products = list(dict.fromkeys(product for product, _ in rows))
+    names = dict(zip(products, row_names(products), strict=True))
     heats = [_measured_heat(cell) for cell in measured.cells if math.isfinite(cell.level)]
     low, high = min(heats, default=-4.0), max(heats, default=0.0)
     return heatmap(
@@ -355,7 +370,7 @@ def measured_chart(measured: Measured) -> Figure | None:
         grid(lambda cell: f"{cell.median:.0e}".replace("e-0", "e-")),
         grid(_measured_hover),
         [safe(name).replace(" ", "<br>").replace("/", "/<br>").replace("-dy", "-<br>dy") for name in candidates],
-        [safe(end_of(f"{product}  {pass_}", 44)) for product, pass_ in rows],
+        [f"{names[product]}  {safe(pass_)}" for product, pass_ in rows],
         (low, max(high, low + 0.5)),
         [(tick, f"{10.0**tick:g}") for tick in range(math.floor(low), math.ceil(high) + 1)],
         130,

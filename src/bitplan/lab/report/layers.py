@@ -15,7 +15,7 @@ from bitplan.analysis.measure.candidate import PLANNED
 from bitplan.errors import RunError
 from bitplan.lab.report.answer import percent_text
 from bitplan.lab.report.figures import CELL_INK, DIFFERENCES, Drawing, end_of, safe
-from bitplan.lab.report.heatmaps import format_text, heatmap, moving_bits, operand_text, operands_in_order
+from bitplan.lab.report.heatmaps import format_text, heatmap, moving_bits, operand_text, operands_in_order, row_names
 from bitplan.lab.report.runs import Run
 from bitplan.lab.report.summaries import Experiment
 from bitplan.lab.report.tables import Cell, Table, sampled_steps, sites_table
@@ -161,7 +161,7 @@ def pair_drawings(experiment: Experiment) -> list[Drawing]:
     pairs = {
         "labels": labels,
         "shown": [0, other],
-        "rows": [safe(end_of(operation, 34)) for operation in operations],
+        "rows": row_names(operations),
         "names": [safe(operation) for operation in operations],
         "columns": [operand_text(operand) for operand in operands],
         "colours": list(DIFFERENCES),
@@ -170,7 +170,8 @@ def pair_drawings(experiment: Experiment) -> list[Drawing]:
     }
     caption = (
         "The second run against the first. Numbers: the error of rounding in the second as a multiple of the first's; "
-        "orange is larger, blue smaller. Where formats differ and errors were not recorded, the two formats."
+        "orange is larger, blue smaller. Where formats differ and errors were not recorded, the two formats, or "
+        "\N{NOT EQUAL TO} where there is no room for them."
     )
     return [Drawing("two runs, layer by layer", caption, None, sites_table(experiment), is_wide=True, pairs=pairs)]
 

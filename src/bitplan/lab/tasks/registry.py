@@ -23,6 +23,7 @@ from bitplan.lab.tasks.rl import ReinforcementLearning
 from bitplan.lab.tasks.task import Metric, Settings, Task
 from bitplan.lab.tasks.text_classification import Docstrings, Sst2, Xnli
 from bitplan.lab.tasks.voc import Voc
+from bitplan.plans import preset_names
 
 # --- Settings from the command line: ``--set key=value``
 
@@ -196,6 +197,8 @@ def task_class(text: str) -> type[Task]:
 
     if text in BUILT_IN:
         raise TaskError(f"{text} is a model, not a task: a task has data too, such as {', '.join(task_names())}.")
+    if text in preset_names():
+        raise TaskError(f"{text} is a plan: name a task first, as in digits --plan {text}.")
     raise TaskError(
         f"there is no task {text!r}; {nearest_names(text, task_names())} "
         f"(A task of your own is named as my_task.py:MyTask.)"
@@ -250,8 +253,9 @@ def _class_in_file(path: Path, name: str) -> tuple[type[Task], str]:
         if isinstance(value, type) and issubclass(value, Task) and value.__module__ == module.__name__
     ]
     if len(own) != 1:
-        if not own and "train" in vars(module) and is_training_function(module.train):
-            raise TaskError(not_a_task(module.train, path, "train"))
+        makers = [] if own else [maker for maker in ("train", "make") if callable(vars(module).get(maker))]
+        if makers:
+            raise TaskError(not_a_task(vars(module)[makers[0]], path, makers[0]))
         names = ", ".join(task.__name__ for task in own) or "none"
         raise TaskError(f"{path} has {len(own)} tasks ({names}): name one of them as {path}:MyTask.")
     return own[0], module_sha256(module)

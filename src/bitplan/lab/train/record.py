@@ -13,6 +13,7 @@ import os
 import shlex
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bitplan.analysis.cost import Cost
-from bitplan.errors import BitplanError, RunError
+from bitplan.errors import BitplanError, BitplanWarning, RunError
 from bitplan.files import strict
 from bitplan.lab.tasks.task import Metric
 from bitplan.lab.train.config import LOG_EVERY, RunConfig, machine, plan_name, versions
@@ -148,6 +149,8 @@ class Recorder:
         self._cost: Cost | None = None
         self._sums: tuple[float, ...] = (0, 0, 0, 0)
         self._is_detached = self._is_unpriced = False
+        #: Whether a trainer counts the steps of a run without a plan, rather than the calls of :meth:`log`.
+        self._is_counted = False
         self._statistics: dict[str, Statistics] = {}
         self._promotions: tuple[PromotionRecord, ...] = ()
         self._sites: list[dict[str, Any]] = []
@@ -160,7 +163,7 @@ class Recorder:
             values = {"loss": loss, **values}
         # Detached: a loss that waits for its line would keep the graph of its step alive.
         self._values = {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
-        if self.run is None:
+        if self.run is None and not self._is_counted:
             self._count(self.step + 1)
         if self._pending is not None:
             self._write_line()
@@ -169,7 +172,7 @@ class Recorder:
         """Record figures on held-out data at this step, the run's metric among them."""
         if self._pending is not None:
             self._write_line()
-        figures = {name: _number(value) for name, value in metrics.items()}
+        figures = {name: _number(name, value) for name, value in metrics.items()}
         metric = self.names.metric
         if metric is not None:
             if metric.name not in figures:
@@ -195,12 +198,22 @@ class Recorder:
         recorder = self
 
         class RecordCallback(TrainerCallback):
+            def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                recorder._is_counted = True
+                steps = {"steps": int(state.max_steps)}
+                recorder.names = replace(recorder.names, settings={**steps, **recorder.names.settings})
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                if recorder.run is None:
+                    recorder._count(int(state.global_step))
+
             def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
                 figures = {name.removeprefix("eval_"): value for name, value in logs.items() if name[:5] == "eval_"}
                 figures = {name: value for name, value in figures.items() if not name.endswith(_SPEEDS)}
                 if figures:
                     recorder.evaluate(**figures)
                 elif "loss" in logs:
+                    recorder._pending = recorder.step  # the Trainer has read its loss: every one has a line
                     recorder.log(loss=float(logs["loss"]), lr=float(logs.get("learning_rate", math.nan)))
 
         return RecordCallback()
@@ -323,7 +336,7 @@ class Recorder:
     def _write_line(self) -> None:
         step, self._pending = self._pending, None
         journal = self._journal()
-        values = {name: _number(value) for name, value in self._values.items()}
+        values = {name: _number(name, value) for name, value in self._values.items()}
         self._values = {}
         self._losses += [values["loss"]] if "loss" in values else []
         rate = None if self.optimizer is None else self.optimizer.param_groups[0].get("lr")
@@ -398,6 +411,13 @@ class Recorder:
             last = self._losses[-max(1, round(_LAST * len(self._losses))) :]
             self._metrics = {_TRAINING_LOSS.name: sum(last) / len(last), **self._metrics}
             journal.add({"step": self.step, "evaluation": True, **self._metrics})
+        if status == "finished" and self.names.metric is not None and not self._metrics:
+            warnings.warn(
+                f"{self.folder} is judged by {self.names.metric.name}, which it never got: call "
+                f"evaluate({self.names.metric.name}=...) before the end.",
+                BitplanWarning,
+                stacklevel=2,
+            )
         loss = self._losses[-1] if self._losses else None
         if status == "finished" and loss is not None and not math.isfinite(loss):
             status, why = "diverged", f"the loss is not finite at step {self.step}"
@@ -555,5 +575,11 @@ def _precision(run: Attachment | None) -> str | None:
     return names.get(max(sizes, key=lambda dtype: sizes[dtype])) if sizes else None
 
 
-def _number(value: Tensor | float) -> float:
-    return float(value_before_rounding(value).detach() if isinstance(value, Tensor) else value)
+def _number(name: str, value: Tensor | float) -> float:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value_before_rounding(value).detach())
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = "a tensor of shape " + str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+        raise RunError(f"{name} is {kind}, and a run records numbers: give a number or a tensor with one.") from error

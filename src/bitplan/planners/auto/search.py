@@ -363,7 +363,8 @@ class _Search:
         keys = [self.cache.key(self.fingerprint, candidate.plan) for candidate in new]
         missing = [candidate for candidate, key in zip(new, keys, strict=True) if key not in self.cache.trials]
         if missing:
-            self.report(f"measuring {len(missing)} candidates: {', '.join(candidate.name for candidate in missing)}")
+            names = ", ".join(candidate.name for candidate in missing)
+            self.report(f"measuring {len(missing)} candidate{'s' * (len(missing) > 1)}: {names}")
         outcomes = iter(self.trials.measure([candidate.plan for candidate in missing]))
         for candidate, key in zip(new, keys, strict=True):
             outcome: Outcome = self.cache.trials[key] if key in self.cache.trials else next(outcomes)

@@ -46,7 +46,7 @@
   const tracesInTheme = (given, hidden) => given.map((trace) => {
     const themed = inTheme(trace);
     if (themed.marker && themed.mode) themed.marker.line = { ...themed.marker.line, color: css("--card") };
-    if (themed.mode?.includes("text")) {
+    if (themed.textposition) {
       const ground = css("--card"); // a halo, as names may stand on lines
       const shadow = ["1px 1px", "-1px -1px", "1px -1px", "-1px 1px"].map((at) => `${at} 2px ${ground}`).join(",");
       themed.textfont = { size: 12, color: css("--ink"), shadow };
@@ -141,19 +141,67 @@
 
   // On a narrow screen a heat map needs the room of its long names and of its scale for itself.
   const isNarrow = () => innerWidth < 520;
-  const tail = (name) => (name.length > 15 ? `…${name.slice(-14).replace(/^[^;]{0,4};/, "")}` : name);
+  const shortened = (name) => (name.length > 21 ? `${name.slice(0, 9)}…${name.slice(-11).replace(/^[^;]{0,4};/, "")}` : name);
   const narrowed = (figure) => {
     if (!isNarrow() || figure.data[0]?.type !== "heatmap") return figure;
     const { xaxis, yaxis } = figure.layout;
     const isCrowded = figure.data[0].x.length > 5;
+    const hasNoRoom = figure.data[0].x.length > 8; // for texts in cells; a touch shows them
     return {
       data: figure.data.map((trace) => ({ ...trace, showscale: false, textfont: { ...trace.textfont, size: 9 },
-        text: trace.text.map((row) => row.map((text) => (isCrowded && text.includes("→") ? "≠" : text))),
+        texttemplate: hasNoRoom ? "" : trace.texttemplate, text: trace.text.map((row) => row.map((text) => (isCrowded && text.includes("→") ? "≠" : text))),
         x: isCrowded ? trace.x.map((name) => name.replaceAll("<br>.", ".").replaceAll("<br>", " ")) : trace.x })),
       layout: { ...figure.layout,
-        xaxis: { ...xaxis, tickfont: { size: 10 }, tickangle: isCrowded ? -60 : 0 },
-        yaxis: { ...yaxis, tickfont: { size: 10 }, ticktext: yaxis.ticktext.map(tail) } },
+        xaxis: { ...xaxis, tickfont: { size: 10 }, tickangle: hasNoRoom ? -90 : isCrowded ? -60 : 0, ...(xaxis.nticks ? {} : { dtick: 1 }) },
+        yaxis: { ...yaxis, tickfont: { size: 10 }, ticktext: yaxis.ticktext.map(shortened) } },
     };
+  };
+
+  // Names of points stand beside them where there is room; the others are shown where the pointer is.
+  const sides = ["middle right", "middle left", "top center", "bottom center", "top right", "bottom right", "top left", "bottom left"];
+  const pen = document.createElement("canvas").getContext("2d");
+  const overlap = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+  const placeNames = (element) => {
+    const frame = element._fullLayout;
+    const points = element.data.flatMap((trace, number) => {
+      if (!trace.textposition || trace.visible === false) return [];
+      const axis = frame[trace.yaxis === "y2" ? "yaxis2" : "yaxis"];
+      const words = new DOMParser().parseFromString(trace.text[0], "text/html").body.textContent;
+      return [{ number, words, x: frame.xaxis.d2p(trace.x[0]), y: axis.d2p(trace.y[0]), radius: trace.marker.size / 2 }];
+    });
+    if (!points.length) return undefined;
+    pen.font = `12px ${getComputedStyle(document.body).fontFamily}`;
+    const origin = element.querySelector(".nsewdrag").getBoundingClientRect();
+    const boxes = (selector) => [...element.querySelectorAll(selector)].map((part) => {
+      const { left, right, top, bottom } = part.getBoundingClientRect();
+      return { left: left - origin.left, right: right - origin.left, top: top - origin.top, bottom: bottom - origin.top };
+    });
+    const markOf = ({ x, y, radius: r }, room) => ({ left: x - r - room, right: x + r + room, top: y - r - room, bottom: y + r + room });
+    const taken = boxes(".annotation");
+    const lines = [...boxes(".errorbar"), ...boxes(".shapelayer path"), ...boxes(".scatterlayer path.point")];
+    const around = ({ x, y, radius, words }, side) => {
+      const [width, height, gap] = [pen.measureText(words).width, 14, radius + 2];
+      const left = side.endsWith("right") ? x + gap : side.endsWith("left") ? x - gap - width : x - width / 2;
+      const top = side.startsWith("top") ? y - gap - height : side.startsWith("bottom") ? y + gap : y - height / 2;
+      return { side, left, right: left + width, top, bottom: top + height };
+    };
+    const isInside = (box) => box.left >= 2 && box.right <= origin.width + 14 && box.top >= -20 && box.bottom <= origin.height;
+    // Clear of other points, so that it is read as the name of its own.
+    const isFree = (box, point) => isInside(box) && !taken.some((other) => overlap(box, other)) &&
+      !points.some((other) => other !== point && overlap(box, markOf(other, 7)));
+    const free = (point) => sides.map((side) => around(point, side)).filter((box) => isFree(box, point));
+    const crossed = (box) => lines.filter((line) => overlap(box, line)).length;
+    const chosen = new Map();
+    for (const point of points.map((point) => [free(point).length, point]).sort((a, b) => a[0] - b[0]).map(([, point]) => point)) {
+      const [best] = free(point).map((box) => [crossed(box), box]).sort((a, b) => a[0] - b[0]);
+      if (best) taken.push({ ...best[1], left: best[1].left - 8, right: best[1].right + 8 });
+      chosen.set(point.number, best?.[1].side);
+    }
+    const numbers = [...chosen.keys()];
+    return Plotly.restyle(element, {
+      textposition: numbers.map((number) => chosen.get(number) ?? sides[0]),
+      mode: numbers.map((number) => (chosen.get(number) ? "markers+text" : "markers")),
+    }, numbers);
   };
 
   const draw = (place) => {
@@ -162,7 +210,8 @@
     const figure = narrowed(drawing.choices ? picked(place) : drawing.pairs ? compared(place) : zoomed(place, drawing));
     element.style.height = `${figure.layout.height}px`;
     const hidden = hiddenIn(element.closest(".experiment"));
-    return Plotly.react(element, tracesInTheme(figure.data, hidden), layoutInTheme(figure.layout), settings);
+    return Plotly.react(element, tracesInTheme(figure.data, hidden), layoutInTheme(figure.layout), settings)
+      .then(() => placeNames(element));
   };
 
   const paint = () => {
@@ -178,7 +227,13 @@
 
   document.getElementById("theme").addEventListener("click", () => { chosen = isDark() ? "light" : "dark"; paint(); });
   system.addEventListener("change", paint);
-  matchMedia("(max-width: 519px)").addEventListener("change", paint);
+  let [resized, width] = [0, innerWidth];
+  addEventListener("resize", () => {
+    if (innerWidth === width) return; // the bars of a telephone's browser come and go
+    width = innerWidth;
+    clearTimeout(resized);
+    resized = setTimeout(paint, 200);
+  });
 
   // A plan that is hidden is in no chart of curves or points, and in no row of the tables of plans and runs.
   const showPlans = (section) => {
