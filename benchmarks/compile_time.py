@@ -145,6 +145,7 @@ MODELS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
 def measure(contender: Contender, repeats: int) -> dict[str, Any]:
     """The seconds of each compilation, and the counts."""
     import torch
+    from torch._inductor import metrics
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -164,11 +165,13 @@ def measure(contender: Contender, repeats: int) -> dict[str, Any]:
     seconds = []
     for _ in range(repeats):
         torch.compiler.reset()
+        metrics.reset()
         compiled = _compile(model, run, contender)
         first = step(compiled)
         step(compiled)
         seconds.append(first - step(compiled))
-    return {"seconds": seconds, **_count(model, run, contender, step)}
+    kernels = metrics.generated_kernel_count
+    return {"seconds": seconds, "kernels": kernels, **_count(model, run, contender, step)}
 
 
 def _attach(model: Any, contender: Contender, batch: dict[str, Any]) -> Any:
@@ -199,20 +202,14 @@ def _cpu_seconds() -> float:
 
 
 def _count(model: Any, run: Any, contender: Contender, step: Callable[[Any], float]) -> dict[str, int]:
-    """Nodes, kernels and guards, from one more compilation."""
+    """Nodes and guards, from one more compilation."""
     import torch
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor import metrics
 
     from bitplan.compiler.tracing import keep_guards
 
-    counts = {"dynamo_nodes": 0, "aot_nodes": 0, "kernels": 0, "guards": 0}
-    if contender.compiler == "inductor":
-        torch.compiler.reset()
-        metrics.reset()
-        step(_compile(model, run, contender))
-        counts["kernels"] = metrics.generated_kernel_count
+    counts = {"dynamo_nodes": 0, "aot_nodes": 0, "guards": 0}
     if contender.execution != "emulate":
         return counts  # partitioned by backends of their own
     torch.compiler.reset()

@@ -31,6 +31,22 @@ def cells(line: str) -> list[str]:
     return [cell.strip(" *") for cell in line.strip("|").split("|")]
 
 
+# Compile time.
+
+
+def test_compile_times_of_equal_blocks_are_those_of_the_stored_file() -> None:
+    rows = measured("compile-time-regional-cpu.json")["rows"]
+    expected: dict[str, list[str]] = {}
+    for row in rows:
+        plan = row["contender"]["plan"]
+        name = f"`{row['contender']['compiler']}`, {plan if plan == 'no plan' else f'`{plan}`'}"
+        expected.setdefault(name, []).append(f"{row['seconds']:.1f} s, {row['ratio']:.2f}")
+    listed = {
+        cells(line)[0]: cells(line)[1:] for line in BENCHMARKS.splitlines() if re.match(r"\| `\w+`, .* s, ", line)
+    }
+    assert listed == expected
+
+
 # The README.
 
 #: Row -> file of results, and its variants: BF16, torchao, bitplan.
