@@ -421,3 +421,26 @@ def test_products_without_a_common_axis_are_not_rotated(call: Callable[[Tensor, 
         pytest.raises(bitplan.BitplanError, match="rotate turns operands of linear layers"),
     ):
         model(torch.randn(8, 8))
+
+
+def test_a_frozen_convolution_is_not_rotated_either() -> None:
+    model, x = nn.Conv2d(16, 16, 3).requires_grad_(False), torch.randn(1, 16, 8, 8)
+    rule = {"match": "*", "fprop": TURNED, "frozen": {"format": "int8", "scale": "channel"}}
+    with (
+        pytest.raises(bitplan.BitplanError, match="rotate turns operands of linear layers"),
+        bitplan.attach(model, {"version": 1, "rules": [rule]}, execution="packed"),
+    ):
+        model(x)
+
+
+@pytest.mark.parametrize("execution", ["emulate", "packed"])
+def test_a_frozen_linear_layer_rotates_both_operands(execution: str) -> None:
+    """Its product in float32 is that of the unrotated codes, and its operands are others."""
+    model, x = nn.Linear(32, 16, bias=False).requires_grad_(False), torch.randn(4, 32)
+    results = []
+    for rounding in (TURNED, "fp16"):
+        rule = {"match": "*", "fprop": rounding, "frozen": {"format": "int8", "scale": "channel"}}
+        with bitplan.attach(model, {"version": 1, "rules": [rule]}, execution=execution), Products() as products:
+            results.append((model(x), products.seen[0][0]))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(results[0][1], results[1][1], atol=0.1)
