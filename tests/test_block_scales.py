@@ -175,6 +175,16 @@ def test_convolutions_have_tiles_of_output_and_input_channels() -> None:
     assert all(torch.equal(one, two) for one, two in zip(ours, apart, strict=True))
 
 
+def test_a_bias_is_one_row() -> None:
+    model, x = nn.Linear(6, 10), torch.zeros(1, 6)
+    with torch.no_grad():
+        model.bias.copy_(spread(10, seed=1))
+    with bitplan.attach(model, plan_of(weight=TILE), example=x):
+        y = model(x)[0]
+    assert torch.equal(y, bitplan.quantize(model.bias.detach(), "e4m3", scale="block", block=4))
+    assert not torch.equal(y, model.bias)
+
+
 def test_estimates_and_explanations_know_the_tiles() -> None:
     model, x = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)), torch.randn(32, 64)
     plan = plan_of(weight={"format": "e4m3", "scale": "block", "block": [16, 16]}, activation={"format": "nvfp4"})

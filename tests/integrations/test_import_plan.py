@@ -267,3 +267,32 @@ def test_a_yaml_file_runs_no_code(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="evil"):
         import_plan(tmp_path / "evil.yaml", "megatron")
     assert set(IMPORT_FORMATS) == {"torchao", "compressed-tensors", "megatron"}
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "nvfp4"])
+def test_published_recipes_go_to_megatron_and_back(name: str) -> None:
+    """Tiles of weights, lines, stochastic gradients and the rotation are Megatron's own, so nothing is left out."""
+    plan = bp.Plan.preset(name).to_dict()
+    if name == "deepseek-v3":  # Megatron's scales of blocks are powers of two
+        plan["quantizers"] = {key: {**value, "power_of_two": True} for key, value in plan["quantizers"].items()}
+    layers = [nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 128)]
+    model, x = nn.Sequential(*layers), torch.randn(4, 256)
+    exported = bp.Plan.from_dict(plan).export("megatron", model, x, strict=True)
+    imported = import_plan(yaml.safe_load(exported.text), "megatron")
+    with bp.attach(model, plan, example=x, execution="emulate") as run:
+        decision = run.plan.decide("2", "linear.0")
+    expected = [str(decision[slot].quantizer or "-") for slot in SLOTS]
+    back = operands(imported, "2")
+    assert [text.replace("block 1x128", "block 128") for text in expected] == back
+    assert any("16x16" in text or "128x128" in text for text in back)
+
+
+def test_tiles_go_to_transformer_engine_and_modelopt() -> None:
+    model, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 128)), torch.randn(4, 256)
+    engine = bp.Plan.preset("deepseek-v3").export("transformer-engine", model, x, strict=True)
+    assert '"weight": (partial(fp8_tile, DType.kFloat8E4M3, False)' in engine.text
+    assert '"input": (partial(fp8_block, DType.kFloat8E4M3, False)' in engine.text
+    modelopt = bp.Plan.preset("deepseek-v3").export("modelopt", model, x)
+    assert "-2: 128" in modelopt.text
+    with pytest.raises(PlanError, match="lines of inputs only"):
+        bp.Plan.preset("deepseek-v3").export("compressed-tensors", model, x)

@@ -19,6 +19,7 @@ NAMING = [
         "bf16-all",
         "deepseek-v3",
         "fp8-all",
+        "fp8-attention",
         "fp8-late",
         "fp8-linear",
         "int2-all",
@@ -46,7 +47,8 @@ def test_the_presets_are_those_promised() -> None:
 def test_a_preset_describes_itself_does_something_and_round_trips(name: str) -> None:
     plan = Plan.preset(name)
     assert plan.description
-    assert plan.has_selectors or plan.has_frozen or not plan.decide("layer", "linear").changes_nothing
+    op = "scaled_dot_product_attention" if name == "fp8-attention" else "linear"
+    assert plan.has_selectors or plan.has_frozen or not plan.decide("layer", op).changes_nothing
     assert Plan.from_yaml(plan.to_yaml()) == plan
     assert Plan.from_yaml(preset_text(name)) == plan
     assert (files("bitplan.plans") / "presets" / f"{name}.yaml").is_file()

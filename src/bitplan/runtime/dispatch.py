@@ -413,6 +413,8 @@ class Rounder(Interceptor):
             _require_room_under_autocast(action, args)
         x = args[0] if args else kwargs["input"]
         w = args[1] if len(args) > 1 else kwargs["weight"]
+        if action is not None and action.rotates:
+            _require_rotatable(op, x, w, context)
         key = frozen_weight_key(module) if action is not None and action.needs_key else None
         product, bias = product_of(op, args, kwargs)
         result = None

@@ -410,8 +410,9 @@ class RoundingOp:
         if self.place in ("weight", "grad_weight") or self.place.endswith(".w"):
             return context.of_shard(None)
         scaling = self.quantizer(x.dim()).scaling
+        is_tile = scaling is not None and isinstance(scaling.block, tuple) and scaling.block[0] > 1
         has_summed_axis = self.place in SLOTS and scaling is not None and scaling.granularity in ("vector", "block")
-        if self.is_stochastic or (not has_summed_axis and self._needs_whole(x, tuple(range(x.dim())))):
+        if self.is_stochastic or ((is_tile or not has_summed_axis) and self._needs_whole(x, tuple(range(x.dim())))):
             raise PlanError(
                 f"{self.place} of {context.site} is rounded stochastically or with scales for parts of it, and tensor "
                 f"parallelism may have split it, which a plain tensor does not say: parallelize with "
