@@ -29,12 +29,12 @@ from common import CIFAR_PACK, Experiment, arguments, in_sentences
 
 from bitplan.analysis.measure import DEFAULT_CANDIDATES, Measurement
 from bitplan.lab.compare import Choice
-from bitplan.lab.compare.correlation import LEAST, cost_correlation
 from bitplan.lab.tasks.registry import find_task
 from bitplan.lab.tasks.task import Task
 from bitplan.lab.train.stages import measure_task
 from bitplan.planners.advise import Advice, Slot, SlotAdvice, advise_on, collect_pairs, make_plan
 from bitplan.plans import SLOTS, Plan, QuantizerSpec
+from bitplan.significance import LEAST, cost_correlation
 
 BASELINE, CONTROL = "bf16", "fp32"
 MODELS = ("bert", "resnet")

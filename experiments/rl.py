@@ -53,6 +53,7 @@ def main() -> None:
                     floor=FLOORS[environment],
                     of=OF,
                     static=(8, 6),
+                    equal_to=("RR", "CR") if options.quick else ("RR", "CR", "ER"),
                 )
             )
             experiment.write(studies)
