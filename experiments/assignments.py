@@ -103,7 +103,7 @@ def study(experiment: Experiment, name: str) -> dict[str, Any]:
     plans += [{**records[other], "plan": label, "same_as": other} for label, other in same.items() if other in records]
     floor = FLOORS[name]
     short = is_short(plans, floor, task.metric)
-    reading = short_words(floor, task.metric) if short else _reading(plans, task.metric)
+    words = short_words(floor, task.metric) if short else reading(plans, task.metric)
     return {
         "study": name,
         "settings": [setting for setting in settings if not setting.startswith("data=")],
@@ -111,7 +111,7 @@ def study(experiment: Experiment, name: str) -> dict[str, Any]:
         "metric": metric_record(task.metric, "held-out data, after the last iteration, under the assignment"),
         "floor": floor,
         "short_run": short,
-        "reading": reading,
+        "reading": words,
         "plans": plans,
         "curves": experiment.curves(name, task.metric.name),
     }
@@ -196,7 +196,7 @@ def _peaks(experiment: Experiment, task: Task, choices: Sequence[Choice]) -> dic
     return peaks
 
 
-def _reading(plans: Sequence[Mapping[str, Any]], metric: Metric) -> str:
+def reading(plans: Sequence[Mapping[str, Any]], metric: Metric) -> str:
     """Whether the saving is more than twice the operator baseline's at FP32's accuracy."""
     records = {plan["plan"]: plan for plan in plans if plan["metric"] is not None and not plan["diverged"]}
     lost = [plan["plan"] for plan in plans if plan["plan"] not in records]

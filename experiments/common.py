@@ -52,9 +52,9 @@ RESULTS = Path("docs/results")
 CIFAR_PACK = f"{Path(__file__).with_name('cifar_pack.py')}:CifarPack"
 #: Verdicts on plans beside a static one. One seed never decides: the variation between seeds is unknown.
 KINDS = {
-    "better": "Surely better than",
-    "keeps": f"Surely within {MARGIN:.0%} of",
-    "loses": f"Surely worse by {MARGIN:.0%} than",
+    "better": "Better than",
+    "keeps": f"Within {MARGIN:.0%} of",
+    "loses": f"Worse by over {MARGIN:.0%} than",
     "undecided": "Undecided beside",
 }
 #: The name of a static plan that costs as much as a schedule begins so; schedules within this share of its cost are
@@ -414,7 +414,7 @@ def order_by_cost(plans: Sequence[Mapping[str, Any]], metric: Metric) -> dict[st
     }
     comparisons = []
     for control in (plan for name, plan in records.items() if name.startswith(EQUAL_COST)):
-        equal = [name for name in names if _is_equally_expensive(records[name], control)]
+        equal = [name for name in names if is_equal_cost(records[name], control)]
         if not equal or is_one_seed:
             continue
         difference = Difference.of_mean([records[name]["values"] for name in equal], control["values"])
@@ -428,7 +428,7 @@ def order_by_cost(plans: Sequence[Mapping[str, Any]], metric: Metric) -> dict[st
     return {**result, "words": " ".join(words)}
 
 
-def _is_equally_expensive(plan: Mapping[str, Any], control: Mapping[str, Any]) -> bool:
+def is_equal_cost(plan: Mapping[str, Any], control: Mapping[str, Any]) -> bool:
     return bool(abs(plan["relative_to_fp32"] / control["relative_to_fp32"] - 1) <= EQUAL_WITHIN)
 
 
@@ -442,7 +442,11 @@ def judged(plan: Mapping[str, Any], base: Mapping[str, Any], metric: Metric, mar
 
 def verdict_word(plan: Mapping[str, Any], base: Mapping[str, Any], metric: Metric) -> str:
     """The key of :data:`KINDS` for a plan beside another."""
-    judgement = judged(plan, base, metric)
+    return word(judged(plan, base, metric))
+
+
+def word(judgement: Judgement) -> str:
+    """The verdict, or better where a plan is so by more than chance."""
     return "better" if judgement.is_better else judgement.verdict
 
 

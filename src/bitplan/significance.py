@@ -72,11 +72,11 @@ class Difference:
     def half_width(self) -> float:
         """Half of the interval of 95 % for normal differences (Student's t); infinite for one pair.
 
-        A bootstrap of three to five pairs is too narrow by a third and more; the tests show both coverages. Two equal
+        A bootstrap of three to five pairs is too narrow by a third and more; the tests show both coverages. Equal
         differences are a coincidence of a coarse metric, such as the accuracy on a few hundred samples, and say nothing
-        about the spread: infinite, too, unless both are 0.
+        about the spread: infinite, too, unless all are 0.
         """
-        if self.pairs < 2 or (self.pairs == 2 and self.mean and self.deviation <= 1e-9 * abs(self.mean)):
+        if self.pairs < 2 or (self.mean and self.deviation <= 1e-9 * abs(self.mean)):
             return math.inf
         return student_quantile((1 + SURE) / 2, self.pairs - 1) * self.deviation / math.sqrt(self.pairs)
 

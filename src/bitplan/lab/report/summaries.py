@@ -499,7 +499,7 @@ def _reason(judgement: Judgement, reference: PlanSummary, margin: float) -> str:
         return "one seed decides nothing"
     share = f"margin {percent_text(margin)} of {reference.label}"
     if math.isinf(loss.half_width):
-        return f"worse by {number_text(loss.mean)} with both seeds, which says nothing about others, {share}"
+        return f"worse by {number_text(loss.mean)} with every seed, which says nothing about others, {share}"
     interval = f"{_worse_text(loss)} over {loss.pairs} seeds, {share}"
     return f"better than {reference.label}: {interval}" if judgement.is_better else interval
 
