@@ -15,6 +15,7 @@ A CPU is enough. The same command resumes an interrupted experiment.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from common import CONTROL, Experiment, against, arguments, cyclic_study, in_sentences, metric_record
@@ -36,7 +37,9 @@ def main() -> None:
     parser = arguments(__doc__, seeds=5)
     parser.add_argument("--environments", nargs="+", choices=tuple(FLOORS), default=tuple(FLOORS))
     parser.add_argument("--rounded", nargs="*", choices=ROUNDED, default=ROUNDED, help="of the study of the mismatch")
+    parser.add_argument("--mismatch-seeds", type=int, default=5, metavar="N", help="at most, of that study")
     experiment = Experiment("rl", parser.parse_args())
+    mismatch = replace(experiment, most_seeds=experiment.options.mismatch_seeds)
     options = experiment.options
     studies: list[dict[str, Any]] = []
     for environment in options.environments:
@@ -46,7 +49,7 @@ def main() -> None:
             if experiment.is_late:
                 break
             studies.append(
-                mismatch_study(experiment, environment, rounded, settings, control)
+                mismatch_study(mismatch, environment, rounded, settings, control)
                 if rounded
                 else cyclic_study(
                     *(experiment, environment, "rl", [], settings),
