@@ -69,7 +69,9 @@ class Study(NamedTuple):
 
 def gain_text(loss: Difference, digits: int, scale: float = 1) -> str:
     """A loss the other way round, so that positive is better, whatever the metric."""
-    mean, low, high = (f"{round(-scale * value, digits) + 0.0:+.{digits}f}" for value in (loss.mean, loss.high, loss.low))
+    mean, low, high = (
+        f"{round(-scale * value, digits) + 0.0:+.{digits}f}" for value in (loss.mean, loss.high, loss.low)
+    )
     return mean if loss.pairs < 2 else f"{mean} ({low} to {high})"
 
 
