@@ -14,14 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+import metrics
 from assignments import SAME
-from common import CONTROL, EQUAL_COST, MARGIN, RESULTS, is_equal_cost, judged, word
+from common import CONTROL, EQUAL_COST, RESULTS, is_equal_cost, judged, word
 from reread import metric_of, plans_of
 
 from bitplan.files import write_whole
 from bitplan.lab.tasks.task import Metric
 from bitplan.plans.schedules.named import GROUPS
-from bitplan.significance import Difference, judge
+from bitplan.significance import Difference
 
 #: Results whose readings are on the page; the others have pages of their own.
 READINGS = ("cifar", "ptb", "sst2", "detection", "forecast", "rl")
@@ -221,9 +222,7 @@ def ranks(number: int, title: str) -> Claim:
 def rounds(number: int, title: str, name: str, paper: str) -> Claim:
     """A way to round against BF16, by the held-out loss of each seed."""
     result = json.loads((RESULTS / "metrics.json").read_text(encoding="utf-8"))
-    plans = {plan["plan"]: plan["losses"] for plan in result["studies"][number]["plans"]}
-    base = sum(plans["bf16"].values()) / len(plans["bf16"])
-    judgement = judge(plans[name], plans["bf16"], MARGIN * base, "lower")
+    judgement = metrics.against_baseline(result["studies"][number]["plans"], name)
     loss = judgement.loss
     assert loss is not None
     return Claim(

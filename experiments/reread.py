@@ -15,6 +15,7 @@ from typing import Any
 
 import assignments
 import deficits
+import metrics
 import ptb
 import sst2
 from common import CONTROL, EQUAL_COST, against, in_sentences, read_cyclic
@@ -56,8 +57,10 @@ def plans_of(study: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _read(result: Mapping[str, Any], study: Mapping[str, Any]) -> dict[str, Any]:
     experiment = result["experiment"]
-    if experiment == "metrics":  # its verdicts need what was measured, and do not compare plans
-        return {}
+    if experiment == "metrics":
+        plans = study["plans"]
+        read = {"spearman": metrics.correlations(plans), "reading": metrics.reading(plans, study["trivial_loss"])}
+        return read if not study["reading"].startswith("A ") else {"spearman": read["spearman"]}
     metric, plans = metric_of(result, study), plans_of(study)
     if experiment in ("assignments", "deficits"):
         module = assignments if experiment == "assignments" else deficits

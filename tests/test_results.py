@@ -306,3 +306,22 @@ def test_sentences_about_differences(scripts: dict[str, ModuleType]) -> None:
         assert f"{mean}, {interval.strip('()')}" in metrics
     low, high = claims.rounds(0, "", "gradients int8", "").effect.partition(" (")[2].strip(")").split(" to ")
     assert f"per-tensor scales loses 2.5 ({-float(high):.2f} to {-float(low):.2f})" in metrics
+
+
+def test_the_table_of_metrics() -> None:
+    text = (RESULTS / "metrics.md").read_text()
+    rows, studies = table("| rounded |", text), studies_of("metrics")
+    plans = [{plan["plan"]: plan for plan in study["plans"]} for study in studies]
+    assert [row["rounded"] for row in rows] == [name for name in plans[0] if name != "bf16"]
+    for row in rows:
+        cells = [*row.values()]
+        for records, predicted, gap in zip(plans, cells[1::2], cells[2::2], strict=True):
+            record = records[row["rounded"]]
+            assert predicted == ("" if record["predicted"] is None else f"{record['predicted']['all']:.2f}"), row
+            assert float(gap) == pytest.approx(record["gap"], abs=0.051 if abs(record["gap"]) > 10 else 0.00051), row
+    bert, resnet = (study["spearman"] for study in studies)
+    for correlation, name in ((bert["all"], "BERT"), (resnet["all"], "ResNet"), (bert["wgrad.dy"], "`wgrad.dy`")):
+        low, high = correlation["interval"]
+        assert f"{name} {correlation['value']:+.2f} ({low:+.2f} to {high:+.2f})" in one_line(text)
+    shares = [100 * records["advice"]["relative_to_fp32"] for records in plans]
+    assert "at {:.1f} and {:.1f} % of FP32's bit operations".format(*shares) in one_line(text)
