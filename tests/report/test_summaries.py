@@ -210,7 +210,7 @@ def test_networks_are_experiments_of_their_own(write_run: WriteRun, tmp_path: Pa
     assert [small.name, large.name] == ["digits, model resnet20", "digits, model resnet8"]
     assert small.task == large.task == "digits"
     assert verdicts(small) == verdicts(large) == {"fp32": "reference", "int8": "undecided"}
-    assert small.answer.startswith("On digits, model resnet20 (1 seed, 30 steps), int8 is within 1.0 % of the accuracy")
+    assert small.answer.startswith("On digits, model resnet20 (1 seed, 30 steps), int8 is at most 1.0 % worse")
 
 
 def test_the_same_data_in_two_places_is_the_same(write_run: WriteRun, tmp_path: Path) -> None:
@@ -258,6 +258,6 @@ def test_a_plan_above_the_reference_is_called_better(experiment: Make) -> None:
     result = experiment(fp32=seeds(0.8, 0.82), up=seeds(0.9, 0.921, cost=0.1), near=seeds(0.8, 0.8201))
     plans = {plan.label: plan for plan in result.plans}
     assert (plans["up"].verdict, plans["up"].is_better, verdict_text(plans["up"])) == ("keeps", True, "better")
-    assert plans["up"].why.startswith("better than fp32: worse by -0.1005 (")
+    assert plans["up"].why.startswith("better by 0.1005 (0.09415 to 0.1069) over 2 seeds")
     assert (plans["near"].verdict, plans["near"].is_better, verdict_text(plans["near"])) == ("keeps", False, "keeps")
     assert "up improves on the accuracy of fp32" in result.answer

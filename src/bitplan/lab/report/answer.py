@@ -62,7 +62,7 @@ def _finding(experiment: Experiment) -> str:
         )
     if best is not None and best.is_near:
         return (
-            f"{best.label} is within {percent_text(experiment.margin)} of the {metric} of {reference.label} "
+            f"{best.label} is at most {percent_text(experiment.margin)} worse than {reference.label} in {metric} "
             f"({_value(experiment, best)} against {standard}){_savings(best, reference)}, but {_why_undecided(best)}"
         )
     if best is not None:

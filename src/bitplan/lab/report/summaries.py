@@ -499,14 +499,18 @@ def _reason(judgement: Judgement, reference: PlanSummary, margin: float) -> str:
         return "one seed decides nothing"
     share = f"margin {percent_text(margin)} of {reference.label}"
     if math.isinf(loss.half_width):
-        return f"worse by {number_text(loss.mean)} with every seed, which says nothing about others, {share}"
-    interval = f"{_worse_text(loss)} over {loss.pairs} seeds, {share}"
-    return f"better than {reference.label}: {interval}" if judgement.is_better else interval
+        return f"{_worse_text(loss)} with every seed, which says nothing about others, {share}"
+    return f"{_worse_text(loss)} over {loss.pairs} seeds, {share}"
 
 
 def _worse_text(loss: Difference) -> str:
-    """How much worse a plan is, with the interval of 95 %."""
-    return f"worse by {number_text(loss.mean)} ({number_text(loss.low)} to {number_text(loss.high)})"
+    """How much worse or better a plan is, with the interval of 95 %."""
+    word, sign = ("better", -1) if loss.mean < 0 else ("worse", 1)
+    text = f"{word} by {number_text(abs(loss.mean))}"
+    if math.isinf(loss.half_width):
+        return text
+    low, high = sorted((sign * loss.low, sign * loss.high))
+    return f"{text} ({number_text(low)} to {number_text(high)})"
 
 
 def pareto_front(points: Sequence[tuple[float, float]], better: Literal["higher", "lower"]) -> list[int]:
