@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from bitplan.files import strict
 from bitplan.lab.targets import load_target
 from bitplan.planners.assign import AssignRequest, make_assignment
 from bitplan.planners.assign.levels import PAPER
+from bitplan.plans.schedules import TEN
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 TEXT = (RESULTS / "assignments.md").read_text()
@@ -325,3 +327,52 @@ def test_the_table_of_metrics() -> None:
         assert f"{name} {correlation['value']:+.2f} ({low:+.2f} to {high:+.2f})" in one_line(text)
     shares = [100 * records["advice"]["relative_to_fp32"] for records in plans]
     assert "at {:.1f} and {:.1f} % of FP32's bit operations".format(*shares) in one_line(text)
+
+
+# --- New domains
+
+NEW = one_line((RESULTS / "new-domains.md").read_text())
+
+
+def test_the_sentences_about_forecasting(scripts: dict[str, ModuleType]) -> None:
+    claims = scripts["claims"]
+    study = claims.stored("forecast")[0]
+    words = [claims.word(claims.judged(study.plans[name], study.plans["static 8"], study.metric)) for name in TEN]
+    assert set(words) == {"keeps", "better"}
+    assert words.count("better") == 7, "seven of the ten are better"
+    for static in ("static at the cost of CR", "static 6"):
+        mean, low, high = re.findall(r"\+(0\.\d+)", claims.changing(study, "", static).effect)
+        assert f"by {mean} ({low} to {high})" in NEW
+    trend = study.record["order"]["trend"]
+    pairs = f"{trend['concordant']:g} of {trend['pairs']} pairs of schedules are in that order"
+    assert f"{pairs}, p = {trend['p_value']:.2g}" in NEW
+    costs = {name: plan["relative_to_fp32"] for name, plan in study.plans.items()}
+    cheaper = [1 - costs[f"static at the cost of {name}"] / costs[name] for name in ("ER", "RR")]
+    assert "at the cost of RR and ER cost {:.0f} to {:.0f} % less".format(*(100 * share for share in cheaper)) in NEW
+    assert 0.08 < 1 - costs["static 6"] / costs["CR"] < 0.12, "a tenth less"
+    assert costs["static 6"] < costs["static at the cost of CR"]
+    assert study.plans["static 6"]["metric"] < study.plans["static at the cost of CR"]["metric"]
+    assert study.plans["FP32"]["metric"] < study.record["floor"] == 0.386
+
+
+def test_the_sentences_about_reinforcement_learning(scripts: dict[str, ModuleType]) -> None:
+    claims = scripts["claims"]
+    study = claims.stored("rl")[0]
+    figures = [f"{study.plans[name]['metric']:.0f}" for name in ("FP32", "static 8", "static 6")]
+    assert "FP32 reaches {}, static 8 {} and static 6, at 56 % of static 8's bit operations, {}".format(*figures) in NEW
+    assert study.cost("static 6", "static 8") == "56 %"
+    assert all(study.plans[name]["metric"] < study.plans["static 8"]["metric"] for name in TEN)
+    losses = [claims.judged(study.plans[name], study.plans["static 8"], study.metric) for name in ("RR", "RTH")]
+    assert {judgement.verdict for judgement in losses} == {"loses"}
+    texts = [
+        f"{loss.mean:.0f} ({loss.low:.0f} to {loss.high:.0f})" for loss in (judgement.loss for judgement in losses)
+    ]
+    assert f"lose {' and '.join(texts)}" in NEW
+    order = study.record["order"]
+    (low, high), trend = order["pearson"]["interval"], order["trend"]
+    assert f"{trend['concordant']:g} of {trend['pairs']} pairs of different groups, p = {trend['p_value']:.2g}" in NEW
+    assert f"is {order['pearson']['value']:+.2f} ({low:+.2f} to {high:+.2f}), so the order is undecided" in NEW
+    assert low < 0
+    mean, low, high = (float(text) for text in re.findall(r"[-+]\d+\.\d+", claims.changing(study, "").effect))
+    assert f"have {mean:+.0f} ({low:+.0f} to {high:+.0f})" in NEW
+    assert f"up to {max(study.plans[name]['deviation'] for name in TEN):.0f} in standard deviation" in NEW
