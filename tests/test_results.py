@@ -294,6 +294,10 @@ def test_sentences_about_differences(scripts: dict[str, ModuleType]) -> None:
     )
     assert f"none loses, and three seeds leave {large.count('undecided')} undecided" in one_line(GRAPHS)
     assert "loses" not in (*large, *small)
+    balanced = studies_of("cifar")[0]["order"]["equal_cost"][0]
+    interval = "{:.2f} points ({:.2f} to {:.2f})".format(*(-100 * balanced[key] for key in ("mean", "high", "low")))
+    tutorial = one_line((RESULTS.parent / "tutorials" / "study-a-schedule.md").read_text())
+    assert f"were {interval} below the static plan of that cost" in tutorial
     assert small.count("keeps") + small.count("better") == 8, "eight of the twenty keep it or are better"
     assert "three seeds leave twelve undecided" in one_line(GRAPHS)
     for title in ("cora, sage, fp-agg", "coauthor-cs, sage, fp-agg"):
