@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import metrics
+import rl
 from assignments import SAME
 from common import CONTROL, EQUAL_COST, RESULTS, is_equal_cost, judged, word
 from reread import metric_of, plans_of
@@ -28,6 +29,8 @@ from bitplan.significance import Difference
 READINGS = ("cifar", "ptb", "sst2", "detection", "forecast", "rl")
 HEADINGS = ("what the paper says", "what was run", "gain (95 %)", "verdict", "command")
 BALANCED = GROUPS["balanced"]
+#: The plans of the study of the mismatch.
+STATIC = tuple(f"static {bits}" for bits in rl.STATIC)
 
 
 class Claim(NamedTuple):
@@ -293,11 +296,11 @@ def new_domains() -> list[tuple[Study, str]]:
 
 def mismatches() -> list[Claim]:
     """Rounding only rollouts, or only updates, against rounding both."""
-    both, *others = stored("rl")
+    _, both, *others = stored("rl")
     rows = []
     for study in others:
         where = study.title.rpartition(", ")[2]
-        for name in (name for name in ("static 8", "static 6") if name in study.plans):
+        for name in STATIC:
             judgement = judged(study.plans[name], both.plans[name], both.metric)
             assert judgement.loss is not None
             rows.append(
@@ -354,6 +357,21 @@ def plans_table(study: Study) -> str:
     return _markdown(rows)
 
 
+def mismatch_table() -> str:
+    """Static plans that hold in rollouts and updates, or in one of them: returns and differences of the policies."""
+    studies = stored("rl")[1:]
+    where = ["both", *(f"{study.title.rpartition(', ')[2]}s only" for study in studies[1:])]
+    rows = [("plan", *(f"{name}: return (mismatch)" for name in where)), ("---",) * (1 + len(where))]
+    for name in STATIC:
+        cells = []
+        for study in studies:
+            plan = study.plans[name]
+            mismatch = sum(metrics["mismatch"] for metrics in plan["metrics"].values()) / len(plan["metrics"])
+            cells.append(f"{plan['metric']:.0f} ± {plan['deviation']:.0f} ({mismatch:.3f})")
+        rows.append((name, *cells))
+    return _markdown(rows)
+
+
 def _markdown(rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
@@ -364,6 +382,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "new-domains.md": {
         "forecast": lambda: plans_table(stored("forecast")[0]),
         "rl": lambda: plans_table(stored("rl")[0]),
+        "mismatch": mismatch_table,
     },
 }
 
