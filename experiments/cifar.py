@@ -51,6 +51,7 @@ def main() -> None:
             names=names,
             bits=RANGE,
             static=(8, 6),
+            equal_to=FEW if experiment.options.quick else ("RR", "CR", "ER"),
             floor=FLOOR,
             of=OF,
         )

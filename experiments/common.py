@@ -14,7 +14,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,22 +26,37 @@ from records import ended_seeds, joined, plan_record, row, spread
 from bitplan.errors import BitplanError, TaskError
 from bitplan.files import strict, write_whole
 from bitplan.lab.compare import Choice, Update, compare
-from bitplan.lab.compare.correlation import LEAST, cost_correlation, paired_difference, pearson, seed_share, trend
 from bitplan.lab.compare.suites import cpt_choices
 from bitplan.lab.report.runs import Run, read_runs
+from bitplan.lab.report.summaries import MARGIN
 from bitplan.lab.tasks.registry import find_task
 from bitplan.lab.tasks.task import Metric
 from bitplan.lab.train import Summary
 from bitplan.lab.train.config import machine, versions
 from bitplan.plans.schedules.cyclic import DEFAULT_CYCLES
 from bitplan.plans.schedules.named import GROUPS
+from bitplan.significance import (
+    LEAST,
+    Difference,
+    Judgement,
+    cost_correlation,
+    judge,
+    pearson,
+    seed_share,
+    trend,
+)
 
 CONTROL = "FP32"
 RESULTS = Path("docs/results")
 #: CIFAR-10 as JPEGs in one file.
 CIFAR_PACK = f"{Path(__file__).with_name('cifar_pack.py')}:CifarPack"
-#: How plans with one seed compare: the variation between seeds is unknown.
-BESIDE = "one seed, so no verdict, beside"
+#: Verdicts on plans beside a static one. One seed never decides: the variation between seeds is unknown.
+KINDS = {
+    "better": "Better than",
+    "keeps": f"Within {MARGIN:.0%} of",
+    "loses": f"Worse by over {MARGIN:.0%} than",
+    "undecided": "Undecided beside",
+}
 #: The name of a static plan that costs as much as a schedule begins so; schedules within this share of its cost are
 #: compared with it.
 EQUAL_COST, EQUAL_WITHIN = "static at the cost of", 0.05
@@ -275,6 +290,7 @@ def cyclic_study(
     of: str,
     static: Sequence[int] = (8,),
     cycles: int = DEFAULT_CYCLES,
+    equal_to: Sequence[str] | None = None,
     is_included: Callable[[str], bool] = lambda label: True,
 ) -> dict[str, Any]:
     """FP32, static plans and cyclic schedules on one task: run, count and read.
@@ -283,10 +299,11 @@ def cyclic_study(
     :param names: names of the schedules.
     :param floor: the metric that FP32 must reach for conclusions.
     :param of: what the metric is computed on.
+    :param equal_to: the schedules that get a static plan of their cost; by default CR.
     :param is_included: whether a plan of that label is run; by default all of :func:`cpt_choices` are.
     """
     task = find_task(task_name, [*place, *settings])
-    choices = cpt_choices(task, names, *bits, static=static, cycles=cycles)
+    choices = cpt_choices(task, names, *bits, static=static, cycles=cycles, equal_to=equal_to)
     chosen = [choice for choice in choices if is_included(choice.label)]
     folder = name.replace(" ", "-")
     plans = experiment.compared(task_name, chosen, folder=folder, settings=[*place, *settings], metric=task.metric)
@@ -309,17 +326,26 @@ def cyclic_reading(
     metric: Metric,
 ) -> dict[str, Any]:
     """The reading of a study: schedules against a static plan, and cost against the metric."""
-    order, short = order_by_cost(plans, metric), experiment.why_short(plans, floor, metric)
-    sentences = [against(plans, names, static, metric), *([order["words"]] if order is not None else [])]
+    short = experiment.why_short(plans, floor, metric)
+    read = read_cyclic(plans, names, static, metric)
     return {
         "seeds": list(experiment.seeds),
         "evaluation": EVALUATION,
         "floor": floor,
         "short_run": short is not None,
-        "order": order,
-        "reading": short or " ".join(sentences),
+        **read,
+        "reading": short or read["reading"],
         "plans": list(plans),
     }
+
+
+def read_cyclic(
+    plans: Sequence[Mapping[str, Any]], names: Sequence[str], static: str, metric: Metric
+) -> dict[str, Any]:
+    """The order of the schedules by cost, and the sentences on all plans."""
+    order = order_by_cost(plans, metric)
+    sentences = [against(plans, names, static, metric), *([order["words"]] if order is not None else [])]
+    return {"order": order, "reading": " ".join(sentences)}
 
 
 # --- plans over seeds ---
@@ -386,20 +412,42 @@ def order_by_cost(plans: Sequence[Mapping[str, Any]], metric: Metric) -> dict[st
         # The share of the variance between schedules that seeds alone explain; 1 or more: schedules do not differ.
         "seed_share": share if math.isfinite(share) else None,
     }
-    control = next((plan for name, plan in records.items() if name.startswith(EQUAL_COST)), None)
-    equal = [name for name in names if control is not None and _is_equally_expensive(records[name], control)]
-    if control is not None and equal and not is_one_seed:
-        difference = paired_difference([records[name]["values"] for name in equal], control["values"])
-        result["equal_cost"] = {"control": control["plan"], "schedules": equal, **asdict(difference)}
+    comparisons = []
+    for control in (plan for name, plan in records.items() if name.startswith(EQUAL_COST)):
+        equal = [name for name in names if is_equal_cost(records[name], control)]
+        if not equal or is_one_seed:
+            continue
+        difference = Difference.of_mean([records[name]["values"] for name in equal], control["values"])
+        comparisons.append({"control": control["plan"], "schedules": equal, **difference.to_dict()})
         words.append(
-            f"{len(equal)} schedules less {control['plan']}, paired by seed: {difference.mean:+.4f} "
-            f"({difference.low:+.4f} to {difference.high:+.4f}), {difference.below} of {difference.pairs} below zero."
+            f"{len(equal)} schedules less {control['plan']}, paired by {difference.pairs} seeds: "
+            f"{difference.mean:+.4f} ({difference.low:+.4f} to {difference.high:+.4f})."
         )
+    if comparisons:
+        result["equal_cost"] = comparisons
     return {**result, "words": " ".join(words)}
 
 
-def _is_equally_expensive(plan: Mapping[str, Any], control: Mapping[str, Any]) -> bool:
+def is_equal_cost(plan: Mapping[str, Any], control: Mapping[str, Any]) -> bool:
     return bool(abs(plan["relative_to_fp32"] / control["relative_to_fp32"] - 1) <= EQUAL_WITHIN)
+
+
+def judged(plan: Mapping[str, Any], base: Mapping[str, Any], metric: Metric, margin: float = MARGIN) -> Judgement:
+    """The verdict on a plan beside another over the seeds of both.
+
+    :param margin: as a share of the other's metric.
+    """
+    return judge(plan["values"], base["values"], margin * abs(base["metric"]), metric.better)
+
+
+def verdict_word(plan: Mapping[str, Any], base: Mapping[str, Any], metric: Metric) -> str:
+    """The key of :data:`KINDS` for a plan beside another."""
+    return word(judged(plan, base, metric))
+
+
+def word(judgement: Judgement) -> str:
+    """The verdict, or better where a plan is so by more than chance."""
+    return "better" if judgement.is_better else judgement.verdict
 
 
 def against(plans: Sequence[Mapping[str, Any]], names: Sequence[str], static: str, metric: Metric) -> str:
@@ -412,23 +460,12 @@ def against(plans: Sequence[Mapping[str, Any]], names: Sequence[str], static: st
         return " ".join([*sentences, f"Without {static} there is nothing to compare with."])
     if CONTROL in records:
         sentences.append(f"{CONTROL} {records[CONTROL]['metric']:.4f}, {static} {spread(base)}.")
-    kinds: dict[str, list[str]] = {"better than": [], "worse than": [], "within the spread of": [], BESIDE: []}
+    kinds: dict[str, list[str]] = {kind: [] for kind in KINDS}
     for name in (name for name in names if name in records and name not in lost):
-        kinds[_kind(records[name], base, metric)].append(f"{name} ({records[name]['metric'] - base['metric']:+.4f})")
-    sentences += [
-        f"{kind.capitalize()} {static}: {', '.join(names_of_kind)}."
-        for kind, names_of_kind in kinds.items()
-        if names_of_kind
-    ]
+        difference = records[name]["metric"] - base["metric"]
+        kinds[verdict_word(records[name], base, metric)].append(f"{name} ({difference:+.4f})")
+    sentences += [f"{KINDS[kind]} {static}: {', '.join(plans)}." for kind, plans in kinds.items() if plans]
     costs = {records[name]["relative_to_fp32"] / base["relative_to_fp32"] for name in names if name in records}
     if costs:
         sentences.append(f"They cost {min(costs):.0%} to {max(costs):.0%} of {static}.")
     return " ".join(sentences)
-
-
-def _kind(plan: Mapping[str, Any], base: Mapping[str, Any], metric: Metric) -> str:
-    if max(len(plan["values"]), len(base["values"])) < 2:
-        return BESIDE
-    if abs(plan["metric"] - base["metric"]) <= max(plan["deviation"], base["deviation"]):
-        return "within the spread of"
-    return "better than" if metric.is_better(plan["metric"], base["metric"]) else "worse than"

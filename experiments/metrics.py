@@ -21,20 +21,20 @@ import argparse
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common import CIFAR_PACK, Experiment, arguments, in_sentences
+from common import CIFAR_PACK, MARGIN, Experiment, arguments, in_sentences, word
 
 from bitplan.analysis.measure import DEFAULT_CANDIDATES, Measurement
 from bitplan.lab.compare import Choice
-from bitplan.lab.compare.correlation import LEAST, cost_correlation
 from bitplan.lab.tasks.registry import find_task
 from bitplan.lab.tasks.task import Task
 from bitplan.lab.train.stages import measure_task
 from bitplan.planners.advise import Advice, Slot, SlotAdvice, advise_on, collect_pairs, make_plan
 from bitplan.plans import SLOTS, Plan, QuantizerSpec
+from bitplan.significance import LEAST, Judgement, cost_correlation, judge
 
 BASELINE, CONTROL = "bf16", "fp32"
 MODELS = ("bert", "resnet")
@@ -133,7 +133,8 @@ def studied(experiment: Experiment, study: Study) -> dict[str, Any]:
         "trivial_loss": trivial_loss(task),
         "plans": plans,
         "spearman": correlations(plans),
-        "reading": reading(plans, trivial_loss(task), FLOORS[study.model], experiment.options),
+        "reading": why_short(plans, trivial_loss(task), FLOORS[study.model], experiment.options)
+        or reading(plans, trivial_loss(task)),
     }
 
 
@@ -258,24 +259,37 @@ def seed_spread(plans: Sequence[dict[str, Any]], trivial: float) -> float:
     return math.sqrt(statistics.mean(map(statistics.variance, learning))) if learning else 0.0
 
 
-def reading(plans: Sequence[dict[str, Any]], trivial: float, floor: float, options: argparse.Namespace) -> str:
-    """The conclusions, in sentences."""
+def why_short(plans: Sequence[dict[str, Any]], trivial: float, floor: float, options: argparse.Namespace) -> str | None:
+    """Why no conclusion can be drawn; None if there is no such reason."""
     if options.quick:
         return "A rehearsal: nothing follows from it."
+    base = statistics.mean(plans[0]["losses"].values())
+    if base < floor * trivial:
+        return None
+    return (
+        f"A short run: the baseline's held-out loss is {base:.2f}, the trivial predictor's {trivial:.2f}, so "
+        f"nothing follows from it."
+    )
+
+
+def against_baseline(plans: Sequence[Mapping[str, Any]], name: str) -> Judgement:
+    """The verdict on a plan by its held-out loss, beside the baseline's with the same seeds."""
+    losses = {plan["plan"]: plan["losses"] for plan in plans}
+    baseline = losses[BASELINE]
+    return judge(losses[name], baseline, MARGIN * statistics.mean(baseline.values()), "lower")
+
+
+def reading(plans: Sequence[dict[str, Any]], trivial: float) -> str:
+    """The conclusions, in sentences."""
     records = {plan["plan"]: plan for plan in plans}
     base = statistics.mean(plans[0]["losses"].values())
-    if not base < floor * trivial:
-        return (
-            f"A short run: the baseline's held-out loss is {base:.2f}, the trivial predictor's {trivial:.2f}, so "
-            f"nothing follows from it."
-        )
     noise = seed_spread(plans, trivial)
     sentences = [f"BF16 {base:.4f}; the spread over seeds, pooled over all plans that learn, is {noise:.4f}."]
 
     def verdict(name: str) -> str:
         gap = records[name]["gap"]
         result = "diverged" if math.isinf(gap) else f"{gap:+.4f}"
-        return f"{name} {result}{'' if abs(gap) > noise else ' (within it)'}"
+        return f"{name} {result} ({word(against_baseline(plans, name))})"
 
     sentences.append(f"FP32: {verdict(CONTROL)}. INT8 weights: {verdict('weights int8')}.")
     sentences.append(f"Gradients: {', '.join(verdict(name) for name in records if name.startswith('gradients'))}.")

@@ -1,6 +1,6 @@
 """Low precision in reinforcement learning: PPO on CartPole and Acrobot, which the papers left open.
 
-    python experiments/rl.py --jobs 2            # five seeds: 300 runs, half a minute of one core each
+    python experiments/rl.py --jobs 2            # five seeds: 280 runs, half a minute of one core each
     python experiments/rl.py --quick             # a rehearsal: a few tiny steps
 
 1. Schedules: FP32, static 8 and 6, a static plan that costs what CR costs, and all ten schedules between 3 and 8 bits.
@@ -14,6 +14,8 @@ A CPU is enough. The same command resumes an interrupted experiment.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from common import CONTROL, Experiment, against, arguments, cyclic_study, in_sentences, metric_record
@@ -35,16 +37,19 @@ def main() -> None:
     parser = arguments(__doc__, seeds=5)
     parser.add_argument("--environments", nargs="+", choices=tuple(FLOORS), default=tuple(FLOORS))
     parser.add_argument("--rounded", nargs="*", choices=ROUNDED, default=ROUNDED, help="of the study of the mismatch")
+    parser.add_argument("--mismatch-seeds", type=int, default=5, metavar="N", help="at most, of that study")
     experiment = Experiment("rl", parser.parse_args())
+    mismatch = replace(experiment, most_seeds=experiment.options.mismatch_seeds)
     options = experiment.options
     studies: list[dict[str, Any]] = []
     for environment in options.environments:
         settings = experiment.settings((f"environment={environment}",), QUICK)
+        control: dict[str, Any] | None = None
         for rounded in ("", *options.rounded):
             if experiment.is_late:
                 break
             studies.append(
-                mismatch_study(experiment, environment, rounded, settings)
+                mismatch_study(mismatch, environment, rounded, settings, control)
                 if rounded
                 else cyclic_study(
                     *(experiment, environment, "rl", [], settings),
@@ -53,23 +58,36 @@ def main() -> None:
                     floor=FLOORS[environment],
                     of=OF,
                     static=(8, 6),
+                    equal_to=("RR", "CR") if options.quick else ("RR", "CR", "ER"),
                 )
             )
+            control = next((plan for plan in studies[-1]["plans"] if plan["plan"] == CONTROL), None)
             experiment.write(studies)
     experiment.conclude(studies, "return")
 
 
-def mismatch_study(experiment: Experiment, environment: str, rounded: str, settings: list[str]) -> dict[str, Any]:
-    """Static plans where the plan holds in rollouts, in updates, or in both; FP32 is the same in all of them."""
+def mismatch_study(
+    experiment: Experiment,
+    environment: str,
+    rounded: str,
+    settings: list[str],
+    control: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Static plans where the plan holds in rollouts, in updates, or in both.
+
+    :param control: FP32 of the first study, the same in all of them.
+    """
     settings = [*settings, f"rounded={rounded}"]
     task = find_task("rl", settings)
     choices = [
         choice
         for choice in cpt_choices(task, ("CR",), *RANGE, static=STATIC[:2] if experiment.options.quick else STATIC)
-        if choice.label == CONTROL or choice.label in {f"static {bits}" for bits in STATIC}
+        if (choice.label == CONTROL and control is None) or choice.label in {f"static {bits}" for bits in STATIC}
     ]
     name = f"{environment}, {rounded}"
     plans = experiment.compared("rl", choices, folder=name.replace(", ", "-"), settings=settings, metric=task.metric)
+    if control is not None:
+        plans.insert(0, {**control, "seconds": 0.0})  # counted with the first
     short = experiment.why_short(plans, FLOORS[environment], task.metric)
     names = [choice.label for choice in choices if choice.label not in (CONTROL, "static 8")]
     return {

@@ -30,6 +30,7 @@ RECIPE = ("batch=64", "steps=2105", "warmup=200", "length=64", "evaluate_every=1
 #: conclusions.
 PRETRAINED, FROM_NOTHING = ("lr=5e-5",), ("lr=3e-4", "size=mini")
 FLOORS = {"pretrained": 0.88, "random": 0.76}
+NO_FINE_TUNE = "Random weights to begin with, so this is no fine-tune."
 QUICK = ("batch=4", "steps=3", "warmup=0", "length=16", "evaluate_every=3", "evaluation=2")
 QUICK_FROM_NOTHING = (*QUICK, "size=tiny", "vocabulary=500", "level=words")
 
@@ -53,7 +54,7 @@ def main() -> None:
         cycles=CYCLES,
     )
     if not weights:
-        study["reading"] = f"Random weights to begin with, so this is no fine-tune. {study['reading']}"
+        study["reading"] = f"{NO_FINE_TUNE} {study['reading']}"
     experiment.write([study], began_with=weights_of(weights), is_fine_tune=bool(weights))
     experiment.conclude([study], "accuracy")
 

@@ -20,7 +20,6 @@ from bitplan.plans.schedules import SCHEDULE_NAMES, TEN, schedule
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
-RESULTS = (ROOT / "docs" / "results" / "README.md").read_text()
 
 
 def page(name: str) -> str:
@@ -297,44 +296,6 @@ def test_the_speed_of_rounding_on_a_gpu_was_measured() -> None:
             if result["who"] == "bitplan" and result["mode"].startswith("compiled") and result["rounding"] == rounding
         ]
         assert sentence.format(f"{100 * min(shares):.0f}", f"{100 * max(shares):.0f}") in text
-
-
-# Experiments.
-
-
-def studies(name: str) -> list[dict[str, dict[str, Any]]]:
-    """Of each study, plan -> its record."""
-    document = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())
-    return [{plan["plan"]: plan for plan in study["plans"]} for study in document["studies"]]
-
-
-def test_the_sentences_about_experiments_were_measured() -> None:
-    text = " ".join(RESULTS.split())
-    ten, longer = studies("cifar")
-    even = "static at the cost of CR"
-    assert f"reached {ten[even]['metric']:.2%} and CR {ten['CR']['metric']:.2%};".replace("%", " %") in text
-    saved = 1 - ten["RR"]["relative_to_fp32"] / ten["static 8"]["relative_to_fp32"]
-    lost, lost_longer = (100 * (study["static 8"]["metric"] - study["RR"]["metric"]) for study in (ten, longer))
-    assert f"RR saves {100 * saved:.0f} % of static 8's bit operations for {lost:.1f} points, which are" in text
-    assert f"which are {lost_longer:.1f} after three times" in text
-    (ptb,) = studies("ptb")
-    figures = {name: (f"{plan['metric']:.2f}", f"{plan['test_perplexity']:.2f}") for name, plan in ptb.items()}
-    assert "perplexity of {} in validation and {} in the test".format(*figures["static 8"]) in text
-    share = ptb["RR"]["relative_to_fp32"] / ptb["static 8"]["relative_to_fp32"]
-    assert "RR ends at {} and {} for {:.0f} %".format(*figures["RR"], 100 * share) in text
-    images, _ = studies("deficits")
-    base = images["no deficit"]["metric"]
-    halves = [plan for name, plan in images.items() if name.startswith("half from") and "only" not in name]
-    lost, *_, most = sorted(100 * (base - plan["metric"]) for plan in halves)
-    evenly = 100 * (base - images["static at the cost of half"]["metric"])
-    sentence = f"cost ResNet-20 {lost:.0f} to {most:.0f} points, and the same bits spread evenly {evenly:.1f}."
-    assert sentence in text
-    (squeezenet,), (gpt,) = studies("assignments-squeezenet"), studies("assignments-gpt")
-    ratio, base = squeezenet["r = 0.7"]["ratio"], squeezenet["operator"]["ratio"]
-    assert f"ratio of {ratio:.2f}, where the operator baseline has {base:.2f}: more than twice" in text
-    assert 0.4 < gpt["operator"]["ratio"] < 0.6
-    (resnet18,) = studies("assignments-resnet18-long")
-    assert f"ResNet-18 ({resnet18['r = 0.7']['ratio']:.2f} against {resnet18['operator']['ratio']:.2f})" in text
 
 
 # What pages say about the code.

@@ -14,7 +14,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "bitplan"
 #: Lowest first. Packages in one tuple may import each other.
 LAYERS = (
-    ("_version", "cluster", "errors", "extensions", "files", "machine", "progress", "tables"),
+    ("_version", "cluster", "errors", "extensions", "files", "machine", "progress", "significance", "tables"),
     ("numerics",),
     ("plans",),
     ("capture",),

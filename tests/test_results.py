@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import runpy
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from bitplan.files import strict
 from bitplan.lab.targets import load_target
 from bitplan.lab.tasks.task import Metric
 from bitplan.planners.advise import TAU
 from bitplan.planners.assign import AssignRequest, make_assignment
 from bitplan.planners.assign.levels import PAPER
+from bitplan.plans.schedules import TEN
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 TEXT = (RESULTS / "assignments.md").read_text()
@@ -89,7 +94,7 @@ def test_the_long_study() -> None:
         assert row["ratio"] == ("" if row["20,000 iterations"] == "FP32" else f"{plan['ratio']:.3f}"), row
         assert row["packed peak, MiB"] == f"{plan['packed_peak'] / 2**20:.0f}", row
     kept, operator = plans["r = 0.7"], plans["operator"]
-    assert f"at {kept['ratio'] / operator['ratio']:.1f} times the operator baseline's ratio" in TEXT
+    assert f"at {kept['ratio'] / operator['ratio']:.1f} times the operator baseline's ratio" in one_line(TEXT)
 
 
 @pytest.mark.parametrize("ratio", ["r = 0.5", "r = 0.9"])
@@ -127,45 +132,54 @@ def one_line(text: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def common() -> dict[str, Any]:
-    """What experiments share, run as a script would."""
-    folder = str(RESULTS.parents[1] / "experiments")
+def scripts() -> Iterator[dict[str, ModuleType]]:
+    """The scripts that read stored results again and write the tables, as they import each other."""
+    folder, before = str(RESULTS.parents[1] / "experiments"), set(sys.modules)
     sys.path.insert(0, folder)
     try:
-        return runpy.run_path(f"{folder}/common.py")
+        yield {name: importlib.import_module(name) for name in ("claims", "reread")}
     finally:
         sys.path.remove(folder)
+        for name in set(sys.modules) - before:
+            if folder in str(getattr(sys.modules[name], "__file__", "")):
+                del sys.modules[name]
 
 
-@pytest.mark.parametrize("name", ["cifar", "graphs", "graphs-cora-cpu"])
-def test_the_statistics_of_schedules_follow_from_the_runs(common: dict[str, Any], name: str) -> None:
-    """Stored orders, correlations and differences are those of the stored runs, and the readings say them."""
-    for study in studies_of(name):
-        plans = [{**plan, "metric": plan.get("metric", plan.get("accuracy"))} for plan in study["plans"]]
-        order = common["order_by_cost"](plans, Metric("accuracy", "higher", 0.1))
-        assert study["order"] == (None if order is None else json.loads(json.dumps(order)))
-        if order is not None:
-            assert order["words"] in study["reading"]
+@pytest.mark.parametrize("file", sorted(path.stem for path in RESULTS.glob("*.json")))
+def test_readings_and_statistics_follow_from_the_stored_runs(scripts: dict[str, ModuleType], file: str) -> None:
+    """Orders, correlations, differences and verdicts; the mean of every plan is that of its runs."""
+    result = json.loads((RESULTS / f"{file}.json").read_text())
+    assert json.loads(json.dumps(strict(scripts["reread"].read_again(result)))) == result
+    for study in result["studies"]:
+        for plan in study["plans"]:
+            values = list(plan["values"].values())
+            mean = plan["metric"] if "metric" in plan else plan["accuracy"]
+            assert (mean is None) == (not values)
+            if values:
+                assert mean == pytest.approx(sum(values) / len(values))
 
 
-def test_accuracy_grows_with_cost_on_cifar() -> None:
-    order, text = studies_of("cifar")[0]["order"], one_line(SUMMARY)
-    means, trend, pearson, equal = (order[key] for key in ("means", "trend", "pearson", "equal_cost"))
-    assert list(means) == ["high-saving", "balanced", "low-saving"]
-    accuracies = [f"{100 * mean + 1e-9:.2f}" for mean in means.values()]  # 83.835, which floats round down
-    assert "reach {} (high-saving), {} (balanced) and {} % (low-saving)".format(*accuracies) in text
-    assert f"groups' means are {' < '.join(accuracies)} %" in text
-    pairs = f"{trend['concordant']:g} of {trend['pairs']} pairs of schedules are in that order"
-    assert f"{pairs} (Jonckheere-Terpstra, p = {trend['p_value']:.2g})" in text
-    assert f"{trend['concordant']:g} of the {trend['pairs']} pairs of schedules of different groups" in text
-    assert order["is_sure"]
-    low, high = pearson["interval"]
-    assert text.count(f"with accuracy is {pearson['value']:+.2f} ({low:+.2f} to {high:+.2f})") == 2
-    lower, least, most = (-100 * equal[key] for key in ("mean", "high", "low"))
-    assert f"paired by seed, are {lower:.2f} points lower ({least:.2f} to {most:.2f})" in text
-    assert f"paired by seed, are lower by {lower:.2f} points ({least:.2f} to {most:.2f})" in text
-    assert text.count(f"{equal['below']} of {equal['pairs']} pairs below zero") == 2
-    assert equal["below"] == equal["pairs"] == 3 * len(equal["schedules"])
+def test_the_tables_of_claims_and_readings_are_those_of_the_results(scripts: dict[str, ModuleType]) -> None:
+    claims = scripts["claims"]
+    for name in claims.PAGES:
+        page = (RESULTS / name).read_text()
+        assert claims.with_tables(name, page) == page, "run python experiments/claims.py --write"
+    rows = table("| what the paper says |", SUMMARY)
+    assert len(rows) == len(claims.claims())
+    # One seed decides nothing, and neither does an interval that contains both the margin and zero.
+    alone = [row for row in rows if "1 seed" in row["what was run"]]
+    assert len(alone) >= 6
+    assert {row["verdict"].partition(":")[0] for row in alone} == {"undecided"}
+
+
+def test_the_sentences_below_the_claims() -> None:
+    (base,) = (plan for plan in studies_of("cifar")[0]["plans"] if plan["plan"] == "FP32")
+    assert f"for 8,000 iterations: {100 * base['metric']:.1f} % where" in one_line(SUMMARY)
+    assert "steps=8000" in studies_of("cifar")[0]["settings"]
+    seeds = {name: studies_of(name)[0]["plans"][0]["values"] for name in ("ptb", "sst2", "detection", "deficits")}
+    assert {len(values) for values in seeds.values()} == {1}
+    for name in ("squeezenet", "resnet18", "gpt", "resnet18-long"):
+        assert {len(plan["values"]) for plan in plans_of(f"{name}").values()} == {2}
 
 
 def test_the_table_of_graphs() -> None:
@@ -350,3 +364,123 @@ def test_deficits_cost_what_their_whole_runs_cost() -> None:
         for share in (25, 100)
     ]
     assert "by {:.1f} to {:.1f} points for 1.07 to 1.30 times its cost".format(*gains) in one_line(DEFICITS)
+
+
+# --- Sentences about intervals
+
+
+def test_sentences_about_differences(scripts: dict[str, ModuleType]) -> None:
+    claims = scripts["claims"]
+
+    def loss(file: str, plan: str) -> Any:
+        (study,) = claims.stored(file)
+        return claims.judged(study.plans[plan], study.plans["FP32"], study.metric).loss
+
+    first, second = loss("assignments-squeezenet", "r = 0.7"), loss("assignments-resnet18-long", "r = 0.7")
+    for found, sentence in ((first, "{} points below FP32 ({})"), (second, "mean of r = 0.7 is {} below ({})")):
+        interval = f"{100 * found.low:+.2f} to {100 * found.high:+.2f}"
+        assert sentence.format(f"{100 * found.mean:.2f}", interval) in one_line(TEXT)
+
+    def words(file: str) -> list[str]:
+        return [
+            claims.word(claims.judged(study.plans[name], study.plans["static 8"], study.metric))
+            for study in claims.stored(file)
+            for names in study.record["order"]["groups"].values()
+            for name in names
+        ]
+
+    large, small = words("graphs"), words("graphs-cora-cpu")
+    assert len(large) == 80
+    assert len(small) == 20
+    assert (
+        f"{large.count('keeps')} of the 80 schedules keep static 8's accuracy, {large.count('better')} are"
+        in one_line(GRAPHS)
+    )
+    assert f"none loses, and three seeds leave {large.count('undecided')} undecided" in one_line(GRAPHS)
+    assert "loses" not in (*large, *small)
+    balanced = studies_of("cifar")[0]["order"]["equal_cost"][0]
+    interval = "{:.2f} points ({:.2f} to {:.2f})".format(*(-100 * balanced[key] for key in ("mean", "high", "low")))
+    tutorial = one_line((RESULTS.parent / "tutorials" / "study-a-schedule.md").read_text())
+    assert f"were {interval} below the static plan of that cost" in tutorial
+    assert small.count("keeps") + small.count("better") == 8, "eight of the twenty keep it or are better"
+    assert "three seeds leave twelve undecided" in one_line(GRAPHS)
+    for title in ("cora, sage, fp-agg", "coauthor-cs, sage, fp-agg"):
+        (study,) = (study for study in claims.stored("graphs") if study.title == title)
+        text = claims.changing(study, "").effect.removeprefix("points ").replace(" (", " X(")
+        mean, interval = text.split(" X")
+        assert f"{mean} points {interval}" in one_line(GRAPHS) or f"by {mean} {interval}" in one_line(GRAPHS)
+    metrics = one_line((RESULTS / "metrics.md").read_text())
+    bert, resnet = (claims.rounds(number, "", "weights int8", "").effect for number in (0, 1))
+    for effect in (bert, resnet):
+        mean, _, interval = effect.removeprefix("loss ").partition(" ")
+        assert f"{mean}, {interval.strip('()')}" in metrics
+    low, high = claims.rounds(0, "", "gradients int8", "").effect.partition(" (")[2].strip(")").split(" to ")
+    assert f"per-tensor scales loses 2.5 ({-float(high):.2f} to {-float(low):.2f})" in metrics
+
+
+def test_the_table_of_metrics() -> None:
+    text = (RESULTS / "metrics.md").read_text()
+    rows, studies = table("| rounded |", text), studies_of("metrics")
+    plans = [{plan["plan"]: plan for plan in study["plans"]} for study in studies]
+    assert [row["rounded"] for row in rows] == [name for name in plans[0] if name != "bf16"]
+    for row in rows:
+        cells = [*row.values()]
+        for records, predicted, gap in zip(plans, cells[1::2], cells[2::2], strict=True):
+            record = records[row["rounded"]]
+            assert predicted == ("" if record["predicted"] is None else f"{record['predicted']['all']:.2f}"), row
+            assert float(gap) == pytest.approx(record["gap"], abs=0.051 if abs(record["gap"]) > 10 else 0.00051), row
+    bert, resnet = (study["spearman"] for study in studies)
+    for correlation, name in ((bert["all"], "BERT"), (resnet["all"], "ResNet"), (bert["wgrad.dy"], "`wgrad.dy`")):
+        low, high = correlation["interval"]
+        assert f"{name} {correlation['value']:+.2f} ({low:+.2f} to {high:+.2f})" in one_line(text)
+    shares = [100 * records["advice"]["relative_to_fp32"] for records in plans]
+    assert "at {:.1f} and {:.1f} % of FP32's bit operations".format(*shares) in one_line(text)
+
+
+# --- New domains
+
+NEW = one_line((RESULTS / "new-domains.md").read_text())
+
+
+def test_the_sentences_about_forecasting(scripts: dict[str, ModuleType]) -> None:
+    claims = scripts["claims"]
+    study = claims.stored("forecast")[0]
+    words = [claims.word(claims.judged(study.plans[name], study.plans["static 8"], study.metric)) for name in TEN]
+    assert set(words) == {"keeps", "better"}
+    assert words.count("better") == 7, "seven of the ten are better"
+    for static in ("static at the cost of CR", "static 6"):
+        mean, low, high = re.findall(r"\+(0\.\d+)", claims.changing(study, "", static).effect)
+        assert f"by {mean} ({low} to {high})" in NEW
+    trend = study.record["order"]["trend"]
+    pairs = f"{trend['concordant']:g} of {trend['pairs']} pairs of schedules are in that order"
+    assert f"{pairs}, p = {trend['p_value']:.2g}" in NEW
+    costs = {name: plan["relative_to_fp32"] for name, plan in study.plans.items()}
+    cheaper = [1 - costs[f"static at the cost of {name}"] / costs[name] for name in ("ER", "RR")]
+    assert "at the cost of RR and ER cost {:.0f} to {:.0f} % less".format(*(100 * share for share in cheaper)) in NEW
+    assert 0.08 < 1 - costs["static 6"] / costs["CR"] < 0.12, "a tenth less"
+    assert costs["static 6"] < costs["static at the cost of CR"]
+    assert study.plans["static 6"]["metric"] < study.plans["static at the cost of CR"]["metric"]
+    assert study.plans["FP32"]["metric"] < study.record["floor"] == 0.386
+
+
+def test_the_sentences_about_reinforcement_learning(scripts: dict[str, ModuleType]) -> None:
+    claims = scripts["claims"]
+    study = claims.stored("rl")[0]
+    figures = [f"{study.plans[name]['metric']:.0f}" for name in ("FP32", "static 8", "static 6")]
+    assert "FP32 reaches {}, static 8 {} and static 6, at 56 % of static 8's bit operations, {}".format(*figures) in NEW
+    assert study.cost("static 6", "static 8") == "56 %"
+    assert all(study.plans[name]["metric"] < study.plans["static 8"]["metric"] for name in TEN)
+    losses = [claims.judged(study.plans[name], study.plans["static 8"], study.metric) for name in ("RR", "RTH")]
+    assert {judgement.verdict for judgement in losses} == {"loses"}
+    texts = [
+        f"{loss.mean:.0f} ({loss.low:.0f} to {loss.high:.0f})" for loss in (judgement.loss for judgement in losses)
+    ]
+    assert f"lose {' and '.join(texts)}" in NEW
+    order = study.record["order"]
+    (low, high), trend = order["pearson"]["interval"], order["trend"]
+    assert f"{trend['concordant']:g} of {trend['pairs']} pairs of different groups, p = {trend['p_value']:.2g}" in NEW
+    assert f"is {order['pearson']['value']:+.2f} ({low:+.2f} to {high:+.2f}), so the order is undecided" in NEW
+    assert low < 0
+    mean, low, high = (float(text) for text in re.findall(r"[-+]\d+\.\d+", claims.changing(study, "").effect))
+    assert f"have {mean:+.0f} ({low:+.0f} to {high:+.0f})" in NEW
+    assert f"up to {max(study.plans[name]['deviation'] for name in TEN):.0f} in standard deviation" in NEW

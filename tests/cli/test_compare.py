@@ -32,6 +32,7 @@ def test_plans_are_compared_in_a_folder_that_the_same_command_finds_again(
     before = {file: file.stat().st_mtime_ns for file in folder.glob("*/summary.json")}
     again = bitplan(*requests)
     assert again.out.splitlines()[6:] == ran.out.splitlines()[6:]
+    assert bitplan(*requests, "--margin", 0.5).out.endswith(f"bitplan report {folder} --margin 0.5\n")
     # Nothing was made again.
     assert {file: file.stat().st_mtime_ns for file in folder.glob("*/summary.json")} == before
 
@@ -42,6 +43,7 @@ def test_compare_as_json(bitplan: Bitplan, tmp_path: Path) -> None:
     assert [plan["plan"] for plan in experiment["plans"]] == ["FP32", "BF16", "8 bits", "6 bits", "4 bits", "2 bits"]
     assert experiment["runs"][2]["command"] == f"bitplan train {TINY} --plan int8-all --seed 0 --set steps=6"
     assert "[6/6] 2 bits" in ran.err
+    assert {plan["verdict"] for plan in experiment["plans"]} <= {"reference", "undecided", "fails"}  # one seed
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,7 @@ def test_compare_as_json(bitplan: Bitplan, tmp_path: Path) -> None:
         (("digits", "--suite", "nothing"), "there is no suite 'nothing'"),
         (("digits", "--plans", "int8-al"), "did you mean int8-all"),
         (("digit", "--suite", "static"), "there is no task 'digit'"),
+        (("digits", "--plans", "fp32", "--margin", "2"), "the margin is 2; it must be a share between 0 and 1"),
         (("digits", "--suite", "static", "--gpus-per-run", "1"), "--gpus-per-run is for runs on a cluster"),
         (("digits", "--suite", "static", "--jobs", "2", "--cluster", "auto"), "drop --jobs or --cluster"),
     ],

@@ -53,9 +53,28 @@ def test_report_as_json(bitplan: Bitplan, runs: Path, tmp_path: Path) -> None:
         ("fp32", 2, "reference"),
         ("lost", 1, "fails"),
     ]
+    equal, reference = experiment["plans"][:2]
+    assert equal["loss"] == {"mean": 0.0, "low": 0.0, "high": 0.0, "pairs": 2}
+    assert (equal["margin"], equal["p_value"]) == (pytest.approx(0.009), 0.0)
+    assert (reference["loss"], reference["margin"], reference["p_value"]) == (None, None, None)
     assert experiment["runs"][-1]["loss"] == "NaN"
     assert ran.json["page"] == str(tmp_path / "page.html")
     assert ran.err == ""
+
+
+def test_the_margin_is_an_option(bitplan: Bitplan, runs: Path, write_run: WriteRun, tmp_path: Path) -> None:
+    for seed, value in enumerate((0.88, 0.8801)):
+        write_run(runs / f"b-{seed}", plan="b", seed=seed, value=value)
+
+    def verdict(*options: object) -> str:
+        document = bitplan("report", runs, "-o", tmp_path / "page.html", "--json", *options).json
+        (verdict,) = (plan["verdict"] for plan in document["experiments"][0]["plans"] if plan["plan"] == "b")
+        return str(verdict)
+
+    assert (verdict(), verdict("--margin", 0.05)) == ("loses", "keeps")
+    assert "5.0 % of the reference's accuracy" in (tmp_path / "page.html").read_text().replace("&#39;", "'")
+    ran = bitplan("report", runs, "--margin", 2)
+    assert (ran.code, ran.err) == (2, "bitplan: the margin is 2; it must be a share between 0 and 1, such as 0.01.\n")
 
 
 def test_report_as_csv(bitplan: Bitplan, runs: Path, tmp_path: Path) -> None:

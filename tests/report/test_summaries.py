@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bitplan.errors import RunError
 from bitplan.lab.report.summaries import Experiment, Report
 from bitplan.lab.report.tables import verdict_text
 
@@ -35,6 +36,11 @@ def verdicts(experiment: Experiment) -> dict[str, str]:
     return {plan.label: plan.verdict for plan in experiment.plans}
 
 
+def seeds(*values: float, **facts: Any) -> list[dict[str, Any]]:
+    """The runs of a plan, one for each seed."""
+    return [{"value": value, **facts} for value in values]
+
+
 def test_seeds_of_a_plan_are_one_row_with_mean_and_spread(experiment: Make) -> None:
     (plan,) = experiment(p=[{"value": 0.5, "cost": 0.25, "memory": 100.0}, {"value": 0.7, "cost": 0.25}]).plans
     assert plan.value is not None
@@ -45,40 +51,69 @@ def test_seeds_of_a_plan_are_one_row_with_mean_and_spread(experiment: Make) -> N
 
 def test_what_keeps_loses_and_fails_against_fp32(experiment: Make) -> None:
     result = experiment(
-        fp32=[{"value": 0.90}],
-        near=[{"value": 0.8911}],  # within one per cent of 0.90
-        far=[{"value": 0.8909}],  # not
-        bad=[{"value": 0.49}],  # fp32 gains 0.8 over the trivial 0.1, and this loses more than half of it
-        guess=[{"value": 0.1}],
+        fp32=seeds(0.90, 0.91, 0.89),  # the margin is one per cent: 0.009
+        near=seeds(0.898, 0.907, 0.888),  # 0.0023 worse, at most 0.0038
+        edge=seeds(0.893, 0.901, 0.883),  # 0.0077 worse, at most 0.0115
+        far=seeds(0.88, 0.891, 0.869),  # 0.02 worse, at least 0.0175
+        spread=seeds(0.92, 0.88, 0.90),  # as good in the mean, by up to 0.02 either way
+        bad=seeds(0.49, 0.49, 0.49),  # fp32 gains 0.8 over the trivial 0.1, and this loses more than half of it
+        guess=seeds(0.1, 0.1, 0.1),
     )
     assert verdicts(result) == {
         "fp32": "reference",
         "near": "keeps",
+        "edge": "undecided",
         "far": "loses",
+        "spread": "undecided",
         "bad": "fails",
         "guess": "fails",
     }
+    plans = {plan.label: plan for plan in result.plans}
+    assert plans["near"].why == "worse by 0.002333 (0.0008991 to 0.003768) over 3 seeds, margin 1.0 % of fp32"
+    assert [name for name, plan in plans.items() if plan.is_near] == ["edge", "spread"]
 
 
-def test_the_spread_of_the_reference_is_allowed_as_a_loss(experiment: Make) -> None:
-    result = experiment(fp32=[{"value": 0.8}, {"value": 0.9}], p=[{"value": 0.79}, {"value": 0.79}])
-    assert verdicts(result)["p"] == "keeps"  # 0.06 below a mean whose deviation is 0.07
+def test_one_seed_decides_nothing(experiment: Make) -> None:
+    result = experiment(fp32=seeds(0.9), same=seeds(0.9), better=seeds(0.99), worse=seeds(0.8), bad=seeds(0.4))
+    assert verdicts(result) == {
+        "fp32": "reference",
+        **dict.fromkeys(("same", "better", "worse"), "undecided"),
+        "bad": "fails",  # so bad that no other seed is needed
+    }
+    assert {plan.why for plan in result.plans if plan.verdict == "undecided"} == {"one seed decides nothing"}
 
 
-def test_a_spread_of_its_own_excuses_no_plan(experiment: Make) -> None:
-    result = experiment(fp32=[{"value": 0.85}, {"value": 0.85}], p=[{"value": 0.95}, {"value": 0.65}])
-    assert verdicts(result)["p"] == "loses"
+def test_runs_are_paired_by_their_seeds(experiment: Make) -> None:
+    """Seeds differ by 0.3, and the plan from FP32 by 0.001: only pairs show that."""
+    result = experiment(fp32=seeds(0.6, 0.75, 0.9), p=seeds(0.599, 0.7491, 0.8988), other=[{"seed": 7}, {"seed": 8}])
+    assert verdicts(result) == {"fp32": "reference", "p": "keeps", "other": "undecided"}
+    plans = {plan.label: plan for plan in result.plans}
+    assert plans["other"].why == "no seed in common with fp32"
+    assert plans["p"].judgement is not None
+    assert plans["p"].judgement.margin == pytest.approx(0.0075)
+    assert 0 < (plans["p"].judgement.p_value or 0.0) < 0.001
+
+
+def test_the_margin_is_an_argument(experiment: Make, tmp_path: Path) -> None:
+    experiment(fp32=seeds(0.90, 0.91, 0.89), p=seeds(0.88, 0.891, 0.869))
+    for margin, verdict in ((0.01, "loses"), (0.023, "undecided"), (0.05, "keeps")):
+        (result,) = Report.of([tmp_path], margin=margin).experiments
+        assert verdicts(result)["p"] == verdict
+    for wrong in (0.0, 1.0, -0.5, float("nan")):
+        with pytest.raises(RunError, match="must be a share"):
+            Report.of([tmp_path], margin=wrong)
 
 
 def test_where_lower_is_better(experiment: Make) -> None:
     metric = {"name": "perplexity", "better": "lower", "trivial": 500.0}
     result = experiment(
-        fp32=[{"value": 100.0, "metric": metric}],
-        a=[{"value": 100.9, "metric": metric}],
-        b=[{"value": 102.0, "metric": metric}],
-        c=[{"value": 301.0, "metric": metric}],
-        d=[{"value": 90.0, "metric": metric}],
+        fp32=seeds(100.0, 101.0, metric=metric),
+        a=seeds(100.4, 101.4001, metric=metric),
+        b=seeds(102.0, 103.0001, metric=metric),
+        c=seeds(301.0, 301.0, metric=metric),
+        d=seeds(90.0, 91.0001, metric=metric),
     )
+    assert [plan.label for plan in result.plans if plan.is_better] == ["d"]
     assert verdicts(result) == {"a": "keeps", "b": "loses", "c": "fails", "d": "keeps", "fp32": "reference"}
 
 
@@ -102,7 +137,7 @@ def test_plans_that_have_not_finished_are_shown_and_judged_by_nothing(experiment
 
 
 def test_without_fp32_the_dearest_plan_is_the_reference(experiment: Make) -> None:
-    assert verdicts(experiment(a=[{"cost": 0.1}], b=[{"cost": 0.5}])) == {"a": "keeps", "b": "reference"}
+    assert verdicts(experiment(a=[{"cost": 0.1}], b=[{"cost": 0.5}])) == {"a": "undecided", "b": "reference"}
 
 
 @pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
@@ -116,7 +151,8 @@ def test_the_longest_run_without_a_plan_is_the_reference(write_run: WriteRun, tm
     write_run(tmp_path / "c", plan="int8", value=0.6, settings={"steps": 20})
     (result,) = Report.of([tmp_path]).experiments
     assert verdicts(result)["fp32 (steps=20)"] == "reference"
-    assert verdicts(result)["int8"] == "loses"
+    assert verdicts(result)["int8"] == "undecided"
+    assert "no plan is within the margin of the accuracy of fp32 (steps=20) (70.0 %)" in result.answer
 
 
 def test_one_plan_alone_has_no_reference(experiment: Make) -> None:
@@ -173,8 +209,8 @@ def test_networks_are_experiments_of_their_own(write_run: WriteRun, tmp_path: Pa
     small, large = Report.of([tmp_path]).experiments
     assert [small.name, large.name] == ["digits, model resnet20", "digits, model resnet8"]
     assert small.task == large.task == "digits"
-    assert verdicts(small) == verdicts(large) == {"fp32": "reference", "int8": "keeps"}
-    assert small.answer.startswith("On digits, model resnet20 (1 seed, 30 steps), int8 keeps")
+    assert verdicts(small) == verdicts(large) == {"fp32": "reference", "int8": "undecided"}
+    assert small.answer.startswith("On digits, model resnet20 (1 seed, 30 steps), int8 is at most 1.0 % worse")
 
 
 def test_the_same_data_in_two_places_is_the_same(write_run: WriteRun, tmp_path: Path) -> None:
@@ -219,9 +255,9 @@ def test_summaries_show_in_a_notebook(experiment: Make) -> None:
 
 
 def test_a_plan_above_the_reference_is_called_better(experiment: Make) -> None:
-    result = experiment(fp32=[{"value": 0.8}], up=[{"value": 0.9, "cost": 0.1}], near=[{"value": 0.803}])
+    result = experiment(fp32=seeds(0.8, 0.82), up=seeds(0.9, 0.921, cost=0.1), near=seeds(0.8, 0.8201))
     plans = {plan.label: plan for plan in result.plans}
     assert (plans["up"].verdict, plans["up"].is_better, verdict_text(plans["up"])) == ("keeps", True, "better")
-    assert "better than fp32 by more than 1%" in plans["up"].why
+    assert plans["up"].why.startswith("better by 0.1005 (0.09415 to 0.1069) over 2 seeds")
     assert (plans["near"].verdict, plans["near"].is_better, verdict_text(plans["near"])) == ("keeps", False, "keeps")
     assert "up improves on the accuracy of fp32" in result.answer

@@ -26,7 +26,7 @@ from bitplan.cli.arguments import (
     is_plan,
 )
 from bitplan.cli.output import JsonOption, Output, command_output, make_folder
-from bitplan.cli.runs import print_experiment, write_page
+from bitplan.cli.runs import MarginOption, print_experiment, write_page
 from bitplan.cli.schedules import GradientBitsOption, PeriodOption, read_bits
 from bitplan.cli.train import STOPPED
 from bitplan.cluster import Cluster
@@ -37,7 +37,7 @@ from bitplan.lab.compare.functions import compare_function, load_function, names
 from bitplan.lab.compare.suite_options import read_names, read_shares, read_widths
 from bitplan.lab.report.answer import counted, listed, number_text
 from bitplan.lab.report.figures import plotly
-from bitplan.lab.report.summaries import Report
+from bitplan.lab.report.summaries import MARGIN, Report, checked_margin
 from bitplan.lab.report.tables import report_record
 from bitplan.lab.tasks.registry import find_task
 from bitplan.lab.tasks.task import Metric
@@ -142,6 +142,7 @@ def compare_command(
         str | None,
         typer.Option(help="higher or lower: which is better (default: by the metric's name).", show_default=False),
     ] = None,
+    margin: MarginOption = MARGIN,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", metavar="DIR", help="The comparison's folder (default: one in runs/)."),
@@ -172,13 +173,14 @@ def compare_command(
         comparison = Comparison(task, tuple(settings or ()), execution, device, compile, options, judged_by)
         plan_names = [*(plans or ()), *(more_plans or ())]
         workers = chosen_cluster(cluster, gpus_per_run, device)
-        report, code = run_comparison(comparison, suite, plan_names, seeds, out, jobs, output, workers)
+        report, code = run_comparison(comparison, suite, plan_names, seeds, out, jobs, output, workers, margin)
         output.document({} if report is None else report_record(report))
         if code == 0 and not as_json:
             assert report is not None
             folder = comparison.folder(suite, plan_names, out)
+            option = "" if margin == MARGIN else f" --margin {margin:g}"
             output.console.print(f"The runs are in {folder}. A page about them:")
-            output.console.print(f"bitplan report {shlex.quote(str(folder))}", soft_wrap=True)  # to be copied
+            output.console.print(f"bitplan report {shlex.quote(str(folder))}{option}", soft_wrap=True)  # to be copied
     if code:
         raise typer.Exit(code)
 
@@ -280,8 +282,10 @@ def run_comparison(
     jobs: int,
     output: Output,
     cluster: Cluster | None = None,
+    margin: float = MARGIN,
 ) -> tuple[Report | None, int]:
     """Run a comparison and print its table; the report, if any run is over, and the exit code."""
+    checked_margin(margin)
     choices = _choices(comparison, plans, suite)
     folder = comparison.folder(suite, plans, out)
     if cluster is not None and comparison.is_of_function:
@@ -317,7 +321,7 @@ def run_comparison(
                 on_update=progress,
                 stop=request,
             )
-    report = Report.of([folder]) if summaries else None
+    report = Report.of([folder], margin) if summaries else None
     if report is not None and not output.as_json:
         for experiment in report.experiments:
             print_experiment(experiment, output.console)

@@ -17,12 +17,16 @@ from bitplan.cli.output import FittedTable, JsonOption, Kind, Output, command_ou
 from bitplan.errors import RunError
 from bitplan.lab.compare.folder import read_comparison
 from bitplan.lab.report.heatmaps import MEASUREMENT_FILE
-from bitplan.lab.report.summaries import Experiment, Report
+from bitplan.lab.report.summaries import MARGIN, Experiment, Report
 from bitplan.lab.report.tables import COLUMNS_NOTE, csv_text, plan_columns, report_record
 from bitplan.lab.tasks.registry import CARDS, Card, task_class, task_names
 from bitplan.lab.tasks.task import Task
 from bitplan.lab.train.folder import DEFAULT_PARENT, RunFolder, find_runs, is_number
 from bitplan.lab.train.loop import stop_on_signals
+
+MarginOption = Annotated[
+    float, typer.Option(metavar="SHARE", help="Of the reference's metric: a plan that loses less keeps it.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -227,6 +231,7 @@ def report_command(
         bool, typer.Option("--watch", help="Write the page again while runs go on; an open page loads itself again.")
     ] = False,
     every: Annotated[float, typer.Option(min=0.5, metavar="SECONDS", help="Of --watch: how often.")] = 5.0,
+    margin: MarginOption = MARGIN,
     as_json: JsonOption = False,
 ) -> None:
     """Write one HTML page about runs: what was run, the answer in a sentence, charts and tables.
@@ -236,7 +241,7 @@ def report_command(
     """
     with command_output(as_json) as output:
         if watch:
-            watch_runs(runs, page, every, output)
+            watch_runs(runs, page, every, margin, output)
         file = measurement_file(runs)
         if file is not None:
             try:
@@ -248,7 +253,7 @@ def report_command(
             if not as_json:
                 output.console.print(f"The page: {page}")
             return
-        report = Report.of(runs)
+        report = Report.of(runs, margin)
         write_page(report, page)
         if csv is not None:
             write_file(csv, csv_text(report))
@@ -264,7 +269,7 @@ def report_command(
 _ROUNDS_FOR_NEXT_RUN = 3
 
 
-def watch_runs(runs: Sequence[Path], page: Path, every: float, output: Output) -> None:
+def watch_runs(runs: Sequence[Path], page: Path, every: float, margin: float, output: Output) -> None:
     """Write the page again and again until all runs are over, or a signal arrives.
 
     A script may begin its next run a moment after the last one has ended: that is waited for.
@@ -280,7 +285,7 @@ def watch_runs(runs: Sequence[Path], page: Path, every: float, output: Output) -
                 if rounds_complete > (_ROUNDS_FOR_NEXT_RUN if is_told else 0):
                     return
                 if state != written:
-                    write_page(Report.of(present), page, every)
+                    write_page(Report.of(present, margin), page, every)
                     written = state
             if not is_told:
                 output.note(f"open {page.resolve()}, which is written anew while runs go on (Ctrl-C ends this)")

@@ -115,7 +115,7 @@ def schedules(
                 raise ScheduleError(f"--saving chooses a schedule by itself: drop {name}, or --saving.")
             advice = recommend(saving, low, high, steps, cycles)
             _write_plot(plot, [advice.schedule], steps, output)
-            evidence = None if advice.difference is None else asdict(advice.difference)
+            evidence = None if advice.difference is None else advice.difference.to_dict()
             output.document(
                 {
                     **asdict(advice.schedule.summary(steps)),

@@ -120,13 +120,15 @@ def cpt_choices(
     quantized_aggregation: bool = False,
     cycles: int = DEFAULT_CYCLES,
     *,
+    equal_to: Sequence[str] | None = None,
     gradient_bits: int | None = None,
     period: Period = "exact",
     as_published: bool = False,
 ) -> tuple[Choice, ...]:
     """FP32, static controls, and cyclic schedules with gradients at the highest bits.
 
-    :param names: schedules; CR, or else the first, gets a static control of equal cost.
+    :param names: schedules.
+    :param equal_to: the schedules that get a static control of equal cost; by default CR, or else the first.
     :param static: widths of further static controls.
     :param quantized_aggregation: also round what graph networks sum over neighbours.
     :param cycles: cycles of each schedule; the papers use 2 to fine-tune for two epochs.
@@ -137,12 +139,14 @@ def cpt_choices(
     maker = _Maker(_operations(task), quantized_aggregation, as_published, gradient_bits)
     moving = {name: schedule(name, low=low, high=high, cycles=cycles, period=period) for name in names}
     cyclic = {name: maker.plan(moving[name], name) for name in names}
-    like = "CR" if "CR" in cyclic else names[0]
-    equal = maker.equal_cost(cyclic[like], task.settings.all_steps, high, f"static at the cost of {like}")
+    if equal_to is None:
+        equal_to = ("CR" if "CR" in cyclic else names[0],)
+    equal = {name: f"static at the cost of {name}" for name in equal_to}
+    steps = task.settings.all_steps
     return (
         Choice("FP32", None),
         *(Choice(f"static {bits}", maker.static(bits)) for bits in static),
-        Choice(f"static at the cost of {like}", equal),
+        *(Choice(label, maker.equal_cost(cyclic[name], steps, high, label)) for name, label in equal.items()),
         *(Choice(name, plan) for name, plan in cyclic.items()),
     )
 

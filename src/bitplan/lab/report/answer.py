@@ -27,12 +27,16 @@ def answer(experiment: Experiment) -> str:
 
 
 def best_plan(experiment: Experiment) -> PlanSummary | None:
-    """The cheapest plan that keeps the reference's metric; if none does, the one that comes closest."""
+    """The cheapest plan that keeps the reference's metric.
+
+    If none does, the cheapest whose mean is within the margin though the runs do not decide it; then the closest.
+    """
     keeping = [plan for plan in experiment.plans if plan.verdict == "keeps"]
-    if keeping:
-        return min(keeping, key=_price)
+    if able := keeping or [plan for plan in experiment.plans if plan.is_near]:
+        return min(able, key=_price)
     sign = -1.0 if experiment.metric.better == "higher" else 1.0
-    others = [plan for plan in experiment.plans if plan.verdict in ("loses", "alone") and plan.value is not None]
+    compared = ("loses", "undecided", "alone")
+    others = [plan for plan in experiment.plans if plan.verdict in compared and plan.value is not None]
     return min(others, key=lambda plan: sign * plan.value.mean if plan.value else 0.0, default=None)
 
 
@@ -56,14 +60,27 @@ def _finding(experiment: Experiment) -> str:
             f"{best.label} {keeps} the {metric} of {reference.label} ({_value(experiment, best)} against {standard})"
             f"{_savings(best, reference)}"
         )
-    if best is not None:
+    if best is not None and best.is_near:
         return (
-            f"no plan keeps the {metric} of {reference.label} ({standard}): {best.label} comes closest with "
+            f"{best.label} is at most {percent_text(experiment.margin)} worse than {reference.label} in {metric} "
+            f"({_value(experiment, best)} against {standard}){_savings(best, reference)}, but {_why_undecided(best)}"
+        )
+    if best is not None:
+        keeps = "is within the margin of" if best.verdict == "undecided" else "keeps"
+        return (
+            f"no plan {keeps} the {metric} of {reference.label} ({standard}): {best.label} comes closest with "
             f"{_value(experiment, best)}{_savings(best, reference)}"
         )
     if all(plan.verdict == "unfinished" for plan in experiment.plans if plan is not reference):
         return f"{reference.label} reaches {metric} {standard}, and nothing else has finished yet"
     return f"no plan keeps the {metric} of {reference.label} ({standard})"
+
+
+def _why_undecided(plan: PlanSummary) -> str:
+    pairs = 0 if plan.judgement is None or plan.judgement.loss is None else plan.judgement.loss.pairs
+    if pairs < 2:
+        return "one seed decides nothing" if pairs else "they have no seed in common"
+    return f"{pairs} seeds do not decide whether it keeps it"
 
 
 def _without_reference(experiment: Experiment) -> str:

@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from bitplan._version import __version__
 from bitplan.analysis.measure import Measurement
-from bitplan.lab.report.answer import best_plan, counted, listed, number_text
+from bitplan.lab.report.answer import best_plan, counted, listed, number_text, percent_text
 from bitplan.lab.report.charts import bits_chart, loss_chart, measured_chart, memory_chart, metric_chart, price_chart
 from bitplan.lab.report.deficits import deficit_drawings
 from bitplan.lab.report.figures import (
@@ -249,6 +249,11 @@ def _facts(experiment: Experiment) -> list[tuple[str, str]]:
         ("plans", listed([plan.label for plan in experiment.plans], 12)),
         ("runs", f"{len(runs)}, seeds {listed([str(seed) for seed in experiment.seeds], 12)}"),
         ("settings", settings or "-"),
+        (
+            "margin",
+            f"{percent_text(experiment.margin)} of the reference's {metric.name}: a plan keeps it if the 95 % "
+            "interval of its loss, paired by seed, is below the margin, and loses it if that is above",
+        ),
         ("execution", _distinct(f"{run.execution}{', compiled' if run.compiled else ''}" for run in runs)),
         ("device", _distinct(_device_text(run) for run in runs)),
         ("versions", _distinct(", ".join(f"{name} {value}" for name, value in run.versions.items()) for run in runs)),

@@ -15,17 +15,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from bitplan.errors import RunError
 from bitplan.lab.report.answer import counted, number_text, percent_text
 from bitplan.lab.report.runs import Run, SiteRecord, read_runs
 from bitplan.lab.tasks.task import Metric
+from bitplan.significance import Difference, Judgement, judge
 from bitplan.tables import Table
 
 if TYPE_CHECKING:
     import pandas
 
-#: A plan keeps the reference's metric if its mean is worse by at most this share of it, or by at most the reference's
-#: own spread over seeds.
-TOLERANCE = 0.01
+#: The margin of verdicts, as a share of the reference's mean metric: a plan that loses less keeps the metric.
+MARGIN = 0.01
 #: A plan fails if it loses more than this share of what the reference gains over the trivial predictor.
 FAILING_LOSS = 0.5
 #: Settings of the network and of the data: runs that differ in one of them are not compared with each other.
@@ -46,7 +47,7 @@ OF_THE_NETWORK = (
     "norm",
 )
 
-Verdict = Literal["reference", "keeps", "loses", "fails", "unfinished", "alone"]
+Verdict = Literal["reference", "keeps", "loses", "undecided", "fails", "unfinished", "alone"]
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ class PlanSummary:
     verdict: Verdict = "alone"
     #: The reason for the verdict.
     why: str = ""
-    #: Whether it keeps the reference's metric and is better by more than the tolerance.
-    is_better: bool = False
+    #: The comparison with the reference over seeds; None for the reference and for plans that fail or are unfinished.
+    judgement: Judgement | None = None
     #: Whether no other plan that works is both cheaper (in bit operations; in bytes) and better.
     on_cost_front: bool = False
     on_memory_front: bool = False
@@ -105,6 +106,21 @@ class PlanSummary:
     @property
     def metric(self) -> Metric:
         return self.runs[0].metric
+
+    @property
+    def is_better(self) -> bool:
+        """Whether it is surely better than the reference."""
+        return self.judgement is not None and self.judgement.is_better
+
+    @property
+    def is_near(self) -> bool:
+        """Whether its mean is within the margin, though runs do not decide whether it keeps the metric."""
+        return self.verdict == "undecided" and self.judgement is not None and self.judgement.is_near
+
+    @property
+    def by_seed(self) -> dict[int, float]:
+        """The metric of each seed with a value; the last run of a seed counts."""
+        return {run.seed: run.value for run in self.judged if run.value is not None}
 
     @property
     def has_plan(self) -> bool:
@@ -189,6 +205,8 @@ class Experiment:
     plans: tuple[PlanSummary, ...]
     #: How it differs from other experiments of its task in the report, such as ``model resnet20``; often empty.
     variant: str = ""
+    #: The share of the reference's metric that a plan may lose and still keeps it.
+    margin: float = MARGIN
 
     @property
     def name(self) -> str:
@@ -287,9 +305,12 @@ class Report:
     experiments: tuple[Experiment, ...]
 
     @classmethod
-    def of(cls, paths: Iterable[str | Path]) -> Report:
-        """The report on all runs in these folders."""
-        return _report(read_runs(Path(path) for path in paths))
+    def of(cls, paths: Iterable[str | Path], margin: float = MARGIN) -> Report:
+        """The report on all runs in these folders.
+
+        :param margin: the share of the reference's metric that a plan may lose and still keeps it.
+        """
+        return _report(read_runs(Path(path) for path in paths), checked_margin(margin))
 
     @property
     def runs(self) -> list[Run]:
@@ -315,7 +336,14 @@ class Report:
         return "".join(experiment._repr_html_() for experiment in self.experiments)
 
 
-def _report(runs: Sequence[Run]) -> Report:
+def checked_margin(margin: float) -> float:
+    """The margin; raises an error where it is no share."""
+    if not 0 < margin < 1:
+        raise RunError(f"the margin is {margin:g}; it must be a share between 0 and 1, such as {MARGIN}.")
+    return margin
+
+
+def _report(runs: Sequence[Run], margin: float) -> Report:
     """The report on these runs."""
     by_task: dict[tuple[str, Metric], dict[str, list[Run]]] = {}
     for run in runs:
@@ -324,7 +352,7 @@ def _report(runs: Sequence[Run]) -> Report:
         networks.setdefault(json.dumps(_network(run), default=str), []).append(run)
     return Report(
         tuple(
-            _experiment(task, own, variant)
+            _experiment(task, own, variant, margin)
             for (task, _), networks in by_task.items()
             for own, variant in zip(networks.values(), _variants(list(networks.values())), strict=True)
         )
@@ -344,7 +372,7 @@ def _variants(groups: list[list[Run]]) -> list[str]:
     return [", ".join(f"{key} {network[key]}" for key in odd if network[key] is not None) for network in networks]
 
 
-def _experiment(task: str, runs: list[Run], variant: str) -> Experiment:
+def _experiment(task: str, runs: list[Run], variant: str, margin: float) -> Experiment:
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(_identity(run), []).append(run)
@@ -358,8 +386,8 @@ def _experiment(task: str, runs: list[Run], variant: str) -> Experiment:
         number = plans.index(reference)
         plans = [_with_lengths(plan, reference) for plan in plans]
         reference = plans[number]
-    judged = [_judged(plan, reference) for plan in plans]
-    return Experiment(task, runs[0].metric, tuple(_with_fronts(judged)), variant)
+    judged = [_judged(plan, reference, margin) for plan in plans]
+    return Experiment(task, runs[0].metric, tuple(_with_fronts(judged)), variant, margin)
 
 
 def _identity(run: Run) -> str:
@@ -426,28 +454,25 @@ def _length(run: Run, reference: Run) -> float:
     return 1.0 if math.isclose(length, 1.0, rel_tol=1e-6) else length
 
 
-def _judged(plan: PlanSummary, reference: PlanSummary | None) -> PlanSummary:
-    verdict, why = _verdict(plan, reference)
-    is_better = verdict == "keeps" and reference is not None and -_loss(plan, reference) > _tolerance(reference)
-    if is_better and reference is not None:
-        why = f"better than {reference.label} by more than {TOLERANCE:.0%} and its spread"
-    return replace(plan, verdict=verdict, why=why, is_better=is_better)
-
-
-def _loss(plan: PlanSummary, reference: PlanSummary) -> float:
-    """By how much the plan's metric is worse than the reference's; below 0 where it is better."""
+def _judged(plan: PlanSummary, reference: PlanSummary | None, margin: float) -> PlanSummary:
+    if (verdict := _without_comparison(plan, reference)) is not None:
+        return replace(plan, verdict=verdict[0], why=verdict[1])
+    assert reference is not None
     assert plan.value is not None
     assert reference.value is not None
-    difference = reference.value.mean - plan.value.mean
-    return difference if plan.metric.better == "higher" else -difference
+    gain, metric = abs(reference.value.mean - plan.metric.trivial), plan.metric
+    lost = reference.value.mean - plan.value.mean
+    lost = lost if metric.better == "higher" else -lost
+    is_working = math.isfinite(gain) and metric.is_better(reference.value.mean, metric.trivial)
+    if is_working and lost > FAILING_LOSS * gain:
+        why = f"loses more than half of what {reference.label} gains over the trivial predictor"
+        return replace(plan, verdict="fails", why=why)
+    judgement = judge(plan.by_seed, reference.by_seed, margin * abs(reference.value.mean), metric.better)
+    return replace(plan, verdict=judgement.verdict, why=_reason(judgement, reference, margin), judgement=judgement)
 
 
-def _tolerance(reference: PlanSummary) -> float:
-    assert reference.value is not None
-    return max(TOLERANCE * abs(reference.value.mean), reference.value.deviation)
-
-
-def _verdict(plan: PlanSummary, reference: PlanSummary | None) -> tuple[Verdict, str]:
+def _without_comparison(plan: PlanSummary, reference: PlanSummary | None) -> tuple[Verdict, str] | None:
+    """The verdict on a plan that needs no other plan, with its reason; None where it is to be compared."""
     value, metric = plan.value, plan.metric
     if diverged := plan.count("diverged"):
         return "fails", f"diverged in {diverged} of {counted(len(plan.runs), 'run')}"
@@ -463,17 +488,29 @@ def _verdict(plan: PlanSummary, reference: PlanSummary | None) -> tuple[Verdict,
         return "reference", "what the others are judged by"
     if reference is None or reference.value is None or not reference.value.is_finite:
         return "alone", "there is nothing to compare it with"
-    return _against(plan, reference, reference.value)
+    return None
 
 
-def _against(plan: PlanSummary, reference: PlanSummary, standard: Spread) -> tuple[Verdict, str]:
-    metric, loss = plan.metric, _loss(plan, reference)
-    gain = abs(standard.mean - metric.trivial)
-    if math.isfinite(gain) and metric.is_better(standard.mean, metric.trivial) and loss > FAILING_LOSS * gain:
-        return "fails", f"loses more than half of what {reference.label} gains over the trivial predictor"
-    if loss <= _tolerance(reference):
-        return "keeps", f"within {TOLERANCE:.0%} or the spread of {reference.label}"
-    return "loses", f"worse than {reference.label} by more than {TOLERANCE:.0%} and its spread"
+def _reason(judgement: Judgement, reference: PlanSummary, margin: float) -> str:
+    loss = judgement.loss
+    if loss is None:
+        return f"no seed in common with {reference.label}"
+    if loss.pairs < 2:
+        return "one seed decides nothing"
+    share = f"margin {percent_text(margin)} of {reference.label}"
+    if math.isinf(loss.half_width):
+        return f"{_worse_text(loss)} with every seed, which says nothing about others, {share}"
+    return f"{_worse_text(loss)} over {loss.pairs} seeds, {share}"
+
+
+def _worse_text(loss: Difference) -> str:
+    """How much worse or better a plan is, with the interval of 95 %."""
+    word, sign = ("better", -1) if loss.mean < 0 else ("worse", 1)
+    text = f"{word} by {number_text(abs(loss.mean))}"
+    if math.isinf(loss.half_width):
+        return text
+    low, high = sorted((sign * loss.low, sign * loss.high))
+    return f"{text} ({number_text(low)} to {number_text(high)})"
 
 
 def pareto_front(points: Sequence[tuple[float, float]], better: Literal["higher", "lower"]) -> list[int]:

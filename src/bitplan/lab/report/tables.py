@@ -18,7 +18,8 @@ FRONT_MARK = "◆"
 #: The meaning of the columns, shown below the table.
 COLUMNS_NOTE = (
     f"Mean ± standard deviation over seeds. Bit operations as a share of FP32's, and bytes of a step's tensors, are "
-    f"counted; {FRONT_MARK} marks the Pareto front: nothing that works is both cheaper and better."
+    f"counted; {FRONT_MARK} marks the Pareto front: nothing that works is both cheaper and better. Verdicts compare "
+    f"runs with the same seed; one seed decides nothing."
 )
 
 
@@ -73,7 +74,7 @@ def plan_columns(experiment: Experiment) -> list[Column]:
     ]
 
 
-_VERDICT_ORDER = {"reference": 0, "keeps": 1, "loses": 2, "alone": 3, "unfinished": 4, "fails": 5}
+_VERDICT_ORDER = {"reference": 0, "keeps": 1, "undecided": 2, "loses": 3, "alone": 4, "unfinished": 5, "fails": 6}
 
 
 def verdict_text(plan: PlanSummary) -> str:
@@ -282,6 +283,9 @@ def plan_record(plan: PlanSummary) -> dict[str, Any]:
         "diverged": plan.count("diverged"),
         "verdict": plan.verdict,
         "why": plan.why,
+        "loss": None if plan.judgement is None or plan.judgement.loss is None else plan.judgement.loss.to_dict(),
+        "margin": None if plan.judgement is None else plan.judgement.margin,
+        "p_value": None if plan.judgement is None else plan.judgement.p_value,
         "metric": None if value is None else value.mean,
         "deviation": None if value is None else value.deviation,
         "relative_to_fp32": plan.cost,

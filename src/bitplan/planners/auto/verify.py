@@ -10,9 +10,7 @@ from typing import Any
 
 from bitplan.planners.auto.trials import Trials
 from bitplan.plans import Plan
-
-#: 97.5 % quantiles of Student's t distribution by degrees of freedom; 1.96 beyond.
-_STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+from bitplan.significance import Difference
 
 
 @dataclass(frozen=True)
@@ -38,14 +36,9 @@ class LossGap:
         >>> LossGap.of([1.0, 2.0], [1.5, 2.5], 10, False).gap
         0.5
         """
-        gaps = [after - before for before, after in zip(plain, planned, strict=True)]
-        gap, count = statistics.fmean(gaps), len(gaps)
-        half = math.inf
-        if count > 1:
-            quantile = _STUDENT_T[count - 2] if count - 2 < len(_STUDENT_T) else 1.96
-            half = quantile * statistics.stdev(gaps) / math.sqrt(count)
-        spread = statistics.stdev(plain) if count > 1 else 0.0
-        return cls(gap, gap - half, gap + half, statistics.fmean(plain), spread, steps, count, on_one_batch)
+        gap = Difference.of(planned, plain)
+        spread = statistics.stdev(plain) if gap.pairs > 1 else 0.0
+        return cls(gap.mean, gap.low, gap.high, statistics.fmean(plain), spread, steps, gap.pairs, on_one_batch)
 
     def is_within(self, limit: float | None) -> bool:
         """Whether the gap is at most `limit`; by default, what seeds alone change or 1 % of the loss."""

@@ -7,7 +7,6 @@ plan where no schedule is clearly better: it needs no schedule.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +16,8 @@ from bitplan.plans.schedules.base import Schedule
 from bitplan.plans.schedules.cyclic import DEFAULT_CYCLES, TEN
 from bitplan.plans.schedules.named import schedule
 from bitplan.plans.schedules.piecewise import Static
+from bitplan.significance import Difference
 
-#: Quantiles of Student's t for an interval of 95 %, by degrees of freedom.
-_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 #: How a saving that was asked for may differ from that of a plan by rounding.
 _SLACK = 0.0005
 
@@ -68,33 +66,6 @@ CIFAR = Study(
         "RTH": Trained(0.601, (82.76, 82.21, 82.62)),
     },
 )
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The mean of a plan's metric less another's with the same seed, and its interval of 95 % (Student's t)."""
-
-    mean: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float], others: Sequence[float]) -> Difference:
-        """
-        >>> Difference.of([1.0, 2.0, 3.0], [0.5, 1.5, 2.5])
-        Difference(mean=0.5, low=0.5, high=0.5)
-        """
-        pairs = [value - other for value, other in zip(values, others, strict=True)]
-        mean, half = statistics.fmean(pairs), _T[len(pairs) - 1] * statistics.stdev(pairs) / math.sqrt(len(pairs))
-        return cls(mean, mean - half, mean + half)
-
-    @property
-    def is_sure(self) -> bool:
-        """Whether the interval excludes zero."""
-        return self.low > 0 or self.high < 0
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.2f} points ({self.low:+.2f} to {self.high:+.2f})"
 
 
 @dataclass(frozen=True)
@@ -155,6 +126,11 @@ def recommend(saving: float, low: int, high: int, total: int = 64_000, cycles: i
     return _scheduled(best, made[best], savings[best], study, schedules, width, high)
 
 
+def _points(difference: Difference) -> str:
+    mean, low, high = (f"{value:+.2f}" for value in (difference.mean, difference.low, difference.high))
+    return f"{mean} points ({low} to {high})"
+
+
 def static_cost(bits: int, high: int) -> float:
     """The cost of these bits throughout, with the backward pass at `high`, relative to `high` throughout.
 
@@ -181,16 +157,17 @@ def _static(
     difference = Difference.of(trained.values, study.base.values)
     sentences = [
         f"A static plan of {width} bits{_and_more(width, high)} that saves {saving:.0%}: in our study ({study.name}) "
-        f"the one that saves {trained.saving:.0%} is {difference} from static {high} bits."
+        f"the one that saves {trained.saving:.0%} is {_points(difference)} from static {high} bits."
     ]
     alike = [name for name, plan in schedules.items() if abs(plan.saving - trained.saving) < 0.01]
     if alike:
         means = [statistics.fmean(values) for values in zip(*(schedules[name].values for name in alike), strict=True)]
         pooled = Difference.of(means, trained.values)
         verdict = "worse" if pooled.high < 0 else "better" if pooled.low > 0 else "no different as far as one can see"
-        sentences.append(f"The {len(alike)} schedules that save as much are {verdict}: {pooled}.")
+        sentences.append(f"The {len(alike)} schedules that save as much are {verdict}: {_points(pooled)}.")
     if gain is not None and gain[0] not in alike:
-        sentences.append(f"The best schedule that saves as much, {gain[0]}, is {gain[1]} from it: no clear gain.")
+        name, more = gain
+        sentences.append(f"The best schedule that saves as much, {name}, is {_points(more)} from it: no clear gain.")
     sentences.append(f"Make it with: bitplan plan cpt TARGET --saving {saving:g}.")
     return Recommendation(Static(width), saving, " ".join(sentences), difference, _unknown(study))
 
@@ -207,7 +184,7 @@ def _scheduled(
     difference = Difference.of(schedules[name].values, study.base.values)
     reason = (
         f"{name} saves {saving:.0%} of the bit operations of static {high} bits: of the schedules that save as much it "
-        f"has the best mean in our study ({study.name}), {difference} from static {high} bits."
+        f"has the best mean in our study ({study.name}), {_points(difference)} from static {high} bits."
     )
     alike = [other for other in schedules if other != name and not _is_surely_better(schedules[name], schedules[other])]
     if alike:
@@ -258,7 +235,7 @@ def _and_more(width: int, high: int) -> str:
 def _unknown(study: Study) -> tuple[str, ...]:
     return (
         f"ranges other than {study.low}-{study.high} bits",
-        "other networks and data: on graphs no plan differed from another, and language models were trained with one "
-        "seed (docs/results)",
+        "other networks and data: on graphs no schedule lost 1 % of the accuracy, and language models were trained "
+        "with one seed (docs/results)",
         "longer runs: after three times the steps, with one seed, RR's loss fell from 1.3 to 0.4 points",
     )
