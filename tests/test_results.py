@@ -15,7 +15,6 @@ import pytest
 
 from bitplan.files import strict
 from bitplan.lab.targets import load_target
-from bitplan.lab.tasks.task import Metric
 from bitplan.planners.advise import TAU
 from bitplan.planners.assign import AssignRequest, make_assignment
 from bitplan.planners.assign.levels import PAPER
