@@ -483,3 +483,13 @@ def test_the_sentences_about_reinforcement_learning(scripts: dict[str, ModuleTyp
     mean, low, high = (float(text) for text in re.findall(r"[-+]\d+\.\d+", claims.changing(study, "").effect))
     assert f"have {mean:+.0f} ({low:+.0f} to {high:+.0f})" in NEW
     assert f"up to {max(study.plans[name]['deviation'] for name in TEN):.0f} in standard deviation" in NEW
+    _, both, _, updates = claims.stored("rl")
+    eight = claims.judged(both.plans["static 3"], both.plans["static 8"], study.metric)
+    one = claims.judged(updates.plans["static 3"], both.plans["static 3"], study.metric)
+    assert (eight.verdict, one.is_better) == ("loses", True)
+    assert f"3 bits lose {eight.loss.mean:.0f} ({eight.loss.low:.0f} to {eight.loss.high:.0f}) to 8 bits" in NEW
+    assert f"by {-one.loss.mean:.0f} ({-one.loss.high:.0f} to {-one.loss.low:.0f}): a mismatch harms less" in NEW
+    decided = [claim.run for claim in claims.mismatches() if claim.verdict != "undecided"]
+    assert decided == ["CartPole, PPO: static 3 in updates only, against both, 3 seeds"]
+    (command,) = (line for line in (RESULTS / "new-domains.md").read_text().splitlines() if "experiments/rl.py" in line)
+    assert set(command.split()) == set(study.command.split())
