@@ -61,13 +61,15 @@ class Column:
 def plan_columns(experiment: Experiment) -> list[Column]:
     """The columns of the table of plans."""
     metric = experiment.metric.name
-    sizes = Column("tensor bytes", lambda plan: _marked(plan.memory, byte_text, plan.on_memory_front))
+    sizes = (  # of all tensors, which plans of operands alone leave as they are
+        Column("tensor bytes", lambda plan: _marked(plan.memory, byte_text, plan.on_memory_front)),
+        Column("mean bits", lambda plan: _cell(plan.mean_bits, lambda bits: f"{bits:.1f}")),
+    )
     return [
         Column("plan", lambda plan: Cell(plan.label, plan.label), is_number=False),
         Column(metric, lambda plan: Cell(experiment.spread_text(plan), plan.value.mean if plan.value else None)),
         Column("bit operations", lambda plan: _marked(plan.cost, percent_text, plan.on_cost_front)),
-        *([sizes] if experiment.changes_bytes or len(experiment.plans) == 1 else []),
-        Column("mean bits", lambda plan: _cell(plan.mean_bits, lambda bits: f"{bits:.1f}")),
+        *(sizes if experiment.changes_bytes or len(experiment.plans) == 1 else ()),
         Column("time", lambda plan: _cell(plan.seconds, duration_text)),
         Column("runs", lambda plan: Cell(_runs_text(plan), len(plan.runs))),
         Column("verdict", lambda plan: Cell(verdict_text(plan), _VERDICT_ORDER[plan.verdict]), is_number=False),
