@@ -394,6 +394,7 @@ def test_packed_and_compiled_execution_have_the_same_numbers(name: str) -> None:
         ({"wgrad.x": TURNED, "wgrad.dy": {**TURNED, "rotate_size": 32}}, "is not in the same way"),
         ({"x": TURNED, "dy": TURNED}, "no operand of one product"),
         ({"weight": TURNED}, "no operand of one product"),
+        ({"wgrad.x": TURNED, "wgrad.dy": {"until": "50%", "use": TURNED, "then": "nvfp4"}}, "is not in the same way"),
         ({"wgrad": {**TURNED, "rotate_size": 12}}, "power of two"),
         ({"wgrad": {"format": "e4m3", "rotate_size": 32}}, "give rotate"),
         ({"wgrad": {"format": "e4m3", "rotate": "givens"}}, "hadamard"),
@@ -402,8 +403,21 @@ def test_packed_and_compiled_execution_have_the_same_numbers(name: str) -> None:
 )
 def test_a_rotation_of_one_operand_alone_is_refused_in_one_sentence(rule: dict[str, Any], token: str) -> None:
     with pytest.raises(bitplan.BitplanError, match=token) as caught:
-        bitplan.attach(nn.Linear(8, 8), {"version": 1, "rules": [{"match": "*", "op": "linear", **rule}]})
+        bitplan.attach(nn.Linear(8, 8), {"version": 1, "rules": [{"match": "*", "op": "linear", **rule}]}, steps=4)
     assert "\n" not in str(caught.value)
+
+
+def test_both_operands_may_stop_to_rotate_together() -> None:
+    layer, x = nn.Linear(16, 16), torch.randn(16, 16)
+    rule = {"match": "*", "op": "linear", "wgrad": {"until": "50%", "use": TURNED, "then": "keep"}}
+    with bitplan.attach(layer, {"version": 1, "rules": [rule]}, example=x, steps=4, execution="emulate") as run:
+        operands = []
+        for _ in range(4):
+            with Products() as products:
+                layer(x).sum().backward()
+            operands.append(products.seen[-1][1])
+            run.step()
+    assert [torch.equal(one, operands[-1]) for one in operands] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("call", [lambda x, w: nn.functional.conv1d(x.t()[None], w.t()[..., None]), torch.mv])

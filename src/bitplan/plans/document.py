@@ -29,6 +29,7 @@ from bitplan.plans.quantizer_use import (
     Choosing,
     Names,
     OverTime,
+    Switch,
     Use,
     leaves,
     map_quantizers,
@@ -244,12 +245,13 @@ class Plan:
 
     def _decide(self, matching: tuple[int, ...]) -> Decision:
         choices = dict.fromkeys(PLACES, Choice())
+        turns: dict[str, Any] = {}
         grad_at: GradAt = "producer"
         constants = False
         for index in matching:
             rule = self.all_rules[index]
             if rule.keep:
-                choices = dict.fromkeys(PLACES, Choice(None, index))
+                choices, turns = dict.fromkeys(PLACES, Choice(None, index)), {}
             constants = not rule.keep and (constants or rule.constants)
             for key, use in rule.quantizers:
                 spec = self.quantizer(use)
@@ -257,24 +259,24 @@ class Plan:
                 name = use if isinstance(use, str) and use in self.all_quantizers else None
                 story = over_time(use, self.names)
                 choices |= dict.fromkeys(KEYS[key], Choice(spec, index, name, share, story))
+                turns |= dict.fromkeys(KEYS[key], _rotation_of(use, self.names))
                 if key == "grad_activation":
                     grad_at = rule.grad_at or "producer"
-        self._require_pairs(choices)
+        self._require_pairs(choices, turns)
         return Decision(_without_lonely_shares(choices), grad_at, constants)
 
-    def _require_pairs(self, choices: Mapping[str, Choice]) -> None:
-        """Raise where one operand of a product is rotated and the other is not, or otherwise."""
+    def _require_pairs(self, choices: Mapping[str, Choice], turns: Mapping[str, Any]) -> None:
+        """Raise where one operand of a product is rotated and the other is not, or otherwise, at some time of a run."""
         for first, second in PASSES.values():
-            turns = [_rotation_of(choices[slot].quantizer) for slot in (first, second)]
-            if turns[0] == turns[1]:
+            if turns.get(first) == turns.get(second):
                 continue
-            lone, other = (first, second) if turns[0] else (second, first)
+            lone, other = (first, second) if turns.get(first) else (second, first)
             rule = choices[lone].rule
             where = "" if rule is None else f"{self.all_rules[rule].where or f'rules[{rule}]'}: "
             raise PlanError(
-                f"{where}{lone} is rotated ({choices[lone].quantizer}) and {other} is not in the same way "
-                f"({choices[other].quantizer}), which would change their product: give both the same rotate and "
-                f"rotate_size."
+                f"{where}{lone} is rotated ({choices[lone].words}) and {other} is not in the same way "
+                f"({choices[other].words or 'left alone'}), which would change their product: give both the same "
+                f"rotate and rotate_size."
             )
 
     def frozen_at(self, module: str, op: str) -> tuple[FrozenSpec | None, int | None]:
@@ -600,9 +602,19 @@ class Plan:
         return Path(os.path.relpath(base_file, folder)).as_posix()
 
 
-def _rotation_of(spec: QuantizerSpec | None) -> tuple[Any, ...] | None:
-    """How an operand is rotated, and whether in evaluation too; None where it is not."""
-    return None if spec is None or spec.rotate is None else (spec.rotate, spec.rotate_size, spec.eval == "off")
+def _rotation_of(use: Use, names: Names) -> tuple[Any, ...] | None:
+    """How an operand is rotated over time, and whether in evaluation too; None where it never is."""
+    while isinstance(use, str) and use != KEEP:
+        use = names.quantizers[use]
+    if isinstance(use, (Switch, Choosing)):
+        cases = tuple(_rotation_of(case, names) for case in use.cases)
+        if all(case == cases[0] for case in cases):
+            return cases[0]
+        moments = use.until if isinstance(use, Switch) else (use.by, *(level for level, _ in use.choose))
+        return moments, cases
+    if isinstance(use, str) or use.rotate is None:
+        return None
+    return use.rotate, use.rotate_size, use.eval == "off"
 
 
 def _without_lonely_shares(choices: dict[str, Choice]) -> dict[str, Choice]:

@@ -117,6 +117,9 @@ class Decider:
                 made[key] = self._action(decision, op, tables)
             return made[key]
 
+        if self.whole.plan is not self.plan:
+            for op in PRODUCTS:  # raises where the operands of a product are rotated differently later in the run
+                self.whole.plan.decide(path, op)
         actions: dict[str, Any] = {}
         for op in dict.fromkeys([*PRODUCTS, *DECOMPOSITIONS, *self._named]):
             actions[op] = action(decide(path, op), op.split(".")[0])

@@ -35,8 +35,7 @@ _COPIES = {
 }
 _FP8 = {"e4m3": "kFloat8E4M3", "e5m2": "kFloat8E5M2"}
 _MXFP8 = {"mxfp8": "kFloat8E4M3", "mxfp8e5m2": "kFloat8E5M2"}
-#: The values that share a scale in Float8BlockQuantizer.
-#: The blocks that Transformer Engine has: tiles, and lines along the summed axis.
+#: The values that share a scale in Float8BlockQuantizer: tiles, and lines along the summed axis.
 _TILE, _LINES = (128, 128), ((1, 128), 128)
 
 
