@@ -48,13 +48,13 @@ def test_a_plan_that_surely_is_better(answer: Answer) -> None:
 
 def test_what_runs_do_not_decide_is_said(answer: Answer) -> None:
     once = answer(fp32={"value": 0.9}, a={"value": 0.895, "cost": 0.25})
-    assert "a is at most 1.0 % worse than fp32 in accuracy (89.5 % against 90.0 %)" in once
+    assert "the mean accuracy of a is at most 1.0 % worse than that of fp32 (89.5 % against 90.0 %)" in once
     assert once.endswith(", but one seed decides nothing.")
 
 
 def test_several_seeds_that_do_not_decide_are_counted(answer: Answer) -> None:
     reported = answer(fp32={"seeds": (0.0, 0.02)}, a={"cost": 0.25, "seeds": (0.02, 0.0)})
-    assert reported.endswith(", but 2 seeds do not decide whether it keeps it.")
+    assert reported.endswith(", but 2 seeds do not decide this.")
 
 
 def test_what_really_runs_in_low_precision_needs_it(answer: Answer) -> None:

@@ -135,7 +135,7 @@ def test_cost_is_that_of_the_whole_run(priced: Callable[..., Experiment]) -> Non
     assert [plan.label for plan in result.plans if plan.on_cost_front] == ["fp32", "long", "short"]
     assert "whole runs, which differ in length" in page_html(Report((result,)))
     # An eighth of FP32's bit operations in each step, and twice its steps.
-    assert "long is at most 1.0 % worse than fp32 in accuracy" in result.answer
+    assert "the mean accuracy of long is at most 1.0 % worse than that of fp32" in result.answer
     assert "25.0 % of its bit operations" in result.answer
 
 

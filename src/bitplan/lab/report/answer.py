@@ -62,8 +62,8 @@ def _finding(experiment: Experiment) -> str:
         )
     if best is not None and best.is_near:
         return (
-            f"{best.label} is at most {percent_text(experiment.margin)} worse than {reference.label} in {metric} "
-            f"({_value(experiment, best)} against {standard}){_savings(best, reference)}, but {_why_undecided(best)}"
+            f"the mean {metric} of {best.label} is at most {percent_text(experiment.margin)} worse than that of "
+            f"{reference.label} ({_value(experiment, best)} against {standard}){_savings(best, reference)}, but {_why_undecided(best)}"
         )
     if best is not None:
         keeps = "is within the margin of" if best.verdict == "undecided" else "keeps"
@@ -80,7 +80,7 @@ def _why_undecided(plan: PlanSummary) -> str:
     pairs = 0 if plan.judgement is None or plan.judgement.loss is None else plan.judgement.loss.pairs
     if pairs < 2:
         return "one seed decides nothing" if pairs else "they have no seed in common"
-    return f"{pairs} seeds do not decide whether it keeps it"
+    return f"{pairs} seeds do not decide this"
 
 
 def _without_reference(experiment: Experiment) -> str:
