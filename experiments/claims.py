@@ -120,7 +120,7 @@ def ordered(study: Study, title: str) -> Claim:
         f"{title}: ten schedules, {study.seeds(*BALANCED)}",
         f"{trend['concordant']:g} of {trend['pairs']} pairs in that order, p = {trend['p_value']:.2g}; Pearson "
         f"{order['pearson']['value']:+.2f} ({low:+.2f} to {high:+.2f})",
-        "holds" if order["is_sure"] and low > 0 else "undecided",
+        "holds" if order["is_sure"] else "undecided",
         study.command,
     )
 

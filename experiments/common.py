@@ -394,21 +394,29 @@ def order_by_cost(plans: Sequence[Mapping[str, Any]], metric: Metric) -> dict[st
     tested = trend([[sign * records[name]["metric"] for name in own] for own in groups.values()])
     is_one_seed = all(len(records[name]["values"]) < 2 for name in names)
     means = {group: sum(records[name]["metric"] for name in own) / len(own) for group, own in groups.items()}
-    verdict = "one seed, so no verdict" if is_one_seed else "an order" if tested.is_sure else "no order that is sure"
     listed = ", ".join(f"{group} {mean:.4f}" for group, mean in means.items())
-    values = [[*records[name]["values"].values()] for name in names]
-    found = cost_correlation([records[name]["relative_to_fp32"] for name in names], values, measure=pearson)
+    values = [[sign * value for value in records[name]["values"].values()] for name in names]
+    correlation = cost_correlation([records[name]["relative_to_fp32"] for name in names], values, measure=pearson)
     share = seed_share(values)
+    is_sure = tested.is_sure and correlation.low > 0 and not is_one_seed
+    verdict = "one seed, so no verdict" if is_one_seed else "an order" if is_sure else "no order that is sure"
+    quality = "the metric" if sign > 0 else f"minus {metric.name}"
     words = [
-        f"Groups of schedules, the cheapest first: {listed}; {tested} in the order of cost: {verdict}.",
-        f"Pearson of cost with the metric over {found.plans} schedules {found}.",
+        f"Groups of schedules, the cheapest first: {listed}; {tested} in the order of cost; Pearson of cost with "
+        f"{quality} over {correlation.plans} schedules {correlation}: {verdict}.",
     ]
     result: dict[str, Any] = {
         "groups": groups,
         "means": means,
         "trend": {"concordant": tested.concordant, "pairs": tested.pairs, "p_value": tested.p_value},
-        "is_sure": tested.is_sure and not is_one_seed,
-        "pearson": {"value": found.value, "interval": [found.low, found.high], "plans": found.plans},
+        # Both the trend and the correlation.
+        "is_sure": is_sure,
+        # Positive where plans that cost more are better, whatever the metric.
+        "pearson": {
+            "value": correlation.value,
+            "interval": [correlation.low, correlation.high],
+            "plans": correlation.plans,
+        },
         # The share of the variance between schedules that seeds alone explain; 1 or more: schedules do not differ.
         "seed_share": share if math.isfinite(share) else None,
     }

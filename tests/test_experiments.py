@@ -227,8 +227,7 @@ def schedules(*accuracies: float, noise: float = 0.0) -> list[dict[str, Any]]:
     return [plan("FP32", 0.9, 0.9, cost=1.0), plan("static 8", 0.5, 0.5, cost=0.06), control, *chosen]
 
 
-def test_the_order_of_schedules_is_one_of_groups(common: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bitplan.significance.DRAWS", 100)
+def test_the_order_of_schedules_is_one_of_groups(common: Namespace) -> None:
     clear = common.order_by_cost(schedules(0.7, 0.71, 0.8, 0.81, 0.9), ACCURACY)
     assert clear["is_sure"]  # whatever the static plans do, which are no schedules
     assert clear["trend"] == {"concordant": 8.0, "pairs": 8, "p_value": pytest.approx(1 / 30)}
@@ -244,6 +243,10 @@ def test_the_order_of_schedules_is_one_of_groups(common: Namespace, monkeypatch:
     assert "no order that is sure" in other["words"]
     falling = common.order_by_cost(schedules(0.7, 0.71, 0.8, 0.81, 0.9), PERPLEXITY)
     assert falling["trend"]["concordant"] == 0  # a lower perplexity is better
+    assert falling["pearson"]["value"] == -clear["pearson"]["value"]
+    assert "Pearson of cost with minus perplexity over 5 schedules -0.9" in falling["words"]
+    rising = common.order_by_cost(schedules(0.9, 0.89, 0.8, 0.79, 0.7), PERPLEXITY)
+    assert rising["is_sure"]
 
 
 def test_few_schedules_and_one_seed_have_no_order(common: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
