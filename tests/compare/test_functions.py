@@ -55,6 +55,9 @@ def recorded(plan, seed):
 def nothing(plan, seed):
     return None
 
+def text(plan, seed):
+    return {"final loss": "low"}
+
 def wrong(plan, seed):
     raise KeyError("no such column")
 """
@@ -125,7 +128,13 @@ def test_a_function_that_records_its_loop_fills_the_folder_of_the_comparison(fil
 
 
 @pytest.mark.parametrize(
-    ("name", "token"), [("nothing", "NoneType"), ("wrong", "no such column'"), ("none", "did you mean")]
+    ("name", "token"),
+    [
+        ("nothing", "NoneType"),
+        ("text", "final loss is str, and a run records numbers"),
+        ("wrong", "no such column'"),
+        ("none", "did you mean"),
+    ],
 )
 def test_errors_of_the_function_are_one_sentence(file: Path, tmp_path: Path, name: str, token: str) -> None:
     with pytest.raises(TaskError, match=token) as error:

@@ -27,7 +27,7 @@ from bitplan.lab.compare.workers import Job, Update, run_in_workers
 from bitplan.lab.tasks.registry import is_training_function, not_a_task
 from bitplan.lab.tasks.task import Metric
 from bitplan.lab.train.folder import DEFAULT_PARENT, RunFolder
-from bitplan.lab.train.record import Recorder, RunNames, compared_run, metric_named
+from bitplan.lab.train.record import Recorder, RunNames, as_number, compared_run, metric_named
 from bitplan.lab.train.summary import Progress, Summary
 from bitplan.plans import Plan
 from bitplan.progress import leave_unsaid
@@ -196,12 +196,13 @@ class FunctionTrainer:
 
 def _judged(figures: Any, metric: Metric | None, where: str) -> tuple[dict[str, float], Metric]:
     """The figures that a function returned, and the metric among them."""
-    if isinstance(figures, Mapping):
-        values = {str(name): float(value) for name, value in figures.items()}
-    elif isinstance(figures, (int, float, torch.Tensor)):
-        values = {metric.name if metric is not None else "metric": float(figures)}
-    else:
-        values = {}
+    if isinstance(figures, (int, float, torch.Tensor)):
+        figures = {metric.name if metric is not None else "metric": figures}
+    try:
+        returned = figures.items() if isinstance(figures, Mapping) else ()
+        values = {str(name): as_number(str(name), value) for name, value in returned}
+    except RunError as error:
+        raise TaskError(f"{where}: {error}") from error
     if not values:
         raise TaskError(
             f'{where}: it returned {type(figures).__name__}, and no figures: return a dictionary such as {{"accuracy": '

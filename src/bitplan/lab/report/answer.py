@@ -63,7 +63,8 @@ def _finding(experiment: Experiment) -> str:
     if best is not None and best.is_near:
         return (
             f"the mean {metric} of {best.label} is at most {percent_text(experiment.margin)} worse than that of "
-            f"{reference.label} ({_value(experiment, best)} against {standard}){_savings(best, reference)}, but {_why_undecided(best)}"
+            f"{reference.label} ({_value(experiment, best)} against {standard}){_savings(best, reference)}, but "
+            f"{_why_undecided(best)}"
         )
     if best is not None:
         keeps = "is within the margin of" if best.verdict == "undecided" else "keeps"

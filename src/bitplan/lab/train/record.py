@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import shlex
 import sys
 import time
@@ -64,8 +65,10 @@ log = logging.getLogger("bitplan")
 _LINES_PER_STATISTICS = 5
 #: Ends of the names of figures that a Trainer logs and that are no metrics.
 _SPEEDS = ("runtime", "_per_second")
-#: Names of metrics of which less is better contain one of these.
-_LOWER = ("loss", "error", "perplexity", "ppl", "mse", "mae", "nll", "wer", "cer", "fid", "bits_per", "bpc", "bpb")
+#: Names of metrics of which less is better contain one of these, or have such a word, or one that ends so (rmse).
+_LOWER = ("loss", "error", "perplexity", "bits_per", "bits per")
+_LOWER_WORDS = ("ppl", "nll", "wer", "cer", "fid", "bpc", "bpb")
+_LOWER_ENDS = ("mse", "mae", "mape")
 #: The metric of a run that names none: the mean loss of its last lines.
 _TRAINING_LOSS = Metric("training loss", "lower", math.nan)
 #: The share of the lines at a run's end whose mean loss that is.
@@ -77,8 +80,14 @@ def metric_named(name: str, better: str | None = None, trivial: float = math.nan
 
     >>> metric_named("held-out loss").better, metric_named("accuracy").better, metric_named("IoU", "lower").better
     ('lower', 'higher', 'lower')
+    >>> metric_named("WER").better, metric_named("answer accuracy").better
+    ('lower', 'higher')
     """
-    direction: Literal["higher", "lower"] = "lower" if any(word in name.lower() for word in _LOWER) else "higher"
+    lowered = name.lower()
+    is_lower = any(part in lowered for part in _LOWER) or any(
+        word in _LOWER_WORDS or word.endswith(_LOWER_ENDS) for word in re.split(r"[^a-z0-9]+", lowered)
+    )
+    direction: Literal["higher", "lower"] = "lower" if is_lower else "higher"
     if better not in (None, "higher", "lower"):
         raise RunError(f"better is {better!r}: of a metric, 'higher' or 'lower' is better.")
     if better is not None:
@@ -172,7 +181,7 @@ class Recorder:
         """Record figures on held-out data at this step, the run's metric among them."""
         if self._pending is not None:
             self._write_line()
-        figures = {name: _number(name, value) for name, value in metrics.items()}
+        figures = {name: as_number(name, value) for name, value in metrics.items()}
         metric = self.names.metric
         if metric is not None:
             if metric.name not in figures:
@@ -336,7 +345,7 @@ class Recorder:
     def _write_line(self) -> None:
         step, self._pending = self._pending, None
         journal = self._journal()
-        values = {name: _number(name, value) for name, value in self._values.items()}
+        values = {name: as_number(name, value) for name, value in self._values.items()}
         self._values = {}
         self._losses += [values["loss"]] if "loss" in values else []
         rate = None if self.optimizer is None else self.optimizer.param_groups[0].get("lr")
@@ -575,7 +584,8 @@ def _precision(run: Attachment | None) -> str | None:
     return names.get(max(sizes, key=lambda dtype: sizes[dtype])) if sizes else None
 
 
-def _number(name: str, value: Tensor | float) -> float:
+def as_number(name: str, value: Any) -> float:
+    """A recorded value as a number; raises an error that names it where it is none."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return float(value_before_rounding(value).detach())
     try:
