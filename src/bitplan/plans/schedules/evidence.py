@@ -235,7 +235,7 @@ def _and_more(width: int, high: int) -> str:
 def _unknown(study: Study) -> tuple[str, ...]:
     return (
         f"ranges other than {study.low}-{study.high} bits",
-        "other networks and data: on graphs no schedule lost 1 % of the accuracy, and language models were trained "
-        "with one seed (docs/results)",
+        "other networks and data: on graphs no schedule's mean was 1 % below static 8's, and language models were "
+        "trained with one seed (docs/results)",
         "longer runs: after three times the steps, with one seed, RR's loss fell from 1.3 to 0.4 points",
     )
