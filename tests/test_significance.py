@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -244,7 +245,20 @@ def test_plans_are_paired_with_their_control_by_seed() -> None:
     assert not mixed.is_sure
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("better", ["higher", "lower"])
+def test_values_that_are_no_numbers_decide_nothing(value: float, better: Literal["higher", "lower"]) -> None:
+    judgement = judge({0: value, 1: 0.9, 2: 0.9}, {0: 0.9, 1: 0.9, 2: 0.901}, 0.009, better)
+    assert judgement.verdict == "undecided"
+    assert not judgement.is_better
+    assert judgement.p_value == 1.0
+
+
 def test_nothing_to_compare_is_a_sentence() -> None:
+    with pytest.raises(RunError, match="2 values cannot be paired with 1"):
+        Difference.of([1.0, 2.0], [1.0])
+    with pytest.raises(RunError, match="better is 'max'"):
+        judge({0: 1.0}, {0: 1.0}, 0.1, "max")  # type: ignore[arg-type]
     with pytest.raises(RunError, match="no seed was run"):
         Difference.of_mean([{"0": 1.0}], {"1": 1.0})
     with pytest.raises(RunError, match="at least two groups"):

@@ -47,6 +47,8 @@ class Difference:
         >>> Difference.of([1.0, 2.0, 3.0], [0.5, 1.0, 3.0])
         Difference(mean=0.5, deviation=0.5, pairs=3)
         """
+        if len(values) != len(others):
+            raise RunError(f"{len(values)} values cannot be paired with {len(others)}: give both of every seed.")
         pairs = [value - other for value, other in zip(values, others, strict=True)]
         if not pairs:
             raise RunError("no seed was run with both plans: run them with the same seeds.")
@@ -153,6 +155,8 @@ def judge(
     >>> judge({0: 0.90}, {0: 0.90}, 0.009, "higher").verdict
     'undecided'
     """
+    if better not in ("higher", "lower"):
+        raise RunError(f"better is {better!r}: of a metric, 'higher' or 'lower' is better.")
     seeds = sorted(set(values).intersection(reference))
     if not seeds:
         return Judgement("undecided", None, margin)
