@@ -200,6 +200,56 @@ def test_deepseek_v3_bounds_the_error_of_outliers_better_than_a_scale_for_the_te
     assert 1e-3 < errors[0] < 0.1 < 0.9 < errors[1]
 
 
+class GroupedProducts(TorchDispatchMode):
+    """Records the operands of products of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default:
+            self.seen.append((args[0].detach().double(), args[1].detach().double()))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("Mixtral", {"num_local_experts": 3, "intermediate_size": 144}),
+        ("Qwen3Moe", {"num_experts": 3, "moe_intermediate_size": 144, "decoder_sparse_step": 1, "head_dim": 16}),
+    ],
+)
+def test_deepseek_v3_rounds_grouped_products_of_experts(name: str, sizes: dict[str, Any]) -> None:
+    """Lines along the summed axis of each pass, and tiles of each expert's matrix alone, which are not multiples."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2}
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=64, hidden_size=160, num_hidden_layers=1, max_position_embeddings=128, **heads, **sizes
+    )
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model.set_experts_implementation("grouped_mm")
+    batch = {"input_ids": torch.randint(0, 64, (2, TOKENS))}
+    with bitplan.attach(model, "deepseek-v3", example=batch, execution="emulate") as run, GroupedProducts() as products:
+        model(**batch).logits.sum().backward()
+    assert not any("experts" in label for label in run.coverage().unrounded)
+    by_experts = [pair for pair in products.seen if pair[1].dim() == 3]
+    by_rows = [pair for pair in products.seen if pair[1].dim() == 2]
+    assert (len(by_experts), len(by_rows)) == (4, 2)  # fprop and dgrad, and wgrad, of two products
+    lines = [left for left, _ in products.seen] + [right.t() for _, right in by_rows]
+    for matrix in lines:
+        assert share_on_grid(matrix, 1, 128, E4M3, (448.0,)) == 1
+        assert share_on_grid(matrix, 128, 128, E4M3, (448.0,)) < 0.1
+    assert {matrix.shape[1] for matrix in lines} == {160, 288, 144, 4 * TOKENS}
+    for _, stack in by_experts:
+        assert len(stack) == 3
+        assert all(share_on_grid(matrix, 128, 128, E4M3, (448.0,)) == 1 for matrix in stack)
+        assert all(share_on_grid(matrix, *matrix.shape, E4M3, (448.0,)) == 0 for matrix in stack)
+        scales = torch.cat([scales_of(matrix, 128, 128, 448.0) for matrix in stack])
+        assert len(scales.unique()) == len(scales) >= 3 * 4
+
+
 # --- nvfp4
 
 #: The largest magnitude of a block is 6 scales; rounded stochastically it may be the value below.
