@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -455,6 +456,15 @@ def test_a_rotation_of_one_operand_alone_is_refused_in_one_sentence(rule: dict[s
     with pytest.raises(bitplan.BitplanError, match=token) as caught:
         bitplan.attach(nn.Linear(8, 8), {"version": 1, "rules": [{"match": "*", "op": "linear", **rule}]}, steps=4)
     assert "\n" not in str(caught.value)
+
+
+def test_the_refusal_of_a_rotation_names_its_own_line_once(tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_text("version: 1\nrules:\n- match: '*'\n  activation: {format: nvfp4, rotate: hadamard}\n")
+    with pytest.raises(bitplan.BitplanError, match="no operand of one product") as caught:
+        Plan.load(file)
+    assert str(caught.value).startswith(f"{file}:4: rules[0].activation: rotate")
+    assert str(caught.value).count("plan.yaml") == 1
 
 
 def test_both_operands_may_stop_to_rotate_together() -> None:
