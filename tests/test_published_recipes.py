@@ -50,14 +50,15 @@ class Net(nn.Module):
 
 
 class Products(TorchDispatchMode):
-    """Records the operands of every matrix product."""
+    """Records the operands of every matrix product, or of every call of another function."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: Any = torch.ops.aten.mm.default) -> None:
         super().__init__()
+        self.function = function
         self.seen: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.mm.default:
+        if func is self.function:
             self.seen.append((args[0].detach().double(), args[1].detach().double()))
         return func(*args, **(kwargs or {}))
 
@@ -201,19 +202,6 @@ def test_deepseek_v3_bounds_the_error_of_outliers_better_than_a_scale_for_the_te
     assert 1e-3 < errors[0] < 0.1 < 0.9 < errors[1]
 
 
-class GroupedProducts(TorchDispatchMode):
-    """Records the operands of products of experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[Tensor, Tensor]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._grouped_mm.default:
-            self.seen.append((args[0].detach().double(), args[1].detach().double()))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
@@ -232,7 +220,7 @@ def test_deepseek_v3_rounds_grouped_products_of_experts(name: str, sizes: dict[s
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     model.set_experts_implementation("grouped_mm")
     batch = {"input_ids": torch.randint(0, 64, (2, TOKENS))}
-    with bitplan.attach(model, "deepseek-v3", example=batch, execution="emulate") as run, GroupedProducts() as products:
+    with bitplan.attach(model, "deepseek-v3", example=batch, execution="emulate") as run, Products(torch.ops.aten._grouped_mm.default) as products:
         model(**batch).logits.sum().backward()
     assert not any("experts" in label for label in run.coverage().unrounded)
     by_experts = [pair for pair in products.seen if pair[1].dim() == 3]
