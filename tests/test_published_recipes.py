@@ -220,7 +220,10 @@ def test_deepseek_v3_rounds_grouped_products_of_experts(name: str, sizes: dict[s
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     model.set_experts_implementation("grouped_mm")
     batch = {"input_ids": torch.randint(0, 64, (2, TOKENS))}
-    with bitplan.attach(model, "deepseek-v3", example=batch, execution="emulate") as run, Products(torch.ops.aten._grouped_mm.default) as products:
+    with (
+        bitplan.attach(model, "deepseek-v3", example=batch, execution="emulate") as run,
+        Products(torch.ops.aten._grouped_mm.default) as products,
+    ):
         model(**batch).logits.sum().backward()
     assert not any("experts" in label for label in run.coverage().unrounded)
     by_experts = [pair for pair in products.seen if pair[1].dim() == 3]
