@@ -220,3 +220,16 @@ def test_a_block_that_makes_no_sense_is_one_sentence(quantizer: dict[str, Any], 
     with pytest.raises(bitplan.BitplanError, match=token) as caught:
         plan_of(x=quantizer)
     assert "\n" not in str(caught.value)
+
+
+def test_a_step_on_the_meta_device_has_the_shapes_of_one_with_numbers() -> None:
+    layer, x = nn.Linear(20, 12, device="meta"), torch.randn(5, 20, device="meta")
+    tile = {"format": "e4m3", "scale": "block", "block": [8, 8]}
+    rotated = {"format": "nvfp4", "rotate": "hadamard"}
+    plan = {"version": 1, "rules": [{"match": "*", "op": "linear", "fprop": tile, "dgrad": tile, "wgrad": rotated}]}
+    with bitplan.attach(layer, plan, example=x, execution="emulate"):
+        y = layer(x)
+        y.sum().backward()
+    assert y.shape == (5, 12)
+    assert layer.weight.grad is not None
+    assert (layer.weight.grad.shape, layer.weight.grad.device.type) == (layer.weight.shape, "meta")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,14 +50,15 @@ class Net(nn.Module):
 
 
 class Products(TorchDispatchMode):
-    """Records the operands of every matrix product."""
+    """Records the operands of every matrix product, or of every call of another function."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: Any = torch.ops.aten.mm.default) -> None:
         super().__init__()
+        self.function = function
         self.seen: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.mm.default:
+        if func is self.function:
             self.seen.append((args[0].detach().double(), args[1].detach().double()))
         return func(*args, **(kwargs or {}))
 
@@ -198,6 +200,46 @@ def test_deepseek_v3_bounds_the_error_of_outliers_better_than_a_scale_for_the_te
         others = x.double() != 1e8
         errors.append(float((rounded - x)[others].norm() / x[others].norm()))
     assert 1e-3 < errors[0] < 0.1 < 0.9 < errors[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("Mixtral", {"num_local_experts": 3, "intermediate_size": 144}),
+        ("Qwen3Moe", {"num_experts": 3, "moe_intermediate_size": 144, "decoder_sparse_step": 1, "head_dim": 16}),
+    ],
+)
+def test_deepseek_v3_rounds_grouped_products_of_experts(name: str, sizes: dict[str, Any]) -> None:
+    """Lines along the summed axis of each pass, and tiles of each expert's matrix alone, which are not multiples."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2}
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=64, hidden_size=160, num_hidden_layers=1, max_position_embeddings=128, **heads, **sizes
+    )
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model.set_experts_implementation("grouped_mm")
+    batch = {"input_ids": torch.randint(0, 64, (2, TOKENS))}
+    with (
+        bitplan.attach(model, "deepseek-v3", example=batch, execution="emulate") as run,
+        Products(torch.ops.aten._grouped_mm.default) as products,
+    ):
+        model(**batch).logits.sum().backward()
+    assert not any("experts" in label for label in run.coverage().unrounded)
+    by_experts = [pair for pair in products.seen if pair[1].dim() == 3]
+    by_rows = [pair for pair in products.seen if pair[1].dim() == 2]
+    assert (len(by_experts), len(by_rows)) == (4, 2)  # fprop and dgrad, and wgrad, of two products
+    lines = [left for left, _ in products.seen] + [right.t() for _, right in by_rows]
+    for matrix in lines:
+        assert share_on_grid(matrix, 1, 128, E4M3, (448.0,)) == 1
+        assert share_on_grid(matrix, 128, 128, E4M3, (448.0,)) < 0.1
+    assert {matrix.shape[1] for matrix in lines} == {160, 288, 144, 4 * TOKENS}
+    for _, stack in by_experts:
+        assert len(stack) == 3
+        assert all(share_on_grid(matrix, 128, 128, E4M3, (448.0,)) == 1 for matrix in stack)
+        assert all(share_on_grid(matrix, *matrix.shape, E4M3, (448.0,)) == 0 for matrix in stack)
+        scales = torch.cat([scales_of(matrix, 128, 128, 448.0) for matrix in stack])
+        assert len(scales.unique()) == len(scales) >= 3 * 4
 
 
 # --- nvfp4
@@ -405,6 +447,15 @@ def test_a_rotation_of_one_operand_alone_is_refused_in_one_sentence(rule: dict[s
     with pytest.raises(bitplan.BitplanError, match=token) as caught:
         bitplan.attach(nn.Linear(8, 8), {"version": 1, "rules": [{"match": "*", "op": "linear", **rule}]}, steps=4)
     assert "\n" not in str(caught.value)
+
+
+def test_the_refusal_of_a_rotation_names_its_own_line_once(tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_text("version: 1\nrules:\n- match: '*'\n  activation: {format: nvfp4, rotate: hadamard}\n")
+    with pytest.raises(bitplan.BitplanError, match="no operand of one product") as caught:
+        Plan.load(file)
+    assert str(caught.value).startswith(f"{file}:4: rules[0].activation: rotate")
+    assert str(caught.value).count("plan.yaml") == 1
 
 
 def test_both_operands_may_stop_to_rotate_together() -> None:

@@ -86,14 +86,15 @@ def test_every_operand_is_rounded(name: str, way: str) -> None:
     assert 0 < (rounded - plain).norm() < 0.5 * plain.norm()
 
 
+@pytest.mark.parametrize("plan", [PLAN, "deepseek-v3"], ids=["once", "deepseek-v3"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
-def test_packed_equals_emulate(name: str, way: str) -> None:
+def test_packed_equals_emulate(name: str, way: str, plan: Any) -> None:
     plain = step(make(name, way))
     results = {}
     for how in ("emulate", "packed"):
         model = make(name, way)
-        with bp.attach(model, PLAN, example=batch(), execution=how):
+        with bp.attach(model, plan, example=batch(), execution=how):
             results[how] = step(model)
     assert len(results["emulate"]) == len(plain) > 1
     assert all(torch.equal(*pair) for pair in zip(results["emulate"], results["packed"], strict=True))
@@ -101,7 +102,7 @@ def test_packed_equals_emulate(name: str, way: str) -> None:
     torch.testing.assert_close(results["emulate"][0], plain[0], rtol=0.05, atol=0)
 
 
-@pytest.mark.parametrize("plan", [PLAN, ROWWISE], ids=["once", "for each pass"])
+@pytest.mark.parametrize("plan", [PLAN, ROWWISE, "deepseek-v3"], ids=["once", "for each pass", "deepseek-v3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_compiled_mixtral_has_the_numbers_of_eager_code(plan: Any, dtype: torch.dtype) -> None:
     torch.compiler.reset()

@@ -263,6 +263,31 @@ def test_the_formats_of_a_plan_are_a_candidate() -> None:
         measure(model, [batch()], F.cross_entropy, ["int8 tensor"], plan="packed-fp8")
 
 
+@pytest.mark.parametrize("rounding", [{"format": "int4", "scale": "tensor"}, {"format": "mxfp4"}])
+def test_operands_that_a_plan_rotates_are_measured_rotated(rounding: dict[str, str]) -> None:
+    """The error of the weight's gradient is that of a training step with the plan."""
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(45, 32, generator=generator) for _ in range(2))
+    for tensor in (x, dy):
+        tensor[torch.rand(45, 32, generator=generator) < 1 / 16] *= 6
+    layer = nn.Linear(32, 32, bias=False)
+    exact = dy.t() @ x
+    medians = []
+    for rotation in ({"rotate": "hadamard"}, {}):
+        rules = [{"match": "*", "op": "linear", "wgrad": {**rounding, **rotation}}]
+        plan = bitplan.Plan.from_dict({"version": 1, "rules": rules})
+        result = measure(layer, [(x, dy)], lambda y, dy: (y * dy).sum(), ["int8 tensor"], plan=plan, rows=32)
+        (row,) = (row for row in result.rows if row.candidate == "plan")
+        layer.zero_grad()
+        with bitplan.attach(layer, plan, example=x, execution="emulate"):
+            layer(x).backward(dy)
+        assert layer.weight.grad is not None
+        trained = (layer.weight.grad - exact).abs() / (dy.abs().t() @ x.abs())
+        assert row.mean == pytest.approx(float(trained.mean()), rel=1e-3)
+        medians.append(row.median)
+    assert 0 < medians[0] < 0.85 * medians[1]
+
+
 def test_batches_of_a_loader_may_have_a_target_that_the_model_does_not_take() -> None:
     model, x = nn.Sequential(nn.Linear(16, 8)), torch.randn(8, 16)
     pairs = [[x, torch.zeros(8)]]

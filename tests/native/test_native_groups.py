@@ -76,6 +76,8 @@ SCALES = {
     "rows": ROWWISE,
     "tensor": {"x": operand("tensor"), "w": operand("tensor"), "dy": operand("tensor")},
     "experts": {"x": operand("tensor"), "w": operand("channel", axis=0), "dy": operand("tensor")},
+    "none": dict.fromkeys(("x", "w", "dy"), "e4m3"),
+    "past steps": dict.fromkeys(("x", "w", "dy"), operand("tensor", history=2)),
 }
 
 

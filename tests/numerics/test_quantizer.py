@@ -368,6 +368,7 @@ MISTAKES: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     ((X, "e4m3"), {"scale": "block"}, "scale='block' needs block="),
     ((X, "e4m3"), {"scale": "block", "block": 0}, "scale='block' needs block="),
     ((X, "e4m3"), {"scale": "channel", "axis": 0, "block": 4}, "block= belongs to scale='block'"),
+    ((X, "e4m3"), {"scale": "vector", "block": (2, 2)}, "block= belongs to scale='block'"),
     ((X, "e4m3"), {"scale": "block", "block": (2, 2, 2)}, "scale='block' needs block="),
     ((X, "e4m3"), {"scale": "block", "block": (2, 0)}, "scale='block' needs block="),
     ((X, "e4m3"), {"scale": "block", "block": (2, 2), "axis": 1}, "lies along two axes"),

@@ -7,7 +7,7 @@ before these are rounded. S flips signs; the signs are the same in every tensor 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -32,14 +32,20 @@ class Rotation:
 
         What an axis has beyond a multiple of the size is rotated in smaller tiles, the powers of two that add up to it.
         """
+        return self._turned(x, lambda tiles: _hadamard(tiles * _signs(tiles)))
+
+    def undo(self, x: Tensor) -> Tensor:
+        """The inverse of :meth:`apply`."""
+        return self._turned(x, lambda tiles: _hadamard(tiles) * _signs(tiles))
+
+    def _turned(self, x: Tensor, turn: Callable[[Tensor], Tensor]) -> Tensor:
         last = x.movedim(self.axis, -1)
         work = last if x.dtype == torch.float64 else last.float()
         parts = []
         start = 0
         for count, size in _tiles(last.shape[-1], self.size):
             part = work.narrow(-1, start, count * size)
-            tiles = part.reshape(*part.shape[:-1], count, size) * _signs(size, work)
-            parts.append(_hadamard(tiles).reshape(part.shape))
+            parts.append(turn(part.reshape(*part.shape[:-1], count, size)).reshape(part.shape))
             start += count * size
         rotated = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         return rotated.to(x.dtype).movedim(-1, self.axis).contiguous()
@@ -58,10 +64,10 @@ def _tiles(length: int, size: int) -> Iterator[tuple[int, int]]:
         size //= 2
 
 
-def _signs(size: int, like: Tensor) -> Tensor:
+def _signs(tiles: Tensor) -> Tensor:
     """+1 or -1 for each value of a tile."""
-    index = torch.empty(size, dtype=like.dtype, device=like.device)
-    return 1 - 2 * (random_bits(index, text_hash(SIGNS)) & 1).to(like.dtype)
+    index = torch.empty(tiles.shape[-1], dtype=tiles.dtype, device=tiles.device)
+    return 1 - 2 * (random_bits(index, text_hash(SIGNS)) & 1).to(tiles.dtype)
 
 
 def _hadamard(tiles: Tensor) -> Tensor:

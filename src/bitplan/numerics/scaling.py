@@ -64,6 +64,8 @@ class Scaling:
             )
         if self.range not in get_args(Range):
             raise QuantizeError(f"a scale's range is 'amax' or 'minmax', not {self.range!r}.")
+        if self.granularity != "block" and self.block is not None:
+            raise QuantizeError(f"block= belongs to scale='block', not to {self.granularity!r}.")
         if self.granularity == "channel" and self.axis is None:
             raise QuantizeError("scale='channel' needs axis=, the dimension that keeps one scale per index.")
         if self.granularity == "vector" and self.axis is None:
@@ -75,8 +77,6 @@ class Scaling:
             raise QuantizeError(
                 "scale='block' needs block=, how many neighbours share a scale: 128, or tiles of [128, 128]."
             )
-        if self.granularity != "block" and self.block is not None:
-            raise QuantizeError(f"block= belongs to scale='block', not to {self.granularity!r}.")
         object.__setattr__(self, "axis", checked_axes(self.axis, self.block))
 
 

@@ -219,12 +219,7 @@ class Plan:
 
     def _check(self, use: Use, where: str, key: str = "") -> None:
         try:
-            for spec in leaves(use, self.names):
-                if spec is not None and spec.rotate and key in (*ROLES, *OPERANDS):
-                    raise PlanError(
-                        f"rotate turns both operands of one product, and {key} is no operand of one product: give it "
-                        f"to fprop, dgrad or wgrad, or to single operands such as wgrad.x and wgrad.dy."
-                    )
+            check_use(use, self.names, key)
         except PlanError as error:
             raise PlanError(f"{where}: {error}") from None
 
@@ -600,6 +595,16 @@ class Plan:
         if base_file is None or os.path.normpath(base_file) == os.path.normpath(folder / self.extends):
             return self.extends
         return Path(os.path.relpath(base_file, folder)).as_posix()
+
+
+def check_use(use: Use, names: Names, key: str = "") -> None:
+    """Raise for a name that does not exist, and for a rotation where a rule's `key` is no operand of one product."""
+    for spec in leaves(use, names):
+        if spec is not None and spec.rotate and key in (*ROLES, *OPERANDS):
+            raise PlanError(
+                f"rotate turns both operands of one product, and {key} is no operand of one product: give it to fprop, "
+                f"dgrad or wgrad, or to single operands such as wgrad.x and wgrad.dy."
+            )
 
 
 def _rotation_of(use: Use, names: Names) -> tuple[Any, ...] | None:

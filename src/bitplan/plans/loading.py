@@ -14,11 +14,11 @@ from typing import Any, Literal
 from bitplan.errors import FormatError, PlanError, nearest_names
 from bitplan.numerics.formats import register_format
 from bitplan.plans.code import is_code_allowed
-from bitplan.plans.document import VERSION, Plan
+from bitplan.plans.document import VERSION, Plan, check_use
 from bitplan.plans.fields import entries_of, items_of
 from bitplan.plans.grammar import PLAN
 from bitplan.plans.presets import is_preset_name, preset_names, preset_text
-from bitplan.plans.quantizer_use import Names, Use, leaves
+from bitplan.plans.quantizer_use import Names, Use
 from bitplan.plans.schedules import Schedule
 from bitplan.plans.spec import Rule
 from bitplan.plans.tree import MAX_CHARACTERS, Node, tree_from_data, tree_from_json, tree_from_yaml
@@ -43,7 +43,7 @@ def plan_from_tree(tree: Node, origin: Path | None = None, chain: tuple[str, ...
         base = _base(entries_of(tree)["extends"], values["extends"], origin, chain)
     quantizers = {name: placed.use for name, placed in values.pop("quantizers", {}).items()}
     rules: tuple[Rule, ...] = values.pop("rules", ())
-    _check_names(tree, quantizers, rules, values.get("schedules", {}), base)
+    _check_uses(tree, quantizers, rules, values.get("schedules", {}), base)
     try:
         plan = Plan(rules, quantizers, base=base, origin=origin, **values)
     except PlanError as error:
@@ -63,25 +63,24 @@ def _register_formats(tree: Node) -> None:
             raise entries_of(formats)[name].error(str(error)) from None
 
 
-def _check_names(
+def _check_uses(
     tree: Node,
     quantizers: dict[str, Use],
     rules: tuple[Rule, ...],
     schedules: dict[str, Schedule],
     base: Plan | None,
 ) -> None:
-    """Every name stands for something. The plan checks this too, but only here are the lines known."""
+    """Check every use of a quantizer. The plan checks this too, but only here are the lines known."""
     names = Names(
         {**(base.all_quantizers if base else {}), **quantizers}, {**(base.all_schedules if base else {}), **schedules}
     )
     nodes = entries_of(tree)
-    uses = [(entries_of(nodes["quantizers"])[name], use) for name, use in quantizers.items()]
+    uses = [(entries_of(nodes["quantizers"])[name], use, "") for name, use in quantizers.items()]
     for rule, node in zip(rules, items_of(nodes["rules"]) if rules else [], strict=True):
-        uses += [(entries_of(node)[key], use) for key, use in rule.quantizers]
-    for node, use in uses:
+        uses += [(entries_of(node)[key], use, key) for key, use in rule.quantizers]
+    for node, use, key in uses:
         try:
-            for _ in leaves(use, names):
-                pass
+            check_use(use, names, key)
         except PlanError as error:
             raise node.error(str(error)) from None
 

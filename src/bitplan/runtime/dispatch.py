@@ -599,7 +599,7 @@ def _require_room_under_autocast(action: OpRounding, args: Any) -> None:
         if isinstance(value, Tensor):
             kind = value.device.type
             break
-    if not torch.is_autocast_enabled(kind):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # torch raises for the meta device
         return
     dtype = torch.get_autocast_dtype(kind)
     for place in ("weight", *SLOTS):

@@ -21,7 +21,7 @@ from bitplan.analysis.error_metrics import ErrorSummary, decibels
 from bitplan.analysis.measure.candidate import FormatPair
 from bitplan.errors import MetricError
 from bitplan.extensions import METRICS, Registry
-from bitplan.gemm.axes import resolve
+from bitplan.gemm.axes import resolve, rotation_of
 from bitplan.gemm.layouts import SampledOperand
 from bitplan.numerics.dtypes import carrier_for
 from bitplan.numerics.formats import BlockFormat, CodebookFormat, FloatFormat, Format, IntFormat, get_format
@@ -238,7 +238,8 @@ def _prepare_spec(spec: QuantizerSpec) -> _Spec:
     has_plain_scale = (
         spec.range != "minmax" and not spec.power_of_two and spec.axis is None and not getattr(target, "affine", False)
     )
-    is_simple = spec.scale in (None, "tensor", "vector") and not isinstance(target, BlockFormat) and has_plain_scale
+    has_plain_format = not isinstance(target, BlockFormat) and spec.rotate is None
+    is_simple = spec.scale in (None, "tensor", "vector") and has_plain_format and has_plain_scale
     plain = Quantizer(target, spec.rounding, None, spec.overflow) if is_simple else Quantizer(get_format("fp32"))
     return _Spec(spec, str(spec), plain, math.inf if isinstance(target, BlockFormat) else target.max, is_simple)
 
@@ -270,8 +271,14 @@ class _Rounder:
             return rounded if spec.plain.rounding == "stochastic" else rounded[..., self._rows(side), :]
         copies = []
         for operand in (pair[side] for pair in self.pairs):
-            quantizer = resolve(spec.spec, operand.slot, self.op, operand.whole.dim())
-            copies.append(operand.gather(quantizer.quantize(operand.whole, seed=self.seed)))
+            dims = operand.whole.dim()
+            quantizer = resolve(spec.spec, operand.slot, self.op, dims)
+            rotation = rotation_of(spec.spec, operand.slot, self.op, dims)
+            if rotation is None:
+                rounded = quantizer.quantize(operand.whole, seed=self.seed)
+            else:  # rotated back, so that it is compared with the operand, and multiplied with sampled terms of the sum
+                rounded = rotation.undo(quantizer.quantize(rotation.apply(operand.whole), seed=self.seed).double())
+            copies.append(operand.gather(rounded))
         return torch.stack(copies).double()
 
     def _key(self, plain: Quantizer, scale: str | None, side: int) -> tuple[Format, str | None, Rounding, int]:

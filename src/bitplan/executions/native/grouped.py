@@ -147,5 +147,5 @@ def _codes(slot: str, tensor: Tensor, slots: NativeSlots) -> tuple[Tensor, Tenso
     key = slots.weight_key if OPERAND_OF_SLOT[slot].tensor == "w" else None
     encoded: Encoded = op.encode(tensor, context, key)[0]
     codes = encoded.elements.to(torch.float8_e4m3fn)
-    scale = encoded.scales[0] if encoded.scales else torch.ones((), device=tensor.device)
+    scale = encoded.scales[0] if encoded.scales else torch.ones((1,) * tensor.dim(), device=tensor.device)
     return codes, scale.float()
