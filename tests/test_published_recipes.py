@@ -277,10 +277,10 @@ def test_nvfp4_has_tiles_of_16_x_16_of_a_weight_in_both_products(layer: str) -> 
 
 
 #: Rotated, and practically not rounded: 24 bits.
-TURNED = {"format": "fp32", "rotate": "hadamard"}
+ROTATED = {"format": "fp32", "rotate": "hadamard"}
 
 
-def turned(rule: dict[str, Any]) -> dict[str, Any]:
+def with_rule(rule: dict[str, Any]) -> dict[str, Any]:
     return {"version": 1, "rules": [{"match": ["up", "down"], "op": "linear", **rule}]}
 
 
@@ -292,7 +292,7 @@ def sylvester(size: int) -> Tensor:
 
 
 def test_the_rotation_is_a_hadamard_matrix_with_signs_that_both_operands_share() -> None:
-    plain, rotated = (operands(turned(rule), "down") for rule in ({"fprop.x": "fp16"}, {"wgrad": TURNED}))
+    plain, rotated = (operands(with_rule(rule), "down") for rule in ({"fprop.x": "fp16"}, {"wgrad": ROTATED}))
     signs = []
     for slot in ("wgrad.x", "wgrad.dy"):
         back = (rotated[slot].reshape(-1, TOKENS // 16, 16) @ sylvester(16)).reshape(rotated[slot].shape)
@@ -309,7 +309,7 @@ def test_the_rotation_is_a_hadamard_matrix_with_signs_that_both_operands_share()
 def test_a_rotation_leaves_the_product_as_it_is_in_exact_arithmetic(gemm: str, tokens: int) -> None:
     """In float64, where rounding to float32 is all that differs; also where tokens are no multiple of 16."""
     results = []
-    for rule in ({gemm: TURNED}, {gemm: "fp32"}):
+    for rule in ({gemm: ROTATED}, {gemm: "fp32"}):
         torch.manual_seed(0)
         layer = nn.Linear(24, 40, bias=False, dtype=torch.float64)
         x = outliers(2, tokens, 24, seed=1).double().requires_grad_()
@@ -362,8 +362,8 @@ def test_a_rotation_reduces_the_error_of_outliers_where_scales_are_coarse(
 
 def test_nvfp4_rotates_both_operands_of_the_weight_gradient_and_no_others() -> None:
     slots = operands("nvfp4", "down")
-    exact = operands(turned({"wgrad": TURNED}), "down")
-    plain = operands(turned({"fprop.x": "fp16"}), "down")
+    exact = operands(with_rule({"wgrad": ROTATED}), "down")
+    plain = operands(with_rule({"fprop.x": "fp16"}), "down")
     for slot, matrix in slots.items():
         by_rotation, without = (_error(matrix, source[slot]) for source in (exact, plain))
         if slot.startswith("wgrad"):
@@ -379,7 +379,7 @@ def _error(rounded: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize("slot", ["dgrad.dy", "wgrad.dy"])
 def test_stochastic_gradients_of_nvfp4_are_unbiased(slot: str) -> None:
     """The mean over steps approaches the gradient itself; that of rounding to nearest does not."""
-    exact = operands(turned({"wgrad": TURNED}), "down")[slot]
+    exact = operands(with_rule({"wgrad": ROTATED}), "down")[slot]
     steps = 64
 
     def mean_of(plan: Any) -> tuple[Tensor, Tensor]:
@@ -398,7 +398,7 @@ def test_stochastic_gradients_of_nvfp4_are_unbiased(slot: str) -> None:
     assert 0.8 < float(standard) < 1.3
     nearest = {"format": "nvfp4"}
     rotated = {**nearest, "rotate": "hadamard"}
-    fixed, none = mean_of(turned({"dgrad.dy": nearest, "wgrad.dy": rotated, "wgrad.x": rotated}))
+    fixed, none = mean_of(with_rule({"dgrad.dy": nearest, "wgrad.dy": rotated, "wgrad.x": rotated}))
     assert float(none.max()) == 0
     assert float((mean - exact).norm()) < 0.5 * float((fixed - exact).norm())
 
@@ -432,15 +432,15 @@ def test_packed_and_compiled_execution_have_the_same_numbers(name: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "token"),
     [
-        ({"wgrad.x": TURNED}, "wgrad.dy is not"),
-        ({"wgrad.x": TURNED, "wgrad.dy": {**TURNED, "rotate_size": 32}}, "is not in the same way"),
-        ({"x": TURNED, "dy": TURNED}, "no operand of one product"),
-        ({"weight": TURNED}, "no operand of one product"),
-        ({"wgrad.x": TURNED, "wgrad.dy": {"until": "50%", "use": TURNED, "then": "nvfp4"}}, "is not in the same way"),
-        ({"wgrad": {**TURNED, "rotate_size": 12}}, "power of two"),
+        ({"wgrad.x": ROTATED}, "wgrad.dy is not"),
+        ({"wgrad.x": ROTATED, "wgrad.dy": {**ROTATED, "rotate_size": 32}}, "is not in the same way"),
+        ({"x": ROTATED, "dy": ROTATED}, "no operand of one product"),
+        ({"weight": ROTATED}, "no operand of one product"),
+        ({"wgrad.x": ROTATED, "wgrad.dy": {"until": "50%", "use": ROTATED, "then": "nvfp4"}}, "is not in the same way"),
+        ({"wgrad": {**ROTATED, "rotate_size": 12}}, "power of two"),
         ({"wgrad": {"format": "e4m3", "rotate_size": 32}}, "give rotate"),
         ({"wgrad": {"format": "e4m3", "rotate": "givens"}}, "hadamard"),
-        ({"wgrad": {**TURNED, "promote": {"to": "bf16", "error": 0.1}}}, "drop promote"),
+        ({"wgrad": {**ROTATED, "promote": {"to": "bf16", "error": 0.1}}}, "drop promote"),
     ],
 )
 def test_a_rotation_of_one_operand_alone_is_refused_in_one_sentence(rule: dict[str, Any], token: str) -> None:
@@ -460,7 +460,7 @@ def test_the_refusal_of_a_rotation_names_its_own_line_once(tmp_path: Path) -> No
 
 def test_both_operands_may_stop_to_rotate_together() -> None:
     layer, x = nn.Linear(16, 16), torch.randn(16, 16)
-    rule = {"match": "*", "op": "linear", "wgrad": {"until": "50%", "use": TURNED, "then": "keep"}}
+    rule = {"match": "*", "op": "linear", "wgrad": {"until": "50%", "use": ROTATED, "then": "keep"}}
     with bitplan.attach(layer, {"version": 1, "rules": [rule]}, example=x, steps=4, execution="emulate") as run:
         operands = []
         for _ in range(4):
@@ -482,17 +482,17 @@ def test_products_without_a_common_axis_are_not_rotated(call: Callable[[Tensor, 
             return call(x, self.weight)
 
     with (
-        bitplan.attach(model := Other(), {"version": 1, "rules": [{"match": "*", "wgrad": TURNED}]}),
-        pytest.raises(bitplan.BitplanError, match="rotate turns operands of linear layers"),
+        bitplan.attach(model := Other(), {"version": 1, "rules": [{"match": "*", "wgrad": ROTATED}]}),
+        pytest.raises(bitplan.BitplanError, match="rotate applies to operands of linear layers"),
     ):
         model(torch.randn(8, 8))
 
 
 def test_a_frozen_convolution_is_not_rotated_either() -> None:
     model, x = nn.Conv2d(16, 16, 3).requires_grad_(False), torch.randn(1, 16, 8, 8)
-    rule = {"match": "*", "fprop": TURNED, "frozen": {"format": "int8", "scale": "channel"}}
+    rule = {"match": "*", "fprop": ROTATED, "frozen": {"format": "int8", "scale": "channel"}}
     with (
-        pytest.raises(bitplan.BitplanError, match="rotate turns operands of linear layers"),
+        pytest.raises(bitplan.BitplanError, match="rotate applies to operands of linear layers"),
         bitplan.attach(model, {"version": 1, "rules": [rule]}, execution="packed"),
     ):
         model(x)
@@ -503,7 +503,7 @@ def test_a_frozen_linear_layer_rotates_both_operands(execution: str) -> None:
     """Its product in float32 is that of the unrotated codes, and its operands are others."""
     model, x = nn.Linear(32, 16, bias=False).requires_grad_(False), torch.randn(4, 32)
     results = []
-    for rounding in (TURNED, "fp16"):
+    for rounding in (ROTATED, "fp16"):
         rule = {"match": "*", "fprop": rounding, "frozen": {"format": "int8", "scale": "channel"}}
         with bitplan.attach(model, {"version": 1, "rules": [rule]}, execution=execution), Products() as products:
             results.append((model(x), products.seen[0][0]))

@@ -32,20 +32,20 @@ class Rotation:
 
         What an axis has beyond a multiple of the size is rotated in smaller tiles, the powers of two that add up to it.
         """
-        return self._turned(x, lambda tiles: _hadamard(tiles * _signs(tiles)))
+        return self._rotate_runs(x, lambda tiles: _hadamard(tiles * _signs(tiles)))
 
     def undo(self, x: Tensor) -> Tensor:
         """The inverse of :meth:`apply`."""
-        return self._turned(x, lambda tiles: _hadamard(tiles) * _signs(tiles))
+        return self._rotate_runs(x, lambda tiles: _hadamard(tiles) * _signs(tiles))
 
-    def _turned(self, x: Tensor, turn: Callable[[Tensor], Tensor]) -> Tensor:
+    def _rotate_runs(self, x: Tensor, rotate: Callable[[Tensor], Tensor]) -> Tensor:
         last = x.movedim(self.axis, -1)
         work = last if x.dtype == torch.float64 else last.float()
         parts = []
         start = 0
         for count, size in _tiles(last.shape[-1], self.size):
             part = work.narrow(-1, start, count * size)
-            parts.append(turn(part.reshape(*part.shape[:-1], count, size)).reshape(part.shape))
+            parts.append(rotate(part.reshape(*part.shape[:-1], count, size)).reshape(part.shape))
             start += count * size
         rotated = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         return rotated.to(x.dtype).movedim(-1, self.axis).contiguous()

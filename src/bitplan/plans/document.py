@@ -602,8 +602,8 @@ def check_use(use: Use, names: Names, key: str = "") -> None:
     for spec in leaves(use, names):
         if spec is not None and spec.rotate and key in (*ROLES, *OPERANDS):
             raise PlanError(
-                f"rotate turns both operands of one product, and {key} is no operand of one product: give it to fprop, "
-                f"dgrad or wgrad, or to single operands such as wgrad.x and wgrad.dy."
+                f"rotate applies to both operands of one product, and {key} is no operand of one product: give it to "
+                f"fprop, dgrad or wgrad, or to single operands such as wgrad.x and wgrad.dy."
             )
 
 

@@ -232,9 +232,9 @@ QUANTIZER = Record(
             *(1, 2**31 - 1),
         ),
         "rotate": Choice(
-            "Both operands of a product are turned alike along its summed axis before they are rounded.", ("hadamard",)
+            "Both operands of a product are rotated alike along its summed axis before they are rounded.", ("hadamard",)
         ),
-        "rotate_size": RotationSize("How many neighbours are turned together (16 if not given); with rotate."),
+        "rotate_size": RotationSize("How many neighbours are rotated together (16 if not given); with rotate."),
         "range": Choice("What a scale covers: the largest magnitude, or least to largest (integers).", get_args(Range)),
         "power_of_two": Flag("Round the scale up to a power of two."),
         "history": Whole(

@@ -237,7 +237,7 @@ class QuantizerSpec:
     block: BlockShape | None = None
     range: Range | None = None
     power_of_two: bool = False
-    #: Both operands of a product are turned before they are rounded, so many neighbours along the summed axis together.
+    #: Both operands of a product are rotated before they are rounded, rotate_size values of the summed axis together.
     rotate: Literal["hadamard"] | None = None
     rotate_size: int = 16
     #: The scale comes from the largest magnitudes of so many past steps rather than from the tensor itself.
@@ -305,7 +305,9 @@ class QuantizerSpec:
             )
         if self.promote is not None or self.function is not None:
             other = "function" if self.promote is None else "promote"
-            raise PlanError(f"rotate turns both operands of a product alike, whatever one of them needs: drop {other}.")
+            raise PlanError(
+                f"rotate applies to both operands of a product alike, whatever one of them needs: drop {other}."
+            )
 
     def _check_history(self) -> None:
         if self.history is None:

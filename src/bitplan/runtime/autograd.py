@@ -40,7 +40,9 @@ class Slots:
         action, context = self.chosen[slot]
         if packs_eagerly(action) and action.changes_nothing_in(tensor):
             return tensor  # not rounded again, so that the one packed copy serves this product, too
-        return action.round(tensor.detach(), context, self.weight_key if OPERAND_OF_SLOT[slot].tensor == "w" else None)
+        # Gradients are on here in a backward pass with create_graph=True only, whose gradient goes straight through.
+        operand = tensor if torch.is_grad_enabled() else tensor.detach()
+        return action.round(operand, context, self.weight_key if OPERAND_OF_SLOT[slot].tensor == "w" else None)
 
 
 class RoundedGradient(torch.autograd.Function):

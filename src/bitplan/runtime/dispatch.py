@@ -464,8 +464,8 @@ def _require_rotatable(op: str, x: Any, w: Any, context: OpContext) -> None:
     """Raise where the operands of a product cannot be rotated along one axis."""
     if op not in ROTATABLE or (op != "linear" and min(x.dim(), w.dim()) < 2):
         raise PlanError(
-            f"rotate turns operands of linear layers and matrix products, and not those of {context.site}: restrict "
-            f"the rule, as in op: [linear, addmm]."
+            f"rotate applies to operands of linear layers and matrix products, and not those of {context.site}: "
+            f"restrict the rule, as in op: [linear, addmm]."
         )
 
 

@@ -299,7 +299,7 @@ class RoundingOp:
 
     @property
     def rotates(self) -> bool:
-        """Whether the operand is turned before it is rounded; its product is that of both operands turned."""
+        """Whether the operand is rotated before it is rounded; its product is that of both operands rotated."""
         return self.spec.rotate is not None
 
     def _rotated(self, x: Tensor) -> Tensor:
