@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -189,3 +190,14 @@ def test_what_cannot_be_stepped_in_backward_is_refused() -> None:
     with bp.attach(model, "fp8-linear", optimizer=sgd(model.parameters())) as run, pytest.raises(bp.BitplanError) as e:
         StepInBackward(model, lambda parameter: sgd([parameter]), run)
     assert "attach without optimizer=" in str(e.value)
+
+
+def test_a_second_one_is_refused_until_the_first_is_removed() -> None:
+    model = make_model()
+    first = StepInBackward(model, lambda parameter: sgd([parameter]))
+    with pytest.raises(bp.BitplanError) as caught:
+        StepInBackward(model, lambda parameter: sgd([parameter]))
+    assert "remove()" in str(caught.value)
+    first.remove()
+    StepInBackward(copy.deepcopy(model), lambda parameter: sgd([parameter]))
+    StepInBackward(model, lambda parameter: sgd([parameter]))

@@ -23,6 +23,9 @@ from bitplan.runtime.sharding import is_distributed
 if TYPE_CHECKING:
     from bitplan.runtime.attachment import Attachment
 
+#: The attribute of a parameter that is updated in the backward pass.
+_IS_STEPPED = "_bitplan_is_stepped_in_backward"
+
 
 class StepInBackward:
     """Updates every parameter of a model in the backward pass; :meth:`step` ends a training step.
@@ -61,6 +64,7 @@ class StepInBackward:
         self.optimizers: dict[str, Optimizer] = {}
         self._stepped: set[str] = set()
         self._handles: list[Any] = []
+        self._parameters: list[nn.Parameter] = []
         for name, parameter in unwrapped(model).named_parameters():
             if parameter.requires_grad:
                 self.optimizers[name] = self._make(name, parameter, make_optimizer)
@@ -68,6 +72,8 @@ class StepInBackward:
             if name in self.optimizers:
                 hook = self._hook(name)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                setattr(parameter, _IS_STEPPED, True)
+                self._parameters.append(parameter)
 
     @staticmethod
     def _make(name: str, parameter: nn.Parameter, make: Callable[[nn.Parameter], Optimizer]) -> Optimizer:
@@ -78,6 +84,8 @@ class StepInBackward:
                 f"{name} is in float16, whose gradients a GradScaler has to unscale before a step: use bfloat16, or "
                 f"step after the backward pass."
             )
+        if hasattr(parameter, _IS_STEPPED):
+            raise PlanError(f"{name} is updated by another StepInBackward already: call its remove() first.")
         if parameter.grad is not None:
             raise PlanError(f"{name} has a gradient already: call zero_grad() before its optimizer is made.")
         optimizer = make(parameter)
@@ -145,6 +153,7 @@ class StepInBackward:
 
     def remove(self) -> None:
         """Stop updating parameters in the backward pass."""
-        for handle in self._handles:
+        for handle, parameter in zip(self._handles, self._parameters, strict=True):
             handle.remove()
-        self._handles = []
+            delattr(parameter, _IS_STEPPED)
+        self._handles, self._parameters = [], []
