@@ -53,7 +53,7 @@ def test_the_notebook_for_engineers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     shown = run_notebook(EXAMPLES / "engineer.ipynb")
     assert len(shown) == 9
     assert "e4m3" in shown[0]
-    assert any("keeps the training loss of fp32" in text for text in shown)
+    assert any("worse than that of fp32" in text and "one seed decides nothing" in text for text in shown)
     assert "step 20: Plan &#x27;fp8-linear&#x27;" in shown[6]
 
 

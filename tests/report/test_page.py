@@ -58,7 +58,7 @@ def test_the_page_has_all_its_parts(write_run: WriteRun, tmp_path: Path) -> None
     write_run(tmp_path / "b", plan="int8", value=0.9, cost=0.1, sites=sites, memory=1000.0)
     page = page_of(tmp_path)
     text = page.text.replace("\xa0", " ")
-    assert "the mean accuracy of int8 is at most 1.0 % worse than that of fp32 (90.0 % against 90.0 %)" in text
+    assert "the mean accuracy of int8 is no worse than that of fp32 (90.0 % against 90.0 %)" in text
     assert "but one seed decides nothing" in text
     assert "1.0 % of the reference's accuracy: a plan keeps it if" in text
     assert "badge undecided" in {attributes.get("class") for attributes in page.all("span")}

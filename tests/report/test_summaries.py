@@ -210,7 +210,9 @@ def test_networks_are_experiments_of_their_own(write_run: WriteRun, tmp_path: Pa
     assert [small.name, large.name] == ["digits, model resnet20", "digits, model resnet8"]
     assert small.task == large.task == "digits"
     assert verdicts(small) == verdicts(large) == {"fp32": "reference", "int8": "undecided"}
-    assert small.answer.startswith("On digits, model resnet20 (1 seed, 30 steps), int8 is at most 1.0 % worse")
+    assert small.answer.startswith(
+        "On digits, model resnet20 (1 seed, 30 steps), the mean accuracy of int8 is at most 1.0 % worse"
+    )
 
 
 def test_the_same_data_in_two_places_is_the_same(write_run: WriteRun, tmp_path: Path) -> None:

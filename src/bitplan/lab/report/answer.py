@@ -60,11 +60,11 @@ def _finding(experiment: Experiment) -> str:
             f"{best.label} {keeps} the {metric} of {reference.label} ({_value(experiment, best)} against {standard})"
             f"{_savings(best, reference)}"
         )
-    if best is not None and best.is_near:
+    if best is not None and best.is_near and best.judgement is not None and best.judgement.loss is not None:
+        most = "no" if best.judgement.loss.mean <= 0 else f"at most {percent_text(experiment.margin)}"
         return (
-            f"the mean {metric} of {best.label} is at most {percent_text(experiment.margin)} worse than that of "
-            f"{reference.label} ({_value(experiment, best)} against {standard}){_savings(best, reference)}, but "
-            f"{_why_undecided(best)}"
+            f"the mean {metric} of {best.label} is {most} worse than that of {reference.label} "
+            f"({_value(experiment, best)} against {standard}){_savings(best, reference)}, but {_why_undecided(best)}"
         )
     if best is not None:
         keeps = "is within the margin of" if best.verdict == "undecided" else "keeps"
