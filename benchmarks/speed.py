@@ -20,12 +20,14 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from benchmarks.curves import thinned
+from benchmarks.experts import Experts
 from benchmarks.foreign_models import MODELS
 from benchmarks.own_plans import own_plan
 from benchmarks.processes import ContenderError, ContenderHandle, call_all, contenders
 from benchmarks.real_data import TextStream
 from benchmarks.runners import Bytes, ForeignStep, ForwardAndBackward, FullStep, Runner
 from benchmarks.speed_variants import (
+    EXPERT_PLANS,
     OWN_FULL_PLANS,
     OWN_PLANS,
     PLAIN,
@@ -62,6 +64,8 @@ class Shape(ABC):
     #: Whether it is a training step with loss and optimizer, rather than forward and backward.
     full_step: bool = False
     aim: Aim | None = None
+    #: Its products are those of experts.
+    is_grouped: bool = False
 
     @abstractmethod
     def runner(self, device: torch.device, variant: SpeedVariant) -> Runner:
@@ -83,6 +87,7 @@ class OwnShape(Shape):
     make: Callable[[], tuple[nn.Module, Tensor]]
     full_step: bool = False
     aim: Aim | None = None
+    is_grouped: bool = False
 
     def runner(self, device: torch.device, variant: SpeedVariant) -> Runner:
         if self.full_step:
@@ -132,6 +137,8 @@ SHAPES: Mapping[str, Shape] = {
     "llama-2048": OwnShape(
         lambda: (LlamaBlocks(2048, 8, 8192), random_states(8, 2048, 2048)), aim=Aim("one H200", 67.0, _gib(7.5))
     ),
+    "experts": OwnShape(lambda: (Experts(8, 2048, 7168, 16384), torch.randn(16384, 2048)), is_grouped=True),
+    "experts-tiny": OwnShape(lambda: (Experts(4, 64, 128, 320), torch.randn(320, 64)), is_grouped=True),
     # 1.03e9 parameters, 16,384 tokens per step.
     "gpt-1b": OwnShape(
         lambda: _gpt(32768, 1024, layers=15, heads=18, features=2304, batch=16),
@@ -201,6 +208,8 @@ class SpeedContender:
             first = seconds_per_step(runner.step, 1, self.device)
             runner.step()  # delayed scales and the optimizer's state exist from now on
             runner.measure_peak()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # others compile and measure on the same GPU
         fallbacks = 0 if runner.run is None else len(runner.run.fallbacks())
         return FirstStep(first, runner.peak, fallbacks, counters["stats"]["unique_graphs"])
 
@@ -260,7 +269,7 @@ def bench_speed(
         chosen[name] = plans or _plans_of(name, where)
     jobs = (4 if where.type == "cuda" else 1) if jobs is None else jobs
     for name in shapes:
-        variants = variants_of(*(chosen[name], where, recompute, fast_accumulation, SHAPES[name].full_step, regional))
+        variants = variants_of(chosen[name], where, SHAPES[name], recompute, fast_accumulation, regional)
         raced = [variant for variant in variants if peers or not variant.is_peer]
         made = _Measured(name, device, seed, chosen[name], raced, in_processes, partial(_prefixed, on_news, name))
         made.take_turns(turns, jobs)
@@ -293,6 +302,8 @@ def bench_speed(
 def _plans_of(shape: str, device: torch.device) -> Sequence[str]:
     if shape in MODELS:
         return FOREIGN_PLANS
+    if SHAPES[shape].is_grouped:
+        return EXPERT_PLANS
     if SHAPES[shape].full_step:
         return OWN_FULL_PLANS
     return OWN_PLANS[:2] if device.type == "cpu" else OWN_PLANS

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from bitplan.runtime.attach import Attachment, attach
 #: The benchmark's own plans, for forward and backward and for a full training step.
 OWN_PLANS = ("native-int8", "native-int8-tensor", "native-fp8", "native-fp8-delayed", "native-fp8-packed")
 OWN_FULL_PLANS = ("native-fp8-gpt",)
+EXPERT_PLANS = ("native-fp8-experts",)
 #: Plans that reduce memory -> their kinds of recomputation: the default, and others that are always measured.
 _OWN_RECOMPUTE = dict.fromkeys(("native-fp8-packed", "native-fp8-gpt"), ("inputs", "activations"))
 PLAIN = "bf16"
@@ -118,12 +119,19 @@ def unchanged(model: nn.Module, x: Any) -> None:
     """Plain BF16."""
 
 
+class Kind(Protocol):
+    """What decides which peers a shape has."""
+
+    full_step: bool
+    is_grouped: bool
+
+
 def variants_of(
     plans: Sequence[str],
     device: torch.device,
+    shape: Kind,
     recompute: bool,
     fast_accumulation: bool,
-    full_step: bool,
     regional: bool = False,
 ) -> list[SpeedVariant]:
     """BF16, the plans, and other packages.
@@ -154,7 +162,7 @@ def variants_of(
             for v in planned_ones
         ]
         variants += twins
-    return [*variants, *(full_step_peers(device) if full_step else peers(device))]
+    return [*variants, *(full_step_peers(device) if shape.full_step else peers(device, shape.is_grouped))]
 
 
 def _has_float8(plan: Plan) -> bool:
@@ -177,8 +185,11 @@ def full_step_peers(device: torch.device) -> Iterator[SpeedVariant]:
         yield SpeedVariant("torchao fp8 tensorwise, AdamW8bit", float8, is_peer=True, small_optimizer=True)
 
 
-def peers(device: torch.device) -> Iterator[SpeedVariant]:
-    """What torch itself and, if they are installed, other packages offer on a device."""
+def peers(device: torch.device, is_grouped: bool) -> Iterator[SpeedVariant]:
+    """What torch itself and, if they are installed, other packages offer on a device.
+
+    :param is_grouped: for the grouped products of experts.
+    """
     peer = partial(SpeedVariant, is_peer=True)
     yield peer(f"{PLAIN}, aggressive recompute", unchanged, functorch=_RECOMPUTE)
     yield peer(f"{PLAIN}, activation budget 0.5", unchanged, functorch={"activation_memory_budget": 0.5})
@@ -188,7 +199,12 @@ def peers(device: torch.device) -> Iterator[SpeedVariant]:
         yield peer(name, unchanged, functorch=_RECOMPUTE, inductor=_ACTIVATION_PASS)
     if not has_torchao():
         return
-    yield peer("torchao int8", _torchao_int8)
+    if is_grouped:
+        if device.type == "cuda":
+            yield peer("torchao fp8 rowwise, grouped (prototype)", _torchao_grouped)
+        return
+    if device.type == "cpu":
+        yield peer("torchao int8", _torchao_int8)
     if device.type == "cuda":
         for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
             yield peer(f"torchao fp8 {recipe}", partial(_torchao_float8, recipe))
@@ -221,6 +237,18 @@ def _torchao_blockwise(model: nn.Module, x: Any) -> None:
     quantize_(model, Float8BlockwiseLinearConfig(), filter_fn=_is_body_linear)
     if not any(isinstance(module, Float8BlockwiseLinear) for module in model.modules()):
         raise BitplanError("torchao's blockwise FP8 training did not apply to this model.")
+
+
+def _torchao_grouped(model: nn.Module, x: Any) -> None:
+    from torchao.prototype.moe_training.config import Float8TrainingOpConfig
+    from torchao.quantization import quantize_
+
+    def has_experts(module: nn.Module, path: str) -> bool:
+        return any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
+
+    quantize_(model, Float8TrainingOpConfig(), filter_fn=has_experts)
+    if not any("Float8" in type(parameter.data).__name__ for parameter in model.parameters()):
+        raise BitplanError("torchao's FP8 grouped training did not apply to this model.")
 
 
 def _is_body(module: nn.Module, path: str) -> bool:
