@@ -11,18 +11,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.foreign_models import MODELS, load_problem
 from bitplan.files import strict
+from bitplan.machine import describe_machine
 from bitplan.planners.assign.budget import Budget
 from bitplan.planners.auto import Limits, LocalTrials, ProcessTrials, search
+
+
+#: Seconds between interruptions.
+_GRACE = 10.0
 
 
 def search_one(model: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -50,6 +58,18 @@ def start(searches: list[str], options: argparse.Namespace) -> subprocess.Popen[
         return subprocess.Popen(command, stdout=stdout, stderr=stderr)
 
 
+def wait_until(process: subprocess.Popen[bytes], deadline: float | None) -> None:
+    """Wait for a process; at the deadline interrupt it, once for each of its searches."""
+    seconds = None if deadline is None else max(0.0, deadline - time.perf_counter())
+    while True:
+        try:
+            process.wait(seconds)
+            return
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            seconds = _GRACE
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -62,6 +82,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--slowdown", type=float)
+    parser.add_argument("--minutes", type=float, help="end searches after so long: they tell the best so far")
     parser.add_argument("--folder", type=Path, default=Path("auto-results"))
     parser.add_argument("--json", type=Path, help="where to write all documents together")
     options = parser.parse_args()
@@ -77,7 +98,7 @@ def main() -> None:
     processes = {name: start(searches, options) for name, searches in by_model.items()}
     documents: dict[str, Any] = {}
     for name, process in processes.items():
-        process.wait()
+        wait_until(process, None if options.minutes is None else began + 60 * options.minutes)
         lines = (options.folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
         for model, line in zip(by_model[name], lines, strict=False):
             documents[model] = json.loads(line)
@@ -88,9 +109,14 @@ def main() -> None:
     print(f"{time.perf_counter() - began:.0f} s in all")
     if options.json is not None:
         options.json.write_text(
-            json.dumps({"benchmark": "auto", "searches": documents}, indent=1) + "\n",
+            json.dumps({"benchmark": "auto", "machine": describe(), "searches": documents}, indent=1) + "\n",
             encoding="utf-8",
         )
+
+
+def describe() -> dict[str, Any]:
+    """The machine of the searches."""
+    return describe_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def show(model: str, document: dict[str, Any]) -> None:
