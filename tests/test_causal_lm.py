@@ -99,6 +99,24 @@ def test_a_forward_that_does_more_is_refused() -> None:
         CausalLMLoss(build("phi", **SIZES), {"input_ids": batch()["input_ids"]})
 
 
+def test_models_of_other_kinds_are_refused() -> None:
+    """In one sentence, whatever happens in the model: a search tries this with every model."""
+    transformers = pytest.importorskip("transformers")
+    ids = torch.randint(3, VOCABULARY, (8, 96))  # more than are compared, so that parts of them have gaps in memory
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    bert = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=VOCABULARY, **small))
+    with pytest.raises(PlanError, match="does more"):
+        CausalLMLoss(bert, {"input_ids": ids, "labels": ids})
+    sizes = {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    widths = {f"{part}_ffn_dim": 32 for part in ("encoder", "decoder")}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = transformers.WhisperConfig(vocab_size=VOCABULARY, d_model=32, num_mel_bins=8, **sizes, **widths, **tokens)
+    whisper = transformers.WhisperForConditionalGeneration(config)
+    with pytest.raises(PlanError, match="runs by itself") as refused:
+        CausalLMLoss(whisper, {"input_features": torch.randn(8, 8, 3000), "labels": ids})
+    assert "\n" not in str(refused.value)
+
+
 def test_modes_of_the_model_are_restored() -> None:
     model = build("gpt2", **MODELS["gpt2"])
     model.transformer.h[0].train()

@@ -203,6 +203,13 @@ def _compare(model: nn.Module, layout: CausalLMLayout, example: dict[str, Any]) 
             hidden = layout.hidden(model, (), few)
             loss = layout.loss(model, hidden, labels, None, few.get("shift_labels"))
             logits = model.get_submodule(layout.head_path)(hidden).float() * layout.logit_scale
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of the model's own code, such as a decoder that is given the encoder's arguments
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise PlanError(
+            f"{type(model).__name__} is no causal language model whose body runs by itself ({reason}): use its own loss."
+        ) from error
     finally:
         for module, is_training in modes:
             module.training = is_training
@@ -221,7 +228,7 @@ def _few_tokens(value: Any, length: int) -> Any:
     """The first tokens of the first sequences of an argument with an axis of tokens."""
     if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != length:
         return value
-    return value[:_SEQUENCES, :_TOKENS]
+    return value[:_SEQUENCES, :_TOKENS].contiguous()  # models view their labels
 
 
 def _logit_scale(config: Any) -> float:

@@ -43,8 +43,8 @@ from bitplan.runtime.attach import Attachment, attach
 _WARM_UP = 3
 #: Groups of steps whose mean times are compared, and the seconds that each takes at least.
 _TURNS, _TURN_SECONDS = 7, 0.25
-#: Further measurements where times spread, because another process was compiling, for example.
-_MOST_REPEATS = 2
+#: Further measurements at most, where times spread: other processes make a step before they are measured.
+_MOST_REPEATS = 6
 #: A spread of times (interquartile range over median) above this says that the machine is busy.
 WIDEST_SPREAD = 0.05
 #: The share of the steps, at the end, whose mean is the final loss.
