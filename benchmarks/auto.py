@@ -28,7 +28,6 @@ from bitplan.machine import describe_machine
 from bitplan.planners.assign.budget import Budget
 from bitplan.planners.auto import Limits, LocalTrials, ProcessTrials, search
 
-
 #: Seconds between interruptions.
 _GRACE = 10.0
 

@@ -150,7 +150,11 @@ def speed(
     ] = None,
     plans: Annotated[
         list[str] | None,
-        typer.Option("--plan", "-p", help=f"{', '.join(SPEED_PLANS)}, a preset or a file; repeatable."),
+        typer.Option(
+            "--plan",
+            "-p",
+            help=f"{', '.join(SPEED_PLANS)}, a preset, a file, or auto: what benchmarks/auto.py found; repeatable.",
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
     turns: Annotated[int, typer.Option(min=1, help="Turns of each variant; the best one counts.")] = 8,
@@ -174,6 +178,9 @@ def speed(
     peers: Annotated[
         bool, typer.Option(help="Measure what torch itself offers, and torchao where it is installed.")
     ] = True,
+    only_peers: Annotated[
+        list[str] | None, typer.Option("--peer", help="Of these only those whose name contains this; repeatable.")
+    ] = None,
     jobs: JobsOption = None,
     as_json: JsonOption = False,
     output_file: OutputFile = None,
@@ -190,6 +197,7 @@ def speed(
             loss_batch=loss_batch,
             switches=switches,
             peers=peers,
+            only_peers=only_peers or (),
             jobs=jobs,
             on_news=output.note,
         )

@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 from benchmarks.curves import thinned
 from benchmarks.experts import Experts
 from benchmarks.foreign_models import MODELS
-from benchmarks.own_plans import own_plan
+from benchmarks.own_plans import AUTO, found_plans, own_plan
 from benchmarks.processes import ContenderError, ContenderHandle, call_all, contenders
 from benchmarks.real_data import TextStream
 from benchmarks.runners import Bytes, ForeignStep, ForwardAndBackward, FullStep, Runner
@@ -242,6 +242,7 @@ def bench_speed(
     loss_batch: int = 1,
     switches: bool = True,
     peers: bool = True,
+    only_peers: Sequence[str] = (),
     jobs: int | None = None,
     in_processes: bool = True,
     on_news: Callable[[str], None] = lambda sentence: None,
@@ -254,7 +255,9 @@ def bench_speed(
     :param loss_steps: steps on real text; by default 1,000 on a GPU and none on a CPU; none for models of
         other libraries.
     :param loss_batch: sequences per batch of these steps.
+    :param plans: names, or ``auto`` for those that searches have found for each shape.
     :param peers: also measure what torch itself and other packages offer.
+    :param only_peers: of these only those whose name contains one of these texts.
     :param switches: also measure changes of formats in the middle of a run.
     :param jobs: rows that compile at the same time; by default four on a GPU and one on a CPU.
     :param in_processes: every row has a process of its own.
@@ -266,11 +269,12 @@ def bench_speed(
     for name in shapes:
         if name not in SHAPES:
             raise BitplanError(f"there is no shape {name!r}; {nearest_names(name, SHAPES)}")
-        chosen[name] = plans or _plans_of(name, where)
+        wanted = plans or _plans_of(name, where)
+        chosen[name] = [plan for wish in wanted for plan in (found_plans(name) if wish == AUTO else [wish])]
     jobs = (4 if where.type == "cuda" else 1) if jobs is None else jobs
     for name in shapes:
         variants = variants_of(chosen[name], where, SHAPES[name], recompute, fast_accumulation, regional)
-        raced = [variant for variant in variants if peers or not variant.is_peer]
+        raced = [v for v in variants if not v.is_peer or (peers and _is_named(v, only_peers))]
         made = _Measured(name, device, seed, chosen[name], raced, in_processes, partial(_prefixed, on_news, name))
         made.take_turns(turns, jobs)
         if steps and name not in MODELS:
@@ -289,7 +293,10 @@ def bench_speed(
         "seed": seed,
         "plans": {name: own_plan(name).to_dict() for name in used},
         "aims": {name: aim for name, aim in aims.items() if aim is not None},
-        "crossover": [asdict(row) for row in crossover.measure_crossover(where, torch.bfloat16).fastest],
+        # Plans of models of other libraries say themselves what is native.
+        "crossover": []
+        if set(shapes) <= set(MODELS)
+        else [asdict(row) for row in crossover.measure_crossover(where, torch.bfloat16).fastest],
         "rows": {name: [asdict(row) for row in made.rows] for name, made in measured.items()},
         "failed": {name: made.failed for name, made in measured.items() if made.failed},
         "loss_steps": steps,
@@ -297,6 +304,10 @@ def bench_speed(
         "losses": {name: made.losses for name, made in measured.items() if made.losses is not None},
         **(measure_switches(where) if switches else {"switches": [], "switching": None}),
     }
+
+
+def _is_named(variant: SpeedVariant, texts: Sequence[str]) -> bool:
+    return not texts or any(text in variant.name for text in texts)
 
 
 def _plans_of(shape: str, device: torch.device) -> Sequence[str]:

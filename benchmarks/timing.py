@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from bitplan.planners.auto.trials import device_alone
+
 #: The least length of a sample, so that the clock's resolution does not matter.
 _SAMPLE_SECONDS = 0.02
 
@@ -58,13 +60,15 @@ class StepTime:
 def seconds_per_turn(step: Callable[[], object], steps: int, device: torch.device) -> float:
     """Wall time per step, between turns of other processes on the same GPU.
 
-    A step before the clock starts takes memory from the device, which the others may have again afterwards.
+    A step before the clock starts takes memory from the device, which the others may have again afterwards. Turns of
+    other benchmarks and of searches wait.
     """
     if device.type != "cuda":
         return seconds_per_step(step, steps, device)
-    step()
-    seconds = seconds_per_step(step, steps, device)
-    torch.cuda.empty_cache()
+    with device_alone(device):
+        step()
+        seconds = seconds_per_step(step, steps, device)
+        torch.cuda.empty_cache()
     return seconds
 
 

@@ -208,7 +208,8 @@ def _compare(model: nn.Module, layout: CausalLMLayout, example: dict[str, Any]) 
     except Exception as error:  # of the model's own code, such as a decoder that is given the encoder's arguments
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise PlanError(
-            f"{type(model).__name__} is no causal language model whose body runs by itself ({reason}): use its own loss."
+            f"{type(model).__name__} is no causal language model whose body runs by itself ({reason}): use its own "
+            f"loss."
         ) from error
     finally:
         for module, is_training in modes:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bitplan.compiler.torch_private import int_mm, is_vnni_supported, scaled_grouped_mm, scaled_mm
+from bitplan.compiler.tracing import constant_when_traced
 from bitplan.numerics.dtypes import TORCH_FLOAT8
 from bitplan.numerics.formats import FloatFormat, Format, IntFormat
 
@@ -153,6 +154,7 @@ CROSSOVER_OF = {BLOCKS.name: "fp8"}
 FAST_VARIANTS = {"fp8": _FAST.name}
 
 
+@constant_when_traced
 @cache
 def multiplies_groups(device: torch.device) -> bool:
     """Whether the device multiplies groups of E4M3 rows, each with a matrix of its own: Hopper does."""
