@@ -155,7 +155,6 @@ FAST_VARIANTS = {"fp8": _FAST.name}
 
 
 @constant_when_traced
-@cache
 def multiplies_groups(device: torch.device) -> bool:
     """Whether the device multiplies groups of E4M3 rows, each with a matrix of its own: Hopper does."""
     return device.type == "cuda" and torch.version.hip is None and _capability(device)[0] == 9
