@@ -8,6 +8,7 @@ so the loss falls.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from benchmarks.timing import wait_for
 from bitplan.analysis.memory.fakes import storage_bytes
@@ -70,27 +71,28 @@ class Way:
     batch: int = 1
     #: A plan is attached, gradients are consumed in the backward pass, and the loss is computed in chunks.
     plan: Mapping[str, Any] | None = None
-    #: What BF16AdamW does with weights; None: the optimizer is torch's AdamW.
+    #: What BF16AdamW does with weights; None: the optimizer is the plan's, from torchao, which rounds stochastically.
     rounding: Any = None
     #: Float32 weights, and autocast.
     autocast: bool = False
     checkpointing: bool = False
 
 
-def _plan(recompute: str) -> dict[str, Any]:
-    """FP8 products and saved tensors; nothing of the optimizer."""
-    native = {"kind": "native", "min_macs": 0, "recompute": recompute, "fast_accumulation": True}
-    return {"version": 1, "extends": "fp8-train", "execution": native}
-
-
+#: FP8 products and saved tensors; all products run natively, so none is timed first.
+_PLAN = {
+    "version": 1,
+    "extends": "fp8-train",
+    "execution": {"kind": "native", "min_macs": 0, "recompute": "inputs", "fast_accumulation": True},
+}
 _FLOAT32 = "float32: bfloat16 weights, and 16 more bits of each in the optimizer's state"
+_STOCHASTIC = "bfloat16, rounded stochastically"
+_NEAREST = "bfloat16, rounded to nearest: loses small updates"
 WAYS: Mapping[str, Way] = {
-    "fp8": Way(_FLOAT32, "e4m3", plan=_plan("products"), rounding="float32"),
-    "fp8-stochastic": Way(
-        "bfloat16, rounded stochastically", "e4m3", batch=2, plan=_plan("products"), rounding="stochastic"
-    ),
-    "bf16": Way("bfloat16, rounded to nearest: loses small updates", "bfloat16"),
-    "bf16-checkpointed": Way("bfloat16, rounded to nearest: loses small updates", "bfloat16", checkpointing=True),
+    "fp8": Way(_FLOAT32, "e4m3", plan=_PLAN, rounding="float32"),
+    "fp8-stochastic": Way(_STOCHASTIC, "e4m3", batch=2, plan=_PLAN, rounding="stochastic"),
+    "fp8-torchao": Way(_STOCHASTIC, "e4m3", batch=2, plan={**_PLAN, "optimizer": {"state": "e4m3"}}),
+    "bf16": Way(_NEAREST, "bfloat16"),
+    "bf16-checkpointed": Way(_NEAREST, "bfloat16", checkpointing=True),
     "bf16-autocast": Way("float32", "float32", autocast=True),
 }
 
@@ -120,6 +122,8 @@ class Measured:
     reserved: int | None = None
     #: The most in tensors in a step after the first.
     allocated_later: int | None = None
+    #: Bytes in use on the whole GPU after the last step: with CUDA's own, and with those of other processes.
+    device_used: int | None = None
 
     def tokens_per_second(self, tokens: int) -> float | None:
         """By the median of the steps after the second: delayed scales are new in the first two."""
@@ -175,28 +179,27 @@ class Training:
         self.run = attach(self.model, plan, example=self.batch)
         self.measured.fallbacks = len(self.run.fallbacks())
         self._reach(f"plan attached, {self.measured.fallbacks} fallbacks")
-        compiles_step = self._can_compile_optimizer() if compiled else False
-        self.optimizer = StepInBackward(self.model, lambda p: self._bf16_adamw(p, compiles_step), self.run)
+        compiled_step = compiled and self.way.rounding is not None and self._can_compile_optimizer()
+        self.optimizer = StepInBackward(self.model, lambda p: self._adamw(p, compiled_step), self.run)
         if compiled:
             self.run.compile(regional=True)
         self._reach("optimizers made")
 
-    def _bf16_adamw(self, parameter: nn.Parameter, compiled: bool) -> BF16AdamW:
-        return BF16AdamW(
-            [parameter],
-            lr=_RATE,
-            betas=_BETAS,
-            weight_decay=_DECAY,
-            weights=self.way.rounding,
-            compiled=compiled,
-        )
+    def _adamw(self, parameter: nn.Parameter, compiled: bool) -> Optimizer:
+        settings: Any = {"lr": _RATE, "betas": _BETAS, "weight_decay": _DECAY}
+        if self.way.rounding is not None:
+            return BF16AdamW([parameter], weights=self.way.rounding, compiled=compiled, **settings)
+        from torchao.optim import AdamWFp8
+
+        made: Optimizer = AdamWFp8([parameter], bf16_stochastic_round=True, **settings)
+        return made
 
     def _can_compile_optimizer(self) -> bool:
         """Compile the optimizer's step for a small weight, in this thread rather than in autograd's."""
         weight = nn.Parameter(torch.zeros(16, 256, dtype=torch.bfloat16, device=self.device))
         weight.grad = torch.ones_like(weight)
         try:
-            self._bf16_adamw(weight, True).step()
+            self._adamw(weight, True).step()
         except Exception as error:
             self.measured.optimizer_note = f"not compiled: {_reason(error)}"
             return False
@@ -281,6 +284,8 @@ def note_memory(measured: Measured, device: torch.device) -> None:
     allocated = torch.cuda.max_memory_allocated(device)
     measured.allocated = max(measured.allocated or 0, allocated)
     measured.reserved = max(measured.reserved or 0, torch.cuda.max_memory_reserved(device))
+    free, total = torch.cuda.mem_get_info(device)
+    measured.device_used = total - free
 
 
 def measure(
@@ -356,7 +361,7 @@ class Outcome:
             "way": self.way,
             "weights_trained_in": way.weights,
             "moments": way.moments,
-            "plan": way.plan,
+            "plan": None if way.plan is None else dict(way.plan),
             "batch_tokens": tokens,
             "fits": fits,
             "failed": self.failed,
@@ -371,6 +376,20 @@ def _serve(connection: Connection, *arguments: Any) -> None:
     measure(*arguments, lambda kind, value: connection.send((kind, value)))
 
 
+@contextmanager
+def _allocator_settings() -> Iterator[None]:
+    """Segments that grow, for processes that start inside: little memory is taken from the GPU and not used."""
+    name = "PYTORCH_ALLOC_CONF"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "expandable_segments:True"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
 def measure_in_process(
     way: str, arguments: Sequence[Any], seconds: float, on_news: Callable[[str], None], target: Any = _serve
 ) -> Outcome:
@@ -378,7 +397,8 @@ def measure_in_process(
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(theirs, way, *arguments), daemon=True)
-    process.start()
+    with _allocator_settings():
+        process.start()
     theirs.close()
     end = time.monotonic() + seconds
     measured, last = Measured(), "process started"
