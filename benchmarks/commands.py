@@ -13,6 +13,8 @@ import typer
 
 from benchmarks.attach import OWN_PLANS, Mode, bench_attach
 from benchmarks.contenders import VARIANTS
+from benchmarks.fit import LIMIT, WAYS, bench_fit
+from benchmarks.fit import SHAPES as FIT_SHAPES
 from benchmarks.formats import DEFAULT_FORMATS, Row, bench_formats
 from benchmarks.measure import DEFAULT_TARGETS, bench_measure
 from benchmarks.memory import OWN_PLANS as MEMORY_PLANS
@@ -202,6 +204,63 @@ def speed(
             on_news=output.note,
         )
         _finish(context, output, document, output_file, as_json, _print_speed)
+
+
+@app.command("fit")
+def fit(
+    context: typer.Context,
+    ways: Annotated[
+        list[str] | None, typer.Option("--way", help=f"One of {', '.join(WAYS)}; repeatable (default: all).")
+    ] = None,
+    shape: Annotated[str, typer.Option(help=f"One of {', '.join(FIT_SHAPES)}.")] = "llama-3-8b",
+    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences in a batch (default: by the way).")] = None,
+    layers: Annotated[int | None, typer.Option(min=2, help="Layers, if not the shape's own number.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, help="Tokens in a sequence, if not the shape's own.")] = None,
+    steps: Annotated[int, typer.Option(min=2, help="Training steps of each way, the compiled one included.")] = 8,
+    limit: Annotated[float, typer.Option(min=0.1, help="GB (1e9 bytes) that a way may take from a GPU.")] = LIMIT / 1e9,
+    limit_seconds: Annotated[float, typer.Option(min=1, help="Seconds after which a way is ended.")] = 240.0,
+    compile_model: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile blocks and optimizer.")] = True,
+    as_json: JsonOption = False,
+    output_file: OutputFile = None,
+) -> None:
+    """Train all parameters of a Llama 3 8B within 80 GB of one GPU: memory and tokens a second."""
+    with command_output(as_json) as output:
+        _require_device(device)
+
+        def write_so_far(document: dict[str, Any]) -> None:
+            if output_file is not None:
+                write_file(output_file, json_text({"command": _command_line(context), **document}) + "\n")
+
+        document = bench_fit(
+            *(ways or (), shape, device, batch, layers, tokens, steps, round(limit * 1e9), limit_seconds),
+            compiled=compile_model,
+            on_news=output.note,
+            on_row=write_so_far,
+        )
+        _finish(context, output, document, output_file, as_json, _print_fit)
+
+
+def _print_fit(output: Output, document: dict[str, Any]) -> None:
+    table = FittedTable(document["shape"]["name"])
+    table.add_column("way", "name")
+    for heading in ("tokens/s", "peak, GB", "taken, GB", "weights", "optimizer", "gradients", "first step, s", "loss"):
+        table.add_column(heading, "number")
+    for row in document["rows"]:
+        taken = ["" if row[key] is None else f"{row[key] / 1e9:.1f}" for key in ("allocated", "reserved")]
+        parts = [byte_text(row[key]) for key in ("weights", "optimizer", "gradients")]
+        first = row["seconds_to_first_step"]
+        table.add_row(
+            *(row["way"], "" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:.0f}", *taken),
+            *(*parts, "" if first is None else f"{first:.0f}", f"{row['losses'][-1]:.4f}" if row["losses"] else ""),
+        )
+    table.print(output.console)
+    for row in document["rows"]:
+        if row["failed"] is not None:
+            output.console.print(f"{row['way']} failed: {row['failed']}")
+    if document["limit"] is not None:
+        reached = [row["way"] for row in document["rows"] if row["aim_reached"]]
+        output.console.print(f"Aim {'reached by ' + ', '.join(reached) if reached else 'MISSED'}.")
 
 
 def _print_speed(output: Output, document: dict[str, Any]) -> None:

@@ -285,6 +285,18 @@ def require_torchao(rule: OptimizerRule) -> None:
 
 def low_bit_optimizer(plain: Optimizer, rule: OptimizerRule) -> Optimizer:
     """An optimizer with low-bit state and the groups and settings of `plain`, which has made no step yet."""
+    low_bit = _torchao_twin(plain, rule)
+    if not _stores_low_bit(low_bit):
+        raise PlanError(
+            f"{rule.where or 'optimizer'}: state in {rule.state} has no effect here: no parameter has {_LEAST} values "
+            f"or more in whole blocks of {_block_size(low_bit)}, and smaller ones stay in full precision: drop "
+            f"optimizer: from the plan."
+        )
+    return low_bit
+
+
+def _torchao_twin(plain: Optimizer, rule: OptimizerRule) -> Optimizer:
+    """torchao's version of `plain`, whether or not it has a parameter that is large enough for low-bit state."""
     require_torchao(rule)
     if type(plain) in _classes(rule):
         return plain
@@ -305,13 +317,6 @@ def low_bit_optimizer(plain: Optimizer, rule: OptimizerRule) -> Optimizer:
     if len(decoupled) > 1:
         raise PlanError("groups with and without decoupled_weight_decay cannot share one optimizer: make two.")
     low_bit: Optimizer = _classes(rule)[int(decoupled.pop())]([_group(group) for group in plain.param_groups])
-    if not any(_is_stored_low_bit(p, low_bit) for group in low_bit.param_groups for p in group["params"]):
-        block: int = low_bit.block_size  # type: ignore[attr-defined]
-        raise PlanError(
-            f"{rule.where or 'optimizer'}: state in {rule.state} has no effect here: no parameter has {_LEAST} values "
-            f"or more in whole blocks of {block}, and smaller ones stay in full precision: drop optimizer: "
-            f"from the plan."
-        )
     return low_bit
 
 
@@ -349,8 +354,10 @@ def _torchao_optim() -> Any:
     return torchao.optim
 
 
-def _is_stored_low_bit(parameter: Tensor, optimizer: Any) -> bool:
-    return parameter.numel() >= _LEAST and parameter.numel() % optimizer.block_size == 0
+def _stores_low_bit(optimizer: Any) -> bool:
+    """Whether one of torchao's optimizers has a parameter whose moments it stores in few bits."""
+    sizes = [parameter.numel() for group in optimizer.param_groups for parameter in group["params"]]
+    return any(size >= _LEAST and size % optimizer.block_size == 0 for size in sizes)
 
 
 def set_rate(group: dict[str, Any], rate: float) -> None:
@@ -371,6 +378,8 @@ class OptimizerStateCheck:
         self.is_verified = self.rule is None
         self._optimizer: Optimizer | None = None
         self._steps_without = 0
+        #: Optimizers of single parameters that are too small for low-bit state.
+        self._of_small: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         if self.rule is not None:
             require_torchao(self.rule)
 
@@ -387,9 +396,23 @@ class OptimizerStateCheck:
             raise PlanError(f"run.optimizer() takes an optimizer's class, such as torch.optim.AdamW, not {kind!r}.")
         return plain if self.rule is None else low_bit_optimizer(plain, self.rule)
 
+    def make_for_each(self, plain: Mapping[str, Optimizer]) -> dict[str, Optimizer]:
+        """Optimizers of single parameters: with low-bit state, where their parameter is large enough for it."""
+        if self.rule is None:
+            return dict(plain)
+        made = {name: _torchao_twin(optimizer, self.rule) for name, optimizer in plain.items()}
+        small = [name for name, optimizer in made.items() if not _stores_low_bit(optimizer)]
+        if len(small) == len(made):
+            raise PlanError(
+                f"{self.rule.where or 'optimizer'}: state in {self.rule.state} has no effect here: no parameter has "
+                f"{_LEAST} values or more in whole blocks: drop optimizer: from the plan."
+            )
+        self._of_small.update(plain[name] for name in small)
+        return {**made, **{name: plain[name] for name in small}}
+
     def before_step(self, optimizer: Optimizer) -> None:
         """Raise if an optimizer of the model's parameters has full-precision state."""
-        if self.is_verified or self.rule is None:
+        if self.is_verified or self.rule is None or optimizer in self._of_small:
             return
         if not isinstance(optimizer, _classes(self.rule)):
             raise PlanError(

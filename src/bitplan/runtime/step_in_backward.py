@@ -43,18 +43,14 @@ class StepInBackward:
     ) -> None:
         """
         :param make_optimizer: makes the optimizer of one parameter: ``lambda p: torch.optim.AdamW([p], lr=1e-3)``.
-        :param run: a plan that is attached to the model, whose steps :meth:`step` counts.
+        :param run: a plan that is attached to the model, whose steps :meth:`step` counts. If it has ``optimizer:``, each
+            optimizer is replaced by torchao's with low-bit state, but for parameters that are too small for it.
         """
         self._run = run
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise PlanError(
                 "DistributedDataParallel reduces gradients after the hooks that would use them: step the optimizer "
                 "after the backward pass."
-            )
-        if run is not None and run.plan.optimizer_rule is not None:
-            raise PlanError(
-                "the plan asks for optimizer state in few bits, which one optimizer for each parameter cannot have: "
-                "drop optimizer: from the plan, or step after the backward pass by run.optimizer()."
             )
         if run is not None and run.optimizers:
             raise PlanError(
@@ -68,6 +64,8 @@ class StepInBackward:
         for name, parameter in unwrapped(model).named_parameters():
             if parameter.requires_grad:
                 self.optimizers[name] = self._make(name, parameter, make_optimizer)
+        if run is not None:
+            self.optimizers = run._optimizer_state.make_for_each(self.optimizers)
         for name, parameter in unwrapped(model).named_parameters():
             if name in self.optimizers:
                 hook = self._hook(name)
