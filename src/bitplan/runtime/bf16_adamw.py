@@ -123,7 +123,12 @@ class BF16AdamW(Optimizer):
         for start in range(0, weight.numel(), _CHUNK):
             part, blocks = slice(start, start + _CHUNK), slice(start // block, (start + _CHUNK) // block)
             update(
-                *(weight[part], grad[part], *(moment[part] for moment in moments), *(scale[blocks] for scale in scales)),
+                *(
+                    weight[part],
+                    grad[part],
+                    *(moment[part] for moment in moments),
+                    *(scale[blocks] for scale in scales),
+                ),
                 *(None if low_bits is None else low_bits[part], *numbers),
             )
 

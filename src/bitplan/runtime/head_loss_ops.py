@@ -29,6 +29,9 @@ MAX_LOGITS = 1 << 28
 
 #: Graphs of a step: settings x dtypes x sizes of chunks.
 _MOST_GRAPHS = 64
+#: Kind of device -> at multiples of so many bytes rows of logits begin, by further columns: cuBLAS is several times
+#: slower where they do not, as with the 50,257 tokens of GPT-2.
+_ALIGNMENT = {"cuda": 16}
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -118,20 +121,44 @@ def _loss_step(logits: Tensor, targets: Tensor, settings: Settings, with_range: 
     return losses, torch.stack((gradient.amin(1), gradient.amax(1)), 1)
 
 
-def _gradient_step(logits: Tensor, targets: Tensor, factors: Tensor, settings: Settings) -> Tensor:
-    """The gradient of a chunk's logits, in their dtype."""
+def _gradient_step(logits: Tensor, targets: Tensor, factors: Tensor, settings: Settings, columns: int) -> Tensor:
+    """The gradient of a chunk's logits, in their dtype, with as many columns of zeros as make `columns`."""
     ignore_index, label_smoothing, logit_scale, logit_softcap = settings
     log_p, bounded = _log_probabilities(logits, logit_scale, logit_softcap)
-    return _gradient(log_p, bounded, targets, factors, ignore_index, label_smoothing, logit_scale).to(logits.dtype)
+    gradient = _gradient(log_p, bounded, targets, factors, ignore_index, label_smoothing, logit_scale)
+    return _with_columns(gradient.to(logits.dtype), columns)
 
 
-def _combined_step(logits: Tensor, targets: Tensor, factors: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+def _combined_step(
+    logits: Tensor, targets: Tensor, factors: Tensor, settings: Settings, columns: int
+) -> tuple[Tensor, Tensor]:
     """Losses and gradient of a chunk."""
     ignore_index, label_smoothing, logit_scale, logit_softcap = settings
     log_p, bounded = _log_probabilities(logits, logit_scale, logit_softcap)
     losses = _losses(log_p, targets, ignore_index, label_smoothing)
     gradient = _gradient(log_p, bounded, targets, factors, ignore_index, label_smoothing, logit_scale)
-    return losses, gradient.to(logits.dtype)
+    return losses, _with_columns(gradient.to(logits.dtype), columns)
+
+
+def _with_columns(matrix: Tensor, columns: int) -> Tensor:
+    """A matrix with columns of zeros behind its own."""
+    return matrix if matrix.shape[1] == columns else nn.functional.pad(matrix, (0, columns - matrix.shape[1]))
+
+
+def _with_rows(matrix: Tensor) -> Tensor:
+    """The weight with as many rows of zeros behind its own as let every row of logits be aligned."""
+    if matrix.dtype.itemsize == 1:  # codes, whose unit has asked for a multiple of its own
+        return matrix
+    missing = -len(matrix) % max(1, _ALIGNMENT.get(matrix.device.type, 1) // matrix.dtype.itemsize)
+    return nn.functional.pad(matrix, (0, 0, 0, missing)) if missing else matrix
+
+
+def _product(x: Tensor, w: Tensor, bias: Tensor | None, vocabulary: int) -> Tensor:
+    """The logits of `vocabulary` classes; `w` may have further rows."""
+    if len(w) == vocabulary:
+        return nn.functional.linear(x, w, bias)
+    logits = nn.functional.linear(x, w)[:, :vocabulary]
+    return logits if bias is None else logits.add_(bias)
 
 
 @cache
@@ -176,13 +203,13 @@ def _head_loss_and_grads(
     """Losses of all rows, and the gradients of their sum times `factor`."""
     *settings, chunk, needs_grad = arguments
     losses = targets.new_empty(targets.shape, dtype=wide_dtype(x.dtype))
-    grads = _Gradients(x, w, x.dtype, needs_grad)
+    grads, rows = _Gradients(x, w, x.dtype, needs_grad), _with_rows(w)
     for part in _chunks(len(x), len(w), chunk):
-        logits = nn.functional.linear(x[part], w, bias)
+        logits = _product(x[part], rows, bias, len(w))
         step = _step(_combined_step, logits)
-        losses[part], dy = step(logits, targets[part], factor.expand(len(logits)), tuple(settings))
+        losses[part], dy = step(logits, targets[part], factor.expand(len(logits)), tuple(settings), len(rows))
         del logits
-        grads.add_x(part, [dy], [w])
+        grads.add_x(part, [dy], [rows])
         grads.add_w([dy], [x[part]])
         grads.add_bias(dy)
     return losses, *grads.results()
@@ -195,8 +222,9 @@ def _head_losses(
     *settings, chunk, backend, dtype, with_range = arguments
     losses = targets.new_empty(targets.shape, dtype=wide_dtype(dtype))
     ranges = losses.new_empty((len(targets), 2) if with_range else 0)
+    rows = [_with_rows(w[0]), *w[1:]]
     for part in _chunks(len(x[0]), len(w[0]), chunk):
-        logits = _logits(x, w, bias, part, backend, dtype)
+        logits = _logits(x, rows, bias, part, backend, dtype, len(w[0]))
         losses[part], chunk_range = _step(_loss_step, logits)(logits, targets[part], tuple(settings), with_range)
         if with_range:
             ranges[part] = chunk_range
@@ -210,20 +238,29 @@ def _head_grads(
     *settings, chunk, dgrad_w, wgrad_x, backends, dtype = arguments[:-5]
     dy_ops, dy_rows, dy_spans, rounds_bias_dy, needs_grad = arguments[-5:]
     grads = _Gradients(x[0], w[0], dtype, needs_grad, backends)
+    rows, dgrad_rows = ([_with_rows(values), *scale] for values, *scale in (w, dgrad_w))
+    columns = len(rows[0])
     for part in _chunks(len(x[0]), len(w[0]), chunk):
-        logits = _logits(x, w, bias, part, backends[0], dtype)
-        dy = _step(_gradient_step, logits)(logits, targets[part], factors[part], tuple(settings))
+        logits = _logits(x, rows, bias, part, backends[0], dtype, len(w[0]))
+        is_rounded = any(dy_ops)  # as it is without further columns
+        step_columns = len(w[0]) if is_rounded else columns
+        dy = _step(_gradient_step, logits)(logits, targets[part], factors[part], tuple(settings), step_columns)
         del logits
         needs_dy = (needs_grad[0] or rounds_bias_dy, needs_grad[1])
         operands = _rounded_dy(dy, dy_ops, dy_rows, dy_spans, backends[1:], needs_dy)
-        grads.add_x(part, operands[0], dgrad_w)
+        if columns > step_columns:
+            operands = [[_with_columns(values, columns)] for (values,) in operands]
+        grads.add_x(part, operands[0], dgrad_rows)
         grads.add_w(operands[1], [wgrad_x[0][part], *wgrad_x[1:]])
         grads.add_bias(decoded(operands[0]).to(dtype) if rounds_bias_dy and needs_grad[2] else dy)
     return grads.results()
 
 
 class _Gradients:
-    """The gradients of x, w and bias, chunk by chunk; those that are not needed are empty."""
+    """The gradients of x, w and bias, chunk by chunk; those that are not needed are empty.
+
+    dy may have columns of zeros behind those of the vocabulary, and w as many rows.
+    """
 
     def __init__(
         self, x: Tensor, w: Tensor, dtype: torch.dtype, needed: Sequence[bool], backends: Sequence[str] = ("", "", "")
@@ -232,6 +269,7 @@ class _Gradients:
         self.dtype = dtype
         self.x = x.new_empty(x.shape if needed[0] else 0, dtype=dtype)
         self.w = x.new_empty(w.shape if needed[1] else 0, dtype=dtype)
+        self.vocabulary = len(w)
         #: Summed in the wide dtype.
         self.bias = x.new_zeros(w.shape[:1] if needed[2] else 0, dtype=wide_dtype(dtype))
         self.is_empty = True
@@ -247,7 +285,7 @@ class _Gradients:
     def add_w(self, dy: list[Tensor], x: list[Tensor]) -> None:
         if not self.needed[1]:
             return
-        transposed = [dy[0].t(), *(scale.t() if scale.dim() == 2 else scale for scale in dy[1:])]
+        transposed = [dy[0][:, : self.vocabulary].t(), *(scale.t() if scale.dim() == 2 else scale for scale in dy[1:])]
         if self.backends[2]:
             product = _multiply_codes(self.backends[2], transposed, x, self.dtype)
             self.w = product if self.is_empty else self.w.add_(product)
@@ -259,7 +297,7 @@ class _Gradients:
 
     def add_bias(self, dy: Tensor) -> None:
         if self.needed[2]:
-            self.bias += dy.sum(0, dtype=self.bias.dtype)
+            self.bias += dy[:, : self.vocabulary].sum(0, dtype=self.bias.dtype)
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
         if self.is_empty:  # there were no tokens
@@ -268,10 +306,16 @@ class _Gradients:
 
 
 def _logits(
-    x: list[Tensor], w: list[Tensor], bias: Tensor | None, part: slice, backend: str, dtype: torch.dtype
+    x: list[Tensor],
+    w: list[Tensor],
+    bias: Tensor | None,
+    part: slice,
+    backend: str,
+    dtype: torch.dtype,
+    vocabulary: int,
 ) -> Tensor:
     if not backend:
-        return nn.functional.linear(x[0][part], w[0], bias)
+        return _product(x[0][part], w[0], bias, vocabulary)
     left = [x[0][part], *(scale[part] if scale.dim() == 2 and len(scale) > 1 else scale for scale in x[1:])]
     right = [w[0].t(), *(scale.t() if scale.dim() == 2 else scale for scale in w[1:])]
     logits = _multiply_codes(backend, left, right, dtype)
