@@ -26,7 +26,7 @@ from bitplan.planners.auto.candidates import Item, cheapest, least_damage, level
 from bitplan.planners.auto.damage import measure_damage
 from bitplan.planners.auto.groups import SiteKey, activation_groups, product_groups, second_halves
 from bitplan.planners.auto.products import TimedProducts
-from bitplan.planners.auto.trials import Failure, Outcome, Trial, Trials
+from bitplan.planners.auto.trials import Failure, Outcome, Trial, Trials, failure_of
 from bitplan.planners.auto.verify import LossGap
 
 
@@ -231,6 +231,26 @@ def test_a_candidate_that_fails_has_a_reason() -> None:
     (outcome,) = LocalTrials(load_problem()).measure([broken])
     assert isinstance(outcome, Failure)
     assert "nowhere" in outcome.reason
+
+
+def test_errors_are_told_with_what_caused_them() -> None:
+    """Libraries that import parts of themselves when these are needed say of any error that the import failed."""
+
+    def failure(cause: Exception, message: str = "could not import Llama") -> str:
+        try:
+            raise ImportError(message) from cause
+        except ImportError as error:
+            return str(failure_of(error))
+
+    assert failure(RuntimeError("CUDA error: out of memory\nmore")) == "out of memory"
+    assert failure(KeyError("rope")) == "ImportError: could not import Llama (KeyError: 'rope')"
+    try:
+        try:
+            raise RuntimeError("out of memory")
+        except RuntimeError:
+            raise PlanError("the plan does not fit.") from None
+    except PlanError as error:
+        assert str(failure_of(error)) == "the plan does not fit."
 
 
 def test_groups_are_known_without_names() -> None:

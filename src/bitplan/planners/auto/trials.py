@@ -116,10 +116,30 @@ _OUT_OF_MEMORY_SIGNS = ("out of memory", "ALLOC_FAILED", "CUDNN_STATUS_INTERNAL_
 
 def failure_of(error: Exception) -> Failure:
     """An error in one line; running out of memory is expected of large candidates."""
-    first = (str(error).strip().splitlines() or [""])[0]
-    if isinstance(error, torch.OutOfMemoryError) or any(sign in first for sign in _OUT_OF_MEMORY_SIGNS):
+    causes = list(_causes(error))
+    if any(_is_out_of_memory(cause) for cause in causes):
         return OUT_OF_MEMORY
-    return Failure(first if isinstance(error, BitplanError) else f"{type(error).__name__}: {first}")
+    if isinstance(error, BitplanError):
+        return Failure(_first_line(error))
+    root = causes[-1]  # transformers says of any error in a module of its own that it could not import it
+    why = "" if root is error else f" ({type(root).__name__}: {_first_line(root)})"
+    return Failure(f"{type(error).__name__}: {_first_line(error)}{why}")
+
+
+def _causes(error: BaseException | None) -> Iterator[Exception]:
+    """An error, and those that led to it."""
+    while isinstance(error, Exception):
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    signs = (sign in _first_line(error) for sign in _OUT_OF_MEMORY_SIGNS)
+    return isinstance(error, torch.OutOfMemoryError) or any(signs)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
 
 
 @contextmanager
