@@ -34,7 +34,7 @@ _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 #: The smallest positive number of E4M3.
 _SMALLEST = 2.0**-9
 #: Values that are updated at once. Without compilation each takes about 50 bytes for a moment.
-_CHUNK = 1 << 24
+CHUNK = 1 << 24
 
 
 class BF16AdamW(Optimizer):
@@ -79,7 +79,7 @@ class BF16AdamW(Optimizer):
                 )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -120,10 +120,15 @@ class BF16AdamW(Optimizer):
         moments = [state[name].view(-1) for name in ("exp_avg", "exp_avg_sq_root")]
         scales = [state[name] for name in ("exp_avg_scale", "exp_avg_sq_root_scale")]
         low_bits = state["low_bits"].view(-1) if self.weights == "float32" else None
-        for start in range(0, weight.numel(), _CHUNK):
-            part, blocks = slice(start, start + _CHUNK), slice(start // block, (start + _CHUNK) // block)
+        for start in range(0, weight.numel(), CHUNK):
+            part, blocks = slice(start, start + CHUNK), slice(start // block, (start + CHUNK) // block)
             update(
-                *(weight[part], grad[part], *(moment[part] for moment in moments), *(scale[blocks] for scale in scales)),
+                *(
+                    weight[part],
+                    grad[part],
+                    *(moment[part] for moment in moments),
+                    *(scale[blocks] for scale in scales),
+                ),
                 *(None if low_bits is None else low_bits[part], *numbers),
             )
 
