@@ -144,7 +144,7 @@ def float32_weights(optimizer: BF16AdamW, parameter: Tensor) -> Tensor:
 
 
 def _part(tensor: Tensor, start: int, end: int) -> Tensor:
-    """Some values of a tensor. ``data`` is not known as a view: of views, compiled code has guards for the base's shape."""
+    """Some values of a tensor; as ``data``, not as a view: compiled code has guards for the shape of a view's base."""
     return tensor.view(-1)[start:end].data
 
 
