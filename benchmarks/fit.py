@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from importlib import import_module
 from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
@@ -30,10 +31,10 @@ from bitplan.lab.train.loop import chosen_device
 from bitplan.machine import describe_machine
 from bitplan.plans import Plan
 from bitplan.runtime.attach import Attachment, attach
-from bitplan.runtime.bf16_adamw import BF16AdamW
+from bitplan.runtime.bf16_adamw import CHUNK, BF16AdamW
 from bitplan.runtime.step_in_backward import StepInBackward
 
-#: Bytes that one process may take from the GPU, those that it should leave, and the tokens a second that it should make.
+#: Bytes that a process may take from the GPU, those of them that it should leave, and tokens a second to be reached.
 LIMIT = 80_000_000_000
 SPARE = 2_000_000_000
 TOKENS_PER_SECOND = 8_000
@@ -195,8 +196,10 @@ class Training:
         return made
 
     def _can_compile_optimizer(self) -> bool:
-        """Compile the optimizer's step for a small weight, in this thread rather than in autograd's."""
-        weight = nn.Parameter(torch.zeros(16, 256, dtype=torch.bfloat16, device=self.device))
+        """Compile the optimizer's step, in this thread rather than in autograd's."""
+        # As many values as are updated at once, and some more: kernels are chosen by the first size.
+        largest = max(parameter.numel() for parameter in self.model.parameters())
+        weight = nn.Parameter(torch.zeros(min(largest, CHUNK + 4096), dtype=torch.bfloat16, device=self.device))
         weight.grad = torch.ones_like(weight)
         try:
             self._adamw(weight, True).step()
@@ -247,9 +250,8 @@ class Training:
 
 def make_model(shape: FitShape, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """transformers' Llama with random weights, made on the device in its dtype."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
+    transformers: Any = import_module("transformers")
+    config = transformers.LlamaConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.width,
         intermediate_size=shape.mlp,
@@ -262,7 +264,7 @@ def make_model(shape: FitShape, device: torch.device, dtype: torch.dtype) -> nn.
         attn_implementation="sdpa",
     )
     with default_dtype(dtype), torch.device(device):
-        model: nn.Module = LlamaForCausalLM(config)
+        model: nn.Module = transformers.LlamaForCausalLM(config)
     return model.train()
 
 
@@ -290,13 +292,13 @@ def note_memory(measured: Measured, device: torch.device) -> None:
 
 def measure(
     way: str,
+    send: Callable[[str, Any], None],
     shape: FitShape,
     device: str,
     batch: int,
     steps: int,
     limit: int | None,
     compiled: bool,
-    send: Callable[[str, Any], None],
 ) -> None:
     """Train in one way, and send every piece of news and all that is measured so far."""
     where, begin = chosen_device(device), time.perf_counter()
@@ -372,8 +374,8 @@ class Outcome:
         }
 
 
-def _serve(connection: Connection, *arguments: Any) -> None:
-    measure(*arguments, lambda kind, value: connection.send((kind, value)))
+def _serve(connection: Connection, way: str, *arguments: Any) -> None:
+    measure(way, lambda kind, value: connection.send((kind, value)), *arguments)
 
 
 @contextmanager

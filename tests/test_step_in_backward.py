@@ -192,6 +192,47 @@ def test_what_cannot_be_stepped_in_backward_is_refused() -> None:
     assert "attach without optimizer=" in str(e.value)
 
 
+def test_the_plan_s_optimizer_state_is_that_of_an_ordinary_step() -> None:
+    """Large weights have moments in E4M3, biases and norms in full precision, in the backward pass as after it."""
+    pytest.importorskip("torchao")
+    plan = {"version": 1, "optimizer": {"state": "e4m3"}, "rules": [{"match": "*", "op": "linear", "x": "e4m3"}]}
+
+    def weights(in_backward: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, 128), nn.ReLU(), nn.Linear(128, WIDTH))
+        with bp.attach(model, plan, example=batch(0)) as run, torch.compiler.set_stance("force_eager"):
+            if in_backward:
+                optimizer: Any = StepInBackward(model, lambda parameter: adamw([parameter]), run)
+            else:
+                optimizer = run.optimizer(adamw(model.parameters()))
+            for _ in range(3):
+                backward(model)
+                optimizer.step()
+                optimizer.zero_grad()
+                if not in_backward:
+                    run.step()
+            if in_backward:
+                moments = {
+                    name: each.state_dict()["state"][0]["exp_avg"] for name, each in optimizer.optimizers.items()
+                }
+                assert {name for name, moment in moments.items() if hasattr(moment, "codes")} == {
+                    "0.weight",
+                    "2.weight",
+                }
+        return [parameter.detach() for parameter in model.parameters()]
+
+    assert all(torch.equal(*pair) for pair in zip(weights(True), weights(False), strict=True))
+
+
+def test_a_plan_whose_optimizer_state_fits_no_parameter_is_refused() -> None:
+    pytest.importorskip("torchao")
+    plan = {"version": 1, "optimizer": {"state": "e4m3"}}
+    model = make_model()
+    with bp.attach(model, plan, example=batch(0)) as run, pytest.raises(bp.BitplanError) as caught:
+        StepInBackward(model, lambda parameter: adamw([parameter]), run)
+    assert "e4m3 has no effect" in str(caught.value)
+
+
 def test_a_second_one_is_refused_until_the_first_is_removed() -> None:
     model = make_model()
     first = StepInBackward(model, lambda parameter: sgd([parameter]))

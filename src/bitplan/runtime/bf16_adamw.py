@@ -34,7 +34,7 @@ _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 #: The smallest positive number of E4M3.
 _SMALLEST = 2.0**-9
 #: Values that are updated at once. Without compilation each takes about 50 bytes for a moment.
-_CHUNK = 1 << 24
+CHUNK = 1 << 24
 
 
 class BF16AdamW(Optimizer):
@@ -79,7 +79,7 @@ class BF16AdamW(Optimizer):
                 )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -116,21 +116,15 @@ class BF16AdamW(Optimizer):
         compiled = parameter.is_cuda if self.compiled is None else self.compiled
         update = _update_for(block, beta1, beta2, group["eps"], group["weight_decay"], self.weights, compiled)
         assert parameter.grad is not None
-        weight, grad = parameter.detach().view(-1), parameter.grad.reshape(-1)
-        moments = [state[name].view(-1) for name in ("exp_avg", "exp_avg_sq_root")]
-        scales = [state[name] for name in ("exp_avg_scale", "exp_avg_sq_root_scale")]
-        low_bits = state["low_bits"].view(-1) if self.weights == "float32" else None
-        for start in range(0, weight.numel(), _CHUNK):
-            part, blocks = slice(start, start + _CHUNK), slice(start // block, (start + _CHUNK) // block)
-            update(
-                *(
-                    weight[part],
-                    grad[part],
-                    *(moment[part] for moment in moments),
-                    *(scale[blocks] for scale in scales),
-                ),
-                *(None if low_bits is None else low_bits[part], *numbers),
-            )
+        values = [parameter, parameter.grad.contiguous(), state["exp_avg"], state["exp_avg_sq_root"]]
+        scales = [state["exp_avg_scale"], state["exp_avg_sq_root_scale"]]
+        low_bits = state.get("low_bits")
+        for start in range(0, parameter.numel(), CHUNK):
+            end = start + CHUNK
+            parts = [_part(value, start, end) for value in values]
+            parts += [_part(scale, start // block, end // block) for scale in scales]
+            update(*parts, None if low_bits is None else _part(low_bits, start, end), *numbers)
+        torch.autograd.graph.increment_version(parameter)
 
     def _make_state(self, parameter: Tensor, block: int) -> None:
         state = self.state[parameter]
@@ -147,6 +141,11 @@ def float32_weights(optimizer: BF16AdamW, parameter: Tensor) -> Tensor:
     low_bits = optimizer.state[parameter].get("low_bits")
     values = parameter.detach()
     return values.float() if low_bits is None else _joined(values, low_bits)
+
+
+def _part(tensor: Tensor, start: int, end: int) -> Tensor:
+    """Some values of a tensor; as ``data``, not as a view: compiled code has guards for the shape of a view's base."""
+    return tensor.view(-1)[start:end].data
 
 
 def _joined(weight: Tensor, low_bits: Tensor) -> Tensor:

@@ -286,13 +286,22 @@ def require_torchao(rule: OptimizerRule) -> None:
 def low_bit_optimizer(plain: Optimizer, rule: OptimizerRule) -> Optimizer:
     """An optimizer with low-bit state and the groups and settings of `plain`, which has made no step yet."""
     low_bit = _torchao_twin(plain, rule)
-    if not _stores_low_bit(low_bit):
-        raise PlanError(
-            f"{rule.where or 'optimizer'}: state in {rule.state} has no effect here: no parameter has {_LEAST} values "
-            f"or more in whole blocks of {_block_size(low_bit)}, and smaller ones stay in full precision: drop "
-            f"optimizer: from the plan."
-        )
+    _require_effect([low_bit], rule)
     return low_bit
+
+
+def _require_effect(low_bit: Iterable[Any], rule: OptimizerRule) -> None:
+    """Raise if none of torchao's optimizers has a parameter whose moments it stores in few bits."""
+    block = _LEAST
+    for optimizer in low_bit:
+        block = optimizer.block_size
+        sizes = [parameter.numel() for group in optimizer.param_groups for parameter in group["params"]]
+        if any(size >= _LEAST and size % block == 0 for size in sizes):
+            return
+    raise PlanError(
+        f"{rule.where or 'optimizer'}: state in {rule.state} has no effect here: no parameter has {_LEAST} values "
+        f"or more in whole blocks of {block}, and smaller ones stay in full precision: drop optimizer: from the plan."
+    )
 
 
 def _torchao_twin(plain: Optimizer, rule: OptimizerRule) -> Optimizer:
@@ -354,12 +363,6 @@ def _torchao_optim() -> Any:
     return torchao.optim
 
 
-def _stores_low_bit(optimizer: Any) -> bool:
-    """Whether one of torchao's optimizers has a parameter whose moments it stores in few bits."""
-    sizes = [parameter.numel() for group in optimizer.param_groups for parameter in group["params"]]
-    return any(size >= _LEAST and size % optimizer.block_size == 0 for size in sizes)
-
-
 def set_rate(group: dict[str, Any], rate: float) -> None:
     """Change a group's learning rate, which torchao's optimizers hold in a tensor."""
     if isinstance(group["lr"], Tensor):
@@ -376,10 +379,9 @@ class OptimizerStateCheck:
         self.model = model
         #: Whether low-bit state has been seen; then nothing is checked any more.
         self.is_verified = self.rule is None
-        self._optimizer: Optimizer | None = None
+        #: Those that have made a step: one, or one for each parameter.
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._steps_without = 0
-        #: Optimizers of single parameters that are too small for low-bit state.
-        self._of_small: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         if self.rule is not None:
             require_torchao(self.rule)
 
@@ -397,22 +399,16 @@ class OptimizerStateCheck:
         return plain if self.rule is None else low_bit_optimizer(plain, self.rule)
 
     def make_for_each(self, plain: Mapping[str, Optimizer]) -> dict[str, Optimizer]:
-        """Optimizers of single parameters: with low-bit state, where their parameter is large enough for it."""
+        """The optimizers of single parameters, whose state is low-bit where the parameter is large enough."""
         if self.rule is None:
             return dict(plain)
         made = {name: _torchao_twin(optimizer, self.rule) for name, optimizer in plain.items()}
-        small = [name for name, optimizer in made.items() if not _stores_low_bit(optimizer)]
-        if len(small) == len(made):
-            raise PlanError(
-                f"{self.rule.where or 'optimizer'}: state in {self.rule.state} has no effect here: no parameter has "
-                f"{_LEAST} values or more in whole blocks: drop optimizer: from the plan."
-            )
-        self._of_small.update(plain[name] for name in small)
-        return {**made, **{name: plain[name] for name in small}}
+        _require_effect(made.values(), self.rule)
+        return made
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Raise if an optimizer of the model's parameters has full-precision state."""
-        if self.is_verified or self.rule is None or optimizer in self._of_small:
+        if self.is_verified or self.rule is None:
             return
         if not isinstance(optimizer, _classes(self.rule)):
             raise PlanError(
@@ -420,25 +416,26 @@ class OptimizerStateCheck:
                 f"{type(optimizer).__name__} has it in full precision: make it by "
                 f"run.optimizer(torch.optim.AdamW, lr=...)."
             )
-        self._optimizer = optimizer
+        self._optimizers.add(optimizer)
 
     def after_step(self) -> None:
         """Look for low-bit state after a step; raise if there is none after two steps."""
         if self.is_verified or self.rule is None:
             return
-        state = {} if self._optimizer is None else self._optimizer.state
-        if any(is_low_bit(value) for each in state.values() for value in each.values()):
-            self.is_verified, self._optimizer = True, None
+        states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
+        if any(is_low_bit(value) for state in states for value in state.values()):
+            self.is_verified = True
+            self._optimizers.clear()
             return
         self._steps_without += 1
         if self._steps_without < 2:  # a GradScaler may have skipped the first
             return
-        if state:
+        if states:
             raise PlanError(
                 f"{self.rule.where or 'optimizer'}: after a step all optimizer state is in full precision: no "
                 f"parameter with a gradient is large enough for {self.rule.state}; drop optimizer: from the plan."
             )
-        if self._optimizer is None:
+        if not self._optimizers:
             raise PlanError(
                 f"{self.rule.where or 'optimizer'}: the plan asks for optimizer state in {self.rule.state}, and no "
                 f"such optimizer has made a step: make it by run.optimizer(torch.optim.AdamW, lr=...)."

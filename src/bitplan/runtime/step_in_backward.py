@@ -43,8 +43,8 @@ class StepInBackward:
     ) -> None:
         """
         :param make_optimizer: makes the optimizer of one parameter: ``lambda p: torch.optim.AdamW([p], lr=1e-3)``.
-        :param run: a plan that is attached to the model, whose steps :meth:`step` counts. If it has ``optimizer:``, each
-            optimizer is replaced by torchao's with low-bit state, but for parameters that are too small for it.
+        :param run: a plan that is attached to the model, whose steps :meth:`step` counts. Each optimizer then has
+            low-bit state where the plan asks for it, as by :meth:`bitplan.Attachment.optimizer`.
         """
         self._run = run
         if isinstance(model, nn.parallel.DistributedDataParallel):
