@@ -304,7 +304,7 @@ def measure(
     where, begin = chosen_device(device), time.perf_counter()
     if where.type == "cuda" and limit is not None:
         total = torch.cuda.get_device_properties(where).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), where)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), where.index or 0)
     measured = Measured()
 
     def note(sentence: str) -> None:

@@ -417,3 +417,22 @@ def test_searches_are_those_of_the_file(row: str) -> None:
         assert cell == f"{trials[name]['milliseconds']:.1f}, {trials[name]['peak'] / 2**30:.2f}"
     assert ("(chosen" in shown[4]) == (document["chosen"] == candidate)
     assert shown[4].startswith(candidate)
+
+
+# docs/benchmarks.md, an 8B on one 80-GB GPU
+
+
+def test_the_8b_is_that_of_the_file() -> None:
+    (row,) = (row for row in measured("fit-llama-3-8b-h200.json")["rows"] if row["way"] == "fp8")
+    assert row["aim_reached"]
+    peak, taken, speed = (
+        f"{row['allocated'] / 1e9:.1f}",
+        f"{row['reserved'] / 1e9:.1f}",
+        f"{row['tokens_per_second']:,.0f}",
+    )
+    (line,) = (line for line in BENCHMARKS.splitlines() if line.startswith("| FP8, float32 weights in two parts"))
+    assert [cell.replace("*", "") for cell in cells(line)][1:4] == [peak, taken, speed]
+    assert f"{row['spare'] / 1e9:.1f} GB are left" in BENCHMARKS
+    for text in (README, (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")):
+        assert f"{taken} GB" in text
+        assert f"{speed} tokens a second" in text
