@@ -191,6 +191,20 @@ def test_the_same_call_again_uses_what_was_measured(monkeypatch: pytest.MonkeyPa
     assert sum(measured[len(measured) // 2 :]) == 0
 
 
+def test_measurements_of_other_machines_are_not_remembered(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Neither their times nor their peaks are those of this one."""
+    monkeypatch.setattr(TRIALS, "WIDEST_SPREAD", float("inf"))
+
+    class Elsewhere(LocalTrials):
+        are_here = False
+
+    result = search(load_problem(), Limits(), Elsewhere(load_problem()), steps=0)
+    assert result.rows[0].trial is not None
+    assert not TrialCache().trials
+    search(load_problem(), Limits(), LocalTrials(load_problem()), steps=0)
+    assert TrialCache().trials
+
+
 def test_busy_measurements_are_not_remembered(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setattr(TRIALS, "WIDEST_SPREAD", -1.0)
     sentences: list[str] = []

@@ -22,6 +22,8 @@ class ClusterTrials(ProcessTrials):
     that follow need its CPU and GPU; a candidate that is trained later is prepared again.
     """
 
+    are_here = False
+
     def __init__(self, load: Callable[..., Problem], arguments: tuple[Any, ...], cluster: Cluster) -> None:
         """
         :param load: loads the problem in every process: a function of a module that all machines can import.

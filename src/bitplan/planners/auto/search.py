@@ -191,7 +191,8 @@ class _Search:
         self.rows: list[TriedPlan] = []
         self.candidates: dict[str, Candidate] = {}
         self.products: list[TimedProducts] = []
-        self.cache = TrialCache()
+        #: None: trials are made on other machines.
+        self.cache = TrialCache() if trials.are_here else None
 
     def run(self, steps: int | None, seeds: int, planners: Sequence[str | Planner] = ()) -> None:
         problem = self.problem
@@ -360,17 +361,18 @@ class _Search:
     def _measure(self, candidates: Sequence[Candidate]) -> None:
         """Measure candidates, or read what was measured before; a row for each."""
         new = [c for c in candidates if not any(row.plan == c.plan and row.outcome for row in self.rows)]
-        keys = [self.cache.key(self.fingerprint, candidate.plan) for candidate in new]
-        missing = [candidate for candidate, key in zip(new, keys, strict=True) if key not in self.cache.trials]
+        known = [self._remembered(candidate) for candidate in new]
+        missing = [candidate for candidate, trial in zip(new, known, strict=True) if trial is None]
         if missing:
             names = ", ".join(candidate.name for candidate in missing)
             self.report(f"measuring {len(missing)} candidate{'s' * (len(missing) > 1)}: {names}")
         outcomes = iter(self.trials.measure([candidate.plan for candidate in missing]))
-        for candidate, key in zip(new, keys, strict=True):
-            outcome: Outcome = self.cache.trials[key] if key in self.cache.trials else next(outcomes)
+        for candidate, trial in zip(new, known, strict=True):
+            outcome: Outcome = trial or next(outcomes)
             self.report(f"{candidate.name}: {outcome}")
             if isinstance(outcome, Trial):
-                self.cache.add(key, outcome)
+                if self.cache is not None:
+                    self.cache.add(self.cache.key(self.fingerprint, candidate.plan), outcome)
                 if not outcome.is_quiet:
                     self.report(
                         f"{candidate.name}: times spread by {outcome.spread:.0%}, the machine is busy; not remembered"
@@ -380,6 +382,11 @@ class _Search:
             self.rows.append(
                 TriedPlan(candidate.name, candidate.plan, candidate.family, predicted, candidate.damage, outcome)
             )
+
+    def _remembered(self, candidate: Candidate) -> Trial | None:
+        if self.cache is None:
+            return None
+        return self.cache.trials.get(self.cache.key(self.fingerprint, candidate.plan))
 
     def _predicted_peak(self, candidate: Candidate) -> int | None:
         """The peak before anything is measured: from shapes where the step is compiled, else on fake tensors."""

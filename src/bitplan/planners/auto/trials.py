@@ -281,6 +281,9 @@ def _batches(problem: Problem, steps: int, seed: int) -> Callable[[int], Any]:
 class Trials(ABC):
     """Measures and trains candidates of one problem."""
 
+    #: Whether they run on this machine, for which times and peaks are remembered.
+    are_here = True
+
     @abstractmethod
     def measure(self, plans: Sequence[Plan | None]) -> list[Outcome]:
         """Peak and time under each plan."""
