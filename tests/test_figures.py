@@ -370,7 +370,7 @@ SEARCHES = {
         *("llama_4096", "no plan, constant masks dropped", "fp8 + gate + residual + product + other"),
     ),
     "Llama-3.2-1B shape, 4 x 4096 tokens": ("llama_1b", "no plan, loss in chunks", "fp8 + gate + residual"),
-    "ConvNeXt-T, 128 images": ("convnext_t", "no plan, recompute", "fp8 + gate"),
+    "ConvNeXt-T, 128 images": ("convnext_t", "no plan, recompute", "packed gate + product"),
     "MobileNet-v2, 256 images": ("mobilenet_v2", "no plan, recompute", "packed product"),
     "ViT-B/16, 128 images, `--memory 70%`": ("vit_b:70%", "no plan, constant masks dropped", "fp8 + gate"),
     "the same with `--memory 45%`": (
@@ -392,6 +392,9 @@ README_SEARCHES = {
     "Llama, 8 layers of 2048": "Llama, 8 layers of 2048, 8 x 2048 tokens",
     "Llama, 8 layers of 2048, `--memory 6GiB`": "the same with `--memory 6GiB`",
     "Llama, 4 layers of 4096": "Llama, 4 layers of 4096, 4 x 4096 tokens",
+    "ViT-B/16, `--memory 45%`": "the same with `--memory 45%`",
+    "ConvNeXt-T": "ConvNeXt-T, 128 images",
+    "MobileNet-v2": "MobileNet-v2, 256 images",
 }
 
 
