@@ -32,7 +32,9 @@ def small_and_uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """No peers but a broken one, a shape that is quick, and nothing compiled; the backends that were asked for."""
     backends: list[str] = []
     small = OwnShape(lambda: (nn.Linear(16, 16, bias=False), torch.randn(8, 16)), aim=Aim("2 CPU cores", 1e9))
-    monkeypatch.setattr(speed_variants, "peers", lambda device: [SpeedVariant("a peer", _broken, is_peer=True)])
+    monkeypatch.setattr(
+        speed_variants, "peers", lambda device, is_grouped: [SpeedVariant("a peer", _broken, is_peer=True)]
+    )
     monkeypatch.setitem(speed.SHAPES, "small", small)
     monkeypatch.setattr("bitplan.executions.native.crossover.SIZES", {"cpu": (8,)})
 
@@ -184,7 +186,7 @@ def test_models_of_other_libraries_run_under_presets_as_these_are_written(monkey
 
 
 def test_the_peers_have_options_of_their_own_while_they_compile() -> None:
-    by_name = {variant.name: variant for variant in ALL_PEERS(torch.device("cuda"))}
+    by_name = {variant.name: variant for variant in ALL_PEERS(torch.device("cuda"), is_grouped=False)}
     aggressive = by_name["torch activation pass e4m3, aggressive recompute"]
     before = functorch_config.aggressive_recomputation
     with aggressive.compile_options():
