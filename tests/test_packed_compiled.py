@@ -210,7 +210,7 @@ def test_the_result_of_attention_is_saved_once() -> None:
 def test_a_code_that_shortens_no_chain_is_not_saved(rows: int) -> None:
     """A block saves its product or its sum, and no norm, also where its weight is larger than its batch."""
     torch.manual_seed(0)
-    blocks, packed = 3, Graphs(PackedPartitioner())
+    blocks, packed = 6, Graphs(PackedPartitioner())
     trained((Residuals(blocks), torch.randn(rows, 64)), PLANS["unscaled"], "packed", packed)
     assert (blocks - 1) * 64 * rows <= packed.types[torch.uint8] <= blocks * 64 * rows
     assert packed.types[torch.float32] == 2 * 4 * blocks * rows  # means and variances
