@@ -51,6 +51,14 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 
 
 @pytest.fixture
+def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``run.compile()`` runs the graphs of AOTAutograd as they are: Inductor takes seconds for each."""
+    from graph_backend import replace_inductor
+
+    replace_inductor(monkeypatch)
+
+
+@pytest.fixture
 def gpu_in_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton told of a GPU, where there is none: enough to trace kernels, not to run them."""
     from triton.backends.compiler import GPUTarget

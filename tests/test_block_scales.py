@@ -131,6 +131,7 @@ def test_a_square_tile_of_a_weight_is_the_same_for_both_of_its_products() -> Non
     assert not torch.equal(lines[1], lines_apart[1])
 
 
+@pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize("execution", ["emulate", "packed"])
 def test_compiled_blocks_are_those_of_eager_code(execution: str) -> None:
     model = nn.Linear(21, 10, bias=False)

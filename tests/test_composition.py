@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import queue
 import warnings
 from pathlib import Path
 from typing import Any
 
+import ddp_worker
 import pytest
 import torch
+from ranks import on_ranks
 from small import attached
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -321,27 +321,13 @@ def test_a_recurrent_layer_compiles_through_its_opened_cell() -> None:
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_two_processes_train_as_one(before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    worker = importlib.import_module("ddp_worker")
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.Queue()
-    processes = torch.multiprocessing.spawn(
-        worker.work, (str(tmp_path / "store"), before, results), nprocs=2, join=False
-    )
-    result: dict[int, list[Any]] = {}
-    while len(result) < 2:
-        try:
-            result.update([results.get(timeout=2)])
-        except queue.Empty:
-            processes.join(timeout=0.1)  # raises what a process has raised
-    while not processes.join():
-        pass
-    model, batches = worker.make()
+def test_two_processes_train_as_one(before: bool, tmp_path: Path) -> None:
+    result = on_ranks(2, ddp_worker.work, tmp_path, before)
+    model, batches = ddp_worker.make()
     plain = copy.deepcopy(model)
     optimizer = SGD(model.parameters(), 0.5)
-    with attached(model, worker.RULE) as run:
-        for step in range(worker.STEPS):
+    with attached(model, ddp_worker.RULE) as run:
+        for step in range(ddp_worker.STEPS):
             optimizer.zero_grad()
             for part in batches[:, step]:
                 model(part).square().mean().backward()
@@ -350,6 +336,6 @@ def test_two_processes_train_as_one(before: bool, tmp_path: Path, monkeypatch: p
             optimizer.step()
             run.step()
     for position, parameter in enumerate(model.parameters()):
-        torch.testing.assert_close(torch.from_numpy(result[0][position]), parameter.detach(), rtol=0, atol=1e-7)
-        assert (result[0][position] == result[1][position]).all()
+        torch.testing.assert_close(result[0][position], parameter.detach(), rtol=0, atol=1e-7)
+        assert torch.equal(result[0][position], result[1][position])
     assert not same([*map(Tensor.detach, plain.parameters())], [*map(Tensor.detach, model.parameters())])

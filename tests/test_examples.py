@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -11,7 +14,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from bitplan.cli import main
 from bitplan.plans import Plan
 
 ROOT = Path(__file__).parents[1]
@@ -20,29 +25,43 @@ PAGE = (ROOT / "docs" / "examples.md").read_text()
 COMMANDS = [
     shlex.split(line, comments=True) for line in re.findall(r"```sh\n(.*?)```", PAGE, flags=re.DOTALL)[0].splitlines()
 ]
-PROGRAMS = {"python": [sys.executable], "bitplan": [sys.executable, "-m", "bitplan"]}
+#: These start processes themselves. The others run in this one: importing torch and bitplan takes seconds in each.
+OF_SEVERAL_PROCESSES = ("fsdp2_train.py", "ray_tune_plans.py")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A place with examples/ in it, where runs may be written."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A place with examples/ in it, where runs may be written; the working folder, as for who types the command."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "examples")
     return tmp_path
 
 
 def shown_by(script: str, folder: Path) -> str:
     """What the page's command for a script prints."""
     (text,) = (text for text in COMMANDS if any(word.startswith(f"examples/{script}") for word in text))
-    ended = subprocess.run(
-        [*PROGRAMS[text[0]], *text[1:]],
+    if script not in OF_SEVERAL_PROCESSES:
+        torch.manual_seed(0)
+        with pytest.MonkeyPatch.context() as monkeypatch, contextlib.redirect_stdout(io.StringIO()) as shown:
+            if text[0] == "bitplan":
+                with pytest.raises(SystemExit) as ended:
+                    main(text[1:])
+                assert not ended.value.code
+            else:
+                monkeypatch.setattr(sys, "argv", text[1:])
+                runpy.run_path(text[1], run_name="__main__")
+        return shown.getvalue()
+    process = subprocess.run(
+        [sys.executable, *text[1:]],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 def test_fsdp2_learns_on_two_processes(folder: Path) -> None:

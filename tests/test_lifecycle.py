@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import io
 import operator
 import pickle
-import queue
 import types
 import warnings
 from pathlib import Path
 from typing import Any
 
+import ddp_worker
 import pytest
 import torch
+from ranks import on_ranks
 from small import attached
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
@@ -196,21 +196,8 @@ def test_to_empty_in_mid_run_keeps_history() -> None:
     assert_same(*results)
 
 
-def test_ranks_keep_what_they_have_observed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    worker = importlib.import_module("ddp_worker")
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.Queue()
-    processes = torch.multiprocessing.spawn(worker.observe, (str(tmp_path / "store"), results), nprocs=2, join=False)
-    amax: dict[int, list[float]] = {}
-    while len(amax) < 2:
-        try:
-            amax.update([results.get(timeout=2)])
-        except queue.Empty:
-            processes.join(timeout=0.1)
-    while not processes.join():
-        pass
-    assert amax == {0: [1000.0] * 3, 1: [1000.0] * 3}
+def test_ranks_keep_what_they_have_observed(tmp_path: Path) -> None:
+    assert on_ranks(2, ddp_worker.observe, tmp_path) == [[1000.0] * 3] * 2
 
 
 # --- methods, replaced modules, parametrizations ---

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import bitplan
 from bitplan.capture.scopes import is_planned
 from bitplan.lab.models.graph_networks import GCN, normalised_adjacency
-from bitplan.lab.models.language_models import GPT, LSTMModel
+from bitplan.lab.models.language_models import LSTMModel
 from bitplan.lab.models.resnet import BasicBlock, ResNet, cifar_resnet
 from bitplan.lab.models.small_cnns import MobileNetV2
 
@@ -209,24 +209,25 @@ def test_a_compiled_model_equals_the_eager_one(name: str) -> None:
 def test_inductor_differs_by_its_own_arithmetic_and_the_roundings_that_this_flips() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = GPT(50, 6, layers=1, heads=2, features=16)
+    # What a transformer is made of, but for attention: each kernel takes the C++ compiler seconds.
+    model = nn.Sequential(
+        nn.Embedding(50, 16), nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.LayerNorm(64),
+        nn.Linear(64, 50)
+    )  # fmt: skip
 
-    def both(*rules: dict[str, Any], backward: bool = False) -> tuple[Tensor, Tensor]:
-        """Outputs, eager and compiled; compiling the backward pass takes Inductor as long again."""
-        with attached(model, *rules, example=WORDS), torch.set_grad_enabled(backward):
-            called = torch.compile(model, fullgraph=True)
-            if backward:
-                return step_of(model, (WORDS,))[0], step_of(model, (WORDS,), called)[0]
-            return model(WORDS), called(WORDS)
+    def both(*rules: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Outputs, eager and compiled, without a backward pass, which takes Inductor as long again."""
+        with attached(model, *rules, example=WORDS), torch.no_grad():
+            return model(WORDS), torch.compile(model, fullgraph=True)(WORDS)
 
     plain, compiled = both()
     gap = error(compiled, plain)
     # Weights are the same in both, so that nothing flips, and the gap is that of the plain model (of other numbers).
-    eager, compiled = both({"match": "*", "weight": "e3m2"})
+    eager, compiled = both({"match": "*", "op": "linear", "weight": "e3m2"})
     assert error(compiled, eager) < 4 * gap
     assert error(eager, plain) > 2**-5
     # Activations differ by the gap, and some then round to the neighbour: few, and one step of the format away.
-    eager, compiled = both({"match": "*", "op": ["linear", "layer_norm"], "activation": "e4m3"}, backward=True)
+    eager, compiled = both({"match": "*", "op": ["linear", "layer_norm"], "activation": "e4m3"})
     assert error(eager, plain) > 2**-7
     assert torch.equal(q(compiled), compiled)  # the head's output lies on the grid
     assert (compiled != eager).float().mean() < 0.02

@@ -112,8 +112,7 @@ def test_compiled_steps_have_these_numbers_too(name: str, execution: str, monkey
         attach(model, plan, steps=STEPS, example=X, execution=execution) as run,
         attach(eager, plan, steps=STEPS, example=X) as other,
     ):
-        # A switch makes another graph, which takes Inductor a while.
-        called = compile_without_inductor(run, model, monkeypatch) if execution == "packed" else run.compile()
+        called = compile_without_inductor(run, model, monkeypatch)
         for _ in range(STEPS):
             for actual, expected in zip(step_of(model, called), step_of(eager), strict=True):
                 torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)

@@ -180,6 +180,7 @@ def test_a_plan_leaves_no_version_behind() -> None:
     assert not any(VERSION in vars(module) for module in model.modules())
 
 
+@pytest.mark.usefixtures("without_inductor")
 def test_run_compile_takes_a_module_around_the_model() -> None:
     class Around(nn.Module):
         def __init__(self, model: nn.Module) -> None:

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 
 import bitplan as bp
-from bitplan.executions.emulate import EmulateExecution
-from bitplan.executions.native.execution import NativeExecution
-from bitplan.executions.packed.execution import PackedExecution
 from bitplan.runtime.regions import equal_blocks
 from bitplan.runtime.step_in_backward import StepInBackward
 
@@ -51,28 +43,7 @@ class Net(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs run as AOTAutograd has partitioned them: Inductor takes seconds for each."""
-    monkeypatch.setattr("bitplan.executions.packed.execution.refuse_other_backends", lambda: None)
-    for execution in (EmulateExecution, PackedExecution, NativeExecution):
-        original = execution.compiler_settings
-
-        def settings(self: Any, ops: Any, options: Any, original: Any = original) -> Any:
-            made = original(self, ops, options)
-
-            def as_it_is(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-                return make_boxed_func(graph.forward)
-
-            backend = aot_autograd(
-                fw_compiler=as_it_is,
-                bw_compiler=as_it_is,
-                partition_fn=made.partitioner or min_cut_rematerialization_partition,
-                decompositions=select_decomp_table(),
-                keep_inference_input_mutations=True,
-            )
-            return replace(made, backend=backend)
-
-        monkeypatch.setattr(execution, "compiler_settings", settings)
+def _fresh(without_inductor: None) -> None:
     torch.compiler.reset()
     counters.clear()
 
@@ -104,7 +75,7 @@ PLANS: dict[str, Any] = {"fp8-all": "fp8-all", "fp8-linear": "fp8-linear", "dela
 @pytest.mark.parametrize("execution", ["emulate", "packed", bp.Native(min_macs=0)], ids=["emulate", "packed", "native"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_equal_blocks_have_one_graph_and_the_numbers_of_eager_code(plan: str, execution: Any) -> None:
-    for blocks in (2, 5):
+    for blocks in (2, 5) if (plan, execution) == ("fp8-all", "emulate") else (3,):
         torch.compiler.reset()
         counters.clear()
         model = Net(blocks)

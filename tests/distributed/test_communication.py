@@ -28,7 +28,7 @@ CASES = [PLAIN, ROWS, TENSOR, BOTH, FEEDBACK, DDP, LATE, GATHERS_NOTHING]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = str(tmp_path_factory.mktemp("communication"))
+    folder = tmp_path_factory.mktemp("communication")
     outcomes = layouts.run_on_ranks(2, layouts.communicate, CASES, folder)
     return dict(zip((case.name for case in CASES), outcomes, strict=True))
 

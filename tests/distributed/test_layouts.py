@@ -58,7 +58,7 @@ def on_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def results_of(world: int, cases: list[Case], folders: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = str(folders.mktemp(f"world{world}"))
+    folder = folders.mktemp(f"world{world}")
     results = layouts.run_on_ranks(world, layouts.run_case, cases, folder)
     return dict(zip((case.name for case in cases), results, strict=True))
 
@@ -122,11 +122,11 @@ def test_random_bits_of_a_tensor_that_may_be_split_are_refused(on_two: dict[str,
 
 def test_checkpoints_move_between_numbers_of_processes(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
-    (after,) = layouts.run_on_ranks(4, layouts.save_in_the_middle, [folder], str(tmp_path))
+    (after,) = layouts.run_on_ranks(4, layouts.save_in_the_middle, [folder], tmp_path)
     assert isinstance(after, list), after
-    (on_two,) = layouts.run_on_ranks(2, layouts.go_on, [folder], str(tmp_path))
+    (on_two,) = layouts.run_on_ranks(2, layouts.go_on, [folder], tmp_path)
     assert on_two == pytest.approx(after, rel=1e-6)
-    (alone,) = layouts.run_on_ranks(1, layouts.go_on_alone, [folder], str(tmp_path))
+    (alone,) = layouts.run_on_ranks(1, layouts.go_on_alone, [folder], tmp_path)
     on_one, message = alone
     assert on_one == pytest.approx(after, rel=1e-6)
     assert "example=" in message

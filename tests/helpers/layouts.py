@@ -1,17 +1,18 @@
-"""Training of a small Llama on several processes, in every layout; a module of its own, because spawn imports it."""
+"""Training of a small Llama on several processes, in every layout; the processes import this module."""
 
 from __future__ import annotations
 
-import os
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -235,32 +236,23 @@ def run_case(case: Case, rank: int, world: int) -> Outcome:
 # --- processes that run one function on each of several cases
 
 
-def run_on_ranks(world: int, function: Callable[..., Any], cases: list[Any], folder: str) -> list[Any]:
+def run_on_ranks(world: int, function: Callable[..., Any], cases: list[Any], folder: Path) -> list[Any]:
     """What `function(case, rank, world)` returns on rank 0 for each case; the text of an error in its place."""
-    path = os.path.join(folder, f"results-{world}-{function.__name__}")
-    store = os.path.join(folder, f"store-{world}-{function.__name__}")
-    torch.multiprocessing.spawn(_work, (world, store, path, function, cases), nprocs=world)
-    results: list[Any] = torch.load(path, weights_only=False)
-    return results
+    own = folder / f"{world}-{function.__name__}"
+    own.mkdir()
+    return on_ranks(world, _run_all, own, world, function, cases)[0]  # type: ignore[no-any-return]
 
 
-def _work(rank: int, world: int, store: str, path: str, function: Callable[..., Any], cases: list[Any]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+def _run_all(rank: int, world: int, function: Callable[..., Any], cases: list[Any]) -> list[Any]:
     results: list[Any] = []
-    try:
-        for case in cases:
-            try:
-                results.append(function(case, rank, world))
-            except Exception as error:
-                text = f"{type(error).__name__}: {error}"
-                results.append(text if isinstance(error, bitplan.BitplanError) else text + traceback.format_exc())
-            dist.barrier()
-        if rank == 0:
-            torch.save(results, path)
+    for case in cases:
+        try:
+            results.append(function(case, rank, world))
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            results.append(text if isinstance(error, bitplan.BitplanError) else text + traceback.format_exc())
         dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    return results
 
 
 # --- checkpoints

@@ -102,8 +102,11 @@ def test_packed_equals_emulate(name: str, way: str, plan: Any) -> None:
     torch.testing.assert_close(results["emulate"][0], plain[0], rtol=0.05, atol=0)
 
 
-@pytest.mark.parametrize("plan", [PLAN, ROWWISE, "deepseek-v3"], ids=["once", "for each pass", "deepseek-v3"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("plan", "dtype"),
+    [(PLAN, torch.float32), (ROWWISE, torch.float32), (PLAN, torch.bfloat16), ("deepseek-v3", torch.bfloat16)],
+    ids=["once", "for each pass", "once, bfloat16", "deepseek-v3, bfloat16"],
+)
 def test_a_compiled_mixtral_has_the_numbers_of_eager_code(plan: Any, dtype: torch.dtype) -> None:
     torch.compiler.reset()
     model = make("Mixtral", "grouped_mm", dtype)
@@ -122,13 +125,15 @@ def test_a_compiled_mixtral_has_the_numbers_of_eager_code(plan: Any, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_packed_equals_compiled_emulate(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_packed_equals_emulate(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, where nothing is equal bit for bit, packed is held against eager code, which takes no compiling."""
     results = []
     for how in ("emulate", "packed"):
         torch.compiler.reset()
         model = make("Mixtral", "grouped_mm", dtype)
         with bp.attach(model, PLAN, example=batch(), execution=how) as run:
-            results.append(step(model, compile_without_inductor(run, model, monkeypatch)))
+            is_eager = how == "emulate" and dtype == torch.bfloat16
+            results.append(step(model, model if is_eager else compile_without_inductor(run, model, monkeypatch)))
     for ours, expected in zip(results[1], results[0], strict=True):
         if dtype == torch.float32:
             assert torch.equal(ours, expected)

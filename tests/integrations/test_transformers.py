@@ -199,6 +199,7 @@ class Regression(nn.Module):
         return {"loss": (predicted.squeeze(-1) - labels.float().mean(-1) / 64).square().mean(), "predicted": predicted}
 
 
+@pytest.mark.usefixtures("without_inductor")
 def test_a_packed_model_is_compiled_by_the_callback_and_restored_afterwards(tmp_path: Path) -> None:
     plan = {"version": 1, "rules": [{"match": "*", "op": "linear", "x": "e4m3", "w": "e4m3", "dy": "e5m2"}]}
     eager = trained(tmp_path, plan, model=Regression(), options={"execution": "packed"}, **NO_SAVE)

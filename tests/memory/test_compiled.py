@@ -41,6 +41,7 @@ def test_what_the_graph_keeps_is_what_the_allocator_sees() -> None:
     assert estimated.activations < eager.activations  # or nothing was compiled
 
 
+@pytest.mark.usefixtures("without_inductor")
 def test_the_packed_graph_keeps_codes() -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
     plan = Plan.from_dict({"version": 1, "rules": [{"match": "*", "activation": "e4m3"}]})

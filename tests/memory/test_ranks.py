@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from torch import nn
 from torch.nn import functional as F
 
@@ -218,26 +219,20 @@ MEASURED = (
 )
 
 
-def _measure(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    try:
-        for number, (layout, name, plan) in enumerate(MEASURED):
-            step = (*measured_model(name), "adamw", plan, None if plan is None else "packed")
-            peak = measure_rank(*step, sharding=Sharding.parse(layout)).peak
-            (folder / f"{number}-{rank}").write_text(str(peak))
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+def _measure(rank: int) -> list[int]:
+    peaks = []
+    for layout, name, plan in MEASURED:
+        step = (*measured_model(name), "adamw", plan, None if plan is None else "packed")
+        peaks.append(measure_rank(*step, sharding=Sharding.parse(layout)).peak)
+    return peaks
 
 
 def test_the_peak_of_two_processes_is_predicted(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_measure, (tmp_path,), nprocs=2)
-    for number, (layout, name, plan) in enumerate(MEASURED):
-        measured = max(int((tmp_path / f"{number}-{rank}").read_text()) for rank in range(2))
+    peaks = on_ranks(2, _measure, tmp_path)
+    for (layout, name, plan), *measured in zip(MEASURED, *peaks, strict=True):
         step = (*measured_model(name), "adamw", plan, None if plan is None else "packed")
         predicted = estimate_rank(*step, sharding=Sharding.parse(layout), backend="gloo").memory.peak
-        assert predicted == pytest.approx(measured, rel=0.1), (layout, name, plan)
+        assert predicted == pytest.approx(max(measured), rel=0.1), (layout, name, plan)
 
 
 def test_the_peak_of_one_process_is_predicted(own_group: None) -> None:

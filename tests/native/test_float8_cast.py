@@ -228,6 +228,7 @@ def test_with_scales_of_the_past_too_a_tensor_is_cast_once() -> None:
     assert cut.casts == [11, 7]
 
 
+@pytest.mark.usefixtures("without_inductor")
 def test_products_are_recomputed_without_changing_the_results() -> None:
     model, x = nn.Linear(32, 16), torch.randn(6, 32)
     execution = bitplan.Native(min_macs=0, recompute="products")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import bitplan
-from bitplan.numerics.formats import Overflow
+from bitplan.numerics.formats import FloatFormat, Overflow
 from bitplan.numerics.reference import ROUNDINGS, Rounding, round_value
 
 Case = tuple[str, Rounding, dict[str, Any]]
@@ -83,12 +83,7 @@ def test_unscaled_roundings_of_all_floats() -> None:
     assert_compiled_equals_eager(any_floats(5001), UNSCALED)
 
 
-@pytest.mark.parametrize("overflow", ["saturate", "special"])
-@pytest.mark.parametrize("name", ["e4m3b4", "e5m2b0", "e6m9b0", "e3m2", "e4m3ns"])
-def test_ties_away_from_zero_and_their_neighbours(name: str, overflow: Overflow) -> None:
-    """Random floats hardly ever are ties; here is every one near both ends of the range, and what lies beside it."""
-    target = bitplan.get_format(name)
-    assert isinstance(target, bitplan.numerics.formats.FloatFormat)
+def ties_and_neighbours(target: FloatFormat) -> Tensor:
     codes = range(min(200, 2 ** (target.bits - 1)))
     values = torch.tensor([value for code in codes if math.isfinite(value := target.decode(code))], dtype=torch.float64)
     grid = torch.cat([values, target.max * (1 - torch.arange(40, dtype=torch.float64) * target.epsilon / 2)]).unique()
@@ -96,12 +91,31 @@ def test_ties_away_from_zero_and_their_neighbours(name: str, overflow: Overflow)
         [(grid[1:] + grid[:-1]) / 2, torch.tensor([target.overflow_threshold, math.inf, math.nan])]
     ).float()
     beside = [torch.nextafter(ties, torch.tensor(end)) for end in (0.0, math.inf)]
-    x = torch.cat([sign * item for sign in (1, -1) for item in (ties, *beside, grid.float())])
-    expected = [round_value(value, target, "nearest-away", overflow) for value in x.tolist()]
+    return torch.cat([sign * item for sign in (1, -1) for item in (ties, *beside, grid.float())])
+
+
+def test_ties_away_from_zero_and_their_neighbours() -> None:
+    """Random floats hardly ever are ties; here is every one near both ends of the range, and what lies beside it."""
+    overflows: tuple[Overflow, ...] = ("saturate", "special")
+    names = ("e4m3b4", "e5m2b0", "e6m9b0", "e3m2", "e4m3ns")
+    targets = {name: bitplan.get_format(name) for name in names}
+    inputs = {name: ties_and_neighbours(target) for name, target in targets.items() if isinstance(target, FloatFormat)}
+    assert len(inputs) == len(names)
+    # One graph, and inputs of one length, which Inductor puts into one loop.
+    length = max(map(len, inputs.values()))
+    padded = {name: nn.functional.pad(x, (0, length - len(x))) for name, x in inputs.items()}
+    cases = [(name, overflow) for name in names for overflow in overflows]
+
+    def away(inputs: dict[str, Tensor]) -> list[Tensor]:
+        return [bitplan.quantize(inputs[name], name, "nearest-away", overflow=overflow) for name, overflow in cases]
+
     torch._dynamo.reset()
-    compiled = torch.compile(lambda x: bitplan.quantize(x, name, "nearest-away", overflow=overflow), fullgraph=True)(x)
-    assert differing(compiled, torch.tensor(expected)) == 0
-    assert differing(compiled, bitplan.quantize(x, name, overflow=overflow)) > 10  # ties to even are others
+    for (name, overflow), compiled in zip(cases, torch.compile(away, fullgraph=True)(padded), strict=True):
+        x, target = inputs[name], targets[name]
+        expected = [round_value(value, target, "nearest-away", overflow) for value in x.tolist()]
+        assert differing(compiled[: len(x)], torch.tensor(expected)) == 0, (name, overflow)
+        to_even = bitplan.quantize(x, name, overflow=overflow)
+        assert differing(compiled[: len(x)], to_even) > 10, (name, overflow)  # ties to even are others
 
 
 def operations(rounding: Rounding) -> int:

@@ -32,6 +32,7 @@ def test_numbers_are_those_of_the_whole_product(
     )
 
 
+@pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize("rule", ["delayed", "slots apart"])
 def test_compiled(rule: str) -> None:
     assert_same(trained(ChunkedLoss, RULES[rule], compiled=True), trained(WholeLoss, RULES[rule]))
@@ -132,6 +133,7 @@ def test_rules_do_not_reach_a_plain_weight() -> None:
     assert not torch.equal(actual, expected)
 
 
+@pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize(
     "execution", ["packed", bitplan.Native(min_macs=0, recompute="inputs")], ids=["packed", "native"]
 )

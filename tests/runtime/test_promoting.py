@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import queue
 from pathlib import Path
 from typing import Any
 
+import ddp_worker
 import pytest
 import torch
 from graph_backend import compile_without_inductor
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -306,17 +306,5 @@ def test_the_overflow_threshold_lies_half_a_step_above_the_largest_value(name: s
     assert float(live.overflow_threshold_in(live.row)) == target.overflow_threshold
 
 
-def test_ranks_add_up_before_they_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[1])
-    worker = importlib.import_module("ddp_worker")
-    results = torch.multiprocessing.get_context("spawn").Queue()
-    processes = torch.multiprocessing.spawn(worker.watch, (str(tmp_path / "store"), results), nprocs=2, join=False)
-    result: dict[int, Any] = {}
-    while len(result) < 2:
-        try:
-            result.update([results.get(timeout=2)])
-        except queue.Empty:
-            processes.join(timeout=0.1)  # raises what a process has raised
-    while not processes.join():
-        pass
-    assert result[0] == result[1] == [[("0/mul.0:activation", 1, 0.01)], []]
+def test_ranks_add_up_before_they_decide(tmp_path: Path) -> None:
+    assert on_ranks(2, ddp_worker.watch, tmp_path) == [[[("0/mul.0:activation", 1, 0.01)], []]] * 2

@@ -281,6 +281,7 @@ def test_the_interval_is_a_number_of_steps(every: Any) -> None:
 # --- Compiling in place, and checking again
 
 
+@pytest.mark.usefixtures("without_inductor")
 def test_a_model_that_is_compiled_in_place_stays_the_same_object_and_copies_run_their_own_weights() -> None:
     model, optimizer, x = make()
     run = bp.attach(model, "fp8-linear", optimizer=optimizer, example=x, execution="packed")

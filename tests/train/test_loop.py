@@ -225,6 +225,7 @@ def test_too_little_memory_is_a_sentence(tmp_path: Path, tiny: Any) -> None:
         train(task, folder=tmp_path / "run")
 
 
+@pytest.mark.usefixtures("without_inductor")
 def test_a_compiled_run_follows_its_plan_and_resumes(tmp_path: Path, tiny: Any, fingerprint: Any) -> None:
     plan = Plan.from_dict(
         {"version": 1, "rules": [{"match": "*", "weight": {"format": "e3m2", "rounding": "stochastic"}}]}

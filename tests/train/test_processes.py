@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import start_processes
 
 from bitplan.analysis.sharding import Sharding
 from bitplan.errors import RunError
@@ -90,7 +91,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     (folder / "own_task.py").write_text(TASK)
     (folder / "port").write_text(str(free_port()))
-    torch.multiprocessing.spawn(_train_all, (folder,), nprocs=2)
+    start_processes(_train_all, (folder,), 2)
     return folder
 
 
