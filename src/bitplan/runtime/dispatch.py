@@ -287,8 +287,8 @@ class Rounder(Interceptor):
         if torch.compiler.is_compiling() or not self._is_new(scope, numbers, products):
             scope.count(attention_operations(call.is_causal, call.enable_gqa))
         else:  # for those who want to know of the operations inside, and for the records of delayed scales
-            first_token = AttentionCall(*(tensor[..., :1, :] for tensor in call[:3]), *call[3:])._asdict()
-            attention(**first_token)
+            query, key, value = (tensor[..., :1, :] for tensor in call[:3])
+            attention(query, key, value, *call[3:6], scale=call.scale, enable_gqa=call.enable_gqa)
         with DisableTorchFunction():
             contexts = tuple(
                 OpContext(op_site("matmul", number), scope.module, rounding)

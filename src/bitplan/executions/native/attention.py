@@ -1,5 +1,7 @@
 """Scaled-dot-product attention with both products in FP8, and its backward pass on dequantised operands.
 
+* ``bitplan::attention_cast`` divides a tensor by a scale for each head and rounds it to E4M3, in the layout of queries
+  and keys, (batch, tokens, heads, features), or in that of values, see :func:`transpose_values`.
 * ``bitplan::attention_forward`` takes queries, keys and values as E4M3 codes with a scale for each head and returns
   the output in bfloat16 with the log-sum-exp of each query. Scores stay in float32. Exponentials of scores less the
   largest score so far lie in [0, 1]; they are rounded to E4M3 with the fixed scale 1 / :data:`PEAK` before they are
@@ -7,8 +9,8 @@
 * ``bitplan::attention_backward`` computes the gradients by torch's own kernels in bfloat16: cuDNN's, otherwise flash
   attention's.
 
-On a GPU the first is a Triton kernel (:mod:`bitplan.executions.native.attention_kernel`). The reference implementations
-in this file are plain torch and run elsewhere.
+On a GPU the first two are Triton kernels (:mod:`bitplan.executions.native.attention_kernel`). The reference
+implementations in this file are plain torch and run elsewhere.
 
 Emulation rounds scores and normalised probabilities to bfloat16, and the probabilities to E4M3 with a scale for each
 head, from the largest probability of the head. Under a causal mask this is 1, so the scale is 1 / 448, too. The numbers
@@ -29,6 +31,7 @@ from torch import Tensor
 from bitplan.compiler.kernel_ops import launch_directly, register_kernels
 from bitplan.executions.native.float8_cast import FORMATS
 from bitplan.numerics.rounding import round_float
+from bitplan.numerics.scaling import divide
 
 #: The code of the largest probability: the largest value of E4M3.
 PEAK = 448.0
@@ -39,6 +42,7 @@ _REFERENCE_BLOCK = 128
 
 _LIBRARY: Any = torch.library.Library("bitplan", "FRAGMENT")  # type: ignore[no-untyped-call]
 for _schema in (
+    "attention_cast(Tensor x, Tensor scale, bool transposed) -> Tensor",
     "attention_forward(Tensor q, Tensor k, Tensor v, Tensor q_scale, Tensor k_scale, Tensor v_scale, "
     "float softmax_scale, bool is_causal) -> (Tensor, Tensor)",
     "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, "
@@ -74,6 +78,14 @@ def restore_values(codes: Tensor, tokens: int, interleaved: bool = True) -> Tens
     else:
         as_bytes = as_bytes.permute(0, 3, 1, 2)
     return as_bytes[:, :tokens].view(codes.dtype)
+
+
+def cast_by_head_reference(x: Tensor, scale: Tensor, transposed: bool) -> Tensor:
+    """The codes of `x`, (batch, heads, tokens, features)."""
+    ready = divide(x.float(), scale.view(-1, 1, 1))
+    codes = round_float(ready, FORMATS[torch.float8_e4m3fn], "nearest", "saturate").to(torch.float8_e4m3fn)
+    codes = codes.transpose(1, 2).contiguous()
+    return transpose_values(codes) if transposed else codes
 
 
 def attention_reference(
@@ -145,7 +157,7 @@ def attention_backward_reference(
     grad_q = grad_scores @ wide_k
     grad_k, grad_v = grad_scores.transpose(-2, -1) @ wide_q, weights.transpose(-2, -1) @ wide_grad
     if group > 1:
-        grad_k, grad_v = (tensor.unflatten(1, (-1, group)).sum(2) for tensor in (grad_k, grad_v))
+        grad_k, grad_v = (torch.unflatten(tensor, 1, (-1, group)).sum(2) for tensor in (grad_k, grad_v))
     return tuple(tensor.to(q.dtype).transpose(1, 2).contiguous() for tensor in (grad_q, grad_k, grad_v))  # type: ignore[return-value]
 
 
@@ -176,9 +188,16 @@ def _backward_on_gpu(
             *(grad, q, k, v, out, logsumexp, None, None, *lengths, number, number[0]), scale=softmax_scale
         )
     else:
-        operands = (tensor.transpose(1, 2) for tensor in (grad, q, k, v, out))
-        return attention_backward_reference(*operands, logsumexp, softmax_scale, is_causal)
-    return tuple(tensor.transpose(1, 2).contiguous() for tensor in grads)  # type: ignore[return-value]
+        grad, q, k, v, out = (tensor.transpose(1, 2) for tensor in (grad, q, k, v, out))
+        return attention_backward_reference(grad, q, k, v, out, logsumexp, softmax_scale, is_causal)
+    return tuple(tensor.transpose(1, 2).contiguous() for tensor in grads)
+
+
+def _fake_cast(x: Tensor, scale: Tensor, transposed: bool) -> Tensor:
+    batch, heads, tokens, features = x.shape
+    padded = -(-tokens // KEY_BLOCK) * KEY_BLOCK
+    shape = (batch, heads, features, padded) if transposed else (batch, tokens, heads, features)
+    return x.new_empty(shape, dtype=torch.float8_e4m3fn)
 
 
 def _fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -191,16 +210,28 @@ def _fake_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tu
 
 
 # Not launched by compiled graphs themselves: one call per layer, whose kernels take much longer than the host.
-_KERNEL = register_kernels("attention_forward", __name__, lambda *_: False)
+_CAST, _FORWARD = (
+    register_kernels(name, __name__, lambda *_: False) for name in ("attention_cast", "attention_forward")
+)
+
+
+def _cast_on_gpu(x: Tensor, scale: Tensor, transposed: bool) -> Tensor:
+    with torch.cuda.device(x.get_device()):
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        codes: Tensor = _CAST.launch(x, scale.contiguous(), transposed, wrap=launch_directly)
+        return codes
 
 
 def _forward_on_gpu(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     with torch.cuda.device(q.get_device()):
         operands = (tensor.contiguous() for tensor in (q, k, v, *rest[:3]))
-        result: tuple[Tensor, Tensor] = _KERNEL.launch(*operands, *rest[3:], wrap=launch_directly)
+        result: tuple[Tensor, Tensor] = _FORWARD.launch(*operands, *rest[3:], wrap=launch_directly)
         return result
 
 
+_LIBRARY.impl("attention_cast", cast_by_head_reference, "CompositeExplicitAutograd")
+_LIBRARY.impl("attention_cast", _cast_on_gpu, "CUDA")
+torch.library.register_fake("bitplan::attention_cast", _fake_cast, lib=_LIBRARY)
 _LIBRARY.impl("attention_forward", attention_reference, "CompositeExplicitAutograd")
 _LIBRARY.impl("attention_forward", _forward_on_gpu, "CUDA")
 torch.library.register_fake("bitplan::attention_forward", _fake_forward, lib=_LIBRARY)

@@ -22,7 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bitplan.executions.native.attention import PEAK
+from bitplan.executions.native.attention import KEY_BLOCK, PEAK
+from bitplan.executions.native.float8_cast import FORMATS
+from bitplan.executions.native.float8_cast_kernel import _codes_of, _quotient
 
 
 class Tiles(NamedTuple):
@@ -43,6 +45,8 @@ class Tiles(NamedTuple):
     interleaved: bool = True
 
 
+#: Tokens that a program of the cast takes.
+_CAST_TILE = 128
 _LOG2_PEAK = tl.constexpr(8.807354922057604)  # of 448
 _LN2 = tl.constexpr(0.6931471805599453)
 
@@ -111,6 +115,44 @@ def _attend_blocks(  # type: ignore[no-untyped-def]
         else:
             total = tl.dot(codes, value.T, total * correction[:, None])
     return total, row_sum, row_max
+
+
+@triton.jit(do_not_specialize=["zero"])  # type: ignore[untyped-decorator]
+def _cast_head(  # type: ignore[no-untyped-def]
+    x,
+    scale,
+    out,
+    heads,
+    tokens,
+    padded,
+    batch_stride,
+    head_stride,
+    token_stride,
+    zero,
+    format_max: tl.constexpr,
+    head_size: tl.constexpr,
+    transposed: tl.constexpr,
+    tile: tl.constexpr,
+):
+    """Cast the tokens of a tile of one head."""
+    place = tl.program_id(0) * tile + tl.arange(0, tile)
+    token = place
+    if transposed:  # the places of a group of 16 hold tokens 0, 1, 8, 9, 2, 3, 10, 11, ...
+        token = (place // 16) * 16 + (place // 2 % 2) * 8 + (place // 4 % 4) * 2 + place % 2
+    batch = (tl.program_id(1) // heads).to(tl.int64)
+    head = tl.program_id(1) % heads
+    feature = tl.arange(0, head_size)
+    is_inside = (token < tokens)[:, None]
+    row = batch * batch_stride + head * head_stride + token.to(tl.int64) * token_stride
+    value = tl.load(x + row[:, None] + feature[None, :], mask=is_inside, other=0.0).to(tl.float32)
+    codes = _codes_of(_quotient(value, tl.load(scale + head), format_max, True), zero, False)
+    codes_out = out.to(tl.pointer_type(tl.uint8), bitcast=True)
+    if transposed:
+        offset = (tl.program_id(1).to(tl.int64) * head_size + feature)[:, None] * padded + place[None, :]
+        tl.store(codes_out + offset, tl.trans(codes), mask=(place < padded)[None, :])
+    else:
+        offset = ((batch * tokens + token) * heads + head)[:, None] * head_size + feature[None, :]
+        tl.store(codes_out + offset, codes, mask=is_inside)
 
 
 @triton.jit(do_not_specialize=["softmax_scale"])  # type: ignore[untyped-decorator]
@@ -226,6 +268,20 @@ def _attention(  # type: ignore[no-untyped-def]
     tl.store(out + offset, (total * value_factor[:, None]).to(out.dtype.element_ty), mask=is_inside[:, None])
     sums = (row_max * factor + (tl.log2(row_sum) - _LOG2_PEAK)) * _LN2
     tl.store(logsumexp + tl.program_id(1).to(tl.int64) * query_count + query_index, sums, mask=is_inside)
+
+
+def launch_attention_cast(wrap: Any, x: Tensor, scale: Tensor, transposed: bool) -> Tensor:
+    """As :func:`bitplan.executions.native.attention.cast_by_head_reference`; features are contiguous."""
+    batch, heads, tokens, size = x.shape
+    padded = -(-tokens // KEY_BLOCK) * KEY_BLOCK
+    shape = (batch, heads, size, padded) if transposed else (batch, tokens, heads, size)
+    out = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
+    wrap(_cast_head)[(triton.cdiv(padded, _CAST_TILE), batch * heads)](
+        *(x, scale, out, heads, tokens, padded, *x.stride()[:3], 0),
+        *(FORMATS[torch.float8_e4m3fn].max, size, transposed, _CAST_TILE),
+        num_warps=8,
+    )
+    return out
 
 
 def launch_attention_forward(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bitplan.compiler.tracing import is_traced, opaque_in_graph, transformable
 from bitplan.errors import PlanError
-from bitplan.executions.native.attention import restore_values, transpose_values
+from bitplan.executions.native.attention import restore_values
 from bitplan.executions.native.fallbacks import why_operands_not_native
 from bitplan.executions.native.paths import NativeTerms, why_attention_not_native
 from bitplan.executions.native.product import applied_ops
@@ -117,8 +117,7 @@ class NativeAttention(torch.autograd.Function):
     ) -> Tensor:
         q, q_scale = _codes_by_head(query, *first["fprop.x"])
         k, k_scale = _codes_by_head(key, *first["fprop.w"])
-        v, v_scale = _codes_by_head(value, *second["fprop.w"])
-        v = transpose_values(v)
+        v, v_scale = _codes_by_head(value, *second["fprop.w"], transposed=True)
         operands = (q, k, v, q_scale, k_scale, v_scale)
         out, logsumexp = torch.ops.bitplan.attention_forward(*operands, softmax_scale, is_causal)
         ctx.settings = softmax_scale, is_causal
@@ -140,12 +139,12 @@ class NativeAttention(torch.autograd.Function):
         return *(grad.transpose(1, 2) for grad in operand_grads), None, None, None, None
 
 
-def _codes_by_head(x: Tensor, op: RoundingOp, context: OpContext) -> tuple[Tensor, Tensor]:
-    """Codes of `x`, as (batch, tokens, heads, features), and a scale for each head."""
-    encoded, _ = op.encode(x, context)
-    codes = encoded.elements.to(torch.float8_e4m3fn).transpose(1, 2).contiguous()
-    scale = encoded.scales[0] if encoded.scales else torch.ones(1, device=x.device)
-    return codes, scale.float().reshape(-1).expand(x.shape[1]).contiguous()
+def _codes_by_head(x: Tensor, op: RoundingOp, context: OpContext, transposed: bool = False) -> tuple[Tensor, Tensor]:
+    """Codes of `x`, (batch, heads, tokens, features), in the kernel's layout, and a scale for each head."""
+    scales = op.scales(x, context)
+    scale = scales[0].float() if scales else torch.ones(1, device=x.device)
+    scale = scale.reshape(-1).expand(x.shape[1]).contiguous()
+    return torch.ops.bitplan.attention_cast(x, scale, transposed), scale
 
 
 def _dequantised(codes: Tensor, scale: Tensor) -> Tensor:

@@ -260,6 +260,8 @@ def why_operands_not_native(decision: Decision, is_second: bool) -> str | None:
             return f"attention in FP8 is e4m3 by e4m3, and {slot} is {spec.target.name}"
         if spec.rounding != "nearest" or spec.overflow not in (None, "saturate"):
             return f"attention in FP8 rounds to the nearest value and saturates, and {slot} does not"
+        if spec.eval not in ("same", "off"):
+            return f"{slot} is rounded otherwise in evaluation (eval: {spec.eval})"
         varying = varying_axes(quantizer, _ATTENTION_DIMS)
         if varying is None or not varying <= {_HEADS_AXIS}:
             return f"the scale of {slot} changes within a head"
