@@ -381,10 +381,6 @@ class Quantizer:
         scales = self._scales(work, row, span, x.dtype)
         return Encoded(self._elements(work, scales, bits, row, span), scales)
 
-    def scales(self, x: Tensor, row: Tensor | None = None, span: Span | None = None) -> tuple[Tensor, ...]:
-        """The scales of :meth:`encode`, for quantizers without blocks."""
-        return self._scales(x.to(self._carrier_dtype(x)), row, span, x.dtype)
-
     def _scales(self, work: Tensor, row: Tensor | None, span: Span | None, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Nothing, (scale,) or (scale, minimum) for values in the carrier's dtype, dimensions kept.
 

@@ -298,7 +298,7 @@ class Rounder(Interceptor):
 
     def _attention_products(self, scope: Scope, call: AttentionCall) -> AttentionProducts | None:
         """What happens to the operands of both products; None where that is nothing, or where more is rounded."""
-        if self.tags_gradients:
+        if self.tags_gradients or self.split_over is not None:
             return None
         found: list[OpRounding] = []
         indices: dict[str, int] = {}

@@ -357,13 +357,6 @@ class RoundingOp:
             self._observe(record, quantizer, x, rounded, rounded, row, span)
         return encoded, quantizer
 
-    def scales(self, x: Tensor, context: OpContext) -> tuple[Tensor, ...]:
-        """The scales of :meth:`encode`, for kernels that round themselves; of what is observed, delayed scales only."""
-        quantizer, _, row, span, record = self._prepare(x, context, None)
-        if record is not None and context.observing:
-            self._observe(record, quantizer, x, x, x, row, span)
-        return quantizer.scales(x.detach(), row, span)
-
     def rounds_value_by_value(self, context: OpContext) -> bool:
         """Whether rounding a value depends on that value alone, and nothing is counted: it can be done in place."""
         is_fixed = self.stored_format is None and self.mutable_kind is None

@@ -1,7 +1,9 @@
 """Scaled-dot-product attention with both products in FP8, and its backward pass on dequantised operands.
 
+* ``bitplan::attention_amax`` computes the amax of each head.
 * ``bitplan::attention_cast`` divides a tensor by a scale for each head and rounds it to E4M3, in the layout of queries
   and keys, (batch, tokens, heads, features), or in that of values, see :func:`transpose_values`.
+* ``bitplan::attention_restore`` is its inverse in the backward pass, in bfloat16.
 * ``bitplan::attention_forward`` takes queries, keys and values as E4M3 codes with a scale for each head and returns
   the output in bfloat16 with the log-sum-exp of each query. Scores stay in float32. Exponentials of scores less the
   largest score so far lie in [0, 1]; they are rounded to E4M3 with the fixed scale 1 / :data:`PEAK` before they are
@@ -9,7 +11,7 @@
 * ``bitplan::attention_backward`` computes the gradients by torch's own kernels in bfloat16: cuDNN's, otherwise flash
   attention's.
 
-On a GPU the first two are Triton kernels (:mod:`bitplan.executions.native.attention_kernel`). The reference
+On a GPU all but the last are Triton kernels (:mod:`bitplan.executions.native.attention_kernel`). The reference
 implementations in this file are plain torch and run elsewhere.
 
 Emulation rounds scores and normalised probabilities to bfloat16, and the probabilities to E4M3 with a scale for each
@@ -23,6 +25,7 @@ ones, which they compute again.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,7 +45,9 @@ _REFERENCE_BLOCK = 128
 
 _LIBRARY: Any = torch.library.Library("bitplan", "FRAGMENT")  # type: ignore[no-untyped-call]
 for _schema in (
+    "attention_amax(Tensor x) -> Tensor",
     "attention_cast(Tensor x, Tensor scale, bool transposed) -> Tensor",
+    "attention_restore(Tensor codes, Tensor scale, SymInt tokens, bool transposed) -> Tensor",
     "attention_forward(Tensor q, Tensor k, Tensor v, Tensor q_scale, Tensor k_scale, Tensor v_scale, "
     "float softmax_scale, bool is_causal) -> (Tensor, Tensor)",
     "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, "
@@ -78,6 +83,17 @@ def restore_values(codes: Tensor, tokens: int, interleaved: bool = True) -> Tens
     else:
         as_bytes = as_bytes.permute(0, 3, 1, 2)
     return as_bytes[:, :tokens].view(codes.dtype)
+
+
+def amax_by_head_reference(x: Tensor) -> Tensor:
+    """The amax of each head of `x`, (batch, heads, tokens, features)."""
+    return torch.maximum(x.amax((0, 2, 3)), -x.amin((0, 2, 3))).float()
+
+
+def restore_by_head_reference(codes: Tensor, scale: Tensor, tokens: int, transposed: bool) -> Tensor:
+    """The values of codes, (batch, tokens, heads, features), in bfloat16."""
+    rows = restore_values(codes, tokens) if transposed else codes
+    return (rows.float() * scale.view(-1, 1)).to(torch.bfloat16)
 
 
 def cast_by_head_reference(x: Tensor, scale: Tensor, transposed: bool) -> Tensor:
@@ -200,6 +216,15 @@ def _fake_cast(x: Tensor, scale: Tensor, transposed: bool) -> Tensor:
     return x.new_empty(shape, dtype=torch.float8_e4m3fn)
 
 
+def _fake_amax(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[1], dtype=torch.float32)
+
+
+def _fake_restore(codes: Tensor, scale: Tensor, tokens: int, transposed: bool) -> Tensor:
+    batch, heads, features = codes.shape[0], scale.shape[0], codes.shape[2 if transposed else 3]
+    return codes.new_empty(batch, tokens, heads, features, dtype=torch.bfloat16)
+
+
 def _fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     batch, tokens, heads, _features = q.shape
     return q.new_empty(q.shape, dtype=torch.bfloat16), q.new_empty(batch, heads, tokens, dtype=torch.float32)
@@ -209,32 +234,28 @@ def _fake_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tu
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-# Not launched by compiled graphs themselves: one call per layer, whose kernels take much longer than the host.
-_CAST, _FORWARD = (
-    register_kernels(name, __name__, lambda *_: False) for name in ("attention_cast", "attention_forward")
-)
+def _register(name: str, reference: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    # Compiled graphs call these as they are: some calls per layer, whose kernels take longer than the host.
+    operation = register_kernels(name, __name__, lambda *_: False)
+
+    def run_on_gpu(x: Tensor, *args: Any) -> Any:
+        with torch.cuda.device(x.get_device()):
+            x = x if x.stride(-1) == 1 else x.contiguous()
+            return operation.launch(x, *args, wrap=launch_directly)
+
+    _implement(name, reference, fake, run_on_gpu)
 
 
-def _cast_on_gpu(x: Tensor, scale: Tensor, transposed: bool) -> Tensor:
-    with torch.cuda.device(x.get_device()):
-        x = x if x.stride(-1) == 1 else x.contiguous()
-        codes: Tensor = _CAST.launch(x, scale.contiguous(), transposed, wrap=launch_directly)
-        return codes
+def _implement(
+    name: str, reference: Callable[..., Any], fake: Callable[..., Any], run_on_gpu: Callable[..., Any]
+) -> None:
+    _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, run_on_gpu, "CUDA")
+    torch.library.register_fake(f"bitplan::{name}", fake, lib=_LIBRARY)
 
 
-def _forward_on_gpu(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    with torch.cuda.device(q.get_device()):
-        operands = (tensor.contiguous() for tensor in (q, k, v, *rest[:3]))
-        result: tuple[Tensor, Tensor] = _FORWARD.launch(*operands, *rest[3:], wrap=launch_directly)
-        return result
-
-
-_LIBRARY.impl("attention_cast", cast_by_head_reference, "CompositeExplicitAutograd")
-_LIBRARY.impl("attention_cast", _cast_on_gpu, "CUDA")
-torch.library.register_fake("bitplan::attention_cast", _fake_cast, lib=_LIBRARY)
-_LIBRARY.impl("attention_forward", attention_reference, "CompositeExplicitAutograd")
-_LIBRARY.impl("attention_forward", _forward_on_gpu, "CUDA")
-torch.library.register_fake("bitplan::attention_forward", _fake_forward, lib=_LIBRARY)
-_LIBRARY.impl("attention_backward", attention_backward_reference, "CompositeExplicitAutograd")
-_LIBRARY.impl("attention_backward", _backward_on_gpu, "CUDA")
-torch.library.register_fake("bitplan::attention_backward", _fake_backward, lib=_LIBRARY)
+_register("attention_amax", amax_by_head_reference, _fake_amax)
+_register("attention_cast", cast_by_head_reference, _fake_cast)
+_register("attention_restore", restore_by_head_reference, _fake_restore)
+_register("attention_forward", attention_reference, _fake_forward)
+_implement("attention_backward", attention_backward_reference, _fake_backward, _backward_on_gpu)

@@ -24,29 +24,31 @@ from torch import Tensor
 
 from bitplan.executions.native.attention import KEY_BLOCK, PEAK
 from bitplan.executions.native.float8_cast import FORMATS
-from bitplan.executions.native.float8_cast_kernel import _codes_of, _quotient
+from bitplan.executions.native.float8_cast_kernel import _codes_of, _magnitude_bits, _quotient
 
 
 class Tiles(NamedTuple):
     """How the kernel is cut into programs."""
 
     #: Queries of a program.
-    block_m: int = 128
+    block_m: int = 64
     #: Keys of a block.
     block_n: int = 128
-    num_warps: int = 8
+    num_warps: int = 4
     #: Blocks of keys and values that are loaded ahead.
-    num_stages: int = 3
+    num_stages: int = 2
     #: Whether blocks are loaded by the tensor memory accelerator, instead of by each thread.
-    uses_descriptors: bool = False
+    uses_descriptors: bool = True
     #: Whether the tensor cores start each block's product at zero, and float32 units add it to the sum.
     adds_in_float32: bool = True
     #: Whether tokens of the values are interleaved.
     interleaved: bool = True
+    #: The most registers of a thread.
+    max_registers: int | None = None
 
 
-#: Tokens that a program of the cast takes.
-_CAST_TILE = 128
+#: Tokens that a program of the casts takes, and the most programs that share the amax of a head of a sample.
+_TILE, _AMAX_PARTS = 64, 16
 _LOG2_PEAK = tl.constexpr(8.807354922057604)  # of 448
 _LN2 = tl.constexpr(0.6931471805599453)
 
@@ -117,6 +119,74 @@ def _attend_blocks(  # type: ignore[no-untyped-def]
     return total, row_sum, row_max
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _amax_of_head(  # type: ignore[no-untyped-def]
+    x,
+    out,
+    heads,
+    tokens,
+    batch_stride,
+    head_stride,
+    token_stride,
+    head_size: tl.constexpr,
+    part_count: tl.constexpr,
+    tile: tl.constexpr,
+):
+    """Store the amax of one part of one head of one sample."""
+    part = tl.program_id(0)
+    batch = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    start_of_head = x + batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
+    feature = tl.arange(0, head_size)
+    amax = tl.zeros([tile, head_size], tl.int32)
+    for start in range(part * tile, tokens, part_count * tile):
+        token = start + tl.arange(0, tile)
+        row = start_of_head + token.to(tl.int64)[:, None] * token_stride
+        value = tl.load(row + feature[None, :], mask=(token < tokens)[:, None], other=0.0)
+        amax = tl.maximum(amax, _magnitude_bits(value.to(tl.float32)))
+    amax = tl.max(tl.max(amax, 1), 0).to(tl.float32, bitcast=True)
+    tl.store(out + tl.program_id(1) * part_count + part, amax)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _token_at(place, transposed: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Transposed, the places of a group of 16 hold tokens 0, 1, 8, 9, 2, 3, 10, 11, ..."""
+    if transposed:  # noqa: SIM108 - a branch on a constexpr is removed
+        token = (place // 16) * 16 + (place // 2 % 2) * 8 + (place // 4 % 4) * 2 + place % 2
+    else:
+        token = place
+    return token
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _restore_head(  # type: ignore[no-untyped-def]
+    codes,
+    scale,
+    out,
+    heads,
+    tokens,
+    padded,
+    head_size: tl.constexpr,
+    transposed: tl.constexpr,
+    tile: tl.constexpr,
+):
+    """Multiply the codes of a tile of one head with their scale."""
+    place = tl.program_id(0) * tile + tl.arange(0, tile)
+    token = _token_at(place, transposed)
+    batch = (tl.program_id(1) // heads).to(tl.int64)
+    head = tl.program_id(1) % heads
+    feature = tl.arange(0, head_size)
+    is_inside = (token < tokens)[:, None]
+    offset = ((batch * tokens + token) * heads + head)[:, None] * head_size + feature[None, :]
+    if transposed:
+        row = (tl.program_id(1).to(tl.int64) * head_size + feature)[:, None] * padded
+        code = tl.trans(tl.load(codes + row + place[None, :]))  # whole blocks, without a mask
+    else:
+        code = tl.load(codes + offset, mask=is_inside, other=0.0)
+    value = code.to(tl.float32) * tl.load(scale + head)
+    tl.store(out + offset, value.to(tl.bfloat16), mask=is_inside)
+
+
 @triton.jit(do_not_specialize=["zero"])  # type: ignore[untyped-decorator]
 def _cast_head(  # type: ignore[no-untyped-def]
     x,
@@ -136,9 +206,7 @@ def _cast_head(  # type: ignore[no-untyped-def]
 ):
     """Cast the tokens of a tile of one head."""
     place = tl.program_id(0) * tile + tl.arange(0, tile)
-    token = place
-    if transposed:  # the places of a group of 16 hold tokens 0, 1, 8, 9, 2, 3, 10, 11, ...
-        token = (place // 16) * 16 + (place // 2 % 2) * 8 + (place // 4 % 4) * 2 + place % 2
+    token = _token_at(place, transposed)
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = tl.program_id(1) % heads
     feature = tl.arange(0, head_size)
@@ -270,15 +338,36 @@ def _attention(  # type: ignore[no-untyped-def]
     tl.store(logsumexp + tl.program_id(1).to(tl.int64) * query_count + query_index, sums, mask=is_inside)
 
 
+def launch_attention_amax(wrap: Any, x: Tensor) -> Tensor:
+    """As :func:`bitplan.executions.native.attention.amax_by_head_reference`; features are contiguous."""
+    batch, heads, tokens, size = x.shape
+    parts = min(_AMAX_PARTS, triton.cdiv(tokens, _TILE))
+    out = torch.empty(batch, heads, parts, dtype=torch.float32, device=x.device)
+    wrap(_amax_of_head)[(parts, batch * heads)](
+        *(x, out, heads, tokens, *x.stride()[:3], size, parts, _TILE), num_warps=4
+    )
+    return out.amax((0, 2))
+
+
+def launch_attention_restore(wrap: Any, codes: Tensor, scale: Tensor, tokens: int, transposed: bool) -> Tensor:
+    """As :func:`bitplan.executions.native.attention.restore_by_head_reference`; codes are contiguous."""
+    batch, heads, size = codes.shape[0], scale.shape[0], codes.shape[2 if transposed else 3]
+    out = torch.empty(batch, tokens, heads, size, dtype=torch.bfloat16, device=codes.device)
+    wrap(_restore_head)[(triton.cdiv(tokens, _TILE), batch * heads)](
+        *(codes, scale, out, heads, tokens, codes.shape[3], size, transposed, _TILE), num_warps=4
+    )
+    return out
+
+
 def launch_attention_cast(wrap: Any, x: Tensor, scale: Tensor, transposed: bool) -> Tensor:
     """As :func:`bitplan.executions.native.attention.cast_by_head_reference`; features are contiguous."""
     batch, heads, tokens, size = x.shape
     padded = -(-tokens // KEY_BLOCK) * KEY_BLOCK
     shape = (batch, heads, size, padded) if transposed else (batch, tokens, heads, size)
     out = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
-    wrap(_cast_head)[(triton.cdiv(padded, _CAST_TILE), batch * heads)](
+    wrap(_cast_head)[(triton.cdiv(padded, _TILE), batch * heads)](
         *(x, scale, out, heads, tokens, padded, *x.stride()[:3], 0),
-        *(FORMATS[torch.float8_e4m3fn].max, size, transposed, _CAST_TILE),
+        *(FORMATS[torch.float8_e4m3fn].max, size, transposed, _TILE),
         num_warps=8,
     )
     return out
@@ -314,6 +403,7 @@ def launch_attention_forward(
         *(tiles.uses_descriptors, tiles.adds_in_float32, tiles.interleaved),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **({} if tiles.max_registers is None else {"maxnreg": tiles.max_registers}),
     )
     return out, logsumexp
 

@@ -17,15 +17,17 @@ from torch import Tensor
 
 from bitplan.compiler.tracing import is_traced, opaque_in_graph, transformable
 from bitplan.errors import PlanError
-from bitplan.executions.native.attention import restore_values
+from bitplan.executions.native.attention import PEAK
 from bitplan.executions.native.fallbacks import why_operands_not_native
 from bitplan.executions.native.paths import NativeTerms, why_attention_not_native
 from bitplan.executions.native.product import applied_ops
+from bitplan.numerics.scaling import step_scale
 from bitplan.plans import SLOTS, Decision
 from bitplan.runtime.autograd import Buffers, CallConstants, OpRef, call_buffers, call_constants, chosen_ops, op_ref
 from bitplan.runtime.execution import AttentionCall, AttentionProducts
 from bitplan.runtime.op_context import OpContext
 from bitplan.runtime.rounding_op import RoundingOp
+from bitplan.runtime.statistics import observe_amax
 
 #: Operand of a product -> what rounds it, and where.
 Chosen = dict[str, tuple[RoundingOp, OpContext]]
@@ -131,8 +133,8 @@ class NativeAttention(torch.autograd.Function):
                 "native execution has no second derivative: attach with execution='emulate' for create_graph=True."
             )
         q, k, v, q_scale, k_scale, v_scale, out, logsumexp = ctx.saved_tensors
-        values = restore_values(v, k.shape[1])
-        full = (_dequantised(*pair) for pair in ((q, q_scale), (k, k_scale), (values, v_scale)))
+        codes = (q, q_scale, q.shape[1], False), (k, k_scale, k.shape[1], False), (v, v_scale, k.shape[1], True)
+        full = (torch.ops.bitplan.attention_restore(*operand) for operand in codes)
         operand_grads = torch.ops.bitplan.attention_backward(
             grads[0].transpose(1, 2), *full, out, logsumexp, *ctx.settings
         )
@@ -141,11 +143,17 @@ class NativeAttention(torch.autograd.Function):
 
 def _codes_by_head(x: Tensor, op: RoundingOp, context: OpContext, transposed: bool = False) -> tuple[Tensor, Tensor]:
     """Codes of `x`, (batch, heads, tokens, features), in the kernel's layout, and a scale for each head."""
-    scales = op.scales(x, context)
-    scale = scales[0].float() if scales else torch.ones(1, device=x.device)
-    scale = scale.reshape(-1).expand(x.shape[1]).contiguous()
+    spec = op.spec
+    if spec.scale is None:
+        scale = torch.ones(x.shape[1], device=x.device)
+    else:
+        amax = torch.ops.bitplan.attention_amax(x.detach())
+        if spec.scale == "tensor":
+            amax = amax.amax().expand(x.shape[1])
+        record, history_amax = op.remembered(context) if op.is_delayed else (None, None)
+        if record is not None and context.observing:
+            observe_amax(record, amax.amax())
+        if history_amax is not None:
+            amax = torch.where(history_amax > 0, history_amax, amax)
+        scale = step_scale(amax, PEAK, spec.power_of_two).contiguous()
     return torch.ops.bitplan.attention_cast(x, scale, transposed), scale
-
-
-def _dequantised(codes: Tensor, scale: Tensor) -> Tensor:
-    return (codes.float() * scale.view(-1, 1)).to(torch.bfloat16)
