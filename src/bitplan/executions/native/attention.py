@@ -26,12 +26,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bitplan.compiler.kernel_ops import launch_directly, register_kernels
+from bitplan.compiler.kernel_ops import launch_directly
 from bitplan.executions.native.float8_cast import FORMATS
 from bitplan.numerics.rounding import round_float
 from bitplan.numerics.scaling import divide
@@ -236,12 +237,10 @@ def _fake_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tu
 
 def _register(name: str, reference: Callable[..., Any], fake: Callable[..., Any]) -> None:
     # Compiled graphs call these as they are: some calls per layer, whose kernels take longer than the host.
-    operation = register_kernels(name, __name__, lambda *_: False)
-
     def run_on_gpu(x: Tensor, *args: Any) -> Any:
+        launch = getattr(import_module(f"{__name__}_kernel"), f"launch_{name}")
         with torch.cuda.device(x.get_device()):
-            x = x if x.stride(-1) == 1 else x.contiguous()
-            return operation.launch(x, *args, wrap=launch_directly)
+            return launch(launch_directly, x if x.stride(-1) == 1 else x.contiguous(), *args)
 
     _implement(name, reference, fake, run_on_gpu)
 
