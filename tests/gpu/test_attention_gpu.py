@@ -16,6 +16,7 @@ from bitplan.executions.native.attention import (
     attention_backward_reference,
     attention_reference,
     cast_by_head_reference,
+    restore_by_head_reference,
     restore_values,
 )
 from bitplan.executions.native.backends import multiplies_attention
@@ -55,6 +56,9 @@ def test_codes_are_those_of_the_plain_twin(size: int, transposed: bool) -> None:
     scale = scale_of(x) * torch.rand(6, device="cuda")  # some values saturate
     codes = torch.ops.bitplan.attention_cast(x, scale, transposed)
     assert torch.equal(codes.view(torch.uint8), cast_by_head_reference(x, scale, transposed).view(torch.uint8))
+    values = torch.ops.bitplan.attention_restore(codes, scale, 333, transposed)
+    assert torch.equal(values, restore_by_head_reference(codes, scale, 333, transposed))
+    assert torch.equal(torch.ops.bitplan.attention_amax(x), x.float().abs().amax((0, 2, 3)))
 
 
 SHAPES = [(8, 8, 512, 512), (8, 2, 1000, 1000), (4, 1, 77, 77), (4, 4, 300, 515)]

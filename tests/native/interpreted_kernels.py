@@ -14,7 +14,13 @@ import numpy as np
 import torch
 
 from bitplan.compiler.kernel_ops import launch_directly
-from bitplan.executions.native.attention import attention_reference, cast_by_head_reference, transpose_values
+from bitplan.executions.native.attention import (
+    amax_by_head_reference,
+    attention_reference,
+    cast_by_head_reference,
+    restore_by_head_reference,
+    transpose_values,
+)
 from bitplan.executions.native.float8_cast import FORMATS, amax_reference, cast_reference
 from bitplan.executions.native.gated_cast import (
     e4m3_reference,
@@ -217,12 +223,15 @@ def attentions() -> int:
 
     agreed = 0
     torch.manual_seed(3)
+    x, scale = (torch.randn(2, 150, 3, 64) * 9).bfloat16().transpose(1, 2), torch.rand(3) / 30
+    assert same(kernels.launch_attention_amax(launch_directly, x), amax_by_head_reference(x))
     for transposed in (False, True):
-        x, scale = (torch.randn(2, 150, 3, 64) * 9).bfloat16().transpose(1, 2), torch.rand(3) / 30
         codes = kernels.launch_attention_cast(launch_directly, x, scale, transposed)
         assert same(codes, cast_by_head_reference(x, scale, transposed))
+        values = kernels.launch_attention_restore(launch_directly, codes, scale, 150, transposed)
+        assert torch.allclose(values, restore_by_head_reference(codes, scale, 150, transposed), rtol=2**-7)
         agreed += 1
-    shapes = [(130, 130, True), (64, 64, True), (100, 230, False), (130, 128, False)]
+    shapes = [(130, 130, True), (100, 150, False), (64, 128, False)]
     options = itertools.product((True, False), (True, False), (True, False))
     for (queries, keys, is_causal), (interleaved, adds, descriptors) in itertools.product(shapes, options):
         tiles = kernels.Tiles(64, 64, 4, 1, descriptors, adds, interleaved)

@@ -350,7 +350,8 @@ def launch_attention_amax(wrap: Any, x: Tensor) -> Tensor:
 
 
 def launch_attention_restore(wrap: Any, codes: Tensor, scale: Tensor, tokens: int, transposed: bool) -> Tensor:
-    """As :func:`bitplan.executions.native.attention.restore_by_head_reference`; codes are contiguous."""
+    """As :func:`bitplan.executions.native.attention.restore_by_head_reference`."""
+    codes, scale = codes.contiguous(), scale.contiguous()
     batch, heads, size = codes.shape[0], scale.shape[0], codes.shape[2 if transposed else 3]
     out = torch.empty(batch, tokens, heads, size, dtype=torch.bfloat16, device=codes.device)
     wrap(_restore_head)[(triton.cdiv(tokens, _TILE), batch * heads)](
@@ -364,7 +365,7 @@ def launch_attention_cast(wrap: Any, x: Tensor, scale: Tensor, transposed: bool)
     batch, heads, tokens, size = x.shape
     padded = -(-tokens // KEY_BLOCK) * KEY_BLOCK
     shape = (batch, heads, size, padded) if transposed else (batch, tokens, heads, size)
-    out = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
+    out, scale = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device), scale.contiguous()
     wrap(_cast_head)[(triton.cdiv(padded, _TILE), batch * heads)](
         *(x, scale, out, heads, tokens, padded, *x.stride()[:3], 0),
         *(FORMATS[torch.float8_e4m3fn].max, size, transposed, _TILE),
@@ -385,8 +386,9 @@ def launch_attention_forward(
     is_causal: bool,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`bitplan.executions.native.attention.attention_reference`; tensors are contiguous and not empty."""
+    """As :func:`bitplan.executions.native.attention.attention_reference`; tensors are not empty."""
     assert PEAK == 448
+    q, k, v, q_scale, k_scale, v_scale = (tensor.contiguous() for tensor in (q, k, v, q_scale, k_scale, v_scale))
     tiles = tiles or tiles_for(q.shape[-1], is_causal)
     batch, queries, heads, size = q.shape
     keys, key_heads = k.shape[1:3]
