@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from benchmarks.attention import SelfAttention
 from benchmarks.curves import thinned
 from benchmarks.experts import Experts
 from benchmarks.foreign_models import MODELS
@@ -66,6 +67,8 @@ class Shape(ABC):
     aim: Aim | None = None
     #: Its products are those of experts.
     is_grouped: bool = False
+    #: The plans that are measured by default, where these are not those of its kind.
+    plans: tuple[str, ...] = ()
 
     @abstractmethod
     def runner(self, device: torch.device, variant: SpeedVariant) -> Runner:
@@ -88,6 +91,7 @@ class OwnShape(Shape):
     full_step: bool = False
     aim: Aim | None = None
     is_grouped: bool = False
+    plans: tuple[str, ...] = ()
 
     def runner(self, device: torch.device, variant: SpeedVariant) -> Runner:
         if self.full_step:
@@ -137,6 +141,9 @@ SHAPES: Mapping[str, Shape] = {
     "llama-2048": OwnShape(
         lambda: (LlamaBlocks(2048, 8, 8192), random_states(8, 2048, 2048)), aim=Aim("one H200", 67.0, _gib(7.5))
     ),
+    # One layer: 32 heads of 128.
+    "attention": OwnShape(lambda: (SelfAttention(32), torch.randn(4, 4096, 4096)), plans=("fp8-attention",)),
+    "attention-tiny": OwnShape(lambda: (SelfAttention(2), torch.randn(2, 64, 128)), plans=("fp8-attention",)),
     "experts": OwnShape(lambda: (Experts(8, 2048, 7168, 16384), torch.randn(16384, 2048)), is_grouped=True),
     "experts-tiny": OwnShape(lambda: (Experts(4, 64, 128, 320), torch.randn(320, 64)), is_grouped=True),
     # 1.03e9 parameters, 16,384 tokens per step.
@@ -302,6 +309,8 @@ def bench_speed(
 def _plans_of(shape: str, device: torch.device) -> Sequence[str]:
     if shape in MODELS:
         return FOREIGN_PLANS
+    if SHAPES[shape].plans:
+        return SHAPES[shape].plans
     if SHAPES[shape].is_grouped:
         return EXPERT_PLANS
     if SHAPES[shape].full_step:
