@@ -14,5 +14,5 @@ class SelfAttention(nn.Module):
         self.heads = heads
 
     def forward(self, x: Tensor) -> Tensor:
-        states = x.unflatten(-1, (self.heads, x.shape[-1] // self.heads)).transpose(1, 2)
+        states = x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
         return F.scaled_dot_product_attention(states, states, states, is_causal=True).transpose(1, 2).flatten(2)

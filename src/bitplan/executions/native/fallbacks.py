@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bitplan.capture.decompositions import ATTENTION, has_slots
+from bitplan.capture.decompositions import ATTENTION, decision_for, has_slots
 from bitplan.capture.ops import PRODUCTS
 from bitplan.capture.recording import FusedCall, Operation
 from bitplan.compiler.torch_private import tree_leaves
@@ -33,7 +33,7 @@ from bitplan.gemm.products import has_settings, product_of
 from bitplan.numerics.formats import FloatFormat, IntFormat
 from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.quantizer import Quantizer
-from bitplan.numerics.wire_format import OPERAND_OF_SLOT
+from bitplan.numerics.wire_format import OPERAND_OF_SLOT, op_site
 from bitplan.plans import Decision
 from bitplan.plans.match import PASSES
 from bitplan.plans.spec import QuantizerSpec
@@ -43,6 +43,7 @@ from bitplan.runtime.execution import AttentionCall
 _IS_SPLIT = "tensor parallelism splits its weight; products of shards are emulated"
 _NO_GROUPS = "this device has no grouped product in FP8, which Hopper has"
 _RAGGED_SUM = "sums over the rows of a group, which FP8 kernels want in multiples of 16; its input is saved as codes"
+_IS_WATCHED = "statistics are gathered, or formats may change, which takes the values of attention one by one"
 _E4M3 = FloatFormat(4, 3, specials="fn")
 _NO_ATTENTION = "this device has no attention in FP8, which Hopper has with Triton; this one is emulated"
 #: Its tensors are (batch, heads, tokens, features).
@@ -130,7 +131,12 @@ def fallbacks_of(
     """
     fallbacks = []
     decisions = decisions_for(operations, decide)
-    attention_reasons = _reasons_of_attention(operations, decisions, terms, has_attention_kernel, is_watched)
+    why_no_attention = None if has_attention_kernel else _NO_ATTENTION
+    if split_modules:
+        why_no_attention = why_no_attention or _IS_SPLIT
+    if is_watched:
+        why_no_attention = why_no_attention or _IS_WATCHED
+    attention_reasons = _reasons_of_attention(operations, decide, terms, why_no_attention)
     for operation, operands in operand_quantizers(operations, decisions):
         if operation.fused_call in attention_reasons and operation.op == "matmul":
             reason = attention_reasons[operation.fused_call]
@@ -243,8 +249,9 @@ def why_operands_not_native(decision: Decision, is_second: bool) -> str | None:
     :param is_second: whether it is the product of probabilities and values.
     """
     operands = ("fprop.x", "fprop.w")
-    if decision[operands[0]].quantizer is None or decision[operands[1]].quantizer is None:
-        return f"{operands[decision[operands[0]].quantizer is not None]} has no format"
+    for slot in operands:
+        if decision[slot].quantizer is None:
+            return f"{slot} has no format"
     if not {"x", "w"} <= decision.shared.keys():
         return "attention in FP8 rounds operands once for all passes"
     others = set(decision.choices) - {*operands, "dgrad.w", "wgrad.x"}
@@ -271,31 +278,28 @@ def why_operands_not_native(decision: Decision, is_second: bool) -> str | None:
 
 
 def _reasons_of_attention(
-    operations: Sequence[Operation],
-    decisions: Sequence[Decision],
-    terms: NativeTerms,
-    has_kernel: bool,
-    is_watched: bool,
+    operations: Sequence[Operation], decide: Decide, terms: NativeTerms, why_none: str | None
 ) -> dict[FusedCall | None, str | None]:
-    """For each attention that the plan writes out: why it is emulated; None: it runs in FP8."""
-    inside: dict[FusedCall, list[tuple[Operation, Decision]]] = {}
-    for operation, decision in zip(operations, decisions, strict=True):
+    """For each attention that the plan writes out: why it is emulated; None: it runs in FP8.
+
+    :param why_none: why no attention runs in FP8; None where some may.
+    """
+    inside: dict[FusedCall, list[Operation]] = {}
+    for operation in operations:
         if operation.inside == ATTENTION and operation.fused_call is not None:
-            inside.setdefault(operation.fused_call, []).append((operation, decision))
+            inside.setdefault(operation.fused_call, []).append(operation)
     reasons: dict[FusedCall | None, str | None] = {}
-    for fused_call, pairs in inside.items():
-        products = [decision for operation, decision in pairs if operation.op == "matmul"]
-        others = [
-            operation for operation, decision in pairs if operation.op != "matmul" and not decision.changes_nothing
-        ]
-        reason = None if has_kernel else _NO_ATTENTION
-        if is_watched:
-            reason = reason or "statistics are gathered, or formats may change, which takes its values one by one"
-        reason = reason or why_attention_not_native(AttentionCall(*fused_call.args, **fused_call.kwargs), terms)
-        if others:
-            reason = reason or f"the plan rounds its {others[0].op}, too, which attention in FP8 does not"
-        for number, decision in enumerate(products):
-            reason = reason or why_operands_not_native(decision, is_second=number > 0)
+    for fused_call, parts in inside.items():
+        reason = why_none or why_attention_not_native(AttentionCall(*fused_call.args, **fused_call.kwargs), terms)
+        is_second = False
+        for part in parts:
+            site = op_site(part.op, part.index)
+            if part.op == "matmul":
+                decision = decision_for(decide, part.module, site, part.inside)
+                reason = reason or why_operands_not_native(decision, is_second)
+                is_second = True
+            elif not decide(part.module, site).changes_nothing:
+                reason = reason or f"the plan rounds its {part.op}, too, which attention in FP8 does not"
         reasons[fused_call] = reason
     return reasons
 
