@@ -48,7 +48,7 @@ _E4M3 = FloatFormat(4, 3, specials="fn")
 _NO_ATTENTION = "this device has no attention in FP8, which Hopper has with Triton; this one is emulated"
 #: Its tensors are (batch, heads, tokens, features).
 _ATTENTION_DIMS, _HEADS_AXIS = 4, 1
-_ONLY_LAYERS = "only linear layers, convolutions and grouped products have a native path; this is emulated"
+_ONLY_LAYERS = "only linear layers, convolutions, grouped products and attention have a native path; this is emulated"
 
 
 @dataclass(frozen=True)
