@@ -1,4 +1,4 @@
-"""``python -m benchmarks.attention_tiles``: tiles of the FP8 attention kernel on a Hopper GPU, beside torch's attention.
+"""``python -m benchmarks.attention_tiles``: tiles of the FP8 attention kernel on Hopper, beside torch's attention.
 
 The shape is 4 x 4096 tokens, 32 heads, causal. Times are medians of 20 calls of the forward kernel alone, on codes.
 """
@@ -39,9 +39,9 @@ def milliseconds(function: Callable[[], object], seconds_before: float = 0.2) ->
     while time.monotonic() < end:
         function()
         torch.cuda.synchronize()
-    times = []
+    times: list[float] = []
     for _ in range(20):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         function()
         stop.record()
