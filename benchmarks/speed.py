@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from benchmarks.attention import SelfAttention
 from benchmarks.curves import thinned
 from benchmarks.experts import Experts
 from benchmarks.foreign_models import MODELS
@@ -27,7 +28,6 @@ from benchmarks.processes import ContenderError, ContenderHandle, call_all, cont
 from benchmarks.real_data import TextStream
 from benchmarks.runners import Bytes, ForeignStep, ForwardAndBackward, FullStep, Runner
 from benchmarks.speed_variants import (
-    EXPERT_PLANS,
     OWN_FULL_PLANS,
     OWN_PLANS,
     PLAIN,
@@ -66,6 +66,8 @@ class Shape(ABC):
     aim: Aim | None = None
     #: Its products are those of experts.
     is_grouped: bool = False
+    #: The plans that are measured by default, where these are not those of its kind.
+    plans: tuple[str, ...] = ()
 
     @abstractmethod
     def runner(self, device: torch.device, variant: SpeedVariant) -> Runner:
@@ -88,6 +90,7 @@ class OwnShape(Shape):
     full_step: bool = False
     aim: Aim | None = None
     is_grouped: bool = False
+    plans: tuple[str, ...] = ()
 
     def runner(self, device: torch.device, variant: SpeedVariant) -> Runner:
         if self.full_step:
@@ -137,8 +140,17 @@ SHAPES: Mapping[str, Shape] = {
     "llama-2048": OwnShape(
         lambda: (LlamaBlocks(2048, 8, 8192), random_states(8, 2048, 2048)), aim=Aim("one H200", 67.0, _gib(7.5))
     ),
-    "experts": OwnShape(lambda: (Experts(8, 2048, 7168, 16384), torch.randn(16384, 2048)), is_grouped=True),
-    "experts-tiny": OwnShape(lambda: (Experts(4, 64, 128, 320), torch.randn(320, 64)), is_grouped=True),
+    # One layer: 32 heads of 128.
+    "attention": OwnShape(lambda: (SelfAttention(32), torch.randn(4, 4096, 4096)), plans=("fp8-attention",)),
+    "attention-tiny": OwnShape(lambda: (SelfAttention(2), torch.randn(2, 64, 128)), plans=("fp8-attention",)),
+    "experts": OwnShape(
+        lambda: (Experts(8, 2048, 7168, 16384), torch.randn(16384, 2048)),
+        is_grouped=True,
+        plans=("native-fp8-experts",),
+    ),
+    "experts-tiny": OwnShape(
+        lambda: (Experts(4, 64, 128, 320), torch.randn(320, 64)), is_grouped=True, plans=("native-fp8-experts",)
+    ),
     # 1.03e9 parameters, 16,384 tokens per step.
     "gpt-1b": OwnShape(
         lambda: _gpt(32768, 1024, layers=15, heads=18, features=2304, batch=16),
@@ -313,8 +325,8 @@ def _is_named(variant: SpeedVariant, texts: Sequence[str]) -> bool:
 def _plans_of(shape: str, device: torch.device) -> Sequence[str]:
     if shape in MODELS:
         return FOREIGN_PLANS
-    if SHAPES[shape].is_grouped:
-        return EXPERT_PLANS
+    if SHAPES[shape].plans:
+        return SHAPES[shape].plans
     if SHAPES[shape].full_step:
         return OWN_FULL_PLANS
     return OWN_PLANS[:2] if device.type == "cpu" else OWN_PLANS

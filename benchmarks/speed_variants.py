@@ -30,7 +30,6 @@ from bitplan.runtime.attach import Attachment, attach
 #: The benchmark's own plans, for forward and backward and for a full training step.
 OWN_PLANS = ("native-int8", "native-int8-tensor", "native-fp8", "native-fp8-delayed", "native-fp8-packed")
 OWN_FULL_PLANS = ("native-fp8-gpt",)
-EXPERT_PLANS = ("native-fp8-experts",)
 #: Plans that reduce memory -> their kinds of recomputation: the default, and others that are always measured.
 _OWN_RECOMPUTE = dict.fromkeys(("native-fp8-packed", "native-fp8-gpt"), ("inputs", "activations"))
 PLAIN = "bf16"

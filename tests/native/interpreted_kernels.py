@@ -14,6 +14,13 @@ import numpy as np
 import torch
 
 from bitplan.compiler.kernel_ops import launch_directly
+from bitplan.executions.native.attention import (
+    amax_by_head_reference,
+    attention_reference,
+    cast_by_head_reference,
+    restore_by_head_reference,
+    transpose_values,
+)
 from bitplan.executions.native.float8_cast import FORMATS, amax_reference, cast_reference
 from bitplan.executions.native.gated_cast import (
     e4m3_reference,
@@ -207,6 +214,41 @@ def norms() -> int:
     return agreed
 
 
+def attentions() -> int:
+    """The same for attention; here the interpreter cuts off what torch rounds to bfloat16, so outputs are close only.
+
+    Queries and keys of any number, with and without a causal mask, and heads that share keys.
+    """
+    from bitplan.executions.native import attention_kernel as kernels
+
+    agreed = 0
+    torch.manual_seed(3)
+    x, scale = (torch.randn(2, 150, 3, 64) * 9).bfloat16().transpose(1, 2), torch.rand(3) / 30
+    assert same(kernels.launch_attention_amax(launch_directly, x), amax_by_head_reference(x))
+    for transposed in (False, True):
+        codes = kernels.launch_attention_cast(launch_directly, x, scale, transposed)
+        assert same(codes, cast_by_head_reference(x, scale, transposed))
+        values = kernels.launch_attention_restore(launch_directly, codes, scale, 150, transposed)
+        assert torch.allclose(values, restore_by_head_reference(codes, scale, 150, transposed), rtol=2**-7)
+        agreed += 1
+    shapes = [(130, 130, True), (100, 150, False), (64, 128, False)]
+    options = itertools.product((True, False), (True, False), (True, False))
+    for (queries, keys, is_causal), (interleaved, adds, descriptors) in itertools.product(shapes, options):
+        tiles = kernels.Tiles(64, 64, 4, 1, descriptors, adds, interleaved)
+        q, k, v = (
+            (torch.randn(2, tokens, heads, 64) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+            for tokens, heads in ((queries, 4), (keys, 2), (keys, 2))
+        )
+        scales = [torch.rand(heads) / 50 for heads in (4, 2, 2)]
+        arguments = (q, k, transpose_values(v, interleaved), *scales, 0.125, is_causal)
+        out, sums = kernels.launch_attention_forward(launch_directly, *arguments, tiles)
+        plain, plain_sums = attention_reference(*arguments, tiles.block_n, interleaved)
+        assert torch.allclose(sums, plain_sums, atol=1e-5)
+        assert (out.float() - plain.float()).norm() < 0.01 * plain.float().norm(), (tiles, queries, keys)
+        agreed += 1
+    return agreed
+
+
 def main() -> int:
     """How many cases agreed."""
     import triton.runtime.interpreter as interpreter
@@ -241,7 +283,7 @@ def main() -> int:
                     if power_of_two:
                         noted("float8_cast", launch_float8_cast, (x, kind, parts, *rest), first, 1 + agreed % 3)
                     agreed += 1
-    return agreed + gated() + norms()
+    return agreed + gated() + norms() + attentions()
 
 
 if __name__ == "__main__":

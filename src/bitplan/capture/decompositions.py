@@ -58,6 +58,16 @@ def attention(
     return torch.matmul(weights, value)
 
 
+#: The operation that :func:`attention` writes out.
+ATTENTION = "scaled_dot_product_attention"
+
+
+def attention_operations(is_causal: bool, is_grouped: bool) -> tuple[str, ...]:
+    """The operations that :func:`attention` consists of, without a mask and dropout, in order, as sites name them."""
+    repeated = ("repeat_interleave", "repeat_interleave") if is_grouped else ()
+    return *repeated, "matmul", "mul", *(("masked_fill",) if is_causal else ()), "softmax", "matmul"
+
+
 def lstm(
     x: Tensor,
     state: tuple[Tensor, Tensor],

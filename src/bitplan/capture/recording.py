@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -274,6 +275,14 @@ class Read(NamedTuple):
     part: Part = ()
 
 
+@dataclass(frozen=True, eq=False)
+class FusedCall:
+    """The arguments of a fused operation that was written out."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 @dataclass
 class Operation:
     """One call of one operation, as it was seen."""
@@ -292,6 +301,8 @@ class Operation:
     details: dict[str, Any] = field(default_factory=dict)
     #: The fused operation that this one was written out of.
     inside: str | None = None
+    #: The arguments of its call; the same object for all operations inside.
+    fused_call: FusedCall | None = None
     #: id of a tensor that it was given -> number of the operation that made it; parameters and data are not here.
     origins: dict[int, int] = field(default_factory=dict)
     #: id of a sparse tensor that it was given -> how many values it holds (a fake one has forgotten).
@@ -341,10 +352,18 @@ class Recorder(Interceptor):
         self.fixed: set[int] = set()
         self._data_count = 0
         self.is_in_operation = False
+        self._fused_call: FusedCall | None = None
 
     def decomposition_of(self, scope: Scope, op: str) -> Callable[..., Any] | None:
         is_asked = self.opens is not None and op in DECOMPOSITIONS and self.opens(state_of(scope.module).path, op)
-        return DECOMPOSITIONS[op] if is_asked else None
+        return partial(self._decomposed, DECOMPOSITIONS[op]) if is_asked else None
+
+    def _decomposed(self, decomposition: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        around, self._fused_call = self._fused_call, FusedCall(args, kwargs)
+        try:
+            return decomposition(*args, **kwargs)
+        finally:
+            self._fused_call = around
 
     def on_view(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
@@ -474,6 +493,7 @@ class Recorder(Interceptor):
                 operands=operands,
                 details=_details(op, args, kwargs, bool(watch.seen)),
                 inside=scope.inside,
+                fused_call=self._fused_call,
                 origins={id(t): self.made_by[id(t)] for t in given if id(t) in self.made_by},
                 nonzeros={id(t): self.nonzeros[id(t)] for t in given if id(t) in self.nonzeros},
                 aten_products=tuple(watch.seen),

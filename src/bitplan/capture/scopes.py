@@ -267,6 +267,20 @@ class Scope(TorchFunctionMode):
         with inner:
             return decomposition(*args, **named)
 
+    def next_index(self, op: str) -> int:
+        """The number that the next operation of that name has here."""
+        counts = self.counts
+        return _next_when_traced(counts, op) if isinstance(counts, int) else counts.get(op, -1) + 1
+
+    def count(self, ops: Iterable[str]) -> None:
+        """Count operations that a kernel computes together, so that those that follow have the numbers they had."""
+        counts = self.counts
+        for op in ops:
+            if isinstance(counts, int):
+                _count_when_traced(counts, op)
+            else:
+                counts[op] = counts.get(op, -1) + 1
+
     def carried(self, function: Callable[..., Any], given: Any = ()) -> Callable[..., Any]:
         """`function` to be called in this scope, now and when it is recomputed after the scope was left.
 
@@ -339,6 +353,11 @@ def _count_when_traced(counts: int, op: str) -> int:
     traced = _traced_counts.setdefault(counts, {})
     traced[op] = traced.get(op, -1) + 1
     return traced[op]
+
+
+@constant_when_traced
+def _next_when_traced(counts: int, op: str) -> int:
+    return _traced_counts.get(counts, {}).get(op, -1) + 1
 
 
 def innermost_scope() -> Scope | None:

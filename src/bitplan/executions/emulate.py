@@ -15,7 +15,13 @@ from bitplan.gemm.products import Product
 from bitplan.plans import Decision
 from bitplan.plans.execution import Emulate, ExecutionOptions
 from bitplan.runtime.autograd import rounded_relu
-from bitplan.runtime.execution import CompilerSettings, Decide, PreparedProduct
+from bitplan.runtime.execution import (
+    AttentionCall,
+    AttentionProducts,
+    CompilerSettings,
+    Decide,
+    PreparedProduct,
+)
 from bitplan.runtime.frozen import FrozenOperand
 from bitplan.runtime.head_loss import HeadLoss
 from bitplan.runtime.op_context import OpContext
@@ -29,6 +35,8 @@ class EmulateExecution:
     packs_saved_tensors = False
     stores_frozen_weights = False
     saves_activation_codes = False
+    has_attention = False
+    is_watched = False
 
     def __init__(self, options: ExecutionOptions = Emulate()) -> None:  # noqa: B008 - frozen
         self.options = options
@@ -64,6 +72,14 @@ class EmulateExecution:
         weight_key: Tensor | None,
     ) -> Tensor | None:
         return None
+
+    def runs_attention(self, call: AttentionCall, products: AttentionProducts, training: bool) -> bool:
+        return False
+
+    def attention(
+        self, call: AttentionCall, products: AttentionProducts, contexts: tuple[OpContext, OpContext]
+    ) -> Tensor:
+        raise NotImplementedError
 
     def frozen_product(
         self,

@@ -104,6 +104,7 @@ class Attachment:
         self._execution = execution
         self._rounder = Rounder(execution)
         self._clock = ScheduleClock(plan, steps, fixed=execution.packs_saved_tensors)
+        execution.is_watched = stats or mutable_formats
         decider = Decider(plan, mutable_formats, stats, execution)
         #: Objects of the user's own classes that round, by site.
         self._quantizer_modules = decider.quantizer_modules

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.capture.constants import CONSTANT, MASK, SQUARE, STATISTIC, TAG, keep_unrounded, with_unrounded_squares
-from bitplan.capture.decompositions import DECOMPOSITIONS
+from bitplan.capture.decompositions import ATTENTION, DECOMPOSITIONS, attention, attention_operations
 from bitplan.capture.ops import (
     DROPOUTS,
     PRODUCTS,
@@ -26,6 +26,7 @@ from bitplan.capture.ops import (
 from bitplan.capture.recording import ProductWatch
 from bitplan.capture.scopes import Interceptor, Scope, state_of
 from bitplan.compiler import torch_patches
+from bitplan.compiler.torch_private import DisableTorchFunction
 from bitplan.compiler.tracing import VERSION
 from bitplan.errors import PlanError, QuantizeError
 from bitplan.gemm.axes import ROTATABLE
@@ -40,7 +41,7 @@ from bitplan.runtime.autograd import (
     rounded_product,
 )
 from bitplan.runtime.decisions import rounding_of
-from bitplan.runtime.execution import Execution
+from bitplan.runtime.execution import AttentionCall, AttentionProducts, Execution
 from bitplan.runtime.frozen import FROZEN_PRODUCTS, FROZEN_TAG, FrozenOperand
 from bitplan.runtime.frozen_product import frozen_product
 from bitplan.runtime.head_loss import HeadLoss, why_not_in_chunks
@@ -265,7 +266,58 @@ class Rounder(Interceptor):
         return rounding_of(state_of(module).actions, op, index, inside)
 
     def decomposition_of(self, scope: Scope, op: str) -> Callable[..., Any] | None:
-        return DECOMPOSITIONS[op] if op in DECOMPOSITIONS and state_of(scope.module).actions[f"open {op}"] else None
+        if op not in DECOMPOSITIONS or not state_of(scope.module).actions[f"open {op}"]:
+            return None
+        if op != ATTENTION or not self.execution.has_attention:
+            return DECOMPOSITIONS[op]
+        return lambda *args, **kwargs: self._attention(scope, *args, **kwargs)
+
+    # --- attention ---
+
+    def _attention(self, scope: Scope, *args: Any, **kwargs: Any) -> Tensor:
+        """Attention whose products are rounded: in one kernel, or written out."""
+        with DisableTorchFunction():
+            call = AttentionCall(*args, **kwargs)
+            products = self._attention_products(scope, call)
+            runs = products is not None and self.execution.runs_attention(call, products, scope.module.training)
+        if products is None or not runs:
+            result: Tensor = attention(*args, **kwargs)
+            return result
+        numbers = scope.next_index("matmul"), scope.next_index("matmul") + 1
+        if torch.compiler.is_compiling() or not self._is_new(scope, numbers, products):
+            scope.count(attention_operations(call.is_causal, call.enable_gqa))
+        else:  # for those who want to know of the operations inside, and for the records of delayed scales
+            query, key, value = (tensor[..., :1, :] for tensor in call[:3])
+            attention(query, key, value, *call[3:6], scale=call.scale, enable_gqa=call.enable_gqa)
+        with DisableTorchFunction():
+            contexts = tuple(
+                OpContext(op_site("matmul", number), scope.module, rounding)
+                for number, rounding in zip(numbers, products, strict=True)
+            )
+            return self.execution.attention(call, products, (contexts[0], contexts[1]))
+
+    def _attention_products(self, scope: Scope, call: AttentionCall) -> AttentionProducts | None:
+        """What happens to the operands of both products; None where that is nothing, or where more is rounded."""
+        if self.tags_gradients or self.split_over is not None:
+            return None
+        found: list[OpRounding] = []
+        indices: dict[str, int] = {}
+        for op in attention_operations(call.is_causal, call.enable_gqa):
+            index = indices[op] = indices[op] + 1 if op in indices else scope.next_index(op)
+            rounding = self.rounding_of(scope.module, op, index, ATTENTION)
+            if (rounding is None) == (op == "matmul"):
+                return None
+            if rounding is not None:
+                found.append(rounding)
+        return found[0], found[1]
+
+    def _is_new(self, scope: Scope, numbers: tuple[int, int], products: AttentionProducts) -> bool:
+        """Whether somebody wants to know of operations that run, or of these products that run for the first time."""
+        if self.on_site is not None:
+            return True
+        sites = [op_site("matmul", number) for number in numbers]
+        is_met = all(site in rounding.met for site, rounding in zip(sites, products, strict=True))
+        return self.on_new_site is not None and not is_met
 
     # --- outputs ---
 
@@ -363,7 +415,7 @@ class Rounder(Interceptor):
         x = args[x_at] if len(args) > x_at else kwargs[x_name]
         w = args[w_at] if len(args) > w_at else kwargs[w_name]
         result = None
-        if action.prepared is not None:
+        if action.is_prepared:
             result = self.execution.product(op, args, kwargs, x, w, action, context, key)
         if result is None and (action.slots_apart or _rounds_weight_again(op, action, args, kwargs, x, w)):
             product, bias = product_of(op, args, kwargs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,23 @@ if TYPE_CHECKING:
     from bitplan.runtime.rounding_op import OpRounding, RoundingOp
 
 Decide = Callable[[str, str], Decision]
+
+
+class AttentionCall(NamedTuple):
+    """The arguments of ``F.scaled_dot_product_attention``."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+
+#: What happens to the operands of its two products: queries and keys, probabilities and values.
+AttentionProducts = tuple["OpRounding", "OpRounding"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +66,11 @@ class PreparedProduct(Protocol):
         """Everything that tracing reads of it: compiled graphs are guarded by it."""
         ...
 
+    @property
+    def is_for_product(self) -> bool:
+        """Whether it is for :meth:`Execution.product`; otherwise for the fused operation that the product is in."""
+        ...
+
 
 class Execution(Protocol):
     """How a plan is executed. One object for each attachment."""
@@ -59,6 +81,10 @@ class Execution(Protocol):
     stores_frozen_weights: bool
     #: Compiled graphs may save the codes of rounded activations.
     saves_activation_codes: bool
+    #: Attention that a plan writes out may run in one kernel all the same, see :meth:`attention`.
+    has_attention: bool
+    #: Statistics are gathered, or formats may change by hand: values must be rounded one by one.
+    is_watched: bool
 
     @property
     def options(self) -> ExecutionOptions: ...
@@ -99,6 +125,16 @@ class Execution(Protocol):
         weight_key: Tensor | None,
     ) -> Tensor | None:
         """The product of a call with its operands rounded; None: it is emulated. Called for prepared products."""
+        ...
+
+    def runs_attention(self, call: AttentionCall, products: AttentionProducts, training: bool) -> bool:
+        """Whether :meth:`attention` computes this call; asked only if :attr:`has_attention`."""
+        ...
+
+    def attention(
+        self, call: AttentionCall, products: AttentionProducts, contexts: tuple[OpContext, OpContext]
+    ) -> Tensor:
+        """Scaled-dot-product attention with the operands of both products rounded."""
         ...
 
     def frozen_product(

@@ -585,6 +585,8 @@ class OpRounding:
         self.op = op
         self.places = places
         self.prepared = prepared
+        #: Whether the execution may compute the product.
+        self.is_prepared = prepared is not None and prepared.is_for_product
         #: Rows of statistics and promotions: they grow while the run goes on.
         self.states = {place: OperandState() for place in places}
         #: Sites that ran eagerly, see :meth:`RunTables.add_rows`.

@@ -166,7 +166,7 @@ def way_of(version: str, op: str, index: int, inside: str | None, kind: str, tra
     if is_product and any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
         return GENERAL
     if is_product and action.has_slots:
-        return GENERAL if action.slots_apart or action.prepared is not None else OPERANDS
+        return GENERAL if action.slots_apart or action.is_prepared else OPERANDS
     return RELU if op == "relu" and action.rounds_output(training) else ROLES
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -158,6 +159,13 @@ FAST_VARIANTS = {"fp8": _FAST.name}
 def multiplies_groups(device: torch.device) -> bool:
     """Whether the device multiplies groups of E4M3 rows, each with a matrix of its own: Hopper does."""
     return device.type == "cuda" and torch.version.hip is None and _capability(device)[0] == 9
+
+
+@cache
+def multiplies_attention(device: torch.device) -> bool:
+    """Whether the device has the kernel of attention in FP8: Hopper, where Triton is."""
+    is_hopper = device.type == "cuda" and torch.version.hip is None and _capability(device)[0] == 9
+    return is_hopper and find_spec("triton") is not None
 
 
 def multiply_groups(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], offsets: Tensor, fast: bool) -> Tensor:

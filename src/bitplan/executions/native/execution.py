@@ -15,7 +15,18 @@ from bitplan.capture.decompositions import has_slots
 from bitplan.capture.recording import Operation
 from bitplan.errors import BitplanWarning, PlanError
 from bitplan.executions.emulate import EmulateExecution
-from bitplan.executions.native.backends import GemmBackend, backends_with_blocks, multiplies_groups
+from bitplan.executions.native.attention_path import (
+    AttentionCandidate,
+    native_attention,
+    prepare_attention,
+    runs_in_float8,
+)
+from bitplan.executions.native.backends import (
+    GemmBackend,
+    backends_with_blocks,
+    multiplies_attention,
+    multiplies_groups,
+)
 from bitplan.executions.native.crossover import load_crossover
 from bitplan.executions.native.fallbacks import FALLBACK_COLUMNS, Fallback, fallbacks_of, keeps_codes, passes_of
 from bitplan.executions.native.frozen import native_frozen_product
@@ -26,7 +37,7 @@ from bitplan.executions.native.product import native_product
 from bitplan.gemm.products import Product, has_settings, product_of
 from bitplan.plans import Decision
 from bitplan.plans.execution import Native
-from bitplan.runtime.execution import CompilerSettings, Decide
+from bitplan.runtime.execution import AttentionCall, AttentionProducts, CompilerSettings, Decide
 from bitplan.runtime.frozen import FrozenOperand
 from bitplan.runtime.head_loss import HeadLoss
 from bitplan.runtime.op_context import OpContext
@@ -45,6 +56,7 @@ class NativeCandidate:
     passes: Passes
     #: Whether an emulated wgrad saves the codes of its input, one byte per element.
     keeps_codes: bool
+    is_for_product = True
 
     def facts(self) -> Hashable:
         return tuple((key, tuple(backends.items())) for key, backends in self.passes.items()), self.keeps_codes
@@ -77,6 +89,7 @@ class NativeExecution(EmulateExecution):
 
     saves_activation_codes = True
     stores_frozen_weights = True
+    has_attention = True
 
     def __init__(self, options: Native, model: nn.Module) -> None:
         super().__init__(options)
@@ -88,7 +101,9 @@ class NativeExecution(EmulateExecution):
     def facts(self) -> Hashable:
         return self.options.kind, self.terms, self.recast_in_backward
 
-    def prepare(self, decision: Decision, op: str) -> NativeCandidate | GroupedCandidate | None:
+    def prepare(self, decision: Decision, op: str) -> NativeCandidate | GroupedCandidate | AttentionCandidate | None:
+        if op == "matmul":
+            return prepare_attention(decision)
         if op == "grouped_mm":
             return prepare_grouped(decision) if has_slots(decision) else None
         if not (op == "linear" or op.startswith("conv")) or not has_slots(decision):
@@ -120,6 +135,16 @@ class NativeExecution(EmulateExecution):
             return None
         recast = ("w",) if is_freed_after_forward(w) else self.recast_in_backward
         return native_product(x, w, bias, product, backends, rounding, context, weight_key, recast)
+
+    def runs_attention(self, call: AttentionCall, products: AttentionProducts, training: bool) -> bool:
+        if self.is_watched or not multiplies_attention(call.query.device):
+            return False
+        return runs_in_float8(call, products, self.terms, training)
+
+    def attention(
+        self, call: AttentionCall, products: AttentionProducts, contexts: tuple[OpContext, OpContext]
+    ) -> Tensor:
+        return native_attention(call, products, contexts)
 
     def frozen_product(
         self,
@@ -162,7 +187,8 @@ class NativeExecution(EmulateExecution):
         split_modules: Collection[str] = (),
     ) -> Table[Fallback]:
         kernels = backends_with_blocks(device), self.terms, device.type
-        rows = fallbacks_of(operations, decide, *kernels, split_modules, multiplies_groups(device))
+        attention = multiplies_attention(device), self.is_watched
+        rows = fallbacks_of(operations, decide, *kernels, split_modules, multiplies_groups(device), *attention)
         return Table(rows, FALLBACK_COLUMNS, empty="no fallbacks: every product of the plan runs natively")
 
     def check(

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from bitplan.capture.decompositions import has_slots
+from bitplan.capture.decompositions import ATTENTION, decision_for, has_slots
 from bitplan.capture.ops import PRODUCTS
-from bitplan.capture.recording import Operation
+from bitplan.capture.recording import FusedCall, Operation
 from bitplan.compiler.torch_private import tree_leaves
 from bitplan.executions.native.backends import GemmBackend, supports_shape
 from bitplan.executions.native.blocks import block_backend_or_reason, block_of, cuts_blocks
@@ -21,6 +21,7 @@ from bitplan.executions.native.paths import (
     TOO_SMALL,
     NativeTerms,
     is_plain_gemm,
+    why_attention_not_native,
     why_groups_not_native,
     why_not_native,
     why_pass_not_native,
@@ -32,17 +33,22 @@ from bitplan.gemm.products import has_settings, product_of
 from bitplan.numerics.formats import FloatFormat, IntFormat
 from bitplan.numerics.mutable_format import MutableFormat
 from bitplan.numerics.quantizer import Quantizer
-from bitplan.numerics.wire_format import OPERAND_OF_SLOT
+from bitplan.numerics.wire_format import OPERAND_OF_SLOT, op_site
 from bitplan.plans import Decision
 from bitplan.plans.match import PASSES
 from bitplan.plans.spec import QuantizerSpec
 from bitplan.runtime.coverage import counted_products, rounded_slots
+from bitplan.runtime.execution import AttentionCall
 
 _IS_SPLIT = "tensor parallelism splits its weight; products of shards are emulated"
 _NO_GROUPS = "this device has no grouped product in FP8, which Hopper has"
 _RAGGED_SUM = "sums over the rows of a group, which FP8 kernels want in multiples of 16; its input is saved as codes"
+_IS_WATCHED = "statistics are gathered, or formats may change, which takes the values of attention one by one"
 _E4M3 = FloatFormat(4, 3, specials="fn")
-_ONLY_LAYERS = "only linear layers, convolutions and grouped products have a native path; this is emulated"
+_NO_ATTENTION = "this device has no attention in FP8, which Hopper has with Triton; this one is emulated"
+#: Its tensors are (batch, heads, tokens, features).
+_ATTENTION_DIMS, _HEADS_AXIS = 4, 1
+_ONLY_LAYERS = "only linear layers, convolutions, grouped products and attention have a native path; this is emulated"
 
 
 @dataclass(frozen=True)
@@ -113,15 +119,30 @@ def fallbacks_of(
     device_type: str = "cpu",
     split_modules: Collection[str] = (),
     has_grouped_kernel: bool = False,
+    has_attention_kernel: bool = False,
+    is_watched: bool = False,
 ) -> list[Fallback]:
     """Every pass of every product that the plan rounds and that is emulated.
 
     :param split_modules: paths of modules whose parameters tensor parallelism splits.
     :param has_grouped_kernel: whether the device multiplies groups of FP8 rows.
+    :param has_attention_kernel: whether it has attention in FP8.
+    :param is_watched: whether statistics are gathered, or formats may change.
     """
     fallbacks = []
-    for operation, operands in operand_quantizers(operations, decisions_for(operations, decide)):
-        if operation.module in split_modules and (has_slots(operands.decision) or _is_rounded(operands)):
+    decisions = decisions_for(operations, decide)
+    why_no_attention = None if has_attention_kernel else _NO_ATTENTION
+    if split_modules:
+        why_no_attention = why_no_attention or _IS_SPLIT
+    if is_watched:
+        why_no_attention = why_no_attention or _IS_WATCHED
+    attention_reasons = _reasons_of_attention(operations, decide, terms, why_no_attention)
+    for operation, operands in operand_quantizers(operations, decisions):
+        if operation.fused_call in attention_reasons and operation.op == "matmul":
+            reason = attention_reasons[operation.fused_call]
+            if reason is not None and (has_slots(operands.decision) or _is_rounded(operands)):
+                fallbacks.append(Fallback(operation.label, "all passes", reason))
+        elif operation.module in split_modules and (has_slots(operands.decision) or _is_rounded(operands)):
             fallbacks.append(Fallback(operation.label, "all passes", _IS_SPLIT))
         elif operation.op == "grouped_mm" and operation.operands is not None and has_slots(operands.decision):
             fallbacks += _fallbacks_of_groups(operation, operands.decision, terms, has_grouped_kernel)
@@ -220,6 +241,67 @@ def _fallbacks_of_groups(
         reason = "a grouped product with a bias or another dtype has no native path"
     reasons = reasons_of_groups(decision) if reason is None else {"all passes": reason}
     return [Fallback(operation.label, name, reason) for name, reason in reasons.items() if reason is not None]
+
+
+def why_operands_not_native(decision: Decision, is_second: bool) -> str | None:
+    """Why a product of attention does not run in FP8 under a plan's decision on its operands, whatever their shapes.
+
+    :param is_second: whether it is the product of probabilities and values.
+    """
+    operands = ("fprop.x", "fprop.w")
+    for slot in operands:
+        if decision[slot].quantizer is None:
+            return f"{slot} has no format"
+    if not {"x", "w"} <= decision.shared.keys():
+        return "attention in FP8 rounds operands once for all passes"
+    others = set(decision.choices) - {*operands, "dgrad.w", "wgrad.x"}
+    if any(decision[place].quantizer is not None for place in others):
+        return "attention in FP8 rounds x and w of its products, and no gradients or results"
+    for slot in operands:
+        operand = PlannedOperand(slot, slot, decision[slot].quantizer, _ATTENTION_DIMS, "matmul", is_plain_gemm=True)
+        spec, quantizer = operand.spec, operand.quantizer()
+        reason = _why_no_codes(operand)
+        if reason is not None or spec is None or quantizer is None:
+            return reason
+        if spec.target != _E4M3 or spec.bits is not None:
+            return f"attention in FP8 is e4m3 by e4m3, and {slot} is {spec.target.name}"
+        if spec.rounding != "nearest" or spec.overflow not in (None, "saturate"):
+            return f"attention in FP8 rounds to the nearest value and saturates, and {slot} does not"
+        if spec.eval not in ("same", "off"):
+            return f"{slot} is rounded otherwise in evaluation (eval: {spec.eval})"
+        varying = varying_axes(quantizer, _ATTENTION_DIMS)
+        if varying is None or not varying <= {_HEADS_AXIS}:
+            return f"the scale of {slot} changes within a head"
+        if is_second and slot == "fprop.x" and spec.scale is None:
+            return "probabilities have no scale, and attention in FP8 has one for them"
+    return None
+
+
+def _reasons_of_attention(
+    operations: Sequence[Operation], decide: Decide, terms: NativeTerms, why_none: str | None
+) -> dict[FusedCall | None, str | None]:
+    """For each attention that the plan writes out: why it is emulated; None: it runs in FP8.
+
+    :param why_none: why no attention runs in FP8; None where some may.
+    """
+    inside: dict[FusedCall, list[Operation]] = {}
+    for operation in operations:
+        if operation.inside == ATTENTION and operation.fused_call is not None:
+            inside.setdefault(operation.fused_call, []).append(operation)
+    reasons: dict[FusedCall | None, str | None] = {}
+    for fused_call, parts in inside.items():
+        reason = why_none or why_attention_not_native(AttentionCall(*fused_call.args, **fused_call.kwargs), terms)
+        is_second = False
+        for part in parts:
+            site = op_site(part.op, part.index)
+            if part.op == "matmul":
+                decision = decision_for(decide, part.module, site, part.inside)
+                reason = reason or why_operands_not_native(decision, is_second)
+                is_second = True
+            elif not decide(part.module, site).changes_nothing:
+                reason = reason or f"the plan rounds its {part.op}, too, which attention in FP8 does not"
+        reasons[fused_call] = reason
+    return reasons
 
 
 def _shape_text(shape: tuple[int, int, int]) -> str:

@@ -37,6 +37,7 @@ class GroupedCandidate:
     """A grouped product with passes that may run natively."""
 
     passes: tuple[str, ...]
+    is_for_product = True
 
     def facts(self) -> Hashable:
         return self.passes

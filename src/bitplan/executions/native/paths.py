@@ -20,6 +20,7 @@ from bitplan.executions.native.convolution import (
     why_convolution_not_native,
     why_dgrad_not_native,
 )
+from bitplan.runtime.execution import AttentionCall
 
 
 class NativeTerms(NamedTuple):
@@ -57,6 +58,9 @@ class NativeTerms(NamedTuple):
 #: (device type, dimensions of x, whether it is a plain GEMM) -> pass -> backend.
 Passes = dict[tuple[str, int, bool], dict[str, str]]
 
+#: Features of the heads that the attention kernel takes.
+HEAD_SIZES = (64, 128)
+
 TOO_SMALL = "is too small to gain by it"
 TOO_NARROW = "has too few channels to gain by im2col"
 
@@ -92,6 +96,32 @@ def why_groups_not_native(x: Tensor, w: Tensor, terms: NativeTerms) -> str | Non
     if w.shape[1] % 16 or w.shape[2] % 16:
         return "grouped products in FP8 need matrices whose sides are multiples of 16"
     if x.numel() * w.shape[2] < max(terms.min_macs, 1, dict(terms.min_macs_by_backend).get("fp8", 0)):
+        return TOO_SMALL
+    return None
+
+
+def why_attention_not_native(call: AttentionCall, terms: NativeTerms) -> str | None:
+    """Why this attention does not go to the FP8 kernel, whatever its formats; None where it may."""
+    query, key, value = call[:3]
+    if call.attn_mask is not None:
+        return "attention with a mask has no native path, other than is_causal=True"
+    if call.dropout_p > 0.0:
+        return "attention with dropout has no native path"
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        return "attention in FP8 is for tensors (batch, heads, tokens, features)"
+    if not query.dtype == key.dtype == value.dtype == torch.bfloat16:
+        return "attention in FP8 has results in bfloat16 only, and this one computes in another dtype"
+    if query.shape[3] not in HEAD_SIZES or not query.shape[3] == key.shape[3] == value.shape[3]:
+        return f"attention in FP8 is for heads of {' or '.join(map(str, HEAD_SIZES))} features"
+    if key.shape != value.shape or query.shape[0] != key.shape[0]:
+        return "attention in FP8 does not broadcast its operands"
+    if query.shape[1] != key.shape[1] and (not call.enable_gqa or query.shape[1] % key.shape[1]):
+        return "attention in FP8 does not broadcast its operands"
+    if call.is_causal and query.shape[2] != key.shape[2]:
+        return "causal attention in FP8 is for as many queries as keys"
+    if call.scale is not None and call.scale <= 0:
+        return "attention in FP8 is for positive scales of the softmax"
+    if query.numel() * key.shape[2] < max(terms.min_macs, 1, dict(terms.min_macs_by_backend).get("fp8", 0)):
         return TOO_SMALL
     return None
 
