@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.analysis.explain import Explanation
-from bitplan.capture.scopes import Interceptor, Scope, followed, is_planned, loss_holder, state_of
+from bitplan.capture.planned_classes import followed
+from bitplan.capture.scopes import Interceptor, Scope, is_planned, loss_holder, state_of
 from bitplan.plans.spec import QuantizerSpec
 from bitplan.runtime.module_state import RECORD
 from bitplan.runtime.rounding_op import OpRounding

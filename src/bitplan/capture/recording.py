@@ -26,10 +26,10 @@ from torch.utils.data import DataLoader, Dataset
 from bitplan.capture.constants import ACTIVATION, SQUARE, STATISTIC, is_constant
 from bitplan.capture.decompositions import DECOMPOSITIONS
 from bitplan.capture.ops import FACTORIES_LIKE, FUSED, PRODUCTS
+from bitplan.capture.planned_classes import followed
 from bitplan.capture.scopes import (
     Interceptor,
     Scope,
-    followed,
     innermost_scope,
     loss_holder,
     reentrant_regions_called_once,

@@ -18,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from bitplan.capture.scopes import is_planned, unwrapped
+from bitplan.capture.planned_classes import unwrapped
+from bitplan.capture.scopes import is_planned
 from bitplan.compiler.torch_private import COMPILED_CALL, tree_map_only
 from bitplan.errors import MissingPackageError, PlanError, RunError
 from bitplan.plans import Plan

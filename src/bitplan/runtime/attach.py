@@ -20,8 +20,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from bitplan.capture.decompositions import is_decomposed
+from bitplan.capture.planned_classes import uninstall, unwrapped
 from bitplan.capture.recording import Operation, inputs_of, record
-from bitplan.capture.scopes import is_planned, state_of, uninstall, unwrapped
+from bitplan.capture.scopes import is_planned, state_of
 from bitplan.capture.selectors import expand_plan
 from bitplan.errors import BitplanWarning, PlanError
 from bitplan.plans import Plan

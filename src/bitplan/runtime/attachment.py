@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from bitplan.capture.planned_classes import unwrapped, without_wrappers
 from bitplan.capture.recording import FakeInputs, Operation, call_arguments, scripted_modules
-from bitplan.capture.scopes import in_loss_scope, loss_holder, unwrapped, without_wrappers
+from bitplan.capture.scopes import in_loss_scope, loss_holder
 from bitplan.compiler import torch_private
 from bitplan.compiler.tracing import keep_guards
 from bitplan.errors import BitplanError, BitplanWarning, PlanError

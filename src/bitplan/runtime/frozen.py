@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.capture.ops import works_in_place
-from bitplan.capture.scopes import original_class, register_planned_class, state_of, without_wrappers
+from bitplan.capture.planned_classes import original_class, register_planned_class, without_wrappers
+from bitplan.capture.scopes import state_of
 from bitplan.compiler.torch_private import DisableTorchFunction, FakeTensor
 from bitplan.compiler.tracing import is_traced_below_dynamo, needs_shapes_only, opaque_in_graph
 from bitplan.errors import BitplanWarning, PlanError, QuantizeError

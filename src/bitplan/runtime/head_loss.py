@@ -22,7 +22,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from bitplan.capture.scopes import innermost_scope, original_class, run_operation, state_of
+from bitplan.capture.planned_classes import original_class, run_operation
+from bitplan.capture.scopes import innermost_scope, state_of
 from bitplan.compiler.torch_private import DisableTorchFunction
 from bitplan.compiler.tracing import opaque_in_graph, transformable
 from bitplan.errors import PlanError, QuantizeError

@@ -18,8 +18,9 @@ from torch import nn
 
 from bitplan.capture import scopes as checkpointing
 from bitplan.capture.constants import CONSTANT, MASK
+from bitplan.capture.planned_classes import install, uninstall
 from bitplan.capture.recording import Operation
-from bitplan.capture.scopes import install, is_planned, show_all_functions, state_of, uninstall
+from bitplan.capture.scopes import is_planned, show_all_functions, state_of
 from bitplan.compiler import torch_patches
 from bitplan.compiler.torch_private import unset_fake_temporarily
 from bitplan.compiler.tracing import (

@@ -8,7 +8,8 @@ import operator
 import torch
 from torch import Tensor, nn
 
-from bitplan.capture.scopes import state_of, without_wrappers
+from bitplan.capture.planned_classes import without_wrappers
+from bitplan.capture.scopes import state_of
 from bitplan.compiler.torch_private import foreach_copy_
 from bitplan.errors import PlanError
 from bitplan.numerics.wire_format import parameter_suffix, place_key

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bitplan.capture.scopes import unwrapped
+from bitplan.capture.planned_classes import unwrapped
 from bitplan.errors import PlanError
 from bitplan.runtime.optimizers import load_plain_state, plain_state
 from bitplan.runtime.sharding import is_distributed

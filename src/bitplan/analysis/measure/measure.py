@@ -15,8 +15,9 @@ from bitplan.analysis.measure.candidate import PLANNED, Candidate, check_candida
 from bitplan.analysis.measure.pass_metrics import Metric, metric_registry
 from bitplan.analysis.measure.probe import Probe
 from bitplan.analysis.measure.result import Measurement, Row, average_rows
+from bitplan.capture.planned_classes import followed, unwrapped
 from bitplan.capture.recording import call_arguments, call_loss, inputs_of, split_batch
-from bitplan.capture.scopes import Scope, followed, loss_holder, unwrapped
+from bitplan.capture.scopes import Scope, loss_holder
 from bitplan.capture.selectors import plan_for_model
 from bitplan.errors import MetricError
 from bitplan.gemm.sampling import Sampling

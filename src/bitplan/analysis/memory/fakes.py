@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitplan.capture.planned_classes import uninstall, unwrapped
 from bitplan.capture.recording import FakeInputs
-from bitplan.capture.scopes import is_planned, uninstall, unwrapped
+from bitplan.capture.scopes import is_planned
 from bitplan.compiler.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from bitplan.analysis.memory.fakes import copy_without_plan
 from bitplan.analysis.targets import Target
+from bitplan.capture.planned_classes import followed
 from bitplan.capture.recording import call_arguments, call_loss, split_batch
-from bitplan.capture.scopes import Interceptor, Scope, followed, state_of
+from bitplan.capture.scopes import Interceptor, Scope, state_of
 from bitplan.compiler.torch_private import tree_leaves, tree_map_only
 from bitplan.numerics.quantizer import Quantizer
 from bitplan.numerics.wire_format import op_site
