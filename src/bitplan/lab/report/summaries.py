@@ -456,21 +456,21 @@ def _length(run: Run, reference: Run) -> float:
 
 def _judged(plans: Sequence[PlanSummary], reference: PlanSummary | None, margin: float) -> list[PlanSummary]:
     """The plans with their verdicts; those that are compared with the reference are a family of hypotheses."""
-    given = [_without_comparison(plan, reference) for plan in plans]
-    compared = {number: plans[number].by_seed for number, verdict in enumerate(given) if verdict is None}
-    judgements: dict[int, Judgement] = {}
-    if compared:
-        assert reference is not None
-        assert reference.value is not None
-        allowed = margin * abs(reference.value.mean)
-        judgements = judge_all(compared, reference.by_seed, allowed, reference.metric.better)
-    judged = []
-    for number, (plan, verdict) in enumerate(zip(plans, given, strict=True)):
-        if verdict is not None or reference is None:
-            assert verdict is not None
-            judged.append(replace(plan, verdict=verdict[0], why=verdict[1]))
+    judged, compared = [*plans], dict[int, Mapping[int, float]]()
+    for number, plan in enumerate(plans):
+        verdict = _without_comparison(plan, reference)
+        if verdict is None:
+            compared[number] = plan.by_seed
         else:
-            judged.append(_compared(plan, reference, judgements[number], margin))
+            judged[number] = replace(plan, verdict=verdict[0], why=verdict[1])
+    if not compared:
+        return judged
+    assert reference is not None
+    assert reference.value is not None
+    allowed = margin * abs(reference.value.mean)
+    judgements = judge_all(compared, reference.by_seed, allowed, reference.metric.better)
+    for number, judgement in judgements.items():
+        judged[number] = _compared(plans[number], reference, judgement, margin)
     return judged
 
 
