@@ -27,7 +27,7 @@ from bitplan.plans.schedules.named import GROUPS
 from bitplan.significance import LEVEL, SURE, Difference, Judgement, holm, judge
 
 #: Results whose readings are on the page; the others have pages of their own.
-READINGS = ("cifar", "ptb", "sst2", "detection", "forecast", "rl")
+READINGS = ("cifar", "ptb", "sst2", "detection", "forecast", "rl", "rl-acrobot")
 HEADINGS = ("what the paper says", "what was run", "gain (95 %)", "verdict", "command")
 BALANCED = GROUPS["balanced"]
 #: The plans of the study of the mismatch.
@@ -320,7 +320,11 @@ def claims() -> list[Claim]:
 
 def new_domains() -> list[tuple[Study, str]]:
     """Forecasting and reinforcement learning, which the papers left open."""
-    return [(stored("forecast")[0], "ETTh1, DLinear, 500 steps"), (stored("rl")[0], "CartPole, PPO, 800 updates")]
+    return [
+        (stored("forecast")[0], "ETTh1, DLinear, 500 steps"),
+        (stored("rl")[0], "CartPole, PPO, 800 updates"),
+        (stored("rl-acrobot")[0], "Acrobot, PPO, 1,000 updates"),
+    ]
 
 
 def mismatches() -> list[Claim]:
@@ -412,6 +416,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "new-domains.md": {
         "forecast": lambda: plans_table(stored("forecast")[0]),
         "rl": lambda: plans_table(stored("rl")[0]),
+        "acrobot": lambda: plans_table(stored("rl-acrobot")[0]),
         "mismatch": mismatch_table,
     },
 }

@@ -507,5 +507,21 @@ def test_the_sentences_about_reinforcement_learning(scripts: dict[str, ModuleTyp
     assert f"3 bits lose {eight.loss.mean:.0f} ({eight.loss.low:.0f} to {eight.loss.high:.0f}) to 8 bits" in NEW
     assert f"by {-one.loss.mean:.0f} ({-one.loss.high:.0f} to {-one.loss.low:.0f}), which is undecided as one of" in NEW
     assert [claim.verdict for claim in claims.mismatches()] == 8 * ["undecided"], "one of eight comparisons"
-    (command,) = (line for line in (RESULTS / "new-domains.md").read_text().splitlines() if "experiments/rl.py" in line)
+    command = next(
+        line for line in (RESULTS / "new-domains.md").read_text().splitlines() if "experiments/rl.py" in line
+    )
     assert set(command.split()) == set(study.command.split())
+
+
+def test_the_sentences_about_acrobot(scripts: dict[str, ModuleType]) -> None:
+    study = scripts["claims"].stored("rl-acrobot")[0]
+    assert study.plans["FP32"]["metric"] > study.record["floor"] == -95
+    assert f"FP32 reaches {study.plans['FP32']['metric']:.2f}" in NEW
+    texts = [
+        " and ".join(f"{value:.2f}" for value in study.plans[name]["values"].values())
+        for name in ("CR", "static at the cost of RR")
+    ]
+    assert f"CR has {texts[0]}, and the static plan at the cost of RR {texts[1]}" in NEW
+    assert {judgement.verdict for judgement in study.judged().values()} == {"undecided"}
+    assert {len(plan["values"]) for plan in study.plans.values()} == {2}, "two seeds"
+    assert study.command in NEW
